@@ -15,7 +15,8 @@ from batchinfer.config import ClusterConfig
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import STATS_NODES
 from batchinfer.host_info import node_name
-from batchinfer.records import InterruptedRunError
+from batchinfer.progress import note
+from batchinfer.records import BatchinferError, InterruptedRunError
 from batchinfer.run.bit_equality import EqualRows
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.storage import Storage
@@ -103,11 +104,18 @@ class Session:
         if error is not None and self._stop.requested and not isinstance(error, InterruptedRunError):
             # a library was in the middle of a call and raised something of its own instead
             error = InterruptedRunError("stopped by a signal; run the same command to go on")
-        if self._run is not None and self._run.root.is_dir():
-            interrupted = isinstance(error, InterruptedRunError)
-            self.record("interrupted" if interrupted else "failed" if error is not None else "done")
-        if self._heart is not None:
-            self._heart.stop()
+        try:
+            if self._run is not None and self._run.root.is_dir():
+                interrupted = isinstance(error, InterruptedRunError)
+                self.record("interrupted" if interrupted else "failed" if error is not None else "done")
+        except (BatchinferError, OSError) as unwritten:
+            if error is None:
+                raise
+            # what ended the command decides on its exit code: after 75 a cluster starts it again
+            note(f"warning: {unwritten}; the report does not know how this command ended")
+        finally:
+            if self._heart is not None:
+                self._heart.stop()
         if isinstance(error, InterruptedRunError):
             raise error from None
 

@@ -1,7 +1,9 @@
 """What once went wrong, or could: odd folders, damaged run folders, signals inside libraries, changed settings."""
 
 import json
+import shutil
 import signal
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +14,7 @@ import pytest
 
 from batchinfer.data.shards import find_shards
 from batchinfer.plan.preflight import check_names
-from batchinfer.records import ConfigError, InterruptedRunError
+from batchinfer.records import ConfigError, InterruptedRunError, ModelError
 from batchinfer.run.session import Session
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
@@ -210,6 +212,25 @@ def test_an_error_that_a_library_raises_because_of_a_signal_counts_as_an_interru
         raise RuntimeError("Query interrupted")
     (row,) = pq.read_table(next((tmp_path / "stats" / "nodes").glob("*.parquet"))).to_pylist()
     assert row["state"] == "interrupted"
+
+
+def end_with(ending):
+    if ending is not None:
+        raise ending
+
+
+@pytest.mark.parametrize("ending", [InterruptedRunError("stopped"), ModelError("the first reason"), None])
+def test_a_session_ends_as_its_command_did_also_where_its_row_cannot_be_written(tmp_path, capsys, ending):
+    session = Session("work", SimpleNamespace(requested=False))
+    session.attach(FolderStorage(RunDir(tmp_path)))
+    shutil.rmtree(tmp_path / "stats" / "nodes")
+    (tmp_path / "stats" / "nodes").write_text("")  # as on a full disk, nothing can be written there
+    with pytest.raises(ConfigError if ending is None else type(ending)) as raised, session:
+        end_with(ending)
+    assert ending is None or raised.value is ending
+    assert ("warning: cannot write" in capsys.readouterr().err) == (ending is not None)
+    assert "session heartbeat" not in {thread.name for thread in threading.enumerate()}
+    assert not list(tmp_path.glob("work/sessions/*"))
 
 
 def test_a_shard_with_the_longest_name_gets_its_output(tmp_path):
