@@ -2,7 +2,7 @@
 
 A chat template is code of the model's author, so both run in a sandbox. The text is what transformers'
 `apply_chat_template` gives, but what depends on the clock or on chance is missing (the same row must always give the
-same prompt), and its size is limited.
+same prompt; a date may be a variable), and its size is limited.
 """
 
 import json
@@ -18,6 +18,11 @@ from batchinfer.records import ModelError
 
 MAX_CHARS = 1 << 26  # of one rendered chat; only a template gone wild writes more
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' mark of the place at which the final message goes on
+# transformers and vLLM write the day on which they run
+NO_DATE = (
+    "the chat template asks for today's date (strftime_now), on which a prompt must not depend; give it one: "
+    'input.chat_template_kwargs = { strftime_now = "2026-01-31" }'
+)
 
 
 class ChatError(ValueError):
@@ -161,7 +166,7 @@ def _environment(**options: Any) -> ImmutableSandboxedEnvironment:
     environment.filters["tojson"] = _to_json
     environment.filters["fromjson"] = json.loads
     environment.globals["raise_exception"] = _raise_exception
-    # chance would give the same row another prompt each time; strftime_now is missing for the same reason
+    # chance would give the same row another prompt each time; strftime_now is missing for the same reason (NO_DATE)
     del environment.filters["random"], environment.globals["lipsum"]
     return environment
 
@@ -183,7 +188,7 @@ def _raise_exception(message: str) -> None:
 
 def _failure(error: Exception) -> str:
     if "'strftime_now' is undefined" in str(error):
-        return "the chat template asks for today's date (strftime_now), on which a prompt must not depend"
+        return NO_DATE
     return f"the chat template fails on the messages: {_one_line(error)}"
 
 

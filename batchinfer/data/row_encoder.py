@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from batchinfer.data.chat import NO_DATE
 from batchinfer.data.columns import ENCODED, python_values
 from batchinfer.data.row_prompts import Chat, RowError, RowPrompts
 from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
 
 # (ids or the error sentence, whether its text spells control tokens) of each text or chat
@@ -43,10 +45,16 @@ class RowEncoder:
             tokenizer.chat_template()  # without a sound one no chat can work: fail before the first
 
     def try_out(self) -> None:
-        """Encode harmless rows: a tokenizer or template that cannot even do that ends this process here."""
+        """Encode harmless rows: a tokenizer or template that cannot even do that ends this process here.
+
+        Raises:
+            ModelError: each chat needs a date, which neither job nor rows give.
+        """
         is_chat = self._prompts.may_make_chats and self._tokenizer.template_text is not None
         prompts = [self._prompts.chat(chat) if is_chat else chat[0]["content"] for chat in _TRIAL_CHATS]
-        self._encoded(prompts, self._prompt_ids)
+        errors = self._encoded(prompts, self._prompt_ids)["error"].to_pylist()
+        if NO_DATE in errors and None not in errors and self._prompts.makes_chats and not self._prompts.have_variables:
+            raise ModelError(NO_DATE)
 
     def encode(self, column: pa.Array) -> pa.RecordBatch:
         """The rows of the column, or of the struct of columns (RowPrompts.of), as ENCODED."""

@@ -8,6 +8,7 @@ format = openai   JSON of the request ──────────────
 
 import json
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +18,7 @@ from batchinfer.data.columns import python_values
 from batchinfer.records import ModelError
 
 _OWN_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+_DATE = "strftime_now"  # transformers' name for the function by which templates write the date
 _SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
 _OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -44,9 +46,11 @@ class RowPrompts:
         columns: the input columns that prompts are made of.
         makes_chats: whether they are all chats.
         may_make_chats: whether some may be.
+        have_variables: whether rows may have variables for the chat template, beside those of the job.
 
     Raises:
-        ModelError: `template` is not valid Jinja, or names no column; `chat_template_kwargs` sets what has other keys.
+        ModelError: `template` is not valid Jinja, or names no column; `chat_template_kwargs` sets what has other keys,
+            or strftime_now to what is no date.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -57,13 +61,14 @@ class RowPrompts:
         self._tools, self._kwargs = settings["tools"], settings["chat_template_kwargs"]
         if isinstance(self._kwargs, dict):
             try:
-                _refuse_own_names("input.chat_template_kwargs", self._kwargs)
+                self._kwargs = _variables("input.chat_template_kwargs", self._kwargs)
             except RowError as error:
                 raise ModelError(str(error)) from None
         self.may_make_chats = settings["messages"] is not None or (
             self._template is not None and self._system is not None
         )
         self.makes_chats = self.may_make_chats and settings["format"] != "openai"
+        self.have_variables = _is_name(self._kwargs) or settings["format"] == "openai"
         self.continues = bool(settings["continue_final_message"])
         own = self._template.columns if self._template else [self._column]
         self.columns = list(dict.fromkeys([*own, *(name for name in (self._tools, self._kwargs) if _is_name(name))]))
@@ -219,14 +224,22 @@ def _keywords(column: str, value: Any) -> dict[str, Any] | None:
     found = _json(column, value) if isinstance(value, str) else _without_nulls(value)
     if not isinstance(found, dict):
         raise RowError(f"{column} is not an object of variables for the chat template")
-    _refuse_own_names(column, found)
-    return found
+    return _variables(column, found)
 
 
-def _refuse_own_names(what: str, kwargs: dict[str, Any]) -> None:
+def _variables(what: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What the chat template gets for these; for the date at strftime_now, a function that writes it in any form."""
     for name in kwargs:
         if name in _OWN_NAMES:
             raise RowError(f"{what} sets {name}, which the job has other keys for; leave it out")
+    date = kwargs.get(_DATE)
+    others = {name: value for name, value in kwargs.items() if name != _DATE}
+    if date is None:
+        return others
+    try:
+        return {**others, _DATE: datetime.fromisoformat(date).strftime}
+    except (TypeError, ValueError):
+        raise RowError(f'{what} sets {_DATE} to {date!r}, which is no date such as "2026-01-31"') from None
 
 
 def _without_nulls(value: Any) -> Any:

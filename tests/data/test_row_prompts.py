@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from batchinfer.config import JobConfig
-from batchinfer.data.chat import MAX_CHARS
+from batchinfer.data.chat import MAX_CHARS, NO_DATE
 from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
 from batchinfer.data.tokenizer import load_tokenizer
@@ -190,6 +190,50 @@ def test_wrong_tools_and_variables_are_sentences_at_their_rows(tools, kwargs, to
     first, second = encoded(rows, messages="m", tools="t", chat_template_kwargs="k")
     assert first.startswith(told)
     assert second == expected([HELLO])
+
+
+DATED = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+UNDATED = "{% if messages[0].role == 'user' %}" + DATED + "{% else %}none{% endif %}"
+
+
+@pytest.fixture
+def dated(tmp_path):
+    return model_folder(tmp_path / "model", template=DATED)
+
+
+@pytest.mark.parametrize("control", ["parse", "text"])
+def test_a_date_is_the_one_that_the_job_or_the_row_names(dated, control):
+    ids = encoded(["31 Jan 2026Hello"], prompt="p")[0][1:]  # without the token that begins a text
+    keys = {"messages": "m", "control_tokens": control}
+    named = {"strftime_now": "2026-01-31"}
+    assert encoded([[HELLO]], dated, **keys, chat_template_kwargs=named) == [ids]
+    assert encoded([[HELLO]], dated, **keys) == [NO_DATE]
+    rows = {"m": [[HELLO]] * 4, "k": [json.dumps(named), "{}", '{"strftime_now": "today"}', '{"strftime_now": 5}']}
+    told = 'k sets strftime_now to {}, which is no date such as "2026-01-31"'
+    wanted = [ids, NO_DATE, told.format("'today'"), told.format(5)]
+    assert encoded(rows, dated, **keys, chat_template_kwargs="k") == wanted
+
+
+def test_a_plan_without_a_date_that_every_chat_needs_is_refused(dated, tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"m": [[HELLO], [{"role": "system", "content": "x"}]]})
+
+    def plan(name, kwargs=None):
+        keys = {"prompt": None, "messages": "m", "chat_template_kwargs": kwargs}
+        return batchinfer("plan", write_job(tmp_path, input=keys, model={"path": str(dated)}, output={"dir": name}))
+
+    ended = plan("none")
+    assert (ended.code, NO_DATE in ended.err) == (2, True)
+    assert not (tmp_path / "none").exists()
+    ended = plan("wrong", {"strftime_now": "31/01/2026"})
+    told = "input.chat_template_kwargs sets strftime_now to '31/01/2026', which is no date"
+    assert (ended.code, told in ended.err) == (2, True)
+    assert plan("good", {"strftime_now": "2026-01-31"}).code == 0
+
+    # one that only some chats need
+    (dated / "chat_template.jinja").write_text(UNDATED)
+    ended = plan("some")
+    assert ended.code == 0
+    assert f"1 bad rows in {tmp_path}/prompts/a.parquet; the first: row 0: {NO_DATE}" in ended.err
 
 
 def test_control_tokens_in_tools_are_text_where_the_job_says_so(folders):
