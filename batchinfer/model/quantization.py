@@ -18,6 +18,8 @@ _COMPRESSED_NOTES = (
     *("ignore", "targets", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
     *("global_compression_ratio", "run_compressed", "version"),
 )
+# In which GPTQ rounded columns: each is stored in its place, and neighbours make a group.
+_GPTQ_ORDERS = ("static", "weight")
 # What AWQ and GPTQ keep of how they were made, and of how kernels on GPUs are to run.
 _AWQ_NOTES = (
     *("modules_to_not_convert", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"),
@@ -106,8 +108,13 @@ def _one_group(section: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
     return scheme, weights
 
 
-def _judge_groups(*parts: ConfigReader) -> None:
+def _judge_groups(section: ConfigReader, scheme: ConfigReader, weights: ConfigReader) -> None:
     """Refuse what else a scheme says."""
+    order = weights.unread().get("actorder")
+    if order and order not in _GPTQ_ORDERS:
+        raise weights.unsupported("actorder", order, '"static", "weight" or null: groups are of neighbouring columns')
+    weights.pass_over("actorder")
+    parts = section, scheme, weights
     for part in parts[::-1]:
         part.pass_over(*_COMPRESSED_NOTES, *(key for key, value in part.unread().items() if not value))
         judge_unread_keys(part, refuse_unknown=True)

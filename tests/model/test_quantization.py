@@ -34,6 +34,8 @@ def of_groups(**groups: Any) -> dict[str, Any]:
 ACCEPTED: dict[str, tuple[dict[str, Any], int]] = {
     "as Kimi-K2-Thinking says it": (KIMI_INT4, 32),
     "groups of 128": (int4_config(group_size=128), 128),
+    "GPTQ by llm-compressor": (int4_config(actorder="static", group_size=128), 128),
+    "the same by its other name": (int4_config(actorder="weight"), 32),
     "as newer releases write it": (
         without(KIMI_INT4, "kv_cache_scheme", "quantization_status")
         | {"config_groups": {"experts": SCHEME | {"format": "pack-quantized"}}, "version": "0.14.0"}
@@ -107,7 +109,10 @@ REFUSED: list[tuple[Any, str]] = [
     (int4_config(strategy="tensor_group"), f'{WEIGHTS}.strategy is "tensor_group"'),
     (int4_config(group_size=-1), f"{WEIGHTS}.group_size is -1"),
     (int4_config(group_size=None), f"{WEIGHTS}.group_size is missing or null"),
-    (int4_config(actorder="group"), f'{WEIGHTS}.actorder is "group", which changes what the model computes'),
+    *(
+        (int4_config(actorder=value), f'{WEIGHTS}.actorder is {json.dumps(value)}, but supported is "static"')
+        for value in ("group", "dynamic", True)
+    ),
     (int4_config(dynamic=True), f"{WEIGHTS}.dynamic is true, which changes"),
     (int4_config(block_structure=[128, 128]), f"{WEIGHTS}.block_structure is [128, 128], which changes"),
     (of_groups(group_0=SCHEME | {"weights": SCHEME["weights"] | {"odd": 1}}), f"{WEIGHTS}.odd is 1, which changes"),
