@@ -17,12 +17,29 @@ _LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType | pa.ListViewType
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type to store for `kind`: dictionary -> its values, string_view -> string, binary_view -> binary."""
+    """The type that batches have for `kind`: Arrow's JSON type is its text, views and dictionaries are what they hold.
+
+    The latter at any depth of lists and structs.
+    """
+    return _in_place(kind.storage_type if is_json(kind) else kind)
+
+
+def _in_place(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_dictionary(kind):
-        return plain_type(kind.value_type)
+        return _in_place(kind.value_type)
     if pa.types.is_string_view(kind):
         return pa.string()
+    if pa.types.is_struct(kind):
+        return pa.struct([part.with_type(_in_place(part.type)) for part in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        of = pa.list_ if pa.types.is_list(kind) else pa.large_list
+        return of(kind.value_field.with_type(_in_place(kind.value_type)))
     return pa.binary() if pa.types.is_binary_view(kind) else kind
+
+
+def is_json(kind: pa.DataType) -> bool:
+    """Text that says of itself that it is JSON: Arrow's extension type, which Parquet files of JSON columns give."""
+    return isinstance(kind, pa.JsonType)
 
 
 def is_text(kind: pa.DataType) -> bool:

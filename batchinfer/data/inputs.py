@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
 from batchinfer.data.columns import plain_type
@@ -12,10 +11,9 @@ from batchinfer.data.folders import partition_values
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.first_bytes import HEAD_BYTES
 from batchinfer.data.parquet import DAMAGE, first_line
-from batchinfer.data.schemas import OUTPUTS, OUTPUTS_WITH_REASONING
 from batchinfer.data.stores import StoreFile
 from batchinfer.data.wide_rows import BATCH_BYTES
-from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
+from batchinfer.records import InputError, RunMismatchError, Shard
 
 
 def shard_schema(shard: Shard, s3: S3Config = DEFAULT_S3) -> pa.Schema:
@@ -49,7 +47,7 @@ def first_bytes(shard: Shard, s3: S3Config = DEFAULT_S3) -> bytes:
 
 
 def column_type(schema: pa.Schema, name: str) -> pa.DataType | None:
-    """The type of a column, dictionaries and views resolved to what they hold; None when it is missing or ambiguous."""
+    """The type of a column as batches have it (columns.plain_type); None when it is missing or ambiguous."""
     index = schema.get_field_index(name)
     return None if index < 0 else plain_type(schema.field(index).type)
 
@@ -101,73 +99,18 @@ def read_batches(
 
 def id_type(shards: list[Shard], id_column: str, s3: S3Config = DEFAULT_S3) -> pa.DataType:
     """The type of the outputs' id column: int64 when every shard that has ids has integers that fit, else text."""
-    found = [column_type(schema, id_column) for _, schema in _readable(shards, s3)]
+    found = [column_type(schema, id_column) for _, schema in readable_schemas(shards, s3)]
     kinds = [kind for kind in found if kind is not None and not pa.types.is_null(kind)]
     fits = all(pa.types.is_integer(kind) and kind != pa.uint64() for kind in kinds)
     return pa.int64() if kinds and fits else pa.string()
 
 
-def kept_fields(shards: list[Shard], keep_columns: list[str], s3: S3Config = DEFAULT_S3) -> list[pa.Field]:
-    """The kept columns as the outputs have them: one nullable type each that holds the values of every shard.
+def readable_schemas(shards: list[Shard], s3: S3Config = DEFAULT_S3) -> list[tuple[Shard, pa.Schema]]:
+    """The shards that can be read, each with its schema.
 
     Raises:
-        ConfigError: a column is in no shard, has the name of an output column, or types that do not go together.
+        InputError, StoreError, RunMismatchError: as of `shard_schema`.
     """
-    for name in keep_columns:
-        if name in (*OUTPUTS.schema.names, *OUTPUTS_WITH_REASONING.schema.names):
-            raise ConfigError(f"output.keep_columns names {name!r}, which outputs have already; rename it in the input")
-    if not keep_columns:
-        return []
-    schemas = _readable(shards, s3)
-    if not schemas:
-        return [pa.field(name, pa.null()) for name in keep_columns]
-    fields = [_kept_field(schemas, name) for name in keep_columns]
-    for field in fields:
-        try:
-            pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([field])).close()
-        except pa.ArrowException:
-            raise ConfigError(
-                f"output.keep_columns names {field.name!r}, which is {field.type}, a type that Parquet has "
-                "not; convert it"
-            ) from None
-    return fields
-
-
-def _kept_field(schemas: list[tuple[Shard, pa.Schema]], name: str) -> pa.Field:
-    kept, kept_from = None, None
-    for shard, schema in schemas:
-        if len(schema.get_all_field_indices(name)) > 1:
-            raise ConfigError(f"output.keep_columns names {name!r}, which {shard.path} has more than once; rename one")
-        kind = column_type(schema, name)
-        if kind is None:
-            continue
-        wider = kind if kept is None else _common_type(kept, kind)
-        if wider is None:
-            raise ConfigError(
-                f"output.keep_columns names {name!r}, which is {kept} in {kept_from} but {kind} in {shard.path}; "
-                "convert one of them"
-            )
-        if wider != kept:
-            kept, kept_from = wider, shard.path
-    if kept is None:
-        raise ConfigError(f"output.keep_columns names {name!r}, which no shard has; remove it or correct the name")
-    return pa.field(name, kept)
-
-
-def _common_type(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    if first == second:
-        return first
-    try:
-        schemas = [pa.schema([("value", kind)]) for kind in (first, second)]
-        wider = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    except pa.ArrowException:
-        return None
-    # Arrow would also turn text into bytes, and unsigned 64-bit integers into signed ones
-    is_faithful = wider not in (pa.binary(), pa.large_binary()) and pa.uint64() not in (first, second)
-    return wider if is_faithful or pa.null() in (first, second) else None
-
-
-def _readable(shards: list[Shard], s3: S3Config) -> list[tuple[Shard, pa.Schema]]:
     return [(shard, shard_schema(shard, s3)) for shard in shards if shard.problem is None]
 
 

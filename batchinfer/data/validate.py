@@ -4,7 +4,7 @@ A bad row becomes a sentence, never a crash. One row in gives one row of tokens/
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from batchinfer.data.columns import is_id_type, python_values, without_dictionar
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.formats.line_rows import bad_lines
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
+from batchinfer.data.kept_fields import conformed
 from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
@@ -50,6 +51,7 @@ def tokenize_shard(
     progress: Callable[[int], None],
     manifest: Manifest | None = None,
     known: Callable[[int], pa.RecordBatch | None] | None = None,
+    kept: Sequence[pa.Field] = (),
 ) -> ShardRows:
     """Write one checked row for every row of the shard, in its order.
 
@@ -58,13 +60,14 @@ def tokenize_shard(
         progress: called with the number of rows after each batch.
         manifest: vouches for the file afterwards.
         known: the next rows (how many) as ENCODED, if they need not be encoded.
+        kept: the kept columns as the outputs will have them.
 
     Raises:
         InputError: the shard is damaged.
         StoreError, RunMismatchError: its store fails; the object was replaced.
-        ConfigError: the target cannot be written.
+        ConfigError: the target cannot be written, or a value of a kept column does not fit.
     """
-    checker = _RowChecker(shard, job, encoders, limits, known)
+    checker = _RowChecker(shard, job, encoders, limits, known, kept)
     with table_writer(target, TOKENS.schema, plain="token_ids", manifest=manifest) as writer:
         for table in _grouped(checker.checked_batches(progress)):
             writer.write_table(table)
@@ -106,9 +109,11 @@ class _RowChecker:
         encoders: Encoders,
         limits: PromptLimits,
         known: Callable[[int], pa.RecordBatch | None] | None,
+        kept: Sequence[pa.Field],
     ) -> None:
         self._shard = shard
         self._known = known
+        self._kept = kept
         self._s3 = job.s3
         self._window = limits.window
         self._job_sampling = job.sampling.to_sampling()
@@ -132,7 +137,7 @@ class _RowChecker:
         self._problem = next((problem for problem in problems if problem is not None), None)  # of every row
         named = (self._id, *self._of_prompts, self._sampling, self._choices)
         wanted = dict.fromkeys(name for name in named if name is not None)
-        # kept columns are read here too, so that damage in them is found before anything is computed
+        # kept columns are read here too: damage, or a value that does not fit, is found before anything is computed
         wanted |= dict.fromkeys(job.output.keep_columns)
         self._columns = [name for name in wanted if column_type(schema, name) is not None]
         self._has_ids = self._id in self._columns and is_id_type(column_type(schema, self._id))
@@ -152,6 +157,7 @@ class _RowChecker:
         """The batches in order, with enough of them being encoded ahead that no worker waits."""
         ahead: deque[_Started] = deque()
         for columns in read_batches(self._shard, self._columns, s3=self._s3):
+            conformed(columns, self._kept, self._shard)
             batch = RowBatch(columns, columns.num_rows, bad_lines(columns))
             started = _Started(batch)
             found = self._known(batch.num_rows) if self._known is not None else None

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.data.columns import plain_type
+from batchinfer.data.columns import is_text, plain_type
 
 BATCH_BYTES = 8 << 20  # decoded bytes that one batch should stay under
 ROW_BYTES = 1 << 30  # most decoded bytes of one row
@@ -69,12 +69,12 @@ def _dictionary_bytes(source: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> i
 
 
 def decoded(batch: pa.RecordBatch, first_row: int) -> Iterator[pa.RecordBatch]:
-    """The batch with its values in place, in slices of about BATCH_BYTES.
+    """The batch with its values in place, as columns.plain_type has them, in slices of about BATCH_BYTES.
 
     Raises:
         WideRowError: a row has more than ROW_BYTES; the message counts rows from `first_row`.
     """
-    if not any(map(_has_dictionary, batch.schema.types)):
+    if all(plain_type(kind) == kind for kind in batch.schema.types):
         yield batch
         return
     row_bytes = np.sum([bytes_of_rows(column) for column in batch.columns], axis=0)
@@ -97,12 +97,10 @@ def runs_of_rows(row_bytes: np.ndarray, most_bytes: int, most_rows: int) -> Iter
         first = end
 
 
-def _has_dictionary(kind: pa.DataType) -> bool:
-    return _plain(kind) != kind
-
-
 def bytes_of_rows(array: pa.Array) -> np.ndarray:
     """[R] int64, bytes that the values of each row take."""
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage
     kind = array.type
     if pa.types.is_dictionary(kind):
         of_value = bytes_of_rows(array.dictionary)
@@ -114,24 +112,27 @@ def bytes_of_rows(array: pa.Array) -> np.ndarray:
         return np.sum([bytes_of_rows(part) for part in array.flatten()], axis=0, initial=0) + np.zeros(
             len(array), np.int64
         )
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_binary(kind):
+    if is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
         return pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+        return _bytes_of_views(array)
     return np.full(len(array), array.nbytes // max(1, len(array)))
+
+
+def _bytes_of_views(array: pa.Array) -> np.ndarray:
+    # a view   length (4 bytes) | the value, or how it begins and where the whole is (12 bytes)
+    if len(array) == 0:
+        return np.zeros(0, np.int64)
+    views = np.frombuffer(array.buffers()[1], np.int32, count=4 * (array.offset + len(array))).reshape(-1, 4)
+    is_valid = array.is_valid().to_numpy(zero_copy_only=False)
+    return np.where(is_valid, views[array.offset :, 0], 0).astype(np.int64)
 
 
 def _in_place(array: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(array.type):
         if len(array) == 1 and array.is_valid()[0].as_py():  # however large, nothing is copied
-            return array.dictionary.slice(array.indices[0].as_py(), 1)
-        return array.dictionary_decode()
-    return array.cast(_plain(array.type)) if _has_dictionary(array.type) else array
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type with dictionaries resolved at any depth of lists and structs."""
-    if pa.types.is_struct(kind):
-        return pa.struct([part.with_type(_plain(part.type)) for part in kind])
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        of = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return of(kind.value_field.with_type(_plain(kind.value_type)))
-    return plain_type(kind) if pa.types.is_dictionary(kind) else kind
+            array = array.dictionary.slice(array.indices[0].as_py(), 1)
+        else:
+            array = array.dictionary_decode()
+    plain = plain_type(array.type)
+    return array if array.type == plain else array.cast(plain)

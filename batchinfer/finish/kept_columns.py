@@ -5,6 +5,7 @@ import pyarrow.compute as pc
 
 from batchinfer.config import DEFAULT_S3, S3Config
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
+from batchinfer.data.kept_fields import conformed
 from batchinfer.records import Shard
 
 
@@ -12,7 +13,7 @@ class KeptRows:
     """A cursor over the kept columns of one shard; memory holds a few batches of it."""
 
     def __init__(self, shard: Shard, kept: list[pa.Field], s3: S3Config = DEFAULT_S3) -> None:
-        self._schema = pa.schema(kept)
+        self._shard, self._schema = shard, pa.schema(kept)
         present = shard_schema(shard, s3) if kept else pa.schema([])
         self._names = [field.name for field in kept if column_type(present, field.name) is not None]
         self._batches = read_batches(shard, self._names, s3=s3) if self._names else iter(())
@@ -30,14 +31,7 @@ class KeptRows:
         self._base = first
         parts = [self._buffer]
         while self._base + sum(len(part) for part in parts) <= last:
-            parts.append(self._conform(next(self._batches)))
+            parts.append(pa.Table.from_batches([conformed(next(self._batches), list(self._schema), self._shard)]))
         self._buffer = pa.concat_tables(parts)
         picked = self._buffer.take(pc.subtract(rows, self._base))
         return list(picked.columns)
-
-    def _conform(self, batch: pa.RecordBatch) -> pa.Table:
-        columns = [
-            batch[field.name].cast(field.type) if field.name in self._names else pa.nulls(len(batch), field.type)
-            for field in self._schema
-        ]
-        return pa.table(columns, schema=self._schema)

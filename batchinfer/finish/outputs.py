@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
-from batchinfer.data.inputs import kept_fields
+from batchinfer.data.kept_fields import kept_fields
 from batchinfer.data.parquet import lines_writer, table_writer
 from batchinfer.data.schemas import asked_for, output_schema
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer, token_bytes

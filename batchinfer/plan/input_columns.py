@@ -9,7 +9,8 @@ from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, promp
 from batchinfer.data.duckdb_sql import refuse_strange
 from batchinfer.data.formats.first_bytes import advice
 from batchinfer.data.formats.openai_batch import LINE_KEYS
-from batchinfer.data.inputs import column_type, first_bytes, kept_fields, shard_schema
+from batchinfer.data.inputs import column_type, first_bytes, shard_schema
+from batchinfer.data.kept_fields import kept_fields
 from batchinfer.data.schemas import asked_for
 from batchinfer.records import ConfigError, ConfigErrors, Shard
 
@@ -17,11 +18,14 @@ NAMED_COLUMNS = 20  # in a message
 _OF_BATCH = 'these are lines of an OpenAI batch: set input.format = "openai" instead'
 
 
-def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) -> None:
+def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) -> list[pa.Field]:
     """Refuse columns that no shard has, or that hold something else in all shards.
 
     Args:
         of_prompts: the input columns that prompts are made of.
+
+    Returns:
+        The kept columns as the outputs will have them.
 
     Raises:
         ConfigErrors: says of each what is wrong and what would do.
@@ -52,7 +56,7 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
     problems = list(dict.fromkeys(sentence for sentence in found if sentence is not None))
     if problems:
         raise ConfigErrors(problems)
-    _check_kept(job, shards)
+    return _kept(job, shards)
 
 
 def no_columns(shard: Shard, s3: S3Config = DEFAULT_S3) -> str:
@@ -64,7 +68,7 @@ def no_columns(shard: Shard, s3: S3Config = DEFAULT_S3) -> str:
     return f"no row of the input can be read; in {shard.path} {what}{hint}"
 
 
-def _check_kept(job: JobConfig, shards: list[Shard]) -> None:
+def _kept(job: JobConfig, shards: list[Shard]) -> list[pa.Field]:
     kept = kept_fields(shards, job.output.keep_columns, job.s3)
     if job.output.format == "jsonl":
         refuse_strange(kept)
@@ -77,6 +81,7 @@ def _check_kept(job: JobConfig, shards: list[Shard]) -> None:
     ]
     if found:
         raise ConfigErrors(found)
+    return kept
 
 
 def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import PAGE_TOKENS, JobConfig, dump_job
@@ -89,7 +90,7 @@ def plan_job(
     model = load_model_config(Path(job.model.path))
     check_job(job, model)
     with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
-        shards = _find_shards(job, encoders, strict)
+        shards, kept = _find_shards(job, encoders, strict)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
         earlier = earlier_run(learn_from, job)
         learned = learn(earlier, earlier_run(expert_loads, job), model, fingerprint)
@@ -104,7 +105,7 @@ def plan_job(
             publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
             if state["state"] == "planning":
                 tokens = EarlierTokens(earlier, fingerprint)
-                prepared = _Prepared(job, run, Manifest(run.root), encoders, model, learned, tokens)
+                prepared = _Prepared(job, run, Manifest(run.root), encoders, model, learned, tokens, kept)
                 shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
                 if again is not None:
                     storage.fetch("results", "claims")
@@ -197,6 +198,7 @@ class _Prepared:
     model: ModelConfig
     learned: Learned
     earlier: EarlierTokens
+    kept: list[pa.Field]  # input columns as the outputs will have them
 
 
 def _plan_experts(prepared: _Prepared) -> None:
@@ -356,7 +358,8 @@ def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:
     )
 
 
-def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> None:
+def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> list[pa.Field]:
+    """Refuse input that cannot be what the job says; returns the kept columns as the outputs will have them."""
     if job.output.reasoning == "deepseek_r1" and not encoders.ends_thinking:
         raise ConfigError(
             "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think> or [/THINK]; use 'none'"
@@ -366,18 +369,18 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> Non
             f"warning: the chat template of {job.model.path} does not write tools, so the model is not told of those "
             f"{'that lines have' if job.input.tools is None else 'of input.tools'}; give the folder one that does"
         )
-    check_columns(job, shards, encoders.columns)
+    kept = check_columns(job, shards, encoders.columns)
     check_rows(job, shards)
+    return kept
 
 
-def _find_shards(job: JobConfig, encoders: Encoders, strict: bool) -> list[Shard]:
-    """The job's shards, of which at least one can be read and has the columns that the job names."""
+def _find_shards(job: JobConfig, encoders: Encoders, strict: bool) -> tuple[list[Shard], list[pa.Field]]:
+    """The job's shards, of which at least one can be read and has the columns that the job names, and the kept ones."""
     with Stage("planning", "looking through the inputs"):
         roles = column_roles(job, encoders.columns)
         shards = find_shards(job.input.files, storage_of(job).run.root, job.s3, format=job.input.format, roles=roles)
         _check_shards(shards, strict)
-        _check_input(job, shards, encoders)
-    return shards
+        return shards, _check_input(job, shards, encoders)
 
 
 def _check_shards(shards: list[Shard], strict: bool) -> None:
@@ -412,7 +415,15 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
                 earlier = prepared.earlier.of(shard)
                 known = None if earlier is None else earlier.take
                 found = tokenize_shard(
-                    shard, job, prepared.encoders, limits, target, progress.advance, prepared.manifest, known
+                    shard,
+                    job,
+                    prepared.encoders,
+                    limits,
+                    target,
+                    progress.advance,
+                    prepared.manifest,
+                    known,
+                    prepared.kept,
                 )
             except InputError as error:
                 if strict:

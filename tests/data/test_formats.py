@@ -22,7 +22,8 @@ from batchinfer.config import DEFAULT_S3
 from batchinfer.data.formats import jsonl, lines
 from batchinfer.data.formats.names import format_of, output_name
 from batchinfer.data.formats.values import column_roles
-from batchinfer.data.inputs import kept_fields, read_batches, shard_schema
+from batchinfer.data.inputs import read_batches, shard_schema
+from batchinfer.data.kept_fields import kept_fields
 from batchinfer.data.shards import find_shards, refuse_changed
 from batchinfer.records import ConfigError, InputError, RunMismatchError, sampling_from_json
 from batchinfer.run.fingerprint import settings_fingerprint

@@ -71,6 +71,38 @@ def test_damage_in_a_kept_column_is_found_before_anything_is_computed(tmp_path):
     assert first.name in strict.err
 
 
+def test_a_kept_value_that_does_not_fit_is_found_before_anything_is_computed(tmp_path):
+    """What pandas makes of integers with nulls: doubles, which do not hold every integer of the other shards."""
+    columns = {"prompt": [question(0), question(1)]}
+    write_shard(tmp_path / "prompts" / "a.parquet", columns | {"extra": pa.array([1.0, None])})
+    write_shard(tmp_path / "prompts" / "b.parquet", columns | {"extra": pa.array([1, (1 << 53) + 1])})
+    job = write_job(tmp_path, output={"keep_columns": ["extra"]})
+    ended = batchinfer("run", job)
+    assert ended.code == 2
+    assert "'extra', which is int64 in" in ended.err
+    assert "9007199254740993" in ended.err
+    write_shard(tmp_path / "prompts" / "b.parquet", columns | {"extra": pa.array([1, 1 << 53])})
+    assert batchinfer("run", job).code == 0
+    assert [row["extra"] for row in outputs(tmp_path / "run")["b.parquet"]] == [1.0, 2.0**53]
+
+
+def test_kept_columns_of_several_types_end_in_one_that_holds_all(tmp_path):
+    texts = pa.array([{"t": ["x"]}, None], pa.struct([("t", pa.list_(pa.string_view()))]))
+    for name, numbers in (
+        ("a", pa.array([1, 2], pa.uint32())),
+        ("b", pa.array(["1.25", None]).cast(pa.decimal128(5, 2))),
+    ):
+        (tmp_path / "prompts").mkdir(exist_ok=True)
+        rows = pa.record_batch({"prompt": [question(0), question(1)], "extra": numbers, "texts": texts})
+        with pa.ipc.new_file(tmp_path / "prompts" / f"{name}.arrow", rows.schema) as file:
+            file.write_batch(rows)
+    job = write_job(tmp_path, input={"files": ["prompts/*.arrow"]}, output={"keep_columns": ["extra", "texts"]})
+    assert batchinfer("run", job).code == 0
+    found = outputs(tmp_path / "run").values()
+    assert [[str(row["extra"]) for row in rows] for rows in found] == [["1.00", "2.00"], ["1.25", "None"]]
+    assert [[row["texts"] for row in rows] for rows in found] == [[{"t": ["x"]}, None]] * 2
+
+
 def test_strict_also_refuses_a_plan_that_stands_already(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(0), None]})
     job = write_job(tmp_path)

@@ -1,0 +1,143 @@
+"""The columns that are copied to outputs: of each one type that holds what all shards have, and values made to fit.
+
+int32, int64 → int64   int64, decimal(5, 2) → decimal(21, 2)   int64, double → double, if that holds every integer
+"""
+
+from collections.abc import Sequence
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.config import DEFAULT_S3, S3Config
+from batchinfer.data.columns import is_json, is_text
+from batchinfer.data.inputs import column_type, readable_schemas
+from batchinfer.data.parquet import first_line
+from batchinfer.data.schemas import OUTPUTS, OUTPUTS_WITH_REASONING
+from batchinfer.records import ConfigError, Shard
+
+_DIGITS = {8: 3, 16: 5, 32: 10}  # of integers by their bits
+_DIGITS_64 = {pa.int64(): 19, pa.uint64(): 20}
+_MOST_DIGITS = 76  # of a decimal
+
+
+def kept_fields(shards: list[Shard], keep_columns: list[str], s3: S3Config = DEFAULT_S3) -> list[pa.Field]:
+    """The kept columns as the outputs have them: one nullable type each that holds the values of every shard.
+
+    Raises:
+        ConfigError: a column is in no shard, has the name of an output column, or types that do not go together or
+            cannot be copied.
+    """
+    for name in keep_columns:
+        if name in (*OUTPUTS.schema.names, *OUTPUTS_WITH_REASONING.schema.names):
+            raise ConfigError(f"output.keep_columns names {name!r}, which outputs have already; rename it in the input")
+    if not keep_columns:
+        return []
+    schemas = readable_schemas(shards, s3)
+    if not schemas:
+        return [pa.field(name, pa.null()) for name in keep_columns]
+    return [_kept_field(schemas, name) for name in keep_columns]
+
+
+def conformed(batch: pa.RecordBatch, kept: Sequence[pa.Field], shard: Shard) -> pa.RecordBatch:
+    """The kept columns of a batch as the outputs have them; those that the shard has not are null.
+
+    Raises:
+        ConfigError: a value does not fit into the type that holds those of the other shards.
+    """
+    return pa.RecordBatch.from_arrays([_conformed(batch, field, shard) for field in kept], schema=pa.schema(kept))
+
+
+def _conformed(batch: pa.RecordBatch, field: pa.Field, shard: Shard) -> pa.Array:
+    if field.name not in batch.schema.names:
+        return pa.nulls(len(batch), field.type)
+    column = batch[field.name]
+    try:
+        return column.cast(field.type)
+    except pa.ArrowException as error:
+        raise ConfigError(
+            f"output.keep_columns names {field.name!r}, which is {column.type} in {shard.path} and {field.type} in "
+            f"outputs, to hold what other shards have: {first_line(error)}; give the column one type in all shards"
+        ) from None
+
+
+def _kept_field(schemas: list[tuple[Shard, pa.Schema]], name: str) -> pa.Field:
+    kept, kept_from = None, None
+    for shard, schema in schemas:
+        if len(schema.get_all_field_indices(name)) > 1:
+            raise ConfigError(f"output.keep_columns names {name!r}, which {shard.path} has more than once; rename one")
+        kind = _kept_type(schema, name)
+        if kind is None:
+            continue
+        if not _can_be_copied(name, kind):
+            raise ConfigError(
+                f"output.keep_columns names {name!r}, which is {kind}, a type that Parquet has not or that cannot be "
+                f"copied, in {shard.path}; convert it"
+            )
+        wider = kind if kept is None else _common_type(kept, kind)
+        if wider is None:
+            raise ConfigError(
+                f"output.keep_columns names {name!r}, which is {kept} in {kept_from} but {kind} in {shard.path}; "
+                "convert one of them"
+            )
+        if wider != kept:
+            kept, kept_from = wider, shard.path
+    if kept is None:
+        raise ConfigError(f"output.keep_columns names {name!r}, which no shard has; remove it or correct the name")
+    return pa.field(name, kept)
+
+
+def _kept_type(schema: pa.Schema, name: str) -> pa.DataType | None:
+    """The type of a column as batches have it, but what is JSON stays JSON."""
+    kind = column_type(schema, name)
+    return pa.json_(kind) if kind is not None and is_json(schema.field(name).type) else kind
+
+
+def _can_be_copied(name: str, kind: pa.DataType) -> bool:
+    try:
+        pa.nulls(1, kind).take(pa.array([0]))
+        pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([pa.field(name, kind)])).close()
+    except pa.ArrowException:
+        return False
+    return True
+
+
+def _common_type(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    """The type that holds the values of both, or refuses one that it does not hold; None: there is none."""
+    if first == second:
+        return first
+    if is_json(first) or is_json(second):
+        return _common_type(*(kind.storage_type if is_json(kind) else kind for kind in (first, second)))
+    wider = _decimal_of(first, second) or _decimal_of(second, first) or _unified(first, second)
+    return wider if wider is not None and _keeps(first, wider) and _keeps(second, wider) else None
+
+
+def _decimal_of(integer: pa.DataType, decimal: pa.DataType) -> pa.DataType | None:
+    """The decimal type that holds all of an integer type, too; Arrow's own is too narrow for these."""
+    if not pa.types.is_integer(integer) or not pa.types.is_decimal(decimal):
+        return None
+    digits = _DIGITS_64.get(integer) or _DIGITS[integer.bit_width]
+    precision = max(digits, decimal.precision - decimal.scale) + decimal.scale
+    if precision > _MOST_DIGITS:
+        return None
+    return (pa.decimal128 if precision <= 38 else pa.decimal256)(precision, decimal.scale)
+
+
+def _unified(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
+    try:
+        schemas = [pa.schema([("value", kind)]) for kind in (first, second)]
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        return None
+
+
+def _keeps(kind: pa.DataType, wider: pa.DataType) -> bool:
+    """Whether a cast gives the same values or an error. Arrow makes bytes of text, and silently floats of decimals."""
+    if pa.types.is_struct(kind):
+        return all(_keeps(part.type, wider.field(part.name).type) for part in kind)
+    if hasattr(kind, "value_type"):
+        return _keeps(kind.value_type, wider.value_type)
+    if pa.types.is_decimal(kind):
+        return bool(pa.types.is_decimal(wider))
+    if is_text(kind):
+        return is_text(wider)
+    return kind != pa.uint64() or wider != pa.int64()
