@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from batchinfer.data.columns import is_text, plain_type
+from batchinfer.data.columns import is_json, is_text, plain_type
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.records import ConfigError, InputError, RunMismatchError
 from batchinfer.rundir import cannot_write, published
@@ -142,8 +142,10 @@ def _found(schema: pa.Schema, others: set[str], kept: list[str]) -> dict[str, st
 
 
 def _kind_of(column_type: pa.DataType) -> str:
-    """What a column of this type can hold, as one of KINDS; "" for none."""
+    """What a column of this type can hold, as one of KINDS; "" for none, and for JSON, which may be anything."""
     held = plain_type(column_type)
+    if is_json(column_type):
+        return ""
     if is_text(held):
         return "prompt"
     item = plain_type(held.value_type) if hasattr(held, "value_type") else None

@@ -169,6 +169,8 @@ def test_columns_of_other_types_are_no_prompts():
     chats = [[{"role": "user", "content": "a"}]]
     assert kinds_of(pa.table({"chat": chats, "n": [1], "at": [[0.5]]}))[:2] == ("messages", "chat")
     assert kinds_of(pa.table({"ids": [[1, 2]], "n": [1]}))[:2] == ("token_ids", "ids")
+    about = pa.array(['{"source": "web"}']).cast(pa.json_())
+    assert kinds_of(pa.table({"text": ["x"], "about": about}))[:2] == ("prompt", "text")
 
 
 WRONG = [

@@ -662,6 +662,19 @@ def test_bad_messages_are_rows_with_a_sentence(tmp_path, tokenizer):
     assert rows[0]["token_ids"] == tokenizer.encode_chats([[hello]])[0]
 
 
+def test_chats_of_the_json_type_are_read_as_their_text(tmp_path):
+    """Parquet's JSON, as DuckDB writes it: Arrow makes an extension type of it."""
+    chats = [*(json.dumps([{"role": "user", "content": text}]) for text in ("one", "two")), None, "{"]
+    overrides = ['{"max_tokens": 3}', None, None, None]
+    kinds = {"text": pa.string(), "json": pa.json_(), "large": pa.json_(pa.large_string())}
+    found = {}
+    for name, kind in kinds.items():
+        columns = {"id": range(4), "m": pa.array(chats).cast(kind), "s": pa.array(overrides).cast(kind)}
+        found[name] = check(tmp_path, columns, make_job(messages="m", sampling="s"))[1]
+    assert found["json"] == found["large"] == found["text"]
+    assert [row["error"] is None for row in found["text"]] == [True, True, False, False]
+
+
 def test_messages_that_are_not_utf8_are_bad_rows(tmp_path):
     texts = invalid_utf8()
     messages = pa.StructArray.from_arrays([pa.array(["user", "user"]), texts], names=["role", "content"])

@@ -103,6 +103,14 @@ def test_kept_columns_of_several_types_end_in_one_that_holds_all(tmp_path):
     assert [[row["texts"] for row in rows] for rows in found] == [[{"t": ["x"]}, None]] * 2
 
 
+def test_chats_of_the_json_type_are_answered_and_kept(tmp_path):
+    chats = pa.array([json.dumps([{"role": "user", "content": question(0)}])] * 2).cast(pa.json_())
+    write_shard(tmp_path / "prompts" / "a.parquet", {"m": chats})
+    job = write_job(tmp_path, input={"prompt": None, "messages": "m"}, output={"keep_columns": ["m"]})
+    assert batchinfer("run", job).code == 0
+    assert pq.read_table(tmp_path / "run" / "outputs" / "a.parquet")["m"].combine_chunks().equals(chats)
+
+
 def test_strict_also_refuses_a_plan_that_stands_already(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(0), None]})
     job = write_job(tmp_path)
