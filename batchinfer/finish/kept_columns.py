@@ -1,37 +1,58 @@
 """The kept columns of a shard, read beside its outputs from start to end."""
 
+from collections.abc import Iterator
+
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from batchinfer.config import DEFAULT_S3, S3Config
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.data.kept_fields import conformed
+from batchinfer.data.wide_rows import bytes_of_rows, runs_of_rows
 from batchinfer.records import Shard
+
+KEPT_BYTES = 64 << 20  # that are handed out at a time; a row of more comes alone
 
 
 class KeptRows:
-    """A cursor over the kept columns of one shard; memory holds a few batches of it."""
+    """A cursor over the kept columns of one shard; memory holds one batch of it and what is handed out."""
 
     def __init__(self, shard: Shard, kept: list[pa.Field], s3: S3Config = DEFAULT_S3) -> None:
-        self._shard, self._schema = shard, pa.schema(kept)
+        self._shard, self._kept = shard, kept
         present = shard_schema(shard, s3) if kept else pa.schema([])
-        self._names = [field.name for field in kept if column_type(present, field.name) is not None]
-        self._batches = read_batches(shard, self._names, s3=s3) if self._names else iter(())
-        self._buffer = self._schema.empty_table()
-        self._base = 0  # row of the buffer's first line
+        names = [field.name for field in kept if column_type(present, field.name) is not None]
+        self._batches = read_batches(shard, names, s3=s3) if names else None
+        self._batch = pa.RecordBatch.from_pylist([], pa.schema(kept))
+        self._base = 0  # row of the batch's first line
 
-    def take(self, rows: pa.Array) -> list[pa.ChunkedArray]:
-        """The kept values of some rows; calls come in the order of the rows."""
-        if len(self._schema) == 0 or len(rows) == 0:
-            return [pa.chunked_array([], field.type) for field in self._schema]
-        first, last = rows[0].as_py(), rows[-1].as_py()
-        if not self._names:
-            return [pa.chunked_array([pa.nulls(len(rows), field.type)]) for field in self._schema]
-        self._buffer = self._buffer.slice(first - self._base)
-        self._base = first
-        parts = [self._buffer]
-        while self._base + sum(len(part) for part in parts) <= last:
-            parts.append(pa.Table.from_batches([conformed(next(self._batches), list(self._schema), self._shard)]))
-        self._buffer = pa.concat_tables(parts)
-        picked = self._buffer.take(pc.subtract(rows, self._base))
-        return list(picked.columns)
+    def of(self, rows: pa.Array) -> Iterator[tuple[int, list[pa.ChunkedArray]]]:
+        """(how many of the rows, their kept values) again and again; calls come in the order of the rows."""
+        if self._batches is None:
+            yield len(rows), [pa.chunked_array([pa.nulls(len(rows), field.type)]) for field in self._kept]
+            return
+        held: list[pa.RecordBatch] = []
+        num_bytes = 0
+        for part, part_bytes in self._parts(rows.to_numpy(), self._batches):
+            if held and num_bytes + part_bytes > KEPT_BYTES:
+                yield _joined(held)
+                held, num_bytes = [], 0
+            held.append(part)
+            num_bytes += part_bytes
+        if held:
+            yield _joined(held)
+
+    def _parts(self, rows: np.ndarray, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """The kept values in parts that are small enough to be copied, each with its bytes."""
+        while len(rows):
+            while rows[0] >= self._base + len(self._batch):
+                self._base += len(self._batch)
+                self._batch = conformed(next(batches), self._kept, self._shard)
+            here, rows = np.split(rows, [np.searchsorted(rows, self._base + len(self._batch))])
+            row_bytes = np.sum([bytes_of_rows(column) for column in self._batch.columns], axis=0)[here - self._base]
+            for first, end in runs_of_rows(row_bytes, KEPT_BYTES, len(here)):
+                yield self._batch.take(pa.array(here[first:end] - self._base)), int(row_bytes[first:end].sum())
+
+
+def _joined(parts: list[pa.RecordBatch]) -> tuple[int, list[pa.ChunkedArray]]:
+    table = pa.Table.from_batches(parts)
+    return len(table), table.columns

@@ -49,15 +49,16 @@ class OpenAIAnswers(Lines):
         self._samples: list[Row] = []  # so far, of the last row
 
     def of(self, rows: pa.Table) -> Iterator[tuple[int, bytes]]:
-        asked = self._asked.take(rows["row"].combine_chunks())
-        rows = rows.select(range(self._num_own))
-        for name, values in zip(("url", "model"), asked, strict=False):
-            rows = rows.append_column(f"\0{name}", values)
-        for first in range(0, len(rows), SLICE_ROWS):
-            for sample in rows.slice(first, SLICE_ROWS).to_pylist():
-                if self._samples and self._samples[0]["row"] != sample["row"]:
-                    yield from self.rest()
-                self._samples.append(sample)
+        own = rows.select(range(self._num_own))
+        for num_rows, asked in self._asked.of(rows["row"].combine_chunks()):
+            part, own = own.slice(0, num_rows), own.slice(num_rows)
+            for name, values in zip(("url", "model"), asked, strict=False):
+                part = part.append_column(f"\0{name}", values)
+            for first in range(0, num_rows, SLICE_ROWS):
+                for sample in part.slice(first, SLICE_ROWS).to_pylist():
+                    if self._samples and self._samples[0]["row"] != sample["row"]:
+                        yield from self.rest()
+                    self._samples.append(sample)
 
     def rest(self) -> Iterator[tuple[int, bytes]]:
         if self._samples:

@@ -26,7 +26,7 @@ from batchinfer.records import IncompleteRunError, Shard
 from batchinfer.run.fingerprint import check_same
 from batchinfer.rundir import RunDir, output_files, read_state
 
-BATCH_ROWS = 4096
+BATCH_ROWS = 4096  # at most
 _SQL_OF = {"tool_calls": "NULL AS tool_calls"}  # made of the text
 
 
@@ -113,7 +113,7 @@ class OutputRows:
         return len(self._own.names)
 
     def of(self, connection: duckdb.DuckDBPyConnection, shard: Shard, where: str = "true") -> Iterator[pa.Table]:
-        """One shard's rows in order.
+        """One shard's rows in order, a table of up to BATCH_ROWS at a time, of fewer where kept columns are wide.
 
         Args:
             connection: with the view `delivered`.
@@ -122,7 +122,9 @@ class OutputRows:
         kept_rows = KeptRows(shard, self._kept, self._s3)
         for batch in _output_reader(connection, self._run, shard, self._own, where):
             shown = batch if self._texts is None else self._texts.add(batch)
-            yield pa.table([*shown.columns, *kept_rows.take(batch["row"])], schema=self.schema)
+            for num_rows, kept in kept_rows.of(batch["row"]):
+                yield pa.table([*shown.slice(0, num_rows).columns, *kept], schema=self.schema)
+                shown = shown.slice(num_rows)
 
 
 def _tokenizer(run: RunDir, job: JobConfig) -> PromptTokenizer:

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.data.shards import find_shards
+from batchinfer.finish import kept_columns
+from batchinfer.finish.kept_columns import KeptRows
 from batchinfer.plan.preflight import check_names
 from batchinfer.records import ConfigError, InterruptedRunError, ModelError
 from batchinfer.run.session import Session
@@ -109,6 +111,31 @@ def test_chats_of_the_json_type_are_answered_and_kept(tmp_path):
     job = write_job(tmp_path, input={"prompt": None, "messages": "m"}, output={"keep_columns": ["m"]})
     assert batchinfer("run", job).code == 0
     assert pq.read_table(tmp_path / "run" / "outputs" / "a.parquet")["m"].combine_chunks().equals(chats)
+
+
+def test_wide_kept_columns_come_in_parts_of_bounded_size(tmp_path, monkeypatch):
+    columns = {"prompt": [question(row % 3) for row in range(20)], "extra": [f"{row:02}" * 500 for row in range(20)]}
+    write_shard(tmp_path / "prompts" / "a.parquet", columns)
+    found = []
+    for most_bytes in (kept_columns.KEPT_BYTES, 5000):
+        monkeypatch.setattr(kept_columns, "KEPT_BYTES", most_bytes)
+        parts = {"output": {"dir": f"run{most_bytes}", "keep_columns": ["extra"], "format": "jsonl"}}
+        job = write_job(tmp_path, sampling={"n": 3, "max_tokens": 2, "temperature": 1.0}, **parts)
+        assert batchinfer("run", job).code == 0
+        files = tmp_path / f"run{most_bytes}" / "outputs"
+        found.append([(files / "a.jsonl").read_text(), pq.read_table(files / "a.parquet")])
+        assert pq.read_metadata(files / "a.parquet").num_row_groups == (1 if most_bytes > 60_000 else 12)
+    assert found[0] == found[1]
+    assert [text[:2] for text in found[0][1]["extra"].to_pylist()] == [f"{row // 3:02}" for row in range(60)]
+
+
+def test_more_kept_text_than_one_array_holds_is_handed_out(tmp_path):
+    shard = write_shard(tmp_path / "a.parquet", {"extra": ["short", "x" * (1 << 20)]})
+    rows = KeptRows(find_shards([str(shard)])[0], [pa.field("extra", pa.string())])
+    parts = [(num_rows, values.nbytes) for num_rows, (values,) in rows.of(pa.array([0] + [1] * 2200))]
+    assert sum(num_rows for num_rows, _ in parts) == 2201
+    assert sum(num_bytes for _, num_bytes in parts) > 1 << 31
+    assert max(num_bytes for _, num_bytes in parts) < 2 * kept_columns.KEPT_BYTES
 
 
 def test_strict_also_refuses_a_plan_that_stands_already(tmp_path):
