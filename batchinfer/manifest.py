@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from batchinfer.records import DamagedFileError
-from batchinfer.rundir import plan_again
+from batchinfer.rundir import RunDir, finish_again, plan_again
 
 BLOCK_BYTES = 4 << 20
 KEPT_BLOCKS = 8  # of a file that is being read: columns of a row group are read side by side
@@ -65,7 +65,7 @@ class Manifest:
         try:
             return self._files[self._name(path)]
         except KeyError:
-            raise DamagedFileError(path, "run.json does not vouch for it", remedy=plan_again(self._root)) from None
+            raise DamagedFileError(path, "run.json does not vouch for it", remedy=self.remedy(path)) from None
 
     def add(self, path: Path, checksums: Checksums) -> None:
         """Vouch for a file of the run folder."""
@@ -81,7 +81,7 @@ class Manifest:
         Raises:
             DamagedFileError: it is missing, of another size, or nobody vouches for it; reading raises it, too.
         """
-        return VerifiedFile(path, self[path], remedy=plan_again(self._root))
+        return VerifiedFile(path, self[path], remedy=self.remedy(path))
 
     def check(self, *paths: Path) -> None:
         """Read whole files and compare them.
@@ -92,6 +92,12 @@ class Manifest:
         for path in paths:
             with self.open(path) as file:
                 file.check()
+
+    def remedy(self, path: Path) -> str:
+        """What to do when a file is damaged."""
+        run = RunDir(self._root)
+        of_finish = any(path.is_relative_to(folder) for folder in (run.outputs, run.dataset, run.stats))
+        return finish_again(self._root) if of_finish else plan_again(self._root)
 
     def as_json(self) -> dict[str, Any]:
         """As run.json holds it."""

@@ -300,6 +300,11 @@ def plan_again(root: Path) -> str:
     return f"`batchinfer plan --again {root}` makes it anew and keeps what is computed"
 
 
+def finish_again(root: Path) -> str:
+    """What to do when a file that `finish` wrote is damaged."""
+    return f"`batchinfer finish {root}` writes all outputs again"
+
+
 def _checksum(value: dict[str, Any]) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(value, sort_keys=True).encode())
 

@@ -76,7 +76,8 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     forms = [job.output.format, job.output.push]
     is_as_asked = state.get("forms", ["parquet", None]) == forms
     if state["state"] == "finished" and is_as_asked and _is_written(run, job, manifest, shards):
-        write_run_stats(run, job, shards, state["counts"], equality)  # prices may have changed
+        write_run_stats(run, job, shards, state["counts"], equality, manifest)  # prices may have changed
+        publish_json(run.run_json, {**state, "files": manifest.as_json()})
         return FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
     refuse_changed(shards, job.s3)
     manifest.check(run.requests, run.duplicates, *(run.tokens(shard.index) for shard in shards if not shard.problem))
@@ -87,10 +88,10 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
         id_type = pa.type_for_alias(state["id_type"])
         num_rows, num_errors = write_outputs(connection, run, manifest, job, shards, id_type, state["counts"]["rows"])
         write_dataset(connection, run, manifest, job, shards, state["fingerprint"]["model.weights"])
-        write_request_stats(connection, run, shards)
-        write_unit_stats(connection, run, units)
+        write_request_stats(connection, run, shards, manifest=manifest)
+        write_unit_stats(connection, run, units, manifest)
     keep_lost_steps(run)
-    write_run_stats(run, job, shards, state["counts"], equality)
+    write_run_stats(run, job, shards, state["counts"], equality, manifest)
     unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
     result = FinishedRun(num_rows, num_errors, num_missing, unreadable)
     finished = {**asdict(result), "unreadable": list(unreadable)}
@@ -134,6 +135,8 @@ def _scratch(storage: Storage, *, is_last: bool) -> Iterator[None]:
 
 def _is_written(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Shard]) -> bool:
     files = [file for one in shards if one.problem is None for file in output_files(run, one.name, job.output.format)]
+    tables = [run.stats_file(table) for table in ("requests", "units", "run")]
+    files += [table for table in tables if table in manifest]  # an earlier version's are not
     try:
         manifest.check(*files, *(dataset_files(run, shards) if job.output.push else ()))
     except DamagedFileError as error:
@@ -141,4 +144,4 @@ def _is_written(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Sh
         return False
     if job.output.push and not card_of(run).exists():
         return False
-    return all(run.stats_file(table).exists() for table in ("requests", "units", "run"))
+    return all(table.exists() for table in tables)

@@ -12,36 +12,48 @@ import pyarrow.parquet as pq
 from batchinfer import __version__
 from batchinfer.config import JobConfig
 from batchinfer.controller.claims import num_claims
-from batchinfer.data.duckdb_sql import literal, read_parquet
+from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.data.parquet import own_file, read_rows, table_writer
 from batchinfer.data.schemas import PREDICTIONS, STATS_REQUESTS, STATS_RUN, STATS_UNITS
 from batchinfer.finish.join import CountedUnit, output_rows, query
+from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
 from batchinfer.run.bit_equality import EqualRows, together
-from batchinfer.rundir import RunDir, published
+from batchinfer.rundir import RunDir
+
+GROUP_ROWS = 1 << 17  # of stats/requests.parquet
 
 
 def write_request_stats(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], where: str = "true"
+    connection: duckdb.DuckDBPyConnection,
+    run: RunDir,
+    shards: list[Shard],
+    where: str = "true",
+    manifest: Manifest | None = None,
 ) -> None:
     """Write stats/requests.parquet.
 
     Args:
         connection: with the view `delivered`.
         where: SQL that says which of the rows.
+        manifest: vouches for the file afterwards.
     """
     readable = [shard for shard in shards if shard.problem is None]
-    names = ", ".join(STATS_REQUESTS.schema.names)
-    with published(run.stats_file("requests"), scratch=run.finish_scratch) as temporary:
-        connection.execute(
-            f"COPY (SELECT {names} FROM ({output_rows(run, readable)}) WHERE {where} ORDER BY shard, row, sample) "
-            f"TO {literal(temporary)} (FORMAT parquet)"
-        )
+    schema = STATS_REQUESTS.schema
+    rows = connection.sql(
+        f"SELECT {', '.join(schema.names)} FROM ({output_rows(run, readable)}) WHERE {where} "
+        "ORDER BY shard, row, sample, choice"
+    )
+    with table_writer(run.stats_file("requests"), schema, scratch=run.finish_scratch, manifest=manifest) as writer:
+        for batch in rows.to_arrow_reader(GROUP_ROWS):
+            writer.write_batch(batch.cast(schema))
 
 
-def write_unit_stats(connection: duckdb.DuckDBPyConnection, run: RunDir, counted: dict[int, CountedUnit]) -> None:
-    """Write stats/units.parquet."""
+def write_unit_stats(
+    connection: duckdb.DuckDBPyConnection, run: RunDir, counted: dict[int, CountedUnit], manifest: Manifest
+) -> None:
+    """Write stats/units.parquet; the manifest vouches for it afterwards."""
     claim_rows = [
         {"unit": number, "claim": unit.claim.name, "num_claims": num_claims(run, number)}
         for number, unit in counted.items()
@@ -49,14 +61,23 @@ def write_unit_stats(connection: duckdb.DuckDBPyConnection, run: RunDir, counted
     claim_schema = pa.schema([STATS_UNITS.schema.field(name) for name in ("unit", "claim", "num_claims")])
     connection.register("claims", pa.Table.from_pylist(claim_rows, schema=claim_schema))
     rows = connection.sql(query("units", units=read_parquet(run.units))).to_arrow_table()
-    with table_writer(run.stats_file("units"), STATS_UNITS.schema) as writer:
+    with table_writer(run.stats_file("units"), STATS_UNITS.schema, manifest=manifest) as writer:
         writer.write_table(rows.select(STATS_UNITS.schema.names).cast(STATS_UNITS.schema))
 
 
 def write_run_stats(
-    run: RunDir, job: JobConfig, shards: list[Shard], counts: dict[str, Any], equality: dict[str, Any]
+    run: RunDir,
+    job: JobConfig,
+    shards: list[Shard],
+    counts: dict[str, Any],
+    equality: dict[str, Any],
+    manifest: Manifest | None = None,
 ) -> None:
-    """Write stats/run.parquet, the last file of a run: the report takes it for the sign that the run is finished."""
+    """Write stats/run.parquet, the last file of a run: the report takes it for the sign that the run is finished.
+
+    Args:
+        manifest: vouches for the file afterwards.
+    """
     row = {
         "run": run.root.name,
         "version": __version__,
@@ -75,7 +96,7 @@ def write_run_stats(
         **equality,
         **job.pricing.model_dump(),
     }
-    with table_writer(run.stats_file("run"), STATS_RUN.schema) as writer:
+    with table_writer(run.stats_file("run"), STATS_RUN.schema, manifest=manifest) as writer:
         writer.write_table(pa.Table.from_pylist([row], schema=STATS_RUN.schema))
 
 

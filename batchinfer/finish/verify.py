@@ -68,13 +68,10 @@ def _checks(run: RunDir) -> Iterator[Check]:
         yield run.job, partial(load_job, run.job), "`batchinfer plan` with the job's own .toml file writes it again"
         with suppress(DamagedFileError):  # found by the check above
             manifest = Manifest(run.root, read_state(run).get("files"))
-    write_again = f"`batchinfer finish {run.root}` writes all outputs again"
     for path in manifest:
-        is_output = path.is_relative_to(run.outputs) or path.is_relative_to(run.dataset)
-        remedy = write_again if is_output else plan_again(run.root)
-        yield path, partial(manifest.check, path), remedy
+        yield path, partial(manifest.check, path), manifest.remedy(path)
     yield from _unit_checks(run)
-    for path in sorted(run.stats.rglob("*.parquet")):
+    for path in sorted(set(run.stats.rglob("*.parquet")).difference(manifest)):
         yield path, partial(_read_through, path), "delete it: statistics do without it"
     for path in [*submission_records(run), *run.root.glob(run.published.name)]:
         yield path, partial(read_json, path), "delete it"

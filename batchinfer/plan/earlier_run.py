@@ -10,13 +10,14 @@ import numpy as np
 
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
+from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.run.open_storage import bucket_storage
 from batchinfer.run.storage import FolderStorage, Storage, uri_of
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir, plan_again, read_json
 
 PHASES = ("prefill", "decode")
 NO_GROUP = 0  # of prompts that share no long start with enough others
@@ -116,10 +117,11 @@ def answer_lengths(run: RunDir) -> dict[int, float]:
     """Mean number of generated tokens by prompt group (prompt_groups.py), and under NO_GROUP over all prompts.
 
     Raises:
-        ConfigError: it is not finished.
+        ConfigError: it is not finished, or damaged.
     """
     if not run.stats_file("requests").exists():
         raise ConfigError(f"{run.shown} is not finished; run its job to the end first, or name another run")
+    _check_damage(run, run.stats_file("requests"), run.requests)
     rows = _query(
         run,
         f"""
@@ -140,6 +142,7 @@ def measured_speeds(run: RunDir) -> Speeds:
     Raises:
         ConfigError: it has not run a prefill step.
     """
+    _check_damage(run, run.summary)
     steps = read_parquet(*_recorded(run, "steps", "steps"))
     nodes = read_parquet(*_recorded(run, "nodes", "sessions"))
     ((prefill, decode, pace, startup_s),) = _query(
@@ -167,6 +170,12 @@ def measured_speeds(run: RunDir) -> Speeds:
     if prefill is None or pace is None:
         raise ConfigError(f"{run.shown} has run no prefill step; name a run that has computed something")
     return Speeds(float(prefill), None if decode is None else float(decode), max(float(pace), 1.0), float(startup_s))
+
+
+def _check_damage(run: RunDir, *files: Path) -> None:
+    """Compare files with what run.json vouches for; that of an earlier version does not for statistics."""
+    manifest = Manifest(run.root, read_json(run.run_json, remedy=plan_again(run.root)).get("files"))
+    manifest.check(*(file for file in files if file in manifest))
 
 
 def _recorded(run: RunDir, table: str, what: str) -> list[Path]:

@@ -12,9 +12,10 @@ import duckdb
 
 from batchinfer.data.duckdb_sql import literal, pattern, read_parquet
 from batchinfer.data.schemas import DECODE_STEPS, OUTPUTS, STATS_TABLES, Table
+from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError
 from batchinfer.report.query_limits import SQL_SECONDS, Deadline, query_bytes, too_much_memory
-from batchinfer.rundir import RunDir
+from batchinfer.rundir import RunDir, plan_again, read_json
 
 TABLES = (OUTPUTS, *STATS_TABLES)
 VIEWS = (*TABLES, DECODE_STEPS)
@@ -68,13 +69,14 @@ def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
         run_folders: finished run folders; one that is given twice counts once.
 
     Raises:
-        ConfigError: a folder is no run folder, is not finished, or holds a table that cannot be read.
+        ConfigError: a folder is no run folder, is not finished, or holds a table that is damaged or cannot be read.
     """
     runs = [RunDir(folder) for folder in dict.fromkeys(_absolute(folder) for folder in run_folders)]
     if not runs:
         raise ConfigError("no run folder was given; name at least one")
     for run in runs:
         _check_finished(run)
+        _check_damage(run)
     connection = connect()
     try:
         for table in TABLES:
@@ -171,6 +173,12 @@ def _check_finished(run: RunDir) -> None:
             f"the run in {run.root} is not finished; `batchinfer run {run.root}` goes on with it, "
             f"`batchinfer peek {run.root} --sql QUERY` asks the answers so far"
         )
+
+
+def _check_damage(run: RunDir) -> None:
+    """Compare the tables that `finish` wrote with what run.json vouches for; an earlier version's are not in it."""
+    manifest = Manifest(run.root, read_json(run.run_json, remedy=plan_again(run.root)).get("files"))
+    manifest.check(*(file for file in manifest if file.is_relative_to(run.stats)))
 
 
 def _table_files(run: RunDir, name: str) -> list[Path]:

@@ -37,7 +37,7 @@ class BucketFiles:
         Those of a plan have their digest in the name: a process that has lost its lock, and does not know yet, cannot
         write over the plan of the one that has it now.
         """
-        if part_of(path, self._run) == "outputs":
+        if part_of(path, self._run) in ("outputs", "stats"):
             return self.name(path)
         return self.name(path.with_name(f"{path.stem}-{checksums.digest[:DIGEST_LETTERS]}{path.suffix}"))
 
@@ -108,6 +108,8 @@ def part_of(path: Path, run: RunDir) -> Part:
     """The part of a run folder that a file of its manifest belongs to."""
     if path.is_relative_to(run.outputs) or path.is_relative_to(run.dataset):
         return "outputs"
+    if path.is_relative_to(run.stats):
+        return "stats"
     return "tokens" if path.parent == run.tokens(0).parent else "plan"
 
 

@@ -133,7 +133,8 @@ class BucketStorage:
         named = {self._files.vouched_name(path, manifest[path]): path for path in manifest}
         due = [name for name, path in named.items() if anew or self._vouched.get(name) != manifest[path]]
         self._files.each(lambda name: self.bucket.put(name, named[name]), due)
-        others = [self.run.job, *self.run.stats.glob("*.parquet"), *self.run.stats.glob("*/*-lost.parquet")]
+        others = [self.run.job, *self.run.stats.glob("*/*-lost.parquet")]
+        others += set(self.run.stats.glob("*.parquet")).difference(manifest)
         single = (self.run.published, self.run.trace, self.run.dataset / "README.md")
         others += [path for path in single if path.exists()]
         self._files.each(self._files.put_changed, others)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +19,7 @@ from batchinfer.plan.forecast import PlannedWork, balances, work_seconds
 from batchinfer.records import ConfigError
 from batchinfer.report.read import read_report
 from batchinfer.rundir import RunDir
+from support.damage import flip_bit
 from support.jobs import batchinfer, output_bytes, question, write_job, write_shard
 from support.paths import RANDOM_MODEL
 from support.runs import request, session, step, write_run
@@ -180,6 +183,16 @@ def test_a_run_that_has_computed_nothing_teaches_nothing(earlier, tmp_path):
         measured_speeds(RunDir(tmp_path / "only"))
     with pytest.raises(ConfigError, match="has no counts of tokens per expert"):
         expert_loads(RunDir(tmp_path / "only"), load_model_config(RANDOM_MODEL))
+
+
+@pytest.mark.parametrize("name", ["stats/requests.parquet", "plan/requests.parquet", "plan/summary.parquet"])
+def test_damage_of_the_earlier_run_is_named(earlier, tmp_path, name):
+    shutil.copytree(earlier / "first", tmp_path / "first")
+    flip_bit(tmp_path / "first" / name, random.Random(0))
+    ended = batchinfer("plan", job_of(earlier, "third"), "--learn-from", tmp_path / "first")
+    assert ended.code == 2
+    assert f"{tmp_path / 'first' / name} is damaged: " in ended.err
+    assert not (earlier / "third").exists()
 
 
 def test_speeds_of_another_model_are_not_used(earlier, tmp_path):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.rundir import RunDir, publish_json, read_state
 from support.damage import flip_bit, truncate
 from support.jobs import batchinfer, write_job, write_questions
 
@@ -32,6 +34,54 @@ def test_damaged_statistics_are_a_sentence(finished, tmp_path, number):
     for ended in (batchinfer("report", run), batchinfer("report", run, "--sql", "SELECT count(*) FROM requests")):
         assert "Traceback" not in ended.err, (path, ended.err)
         assert ended.code == 0 or (ended.code == 2 and ended.err.startswith("error: ")), (path, ended)
+
+
+def renamed_column(path, rng):
+    """Another file that is sound."""
+    table = pq.read_table(path)
+    pq.write_table(table.rename_columns(["sharp", *table.column_names[1:]]), path)
+
+
+@pytest.mark.parametrize("kind", [flip_bit, truncate, renamed_column, lambda path, rng: path.unlink()])
+@pytest.mark.parametrize("table", ["requests", "units", "run"])
+def test_damage_of_what_finish_wrote_is_named_and_finish_repairs_it(finished, tmp_path, table, kind):
+    run, path = tmp_path / "run", tmp_path / "run" / "stats" / f"{table}.parquet"
+    shutil.copytree(finished, run)
+    before = pq.read_table(path)
+    kind(path, random.Random(table))
+    verified = batchinfer("verify", run)
+    assert verified.code == 3
+    assert f"stats/{table}.parquet: " in verified.out
+    assert f"`batchinfer finish {run}`" in verified.out
+    if path.exists() or table != "run":  # without it the run counts as not finished
+        for arguments in ((), ("--sql", "SELECT count(*) FROM requests")):
+            ended = batchinfer("report", run, *arguments)
+            assert ended.code == 2
+            assert f"{path} is damaged: " in ended.err
+            assert f"`batchinfer finish {run}` writes all outputs again" in ended.err
+    again = batchinfer("finish", run)
+    assert f"{path} is missing or damaged" in again.err
+    assert batchinfer("verify", run).code == batchinfer("report", run).code == 0
+    assert pq.read_table(path).drop_columns(["finished_s"]).equals(before.drop_columns(["finished_s"]))
+
+
+def test_new_prices_leave_statistics_that_are_vouched_for(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    assert batchinfer("finish", run, "--set", "pricing.gpu_hour=7.5").code == 0
+    assert pq.read_table(run / "stats" / "run.parquet")["gpu_hour"].to_pylist() == [7.5]
+    assert batchinfer("verify", run).code == 0
+
+
+def test_statistics_of_an_earlier_version_are_read(finished, tmp_path):
+    """Nobody vouches for them."""
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(finished, run.root)
+    state = read_state(run)
+    files = {name: entry for name, entry in state["files"].items() if not name.startswith("stats/")}
+    publish_json(run.run_json, {**state, "files": files})
+    for command in ("report", "verify", "finish", "verify"):
+        assert batchinfer(command, run.root).code == 0
 
 
 def test_verify_names_truncated_statistics_and_a_flipped_output(finished, tmp_path):
