@@ -9,13 +9,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.config import load_job
 from batchinfer.controller.claims import done_mark, last_claim, result_files
 from batchinfer.controller.result_files import damage
 from batchinfer.data.parquet import own_file
 from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import ConfigError, DamagedFileError
+from batchinfer.run.job_file import REMEDY, recorded_job
 from batchinfer.rundir import RunDir, plan_again, read_json, read_state, submission_records
 
 
@@ -65,7 +65,7 @@ def _checks(run: RunDir) -> Iterator[Check]:
     manifest = Manifest(run.root)
     if run.run_json.exists() or run.job.exists():
         yield run.run_json, partial(read_state, run), plan_again(run.root)
-        yield run.job, partial(load_job, run.job), "`batchinfer plan` with the job's own .toml file writes it again"
+        yield run.job, partial(recorded_job, run), REMEDY
         with suppress(DamagedFileError):  # found by the check above
             manifest = Manifest(run.root, read_state(run).get("files"))
     for path in manifest:

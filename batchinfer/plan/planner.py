@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.balance.request_load import RequestLoad
-from batchinfer.config import PAGE_TOKENS, JobConfig, dump_job
+from batchinfer.config import PAGE_TOKENS, JobConfig
 from batchinfer.config.model_files import config_file
 from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.encoders import Encoders
@@ -47,13 +47,14 @@ from batchinfer.plan.unused_plan import make_way
 from batchinfer.progress import Progress, Stage, note
 from batchinfer.records import ConfigError, DamagedFileError, InputError, RunMismatchError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
+from batchinfer.run.job_file import publish_job
 from batchinfer.run.open_storage import storage_of
 from batchinfer.run.publish import claim_place
 from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
 from batchinfer.run.storage import MADE, Storage
 from batchinfer.run.trust import trust_run
-from batchinfer.rundir import RunDir, publish_json, publish_text, read_json, read_state, refuse_bad_rows
+from batchinfer.rundir import RunDir, publish_json, read_json, read_state, refuse_bad_rows
 
 PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
@@ -100,9 +101,8 @@ def plan_job(
         with _locked(storage, job, again=again is not None):
             check_names(run, shards, job.output.format)
             claim_place(job, fingerprint)
-            state = _open_run(storage, job, fingerprint, shards, again=again is not None)
+            state = publish_job(run, job, _open_run(storage, job, fingerprint, shards, again=again is not None))
             session.attach(storage)
-            publish_text(run.job, dump_job(job))  # always: what is not part of the fingerprint may have changed
             if state["state"] == "planning":
                 tokens = EarlierTokens(earlier, fingerprint)
                 prepared = _Prepared(job, run, Manifest(run.root), encoders, model, learned, tokens, kept)
@@ -113,6 +113,7 @@ def plan_job(
                 _publish_state(prepared, {**state, "state": "planned", "counts": summary}, shards)
                 storage.commit(anew=again is not None)
             else:
+                storage.commit()  # job.toml
                 note(f"{run.shown} is planned already; going on with that plan")
                 if learn_from is not None or expert_loads is not None:
                     note("warning: the earlier run changes nothing in it; delete the folder to plan anew")

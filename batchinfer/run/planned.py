@@ -5,6 +5,7 @@ from pathlib import Path
 from batchinfer.config import JobConfig, load_job
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import check_same, settings_fingerprint
+from batchinfer.run.job_file import recorded_job
 from batchinfer.run.open_storage import bucket_storage, storage_of
 from batchinfer.run.storage import Part, Storage, is_in_bucket, uri_of
 from batchinfer.run.trust import trust_run
@@ -82,7 +83,7 @@ def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
     run = RunDir(target.absolute())
     if not run.job.exists() or not (run.run_json.exists() or run.unit_folders.exists()):
         raise ConfigError(f"{target} is not a run folder of batchinfer; give a job file or a job's output.dir")
-    job = load_job(run.job, overrides)
+    job = recorded_job(run, overrides)
     if is_in_bucket(job.output.dir):  # the folder is this node's copy of that
         return job
     # the folder itself counts, not the output.dir written in it: it may have been moved
@@ -94,7 +95,7 @@ def _job_in_bucket(storage: Storage, overrides: tuple[str, ...]) -> JobConfig:
     storage.fetch("state")
     run = storage.run
     _refuse_nothing(run)
-    job = load_job(run.job, overrides)
+    job = recorded_job(run, overrides)
     return job.model_copy(update={"output": job.output.model_copy(update={"dir": run.shown})})
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +86,50 @@ def test_units_with_other_rows_are_computed_anew(computed):
     assert batchinfer("work", target).code == 0
     assert batchinfer("finish", target).code == 0
     assert output_bytes(target) == expected
+
+
+@pytest.fixture
+def planned(computed):
+    """(a copy of the run, what plans it with its job's own file, and more settings)."""
+    run, _ = computed
+    with tempfile.TemporaryDirectory(dir=run.parent) as folder:
+        target = shutil.copytree(run, Path(folder) / "run")
+        job = run.parent / "job.toml"
+        yield target, lambda *more: batchinfer("plan", job, "--set", f"output.dir={target}", *more)
+
+
+@pytest.mark.parametrize(
+    "change", [("decode_requests = 2", "decode_requests = 6"), ("commit_seconds", "commit_second")]
+)
+def test_a_changed_setting_in_job_toml_is_named_and_the_jobs_own_file_repairs_it(planned, change):
+    run, plan = planned
+    path = run / "job.toml"
+    assert change[0] in path.read_text()
+    path.write_text(path.read_text().replace(*change))
+    verified = batchinfer("verify", run)
+    assert verified.code == 3
+    assert "job.toml: it is not what the plan wrote; `batchinfer plan` with the job's own .toml file" in verified.out
+    for command in ("work", "finish", "report", "peek"):
+        ended = batchinfer(command, run)
+        assert ended.code == 2
+        assert f"{path} is damaged: it is not what the plan wrote; `batchinfer plan` with the job's own" in ended.err
+    assert plan().code == 0
+    for command in ("finish", "report", "verify"):
+        assert batchinfer(command, run).code == 0
+
+
+def test_settings_may_be_given_anew_and_an_earlier_version_vouches_for_none(planned):
+    run, plan = planned
+    for number in (5, 5, 7):
+        assert plan("--set", f"pricing.gpu_hour={number}").code == 0
+        assert f"gpu_hour = {number}" in (run / "job.toml").read_text()
+        assert batchinfer("verify", run).code == 0
+    state = read_state(RunDir(run))
+    publish_json(run / "run.json", {key: value for key, value in state.items() if key != "job"})
+    (run / "job.toml").write_text((run / "job.toml").read_text().replace("gpu_hour = 7", "gpu_hour = 8"))
+    assert batchinfer("finish", run).code == 0
+    assert plan("--set", "pricing.gpu_hour=7").code == 0
+    assert read_state(RunDir(run))["job"] == state["job"]
 
 
 def test_an_interrupted_plan_goes_on_with_its_token_files_unless_they_are_damaged(computed):

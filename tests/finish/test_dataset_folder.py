@@ -160,7 +160,7 @@ def test_the_folder_comes_and_goes_with_the_key_and_holds_nothing_else(run):
     text = (run / "job.toml").read_text()
     assert 'push = "hf-folder"\n' in text
     off.write_text(text.replace('push = "hf-folder"\n', ""))
-    shutil.copy(off, run / "job.toml")
+    assert batchinfer("plan", off, "--set", f"output.dir={run}").code == 0
     assert batchinfer("finish", run).code == 3
     assert not (run / "dataset").exists()
     assert not [name for name in read_state(RunDir(run))["files"] if name.startswith("dataset/")]
@@ -169,8 +169,8 @@ def test_the_folder_comes_and_goes_with_the_key_and_holds_nothing_else(run):
     (run / "dataset" / "mine.txt").write_text("mine")
     assert batchinfer("finish", run).code == 3
     assert (run / "dataset" / "mine.txt").exists()
-    (run / "job.toml").write_text(text)
-    assert batchinfer("finish", run).code == 3
+    off.write_text(text)
+    assert batchinfer("finish", off, "--set", f"output.dir={run}").code == 3
     assert expected.items() <= dataset_bytes(run).items()
 
 
@@ -178,8 +178,9 @@ def test_without_the_key_an_edited_card_stays_alone(run):
     card = run / "dataset" / "README.md"
     card.write_text(card.read_text() + "Thanks to all.\n")
     edited = card.read_bytes()
-    (run / "job.toml").write_text((run / "job.toml").read_text().replace('push = "hf-folder"\n', ""))
-    ended = batchinfer("finish", run)
+    off = run.parent / "off.toml"
+    off.write_text((run / "job.toml").read_text().replace('push = "hf-folder"\n', ""))
+    ended = batchinfer("finish", off, "--set", f"output.dir={run}")
     assert ended.code == 3
     assert f"{card} was edited and stays" in ended.err
     assert dataset_bytes(run) == {"README.md": edited}

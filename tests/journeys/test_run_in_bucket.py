@@ -132,6 +132,25 @@ def test_an_earlier_run_that_is_not_in_the_bucket_is_told(calm, server, tmp_path
     assert "s3://runs/nothing is not a run folder of batchinfer" in refused.err
 
 
+def test_a_damaged_job_file_is_named_and_a_plan_puts_it_there_again(calm, server, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run = InBucket(calm, server.endpoint, "settings", tmp_path)
+    run.plan()
+    run.command("work")
+    text = server.objects("runs", "settings")["job.toml"].decode()
+    server.put("runs", "settings/job.toml", text.replace("max_tokens = ", "max_tokens = 1").encode())
+    for command, code in (("verify", 3), ("work", 2), ("finish", 2)):
+        ended = batchinfer(command, run.uri)
+        assert ended.code == code
+        assert "job.toml" in ended.out + ended.err
+        assert "it is not what the plan wrote; `batchinfer plan` with the job's own .toml file" in ended.out + ended.err
+    assert "is planned already" in run.command("plan", **{"pricing.gpu_hour": 3}).err
+    assert "gpu_hour = 3" in server.objects("runs", "settings")["job.toml"].decode()
+    assert batchinfer("finish", run.uri).code == 0
+    assert json.loads(batchinfer("verify", run.uri, "--json").out)["damaged"] == []
+
+
 def test_a_damaged_result_is_set_aside_and_computed_again(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "damaged", tmp_path)
     run.plan()

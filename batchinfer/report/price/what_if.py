@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rich.console import RenderableType
 
-from batchinfer.config import load_job
 from batchinfer.records import ConfigError
 from batchinfer.report import forms
 from batchinfer.report.figures import FIGURES, Figure, Group, known
@@ -14,6 +13,7 @@ from batchinfer.report.price import margin
 from batchinfer.report.price.price_list import PRICES, PriceList
 from batchinfer.report.read import read_report
 from batchinfer.report.terminal import figure_table, text
+from batchinfer.run.job_file import recorded_job
 from batchinfer.rundir import RunDir
 
 
@@ -52,7 +52,7 @@ def amounts_of_run(run_folder: Path) -> tuple[Amounts, PriceList]:
         gpu_hours=figures["gpu_hours"],
         hours=None if figures["wall_s"] is None else figures["wall_s"] / 3600,
     )
-    return amounts, PriceList(**load_job(RunDir(Path(run_folder)).job).pricing.model_dump())
+    return amounts, PriceList(**recorded_job(RunDir(Path(run_folder))).pricing.model_dump())
 
 
 def with_changes(amounts: Amounts, **changes: float | None) -> Amounts:
