@@ -13,7 +13,7 @@ from batchinfer.data.parquet import own_file
 from batchinfer.manifest import Manifest
 from batchinfer.ownership import check_folder, shared_with
 from batchinfer.progress import note
-from batchinfer.records import ConfigError, Shard
+from batchinfer.records import ConfigError, DamagedFileError, Shard
 from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import read_state
@@ -62,7 +62,11 @@ class EarlierTokens:
         except ConfigError as error:
             note(f"warning: tokens of the earlier run are not used: {error}")
             return
-        storage.fetch("tokens")
+        try:
+            storage.fetch("tokens")
+        except DamagedFileError as error:  # in a bucket one is gone
+            note(f"warning: tokens of the earlier run are not used: {error.path} cannot be had ({error.reason})")
+            return
         self._manifest = Manifest(run.root, state.get("files"))
         for shard in [Shard(**entry) for entry in state["shards"]]:
             if shard.problem is None and run.tokens(shard.index) in self._manifest:
@@ -71,24 +75,31 @@ class EarlierTokens:
     def of(self, shard: Shard) -> ShardTokens | None:
         """What is known of a shard that is the same: path, size and footer of a file, version of an object."""
         path = self._files.get(_identity(shard))
-        return None if path is None else ShardTokens(path, self._manifest)
+        return None if path is None else ShardTokens(shard, path, self._manifest)
 
 
 class ShardTokens:
-    """The token ids of a shard's rows, in their order."""
+    """The token ids of a shard's rows, in their order, as far as the file is not damaged."""
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, shard: Shard, path: Path, manifest: Manifest) -> None:
+        self._shard = shard
         self._row_groups = _row_groups(path, manifest)
         self._rows = ENCODED.empty_table()
+        self._is_damaged = False
 
     def take(self, num_rows: int) -> pa.RecordBatch | None:
-        """The next rows as ENCODED; None when one of them was bad: what for, this job's checks are to say.
+        """The next rows as ENCODED; None when they are to be encoded again.
 
-        Raises:
-            DamagedFileError: the file is damaged.
+        That is where one of them was bad (what for, this job's checks are to say), and where the file is damaged.
         """
-        while self._rows.num_rows < num_rows:
-            self._rows = pa.concat_tables([self._rows, next(self._row_groups)])
+        try:
+            while self._rows.num_rows < num_rows and not self._is_damaged:
+                self._rows = pa.concat_tables([self._rows, next(self._row_groups)])
+        except DamagedFileError as error:
+            note(f"warning: {error.path} is damaged ({error.reason}); {self._shard.path} is tokenised again from there")
+            self._is_damaged = True
+        if self._is_damaged:
+            return None
         found, self._rows = self._rows.slice(0, num_rows), self._rows.slice(num_rows)
         return found.combine_chunks().to_batches()[0] if found["error"].null_count == num_rows else None
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import random
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer import manifest
 from batchinfer.config import JobConfig, load_job
+from batchinfer.data import validate
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.shards import find_shards
 from batchinfer.data.validate import tokenize_shard
 from batchinfer.plan.earlier_tokens import EarlierTokens
-from batchinfer.records import DamagedFileError
 from batchinfer.run.fingerprint import job_fingerprint
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir, read_state
+from support.damage import flip_bit, truncate
 from support.hostile import model_folder
 from support.jobs import batchinfer, write_job, write_shard
 
@@ -106,13 +110,34 @@ def test_nothing_is_taken_when_prompts_are_made_in_another_way(first, tmp_path, 
     assert EarlierTokens(FolderStorage(run), other).of(shards[0]) is None
 
 
-def test_a_damaged_token_file_is_named(first, tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", [flip_bit, truncate, lambda path, rng: path.unlink()])
+def test_a_damaged_token_file_is_named_and_its_rows_are_encoded_again(first, tmp_path, monkeypatch, capsys, kind):
     path = tmp_path / "run" / "tokens" / "00000.parquet"
+    expected = pq.read_table(path)
+    kind(path, random.Random(0))
+    rows, num_encoded = tokenized(tmp_path, load_job(first), monkeypatch)
+    assert num_encoded == 3000
+    assert rows.equals(expected)
+    assert capsys.readouterr().err.count(f"warning: {path} is damaged (") == 1
+
+
+def test_damage_behind_the_first_rows_costs_only_the_rest(first, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(validate, "GROUP_ROWS", 1024)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 1 << 10)
+    draw = random.Random(0)
+    prompts = [" ".join(str(draw.random()) for _ in range(10)) for _ in range(3000)]
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": range(3000), "prompt": prompts})
+    assert batchinfer("plan", first).code == 0
+    path = tmp_path / "run" / "tokens" / "00000.parquet"
+    expected = pq.read_table(path)
+    (place,) = [index for index, name in enumerate(expected.column_names) if name == "token_ids"]
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[pq.read_metadata(path).row_group(1).column(place).data_page_offset + 100] ^= 1
     path.write_bytes(content)
-    with pytest.raises(DamagedFileError, match=r"00000\.parquet"):
-        tokenized(tmp_path, load_job(first), monkeypatch)
+    rows, num_encoded = tokenized(tmp_path, load_job(first), monkeypatch)
+    assert num_encoded == 3000 - 1024
+    assert rows.equals(expected)
+    assert f"{path} is damaged (" in capsys.readouterr().err
 
 
 def test_prompts_of_a_job_with_choices_are_taken_and_their_choices_encoded_again(tmp_path, monkeypatch):
