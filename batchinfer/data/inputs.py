@@ -98,11 +98,15 @@ def read_batches(
 
 
 def id_type(shards: list[Shard], id_column: str, s3: S3Config = DEFAULT_S3) -> pa.DataType:
-    """The type of the outputs' id column: int64 when every shard that has ids has integers that fit, else text."""
+    """The type of the outputs' id column: int64 when every shard that has ids has integers that fit, else text.
+
+    A shard may have doubles beside others with integers: pandas makes them of integers with nulls.
+    """
     found = [column_type(schema, id_column) for _, schema in readable_schemas(shards, s3)]
     kinds = [kind for kind in found if kind is not None and not pa.types.is_null(kind)]
-    fits = all(pa.types.is_integer(kind) and kind != pa.uint64() for kind in kinds)
-    return pa.int64() if kinds and fits else pa.string()
+    integers = [kind for kind in kinds if pa.types.is_integer(kind)]
+    fits = pa.uint64() not in kinds and all(kind == pa.float64() for kind in kinds if kind not in integers)
+    return pa.int64() if integers and fits else pa.string()
 
 
 def readable_schemas(shards: list[Shard], s3: S3Config = DEFAULT_S3) -> list[tuple[Shard, pa.Schema]]:

@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.data.choices import ChoiceChecks, Choices
-from batchinfer.data.column_checks import id_column, wanted_columns
-from batchinfer.data.columns import is_id_type, python_values, without_dictionary
+from batchinfer.data.column_checks import wanted_columns
+from batchinfer.data.columns import python_values
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.formats.line_rows import bad_lines
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
@@ -22,6 +22,7 @@ from batchinfer.data.kept_fields import conformed
 from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
+from batchinfer.data.row_ids import RowIds
 from batchinfer.data.schemas import TOKENS
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
@@ -52,6 +53,7 @@ def tokenize_shard(
     manifest: Manifest | None = None,
     known: Callable[[int], pa.RecordBatch | None] | None = None,
     kept: Sequence[pa.Field] = (),
+    id_type: pa.DataType | None = None,
 ) -> ShardRows:
     """Write one checked row for every row of the shard, in its order.
 
@@ -61,13 +63,14 @@ def tokenize_shard(
         manifest: vouches for the file afterwards.
         known: the next rows (how many) as ENCODED, if they need not be encoded.
         kept: the kept columns as the outputs will have them.
+        id_type: the same of the ids.
 
     Raises:
         InputError: the shard is damaged.
         StoreError, RunMismatchError: its store fails; the object was replaced.
         ConfigError: the target cannot be written, or a value of a kept column does not fit.
     """
-    checker = _RowChecker(shard, job, encoders, limits, known, kept)
+    checker = _RowChecker(shard, job, encoders, limits, known, kept, id_type)
     with table_writer(target, TOKENS.schema, plain="token_ids", manifest=manifest) as writer:
         for table in _grouped(checker.checked_batches(progress)):
             writer.write_table(table)
@@ -110,6 +113,7 @@ class _RowChecker:
         limits: PromptLimits,
         known: Callable[[int], pa.RecordBatch | None] | None,
         kept: Sequence[pa.Field],
+        id_type: pa.DataType | None,
     ) -> None:
         self._shard = shard
         self._known = known
@@ -117,7 +121,6 @@ class _RowChecker:
         self._s3 = job.s3
         self._window = limits.window
         self._job_sampling = job.sampling.to_sampling()
-        self._id = job.input.id
         self._sampling, self._choices = job.input.sampling, job.input.choices
         self._of_prompts = encoders.columns
         self._overrides = SamplingOverrides(
@@ -130,17 +133,15 @@ class _RowChecker:
         self._prompts = PromptChecks(job, encoders, limits)
         self._choice_checks = ChoiceChecks(self._choices, encoders, limits) if self._choices is not None else None
         schema = shard_schema(shard, job.s3)
-        self.found = ShardRows(id_missing=self._id not in schema.names)
-        ids = id_column(job)
-        wanted_types = [*([] if self.found.id_missing else [ids]), *wanted_columns(job, encoders.columns)]
-        problems = (column.problem(schema) for column in wanted_types)
+        self._ids = RowIds(job, schema, id_type)
+        self.found = ShardRows(id_missing=self._ids.are_missing)
+        problems = [self._ids.problem, *(column.problem(schema) for column in wanted_columns(job, encoders.columns))]
         self._problem = next((problem for problem in problems if problem is not None), None)  # of every row
-        named = (self._id, *self._of_prompts, self._sampling, self._choices)
+        named = (job.input.id, *self._of_prompts, self._sampling, self._choices)
         wanted = dict.fromkeys(name for name in named if name is not None)
         # kept columns are read here too: damage, or a value that does not fit, is found before anything is computed
         wanted |= dict.fromkeys(job.output.keep_columns)
         self._columns = [name for name in wanted if column_type(schema, name) is not None]
-        self._has_ids = self._id in self._columns and is_id_type(column_type(schema, self._id))
 
     def checked_batches(self, progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
         for started in self._started():
@@ -176,6 +177,7 @@ class _RowChecker:
 
     def _check(self, started: _Started) -> pa.RecordBatch:
         batch, num_rows = started.batch, started.batch.num_rows
+        ids = self._ids.of(batch)
         if self._problem is not None:
             batch.blame_all(self._problem)
             prompts = pa.nulls(num_rows, TOKENS.schema.field("token_ids").type)
@@ -198,7 +200,7 @@ class _RowChecker:
             [
                 pa.array(np.full(num_rows, self._shard.index), pa.int32()),
                 pa.array(np.arange(num_rows) + self.found.num_rows, pa.int64()),
-                _id_texts(batch.columns[self._id]) if self._has_ids else pa.nulls(num_rows, pa.string()),
+                ids,
                 pa.array(n, pa.int32()),
                 _without(prompts, is_bad).cast(TOKENS.schema.field("token_ids").type),
                 pa.array(np.where(is_bad, 0, np.minimum(max_tokens, room)), pa.int32()),
@@ -237,18 +239,6 @@ class _RowChecker:
             else:
                 n[row], max_tokens[row], texts[row] = resolved[0].n, resolved[0].max_tokens, resolved[1]
         return n, max_tokens, texts
-
-
-def _id_texts(column: pa.Array) -> pa.Array:
-    ids = without_dictionary(column)
-    try:
-        text = ids.cast(pa.string())
-        text.validate(full=True)
-    except pa.ArrowInvalid:
-        # bytes that are no UTF-8: the id is told as well as it can be
-        raw = ids.cast(pa.large_binary()).to_pylist()
-        text = pa.array([None if value is None else value.decode("utf-8", "replace") for value in raw], pa.string())
-    return text
 
 
 def _without(lists: pa.Array, is_bad: np.ndarray) -> pa.Array:

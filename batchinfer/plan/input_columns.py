@@ -101,7 +101,9 @@ def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
 
 
 def _setting(column: WantedColumn, schema: pa.Schema) -> str:
-    """Which setting reads what is there."""
+    """Which setting reads what is there, or how it gets what it must be."""
+    if column.key == "id" and column_type(schema, column.name) == pa.float64():
+        return '; pandas makes doubles of integers with nulls: write the column with astype("Int64")'
     if column.key not in ("prompt", "messages", "token_ids"):
         return ""
     kind = column_type(schema, column.name)

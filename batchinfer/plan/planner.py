@@ -403,6 +403,7 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
     """Write tokens/<shard>.parquet for every shard that has none yet; a shard damaged in the middle gets a problem."""
     job, run, model = prepared.job, prepared.run, prepared.model
     limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
+    ids = pa.type_for_alias(read_state(run)["id_type"])
     checked = []
     num_capped = 0
     with Progress("tokenise", sum(shard.num_rows for shard in shards), "rows", phase="planning") as progress:
@@ -425,6 +426,7 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
                     prepared.manifest,
                     known,
                     prepared.kept,
+                    ids,
                 )
             except InputError as error:
                 if strict:

@@ -113,6 +113,28 @@ def test_chats_of_the_json_type_are_answered_and_kept(tmp_path):
     assert pq.read_table(tmp_path / "run" / "outputs" / "a.parquet")["m"].combine_chunks().equals(chats)
 
 
+def test_doubles_that_pandas_made_of_integer_ids_are_these_integers_again(tmp_path):
+    """And no id is another one's: from 2^53 on several integers have one double."""
+    prompts = [question(row) for row in range(6)]
+    ids = [1.0, None, float((1 << 53) - 1), float((1 << 53) + 1), 2.5, float("nan")]
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": pa.array([7, 1 << 60]), "prompt": prompts[:2]})
+    write_shard(tmp_path / "prompts" / "b.parquet", {"id": pa.array(ids), "prompt": prompts})
+    job = write_job(tmp_path)
+    assert batchinfer("run", job).code == 3
+    whole, found = outputs(tmp_path / "run").values()
+    assert [row["id"] for row in whole] == [7, 1 << 60]
+    assert [row["id"] for row in found] == [1, None, (1 << 53) - 1, None, None, None]
+    assert [row["status"] for row in found] == ["ok"] * 3 + ["error"] * 3
+    assert found[3]["error"].startswith("id is 9007199254740992.0, a double that is no integer below 2^53; store")
+
+
+def test_doubles_as_ids_are_refused_where_no_shard_says_that_they_are_integers(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": pa.array([1.0, None]), "prompt": [question(0)] * 2})
+    ended = batchinfer("plan", write_job(tmp_path))
+    assert ended.code == 2
+    assert "'id' is double, but must be text or integer; pandas makes doubles of integers with nulls" in ended.err
+
+
 def test_wide_kept_columns_come_in_parts_of_bounded_size(tmp_path, monkeypatch):
     columns = {"prompt": [question(row % 3) for row in range(20)], "extra": [f"{row:02}" * 500 for row in range(20)]}
     write_shard(tmp_path / "prompts" / "a.parquet", columns)
