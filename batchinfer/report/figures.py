@@ -80,6 +80,10 @@ def _of_thinking(values: Values) -> str:
     return f"{forms.count(values['reasoning.cut'])} without an answer"
 
 
+def _of_written(values: Values) -> str:
+    return "" if values["store_written_bytes"] else "only new, whole blocks (kv.block_tokens), by kv.persist"
+
+
 def _such_ranks(values: Values, kind: str) -> str:
     """How many ranks the rate of a node is of; a simulated node's are its GPUs."""
     ranks, rate = values.get(f"{kind}_ranks_per_node"), values.get(f"{kind}_tokens_per_s_per_rank")
@@ -321,7 +325,7 @@ STORE = Group(
     "KV store",
     (
         Figure("store_read_bytes", "read", forms.megabytes, "MB", why_empty=""),
-        Figure("store_written_bytes", "written", forms.megabytes, "MB", why_empty=""),
+        Figure("store_written_bytes", "written", forms.megabytes, "MB", note=_of_written, why_empty=""),
         Figure("store_wait_s", "prefill waited for it", forms.seconds, "s", note="added up over ranks", why_empty=""),
         Figure("store_evicted_bytes", "evicted", forms.megabytes, "MB", only_if_any=True),
         Figure("store_unwritten_blocks", "not written", forms.count, "blocks", note="no room, or disk too slow",

@@ -157,6 +157,18 @@ def test_shared_prefixes_alone_are_kept_when_asked_for(job_folder, tmp_path):
     assert read_report(run).values["store_written_bytes"] == 0
 
 
+def test_the_report_says_what_is_written_where_nothing_was(tmp_path):
+    """Prompts shorter than a block; longer ones; and the same once more, which are in the store by then."""
+    note = "only new, whole blocks (kv.block_tokens), by kv.persist"
+    for name, prompts in (("short", ["Two plus two is"]), ("long", ["word " * 100]), ("again", ["word " * 100])):
+        write_shard(tmp_path / name / "a.parquet", {"prompt": prompts})
+        parts = {"input": {"files": [f"{name}/*.parquet"]}, "output": {"dir": f"{name}/run"}}
+        job = write_job(tmp_path, kv={"dir": str(tmp_path / "kv"), "persist": "all"}, **parts)
+        shown = " ".join(batchinfer("run", job).out.split())
+        assert "KV store read" in shown
+        assert (note in shown) == (name != "long")
+
+
 def test_prompts_that_a_killed_run_had_computed_are_read_by_the_next_one(job_folder, tmp_path):
     """The store is not the run's: it holds what was computed, whatever became of that run."""
     store = tmp_path / "store"
