@@ -42,6 +42,7 @@ class RankContext:
     share_prefixes: bool = True
     traced: bool = False  # report the spans of the first steps
     reasoning: Mode = "none"  # how thinking is told from answers
+    continues: bool = False  # answers go on with the last message of their prompt
     placement: int = 0  # number of the placement with which the experts were loaded
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ class RankContext:
             return None
         tokens = self._thinking_tokens
         mode: Mode = "auto" if self.reasoning == "none" else self.reasoning
-        return None if tokens is None else Thinking(tokens, request.token_ids, mode)
+        return None if tokens is None else Thinking(tokens, request.token_ids, mode, continues=self.continues)
 
     @cached_property
     def _thinking_tokens(self) -> ThinkingTokens | None:

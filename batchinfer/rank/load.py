@@ -180,6 +180,7 @@ def make_worker(
         overlap=cluster.overlap is not False and mesh.size > 1 and model.num_moe_layers > 0,
         traced=start.traced,
         reasoning=job.output.reasoning,
+        continues=bool(job.input.continue_final_message),
         placement=placement,
     )
 

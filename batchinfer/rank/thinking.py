@@ -1,6 +1,6 @@
 """What a reasoning model thinks before it answers: where it ends, token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,24 +15,39 @@ class ThinkingTokens:
 
     begin: int | None
     end: int
+    is_blank: Callable[[int], bool] = lambda _: False  # whether a token is white space
 
     @classmethod
     def of(cls, tokenizer: PromptTokenizer) -> "ThinkingTokens | None":
         """None: the tokenizer has no token for the end of thinking."""
         found = thinking_tokens(tokenizer)
-        return None if found is None else cls(*found)
+        if found is None:
+            return None
+        return cls(*found, lambda token: tokenizer.decode([token], with_special=True).isspace())
+
+    def last_of(self, prompt: Sequence[int], *, anywhere: bool) -> int | None:
+        """<think> or </think> where a prompt ends in it, but for white space, or the last one anywhere; else None."""
+        for token in reversed(prompt):
+            if token in (self.begin, self.end):
+                return token
+            if not (anywhere or self.is_blank(token)):
+                break
+        return None
 
 
 class Thinking:
     """The thinking in one answer.
 
-    A prompt says by its last <think> or </think> whether the answer begins in thinking. Where it has neither, the
+    A prompt that ends in <think> or </think> says whether the answer begins in thinking. Where it ends in neither, the
     answer does by "deepseek_r1", and by "auto" when its first token is <think>.
+
+    Args:
+        continues: the answer goes on with the prompt's last message, in which the mark may be further back.
     """
 
-    def __init__(self, tokens: ThinkingTokens, prompt: Sequence[int], mode: Mode) -> None:
+    def __init__(self, tokens: ThinkingTokens, prompt: Sequence[int], mode: Mode, *, continues: bool = False) -> None:
         self._tokens = tokens
-        last = next((token for token in reversed(prompt) if token in (tokens.begin, tokens.end)), None)
+        last = tokens.last_of(prompt, anywhere=continues)
         self.is_open = last == tokens.begin if last is not None else mode == "deepseek_r1"
         self._may_begin = last is None
         self.has_begun = self.is_open

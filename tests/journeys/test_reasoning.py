@@ -87,7 +87,9 @@ def test_thinking_has_columns_of_its_own_and_truncation_is_visible(tmp_path, mod
     assert known == {"rows": NUM_ROWS, "mean_tokens": mean, "cut": cut, "cut_share": cut / NUM_ROWS}
 
 
-@pytest.mark.parametrize("suffix", ["", pytest.param("<think>hm</think>", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "suffix", ["", " What is <think> for?", pytest.param("<think>hm</think>", marks=pytest.mark.slow)]
+)
 def test_an_answer_that_does_not_begin_in_thinking_is_all_text(tmp_path, model, suffix):
     how = {"output": {"reasoning": "auto"}, "suffix": suffix, "sampling": {"logit_bias": {"1000": -100.0}}}
     rows = run(tmp_path, model, "text", **how)
@@ -98,8 +100,26 @@ def test_an_answer_that_does_not_begin_in_thinking_is_all_text(tmp_path, model, 
 def test_by_deepseek_r1_every_answer_begins_in_thinking_unless_its_prompt_ended_it(tmp_path, model):
     rows = run(tmp_path, model, "r1", output={"reasoning": "deepseek_r1"}, suffix="")
     assert all(row["reasoning"] for row in rows)
-    rows = run(tmp_path, model, "r1-ended", output={"reasoning": "deepseek_r1"}, suffix="</think>")
+    rows = run(tmp_path, model, "r1-ended", output={"reasoning": "deepseek_r1"}, suffix="</think>\n")
     assert {row["reasoning"] for row in rows} == {None}
+
+
+def test_a_message_that_is_continued_may_be_in_its_thinking(tmp_path, model):
+    (tmp_path / "prompts").mkdir()
+    chats = [[{"role": "assistant", "content": content}] for content in ("<think>Hm,", "<think>Hm.</think>So")]
+    lines = [json.dumps({"id": row, "messages": chat}) for row, chat in enumerate(chats)]
+    (tmp_path / "prompts" / "part-0.jsonl").write_text("\n".join(lines))
+    job = write_job(
+        tmp_path,
+        input={"files": ["prompts/*.jsonl"], "messages": "messages", "prompt": None, "continue_final_message": True},
+        model={"path": str(model)},
+        sampling={"max_tokens": 4, "logit_bias": {"1000": -100.0}},
+        output={"reasoning": "auto"},
+    )
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    (rows,) = outputs(tmp_path / "run").values()
+    assert [row["reasoning"] is None for row in rows] == [False, True]
 
 
 def test_a_budget_ends_thinking(tmp_path, model):

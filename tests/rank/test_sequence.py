@@ -85,5 +85,39 @@ def test_a_structured_output_is_valid_when_all_of_it_is_there(tokens, more, vali
     assert done.completion(TOKENIZER).structured_valid is valid
 
 
+THINK, END, BLANK = 8, 9, 10
+MARKS = ThinkingTokens(THINK, END, lambda token: token == BLANK)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "auto", "deepseek_r1"),
+    [
+        ([5, THINK], True, True),
+        ([5, THINK, BLANK, BLANK], True, True),  # as DeepSeek-R1's template: <think> and a line break
+        ([5, END], False, False),
+        ([5, THINK, END, BLANK], False, False),  # GLM without thinking
+        ([5, THINK, 6], False, True),  # a user's text that spells it
+        ([THINK, END, 5, 6], False, True),  # an earlier answer of Kimi-K2-Thinking
+        ([], False, True),
+    ],
+)
+def test_a_prompts_end_says_whether_its_answer_begins_in_thinking(prompt, auto, deepseek_r1):
+    assert Thinking(MARKS, prompt, "auto").is_open is auto
+    assert Thinking(MARKS, prompt, "deepseek_r1").is_open is deepseek_r1
+
+
+@pytest.mark.parametrize("prompt", [[], [5, THINK, 6], [THINK, END, 5, 6]])
+def test_an_answer_may_begin_its_thinking_where_the_prompts_end_says_nothing(prompt):
+    thinking = Thinking(MARKS, prompt, "auto")
+    for token in (THINK, 7, END, 6):
+        thinking.accept(token)
+    assert thinking.split([THINK, 7, END, 6]) == ([7], [6])
+
+
+@pytest.mark.parametrize(("prompt", "is_open"), [([5, THINK, 6], True), ([5, THINK, 6, END, 7], False), ([5], False)])
+def test_a_message_that_is_continued_may_have_begun_its_thinking_further_back(prompt, is_open):
+    assert Thinking(MARKS, prompt, "auto", continues=True).is_open is is_open
+
+
 def test_an_answer_without_a_structured_output_is_neither_valid_nor_not():
     assert run([10, 1], max_tokens=5, bad_words=["x"]).completion(TOKENIZER).structured_valid is None
