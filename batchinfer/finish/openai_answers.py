@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchinfer.config import JobConfig
 from batchinfer.data.formats.openai_batch import CHAT, COMPLETIONS
@@ -37,10 +38,11 @@ class OpenAIAnswers(Lines):
 
     Args:
         num_own: columns of the rows in front of those kept from the input, which may have any name.
+        refused: int64, the rows that the plan found bad; others that failed did so when they were computed.
     """
 
-    def __init__(self, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf) -> None:
-        self._num_own = num_own
+    def __init__(self, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf, refused: pa.Array) -> None:
+        self._num_own, self._refused = num_own, refused
         self._shard, self._token_of = shard, token_of
         self._model = Path(job.model.path).name  # for rows that name none
         self._url = CHAT if job.input.makes_chats else COMPLETIONS
@@ -54,6 +56,7 @@ class OpenAIAnswers(Lines):
             part, own = own.slice(0, num_rows), own.slice(num_rows)
             for name, values in zip(("url", "model"), asked, strict=False):
                 part = part.append_column(f"\0{name}", values)
+            part = part.append_column("\0refused", pc.is_in(part["row"], value_set=self._refused))
             for first in range(0, num_rows, SLICE_ROWS):
                 for sample in part.slice(first, SLICE_ROWS).to_pylist():
                     if self._samples and self._samples[0]["row"] != sample["row"]:
@@ -172,7 +175,7 @@ class OpenAIAnswers(Lines):
 
 def _failure(sample: Row) -> tuple[int, Row]:
     """(HTTP status, body) of a row that failed: 400 where the plan refused it, 500 where computing it did."""
-    is_bad_row = not sample["prompt_tokens"]
+    is_bad_row = sample["\0refused"]
     param = _PARAM.search(sample["error"])
     error = {
         "message": sample["error"],

@@ -61,7 +61,7 @@ def write_outputs(
                 scratch = run.finish_scratch
                 writer = stack.enter_context(table_writer(target, rows.schema, scratch=scratch, manifest=manifest))
                 puts = [stack.enter_context(lines_writer(path, scratch=scratch, manifest=manifest)) for path in targets]
-                lines = _lines(connection, job, shard, rows.num_own, token_of)
+                lines = _lines(connection, run, job, shard, rows.num_own, token_of)
                 for table in rows.of(connection, shard):
                     writer.write_table(table)
                     for file, data in lines.of(table):
@@ -77,11 +77,13 @@ def write_outputs(
 
 
 def _lines(
-    connection: duckdb.DuckDBPyConnection, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf
+    connection: duckdb.DuckDBPyConnection, run: RunDir, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf
 ) -> Lines:
     """What the files of lines beside the Parquet file hold, by output.format."""
     if job.output.format == "openai":
-        return OpenAIAnswers(job, shard, num_own, token_of)
+        bad = f"SELECT row::BIGINT AS row FROM {read_parquet(run.tokens(shard.index))} WHERE error IS NOT NULL"
+        refused = connection.sql(bad).to_arrow_table()["row"].combine_chunks()
+        return OpenAIAnswers(job, shard, num_own, token_of, refused)
     return JsonLines(connection) if job.output.format == "jsonl" else Lines()
 
 

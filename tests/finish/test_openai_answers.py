@@ -247,7 +247,11 @@ ROW = {
 def answer_of(row: dict[str, Any]) -> ChatCompletion:
     """The answer that a row alone makes; token 5 is the first byte of a character, of others nothing is known."""
     job, shard = make_job("a", messages="m"), Shard(0, "a", "a.parquet", 1, "", 1)
-    answers = OpenAIAnswers(job, shard, len(row), lambda token: ("\ufffd", b"\xc3" if token == 5 else None))
+
+    def token_of(token: int) -> tuple[str, bytes | None]:
+        return "\ufffd", b"\xc3" if token == 5 else None
+
+    answers = OpenAIAnswers(job, shard, len(row), token_of, pa.array([], pa.int64()))
     (line,) = [data for _, data in [*answers.of(pa.Table.from_pylist([row])), *answers.rest()]]
     return ChatCompletion.model_validate_json(json.dumps(json.loads(line)["response"]["body"]), strict=True)
 

@@ -17,8 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.controller.result_files import write_results
+from batchinfer.controller.units import result_table
 from batchinfer.plan import packing
 from batchinfer.program import program
+from batchinfer.records import Completion, RequestKey
 from batchinfer.rundir import publish_json, read_json
 from support.jobs import Ended, batchinfer, output_bytes, start, write_job, write_questions
 
@@ -63,7 +65,7 @@ def fail_some(run: Path, num_failed: int) -> list[tuple[int, int]]:
         if len(failed) == num_failed or len(table) < 2:
             continue
         rows = table.to_pylist()
-        rows[0] |= {"status": "error", "error": "the rank died", "text": "", "token_ids": [], "finish_reason": "error"}
+        rows[0] = _given_up(rows[0])
         failed.append((rows[0]["shard"], rows[0]["row"]))
         path.unlink()
         write_results(path.parent, int(path.stem.split("-")[1]), pa.Table.from_pylist(rows, schema=table.schema))
@@ -75,6 +77,24 @@ def fail_some(run: Path, num_failed: int) -> list[tuple[int, int]]:
         sizes = {str(file.relative_to(run)): file.stat().st_size for file in files}
         publish_json(mark, {**content, "files": sizes})
     return failed
+
+
+def _given_up(row: dict[str, Any]) -> dict[str, Any]:
+    """The result of the same request as a controller writes it when the request has brought the ranks down."""
+    completion = Completion(
+        key=RequestKey(row["shard"], row["row"], row["sample"]),
+        unit=row["unit"],
+        text="",
+        token_ids=[],
+        finish_reason="error",
+        stop_reason=None,
+        prompt_tokens=row["prompt_tokens"],
+        cached_memory_tokens=0,
+        cached_disk_tokens=0,
+        kv_tokens_sum=0,
+        error="the rank died",
+    )
+    return result_table([completion]).to_pylist()[0]
 
 
 def descendants(pid: int) -> list[int]:
