@@ -123,7 +123,7 @@ class RowPrompts:
             if not value:
                 raise RowError(f"{self._column} is {'null' if value is None else 'empty'}")
             return str(value)
-        messages = _json(self._column, value) if isinstance(value, str) else value
+        messages = _json(self._column, value) if isinstance(value, str) else _of_structs(value)
         return self.chat(_messages(self._column, messages, self._settings["format"]), row)
 
     def _requested(self, request: dict[str, Any]) -> str | Chat | list[int]:
@@ -240,6 +240,16 @@ def _variables(what: str, kwargs: dict[str, Any]) -> dict[str, Any]:
         return {**others, _DATE: datetime.fromisoformat(date).strftime}
     except (TypeError, ValueError):
         raise RowError(f'{what} sets {_DATE} to {date!r}, which is no date such as "2026-01-31"') from None
+
+
+def _of_structs(messages: Any) -> Any:
+    """Messages of a column of structs; a template may ask whether a message's own fields are null."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {key: _without_nulls(value) for key, value in item.items()} if isinstance(item, dict) else item
+        for item in messages
+    ]
 
 
 def _without_nulls(value: Any) -> Any:

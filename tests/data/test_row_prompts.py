@@ -93,6 +93,20 @@ def test_messages_as_json_text_are_those_of_a_list():
     assert encoded([json.dumps(chat)], messages="m") == encoded([chat], messages="m") == [expected(chat)]
 
 
+def test_null_fields_of_structs_are_not_there_and_nulls_of_json_text_are(tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    folder = model_folder(tmp_path / "model", template=template)
+
+    def chat(**arguments):
+        call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+        return [HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    chats = [chat(city="Rome"), chat(zone={"name": "CET", "dst": [1, None]}), chat(city="Rome", zone={"name": "CET"})]
+    found = encoded([json.dumps(chat) for chat in chats], folder, messages="m")
+    assert encoded(chats, folder, messages="m") == found
+    assert encoded([json.dumps(chat(city="Rome", zone=None))], folder, messages="m")[0] not in found
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [
