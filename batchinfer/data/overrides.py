@@ -15,9 +15,22 @@ ENTRY_BYTES = 1000  # of one beside its texts
 
 
 class SamplingOverrides:
-    """Resolves overrides; equal ones are checked once."""
+    """Resolves overrides; equal ones are checked once.
 
-    def __init__(self, job: SamplingConfig, column: str, *, vocab_size: int, with_choices: bool = False) -> None:
+    Args:
+        nulls_count: a key that is null says that there is none, whatever the job has; else it is as good as missing.
+    """
+
+    def __init__(
+        self,
+        job: SamplingConfig,
+        column: str,
+        *,
+        vocab_size: int,
+        with_choices: bool = False,
+        nulls_count: bool = False,
+    ) -> None:
+        self._nulls_count = nulls_count
         self._job_values = job.model_dump(include=set(SamplingConfig.model_fields))
         self._job_sampling = job.to_sampling()
         self._column, self._vocab_size, self._has_choices = column, vocab_size, with_choices
@@ -26,7 +39,9 @@ class SamplingOverrides:
 
     def resolve(self, override: dict[str, Any] | None) -> tuple[Sampling, str | None] | str:
         """The row's sampling and its JSON (None: it is the job's own), or the sentence that says what is wrong."""
-        given = {key: value for key, value in override.items() if value is not None} if override else {}
+        given = override or {}
+        if not self._nulls_count:
+            given = {key: value for key, value in given.items() if value is not None}
         # repr keeps apart what Python calls equal: 1, 1.0 and True
         text = repr(given)
         if text not in self._known:

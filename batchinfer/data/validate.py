@@ -128,6 +128,7 @@ class _RowChecker:
             "body" if job.input.format == "openai" else self._sampling or "",
             vocab_size=limits.vocab_size,
             with_choices=self._choices is not None,
+            nulls_count=job.input.format == "openai",
         )
         self._num_workers = encoders.num_workers
         self._prompts = PromptChecks(job, encoders, limits)

@@ -181,6 +181,20 @@ def test_sampling_of_a_line_overrides_the_jobs(tmp_path):
         assert (row["n"], row["max_tokens"]) == (wanted.get("n", 1), wanted.get("max_tokens", 16))
 
 
+def test_a_line_may_ask_for_none_of_what_the_job_asks_for(tmp_path):
+    lines = [
+        chat("neither", logprobs=False, response_format={"type": "text"}),
+        chat("free", response_format={"type": "text"}),
+        chat("unscored", logprobs=False),
+        chat("as the job", logprobs=None, response_format=None),
+    ]
+    rows = check(tmp_path, lines, of_job={"logprobs": 2, "structured_outputs": {"regex": "a+"}})
+    assert [row["error"] for row in rows] == [None] * 4
+    found = [sampling_from_json(row["sampling"]) for row in rows[:3]]
+    assert [(how.logprobs, how.structured) for how in found] == [(None, None), (2, None), (None, ("regex", "a+"))]
+    assert rows[3]["sampling"] is None
+
+
 def test_a_completions_logprobs_are_a_number(tmp_path):
     rows = check(tmp_path, [completion("a", logprobs=3), completion("b", logprobs=0)])
     assert [sampling_from_json(row["sampling"]).logprobs for row in rows] == [3, 0]

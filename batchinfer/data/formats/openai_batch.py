@@ -5,7 +5,7 @@ body   model ──────────────────────�
        messages, tools, chat_template_kwargs; prompt ─► request     JSON of a chat, a text or token ids (row_prompts.py)
        temperature, stop, response_format, … ─────────► sampling    JSON of keys of [sampling]
 
-A key that is null is as good as missing.
+A key of a body that is null is as good as missing.
 """
 
 import io
@@ -161,7 +161,10 @@ def _may_call_tools(body: dict[str, Any]) -> bool:
 
 
 def _sampling(body: dict[str, Any], url: str) -> dict[str, Any]:
-    """The keys of [sampling] that a body sets; only those with other names there are checked here."""
+    """The keys of [sampling] that a body sets; only those with other names there are checked here.
+
+    A null says that the line wants none, whatever the job has.
+    """
     found = {name: body[name] for name in body if name in _SAMPLING}
     if "max_completion_tokens" in body:
         most = _int(body, "max_completion_tokens", _MOST_INT)
@@ -170,7 +173,7 @@ def _sampling(body: dict[str, Any], url: str) -> dict[str, Any]:
     if found.get("top_k") == -1:  # vLLM's word for all
         found["top_k"] = 0
     logprobs = _logprobs(body, url)
-    if logprobs is not None:
+    if "logprobs" in body:
         found["logprobs"] = logprobs
     forms = {name: kind for name, kind in _GUIDED.items() if name in body}
     given = [*forms, *(name for name in ("response_format", "structured_outputs") if name in body)]
@@ -180,6 +183,8 @@ def _sampling(body: dict[str, Any], url: str) -> dict[str, Any]:
     if structured:
         _refuse_unusable(given[0], structured)
         found["structured_outputs"] = structured
+    elif "response_format" in body:
+        found["structured_outputs"] = None
     return found
 
 
