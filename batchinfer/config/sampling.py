@@ -48,7 +48,12 @@ class SamplingConfig(Part):
     )
     include_stop_str_in_output: bool = Field(False, description="what ended the text is part of it")
     ignore_eos: bool = Field(False, description="go on after the model's end token")
-    min_tokens: int = Field(0, ge=0, lt=2**31, description="nothing ends the output before it has this many tokens")
+    min_tokens: int = Field(
+        0,
+        ge=0,
+        lt=2**31,
+        description="nothing ends the output before it has this many tokens, but a structured output that is complete",
+    )
     bad_words: list[Text] = Field(default=[], description="words that are not generated")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="taken off the logit of each generated token")
     frequency_penalty: float = Field(

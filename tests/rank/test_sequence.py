@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from batchinfer.config import SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
@@ -83,6 +84,18 @@ def test_a_structured_output_is_valid_when_all_of_it_is_there(tokens, more, vali
     done = run(tokens, **{**NUMBER, **more})
     assert done.finish_reason is not None
     assert done.completion(TOKENIZER).structured_valid is valid
+
+
+def test_a_structured_output_that_is_complete_ends_before_min_tokens_and_one_that_may_go_on_does_not():
+    complete = run(DIGITS, **NUMBER | {"structured_outputs": {"regex": "[0-9]{2}"}, "min_tokens": 4})
+    assert (len(complete.token_ids), complete.finish_reason) == (2, "stop")
+    assert "a structured output that is complete" in SamplingConfig.model_fields["min_tokens"].description
+    goes_on = run(DIGITS, **NUMBER | {"min_tokens": 4})
+    assert goes_on.finish_reason is None
+    logits = torch.zeros(TOKENIZER.vocab_size)
+    goes_on.rules.apply(logits, RULES.grammars.masks([goes_on.rules.grammar])[0])
+    assert {int(token) for token in (logits == 0).nonzero()}.isdisjoint(TOKENIZER.eos_token_ids)
+    assert (logits == 0).any()
 
 
 THINK, END, BLANK = 8, 9, 10
