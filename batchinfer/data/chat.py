@@ -7,6 +7,7 @@ same prompt; a date may be a variable), and its size is limited.
 
 import json
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from jinja2 import StrictUndefined, Template, TemplateError, meta, nodes
@@ -17,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from batchinfer.records import ModelError
 
 MAX_CHARS = 1 << 26  # of one rendered chat; only a template gone wild writes more
+_TRIAL_ARGUMENTS = {"city": "Rome on the Tiber"}  # of a call by which a template is tried
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' mark of the place at which the final message goes on
 # transformers and vLLM write the day on which they run
 NO_DATE = (
@@ -49,6 +51,44 @@ class ChatTemplate:
             self._of_calls = _environment(**layout, finalize=_null_is_empty).from_string(text)
         except (TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template is not valid: {_one_line(error)}; correct the template") from None
+
+    def with_arguments(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with the arguments of their tool calls as the template takes them.
+
+        OpenAI's API has them as JSON text, which DeepSeek's templates need; others, such as GLM's, need an object.
+        Where a template takes both, or a text is no JSON object, they stay as they are.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
+        if self._argument_types == {str}:
+            return _with_arguments(messages, _as_text)
+        return _with_arguments(messages, _as_object) if self._argument_types == {dict} else messages
+
+    @cached_property
+    def _argument_types(self) -> set[type]:
+        """Of the arguments of a tool call: str where the template takes JSON text, dict where it takes an object."""
+        text = _to_json(_TRIAL_ARGUMENTS)
+        taken = {str: text, dict: _TRIAL_ARGUMENTS}
+        written = {kind: self._tried(arguments) for kind, arguments in taken.items()}
+        # a template may write a text as JSON once more, or nothing of it
+        is_text = _TRIAL_ARGUMENTS["city"] in written[str] and _to_json(text) not in written[str]
+        return {kind for kind in taken if written[kind] and (kind is dict or is_text)}
+
+    def _tried(self, arguments: Any) -> str:
+        """A chat with a call of these arguments; empty where the template fails on it."""
+        function = {"name": "weather", "arguments": arguments}
+        call = {"id": "abcdefgh1", "type": "function", "function": function}  # Mistral's ids have nine characters
+        for content in (None, ""):  # a template may take one of them only
+            chat: list[dict[str, Any]] = [
+                {"role": "user", "content": "Hello"},
+                {"role": "assistant", "content": content, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "abcdefgh1", "name": "weather", "content": "Rain"},
+            ]
+            try:
+                return self.render(chat)
+            except ChatError:
+                continue
+        return ""
 
     def render(
         self, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None, *, continues: bool = False
@@ -121,6 +161,42 @@ class RowTemplate:
         return _written(
             self._template, row, "input.template", lambda error: f"input.template fails on the row: {_one_line(error)}"
         )
+
+
+def _with_arguments(messages: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """The messages with the arguments of their tool calls changed; calls of another form stay as they are."""
+
+    def changed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+    return [
+        {**message, "tool_calls": [changed(call) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _as_text(arguments: Any) -> Any:
+    """Arguments that are an object as JSON text; too deep a one stays as it is."""
+    try:
+        return _to_json(arguments) if isinstance(arguments, dict) else arguments
+    except RecursionError:
+        return arguments
+
+
+def _as_object(arguments: Any) -> Any:
+    """Arguments that are JSON text of an object as that object; a call without any may have an empty text."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        found = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def _written(template: Template, variables: dict[str, Any], what: str, failure: Callable[[Exception], str]) -> str:

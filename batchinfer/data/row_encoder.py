@@ -98,14 +98,17 @@ class RowEncoder:
     def _chat_ids(self, chats: list[Chat]) -> IdsAndControl:
         if self._tokenizer.template_text is None:
             return ((_NO_TEMPLATE, False) for _ in chats)
+        with_arguments = self._tokenizer.chat_template().with_arguments
+        messages = [with_arguments(chat.messages) for chat in chats]
         found = self._tokenizer.encode_chats(
-            [chat.messages for chat in chats],
+            messages,
             self._most_tokens,
             self._control,
             variables=[chat.variables for chat in chats],
             continues=self._prompts.continues,
         )
-        return self._with_control([[chat.messages, chat.variables] for chat in chats], found)
+        texts = [[own, chat.variables] for own, chat in zip(messages, chats, strict=True)]
+        return self._with_control(texts, found)
 
     def _text_ids(self, texts: list[str]) -> IdsAndControl:
         return self._with_control(texts, self._tokenizer.encode_prompts(texts, self._most_tokens, self._control))

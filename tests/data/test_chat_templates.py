@@ -36,6 +36,72 @@ def results(*texts):
     return "\n\n" + "\n".join(lines) + "\n\n"
 
 
+# how the templates of several families write the arguments of a call
+DEEPSEEK_V3 = """{%- for call in m.tool_calls or [] -%}
+{{ '<｜tool▁sep｜>' + call.function.name + '\n```json\n' + call.function.arguments + '\n```' }}{% endfor -%}"""
+KIMI_K2 = """{%- for call in m.get('tool_calls') or [] -%}
+{{ call.id }}{% if call.function.arguments is string %}{{ call.function.arguments }}
+{%- else %}{{ call.function.arguments | tojson }}{% endif %}{% endfor -%}"""
+GLM_47 = """{%- set content = visible_text(m.content) %}{{ content.strip() }}{% for tc in m.tool_calls or [] -%}
+{%- if tc.function %}{% set tc = tc.function %}{% endif -%}
+{{- '<tool_call>' + tc.name }}{% set _args = tc.arguments %}{% for k, v in _args.items() -%}
+<arg_key>{{ k }}</arg_key><arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>
+{%- endfor %}</tool_call>{% endfor -%}"""
+NO_NULL = "{{ m.content + '' }}" + GLM_47
+MISTRAL = """{%- for call in m.tool_calls or [] -%}
+{%- if call.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif -%}
+{{ '[ARGS]' + call.function.arguments | tojson }}{% endfor -%}"""
+
+
+def of_family(calls):
+    """A template with this text for each message."""
+    text = "{%- macro visible_text(content) %}{{ content if content is string else content }}{% endmacro -%}"
+    return ChatTemplate(f"{text}{{%- for m in messages %}}{calls}{{%- endfor %}}", {})
+
+
+@pytest.mark.parametrize(
+    ("calls", "of_text", "of_object"),
+    [
+        # DeepSeek's appends a text to a text, Kimi's takes both, GLM's asks for the items of an object, and Mistral's
+        # writes JSON of whatever it is given
+        (DEEPSEEK_V3, '```json\n{"at":[1.5],"port":"Brest"}\n```', '```json\n{"at": [1.5], "port": "Brest"}\n```'),
+        (KIMI_K2, 'call00001{"at":[1.5],"port":"Brest"}', 'call00001{"at": [1.5], "port": "Brest"}'),
+        (GLM_47, "<arg_key>at</arg_key><arg_value>[1.5]</arg_value><arg_key>port</arg_key><arg_value>Brest<", None),
+        (NO_NULL, "<arg_key>at</arg_key><arg_value>[1.5]<", None),
+        (MISTRAL, '[ARGS]{"at": [1.5], "port": "Brest"}', None),
+    ],
+)
+def test_arguments_of_calls_are_given_as_the_template_takes_them(calls, of_text, of_object):
+    template = of_family(calls)
+    arguments = {"at": [1.5], "port": "Brest"}
+
+    def written(arguments):
+        asked = {"id": "call00001", "type": "function", "function": {"name": "tide", "arguments": arguments}}
+        chat = [{"role": "assistant", "content": "" if calls is NO_NULL else None, "tool_calls": [asked]}]
+        return template.render(template.with_arguments(chat))
+
+    assert of_text in written(json.dumps(arguments, separators=(",", ":")))
+    assert (of_object or of_text) in written(arguments)
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", "[" * 100_000, 5])
+def test_arguments_that_are_no_object_are_left_to_the_template(arguments):
+    template = of_family(GLM_47)
+    chat = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}]
+    assert template.with_arguments(chat) == chat
+    with pytest.raises(ChatError, match="the chat template fails on the messages"):
+        template.render(chat)
+
+
+def test_a_call_may_have_no_arguments_and_messages_of_any_form_pass():
+    template = of_family(GLM_47)
+    chat = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": ""}}]}]
+    assert template.render(template.with_arguments(chat)) == "<tool_call>f</tool_call>"
+    for calls in (5, "x", [5], [{}], [{"function": 5}], [{"function": {}}], {"function": {}}):
+        strange = [{"role": "assistant", "tool_calls": calls}]
+        assert template.with_arguments(strange) == strange
+
+
 @pytest.fixture(scope="module")
 def v32():
     return ChatTemplate((OWN_TEMPLATES / "deepseek_v32.jinja").read_text(), {})

@@ -134,6 +134,27 @@ def test_tools_and_keywords_of_a_line_go_to_the_chat_template_unless_tools_may_n
     assert [tools, may, may_not] == [*token_ids(tmp_path, chats, messages="m", tools=[WEATHER])] * 2 + [without]
 
 
+def test_calls_in_the_history_have_the_arguments_that_the_template_takes(tmp_path):
+    model = shutil.copytree(RANDOM_MODEL, tmp_path / "model")
+    items = "{% for name, value in call.function.arguments.items() %}{{ name }}={{ value }};{% endfor %}"
+    text = f"{{{{ m.content or '' }}}}{{% for call in m.tool_calls or [] %}}{items}{{% endfor %}}"
+    (model / "chat_template.jinja").write_text(f"{{% for m in messages %}}{text}{{% endfor %}}")
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "[Rome]"}'}}
+    chats = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "Rain"},
+    ]
+    path = write_batch(tmp_path / "batch.jsonl", [chat("a", messages=chats), completion("b", "Hellocity=[Rome];Rain")])
+    job = job_for(path)
+    for control in ("parse", "text", "error"):
+        changes = {"model": {"path": str(model)}, "input": {**job.model_dump()["input"], "control_tokens": control}}
+        rows = checked(path, JobConfig.model_validate({**job.model_dump(), **changes}))[1]
+        assert [row["error"] for row in rows] == [None, None]
+        whole, begin = rows[1]["token_ids"], len(rows[1]["token_ids"]) - len(rows[0]["token_ids"])
+        assert rows[0]["token_ids"] == whole[begin:]
+
+
 def test_the_jobs_system_text_and_keywords_are_for_lines_without_their_own(tmp_path):
     job = {"system": "Be brief."}
     own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "Hello"}]
