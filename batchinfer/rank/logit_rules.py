@@ -39,7 +39,8 @@ class LogitRules:
         prompt: its tokens.
         ends: tokens that end an answer.
         bad_words: see `bad_word_tokens`.
-        grammar: what the answer must be, if anything, once it has ended its thinking.
+        grammar: what the answer must be, if anything, once it has ended its thinking; where it may begin in thinking,
+            <think> may come first.
         thinking: is told of each token before the rules are.
     """
 
@@ -114,6 +115,8 @@ class LogitRules:
             logits_V[seen] -= sampling.presence_penalty
         if mask is not None:
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits_V)]
+            if self._thinking is not None and self._thinking.may_begin_with is not None:
+                bits[self._thinking.may_begin_with] = 1
             logits_V.masked_fill_(moved(torch.from_numpy(bits == 0), logits_V.device), NEVER)
         if len(self._tokens) < sampling.min_tokens:
             logits_V[moved(self._ends, logits_V.device)] = NEVER

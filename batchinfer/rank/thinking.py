@@ -59,9 +59,14 @@ class Thinking:
         """</think>."""
         return self._tokens.end
 
+    @property
+    def may_begin_with(self) -> int | None:
+        """<think> where the next token may be the one that begins the thinking."""
+        return self._tokens.begin if self._may_begin and self._num_seen == 0 else None
+
     def accept(self, token: int) -> None:
         """The answer goes on with this token."""
-        if self._may_begin and self._num_seen == 0 and token == self._tokens.begin:
+        if token == self.may_begin_with:
             self.is_open = self.has_begun = True
         self._num_seen += 1
         if self.is_open:

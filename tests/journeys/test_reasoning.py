@@ -150,6 +150,19 @@ def test_a_constraint_begins_after_the_thinking_however_the_job_is_run(tmp_path,
         assert output_bytes(tmp_path / name) == output_bytes(tmp_path / "one")
 
 
+def test_a_constraint_begins_after_thinking_that_the_answer_begins_itself(tmp_path, model):
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}}
+    for bias, thinks in ((100.0, True), (-100.0, False)):
+        how = {**choice, "logit_bias": {"1000": bias, "1001": 4.0}, "thinking_budget": 12}
+        rows = run(tmp_path, model, f"by {bias}", sampling=how, output={"reasoning": "auto"}, suffix="")
+        assert {row["text"] for row in rows} <= {"yes", "no"}
+        assert (
+            {row["token_ids"][0] == 1000 for row in rows} == {row["reasoning"] is not None for row in rows} == {thinks}
+        )
+    rows = run(tmp_path, model, "nobody looks", sampling={**choice, "logit_bias": {"1000": 100.0}}, suffix="")
+    assert {row["text"] for row in rows} <= {"yes", "no"}
+
+
 def test_a_tokenizer_without_an_end_of_thinking_is_refused(tmp_path):
     write_shard(tmp_path / "prompts" / "part-0.parquet", {"id": [1], "prompt": ["x"]})
     ended = batchinfer("plan", write_job(tmp_path, output={"reasoning": "deepseek_r1"}))
