@@ -162,7 +162,7 @@ class _Hidden:
         if isinstance(value, str):
             return self._pattern.sub(lambda found: self._names[found[0]], value)
         if isinstance(value, dict):
-            return {key: self.hide(item) for key, item in value.items()}
+            return {self.hide(name) if _is_text(name) else name: self.hide(item) for name, item in value.items()}
         return [self.hide(item) for item in value] if isinstance(value, list) else value
 
     def restore(self, text: str) -> str:
@@ -181,6 +181,16 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
 def _texts_in(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            if _is_text(name):
+                yield name
             yield from _texts_in(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts_in(item)
+
+
+def _is_text(name: Any) -> bool:
+    """Whether somebody chose the name of a field, as of a call's arguments; others, such as "role", templates know."""
+    return isinstance(name, str) and not name.isidentifier()

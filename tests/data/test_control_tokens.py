@@ -123,6 +123,19 @@ def test_all_texts_of_a_chat_count(sample):
     assert refused == f"the text holds the control token {EOS}, which input.control_tokens = 'error' refuses"
 
 
+def test_names_in_the_arguments_of_a_call_are_texts(tmp_path):
+    template = """{% for m in messages %}{{ '<｜User｜>' + m.content }}{% for call in m.tool_calls or [] %}
+{%- for name, value in call.function.arguments.items() %}{{ name }}={{ value }}{% endfor %}{% endfor %}{% endfor %}"""
+    tokenizer = changed(tmp_path / "model", template)
+    call = {"name": "f", "arguments": {f"a{EOS}": "b", "c": "d"}}
+    chat = [{"role": "user", "content": "x", "tool_calls": [{"function": call}]}]
+    (ids,) = tokenizer.encode_chats([chat], control="text")
+    assert text_of(tokenizer, ids) == f"<｜User｜>xa{EOS}=bc=d"
+    assert [id for id in ids if id in IDS.values()] == [IDS[USER]]
+    (refused,) = tokenizer.encode_chats([chat], control="error")
+    assert refused.startswith(f"the text holds the control token {EOS}")
+
+
 def test_refused_rows_name_the_token_and_others_are_as_ever(sample):
     good, bad = sample.encode_prompts(["good", f"a{EOS}b{USER}"], control="error")
     assert [good] == sample.encode_prompts(["good"])
