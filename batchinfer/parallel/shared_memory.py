@@ -11,8 +11,10 @@ starts exchange n + 4 after it has taken in n + 2, which each peer started after
 
 # R ranks, C counts per rank
 
+import errno
 import mmap
 import os
+import resource
 import secrets
 import socket
 import struct
@@ -25,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from batchinfer.parallel.exchange import MAX_UNDER_WAY, Counts, PendingRows, ReceivedRows
-from batchinfer.records import PeerLostError
+from batchinfer.records import ConfigError, PeerLostError
 
 # sequence number, sender's Unix time in ns, region bytes, offset of the first row, row bytes, number of counts
 _HEADER = struct.Struct("=6q")
@@ -81,6 +83,7 @@ class SharedMemoryExchange:
 
     Raises:
         PeerLostError: a rank did not connect in time.
+        ConfigError: later, when the limit of open files is too low.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, timeout_s: float):
@@ -168,11 +171,14 @@ class SharedMemoryExchange:
             raise self._lost(rank, None)
         sent, sent_ns, num_bytes, offset, row_bytes, num_counts = _HEADER.unpack_from(data)
         assert sent == sequence, f"rank {rank} is at exchange {sent}, this rank at {sequence}"
+        region = peer.regions[sequence % _NUM_REGIONS]
         if descriptors:
-            region = peer.regions[sequence % _NUM_REGIONS]
             _close(region)
             region.fd, region.num_bytes = descriptors[0], num_bytes
             region.memory = mmap.mmap(region.fd, num_bytes)
+        elif num_bytes != region.num_bytes:
+            # a new region is always larger; at the limit of open files the system drops its descriptor
+            raise _too_many_files()
         counts = list(struct.unpack_from(f"={num_counts}q", data, _HEADER.size))
         return _Message(sent_ns / 1e9, offset, row_bytes, counts)
 
@@ -238,9 +244,22 @@ def _caller(connection: socket.socket) -> int | None:
 
 def _replace(region: _Region, num_bytes: int) -> None:
     _close(region)
-    region.fd = os.memfd_create("batchinfer-rows")
+    try:
+        region.fd = os.memfd_create("batchinfer-rows")
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise _too_many_files() from None
+        raise
     os.ftruncate(region.fd, num_bytes)  # pages are taken when they are first written
     region.memory, region.num_bytes = mmap.mmap(region.fd, num_bytes), num_bytes
+
+
+def _too_many_files() -> ConfigError:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ConfigError(
+        f"a rank cannot share memory with its group: no file descriptor is left (`ulimit -n` is {limit}); raise the "
+        "limit of open files"
+    )
 
 
 def _close(region: _Region) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import socket
 import struct
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -271,6 +272,41 @@ def test_a_rank_that_cannot_connect_leaves_nothing_open():
     with pytest.raises(PeerLostError):
         SharedMemoryExchange(dist.HashStore(), 0, 2, timeout_s=0.1)
     assert open_files() == before
+
+
+@contextmanager
+def no_more_open_files():
+    """This process can open nothing more meanwhile."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_free = os.open("/dev/null", os.O_RDONLY)
+    os.close(next_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("round_before", [False, True], ids=["the first region", "one that has grown"])
+def test_without_a_free_descriptor_no_rows_of_an_older_region_are_taken(round_before):
+    with shared_memory_group(2) as (first, second):
+        for number in range(2 * MAX_UNDER_WAY if round_before else 0):
+            small = Round(0, number, 2, most=5)
+            pending = [small.start(member) for member in (first, second)]
+            small.check(0, pending[0].wait())
+            small.check(1, pending[1].wait())
+        rows = torch.ones(1 << 18, 8, dtype=torch.uint8)
+        for member in (first, second):
+            member.buffer(*rows.shape).copy_(rows)
+        pending = first.start(rows, [[0], [len(rows)]])
+        second.start(rows, [[len(rows)], [0]])
+        with no_more_open_files(), pytest.raises(ConfigError, match=r"no file descriptor is left \(`ulimit -n` is \d+"):
+            pending.wait()
+
+
+def test_memory_that_the_limit_of_open_files_forbids_is_refused_with_the_limit():
+    with shared_memory_group(2) as (first, _), no_more_open_files(), pytest.raises(ConfigError, match="ulimit -n"):
+        first.buffer(1, 8)
 
 
 # --- a rank is lost ---------------------------------------------------------------------------------------------------
