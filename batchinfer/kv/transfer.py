@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from batchinfer.records import PeerLostError
+from batchinfer.rundir import cannot_write
 from batchinfer_kernels.transfer import host_buffer, put_pages, take_pages
 
 _LENGTH = struct.Struct("=q")
@@ -48,10 +49,20 @@ def write_transfer(pages: torch.Tensor, page_ids: list[int], *, file: Path | Non
         file: where to write them; None for anonymous memory.
 
     Raises:
-        OSError: no room.
+        ConfigError: the file cannot be written: a full disk is no fault of the prompt.
+        OSError: no room in memory.
     """
     content = take_pages(pages, page_ids)
-    header = json.dumps({"shape": list(content.shape), "dtype": str(pages.dtype)}).encode()
+    if file is None:
+        return _write(content, None)
+    try:
+        return _write(content, file)
+    except OSError as error:
+        raise cannot_write(file, error) from None
+
+
+def _write(content: torch.Tensor, file: Path | None) -> KvTransfer:
+    header = json.dumps({"shape": list(content.shape), "dtype": str(content.dtype)}).encode()
     if file is None:
         descriptor = os.memfd_create("batchinfer-kv")
         path = f"/proc/{os.getpid()}/fd/{descriptor}"

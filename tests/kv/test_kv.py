@@ -3,10 +3,16 @@
 import random
 
 import pytest
+import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.pages import PagePool, pages_for
 from batchinfer.kv.prefix_tree import PrefixTree
+from batchinfer.kv.transfer import page_bytes, read_transfer, write_transfer
+from batchinfer.records import ConfigError
+from support.small_disks import SmallDisk, small_disk
+
+__all__ = ["small_disk"]
 
 
 def test_pages_for_rounds_up():
@@ -124,3 +130,35 @@ def test_no_more_tokens_are_matched_than_may_be():
     tokens = prompt(("p", 200))
     insert(tree, pool, tokens)
     assert [tree.match(tokens, limit).num_tokens for limit in (0, 1, 63, 64, 65, 199)] == [0, 1, 63, 64, 65, 199]
+
+
+def some_pages(num_pages=4):
+    """A pool [L, P, 64, W] of numbers that all differ."""
+    shape = (2, num_pages, PAGE_TOKENS, 8)
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+
+
+def test_pages_arrive_as_they_were_by_file_and_by_memory(tmp_path):
+    pages = some_pages()
+    for file in (tmp_path / "rank-0" / "0-1-0.kv", None):
+        transfer = write_transfer(pages, [3, 1], file=file)
+        assert transfer.num_bytes == 2 * page_bytes(pages)
+        received = torch.zeros_like(pages)
+        read_transfer(transfer.path, received, [0, 2], first_page=0)
+        assert torch.equal(received[:, [0, 2]], pages[:, [3, 1]])
+        transfer.close()
+    assert not list((tmp_path / "rank-0").iterdir())
+
+
+@pytest.mark.parametrize("trouble", ["full", "read only"])
+def test_a_transfer_for_which_the_disk_has_no_room_is_no_fault_of_its_request(small_disk: SmallDisk, trouble):
+    file = small_disk.folder / "rank-0" / "0-1-0.kv"
+    file.parent.mkdir()
+    if trouble == "full":
+        small_disk.fill(but_bytes=4096)
+        reason = "No space left on device"
+    else:
+        small_disk.set_read_only(True)
+        reason = "Read-only file system"
+    with pytest.raises(ConfigError, match=f"cannot write {file}: {reason}; free space"):
+        write_transfer(some_pages(), [3, 1], file=file)
