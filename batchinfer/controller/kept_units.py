@@ -14,7 +14,7 @@ from batchinfer.rundir import RunDir
 
 
 def keep_same_units(run: RunDir, manifest: Manifest) -> None:
-    """Set aside the results of units that have other rows now.
+    """Set aside the results of units that have other rows now, and of those that the plan has no more.
 
     Args:
         manifest: of the new plan.
@@ -29,6 +29,7 @@ def keep_same_units(run: RunDir, manifest: Manifest) -> None:
 
 
 def _is_same(run: RunDir, unit: int, planned: set[RequestKey]) -> bool:
+    """Whether a unit keeps its results; `planned` is empty when the plan has no such unit."""
     try:
         mark = done_mark(run, unit)
     except DamagedFileError as error:
@@ -37,9 +38,9 @@ def _is_same(run: RunDir, unit: int, planned: set[RequestKey]) -> bool:
     claim = last_claim(run, unit)
     files = list(mark.files) if mark is not None else [] if claim is None else result_files(claim)
     keys = {key for path in sound_files(run, files) for key in result_keys(path)}
-    if mark is not None and keys != planned:
+    if mark is not None and (keys != planned or not planned):
         set_aside(run, run.done(unit), "the unit has other rows now, or results are gone")
-    if keys <= planned:
+    if planned and keys <= planned:
         return True
     set_aside(run, run.unit(unit), "it has other rows now")
     return False

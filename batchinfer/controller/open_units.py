@@ -180,7 +180,8 @@ class OpenUnits:
 
 
 def _named(storage: Storage, folder: Path, num_units: int) -> np.ndarray:
-    """[U] bool, the units that a folder has a name for."""
+    """[U] bool, the units that a folder has a name for; an earlier plan may have had more of them."""
     is_named = np.zeros(num_units, dtype=bool)
-    is_named[[int(name) for name in storage.names(folder) if name.isdecimal()]] = True
+    numbers = [int(name) for name in storage.names(folder) if name.isdecimal()]
+    is_named[[number for number in numbers if number < num_units]] = True
     return is_named

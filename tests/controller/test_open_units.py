@@ -138,6 +138,15 @@ def test_a_unit_that_was_opened_again_is_seen_by_a_controller_that_waits(tmp_pat
         assert take(units, mine) == 0
 
 
+def test_folders_and_marks_of_units_that_the_plan_has_no_more_are_passed_over(tmp_path):
+    run = RunDir(tmp_path)
+    with UnitClaims(run) as mine:
+        mine.complete(mine.try_claim(7))
+        mine.try_claim(8)
+        units = OpenUnits(FolderStorage(run), rows(2))
+        assert [take(units, mine) for _ in range(2)] == [0, 1]
+
+
 def test_a_lease_runs_out_by_the_watchers_clock_whatever_its_date(tmp_path, monkeypatch):
     """Clocks of nodes may be hours apart: leases dated in the future or the past live while their date changes."""
     run = RunDir(tmp_path)

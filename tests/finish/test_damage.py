@@ -74,14 +74,19 @@ def test_a_plan_made_again_tokenises_only_damaged_shards_and_keeps_all_results(c
     assert output_bytes(target) == expected
 
 
-def test_units_with_other_rows_are_computed_anew(computed):
+@pytest.mark.parametrize("last_unit", ["done", "only claimed"])
+def test_units_with_other_rows_are_computed_anew(computed, last_unit):
     run, expected = computed
-    target = run.parent / "other-units"
+    target = run.parent / f"other-units-{last_unit}"
     shutil.copytree(run, target)
     (target / "run.json").write_text("{")
+    if last_unit == "only claimed":
+        for result in (target / "done" / "000001", *(target / "units" / "000001").rglob("part-*")):
+            result.unlink()
     again = batchinfer("plan", "--again", target)  # with units of the usual size: one instead of two
     assert again.code == 0, again.err
     assert "of 2 units that were begun have the same rows" in again.err
+    assert not (target / "units" / "000001").exists()
     assert batchinfer("finish", target).code == 1
     assert batchinfer("work", target).code == 0
     assert batchinfer("finish", target).code == 0
