@@ -60,9 +60,9 @@ def _publish(run: RunDir, job: JobConfig, result: FinishedRun) -> None:
     try:
         num_objects = publish_run(run, job, asdict(result))
     except BatchinferError as error:
-        raise type(error)(
-            f"{error}; the results are all in {run.outputs}: run `batchinfer finish {run.shown}` to publish them"
-        ) from None
+        where = f"the results are all in {run.outputs}: run `batchinfer finish {run.shown}` to publish them"
+        error.args = (f"{error}; {where}",)  # classes of errors are made of different things
+        raise
     note(
         f"{num_objects:,} files put into {job.output.publish}" if num_objects else f"{job.output.publish} is up to date"
     )

@@ -15,8 +15,8 @@ from pyarrow import fs
 
 from batchinfer.config import JobConfig
 from batchinfer.data.stores import Place, locate, store_errors
-from batchinfer.progress import Progress
-from batchinfer.records import RunMismatchError, StoreError
+from batchinfer.progress import Progress, note
+from batchinfer.records import DamagedFileError, RunMismatchError, StoreError
 from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.rundir import RunDir, publish_json, read_json, read_state
 
@@ -94,7 +94,7 @@ def _state(path: Path) -> list[int]:
 
 def _not_put_yet(run: RunDir, place: Place, states: dict[str, list[int]]) -> list[str]:
     """Files that an earlier `finish` has not put there, or whose object is not of that size."""
-    earlier: dict[str, Any] = read_json(run.published) if run.published.exists() else {}
+    earlier = _last_published(run)
     if earlier.get("place") != place.uri:
         return list(states)
     names = list(states)
@@ -105,6 +105,17 @@ def _not_put_yet(run: RunDir, place: Place, states: dict[str, list[int]]) -> lis
         for name, info in zip(names, found, strict=True)
         if earlier["files"].get(name) != states[name] or info.size != states[name][0]
     ]
+
+
+def _last_published(run: RunDir) -> dict[str, Any]:
+    """What the last `finish` that published has put, and where; of a damaged note nothing, so all is put again."""
+    if not run.published.exists():
+        return {}
+    try:
+        return read_json(run.published, "place", "files")
+    except DamagedFileError as error:
+        note(f"{error.path} is damaged ({error.reason}); all results are published again")
+        return {}
 
 
 # ---- objects

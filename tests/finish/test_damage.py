@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.controller.claims import done_mark
+from batchinfer.finish import finish
 from batchinfer.plan import packing
 from batchinfer.records import DamagedFileError
 from batchinfer.rundir import RunDir, publish_json, read_state
@@ -162,3 +163,28 @@ def test_a_mark_of_another_unit_is_damage(computed):
     shutil.copy(target / "done" / "000001", target / "done" / "000000")
     with pytest.raises(DamagedFileError, match="the mark of unit 1"):
         done_mark(RunDir(target), 0)
+
+
+def test_a_damaged_note_of_what_was_published_has_all_published_again(computed, tmp_path):
+    target = shutil.copytree(computed[0], tmp_path / "run")
+    to = ("--set", f"output.publish=file://{tmp_path}/there")
+    assert batchinfer("finish", target, *to).code == 0
+    put = tmp_path / "there" / "outputs" / "part-0.parquet"
+    put.write_bytes(bytes(put.stat().st_size))  # that it is another one nobody can see by its size
+    (target / "published.json").write_text('{"place": ')
+    ended = batchinfer("finish", target, *to)
+    assert ended.code == 0, ended.err
+    assert f"{target}/published.json is damaged" in ended.err
+    assert output_bytes(tmp_path / "there") == output_bytes(target)
+
+
+def test_damage_that_is_met_while_publishing_is_named(computed, tmp_path, monkeypatch):
+    target = shutil.copytree(computed[0], tmp_path / "run")
+
+    def meets_damage(*_):
+        raise DamagedFileError(target / "run.json", "half of it is gone", remedy="restore it")
+
+    monkeypatch.setattr(finish, "publish_run", meets_damage)
+    ended = batchinfer("finish", target, "--set", f"output.publish=file://{tmp_path}/there")
+    assert ended.code == 2, ended.err
+    assert f"{target}/run.json is damaged: half of it is gone; restore it; the results are all in " in ended.err
