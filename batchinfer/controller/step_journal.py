@@ -23,6 +23,8 @@ from batchinfer.progress import note
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.rundir import RunDir
 
+_LOST = "-lost.parquet"
+
 
 class StepJournal:
     """The journal of one session."""
@@ -62,27 +64,60 @@ class StepJournal:
 def keep_lost_steps(run: RunDir) -> None:
     """Put steps of sessions that were killed into stats/steps.
 
+    Of sessions that still work these are steps of their next commit. It may come at any moment: it takes away what it
+    finds here, and what it came too early to find goes here.
+
     Raises:
         ConfigError: a file is damaged or cannot be written.
     """
-    for path in sorted((run.stats / "steps").glob("*.journal")):
-        session = path.stem
-        known = _known_steps(run, session)
-        lost = [step for step in _read_steps(path) if (step["rank"], step["step"]) not in known]
+    folder = run.stats / "steps"
+    for path in sorted(folder.glob("*.journal")):
+        lost = _not_committed(run, path.stem, _read_steps(path))
         if lost:
-            with table_writer(_lost_file(run, session), STATS_STEPS.schema) as writer:
-                writer.write_table(pa.Table.from_pylist(lost, schema=STATS_STEPS.schema))
+            _write_steps(_lost_file(run, path.stem), lost)
+    for path in sorted(folder.glob(f"*{_LOST}")):
+        steps = _read_lost(path)
+        lost = _not_committed(run, path.name.removesuffix(_LOST), steps)
+        if len(lost) < len(steps):
+            _write_steps(path, lost)  # also when none is left: of a file that is gone an object store would not know
+
+
+def _not_committed(run: RunDir, session: str, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    known = _known_steps(run, session) if steps else set()
+    return [step for step in steps if (step["rank"], step["step"]) not in known]
 
 
 def _read_steps(path: Path) -> list[dict[str, Any]]:
     """The steps of a journal; damaged ones are told and left out."""
     # killed while it was written, the last line has no end
-    lines = [line[:-1] for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    lines = [line[:-1] for line in _content(path).splitlines(keepends=True) if line.endswith(b"\n")]
     parts = [line.partition(b" ") for line in lines]
     sound = [json.loads(content) for checksum, _, content in parts if checksum == _checksum(content)]
     if len(sound) < len(lines):
         note(f"warning: {path} is damaged: {len(lines) - len(sound)} of {len(lines)} steps are in no statistics")
     return sound
+
+
+def _read_lost(path: Path) -> list[dict[str, Any]]:
+    content = _content(path)
+    if not content:
+        return []
+    with own_file(path):
+        steps: list[dict[str, Any]] = pq.read_table(pa.BufferReader(content)).to_pylist()
+    return steps
+
+
+def _content(path: Path) -> bytes:
+    """Nothing where a commit has just taken the file away."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _write_steps(path: Path, steps: list[dict[str, Any]]) -> None:
+    with table_writer(path, STATS_STEPS.schema) as writer:
+        writer.write_table(pa.Table.from_pylist(steps, schema=STATS_STEPS.schema))
 
 
 def _checksum(content: bytes) -> bytes:
@@ -101,4 +136,4 @@ def _known_steps(run: RunDir, session: str) -> set[tuple[int, int]]:
 
 
 def _lost_file(run: RunDir, session: str) -> Path:
-    return run.stats / "steps" / f"{session}-lost.parquet"
+    return run.stats / "steps" / f"{session}{_LOST}"
