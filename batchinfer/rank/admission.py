@@ -29,7 +29,7 @@ class Admission:
     @property
     def num_free_slots(self) -> int:
         """Sequences that decode has room for."""
-        return self._context.decode_requests - len(self._running.sequences)
+        return self._context.decode_requests - len(self._running.sequences) - self._queue.num_kept_slots
 
     @property
     def num_to_admit(self) -> int | None:

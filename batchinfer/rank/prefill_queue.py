@@ -27,6 +27,11 @@ class PrefillQueue:
     def has_cut_prompt(self) -> bool:
         return self._cut is not None
 
+    @property
+    def num_kept_slots(self) -> int:
+        """Decode slots that the cut prompt will take: the request was admitted, but does not run yet."""
+        return int(self._cut is not None and self._cut.request.goes_on_after_prefill)
+
     def add(self, requests: list[Request]) -> None:
         """Requests behind those that wait already."""
         self.waiting.extend(requests)

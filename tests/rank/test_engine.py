@@ -95,6 +95,13 @@ def most_at_once(feed):
     return max(record.num_requests for record in feed.records if record.kind == "decode")
 
 
+@pytest.mark.parametrize("decode_requests", [1, 3])
+def test_a_request_whose_prompt_was_cut_has_its_place_among_those_that_decode(model, tokenizer, alone, decode_requests):
+    feed = run(model, tokenizer, make_requests(), decode_requests=decode_requests, prefill_tokens=30)
+    assert most_at_once(feed) == decode_requests
+    assert results(feed) == alone
+
+
 @pytest.mark.parametrize("spare_pages", [0, 1, 5])
 def test_a_small_page_budget_makes_requests_wait_and_changes_nothing(model, tokenizer, alone, spare_pages):
     requests = make_requests()
