@@ -23,6 +23,7 @@ CHECKSUM = "checksum"  # key of a JSON document's own checksum
 
 TEMPORARY = ".tmp"  # a file or folder that begins with a dot and ends so is nobody's result
 NAME_BYTES = 100  # of what it is to become, in its name
+REMOVALS, REMOVAL_PAUSE_S = 5, 0.1  # of a folder in which others are still busy
 LEFTOVER_S = 3600.0  # one that has not changed for so long was left by a process that has ended
 
 
@@ -385,6 +386,18 @@ def remove_leftovers(folder: Path, *, deep: bool = False) -> None:
                 note(f"warning: cannot delete {path}, which nobody needs: {error.strerror or error}")
         if not deep:
             break
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder in which processes of other hosts may still create and delete files.
+
+    They end soon; what cannot be deleted by then stays, and goes with the whole work folder when the run is finished.
+    """
+    for _ in range(REMOVALS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(REMOVAL_PAUSE_S)
 
 
 def sync_file(path: Path) -> None:

@@ -1,12 +1,23 @@
 """Files of a run folder: their modes, and what dead processes left."""
 
+import errno
 import os
 import time
+from pathlib import Path
 
 import pytest
 
 from batchinfer.records import DamagedFileError
-from batchinfer.rundir import create_exclusively, publish_json, publish_text, read_json, remove_leftovers
+from batchinfer.run.storage import FolderStorage
+from batchinfer.rundir import (
+    RunDir,
+    create_exclusively,
+    publish_json,
+    publish_text,
+    read_json,
+    remove_folder,
+    remove_leftovers,
+)
 from support.jobs import answers, batchinfer, write_job, write_questions
 
 OLD_S = 7200
@@ -126,3 +137,29 @@ def test_a_json_file_that_was_changed_is_refused(tmp_path):
     path.write_text(path.read_text().replace("10", "11"))
     with pytest.raises(DamagedFileError, match="its checksum does not fit what it says"):
         read_json(path)
+
+
+@pytest.mark.parametrize("remove", [remove_folder, FolderStorage(RunDir(Path())).forget_folder])
+def test_a_folder_goes_although_others_still_write_there(tmp_path, monkeypatch, remove):
+    folder = tmp_path / "session"
+    (folder / "rank-3").mkdir(parents=True)
+    plain = os.rmdir
+
+    def meanwhile(*arguments, **options):
+        monkeypatch.setattr(os, "rmdir", plain)
+        (folder / "rank-3" / "0-1-0.kv").touch()
+        plain(*arguments, **options)
+
+    monkeypatch.setattr(os, "rmdir", meanwhile)
+    remove(folder)
+    assert not folder.exists()
+    remove(folder)  # nothing is there
+
+
+def test_what_cannot_be_removed_stays(tmp_path, monkeypatch):
+    def busy(path, **_):
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+
+    monkeypatch.setattr(os, "rmdir", busy)
+    remove_folder(tmp_path)
+    assert tmp_path.exists()

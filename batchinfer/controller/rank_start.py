@@ -1,6 +1,5 @@
 """Has the ranks load and begin, and keeps what they say of themselves."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from batchinfer.run.bit_equality import UNEQUAL, EqualRows, together
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
 from batchinfer.run.weights_digest import cache_folder, whole_weights_digest
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import RunDir, read_state, remove_folder
 
 
 class RankStart:
@@ -88,9 +87,3 @@ class RankStart:
         if found.bit_equal is False and found.bit_equal_reason not in self._told:
             self._told.add(found.bit_equal_reason)
             note(f"warning: {UNEQUAL}: {found.bit_equal_reason}")
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove what earlier ranks left there."""
-    if folder.exists():
-        shutil.rmtree(folder)

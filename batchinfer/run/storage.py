@@ -9,7 +9,6 @@ controller/claiming.py.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Literal, Protocol
 
 from batchinfer.run.lock import locked
 from batchinfer.run.probe import check_file_system
-from batchinfer.rundir import RunDir
+from batchinfer.rundir import RunDir, remove_folder
 
 # of a run folder: run.json and job.toml; plan/; tokens/; done marks and what they vouch for; claims of units that are
 # not done; stats/; outputs/ and dataset/; signs of life; what was sent to clusters
@@ -123,8 +122,7 @@ class FolderStorage:
         path.unlink(missing_ok=True)
 
     def forget_folder(self, folder: Path) -> None:
-        if folder.exists():
-            shutil.rmtree(folder)
+        remove_folder(folder)
 
     def sweep(self) -> None:
         pass
