@@ -285,11 +285,23 @@ def _put(made: Path, target: Path) -> bool:
     try:
         made.rename(target)
     except OSError as error:
-        shutil.rmtree(made)
+        # on NFS it may be done and the answer lost: asked again, the server finds nothing to rename
+        if error.errno == errno.ENOENT and _is_own(target):
+            return True
+        shutil.rmtree(made, ignore_errors=True)
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise cannot_write(target, error) from None
         return False
     return True
+
+
+def _is_own(claim: Path) -> bool:
+    """Whether this process made a claim."""
+    try:
+        lease = read_json(claim / "lease.json")
+    except DamagedFileError:
+        return False
+    return this_process().items() <= lease.items()
 
 
 def _claim_folders(unit: Path) -> list[Path]:

@@ -18,6 +18,7 @@ import pytest
 from batchinfer.controller import claims, lease_watch
 from batchinfer.controller.claims import UnitClaims, last_claim, result_files
 from batchinfer.controller.result_files import write_results
+from batchinfer.records import ConfigError
 from batchinfer.run import liveness
 from batchinfer.rundir import RunDir, publish_json, read_json
 
@@ -168,6 +169,31 @@ def test_nameless_claims_of_the_dead_are_deleted_by_the_next_claim(tmp_path):
     finally:
         child.kill()
         child.wait()
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_a_rename_that_a_file_server_is_asked_twice_for(tmp_path, monkeypatch, is_done):
+    """The first answer was lost; asked again, it finds nothing to rename: that is done, or the folder was deleted."""
+    plain = Path.rename
+
+    def asked_twice(made, target):
+        if is_done:
+            plain(made, target)
+        else:
+            shutil.rmtree(made)
+        plain(made, target)
+
+    run = RunDir(tmp_path)
+    with UnitClaims(run) as mine, UnitClaims(run) as other:
+        monkeypatch.setattr(Path, "rename", asked_twice)
+        if is_done:
+            claim = mine.try_claim(0)
+            assert claim.folder == last_claim(run, 0)
+        else:
+            with pytest.raises(ConfigError, match=r"cannot write .*No such file or directory"):
+                mine.try_claim(0)
+        monkeypatch.undo()
+        assert (other.try_claim(0) is None) is is_done
 
 
 @pytest.mark.parametrize(
