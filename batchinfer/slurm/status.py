@@ -185,7 +185,7 @@ class StatusReader:
             work=sum(map(_work, self._units)),
             work_done=sum(map(_work_done, self._units, finished)),
             **_token_counts(self._units, counts, finished, workers),
-            tokens_per_s=tokens_per_s(workers) or _tokens_per_s(self._run, now_s) if holders else None,
+            tokens_per_s=tokens_per_s(workers) or _tokens_per_s(self._run, now_s, self._damaged) if holders else None,
             requests_per_s=rate,
             left_s=left_s(workers) or ((total - done) / rate if rate else None),
             launcher=None if tasks is None else tasks.launcher,
@@ -280,13 +280,19 @@ def _slurm_tasks(run: RunDir) -> LiveTasks | None:
     return LiveTasks("Slurm", len(tasks) - num_waiting, num_waiting, problems)
 
 
-def _tokens_per_s(run: RunDir, now_s: float) -> float | None:
-    """Each session by its own clock, over the last minutes it has told of."""
+def _tokens_per_s(run: RunDir, now_s: float, damaged: dict[Path, str]) -> float | None:
+    """Each session by its own clock, over the last minutes it has told of; notes damaged files."""
     spans: dict[str, list[tuple[float, float, int]]] = {}
     for path in (run.stats / "steps").glob("*.parquet"):
-        if now_s - path.stat().st_mtime > WINDOW_S:
+        try:
+            with own_file(path):
+                if now_s - path.stat().st_mtime > WINDOW_S:
+                    continue
+                table = pq.read_table(path, columns=["session", "start_s", "duration_s", "new_tokens"]).to_pydict()
+        except DamagedFileError as error:
+            if path.exists():  # a commit has not just taken it away
+                damaged[path] = error.reason
             continue
-        table = pq.read_table(path, columns=["session", "start_s", "duration_s", "new_tokens"]).to_pydict()
         for session, start, seconds, tokens in zip(*table.values(), strict=True):
             spans.setdefault(session, []).append((start, start + seconds, tokens))
     if not spans:
