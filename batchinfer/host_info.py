@@ -1,5 +1,8 @@
 """This host: its name in a cluster, its free memory, its processor, its GPUs, and the settings of MKL that it needs.
 
+Slurm, systemd, Docker and Kubernetes set their limits in control groups (Linux): this process's own and those above it
+all count. In version 1 each controller has a tree of its own.
+
 On Intel's processors, rows of plain PyTorch depend on their batch unless MKL is strict: it sums in another order for a
 product of exactly 8 rows, say. On AMD's it keeps to one order by itself, and the same setting would take that away.
 MKL reads it once, before its first product.
@@ -9,12 +12,18 @@ import os
 import platform
 import re
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 _INFO = "/proc/cpuinfo"
 _STRICT_MKL = {"MKL_CBWR": "AVX2,STRICT"}
 _GUESS_BYTES = 4 << 30  # of free memory, where the system does not say
-_GROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+_MEMORY_FILES = (  # limit, use, and what memory.stat writes before the names of its sums; version 2, then 1
+    ("memory.max", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
 
 
 def processor_field(name: str) -> str | None:
@@ -91,17 +100,19 @@ def task_restarts() -> int:
 
 
 def free_memory_bytes() -> int:
-    """Memory that can be taken without swapping, within this process's control group (Linux), else a careful guess."""
+    """Memory that can be taken without swapping, within this process's control groups (Linux), else a careful guess."""
     try:
         available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     except OSError:
         available = None
     free = int(available[1]) * 1024 if available else _GUESS_BYTES
-    try:
-        limit, used = (int((_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):
-        return free  # no control group, or one without a limit ("max")
-    return min(free, max(limit - used + _file_bytes(), 0))
+    for group in _control_groups("memory"):
+        for limit, used, total in _MEMORY_FILES:
+            # none where the group has no limit ("max")
+            with suppress(OSError, ValueError):
+                left = int((group / limit).read_text()) - int((group / used).read_text())
+                free = min(free, max(left + _file_bytes(group, total), 0))
+    return free
 
 
 def has_gpu() -> bool:
@@ -114,10 +125,27 @@ def _count(variable: str) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _file_bytes() -> int:
+def _control_groups(controller: str) -> list[Path]:
+    """This process's group and all above it; the folders of those that a container does not see do not exist."""
+    try:
+        lines = _OWN_GROUPS.read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        top = _GROUPS / controller if controllers else _GROUPS
+        own = top / path.lstrip("/")
+        found += [own, *(above for above in own.parents if above.is_relative_to(top))]
+    return found
+
+
+def _file_bytes(group: Path, total: str) -> int:
     """Files in the page cache: they count as used by the control group, but go when the memory is wanted."""
     try:
-        parts = re.findall(r"^(?:in)?active_file (\d+)", (_GROUP / "memory.stat").read_text(), re.M)
+        parts = re.findall(rf"^{total}(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.M)
     except OSError:
         return 0
     return sum(map(int, parts))

@@ -1,4 +1,4 @@
-"""What the host says of its processor, and what Intel's matrix library is told: before torch, and not over the user."""
+"""What the host says of its processor and its limits, and what Intel's matrix library is told: not over the user."""
 
 from __future__ import annotations
 
@@ -47,6 +47,68 @@ def test_a_host_that_says_nothing_has_a_name_all_the_same(tmp_path, monkeypatch)
     assert host_info.processor_name()
     assert host_info.processor_kind()
     assert host_info.matrix_library_settings() == {}
+
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def in_groups(tmp_path, monkeypatch):
+    """Sets the control groups of this process, and files of a tree of them."""
+
+    def place(own, files):
+        (tmp_path / "own").write_text(own)
+        for name, text in files.items():
+            path = tmp_path / "groups" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+
+    monkeypatch.setattr(host_info, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(host_info, "_GROUPS", tmp_path / "groups")
+    return place
+
+
+def test_of_the_memory_limits_of_a_group_and_those_above_it_the_least_counts(in_groups):
+    #   /                      no limit file, as in a root group
+    #   /job      50 - 45 MB   the whole Slurm job
+    #   /job/step 30 - 10 MB
+    stat = f"anon 7\ninactive_file {2 * MB}\nactive_file {MB}"
+    in_groups(
+        "0::/job/step\n",
+        {
+            "job/memory.max": 50 * MB,
+            "job/memory.current": 45 * MB,
+            "job/memory.stat": stat,
+            "job/step/memory.max": 30 * MB,
+            "job/step/memory.current": 10 * MB,
+        },
+    )
+    assert host_info.free_memory_bytes() == 8 * MB
+
+
+def test_memory_limits_of_version_1_are_seen(in_groups):
+    in_groups(
+        "4:cpuset:/other\n3:cpu,cpuacct:/other\n2:memory:/job/step\n0::/\n",
+        {
+            "memory/memory.limit_in_bytes": 9223372036854771712,
+            "memory/memory.usage_in_bytes": 60 * MB,
+            "memory/job/step/memory.limit_in_bytes": 30 * MB,
+            "memory/job/step/memory.usage_in_bytes": 10 * MB,
+            "memory/job/step/memory.stat": f"active_file {5 * MB}\ntotal_inactive_file {MB}\ntotal_active_file {MB}",
+        },
+    )
+    assert host_info.free_memory_bytes() == 22 * MB
+
+
+def test_a_container_that_sees_its_own_group_alone_keeps_to_it(in_groups):
+    # the path is the host's, the tree that is mounted begins at the container's group
+    in_groups("0::/../docker/abc\n", {"memory.max": 30 * MB, "memory.current": 40 * MB})
+    assert host_info.free_memory_bytes() == 0
+
+
+def test_without_limits_the_free_memory_is_the_hosts(in_groups):
+    in_groups("0::/\n", {"memory.max": "max", "memory.current": 1})
+    assert host_info.free_memory_bytes() > 0
 
 
 def ranks_variables():
