@@ -8,6 +8,7 @@ product of exactly 8 rows, say. On AMD's it keeps to one order by itself, and th
 MKL reads it once, before its first product.
 """
 
+import math
 import os
 import platform
 import re
@@ -24,6 +25,7 @@ _MEMORY_FILES = (  # limit, use, and what memory.stat writes before the names of
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
+_QUOTA_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # time of cores, per period
 
 
 def processor_field(name: str) -> str | None:
@@ -113,6 +115,19 @@ def free_memory_bytes() -> int:
                 left = int((group / limit).read_text()) - int((group / used).read_text())
                 free = min(free, max(left + _file_bytes(group, total), 0))
     return free
+
+
+def num_cores() -> int:
+    """Cores that this process can keep busy: those that it may run on, within its control groups' quotas (Linux)."""
+    num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _control_groups("cpu"):
+        for files in _QUOTA_FILES:
+            # none where the group has no quota ("max", -1)
+            with suppress(OSError, ValueError):
+                quota, period = map(int, " ".join((group / name).read_text() for name in files).split())
+                if quota > 0:
+                    num = min(num, math.ceil(quota / period))
+    return num
 
 
 def has_gpu() -> bool:

@@ -111,8 +111,33 @@ def test_without_limits_the_free_memory_is_the_hosts(in_groups):
     assert host_info.free_memory_bytes() > 0
 
 
-def ranks_variables():
-    return rank_variables(RankEnvironment(0), num_ranks=1)
+def ranks_variables(num_ranks=1):
+    return rank_variables(RankEnvironment(0), num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize(
+    ("own", "files"),
+    [
+        ("0::/pod/box\n", {"pod/cpu.max": "250000 100000", "pod/box/cpu.max": "max 100000"}),
+        (
+            "3:cpu,cpuacct:/box\n0::/\n",
+            {
+                "cpu/cpu.cfs_quota_us": -1,
+                "cpu/cpu.cfs_period_us": 100000,
+                "cpu/box/cpu.cfs_quota_us": 125000,
+                "cpu/box/cpu.cfs_period_us": 50000,
+            },
+        ),
+    ],
+)
+def test_a_quota_of_two_and_a_half_cores_is_worth_three_threads(in_groups, monkeypatch, own, files):
+    in_groups(own, files)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    assert host_info.num_cores() == 3
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [ranks_variables(num_ranks)["OMP_NUM_THREADS"] for num_ranks in (1, 2)] == ["3", "1"]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 6})
+    assert host_info.num_cores() == 2
 
 
 @pytest.mark.parametrize(("maker", "expected"), [("GenuineIntel", "AVX2,STRICT"), ("AuthenticAMD", None)])

@@ -11,7 +11,6 @@ it depends neither on the row's company nor on how busy the machine is.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from batchinfer.config import JobConfig
 from batchinfer.data.columns import ENCODED
 from batchinfer.data.tokenizer_process import ONE_BY_ONE, PROMPT, TOGETHER, Ended, TokenizerProcess, Worker
 from batchinfer.data.wide_rows import bytes_of_rows, runs_of_rows
+from batchinfer.host_info import num_cores
 from batchinfer.records import BatchinferError
 
 PIECE_ROWS = 256  # most rows that a worker gets at once
@@ -106,7 +106,7 @@ class Encoders:
         self.writes_tools: bool = loaded["writes_tools"]
         self.ends_thinking: bool = loaded["ends_thinking"]
         self.most_chars: int | None = loaded["most_chars"]
-        self.num_workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+        self.num_workers = min(num_cores(), MAX_WORKERS)
         self._pool = ThreadPoolExecutor(max_workers=self.num_workers)
         self._idle: list[Worker] = []
         self._one_large = threading.Lock()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from batchinfer import own_process
+from batchinfer.host_info import num_cores
 from batchinfer.launch.rank_process import thread_settings
 from batchinfer_kernels import registry
 
@@ -44,7 +45,7 @@ def measure_core_use() -> CoreUse:
     Raises:
         RuntimeError: a process ended badly; the message is what it said.
     """
-    cores = sorted(os.sched_getaffinity(0))
+    cores = sorted(os.sched_getaffinity(0))[: num_cores()]
     return CoreUse(len(cores), _bytes_per_s([cores]), _bytes_per_s([[core] for core in cores]))
 
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from batchinfer import own_process
-from batchinfer.host_info import matrix_library_settings
+from batchinfer.host_info import matrix_library_settings, num_cores
 from batchinfer.net.stream import Stream
 from batchinfer.records import ConfigError
 
@@ -104,9 +104,11 @@ def rank_variables(environment: RankEnvironment, *, num_ranks: int) -> dict[str,
     if share:
         first = share * (environment.index % num_ranks)
         cores = cores[first : first + share]
+    # all run where they may, also where a quota leaves them less time than so many cores have
+    num_threads = max(1, min(share, num_cores() // num_ranks))
     # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
     settings = {"GLIBC_TUNABLES": _MALLOC, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    settings |= thread_settings(max(1, share)) | matrix_library_settings()
+    settings |= thread_settings(num_threads) | matrix_library_settings()
     return {**settings, **os.environ, **environment.variables(cores)}
 
 

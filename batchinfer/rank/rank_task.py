@@ -3,10 +3,9 @@
 A spare rank gets its task when the command has read the job, half a second before the rank's own imports are over.
 """
 
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from batchinfer.host_info import free_memory_bytes, has_gpu
+from batchinfer.host_info import free_memory_bytes, has_gpu, num_cores
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
 
@@ -35,6 +34,6 @@ def _memory(num_bytes: int) -> FreshMemory | None:
         return None
     try:
         # the other half of the cores is for imports, and for the loader, which helps when it has to wait
-        return FreshMemory(num_bytes, max(1, len(os.sched_getaffinity(0)) // 2))
+        return FreshMemory(num_bytes, max(1, num_cores() // 2))
     except (OSError, RuntimeError):  # no such address space, or no more threads
         return None

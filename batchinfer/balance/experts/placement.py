@@ -13,7 +13,6 @@ is measured against. The steps, each in a file of its own:
 # L layers, E experts, G GPUs, S slots per GPU, R = G x S slots, N nodes, K groups
 
 import functools
-import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from batchinfer.balance.experts.nodes import exchange_groups, lightest_packing, 
 from batchinfer.balance.experts.pools import EMPTY
 from batchinfer.balance.experts.search import EFFORTS, Effort
 from batchinfer.balance.experts.shares import fill_slots
+from batchinfer.host_info import num_cores
 from batchinfer.records import ConfigError
 
 
@@ -111,7 +111,7 @@ def place_experts(
             load_LE[layer], shape, EFFORTS[effort], held_LR[layer].reshape(table), used_LR[layer].reshape(table)
         )
 
-    with ThreadPoolExecutor(_num_threads()) as threads:
+    with ThreadPoolExecutor(num_cores()) as threads:
         layers = list(threads.map(place, range(num_layers)))
     return ExpertPlacement(
         expert_of_slot=np.array([layer[0].ravel() for layer in layers], np.int64).reshape(num_layers, num_slots),
@@ -260,8 +260,3 @@ def _checked_previous(
     if held_LR.size and not 0 <= held_LR.min() <= held_LR.max() < num_experts:
         raise ConfigError(f"previous holds experts {held_LR.min()} to {held_LR.max()} of {num_experts}; leave it out")
     return held_LR, np.asarray(previous.share_of_slot) > 0.0
-
-
-def _num_threads() -> int:
-    available = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    return max(1, len(available))
