@@ -67,9 +67,9 @@ def measure_seconds(goal: Goal) -> float:
 
 
 def is_finished(storage: Storage) -> bool:
-    """Whether the outputs are there; what others have sent meanwhile is known, too."""
+    """Whether the outputs are there, of all rows; what others have sent meanwhile is known, too."""
     storage.fetch("state", "sent")
-    return read_state(storage.run)["state"] in ("finished", "partial")
+    return read_state(storage.run)["state"] == "finished"
 
 
 def resize_and_keep(

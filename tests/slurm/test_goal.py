@@ -17,6 +17,7 @@ from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir, publish_json, read_json
 from batchinfer.slurm.goal import Goal, clock, look_ahead, parse_deadline, read_goal, sentences, write_goal
 from batchinfer.slurm.meter import Measured, Meter
+from batchinfer.slurm.pursue import is_finished
 from support.jobs import batchinfer, write_job, write_questions
 
 H = 3600.0
@@ -256,6 +257,17 @@ def test_a_speed_is_not_forgotten_while_a_run_pauses(planned):
     lefts = [meter.look(now + hours * H).work_s for hours in (0, 1, 2, 10, 11)]
     assert lefts[0] > 0
     assert set(lefts) == {lefts[0]}
+
+
+def test_outputs_of_a_part_do_not_end_what_is_pursued(planned):
+    storage = FolderStorage(planned)
+    assert batchinfer("finish", planned.root, "--allow-partial").code == 3
+    assert read_json(planned.run_json)["state"] == "partial"
+    assert not is_finished(storage)
+    assert batchinfer("work", planned.root).code == 0
+    assert not is_finished(storage)  # the outputs are still those of a part
+    assert batchinfer("finish", planned.root).code == 0
+    assert is_finished(storage)
 
 
 def test_a_dry_run_shows_tasks_hours_and_cost_of_the_plan(planned):
