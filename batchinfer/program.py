@@ -1,5 +1,6 @@
 """The console command, for a process that does nothing else and ends with it; the command itself is in cli.py."""
 
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
         tell: is told what went wrong, in place of the person at stderr.
     """
     own_process.settle()
+    _print_everything()
     # before the imports of the command
     spare = SpareRank() if sys.argv[1:2] == ["run"] else None
     tokenizer = TokenizerProcess() if sys.argv[1:2] in (["plan"], ["run"]) else None
@@ -42,3 +44,10 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
     sys.stderr.flush()
     # taking the interpreter and its libraries apart would take 0.1 s
     os._exit(code)
+
+
+def _print_everything() -> None:
+    """On a console that is not UTF-8, characters that it lacks are no error: a finished run would end with one."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")

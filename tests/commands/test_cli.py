@@ -214,6 +214,13 @@ def test_a_reader_that_leaves_early_sees_no_traceback():
     process.wait(timeout=60)
 
 
+def test_a_console_that_is_not_utf_8_gets_what_it_can_show(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
+    out, err = (process := start("--help")).communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert 'batchinfer report RUN --sql "SELECT \\u2026"' in out
+
+
 def test_progress_is_plain_lines_when_nobody_watches(tmp_path):
     write_questions(tmp_path / "prompts", (3,))
     process = start("run", write_job(tmp_path))
