@@ -45,7 +45,10 @@ def _profile(name: str) -> dict[str, str]:
         ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),
         ("AWS_SHARED_CREDENTIALS_FILE", "credentials", name),
     ):
-        path = Path(os.environ.get(variable) or Path.home() / ".aws" / default).expanduser()
+        try:
+            path = Path(os.environ.get(variable) or Path.home() / ".aws" / default).expanduser()
+        except RuntimeError:  # a user without a home, as containers have
+            continue
         parser = configparser.ConfigParser(interpolation=None)
         try:
             parser.read(path, encoding="utf-8")

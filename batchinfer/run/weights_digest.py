@@ -23,21 +23,22 @@ NUM_THREADS = 4  # files read at a time
 TOLD_BYTES = 10_000_000_000  # from here on hashing takes so long that the user is told
 
 
-def whole_weights_digest(folder: Path, cache: Path) -> str:
+def whole_weights_digest(folder: Path, cache: Path | None) -> str:
     """Digest of names and all bytes of the safetensors files.
 
     Args:
-        cache: folder in which the digests of files are remembered, by path, size, inode and times of change.
+        cache: folder in which the digests of files are remembered, by path, size, inode and times of change;
+            None: nowhere.
 
     Raises:
         ModelError: a file cannot be read.
         ConfigError: others may write in the cache.
     """
     paths = sorted(folder.absolute().glob("*.safetensors"))
-    remembered_in = cache / f"{hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()}.json"
-    if cache.is_dir():
+    name = f"{hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()}.json"
+    if cache is not None and cache.is_dir():
         check_folder(cache, None, setting="XDG_CACHE_HOME")
-    known = _read_cache(remembered_in)
+    known = {} if cache is None else _read_cache(cache / name)
     try:
         keys = {path.name: _key(path) for path in paths}
         missing = [path for path in paths if known.get(path.name, [None])[0] != keys[path.name]]
@@ -49,20 +50,24 @@ def whole_weights_digest(folder: Path, cache: Path) -> str:
     except OSError as error:
         raise ModelError(f"cannot read the weights {error.filename}: {error.strerror}") from None
     found = {name: [key, digests.get(name) or known[name][1]] for name, key in keys.items()}
-    if digests:
+    if digests and cache is not None:
         # with no place to remember them they are hashed again next time
         with contextlib.suppress(ConfigError, OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
             make_folder(cache, None)
-            publish_json(remembered_in, found)
+            publish_json(cache / name, found)
     return hashlib.blake2b(
         json.dumps({name: found[name][1] for name in sorted(found)}).encode(), digest_size=16
     ).hexdigest()
 
 
-def cache_folder() -> Path:
-    """Where this user's digests are remembered."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchinfer" / "weights"
+def cache_folder() -> Path | None:
+    """Where this user's digests are remembered; None for a user without a home, as containers have."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "batchinfer" / "weights"
+    except RuntimeError:
+        return None
 
 
 def _key(path: Path) -> list[int]:

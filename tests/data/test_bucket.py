@@ -1,5 +1,6 @@
 """Conditional writes on a real S3 server, with answers that get lost."""
 
+import pwd
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -164,3 +165,16 @@ def test_keys_come_from_a_profile_where_the_environment_has_none(monkeypatch, tm
     monkeypatch.setenv("AWS_PROFILE", "sso")
     with pytest.raises(ConfigError, match="AWS_PROFILE is sso, but no keys of that profile"):
         profile_keys()
+
+
+def test_a_user_without_a_home_has_no_profile(monkeypatch):
+    from batchinfer.data import profiles
+
+    def nobody(uid):
+        raise KeyError(uid)
+
+    for variable in ("HOME", "AWS_CONFIG_FILE", "AWS_PROFILE", *profiles._OTHER_SOURCES):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "~/credentials")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert profiles.profile_keys() == {}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 
 import pytest
 
 from batchinfer.records import ConfigError, ModelError
-from batchinfer.run.weights_digest import whole_weights_digest
+from batchinfer.run.weights_digest import cache_folder, whole_weights_digest
 
 
 @pytest.fixture
@@ -54,6 +55,16 @@ def test_a_damaged_cache_is_no_cache(model, tmp_path, content):
 def test_without_a_place_to_remember_it_works_all_the_same(model, tmp_path):
     (tmp_path / "file").write_text("")
     assert whole_weights_digest(model, tmp_path / "file") == whole_weights_digest(model, tmp_path / "cache")
+
+
+def test_a_user_without_a_home_has_no_place_to_remember_it(model, tmp_path, monkeypatch):
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    assert whole_weights_digest(model, cache_folder()) == whole_weights_digest(model, tmp_path / "cache")
 
 
 def test_what_cannot_be_read_is_named(model, tmp_path):
