@@ -161,7 +161,7 @@ def _is_same(storage: Storage, state: dict[str, Any], fingerprint: dict[str, Any
     except RunMismatchError as mismatch:
         if again:
             raise
-        storage.fetch("plan", "results", "claims", "stats", "signs")
+        storage.fetch("plan", "results", "claims", "stats", "signs", "sent")
         make_way(run, state, mismatch)
         note(f"{run.shown} held the plan of another job, of which nothing was computed; it is planned anew")
         return False

@@ -7,7 +7,7 @@ from batchinfer.data.parquet import read_rows
 from batchinfer.records import RunMismatchError
 from batchinfer.run.heartbeat import Sign, signs_of_life
 from batchinfer.run.liveness import SILENT_S
-from batchinfer.rundir import RunDir, publish_json
+from batchinfer.rundir import RunDir, publish_json, submission_records
 
 
 def make_way(run: RunDir, state: dict[str, Any], mismatch: RunMismatchError) -> None:
@@ -40,8 +40,8 @@ def _what_is_there(run: RunDir, state: dict[str, Any]) -> str | None:
     units |= {path.name for path in run.done_marks.glob("[0-9]*")}
     if units:
         return f", which loses the answers of {len(units):,} work units"
-    if any(run.slurm.glob("*.json")):
-        return f" after `batchinfer cancel {run.root}`: it was sent to Slurm"
+    if submission_records(run):
+        return f" after `batchinfer cancel {run.shown}`: it was sent to a cluster"
     signs = signs_of_life(run)
     for path in sorted((run.stats / "nodes").glob("*.parquet")):
         for row in read_rows(path):

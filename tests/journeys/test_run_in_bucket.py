@@ -225,8 +225,12 @@ def test_failed_rows_are_tried_again(calm, server, tmp_path, monkeypatch):
 def test_a_plan_is_made_again_and_another_job_is_refused(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "again", tmp_path)
     run.plan()
-    # nothing is computed: the plan of another job makes way
-    run.command("plan", node="b", **{"sampling.max_tokens": 5})
+    # somebody else has sent it; once that is taken back, nothing is computed: the plan of another job makes way
+    server.put("runs", "again/k8s/0000.json", b"{}")
+    refused = run.refused("plan", node="b", **{"sampling.max_tokens": 5})
+    assert f"`batchinfer cancel {run.uri}`: it was sent to a cluster" in refused
+    server.client().delete_object(Bucket="runs", Key="again/k8s/0000.json")
+    run.command("plan", node="c", **{"sampling.max_tokens": 5})
     run.command("work", node="c", **{"sampling.max_tokens": 5})
     assert "belongs to another job: sampling.max_tokens was 5 and is now 24" in run.refused("plan", node="a")
     first = server.objects("runs", "again")

@@ -10,7 +10,7 @@ import pytest
 from batchinfer.data.schemas import STATS_NODES
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.storage import FolderStorage
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import LAUNCHERS, RunDir, publish_json, read_json
 from support.jobs import answers, batchinfer, start, write_job, write_questions
 
 
@@ -119,9 +119,10 @@ def test_a_killed_session_of_this_host_makes_way_at_once_and_again(planned, tmp_
     assert len(answers(run)) == 5
 
 
-def test_a_run_that_was_sent_to_slurm_is_left_alone(planned, tmp_path):
-    (tmp_path / "run" / "slurm").mkdir()
-    (tmp_path / "run" / "slurm" / "0001.json").write_text("{}")
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_that_was_sent_to_a_cluster_is_left_alone(planned, tmp_path, launcher):
+    (tmp_path / "run" / launcher).mkdir()
+    (tmp_path / "run" / launcher / "0001.json").write_text("{}")
     ended = batchinfer("plan", write_job(tmp_path, sampling={"max_tokens": 3}))
     assert ended.code == 2
-    assert f"or delete that folder after `batchinfer cancel {tmp_path / 'run'}`: it was sent to Slurm" in ended.err
+    assert f"or delete that folder after `batchinfer cancel {tmp_path / 'run'}`: it was sent to a cluster" in ended.err
