@@ -554,13 +554,7 @@ def dump_parts(parts: dict[str, dict[str, Any]]) -> str:
 
 
 def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
-    for what, value in [
-        ("input.files", "".join(job.input.files)),
-        ("output.dir", job.output.dir),
-        ("output.work_dir", job.output.work_dir or ""),
-        ("model.path", job.model.path),
-        ("kv.dir", job.kv.dir or ""),
-    ]:
+    for what, value in _paths(job):
         if "\0" in value:
             raise ConfigError(f"{what} holds a NUL character, which no path can; remove it")
     for pattern in job.input.files:
@@ -584,7 +578,25 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
     }
     if job.kv.dir is not None:
         update["kv"] = job.kv.model_copy(update={"dir": os.path.normpath(folder / job.kv.dir)})
-    return job.model_copy(update=update)
+    job = job.model_copy(update=update)
+    # a job file cannot spell such a name, but the folder that it is in may have it
+    for what, value in _paths(job):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{what} is below {str(folder)!r}, which is not valid UTF-8; rename the folder") from None
+    return job
+
+
+def _paths(job: JobConfig) -> list[tuple[str, str]]:
+    """(key, value) of what names files and folders."""
+    return [
+        *(("input.files", pattern) for pattern in job.input.files),
+        ("output.dir", job.output.dir),
+        ("output.work_dir", job.output.work_dir or ""),
+        ("model.path", job.model.path),
+        ("kv.dir", job.kv.dir or ""),
+    ]
 
 
 def _absolute_pattern(folder: Path, pattern: str) -> str:

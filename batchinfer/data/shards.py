@@ -148,8 +148,8 @@ def _output_names(paths: list[str]) -> list[str]:
     for path, place in zip(paths, places, strict=True):
         name = os.path.relpath(place, folder)
         name = output_name(name)
-        if not _is_utf8(name):
-            raise ConfigError(f"the file name {path!r} is not valid UTF-8; rename the file")
+        if not _is_utf8(path):
+            raise ConfigError(f"the path {path!r} is not valid UTF-8; rename the file or its folder")
         if name in path_of_name:
             raise ConfigError(f"{path_of_name[name]} and {path} would share the output file {name}; rename one of them")
         path_of_name[name] = path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,17 @@ def test_relative_paths_count_from_the_job_file(tmp_path):
     assert job.model.path == str(home / "model")
     # brackets of the folder must not act as a glob
     assert job.input.files == [str(tmp_path / "a [[]odd] folder" / "in/*.parquet")]
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_refused_where_paths_count_from_it(tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    with pytest.raises(ConfigError, match=r"^input.files is below '.*caf\\udce9', which is not valid UTF-8; rename"):
+        load_job(write_job(folder, VALID))
+    table = {part: dict(keys) for part, keys in VALID.items()}
+    table["input"]["files"], table["output"]["dir"] = [str(tmp_path / "*.parquet")], str(tmp_path / "run")
+    table["model"]["path"] = str(tmp_path / "model")
+    assert load_job(write_job(folder, table)).output.dir == str(tmp_path / "run")
 
 
 def test_a_dumped_job_reads_back_the_same(tmp_path):

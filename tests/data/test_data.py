@@ -189,6 +189,13 @@ def test_patterns_that_cannot_work_are_refused(tmp_path, files, pattern, told):
     assert told in str(failure.value)
 
 
+def test_a_path_that_is_not_utf_8_is_refused_also_where_that_is_its_folder(tmp_path):
+    write(tmp_path / "in" / "a.parquet", {"prompt": ["x"]})
+    (tmp_path / "in").rename(tmp_path / "caf\udce9")
+    with pytest.raises(ConfigError, match=r"caf\\udce9/a.parquet' is not valid UTF-8; rename the file or its folder"):
+        find_shards([f"{tmp_path}/*/*.parquet"])
+
+
 def test_the_footer_digest_follows_the_file(tmp_path):
     path = write(tmp_path / "a.parquet", {"prompt": ["x", "y"]})
     first = one_shard(path)
