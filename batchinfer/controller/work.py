@@ -81,7 +81,7 @@ def work_on(
         refuse_too_large(job, node.ranks)
     session.hold_ranks(job.cluster, node.ranks)
     if node.index > 0:
-        serve_node(storage, session, stop, node)
+        serve_node(storage, session, stop, node, lambda: not OpenUnits(storage, units.all_rows).num_open)
         return
     open_units = [row["unit"] for row in units.rows]
     with (

@@ -1,6 +1,7 @@
 """Starts the ranks of one node of a larger group and keeps them running; the group's controller is on another node."""
 
 import time
+from collections.abc import Callable
 from dataclasses import fields
 
 import pyarrow as pa
@@ -21,16 +22,23 @@ CONTROLLER_GONE = 5  # starts in a row after which no rank found the controller
 LEAVE_S = 90.0  # after a signal, for the controller to let the ranks go
 
 
-def serve_node(storage: Storage, session: Session, stop: StopSignal, node: NodeShare) -> None:
-    """Run this node's ranks until the controller lets them go.
+def serve_node(
+    storage: Storage, session: Session, stop: StopSignal, node: NodeShare, are_all_done: Callable[[], bool]
+) -> None:
+    """Run this node's ranks until the controller lets them go; not at all if the work is done before it calls for them.
+
+    Args:
+        are_all_done: whether all units are, of the whole run.
 
     Raises:
         InterruptedRunError: a signal came, or the controller is gone.
     """
     stop.graceful = True
-    point = find_meeting_point(storage, node, stop)
+    point = find_meeting_point(storage, node, stop, are_all_done)
     if point is None:
-        raise InterruptedRunError("stopped by a signal before the group had met")
+        if stop.requested:
+            raise InterruptedRunError("stopped by a signal before the group had met")
+        return
     ranks = LocalRanks(node.ranks, controller=point, one_host=node.is_one_host)
     try:
         _keep_running(ranks, storage, node, stop)

@@ -7,6 +7,7 @@ writes where it listens; the others (agent.py) read it and send their ranks ther
 import os
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from batchinfer.rundir import document_of, publish_json
 from batchinfer.stop import StopSignal
 
 MEET_S = 600.0  # tasks of a job may start minutes apart
+ASK_S = 5.0  # between two questions whether the work is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +122,26 @@ def announce(storage: Storage, node: NodeShare, point: MeetingPoint) -> Path:
     return path
 
 
-def find_meeting_point(storage: Storage, node: NodeShare, stop: StopSignal) -> MeetingPoint | None:
-    """Where the controller listens; waits for it to say so. None when a signal came meanwhile.
+def find_meeting_point(
+    storage: Storage, node: NodeShare, stop: StopSignal, are_all_done: Callable[[], bool]
+) -> MeetingPoint | None:
+    """Where the controller listens; waits for it to say so. None when a signal came meanwhile, or all units are done.
+
+    Args:
+        are_all_done: asked now and then: a controller that finds nothing to do does not announce itself.
 
     Raises:
         ConfigError: it did not come, or somebody else wrote the file.
     """
     path = storage.run.meeting(node.name)
-    deadline = time.monotonic() + MEET_S
+    deadline, ask_again_s = time.monotonic() + MEET_S, time.monotonic() + ASK_S
     while (said := storage.kept(path)) is None:
         if stop.requested:
             return None
+        if time.monotonic() > ask_again_s:
+            if are_all_done():
+                return None
+            ask_again_s = time.monotonic() + ASK_S
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"the first process of this group did not announce itself in {storage.run.shown} for {MEET_S:g} s"

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.launch import nodes
@@ -133,6 +134,27 @@ def test_a_signal_to_all_nodes_stops_them_and_the_work_goes_on_later(reference):
     assert output_bytes(run) == reference[1]
 
 
+def test_a_node_whose_group_finds_everything_done_by_others_does_not_wait_for_it(reference, monkeypatch):
+    run = RunDir(planned(reference, "done-by-others", {"prefill_ranks": 2}))
+    looks = []
+
+    def kept(storage, path):
+        """There is no meeting; once it was looked for, others do the units."""
+        looks.append(path)
+        run.done_marks.mkdir(exist_ok=True)
+        for row in pq.read_table(run.units).to_pylist():
+            run.done(row["unit"]).touch()
+
+    monkeypatch.setattr(FolderStorage, "kept", kept)
+    monkeypatch.setattr(nodes, "ASK_S", 0.1)
+    monkeypatch.setattr(nodes, "MEET_S", 20.0)
+    for name, value in {"STEP_NUM_TASKS": "2", "PROCID": "1", "JOB_ID": "5"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    done = batchinfer("work", run.root)
+    assert done.code == 0, done.err
+    assert looks
+
+
 def torchrun(job, *options):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "batchinfer", "work"]
     command = [sys.executable, *command, job, *options]
@@ -239,12 +261,12 @@ def test_a_meeting_that_somebody_else_may_have_written_is_refused(tmp_path, mode
     point = nodes.MeetingPoint(host="127.0.0.1", port=1, credentials="secret", session="one")
     storage = FolderStorage(RunDir(tmp_path))
     path = nodes.announce(storage, node, point)
-    assert nodes.find_meeting_point(storage, node, None) == point
+    assert nodes.find_meeting_point(storage, node, None, lambda: False) == point
     path.chmod(mode)
     if owner is not None:
         os.chown(path, owner, owner)
     with pytest.raises(ConfigError, match="is not this user's alone; remove it"):
-        nodes.find_meeting_point(storage, node, None)
+        nodes.find_meeting_point(storage, node, None, lambda: False)
 
 
 def test_shares_of_nodes(monkeypatch):
