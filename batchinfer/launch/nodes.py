@@ -5,6 +5,7 @@ writes where it listens; the others (agent.py) read it and send their ranks ther
 """
 
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -59,7 +60,10 @@ def this_node(num_ranks: int) -> NodeShare:
     environment = os.environ
     if "TORCHELASTIC_RUN_ID" in environment:
         index, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        name = f"torchrun-{environment['TORCHELASTIC_RUN_ID']}-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        # most people leave --rdzv-id as it is: groups that work at a time differ by where they meet
+        name = _group_name(
+            "torchrun", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"
+        )
         if count != num_ranks:
             raise ConfigError(f"torchrun starts {count} processes, but the job has {num_ranks} ranks; make them equal")
         return NodeShare(index, count, name, range(index, index + 1), int(environment["LOCAL_WORLD_SIZE"]) == count)
@@ -70,8 +74,7 @@ def this_node(num_ranks: int) -> NodeShare:
         # set by srun for each task, but not in the batch script itself
         count = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
         index = int(environment["SLURM_PROCID"]) if count > 1 else 0
-        parts = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
-        name = "slurm-" + "-".join(environment.get(part, "0") for part in parts)
+        name = _group_name("slurm", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
     if count == 1:
         return NodeShare(0, 1, "", range(num_ranks), True)
     if num_ranks % count:
@@ -81,6 +84,11 @@ def this_node(num_ranks: int) -> NodeShare:
         )
     share = num_ranks // count
     return NodeShare(index, count, name, range(index * share, (index + 1) * share), False)
+
+
+def _group_name(starter: str, *variables: str) -> str:
+    """A name for a file, of what the environment says of the group."""
+    return re.sub(r"[^\w.-]", "_", "-".join([starter, *(os.environ.get(name, "0") for name in variables)]))
 
 
 def refuse_several_processes(command: str) -> None:

@@ -53,6 +53,20 @@ def test_a_share_by_a_launchers_variables(monkeypatch):
         this_node(5)
 
 
+def test_groups_of_torchrun_that_name_no_rendezvous_do_not_share_a_meeting(monkeypatch, tmp_path):
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in {**ranks, "MASTER_ADDR": "fd00::7", "TORCHELASTIC_RESTART_COUNT": "3"}.items():
+        monkeypatch.setenv(name, value)
+    names = []
+    for port in ("29400", "29401"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        names.append(this_node(2).name)
+    assert names == ["torchrun-none-fd00__7-29400-3", "torchrun-none-fd00__7-29401-3"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "../../a job")
+    run = RunDir(tmp_path)
+    assert run.meeting(this_node(2).name).parent == run.work
+
+
 def start_nodes(run, num_nodes, *, other_hosts, options=lambda index: ()):
     """What srun does: the same command once per node, with its number."""
     processes = []
