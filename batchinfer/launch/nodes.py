@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from ipaddress import ip_address
 from pathlib import Path
 
 from batchinfer.records import ConfigError
@@ -19,6 +20,8 @@ from batchinfer.stop import StopSignal
 
 MEET_S = 600.0  # tasks of a job may start minutes apart
 ASK_S = 5.0  # between two questions whether the work is done
+# addresses of nobody, of which this host has to know the way only
+_ELSEWHERE = ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +109,37 @@ def refuse_several_processes(command: str) -> None:
 
 
 def own_address() -> str:
-    """An address of this host that other hosts can reach."""
+    """An address of this host that other hosts can reach, of IPv4 if it has one.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    for family, elsewhere in _ELSEWHERE:
+        for address in (_address_of_name(family), _address_towards(family, elsewhere)):
+            if address is not None and not (found := ip_address(address)).is_loopback and not found.is_link_local:
+                return address
+    raise ConfigError(
+        f"host {socket.gethostname()} has only loopback addresses, which other hosts of this group cannot reach; "
+        "connect it to their network, or start all ranks in one task"
+    )
+
+
+def _address_of_name(family: socket.AddressFamily) -> str | None:
+    """What this host's name means."""
     try:
-        address = socket.gethostbyname(socket.gethostname())
+        return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
     except OSError:
-        address = "127.0.0.1"
-    if not address.startswith("127."):
-        return address
-    # the host's name means loopback: ask which address packets to elsewhere would leave from (none are sent)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("10.255.255.255", 1))
+        return None
+
+
+def _address_towards(family: socket.AddressFamily, elsewhere: str) -> str | None:
+    """The address that packets to elsewhere would leave from; none are sent."""
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((elsewhere, 1))
             return str(probe.getsockname()[0])
-        except OSError:
-            return address
+    except OSError:
+        return None
 
 
 def announce(storage: Storage, node: NodeShare, point: MeetingPoint) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from support.s3_servers import SERVERS, running
 
 CAN_RENAME = subprocess.run(["unshare", "--uts", "true"], check=False, capture_output=True).returncode == 0
 NEEDS_ROOT = pytest.mark.skipif(not CAN_RENAME, reason="needs root (unshare)")
+V4, V6 = socket.AF_INET, socket.AF_INET6
 APART = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2}
 
 
@@ -249,6 +251,47 @@ def test_torchrun_starts_ranks_that_meet_in_a_bucket(reference, server, tmp_path
     run = InBucket(reference, server, server.endpoint, tmp_path, "torchrun-bucket", {"prefill_ranks": 2})
     torchrun(run.job, *run.options("node"))
     assert run.outputs() == reference[1]
+
+
+def says(monkeypatch, name_means, leaves_from):
+    """Sets what the host's name means and where packets to elsewhere leave from, by family."""
+
+    class Probe(socket.socket):
+        def connect(self, address):
+            if self.family not in leaves_from:
+                raise OSError("Network is unreachable")
+
+        def getsockname(self):
+            return (leaves_from[self.family], 1)
+
+    def lookup(name, port, family):
+        if family not in name_means:
+            raise socket.gaierror("no address of this family")
+        return [(family, socket.SOCK_STREAM, 6, "", (name_means[family], 0))]
+
+    monkeypatch.setattr(nodes.socket, "getaddrinfo", lookup)
+    monkeypatch.setattr(nodes.socket, "socket", Probe)
+
+
+@pytest.mark.parametrize(
+    ("name_means", "leaves_from", "expected"),
+    [
+        ({V4: "192.0.2.7", V6: "2001:db8::7"}, {V4: "192.0.2.8"}, "192.0.2.7"),
+        ({V4: "127.0.1.1"}, {V4: "192.0.2.8", V6: "2001:db8::8"}, "192.0.2.8"),
+        ({V4: "127.0.1.1", V6: "2001:db8::7"}, {}, "2001:db8::7"),
+        ({V4: "127.0.1.1", V6: "::1"}, {V6: "2001:db8::8"}, "2001:db8::8"),
+        ({V6: "fe80::1%eth0"}, {V6: "2001:db8::8"}, "2001:db8::8"),
+    ],
+)
+def test_the_address_that_other_hosts_call_is_one_they_can_reach(monkeypatch, name_means, leaves_from, expected):
+    says(monkeypatch, name_means, leaves_from)
+    assert nodes.own_address() == expected
+
+
+def test_a_host_that_others_cannot_reach_is_refused(monkeypatch):
+    says(monkeypatch, {V4: "127.0.0.1", V6: "::1"}, {})
+    with pytest.raises(ConfigError, match="has only loopback addresses, which other hosts of this group cannot"):
+        nodes.own_address()
 
 
 def test_nobody_else_ever_reads_the_key_of_a_meeting(tmp_path, monkeypatch):
