@@ -13,12 +13,14 @@ from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import document_of, publish_json
 from batchinfer.stop import StopSignal
 
 MEET_S = 600.0  # tasks of a job may start minutes apart
+_LOOPBACK = "127.0.0.1"
 ASK_S = 5.0  # between two questions whether the work is done
 # addresses of nobody, of which this host has to know the way only
 _ELSEWHERE = ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1"))
@@ -109,19 +111,16 @@ def refuse_several_processes(command: str) -> None:
 
 
 def own_address() -> str:
-    """An address of this host that other hosts can reach, of IPv4 if it has one.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """An address of this host that other hosts can reach, of IPv4 first; loopback and a warning if it has none."""
     for family, elsewhere in _ELSEWHERE:
         for address in (_address_of_name(family), _address_towards(family, elsewhere)):
             if address is not None and not (found := ip_address(address)).is_loopback and not found.is_link_local:
                 return address
-    raise ConfigError(
-        f"host {socket.gethostname()} has only loopback addresses, which other hosts of this group cannot reach; "
-        "connect it to their network, or start all ranks in one task"
+    note(
+        f"warning: host {socket.gethostname()} has only loopback addresses: tasks of this group on other hosts cannot "
+        "reach it; connect it to their network"
     )
+    return _LOOPBACK
 
 
 def _address_of_name(family: socket.AddressFamily) -> str | None:

@@ -267,7 +267,7 @@ def test_threads_do_not_change_the_plan(monkeypatch):
     load = loads("even", 4, num_layers=6)
     plans = []
     for num_threads in (1, 4):
-        monkeypatch.setattr(placement, "_num_threads", lambda num_threads=num_threads: num_threads)
+        monkeypatch.setattr(placement, "num_cores", lambda num_threads=num_threads: num_threads)
         plans.append(place_experts(load, num_slots=NUM_SLOTS, num_gpus=144))
     assert np.array_equal(plans[0].expert_of_slot, plans[1].expert_of_slot)
     assert np.array_equal(plans[0].share_of_slot, plans[1].share_of_slot)

@@ -163,7 +163,7 @@ def test_a_node_whose_group_finds_everything_done_by_others_does_not_wait_for_it
 
     monkeypatch.setattr(FolderStorage, "kept", kept)
     monkeypatch.setattr(nodes, "ASK_S", 0.1)
-    monkeypatch.setattr(nodes, "MEET_S", 20.0)
+    monkeypatch.setattr(nodes, "MEET_S", 5.0)
     for name, value in {"STEP_NUM_TASKS": "2", "PROCID": "1", "JOB_ID": "5"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     done = batchinfer("work", run.root)
@@ -288,10 +288,11 @@ def test_the_address_that_other_hosts_call_is_one_they_can_reach(monkeypatch, na
     assert nodes.own_address() == expected
 
 
-def test_a_host_that_others_cannot_reach_is_refused(monkeypatch):
+def test_a_host_that_others_cannot_reach_says_so(monkeypatch, capsys):
+    """All tasks may be on it."""
     says(monkeypatch, {V4: "127.0.0.1", V6: "::1"}, {})
-    with pytest.raises(ConfigError, match="has only loopback addresses, which other hosts of this group cannot"):
-        nodes.own_address()
+    assert nodes.own_address() == "127.0.0.1"
+    assert "has only loopback addresses: tasks of this group on other hosts cannot reach it" in capsys.readouterr().err
 
 
 def test_nobody_else_ever_reads_the_key_of_a_meeting(tmp_path, monkeypatch):
