@@ -1,7 +1,9 @@
 """In which order prompts run: down one branch of the prefix tree after the other, long answers first. No I/O here.
 
 A walk through the tree branch by branch computes each shared prefix once, whatever the order of the branches. So that
-order is free, and an offline job uses it for its end: answers that take long begin early.
+order is free, and an offline job uses it for its end: answers that take long begin early. Only a prompt that is scored
+runs its tokens whether they are in memory or not: of the branches below a node the one with such a prompt begins, and
+the others find what it has computed.
 """
 
 # N requests, neighbours in the plan's order
@@ -9,6 +11,7 @@ order is free, and an offline job uses it for its end: answers that take long be
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 
@@ -23,18 +26,26 @@ class _Branch:
     children: list[_Branch] = field(default_factory=list)
     request: int = -1
     longest: float = 0.0  # output tokens to expect, at most, below it
+    most_cached: float = inf  # leading tokens that the prompt below it which runs most may find in memory
     holds_first: bool = False
     holds_last: bool = False
 
 
 def longest_first(
-    shared_tokens: np.ndarray, expected_tokens: np.ndarray, *, before_tokens: int = 0, after_tokens: int = 0
+    shared_tokens: np.ndarray,
+    expected_tokens: np.ndarray,
+    *,
+    most_cached_tokens: np.ndarray | None = None,
+    before_tokens: int = 0,
+    after_tokens: int = 0,
 ) -> np.ndarray:
     """Order the branches below each node by the longest answer to expect in them; equal ones keep their order.
 
     Args:
         shared_tokens: [N] integers, tokens that a prompt shares with the one before it; the first entry is not read.
         expected_tokens: [N] output tokens to expect.
+        most_cached_tokens: [N] leading tokens that a prompt may find in memory (records.Request); None: all. The branch
+            whose prompts may find least of what all below a node share begins.
         before_tokens: what the first prompt shares with the one that runs before all of these: so far down, the
             branches that it lies on stay first.
         after_tokens: what the last prompt shares with the one that runs after all of these: so far down, its branches
@@ -50,33 +61,64 @@ def longest_first(
         raise ConfigError(
             f"expected_tokens has {len(expected_tokens)} entries for {len(shared_tokens)} requests; give one for each"
         )
-    if len(shared_tokens) == 0:
-        return np.zeros(0, dtype=np.int64)
+    most_cached = np.full(len(shared_tokens), inf) if most_cached_tokens is None else most_cached_tokens
+    return _walk(shared_tokens, expected_tokens, most_cached, before_tokens, after_tokens)[0]
+
+
+def whole_first(
+    shared_tokens: np.ndarray, most_cached_tokens: np.ndarray, *, before_tokens: int = 0, after_tokens: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """`longest_first` where nothing is known of answers, and what prompts share in that order.
+
+    Returns:
+        ([N] int64, the request to run k-th; [N] int64, tokens that the k-th shares with the one before it).
+    """
+    return _walk(shared_tokens, np.zeros(len(shared_tokens)), most_cached_tokens, before_tokens, after_tokens)
+
+
+def _walk(
+    shared_tokens: np.ndarray,
+    expected_tokens: np.ndarray,
+    most_cached: np.ndarray,
+    before_tokens: int,
+    after_tokens: int,
+) -> tuple[np.ndarray, np.ndarray]:
     order: list[int] = []
-    left = [_tree(shared_tokens, expected_tokens)]
+    shared: list[int] = []
+    left = [(_tree(shared_tokens, expected_tokens, most_cached), before_tokens)] if len(shared_tokens) else []
     while left:
-        branch = left.pop()
+        branch, with_before = left.pop()
         if branch.request >= 0:
             order.append(branch.request)
+            shared.append(with_before)
             continue
-        left += _sorted_children(branch, before_tokens, after_tokens)[::-1]
-    return np.array(order, dtype=np.int64)
+        first, *others = _sorted_children(branch, before_tokens, after_tokens)
+        left += [(child, branch.depth) for child in reversed(others)]
+        left.append((first, with_before))
+    return np.array(order, dtype=np.int64), np.array(shared, dtype=np.int64)
 
 
 def _sorted_children(branch: _Branch, before_tokens: int, after_tokens: int) -> list[_Branch]:
-    def place(child: _Branch) -> tuple[bool, bool, float]:
+    def stays_last(child: _Branch) -> bool:
+        return child.holds_last and branch.depth < after_tokens
+
+    def runs_most(child: _Branch) -> tuple[bool, float, float]:
+        return stays_last(child), min(child.most_cached, branch.depth), -child.longest
+
+    begins = min(branch.children, key=runs_most)
+
+    def place(child: _Branch) -> tuple[bool, bool, bool, float]:
         stays_first = child.holds_first and branch.depth < before_tokens
-        stays_last = child.holds_last and branch.depth < after_tokens
-        return not stays_first, stays_last, -child.longest
+        return not stays_first, stays_last(child), child is not begins, -child.longest
 
     return sorted(branch.children, key=place)
 
 
-def _tree(shared_tokens: np.ndarray, expected_tokens: np.ndarray) -> _Branch:
+def _tree(shared_tokens: np.ndarray, expected_tokens: np.ndarray, most_cached: np.ndarray) -> _Branch:
     """The prefix tree of prompts in the plan's order, from what neighbours share."""
     path = [_Branch(-1)]  # from the root down to the latest prompt, whose subtree is `done`
     num_requests = len(shared_tokens)
-    done = _leaf(0, num_requests, expected_tokens)
+    done = _leaf(0, num_requests, expected_tokens, most_cached)
     for request in range(1, num_requests):
         depth = int(shared_tokens[request])
         while path[-1].depth > depth:
@@ -84,17 +126,18 @@ def _tree(shared_tokens: np.ndarray, expected_tokens: np.ndarray) -> _Branch:
         if path[-1].depth < depth:
             path.append(_Branch(depth))
         _add(path[-1], done)
-        done = _leaf(request, num_requests, expected_tokens)
+        done = _leaf(request, num_requests, expected_tokens, most_cached)
     while path:
         done = _close(path.pop(), done)
     return done
 
 
-def _leaf(request: int, num_requests: int, expected_tokens: np.ndarray) -> _Branch:
+def _leaf(request: int, num_requests: int, expected_tokens: np.ndarray, most_cached: np.ndarray) -> _Branch:
     return _Branch(
         0,
         request=request,
         longest=float(expected_tokens[request]),
+        most_cached=float(most_cached[request]),
         holds_first=request == 0,
         holds_last=request == num_requests - 1,
     )
@@ -108,5 +151,6 @@ def _close(branch: _Branch, last_child: _Branch) -> _Branch:
 def _add(branch: _Branch, child: _Branch) -> None:
     branch.children.append(child)
     branch.longest = max(branch.longest, child.longest)
+    branch.most_cached = min(branch.most_cached, child.most_cached)
     branch.holds_first = branch.holds_first or child.holds_first
     branch.holds_last = branch.holds_last or child.holds_last

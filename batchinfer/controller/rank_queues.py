@@ -59,13 +59,14 @@ class RankQueues:
         if is_fresh:
             before = requests[0].cached_tokens
         order = longest_first(
-            np.array([0, *map(_shared_tokens, requests, requests[1:])]),
+            np.array([0, *map(_common_tokens, requests, requests[1:])]),
             np.array([self._expected(request) for request in requests]),
+            most_cached_tokens=np.array([request.most_cached_tokens for request in requests]),
             before_tokens=before,
             after_tokens=after_tokens,
         )
         ordered = [requests[index] for index in order]
-        shared = [before, *map(_shared_tokens, ordered, ordered[1:])]
+        shared = [min(before, ordered[0].most_cached_tokens), *map(_shared_tokens, ordered, ordered[1:])]
         self._last_dealt = ordered[-1]
         choices = deal_prefixes(
             np.array([len(request.token_ids) for request in ordered]),
@@ -142,8 +143,13 @@ def _new_tokens(request: Request) -> int:
 
 def _shared_tokens(first: Request, second: Request) -> int:
     """Tokens that the second prompt finds in memory after the first."""
-    most = min(len(first.token_ids), second.most_cached_tokens)
-    for index in range(most):
+    return _common_tokens(first, second, most=second.most_cached_tokens)
+
+
+def _common_tokens(first: Request, second: Request, most: int | None = None) -> int:
+    """Leading tokens that two prompts have in common, no more than `most` of them."""
+    end = min(len(first.token_ids), len(second.token_ids) if most is None else most)
+    for index in range(end):
         if first.token_ids[index] != second.token_ids[index]:
             return index
-    return most
+    return end

@@ -18,6 +18,7 @@ from batchinfer.plan.prefix.prompt_parts import SortedPrompts, offsets_of
 from batchinfer.plan.prompt_groups import group_ids
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
+from batchinfer.plan.scored import scored_first
 from batchinfer.rundir import RunDir
 
 ROW_GROUP_REQUESTS = 4096
@@ -50,24 +51,24 @@ def write_plan(
         ConfigError: the folder cannot be written.
     """
     prompt_tokens, max_tokens = rows.num_tokens[planned.row_index], rows.max_tokens[planned.row_index]
-    new_tokens = prompt_tokens - planned.cached_tokens
-    starts = cut_units(new_tokens, max_tokens, num_ranks=num_ranks)
-    expected_tokens = np.full(len(new_tokens), np.nan, dtype=np.float32)
+    starts = cut_units(prompt_tokens - planned.cached_tokens, max_tokens, num_ranks=num_ranks)
+    if planned.score_from.any():
+        planned, order = scored_first(planned, prompt_tokens, starts)
+        keys, prompt_tokens, max_tokens = keys[order], prompt_tokens[order], max_tokens[order]
+    expected_tokens = np.full(len(prompt_tokens), np.nan, dtype=np.float32)
     last_units = _last_units(starts, planned.shared_tokens, prompt_tokens, block_tokens)
     cursor = _PromptCursor(prompts)
     units = []
     num_row_groups = 0
     with table_writer(run.requests, REQUESTS.schema, plain="token_ids", manifest=manifest) as writer:
         for unit, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
-            index = planned.row_index[first:end]
             first_row_group = num_row_groups
-            for part in _row_groups(first, rows.num_tokens[index]):
-                token_ids = cursor.take(planned.place[part])
+            for part, token_ids in _row_groups(cursor, first, planned.place[first:end], prompt_tokens[first:end]):
                 groups, expected_tokens[part] = group_ids(
                     token_ids.flatten().to_numpy(),
                     offsets_of(prompt_tokens[part]),
                     planned.group_depth[part],
-                    planned.cached_tokens[part],
+                    planned.shared_tokens[part],
                     answer_lengths,
                 )
                 writer.write_table(
@@ -77,9 +78,9 @@ def write_plan(
                 )
                 num_row_groups += 1
             kept = {"first_row_group": first_row_group, "num_row_groups": num_row_groups - first_row_group}
-            units.append(
-                {"unit": unit, **kept, **_unit_totals(prompt_tokens, max_tokens, planned.cached_tokens, first, end)}
-            )
+            totals = _unit_totals(prompt_tokens, max_tokens, planned.cached_tokens, first, end)
+            shared = int(planned.shared_tokens[first])
+            units.append({"unit": unit, **kept, "shared_tokens": shared, **totals})
     write_rows(run.units, manifest, PLAN_UNITS.schema, *units)
     with table_writer(run.duplicates, DUPLICATES.schema, manifest=manifest) as writer:
         writer.write_table(_duplicate_table(rows, planned))
@@ -97,7 +98,6 @@ def _unit_totals(
         "num_requests": end - first,
         "prompt_tokens": int(prompts.sum()),
         "new_tokens": int((prompts - cached).sum()),
-        "shared_tokens": int(cached[0]),
         "max_output_tokens": int(outputs.sum()),
         "kv_tokens": int((-(-kv_tokens // PAGE_TOKENS)).sum()) * PAGE_TOKENS,
         "largest_kv_tokens": int(kv_tokens.max()),
@@ -155,19 +155,26 @@ def _as_lists(part: SortedPrompts) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(part.offsets.astype(np.int32)), pa.array(part.token_ids.view(np.int32)))
 
 
-def _row_groups(first: int, num_tokens: np.ndarray) -> Iterator[slice]:
-    """Cut a unit into row groups.
+def _row_groups(
+    cursor: _PromptCursor, first: int, places: np.ndarray, num_tokens: np.ndarray
+) -> Iterator[tuple[slice, pa.Array]]:
+    """Cut a unit into row groups: their requests, and these requests' prompts.
 
     Args:
         first: the unit's first request.
+        places: [K] of its requests' prompts; only where they rise are the prompts taken a row group at a time.
         num_tokens: [K] prompt tokens of its requests.
     """
+    taken = None
+    if (np.diff(places) < 0).any():
+        by_place = np.argsort(places, kind="stable")
+        taken = cursor.take(places[by_place]).take(pa.array(np.argsort(by_place)))
     ends = np.cumsum(num_tokens)
     begin = 0
     while begin < len(ends):
         most = (ends[begin - 1] if begin else 0) + ROW_GROUP_TOKENS
         end = min(max(int(np.searchsorted(ends, most, side="right")), begin + 1), begin + ROW_GROUP_REQUESTS, len(ends))
-        yield slice(first + begin, first + end)
+        yield slice(first + begin, first + end), cursor.take(places[begin:end]) if taken is None else taken[begin:end]
         begin = end
 
 

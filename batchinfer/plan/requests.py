@@ -18,7 +18,7 @@ class PlannedRequests:
     """Requests in the order of execution (Q), and duplicates (D); indices are rows of the RowTable."""
 
     row_index: np.ndarray  # [Q] int64
-    place: np.ndarray  # [Q] int64, place of its prompt in the prefix plan's order; rising
+    place: np.ndarray  # [Q] int64, place of its prompt in the prefix plan's order; rising but for scored.py's order
     sample: np.ndarray  # [Q] int32, of a row with choices the choice
     cached_tokens: np.ndarray  # [Q] int64, prompt tokens predicted to be in memory
     score_from: np.ndarray  # [Q] int64, see records.Request: of the first sample

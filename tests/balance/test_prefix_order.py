@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.balance.prefix_order import longest_first
+from batchinfer.balance.prefix_order import longest_first, whole_first
 from batchinfer.records import ConfigError
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple), min_size=1, max_size=40, unique=True)
@@ -68,6 +69,35 @@ def test_what_units_share_stays_at_their_ends(prompts, before, after, data):
     assert common(first, prompts[0]) >= before
     if common(prompts[0], prompts[-1]) < max(before, 1):  # one branch cannot be first and last
         assert common(last, prompts[-1]) >= after
+
+
+def test_a_prompt_that_runs_whole_comes_before_those_that_find_it():
+    # a tree of two branches, aa {x, y} and ab {x}; aay runs whole and has the shortest answer
+    prompts = ["aax", "aay", "abx"]
+    order = longest_first(shared(prompts), np.array([9, 1, 5]), most_cached_tokens=np.array([2, 0, 2]))
+    assert [prompts[place] for place in order] == ["aay", "aax", "abx"]
+    # from the second token below the common one on it would find nothing anyway: the longest answers first
+    order = longest_first(shared(prompts), np.array([1, 2, 5]), most_cached_tokens=np.array([2, 1, 2]))
+    assert [prompts[place] for place in order] == ["abx", "aay", "aax"]
+
+
+@settings(deadline=None)
+@given(PROMPTS, st.data())
+def test_no_order_computes_fewer_tokens_when_some_prompts_run_whole(prompts, data):
+    prompts = sorted(prompts)
+    most = np.array([data.draw(st.sampled_from([0, len(prompt) // 2, len(prompt) - 1])) for prompt in prompts])
+    expected = np.array(data.draw(st.lists(st.integers(0, 50), min_size=len(prompts), max_size=len(prompts))))
+    # each token of the tree runs once, or for each prompt that must run it
+    runs = Counter()
+    for prompt, most_cached in zip(prompts, most.tolist(), strict=True):
+        runs.update({prompt[: end + 1]: int(end >= most_cached) for end in range(len(prompt))})
+    least = sum(max(1, number) for number in runs.values())
+    order, found = whole_first(shared(prompts), most)
+    assert found.tolist() == shared([prompts[place] for place in order]).tolist()
+    by_length = longest_first(shared(prompts), expected, most_cached_tokens=most)
+    for ordered in (order, by_length):
+        cached = np.minimum(shared([prompts[place] for place in ordered]), most[ordered])
+        assert sum(map(len, prompts)) - cached.sum() == least
 
 
 def test_equal_lengths_keep_the_plans_order():

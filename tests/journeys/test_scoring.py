@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -114,6 +115,25 @@ def test_a_generation_is_the_same_with_its_prompt_scored(tmp_path, model):
         assert (after.pop("prompt_logprobs") is None) == (after["sample"] == 1), "told once for all samples"
         del before["cached_tokens"], after["cached_tokens"]
         assert after == before
+
+
+def test_a_prompt_is_computed_once_for_rows_that_are_scored_and_rows_that_are_not(tmp_path):
+    """Scored rows run whole, whichever of two comes first by its tokens; the others find what they have computed."""
+    documents = [some_tokens(150 + 7 * number, seed=number) for number in range(6)]
+    prompts, how = [], []
+    for number, document in enumerate(documents):
+        scored_token, other_token = (1, 2) if number % 2 else (2, 1)
+        prompts += [[*document, scored_token], [*document, other_token], [*document, 500]]
+        how += [{"max_tokens": 0, "prompt_logprobs": 0}, {"max_tokens": 3}, {"max_tokens": 8}]
+    kind = pa.struct([("max_tokens", pa.int64()), ("prompt_logprobs", pa.int64())])
+    columns = {"id": [*range(len(prompts))], "ids": prompts, "how": pa.array(how, kind)}
+    run(tmp_path, RANDOM_MODEL, "run", columns=columns, inputs={"sampling": "how"}, sampling={})
+    report = json.loads(batchinfer("report", tmp_path / "run", "--json").out)
+    computed = sum(len(document) + 3 for document in documents)
+    assert report["computed_tokens"] == report["needed_tokens"] == computed
+    assert (report["replicated_tokens"], report["recomputed_tokens"], report["wasted_prompt_tokens"]) == (0, 0, 0)
+    assert report["cached_tokens"] == sum(map(len, prompts)) - computed
+    assert read_summary(RunDir(tmp_path / "run"))["computed_tokens"] == computed
 
 
 def test_choices_are_scored_as_transformers_scores_them_and_each_prompt_is_computed_once(tmp_path, model, theirs):

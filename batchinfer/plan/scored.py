@@ -1,0 +1,53 @@
+"""Prompts that are scored: what they compute although memory has it, and that others find it there afterwards."""
+
+# Q requests, in the order of execution
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from batchinfer.balance.prefix_order import whole_first
+from batchinfer.plan.requests import PlannedRequests
+
+MOST_UNIT_TOKENS = 1 << 26  # of prompts; a unit with more keeps its order, since it would have to be in memory whole
+
+
+def scored_first(
+    planned: PlannedRequests, prompt_tokens: np.ndarray, unit_starts: np.ndarray
+) -> tuple[PlannedRequests, np.ndarray]:
+    """Let the prompt that has to run most begin, in each unit and below each node of the prefix tree.
+
+    Args:
+        planned: in prefix order.
+        prompt_tokens: [Q] int64.
+        unit_starts: [U + 1] int64, first request of each unit, and Q.
+
+    Returns:
+        The requests in their new order, and [Q] int64, the place that the k-th had before.
+    """
+    order = np.arange(len(prompt_tokens))
+    most_cached = np.where(planned.score_from > 0, planned.score_from, prompt_tokens) - 1
+    shared = planned.shared_tokens.copy()
+    for first, end in pairwise(unit_starts.tolist()):
+        part = slice(first, end)
+        if not planned.score_from[part].any() or prompt_tokens[part].sum() > MOST_UNIT_TOKENS:
+            continue
+        with_next = int(planned.shared_tokens[end]) if end < len(order) else 0
+        places, shared[part] = whole_first(
+            planned.shared_tokens[part],
+            most_cached[part],
+            before_tokens=int(planned.shared_tokens[first]),
+            after_tokens=with_next,
+        )
+        order[part] = first + places
+    return replace(
+        planned,
+        row_index=planned.row_index[order],
+        place=planned.place[order],
+        sample=planned.sample[order],
+        cached_tokens=np.minimum(shared, most_cached[order]),
+        score_from=planned.score_from[order],
+        shared_tokens=shared,
+        group_depth=planned.group_depth[order],
+    ), order
