@@ -51,3 +51,31 @@ def scored_first(
         shared_tokens=shared,
         group_depth=planned.group_depth[order],
     ), order
+
+
+def tokens_scored_again(planned: PlannedRequests, prompt_tokens: np.ndarray) -> int:
+    """Tokens that scored prompts have in common where each has to run them: no order computes them once only.
+
+    Args:
+        planned: in prefix order.
+        prompt_tokens: [Q] int64.
+    """
+    scored = np.flatnonzero(planned.score_from)
+    if len(scored) == 0:
+        return 0
+    with_last = np.minimum.reduceat(planned.shared_tokens[: scored[-1] + 1], scored[:-1] + 1)
+    again = 0
+    covered: list[tuple[int, int]] = []  # from, to: parts of the latest prompt that have run for a scored one, rising
+    lengths, starts = prompt_tokens[scored].tolist(), (planned.score_from[scored] - 1).tolist()
+    for length, start, common in zip(lengths, starts, [0, *with_last.tolist()], strict=True):
+        while covered and covered[-1][1] > common:
+            begin, _ = covered.pop()
+            if begin < common:
+                covered.append((begin, common))
+        first = start
+        while covered and covered[-1][1] >= start:
+            begin, end = covered.pop()
+            again += end - max(begin, start)
+            first = min(first, begin)
+        covered.append((first, length))
+    return again

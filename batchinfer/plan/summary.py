@@ -11,6 +11,7 @@ from batchinfer.plan.earlier_run import Speeds
 from batchinfer.plan.forecast import PlannedWork, balances, nodes_to_finish, work_seconds
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
+from batchinfer.plan.scored import tokens_scored_again
 from batchinfer.records import ExitCode, Shard
 from batchinfer.rundir import RunDir, read_state
 
@@ -18,7 +19,7 @@ from batchinfer.rundir import RunDir, read_state
 def count_plan(
     shards: list[Shard], rows: RowTable, requests: PlannedRequests, work: PlannedWork, plan_s: float
 ) -> dict[str, Any]:
-    """The counts of schemas.PLAN_SUMMARY."""
+    """The counts of schemas.PLAN_SUMMARY; the requests are in prefix order."""
     lengths = rows.num_tokens
     return {
         "input_rows": rows.num_input_rows,
@@ -32,7 +33,7 @@ def count_plan(
         "input_tokens": int((lengths * rows.n).sum()),
         "duplicate_tokens": int(lengths[requests.duplicate_row].sum()),
         "computed_tokens": int((work.prompt_tokens - work.shared_tokens).sum()),
-        "distinct_tokens": requests.distinct_tokens,
+        "distinct_tokens": requests.distinct_tokens + tokens_scored_again(requests, lengths[requests.row_index]),
         "max_output_tokens": int(work.max_tokens.sum()),
         "plan_s": plan_s,
         "rows_per_s": rows.num_input_rows / plan_s,
@@ -116,7 +117,7 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
         f"{summary['duplicates']:,} duplicates",
         f"input       {summary['input_tokens']:>14,} tokens, {share:.1%} shared",
         f"to compute  {summary['computed_tokens']:>14,} prompt tokens "
-        f"({summary['distinct_tokens']:,} distinct: the least possible)",
+        f"({summary['distinct_tokens']:,} at least, whatever the order)",
         f"to generate {summary['max_output_tokens']:>14,} tokens at most"
         + ("" if expected is None else f", {expected:,} expected"),
     ]

@@ -142,7 +142,8 @@ TOKENS = Group(
                "of these, of rows that another row's answer serves"),
         Figure("cache_hit_rate", "hit share", forms.percent, "%", "cached_tokens / input_tokens", why_empty="no input"),
         Figure("optimal_cached_tokens", "at best from a cache", forms.count, "tokens",
-               "input_tokens minus tokens of distinct prefixes that were not on disk: a perfect cache"),
+               "input_tokens minus tokens of distinct prefixes that were not on disk, scored ones per row: a perfect "
+               "cache"),
         Figure("computed_tokens", "computed", forms.count, "tokens",
                "prompt tokens that ran through the model, counted in prefill steps: the sum of the next four"),
         Figure("needed_tokens", "  needed once", forms.count, "tokens",

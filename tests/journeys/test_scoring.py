@@ -136,6 +136,19 @@ def test_a_prompt_is_computed_once_for_rows_that_are_scored_and_rows_that_are_no
     assert read_summary(RunDir(tmp_path / "run"))["computed_tokens"] == computed
 
 
+def test_what_is_scored_is_in_the_least_that_a_plan_can_compute(tmp_path):
+    document = some_tokens(150)
+    prompts = [[*document, 1], [*document, 2], [*document, 3]]
+    how = [{"max_tokens": 0, "prompt_logprobs": 0}, {"max_tokens": 0, "prompt_logprobs": 0}, {"max_tokens": 3}]
+    kind = pa.struct([("max_tokens", pa.int64()), ("prompt_logprobs", pa.int64())])
+    columns = {"id": [*range(3)], "ids": prompts, "how": pa.array(how, kind)}
+    run(tmp_path, RANDOM_MODEL, "run", columns=columns, inputs={"sampling": "how"}, sampling={})
+    report = json.loads(batchinfer("report", tmp_path / "run", "--json").out)
+    assert report["cached_tokens"] == report["optimal_cached_tokens"] == 150
+    computed = report["predictions"]["computed_tokens"]
+    assert computed["planned"] == computed["happened"] == computed["at_best"] == 151 + 151 + 1
+
+
 def test_choices_are_scored_as_transformers_scores_them_and_each_prompt_is_computed_once(tmp_path, model, theirs):
     prompts = [some_tokens(length) for length in (1, 40, 64, 65, 300)]
     draw = random.Random(1)

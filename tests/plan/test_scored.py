@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from batchinfer.config import SamplingConfig
 from batchinfer.controller.dealer import Dealer
 from batchinfer.plan.prefix import plan_prefixes
 from batchinfer.plan.requests import PlannedRequests
-from batchinfer.plan.scored import scored_first
+from batchinfer.plan.scored import scored_first, tokens_scored_again
 from batchinfer.records import Request, RequestKey
 
 
@@ -59,6 +60,19 @@ def test_worked_example():
     # units of two and four requests: what is scored stays in its own unit
     found, _ = scored_first(planned, lengths, np.array([0, 3, 6]))
     assert found.row_index.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_the_least_to_compute_counts_a_token_for_each_prompt_that_is_scored_there(seed):
+    rng = random.Random(seed)
+    prompts = sorted(tuple(rng.choices(range(2), k=rng.randint(1, 9))) for _ in range(rng.randint(1, 40)))
+    score_from = np.array([rng.choice([0, 0, 1, rng.randint(1, len(prompt))]) for prompt in prompts])
+    planned, lengths = planned_requests(prompts, score_from)
+    runs = Counter()
+    for prompt, scored in zip(prompts, score_from.tolist(), strict=True):
+        runs.update({prompt[: end + 1]: int(0 < scored <= end + 1) for end in range(len(prompt))})
+    least = sum(max(1, number) for number in runs.values())
+    assert planned.distinct_tokens + tokens_scored_again(planned, lengths) == least
 
 
 @pytest.mark.parametrize("seed", range(100))

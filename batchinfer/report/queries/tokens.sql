@@ -1,8 +1,8 @@
 -- tokens: one row, rows and tokens delivered. Token sums cover ok rows; a prompt counts once per sample or choice.
 --   cached_tokens          prompt tokens not computed for their row: found in memory, loaded from disk, or a duplicate's
 --   memory_, disk_, duplicate_tokens   the same by source
---   optimal_cached_tokens  what a perfect cache would have served: all but the tokens of the distinct prefixes that the
---                          store on disk did not hold (what is read from it beyond the plan's prefixes was there before)
+--   optimal_cached_tokens  what a perfect cache would have served: all but the tokens of the distinct prefixes, scored
+--                          ones once per row, that the store on disk did not hold (what is read from it beyond the plan's prefixes was there before)
 --   output_tokens          delivered, duplicates included
 --   generated_tokens       of these, run through the model
 --   needed_tokens          prompt tokens that had to be run once, by the plan's order: neither shared nor on disk
