@@ -37,7 +37,8 @@ class RankStart:
         self._experts = experts
         self._transfers = run.kv_transfers(session.name)
         self._told: set[str | None] = set()
-        fingerprint = read_state(run)["fingerprint"]
+        state = read_state(run)
+        fingerprint = state["fingerprint"]
         digests = {name: fingerprint[name] for name in ("model.weights", "model.config")}
         if job.kv.dir is not None:
             digests["model.weights"] = whole_weights_digest(Path(job.model.path), cache_folder())
@@ -49,6 +50,7 @@ class RankStart:
             transfer_folder=str(self._transfers),
             traced=tracer.enabled,
             model_digests=digests,
+            run_id=state.get("id", ""),
         )
 
     def __call__(self) -> None:

@@ -95,13 +95,20 @@ def checksum(data: bytes | memoryview, key: bytes) -> bytes:
     return blake3(data, key=key).digest(length=CHECKSUM_BYTES)
 
 
-def make_header(identity: KvIdentity, blocks: Sequence[bytes], first: int, content: np.ndarray, key: bytes) -> bytes:
-    """The header of a file that holds `content`, these blocks [n, block_bytes], from `first` on in their chain."""
+def make_header(
+    identity: KvIdentity, blocks: Sequence[bytes], first: int, content: np.ndarray, key: bytes, run: str = ""
+) -> bytes:
+    """The header of a file that holds `content`, these blocks [n, block_bytes], from `first` on in their chain.
+
+    Args:
+        run: id of the run that has computed them; "": it has none.
+    """
     document = {
         "identity": identity.digest.hex(),
         "made_by": identity.describe(),
         "shape": identity.block_shape,
         "first": first,
+        "run": run,
         "blocks": [block.hex() for block in blocks],
         "checksums": [checksum(block.data, key).hex() for block in content],
     }
@@ -124,6 +131,7 @@ class Header:
     identity: bytes
     blocks: list[bytes]
     checksums: list[bytes]
+    run: str  # id of the run that has computed the blocks; "": not known
 
     def __post_init__(self) -> None:
         lengths = {len(self.identity), *map(len, self.blocks)}, set(map(len, self.checksums))
@@ -150,7 +158,7 @@ def parse_header(header: bytes, key: bytes) -> Header:
     try:
         document = json.loads(header[_PREFIX.size : _PREFIX.size + length])
         names, checksums = (list(map(bytes.fromhex, document[part])) for part in ("blocks", "checksums"))
-        return Header(bytes.fromhex(document["identity"]), names, checksums)
+        return Header(bytes.fromhex(document["identity"]), names, checksums, str(document.get("run", "")))
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedFileError(f"its header cannot be understood: {error}") from None
 
@@ -185,8 +193,8 @@ def read_blocks(
     wanted: Sequence[bytes],
     position: int,
     out: np.ndarray,
-) -> None:
-    """Read blocks of one file that follow each other, and check each.
+) -> Header:
+    """Read blocks of one file that follow each other, and check each; returns the file's header.
 
     Args:
         descriptor: of the file, whose name is `name`.
@@ -226,6 +234,7 @@ def read_blocks(
     for index, expected in enumerate(found.checksums[position:stop]):
         if not compare_digest(checksum(out[index].data, key), expected):
             raise DamagedFileError(f"the checksum of block {position + index} does not match", num_intact=index)
+    return found
 
 
 def check_file(path: str, name: FileName, *, key: bytes, identity_start: str, block_bytes: int) -> None:

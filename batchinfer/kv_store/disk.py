@@ -35,6 +35,7 @@ class DiskStore:
         max_bytes: bound of all files in the folder; None: none.
         gid: the group that shares the store; None: it is this user's alone.
         bucket: has the files, too, and keeps those that the bound evicts; None: there is no second tier.
+        run: id of the run that this process works for; files say it, so that a run knows its own blocks.
     """
 
     def __init__(
@@ -45,8 +46,9 @@ class DiskStore:
         max_bytes: int | None = None,
         gid: int | None = None,
         bucket: Bucket | None = None,
+        run: str = "",
     ) -> None:
-        self.session = StoreSession(StoreDir(Path(folder), gid), identity)
+        self.session = StoreSession(StoreDir(Path(folder), gid), identity, run)
         self.store, self.identity, self.counters = self.session.store, identity, self.session.counters
         self._index = BlockIndex(self.store.model(identity))
         self._claims = BlockClaims(self.store, self.session.name)
@@ -74,6 +76,10 @@ class DiskStore:
     def spans(self, blocks: Sequence[bytes]) -> list[FileSpan]:
         """In which files these blocks are, as far as `find` finds them."""
         return self._index.spans(blocks) if self.session.is_readable else []
+
+    def is_own(self, span: FileSpan) -> bool:
+        """Whether this run, or an earlier session of it, has computed these blocks; known of what was read."""
+        return span.file in self.session.own_files
 
     def read_span(self, span: FileSpan, blocks: Sequence[bytes], out: np.ndarray) -> int:
         """See FileReader.read_span."""

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from batchinfer.kv_store.block_file import DamagedFileError, FileName, NameClashError, open_blocks, read_blocks
+from batchinfer.kv_store.block_file import DamagedFileError, FileName, Header, NameClashError, open_blocks, read_blocks
 from batchinfer.kv_store.index import BlockIndex, FileSpan, parsed_name
 from batchinfer.kv_store.second_tier import SecondTier
 from batchinfer.kv_store.session import StoreSession
 from batchinfer.kv_store.store_dir import quarantine
 
-Keep = Callable[[FileName, Sequence[bytes], np.ndarray], bool]
+Keep = Callable[[FileName, Sequence[bytes], np.ndarray, str], bool]
 
 TOUCH_SECONDS = 10.0  # a file's last use is noted at most this often
 
@@ -75,7 +75,8 @@ class FileReader:
             if found is None:
                 return 0
             header, content = found
-            self._keep(parsed_name(span.file), header.blocks, content)
+            self._keep(parsed_name(span.file), header.blocks, content, header.run)
+            self._note_run(span, header)
         stop = span.position + len(blocks)
         if header.blocks[span.position : stop] != list(blocks):
             raise NameClashError
@@ -85,7 +86,7 @@ class FileReader:
     def _read_file(self, path: str, span: FileSpan, blocks: Sequence[bytes], out: np.ndarray) -> None:
         descriptor = open_blocks(path)
         try:
-            read_blocks(
+            header = read_blocks(
                 descriptor,
                 parsed_name(span.file),
                 key=self._session.key,
@@ -95,10 +96,15 @@ class FileReader:
                 position=span.position,
                 out=out,
             )
+            self._note_run(span, header)
             if time.time() - os.fstat(descriptor).st_mtime > TOUCH_SECONDS:
                 self._touch(descriptor)
         finally:
             os.close(descriptor)
+
+    def _note_run(self, span: FileSpan, header: Header) -> None:
+        if header.run and header.run == self._session.run:
+            self._session.own_files.add(span.file)
 
     def _touch(self, descriptor: int) -> None:
         try:

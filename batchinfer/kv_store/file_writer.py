@@ -102,15 +102,17 @@ class FileWriter:
         is_sent = self._tier is not None and self._tier.put(name, blocks[start:stop], content)
         return self.keep(name, blocks[start:stop], content) or is_sent
 
-    def keep(self, name: FileName, blocks: Sequence[bytes], content: np.ndarray) -> bool:
+    def keep(self, name: FileName, blocks: Sequence[bytes], content: np.ndarray, run: str | None = None) -> bool:
         """Have a file on disk, if all that is there is not worth more.
 
         Args:
             blocks: names of the file's blocks.
             content: [len(blocks), block_bytes] uint8, contiguous.
+            run: id of the run that has computed them; None: this one.
         """
         try:
-            header = make_header(self._session.identity, blocks, name.first, content, self._session.key)
+            run = self._session.run if run is None else run
+            header = make_header(self._session.identity, blocks, name.first, content, self._session.key, run)
             with self._space_lock:
                 ancestors = self._index.ancestors(name.parent)
                 booked = self._space.book(name, file_bytes(len(blocks), self._session.identity.block_bytes), ancestors)

@@ -86,7 +86,7 @@ class SecondTier:
         """
         if not self._is_on:
             return False
-        header = make_header(self._session.identity, blocks, name.first, content, self._key)
+        header = make_header(self._session.identity, blocks, name.first, content, self._key, self._session.run)
         try:
             written = self._bucket.create(self._object(name), header + content.tobytes())
         except StoreError as error:

@@ -76,6 +76,7 @@ class StoreSession:
 
     store: StoreDir
     identity: KvIdentity
+    run: str = ""  # id of the run that this process works for; "": none
     name: str = field(default_factory=_new_name)
     started_s: float = field(default_factory=time.time)
     counters: Counters = field(default_factory=Counters)
@@ -83,6 +84,7 @@ class StoreSession:
     is_readable: bool = True
     is_writable: bool = True
     problems: list[str] = field(default_factory=list)  # sentences for the user that nobody has taken yet
+    own_files: set[str] = field(default_factory=set)  # of those read, the ones whose blocks this run has computed
 
     def switch_off(self, what: str, error: Exception) -> None:
         """After a failed write nothing more is written; after any other failure nothing is read either."""

@@ -5,6 +5,7 @@ No model is loaded. Every file is published whole, so that an interrupted plan g
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,10 +140,11 @@ def _open_run(
                 if not again:
                     storage.fetch("plan")
                     return state
-                carried = {key: state[key] for key in (MADE,) if key in state}
+                carried = {key: state[key] for key in (MADE, "id") if key in state}
                 storage.fetch("plan", "tokens")
                 _keep_sound_tokens(run, Manifest(run.root, state.get("files")), shards)
     state = {
+        "id": secrets.token_hex(8),  # drawn: another run of the same job is another one
         **carried,
         "state": "planning",
         "fingerprint": fingerprint,

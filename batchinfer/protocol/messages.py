@@ -243,6 +243,7 @@ class Start(Message, frozen=True):
     job: the JobConfig as JSON; model, dtype and cluster are those of Join.
     most_tokens, largest_tokens: KV tokens of all requests of the run together, and of the largest one.
     transfer_folder: for KV on its way to another host.
+    run_id: tells this run's blocks in the KV store from those of others.
     """
 
     job: str
@@ -251,6 +252,7 @@ class Start(Message, frozen=True):
     transfer_folder: str
     traced: bool
     model_digests: dict[str, str]
+    run_id: str = ""
 
 
 # from the controller: while ranks work

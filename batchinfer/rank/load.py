@@ -189,7 +189,7 @@ def make_worker(
         model.place_experts(Path(job.model.path), placements, mesh.rank)
 
     def open_prefixes(pages: torch.Tensor) -> StoredPrefixes:
-        return _open_prefixes(job, model, pages, start.model_digests)
+        return _open_prefixes(job, model, pages, start)
 
     return RankWorker(
         context,
@@ -199,16 +199,14 @@ def make_worker(
     )
 
 
-def _open_prefixes(
-    job: JobConfig, model: Transformer, pages: torch.Tensor, model_digests: dict[str, str]
-) -> StoredPrefixes:
+def _open_prefixes(job: JobConfig, model: Transformer, pages: torch.Tensor, start: Start) -> StoredPrefixes:
     """This rank's view of the job's KV store."""
     assert job.kv.dir is not None
     num_layers, _, _, row_width = pages.shape
     identity = KvIdentity(
         model=job.model.path,
-        weights=model_digests["model.weights"],
-        config=model_digests["model.config"],
+        weights=start.model_digests["model.weights"],
+        config=start.model_digests["model.config"],
         dtype=model.ops.page_format(model.dtype).dtype,
         numerics=_numerics(model),
         salt=job.kv.salt,
@@ -223,6 +221,7 @@ def _open_prefixes(
             max_bytes=job.kv.max_bytes,
             gid=group_id(job.kv.shared_group, "kv.shared_group"),
             bucket=None if job.kv.second_tier is None else Bucket(job.kv.second_tier, job.s3, attempts=TIER_ATTEMPTS),
+            run=start.run_id,
         ),
         pages,
         persist=job.kv.persist,

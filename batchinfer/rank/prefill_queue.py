@@ -85,8 +85,9 @@ class PrefillQueue:
         """How the first `num_known` tokens, in memory, and the first `num_stored`, on disk, are counted.
 
         The plan's order shares `shared_tokens` with earlier prompts. What the own rank has not of these is computed
-        again or read; what the disk has beyond them has never been computed in this run. What is computed again is
-        replicated where only another rank has had it, and recomputed where this one has had it:
+        again or read; what the disk has beyond them has not been computed in this run, or by a session that was killed:
+        then it was needed once, and is no hit. What is computed again is replicated where only another rank has had it,
+        and recomputed where this one has had it:
 
           prompt   [ found           )[ replicated )[ recomputed )[ new    )
                    0              known             ^ any order   shared   end
@@ -94,10 +95,11 @@ class PrefillQueue:
         shared = request.shared_tokens
         missing = shared - max(num_known, min(num_stored, shared))  # below 0: memory has more than was expected
         replicated = min(request.replicated_tokens, missing)
+        stored = self._stored
         return CachedTokens(
             # without a store a row says what the plan says, so that it is the same after any restart
-            memory=request.cached_tokens if self._stored is None else shared,
-            disk=max(0, num_stored - max(num_known, shared)),
+            memory=request.cached_tokens if stored is None else shared,
+            disk=0 if stored is None else stored.older_tokens(request, max(num_known, shared), num_stored),
             replicated=replicated,
             recomputed=missing - replicated,
             computed=len(request.token_ids) - max(num_known, num_stored),

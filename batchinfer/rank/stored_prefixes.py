@@ -9,7 +9,7 @@ them. After a step the blocks that it has completed go to the writer, but for wh
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -34,6 +34,15 @@ class _Prompt:
     names: list[bytes]  # [B] of its whole blocks
     first: int  # block from which on `read` reads
     read: BlockRead | None
+    older: list[bool] = field(default_factory=list)  # of the blocks that were read: no session of this run computed it
+
+    def older_tokens(self, start: int, end: int, block_tokens: int) -> int:
+        """Tokens from `start` to `end` in blocks that are older than this run."""
+        num_older = 0
+        for number, is_older in enumerate(self.older, self.first):
+            begin, stop = max(start, number * block_tokens), min(end, (number + 1) * block_tokens)
+            num_older += is_older * max(0, stop - begin)
+        return num_older
 
 
 class StoredPrefixes:
@@ -105,9 +114,17 @@ class StoredPrefixes:
             end_page = (prompt.first + len(content)) * self._pages_per_block
             blocks_to_pages(content, self._pages, page_ids[num_known_pages:end_page], skip_pages=skipped)
             num_tokens = end_page * PAGE_TOKENS
+            prompt.older = [not self._store.is_own(span) for span in read.spans for _ in range(span.start, span.stop)]
         read.close()
         self._judge(content, num_tokens - num_known_pages * PAGE_TOKENS, time.monotonic() - started_s)
         return num_tokens
+
+    def older_tokens(self, request: Request, start: int, end: int) -> int:
+        """Tokens from `start` to `end` of a prompt that `fill` has filled which the store had before this run.
+
+        The others were computed by a session of this run that was killed, or by other ranks or nodes of it.
+        """
+        return self._prompts[request.key].older_tokens(start, end, self._block_tokens)
 
     def note_step(self, chunks: list[Chunk], compute_s: float) -> None:
         """A prefill step has run: its complete blocks can be written."""

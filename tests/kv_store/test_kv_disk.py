@@ -190,7 +190,8 @@ def test_the_longest_header_fits():
     worst = replace(worst, block_tokens=2**20 * 64, num_layers=10**4, latent_dim=10**4)
     chain = [bytes(32)] * 10**6
     content = np.zeros((MAX_BLOCKS, 8), np.uint8)
-    assert len(make_header(worst, chain[10**6 - MAX_BLOCKS :], 10**6 - MAX_BLOCKS, content, bytes(32))) == HEADER_BYTES
+    first, run = 10**6 - MAX_BLOCKS, "f" * 16
+    assert len(make_header(worst, chain[first:], first, content, bytes(32), run)) == HEADER_BYTES
     assert len(str(FileName.of(chain, 10**6 - MAX_BLOCKS, 10**6))) <= 255
 
 

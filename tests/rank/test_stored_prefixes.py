@@ -82,6 +82,28 @@ def test_what_memory_has_not_comes_from_the_disk(tmp_path, block_tokens, num_kno
     prefixes.close()
 
 
+def test_blocks_of_this_run_are_told_from_those_that_were_there_before(tmp_path):
+    """However often files are read and whoever opens the store; what names no run is older."""
+    prompt = list(range(300))
+    for num_tokens, run in [(64, ""), (128, "other"), (300, "mine")]:
+        store, pages = DiskStore(tmp_path / "store", identity(), run=run), pool()
+        prefixes = StoredPrefixes(store, pages, persist="all", reuse="always", wait_s=5.0)
+        asked = request(prompt[:num_tokens])
+        prefixes.read_ahead([asked])
+        compute(prefixes, asked, pages, list(range(20)), start=prefixes.fill(asked, 0, list(range(20))))
+        prefixes.close()
+    for run, expected in [("mine", 128), ("other", 192), ("", 256)]:
+        prefixes = StoredPrefixes(
+            DiskStore(tmp_path / "store", identity(), run=run), pool(), persist="all", reuse="always", wait_s=5.0
+        )
+        asked = request(prompt)
+        prefixes.read_ahead([asked])
+        assert prefixes.fill(asked, 0, list(range(20))) == 256
+        assert prefixes.older_tokens(asked, 0, 256) == expected
+        assert prefixes.older_tokens(asked, 10, 256) == expected - 10
+        prefixes.close()
+
+
 def test_memory_that_holds_less_than_expected_is_made_up_for(tmp_path):
     asked = request(list(range(300)), shared_tokens=200)
     store_one(tmp_path / "store", asked)

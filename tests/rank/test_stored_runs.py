@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -19,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.report.read import read_report
-from support.faults import run_while_killing
-from support.jobs import answers, batchinfer, write_job, write_shard
+from support.faults import descendants, run_while_killing, wait_until
+from support.jobs import answers, batchinfer, start, write_job, write_shard
 from support.paths import RANDOM_MODEL, SAMPLE_MODEL
 from support.small_disks import remount
 
@@ -179,7 +180,8 @@ def test_prompts_that_a_killed_run_had_computed_are_read_by_the_next_one(job_fol
     again = batchinfer("run", job_folder.path / "first.toml")
     assert again.code == 0, again.err
     assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)
-    assert read_report(run).values["disk_tokens"] > 0
+    values = read_report(run).values
+    assert values["store_read_bytes"] > 0 == values["disk_tokens"], "read, but it is what this run has computed itself"
 
 
 def test_killed_ranks_leave_a_store_that_serves_only_what_is_whole(job_folder, tmp_path):
@@ -198,6 +200,46 @@ def test_killed_ranks_leave_a_store_that_serves_only_what_is_whole(job_folder, t
         assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)
     verified = batchinfer("kv", "verify", tmp_path / "store")
     assert verified.code == 0, verified.out
+
+
+def test_what_a_killed_session_had_stored_was_not_there_before(job_folder, tmp_path):
+    """Tokens that the run has computed itself are needed, not found on disk; some rows are done by then."""
+    how = [{"max_tokens": 2 if row % 3 else 120} for row in range(NUM_ROWS)]
+    prompts = pq.read_table(job_folder.path / "prompts" / "part-0.parquet")["prompt"].to_pylist()
+    write_shard(tmp_path / "prompts" / "part-0.parquet", {"prompt": prompts, "how": how})
+    cluster = {"backend": "reference", "commit_seconds": 0.05, "decode_requests": NUM_ROWS}
+    jobs = [
+        write_job(
+            tmp_path,
+            name=f"{name}.toml",
+            input={"sampling": "how"},
+            output={"dir": name},
+            cluster=cluster,
+            sampling={"ignore_eos": True},
+            kv={"dir": str(tmp_path / f"store-{name}"), "persist": "all", "reuse": "always"},
+        )
+        for name in ("calm", "killed")
+    ]
+    assert batchinfer("run", jobs[0]).code == 0
+    process = start("run", jobs[1])
+    wait_until(lambda: list((tmp_path / "killed").glob("units/*/[0-9]*/part-*.parquet")), process)
+    for pid in (process.pid, *descendants(process.pid)):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    ended = batchinfer("run", jobs[1])
+    assert ended.code == 0, ended.err
+    calm, killed = (read_report(tmp_path / name).values for name in ("calm", "killed"))
+    assert killed["store_read_bytes"] > 0 == calm["store_read_bytes"]
+    assert (killed["disk_tokens"], killed["optimal_cached_tokens"]) == (0, calm["optimal_cached_tokens"])
+    # what rows that went on share with rows that were done counts for both
+    shared = pq.read_table(tmp_path / "calm" / "plan" / "requests.parquet")["cached_tokens"].to_pylist()
+    assert 0 <= killed["needed_tokens"] - calm["needed_tokens"] <= 2 * max(shared)
+    assert calm["wasted_prompt_tokens"] == 0
+    assert killed["wasted_prompt_tokens"] < killed["needed_tokens"] / 2
+    # another run of the same job finds all of it
+    again = batchinfer("run", jobs[1], "--set", "output.dir=again")
+    assert again.code == 0, again.err
+    assert read_report(tmp_path / "again").values["disk_tokens"] > calm["needed_tokens"] / 2
 
 
 def test_damaged_files_are_never_served(job_folder, copied_store):
