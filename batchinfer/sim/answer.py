@@ -81,7 +81,7 @@ def _requests_one_by_one(job: _Job) -> dict[str, Any]:
 def _whole_day(job: _Job, day: DaySpec) -> dict[str, Any]:
     """Full units at their rates, as many as the load of the hour asks for."""
     work, prefill, decode, per_node = job.workload, job.prefill_rated, job.decode_rated, job.gpu.gpus_per_node
-    times = day.input_tokens / float(work.prompt_tokens.sum())
+    times = day.input_tokens / float(work.delivered.input_tokens)
     group = make_group(prefill, decode, per_node)
     found = simulate_day(day.load_by_hour, times * group.seconds, group, job.spec.cluster.nodes or 0)
     share_of_prefill = group.prefill_nodes / group.nodes
@@ -114,9 +114,9 @@ def _tokens(job: _Job, times: float) -> dict[str, int]:
     work = job.workload
     return {
         "requests": round(len(work) * times),
-        "input_tokens": round(int(work.prompt_tokens.sum()) * times),
-        "cached_tokens": round(int(work.cached_tokens.sum()) * times),
-        "output_tokens": round(int(work.output_tokens.sum()) * times),
+        "input_tokens": round(work.delivered.input_tokens * times),
+        "cached_tokens": round(work.delivered.cached_tokens * times),
+        "output_tokens": round(work.delivered.output_tokens * times),
     }
 
 
@@ -278,9 +278,10 @@ def _nodes_by_hour(history: History) -> list[float]:
 
 
 def _money(job: _Job, node_seconds: float, times: float) -> dict[str, float | None]:
-    prices, work = job.prices, job.workload
+    prices, delivered = job.prices, job.workload.delivered
     gpu_hours = node_seconds / HOUR_S * job.gpu.gpus_per_node
-    tokens = [times * float(counts.sum()) for counts in (work.cached_tokens, work.new_tokens, work.output_tokens)]
+    counts = (delivered.cached_tokens, delivered.new_tokens, delivered.output_tokens)
+    tokens = [times * float(count) for count in counts]
     revenue = margin.revenue(*tokens, input_hit=prices.input_hit, input_miss=prices.input_miss, output=prices.output)
     return {"gpu_hours": gpu_hours, **margin.money(margin.cost(gpu_hours, prices.gpu_hour), revenue, tokens[2])}
 
@@ -311,7 +312,7 @@ def _cheapest(job: _Job) -> dict[str, Any]:
         "prefill_tokens_per_gpu": prefill.batch,
         "decode_ep_size": decode.ep_size,
         "decode_requests_per_gpu": decode.batch,
-        "usd_per_million_output_tokens": margin.per_million(cost, float(job.workload.output_tokens.sum())),
+        "usd_per_million_output_tokens": margin.per_million(cost, float(job.workload.delivered.output_tokens)),
         "gpu_hours": gpu_hours,
         "gpu_hours_as_specified": (job.prefill_rated.gpu_seconds + job.decode_rated.gpu_seconds) / HOUR_S,
     }

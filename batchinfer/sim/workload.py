@@ -20,6 +20,19 @@ DAY_S = 86_400.0
 PART_TOKENS = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Tokens that a job delivers, as its report counts them; rows that another one answers are among them."""
+
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+    @property
+    def new_tokens(self) -> int:
+        return self.input_tokens - self.cached_tokens
+
+
 @dataclass(frozen=True)
 class Workload:
     """Requests as columns, in the order in which they are prefilled."""
@@ -29,9 +42,16 @@ class Workload:
     output_tokens: np.ndarray  # [N] int64, at least 1
     arrival_s: np.ndarray  # [N] float64, rising
     part_tokens: int = PART_TOKENS  # a prompt with more new tokens is prefilled in parts of this size
+    of_plan: Delivered | None = None  # None: what is simulated
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
+
+    @cached_property
+    def delivered(self) -> Delivered:
+        """What is said and priced; prefill gives a token where only a prompt is scored, which nobody gets."""
+        sums = (int(tokens.sum()) for tokens in (self.prompt_tokens, self.cached_tokens, self.output_tokens))
+        return Delivered(*sums) if self.of_plan is None else self.of_plan
 
     @cached_property
     def new_tokens(self) -> np.ndarray:
@@ -107,10 +127,12 @@ def _arrivals(num: int, peak_over_mean: float) -> np.ndarray:
 
 def _planned(run_folder: Path, part_tokens: int) -> Workload:
     """Requests of plan/requests.parquet; answers as long as expected, or else as allowed."""
-    path = RunDir(run_folder).requests
-    columns = ["cached_tokens", "max_tokens", "expected_tokens", "token_ids"]
+    run = RunDir(run_folder)
+    path = run.requests
+    columns = ["shard", "row", "sample", "cached_tokens", "max_tokens", "expected_tokens", "token_ids"]
     try:
         batches = list(pq.ParquetFile(path).iter_batches(columns=columns))
+        duplicates = pq.read_table(run.duplicates, columns=["of_shard", "of_row", "of_sample"])
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(
             f"workload.plan: cannot read {path} ({str(error).splitlines()[0]}); run `batchinfer plan` first"
@@ -121,11 +143,26 @@ def _planned(run_folder: Path, part_tokens: int) -> Workload:
     cached = np.concatenate([batch["cached_tokens"].to_numpy(False) for batch in batches])
     allowed = np.concatenate([batch["max_tokens"].to_numpy(False) for batch in batches])
     expected = np.concatenate([batch["expected_tokens"].to_numpy(False) for batch in batches]).astype(np.float64)
-    outputs = np.where(np.isnan(expected), allowed, np.minimum(np.ceil(expected), allowed))
+    outputs = np.where(np.isnan(expected), allowed, np.minimum(np.ceil(expected), allowed)).astype(np.int64)
+    keys = {name: pa.concat_arrays([batch[name] for batch in batches]) for name in ("shard", "row", "sample")}
+    answered = _answered_by(pa.table({**keys, "place": np.arange(len(prompts))}), duplicates)
+    of_duplicates = int(prompts[answered].sum())
     return Workload(
         prompts.astype(np.int64),
         cached.astype(np.int64),
-        np.maximum(1, outputs).astype(np.int64),
+        np.maximum(1, outputs),
         np.zeros(len(prompts)),
         part_tokens,
+        Delivered(
+            input_tokens=int(prompts.sum()) + of_duplicates,
+            cached_tokens=int(cached.sum()) + of_duplicates,
+            output_tokens=int(outputs.sum() + outputs[answered].sum()),
+        ),
     )
+
+
+def _answered_by(requests: pa.Table, duplicates: pa.Table) -> np.ndarray:
+    """[D] places of the requests that answer the duplicates, in any order."""
+    names = ["shard", "row", "sample"]
+    joined = duplicates.join(requests, [f"of_{name}" for name in names], names, join_type="inner")
+    return np.asarray(joined["place"].to_numpy())

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from batchinfer.balance.decode_series import EVEN
@@ -40,7 +41,7 @@ from batchinfer.sim.search import EP_SIZES, Rater
 from batchinfer.sim.spec import WorkloadSpec, load_spec
 from batchinfer.sim.steps import Batch, Unit, decode_step, prefill_batch, prefill_step
 from batchinfer.sim.workload import Workload, make_workload, parts_of_prompts
-from support.jobs import batchinfer, write_job, write_questions
+from support.jobs import batchinfer, question, write_job, write_questions, write_shard
 
 JOBS = Path(__file__).parents[2] / "jobs"
 V3 = load_model_config(JOBS / "models" / "deepseek-v3")
@@ -404,6 +405,27 @@ def test_a_planned_job_is_simulated(tmp_path):
     figures = json.loads(batchinfer("simulate", spec, "--json").out)
     assert figures["requests"] == 20
     assert figures["input_tokens"] > figures["cached_tokens"] > 0
+
+
+def test_the_tokens_of_a_planned_job_are_those_that_its_report_will_count(tmp_path):
+    """Rows that are only scored get no output token, and duplicates count with what their original gets."""
+    kind = pa.struct([("max_tokens", pa.int64()), ("prompt_logprobs", pa.int64())])
+    how = [{"max_tokens": 7}, {"max_tokens": 7}, {"max_tokens": 0, "prompt_logprobs": 0}, None]
+    prompts = [question(0), question(0), question(1), question(2)]
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": prompts, "how": pa.array(how, kind)})
+    job = write_job(tmp_path, input={"sampling": "how"}, sampling={"max_tokens": 5, "n": 3, "ignore_eos": True})
+    assert batchinfer("run", job).code == 0
+    report = json.loads(batchinfer("report", tmp_path / "run", "--json").out)
+    assert report["duplicate_tokens"] > 0
+    spec = tmp_path / "spec.toml"
+    spec.write_text(SPEC.replace("requests = 3000\nprompt_tokens = 2000\noutput_tokens = 300", 'plan = "run"'))
+    figures = json.loads(batchinfer("simulate", spec, "--json").out)
+    assert figures["requests"] == 3, "to compute"
+    for name in ("input_tokens", "cached_tokens", "output_tokens"):
+        assert figures[name] == report[name], name
+    hits, misses = report["cached_tokens"], report["input_tokens"] - report["cached_tokens"]
+    earned = hits * 0.14 + misses * 0.55 + report["output_tokens"] * 2.19
+    assert figures["revenue_usd"] == pytest.approx(earned / 1e6)
 
 
 @pytest.mark.parametrize(
