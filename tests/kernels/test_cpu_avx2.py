@@ -13,7 +13,7 @@ import subprocess
 import pytest
 
 from batchinfer_kernels.cpu import build
-from support.instructions import OFTEN, OPERATIONS, TESTS, run_tests_with, run_with
+from support.instructions import OFTEN, OPERATIONS, TESTS, run_code_with, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
 
 (AVX2,) = (known for known in build.INSTRUCTION_SETS if known.name == "avx2")
@@ -47,7 +47,7 @@ def test_whole_jobs_keep_their_bytes_however_they_are_run():
 def test_no_instruction_in_it_is_beyond_avx2():
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump to look into the library with")
-    library = run_with(AVX2.name, "-c", LIBRARY).splitlines()[-1]
+    library = run_code_with(AVX2.name, LIBRARY).splitlines()[-1]
     said = subprocess.run(
         ["objdump", "-d", "--no-show-raw-insn", library], capture_output=True, text=True, check=True
     ).stdout
@@ -85,4 +85,4 @@ def test_a_job_has_the_same_bytes_and_takes_what_others_have_stored(dtype, tmp_p
 def test_doctor_says_why_better_instructions_are_not_in_use():
     if build.instructions().name == AVX2.name:
         pytest.skip("this processor has nothing better")
-    assert run_with(AVX2.name, "-c", EXPLAIN).splitlines()[-1] == f"for avx2, as {build.CHOICE} says"
+    assert run_code_with(AVX2.name, EXPLAIN).splitlines()[-1] == f"for avx2, as {build.CHOICE} says"

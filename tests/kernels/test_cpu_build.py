@@ -6,8 +6,6 @@ import os
 import platform
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchinfer_kernels.cpu import build
+from support.forked_python import ForkedPython
 
 KERNELS = Path(build.__file__).parents[2]
 ROOT = Path(__file__).parents[2]
@@ -47,9 +46,7 @@ def start(code, cache, **environment):
         "XDG_CACHE_HOME": str(cache),
         **environment,
     }
-    return subprocess.Popen(
-        [sys.executable, "-c", code], env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return ForkedPython(code, [], variables, ROOT)
 
 
 def answer(process):
@@ -212,7 +209,7 @@ def test_a_build_that_was_killed_leaves_nothing_in_the_way(tmp_path):
     while not (tmp_path / "calls").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     slow.send_signal(signal.SIGKILL)
-    slow.communicate()
+    slow.communicate(timeout=60)
     assert any("building" in path.name for path in (tmp_path / "batchinfer/kernels").iterdir())
     assert answer(start(MAKE, tmp_path, CXX=write_compiler(tmp_path, "touch $out"))).endswith(".so")
     assert entries(tmp_path) == [".lock", ".so"]

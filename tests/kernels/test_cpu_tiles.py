@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from batchinfer_kernels.cpu import build
-from support.instructions import OFTEN, OPERATIONS, run_tests_with, run_with
+from support.instructions import OFTEN, OPERATIONS, run_code_with, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
 
 PLAIN, AMX = "amx-plain", "amx"
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("cpp")
 
 
 def test_sums_have_the_promised_order_and_not_that_of_other_products():
-    assert run_with(PLAIN, "-c", AGREE).splitlines()[-1] == "True False"
+    assert run_code_with(PLAIN, AGREE).splitlines()[-1] == "True False"
 
 
 @pytest.mark.parametrize("which", [OFTEN, pytest.param("", marks=pytest.mark.slow)], ids=["often", "all"])
@@ -43,7 +43,7 @@ def test_results_are_as_good_and_keep_their_bits_in_any_company(which):
 
 def test_float32_has_the_family_of_other_instructions_and_bfloat16_one_of_its_own():
     """That their bits are so: test_same_bits."""
-    of_tiles, of_others = (run_with(name, "-c", NAMES).splitlines()[-1].split() for name in (PLAIN, "avx2"))
+    of_tiles, of_others = (run_code_with(name, NAMES).splitlines()[-1].split() for name in (PLAIN, "avx2"))
     assert of_tiles[0] == of_others[0]
     assert of_tiles[1] != of_others[1]
 
@@ -78,7 +78,7 @@ def test_the_instructions_themselves_are_compiled(tmp_path):
     objects = [tmp_path / f"{source.stem}.o" for source in sources]
     build._run(  # what the sources ask for by name is there with any -O
         [
-            [*build._compiler(), *build._FLAGS, *amx.flags, "-O1", "-c", str(source), "-o", str(target)]
+            [*build._compiler(), *build._FLAGS, *amx.flags, "-O0", "-c", str(source), "-o", str(target)]
             for source, target in zip(sources, objects, strict=True)
         ]
     )
@@ -138,7 +138,7 @@ def test_tiles_that_hang_are_left_too(plain_is_best, monkeypatch):
 
 def test_tiles_of_a_processor_that_did_not_build_the_library_are_tried_when_it_is_loaded():
     code = "from batchinfer_kernels.cpu import build; build._tiles_agree = lambda: False; print(build.why_not())"
-    said = run_with(PLAIN, "-c", code).splitlines()[-1]
+    said = run_code_with(PLAIN, code).splitlines()[-1]
     assert said.startswith("the tiles of this processor (")
     assert said.endswith("set BATCHINFER_CPU_FEATURES=avx512")
 

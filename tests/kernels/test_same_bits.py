@@ -8,16 +8,15 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels.cpu import build, ops
+from support.instructions import run_code_with, variables_for
 from support.random_shapes import DTYPES, computed, make_model, make_prompts
 
-TESTS = Path(__file__).parents[1]
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))]
 PROCESS_SEEDS = [range(3), pytest.param(range(3, 6), marks=pytest.mark.slow)]
 
@@ -64,12 +63,19 @@ def test_a_row_has_the_same_bits_at_every_place_among_up_to_seventy_others(dtype
                 assert torch.equal(ops.linear(rows, weight)[place : place + 1], alone), (place, num_others)
 
 
-def results_of_a_process(folder, seeds, **environment):
-    """What random_shapes.py prints with these variables."""
-    paths = os.pathsep.join(str(path) for path in (TESTS.parent, TESTS.parent / "kernels", TESTS))
+PROGRAM = "from support.random_shapes import program; program()"
+
+
+def results_of_a_process(name, folder, seeds, **environment):
+    """What random_shapes.py prints with these instructions and variables."""
+    return json.loads(run_code_with(name, PROGRAM, str(folder), *map(str, seeds), **environment).splitlines()[-1])
+
+
+def results_with_preloaded(library, name, folder, seeds, **environment):
+    """As results_of_a_process, with a library that must be there from the start."""
     ended = subprocess.run(
-        [sys.executable, str(TESTS / "support" / "random_shapes.py"), str(folder), *map(str, seeds)],
-        env={**os.environ, "PYTHONPATH": paths, **environment},
+        [sys.executable, "-c", PROGRAM, str(folder), *map(str, seeds)],
+        env=variables_for(name, LD_PRELOAD=str(library), **environment),
         capture_output=True,
         text=True,
         check=False,
@@ -80,13 +86,15 @@ def results_of_a_process(folder, seeds, **environment):
 
 @pytest.fixture(scope="module", params=PROCESS_SEEDS, ids=str)
 def results(request, folder):
-    """What is computed with some instructions."""
+    """What is computed with some instructions; those that have no pairs do not ask how to multiply them."""
     for seed in request.param:
         make_model(folder, seed)
 
     @functools.cache
-    def get(name, **environment):
-        return results_of_a_process(folder, request.param, **{build.CHOICE: name}, **environment)
+    def get(name, pairs=1, preloaded=None):
+        if preloaded is not None:
+            return results_with_preloaded(preloaded, name, folder, request.param, PAIRS=str(pairs))
+        return results_of_a_process(name, folder, request.param, PAIRS=str(pairs))
 
     return get
 
@@ -127,7 +135,7 @@ def test_pairs_by_their_instruction_and_in_float32_have_the_same_bits(results):
     (chosen,) = [known for known in build.INSTRUCTION_SETS if known.name == "avx512"]
     if reason := build.why_not_for(chosen):
         pytest.skip(reason)
-    assert results("avx512", PAIRS="1") == results("avx512", PAIRS="0")
+    assert results("avx512", pairs=1) == results("avx512", pairs=0)
 
 
 # Every byte that is handed out is 255, so that float32 and bfloat16 values that nobody has written are no numbers.
@@ -165,8 +173,8 @@ def test_memory_that_nobody_has_written_changes_no_bit(name, results, tmp_path):
     source.write_text(FILL)
     command = [*build._compiler(), "-x", "c", "-shared", "-fPIC", "-O1", str(source), "-o", str(library), "-ldl"]
     subprocess.run(command, check=True)
-    filled = {"LD_PRELOAD": str(library)}
-    said = subprocess.run([sys.executable, "-c", FILLED], env={**os.environ, **filled}, capture_output=True, check=True)
+    filled = {**os.environ, "LD_PRELOAD": str(library)}
+    said = subprocess.run([sys.executable, "-c", FILLED], env=filled, capture_output=True, check=True)
     assert said.stdout == b"filled\n"
     name = name or build.instructions().name
-    assert results(name, **filled) == results(name)
+    assert results(name, preloaded=library) == results(name)

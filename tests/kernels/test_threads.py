@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from batchinfer_kernels.cpu import build
+from support.forked_python import ForkedPython
 
 pytestmark = pytest.mark.usefixtures("cpp")
 TESTS = Path(__file__).parents[1]
@@ -99,22 +100,31 @@ def wait_until(holds):
         time.sleep(0.01)
 
 
-def run_apart(code, path, *, num_threads=2):
+PATHS = os.pathsep.join(str(folder) for folder in (TESTS.parent, TESTS.parent / "kernels", TESTS, TESTS / "kernels"))
+
+
+def in_a_process(code, path):
+    """The code with what it needs before it."""
+    start = f"from test_threads import *; checks = Checks({str(path)!r}); torch.set_num_threads(2)"
+    return f"{start}; assert build.why_not() is None\n{code}"
+
+
+def run_apart(code, path):
     """Run code that ends well in a process of its own; returns what it printed."""
-    start = f"from test_threads import *; checks = Checks({str(path)!r})"
-    paths = os.pathsep.join(
-        str(folder) for folder in (TESTS.parent, TESTS.parent / "kernels", TESTS, TESTS / "kernels")
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", f"{start}; assert build.why_not() is None\n{code}"],
-        env={**os.environ, "OMP_NUM_THREADS": str(num_threads), "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
+    process = ForkedPython(in_a_process(code, path), [], {**os.environ, "PYTHONPATH": PATHS}, TESTS.parent)
+    said, _ = process.communicate(timeout=5 * PATIENCE_S)
+    assert process.returncode == 0, said
+    return said.split()
+
+
+def run_from_start_to_end(code, path):
+    """As run_apart in a process that Python starts and ends as it does for users."""
+    subprocess.run(
+        [sys.executable, "-c", in_a_process(code, path)],
+        env={**os.environ, "PYTHONPATH": PATHS},
         timeout=5 * PATIENCE_S,
-        check=False,
+        check=True,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout.split()
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
@@ -257,8 +267,8 @@ def test_a_forked_process_has_workers_of_its_own(path, busy):
 )
 def test_a_process_ends_whatever_its_workers_do(path, then):
     begin = "threading.Thread(target=checks.call_for_ever, args=(10,), daemon=True).start()\n"
-    run_apart(f"checks.count(2)\n{then}", path)
-    run_apart(f"{begin}checks.count(2)\n{then}", path)
+    run_from_start_to_end(f"checks.count(2)\n{then}", path)
+    run_from_start_to_end(f"{begin}checks.count(2)\n{then}", path)
 
 
 NO_THREADS = """

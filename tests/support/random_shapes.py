@@ -41,11 +41,11 @@ def make_model(folder: Path, seed: int) -> Path:
 
     Every third one has an indexer.
     """
-    from support.checkpoints import make_checkpoint
-
     target = folder / str(seed)
     if target.exists():
         return target
+    from support.checkpoints import make_checkpoint
+
     draw = random.Random(seed)
     heads, groups = draw.choice([1, 2, 3, 5, 8, 12, 17]), draw.choice([1, 2, 4])
     sizes: dict[str, Any] = {
@@ -173,5 +173,9 @@ def main(folder: Path, seeds: list[int]) -> None:
     print(json.dumps(found | {"finite": is_finite}))
 
 
-if __name__ == "__main__":
+def program() -> None:
     main(Path(sys.argv[1]), [int(seed) for seed in sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    program()
