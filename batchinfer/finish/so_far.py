@@ -14,7 +14,7 @@ from batchinfer.records import Shard
 from batchinfer.rundir import RunDir, read_state
 
 # of an output row; answers' texts may be large, and `peek` shows them
-COLUMNS = "row, sample, id, status, NULL::VARCHAR AS text, error, finish_reason"
+COLUMNS = "row, sample, id, status, NULL::VARCHAR AS text, error, finish_reason, completion_tokens"
 HAS_ENDED = f"error IS DISTINCT FROM {literal(NOT_COMPUTED)}"
 
 

@@ -13,7 +13,7 @@ from batchinfer.report import forms
 from batchinfer.report.forms import Form, Value
 
 Values = Mapping[str, Value]
-MANY_CUT_ROWS = 0.1  # share of the ok rows from which the report says what to do
+MANY_CUT_ROWS = 0.1  # share of the ok rows with an answer from which the report says what to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,9 @@ class Group:
 
 def _of_length(values: Values) -> str:
     cut, ok = values["finish_reasons.length"] or 0, values["rows_ok"] or 0
-    is_many = values["output_tokens"] and ok and cut / ok >= MANY_CUT_ROWS  # where only prompts are scored all are
-    return f"{cut / ok:.1%} of ok: raise max_tokens?" if is_many else ""
+    answered = ok - (values["finish_reasons.no_output"] or 0)
+    is_many = answered > 0 and cut / answered >= MANY_CUT_ROWS
+    return f"{cut / answered:.1%} of answers: raise max_tokens?" if is_many else ""
 
 
 def _of_structured(values: Values) -> str:
@@ -103,6 +104,7 @@ ROWS = Group(
         Figure("finish_reasons.stop", "  ended by themselves", forms.count, "", "output rows that ended by themselves"),
         Figure("finish_reasons.length", "  cut at max_tokens", forms.count, "", "output rows with all the tokens that "
                "they were allowed, most likely not at their end", note=_of_length),
+        Figure("finish_reasons.no_output", "  only their prompts", forms.count, only_if_any=True),
         Figure("rows_error", "error", forms.count, "", "output rows with status error"),
         Figure("finish_reasons.error", "", forms.count, "", "output rows that did not get an answer"),
     ),

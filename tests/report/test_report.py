@@ -652,9 +652,25 @@ def test_many_rows_that_were_cut_come_with_a_hint(tmp_path):
     assert as_document(report)["finish_reasons"] == {"stop": 6, "length": 3, "error": 1}
     lines = squeezed(format_report(report))
     assert "ended by themselves 6" in lines
-    assert "cut at max_tokens 3 33.3% of ok: raise max_tokens?" in lines
+    assert "cut at max_tokens 3 33.3% of answers: raise max_tokens?" in lines
     few = report.values | {"rows_ok": 31}
     assert FIGURES["finish_reasons.length"].note_of(few) == ""
+
+
+def test_rows_of_which_only_the_prompt_is_scored_are_not_cut(tmp_path):
+    """They end with 'length' in outputs, as all that they were allowed is nothing."""
+    reasons = ["stop"] * 12 + ["length"] * 6
+    rows = [output(row, finish_reason=reason) for row, reason in enumerate(reasons)]
+    for row in rows[13:]:
+        row |= {"completion_tokens": 0, "token_ids": [], "text": ""}
+    requests = [request(row, 4, 0 if row >= 13 else 2, 0, 1) for row in range(18)]
+    report = read_report(write_run(tmp_path / "r", requests=requests, outputs={"s.parquet": rows}))
+    assert as_document(report)["finish_reasons"] == {"stop": 12, "length": 1, "error": 0}
+    lines = squeezed(format_report(report))
+    assert "cut at max_tokens 1" in lines, "one of 13 answers"
+    assert "only their prompts 5" in lines
+    cut = report.values | {"finish_reasons.length": 2}
+    assert FIGURES["finish_reasons.length"].note_of(cut) == "15.4% of answers: raise max_tokens?"
 
 
 def test_a_terminal_gets_colours_and_nobody_elses_markup(monkeypatch):
