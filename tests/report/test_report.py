@@ -642,6 +642,18 @@ def test_the_panel_tells_small_sums_apart_from_nothing():
     assert "GPU-hours 0.000200 h" in lines
 
 
+def test_a_perfect_cache_serves_no_less_than_what_was_served_when_rows_failed(tmp_path):
+    # 3 prompts of 10 tokens that share 8, and one of 30 that failed: 12 + 2 + 30 of the plan's are distinct
+    requests = [
+        request(0, 10, 2, 0, 1),
+        *(request(row, 10, 2, 0, 1, cached_memory_tokens=8) for row in (1, 2)),
+        error_request(3),
+    ]
+    values = read_report(write_run(tmp_path / "r", requests=requests, distinct_tokens=44)).values
+    assert (values["input_tokens"], values["cached_tokens"]) == (30, 16)
+    assert values["optimal_cached_tokens"] == 16
+
+
 def test_many_rows_that_were_cut_come_with_a_hint(tmp_path):
     reasons = ["stop"] * 6 + ["length"] * 3
     rows = [output(row, finish_reason=reason) for row, reason in enumerate(reasons)]

@@ -44,7 +44,9 @@ SELECT
     memory_tokens,
     disk_tokens,
     duplicate_tokens,
-    greatest(0, input_tokens - (SELECT sum(distinct_tokens) FROM run) + disk_tokens) AS optimal_cached_tokens,
+    -- the plan's distinct prefixes hold those of failed rows, which input_tokens does not
+    greatest(cached_tokens, input_tokens - (SELECT sum(distinct_tokens) FROM run) + disk_tokens)
+        AS optimal_cached_tokens,
     output_tokens,
     generated_tokens,
     needed_tokens,
