@@ -7,42 +7,64 @@ import io
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer import cli
+from batchinfer.commands import jobs, reports
 from support.paths import RANDOM_MODEL
 
 SYSTEM = "You answer with one word. Read the question twice, think about each word of it, then give the word. " * 3
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ended:
     """How a command ended."""
 
     code: int
-    out: str
+    said: str  # on stdout before the report of a run
     err: str
+    report: list[Callable[[], None]] = field(default_factory=list)
+
+    @cached_property
+    def out(self) -> str:
+        """All that stdout got; the report of a run, half the work of a small one, is made for who reads it."""
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            for print_it in self.report:
+                print_it()
+        return self.said + out.getvalue()
 
 
 def batchinfer(*arguments: str | Path) -> Ended:
     """Run the command in this process: quick, since torch is loaded once."""
     out, err = io.StringIO(), io.StringIO()
+    report: list[Callable[[], None]] = []
+
+    def print_later(runs: list[Path], *, as_json: bool) -> None:
+        report.append(partial(reports.print_report, runs, as_json=as_json))
+
     before = sys.argv
     sys.argv = ["batchinfer", *map(str, arguments)]
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with (
+            patch.object(jobs, "print_report", print_later),
+            contextlib.redirect_stdout(out),
+            contextlib.redirect_stderr(err),
+        ):
             cli.main()
         code: Any = 0
     except SystemExit as end:
         code = end.code or 0
     finally:
         sys.argv = before
-    return Ended(code, out.getvalue(), err.getvalue())
+    return Ended(code, out.getvalue(), err.getvalue(), report)
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
