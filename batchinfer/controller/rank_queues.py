@@ -15,6 +15,8 @@ from batchinfer.balance.prefix_groups import deal_prefixes, num_kept
 from batchinfer.balance.prefix_order import longest_first
 from batchinfer.records import Request
 
+STRETCH = 128  # tokens compared at once
+
 
 class RankQueues:
     """Waiting requests by rank.
@@ -148,8 +150,13 @@ def _shared_tokens(first: Request, second: Request) -> int:
 
 def _common_tokens(first: Request, second: Request, most: int | None = None) -> int:
     """Leading tokens that two prompts have in common, no more than `most` of them."""
-    end = min(len(first.token_ids), len(second.token_ids) if most is None else most)
-    for index in range(end):
-        if first.token_ids[index] != second.token_ids[index]:
+    ours, others = first.token_ids, second.token_ids
+    end = min(len(ours), len(others) if most is None else most)
+    begin = 0
+    # a stretch at a time: prompts with long common starts would take seconds token by token
+    while begin + STRETCH <= end and ours[begin : begin + STRETCH] == others[begin : begin + STRETCH]:
+        begin += STRETCH
+    for index in range(begin, end):
+        if ours[index] != others[index]:
             return index
     return end

@@ -9,6 +9,7 @@ import pytest
 
 from batchinfer.config import SamplingConfig
 from batchinfer.controller.dealer import Dealer
+from batchinfer.controller.rank_queues import STRETCH
 from batchinfer.records import Request, RequestKey
 
 GREEDY = SamplingConfig(max_tokens=4).to_sampling()
@@ -98,6 +99,14 @@ def common(first, second):
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
     )
+
+
+@pytest.mark.parametrize("num", [0, 1, STRETCH - 1, STRETCH, STRETCH + 1, 3 * STRETCH])
+def test_what_prompts_share_is_counted_to_the_token(num):
+    dealer = Dealer([0])
+    first, second = [7] * num + [1, 2], [7] * num + [3] * STRETCH
+    dealer.add_unit(0, [request(0, first), request(1, second), request(2, second)])
+    assert [taken.shared_tokens for taken in dealer.take(0, 3)] == [0, num, len(second) - 1]
 
 
 def test_what_a_cut_makes_both_sides_compute_is_counted_once():
