@@ -4,19 +4,24 @@ import numpy as np
 
 MIN_UNIT_TOKENS = 65_536  # below this, claiming and committing would cost more than they protect
 MAX_UNIT_TOKENS = 4_000_000  # minutes on one node; what is lost with a unit stays small
+MAX_PROMPT_TOKENS = 1 << 24  # whole prompts of an open unit are in memory, shared or not: about 50 bytes per token
 SMALL_GROUP, NODE = 2, 8  # ranks that these two are for; larger groups need more work at once to balance it
 TARGET_UNITS = 256  # enough for many groups to end at about the same time
 
 
-def cut_units(new_tokens: np.ndarray, max_tokens: np.ndarray, *, num_ranks: int = 1) -> np.ndarray:
+def cut_units(
+    new_tokens: np.ndarray, max_tokens: np.ndarray, *, prompt_tokens: np.ndarray | None = None, num_ranks: int = 1
+) -> np.ndarray:
     """Where each unit begins, keeping the order.
 
     The work of a request is counted as prompt tokens to compute plus tokens it may generate. A unit ends with the
-    request that reaches the target, so that no unit is larger than the target plus one request.
+    request that reaches the target, so that no unit is larger than the target plus one request. It ends sooner where
+    its prompts, with all that they share, are MAX_PROMPT_TOKENS.
 
     Args:
         new_tokens: [Q] prompt tokens to compute per request, in the order of execution.
         max_tokens: [Q] most tokens each may generate.
+        prompt_tokens: [Q] lengths of whole prompts; None: nothing is shared.
         num_ranks: of the group that works on a unit together.
 
     Returns:
@@ -25,16 +30,18 @@ def cut_units(new_tokens: np.ndarray, max_tokens: np.ndarray, *, num_ranks: int 
     if len(new_tokens) == 0:
         return np.zeros(1, dtype=np.int64)
     work = np.cumsum(new_tokens.astype(np.int64) + max_tokens)
+    held = np.cumsum(new_tokens if prompt_tokens is None else prompt_tokens, dtype=np.int64)
+    nodes = max(1.0, num_ranks / NODE)
     least = MIN_UNIT_TOKENS * max(1.0, num_ranks / SMALL_GROUP)
-    most = MAX_UNIT_TOKENS * max(1.0, num_ranks / NODE)
-    target = int(np.clip(work[-1] // TARGET_UNITS, least, most))
+    target = int(np.clip(work[-1] // TARGET_UNITS, least, MAX_UNIT_TOKENS * nodes))
+    most_held = int(MAX_PROMPT_TOKENS * nodes)
     starts = [0]
-    done = 0
+    done = done_held = 0
     while True:
-        # the first request at which this unit's work reaches the target is its last
-        last = int(np.searchsorted(work, done + target))
+        # the first request at which this unit's work, or what it holds, reaches the target is its last
+        last = int(min(np.searchsorted(work, done + target), np.searchsorted(held, done_held + most_held)))
         if last + 1 >= len(work):
             break
         starts.append(last + 1)
-        done = int(work[last])
+        done, done_held = int(work[last]), int(held[last])
     return np.array([*starts, len(work)], dtype=np.int64)

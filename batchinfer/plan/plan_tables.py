@@ -51,7 +51,8 @@ def write_plan(
         ConfigError: the folder cannot be written.
     """
     prompt_tokens, max_tokens = rows.num_tokens[planned.row_index], rows.max_tokens[planned.row_index]
-    starts = cut_units(prompt_tokens - planned.cached_tokens, max_tokens, num_ranks=num_ranks)
+    new_tokens = prompt_tokens - planned.cached_tokens
+    starts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens, num_ranks=num_ranks)
     if planned.score_from.any():
         planned, order = scored_first(planned, prompt_tokens, starts)
         keys, prompt_tokens, max_tokens = keys[order], prompt_tokens[order], max_tokens[order]
@@ -79,8 +80,7 @@ def write_plan(
                 num_row_groups += 1
             kept = {"first_row_group": first_row_group, "num_row_groups": num_row_groups - first_row_group}
             totals = _unit_totals(prompt_tokens, max_tokens, planned.cached_tokens, first, end)
-            shared = int(planned.shared_tokens[first])
-            units.append({"unit": unit, **kept, "shared_tokens": shared, **totals})
+            units.append({"unit": unit, **kept, "shared_tokens": int(planned.shared_tokens[first]), **totals})
     write_rows(run.units, manifest, PLAN_UNITS.schema, *units)
     with table_writer(run.duplicates, DUPLICATES.schema, manifest=manifest) as writer:
         writer.write_table(_duplicate_table(rows, planned))

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.plan import packing
-from batchinfer.plan.packing import MIN_UNIT_TOKENS, cut_units
+from batchinfer.plan.packing import MAX_PROMPT_TOKENS, MIN_UNIT_TOKENS, cut_units
 from batchinfer.plan.prefix.in_memory import last_units, plan_prefixes
 from batchinfer.records import sampling_key
 from support.jobs import batchinfer, question, write_job, write_shard
@@ -108,6 +108,18 @@ def test_units_of_a_large_group_hold_more_work():
     new, most = np.full(50_000, 100), np.full(50_000, 10)
     num_units = {ranks: len(cut_units(new, most, num_ranks=ranks)) - 1 for ranks in (1, 2, 8, 32)}
     assert num_units[1] == num_units[2] > 3 * num_units[8] > 9 * num_units[32] > 0
+
+
+def test_units_whose_prompts_share_a_long_start_fit_into_memory():
+    # a document of 30,000 tokens, 20,000 questions on it of 3 tokens, answers of one token
+    new, most, prompts = np.full(20_000, 3), np.ones(20_000, np.int64), np.full(20_000, 30_003)
+    new[0] = 30_003
+    for num_ranks, nodes in ((1, 1), (64, 8)):
+        starts = cut_units(new, most, prompt_tokens=prompts, num_ranks=num_ranks)
+        held = [int(prompts[a:b].sum()) for a, b in itertools.pairwise(starts)]
+        assert max(held) <= nodes * MAX_PROMPT_TOKENS + 30_003
+        assert min(held[:-1]) >= nodes * MAX_PROMPT_TOKENS
+        assert sum(held) == prompts.sum()
 
 
 def test_the_plan_of_a_job_merges_equal_greedy_rows_and_predicts_the_rest(tmp_path, monkeypatch):
