@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 
@@ -275,7 +275,7 @@ def sampling_key(seed: int, row_id: str, occurrence: int, sample: int) -> int:
 
 def sampling_to_json(sampling: Sampling) -> str:
     """One row's resolved sampling as it is stored in the plan; equal samplings give equal text."""
-    return json.dumps(asdict(sampling), sort_keys=True)
+    return json.dumps({field.name: getattr(sampling, field.name) for field in fields(sampling)}, sort_keys=True)
 
 
 def sampling_from_json(text: str) -> Sampling:
