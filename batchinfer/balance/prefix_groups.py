@@ -58,13 +58,13 @@ def deal_prefixes(
         return np.zeros(len(num_tokens), dtype=np.int64)
     new_N = num_tokens - shared_tokens + np.ceil(output_tokens).astype(np.int64)
     sizes_N2 = np.stack([new_N, attention_work(new_N, shared_tokens)], axis=1)
-    mean_2 = np.maximum((sizes_N2.sum(axis=0) + start_R2.sum(axis=0)) / num_ranks, 1.0)
+    unit_2 = np.maximum(_least_busiest(sizes_N2, start_R2), 1.0)
     best_N, best_peak = np.zeros(0, dtype=np.int64), np.inf
     for largest in (*LARGEST_GROUPS, None):
         if largest is None:
-            rank_N = _stretches(shared_tokens, sizes_N2 / mean_2, start_R2 / mean_2, mean_2)
+            rank_N = _stretches(shared_tokens, sizes_N2 / unit_2, start_R2 / unit_2, unit_2)
         else:
-            group_N = cut_groups(shared_tokens, sizes_N2 / mean_2, largest=largest)
+            group_N = cut_groups(shared_tokens, sizes_N2 / unit_2, largest=largest)
             rank_N = assign_prefill(
                 new_N, shared_tokens, num_ranks=num_ranks, group_of_request=group_N, load_of_rank=start_R2
             )
@@ -77,7 +77,7 @@ def deal_prefixes(
             ],
             axis=1,
         )
-        peak = float((loads_R2 / mean_2).max())
+        peak = float((loads_R2 / unit_2).max())
         if peak < best_peak:
             best_N, best_peak = rank_N, peak
         if best_peak <= GOOD_ENOUGH:
@@ -123,6 +123,12 @@ def cut_groups(shared_tokens: np.ndarray, sizes: np.ndarray, *, largest: float) 
     is_start = np.zeros(len(sizes), dtype=np.int64)
     is_start[starts] = 1
     return np.cumsum(is_start) - 1
+
+
+def _least_busiest(sizes_N2: np.ndarray, start_R2: np.ndarray) -> np.ndarray:
+    """[2] what some rank has in any case; measured by less, one quantity could hide how the other is spread."""
+    even_2 = (sizes_N2.sum(axis=0) + start_R2.sum(axis=0)) / len(start_R2)
+    return np.maximum.reduce([even_2, sizes_N2.max(axis=0), start_R2.max(axis=0)])
 
 
 def _stretches(shared_tokens: np.ndarray, sizes_N2: np.ndarray, start_R2: np.ndarray, unit_2: np.ndarray) -> np.ndarray:

@@ -61,6 +61,23 @@ def test_a_task_too_large_for_a_rank_is_cut_where_least_is_shared():
     assert (shared - own_shared_tokens(shared, rank)).sum() == 10
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("waits", [False, True])
+def test_short_prompts_are_even_beside_one_whose_attention_is_most_of_all(num_ranks, waits):
+    # 100,000 tokens are 5e9 pairs, the others 1e8 together: whoever has it is far above the mean in any case
+    rng = np.random.default_rng(num_ranks)
+    lengths = rng.integers(10, 500, 4000)
+    load = np.zeros((num_ranks, 2))
+    if waits:
+        load[0] = 100_000, 5e9
+    else:
+        lengths[77] = 100_000
+    shared = np.append(0, np.minimum(lengths[1:], lengths[:-1]) // 3)
+    rank = deal_prefixes(lengths, shared, np.zeros(4000), num_ranks=num_ranks, load_of_rank=load)
+    tokens = load[:, 0] + np.bincount(rank, lengths - own_shared_tokens(shared, rank), num_ranks)
+    assert tokens.max() <= 1.03 * max(tokens.mean(), 100_000)
+
+
 def test_ranks_with_a_backlog_get_less():
     lengths, shared = np.full(40, 100), np.zeros(40, dtype=np.int64)
     load = np.array([[2000.0, 20 * 5050.0], [0.0, 0.0]])
