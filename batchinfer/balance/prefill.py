@@ -94,7 +94,8 @@ def assign_prefill(
     start_R2 = np.zeros((num_ranks, 2)) if load_of_rank is None else np.asarray(load_of_rank, dtype=np.float64)
     if start_R2.shape != (num_ranks, 2):
         raise ConfigError(f"load_of_rank has the shape {start_R2.shape}; give two loads for each of {num_ranks} ranks")
-    bounds_2 = np.maximum(_bounds(items_I2, num_ranks), (sizes_N2.sum(axis=0) + start_R2.sum(axis=0)) / num_ranks)
+    even_2 = (sizes_N2.sum(axis=0) + start_R2.sum(axis=0)) / num_ranks
+    bounds_2 = np.maximum.reduce([_bounds(items_I2, num_ranks), even_2, start_R2.max(axis=0)])
     unit_2 = np.where(bounds_2 > 0, bounds_2, 1.0)
     if len(cut_groups):
         return _pack_cutting(sizes_N2 / unit_2, group_N, cut_groups, start_R2 / unit_2)

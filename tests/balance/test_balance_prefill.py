@@ -62,6 +62,16 @@ def test_ranks_that_have_something_already_get_less():
     assert np.bincount(rank).tolist() == [10, 30]
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_rank_that_waits_for_one_long_prompt_takes_its_part_of_the_tokens(num_ranks):
+    # 5e9 pairs are more than all others have together: the tokens are even all the same
+    new, load = np.random.default_rng(0).integers(10, 500, 3000), np.zeros((num_ranks, 2))
+    load[0] = 100_000, 5e9
+    rank = assign_prefill(new, np.zeros(3000, np.int64), num_ranks=num_ranks, load_of_rank=load)
+    tokens = load[:, 0] + np.bincount(rank, new, num_ranks)
+    assert tokens.max() <= 1.03 * tokens.mean()
+
+
 @pytest.mark.parametrize(
     ("num", "sigma", "seed"),
     [(3000, sigma, seed) for sigma in (0.5, 1.0) for seed in range(4)] + [(20_000, 1.0, 0), (60_000, 1.0, 0)],
