@@ -96,7 +96,7 @@ def _can_be_copied(name: str, kind: pa.DataType) -> bool:
     try:
         pa.nulls(1, kind).take(pa.array([0]))
         pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([pa.field(name, kind)])).close()
-    except pa.ArrowException:
+    except (pa.ArrowException, OSError):
         return False
     return True
 
@@ -134,6 +134,8 @@ def _keeps(kind: pa.DataType, wider: pa.DataType) -> bool:
     """Whether a cast gives the same values or an error. Arrow makes bytes of text, and silently floats of decimals."""
     if pa.types.is_struct(kind):
         return all(_keeps(part.type, wider.field(part.name).type) for part in kind)
+    if pa.types.is_map(kind):
+        return _keeps(kind.key_type, wider.key_type) and _keeps(kind.item_type, wider.item_type)
     if hasattr(kind, "value_type"):
         return _keeps(kind.value_type, wider.value_type)
     if pa.types.is_decimal(kind):

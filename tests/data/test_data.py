@@ -45,6 +45,11 @@ def write(path: Path, columns: dict, **options) -> Path:
     return path
 
 
+def map_of(kind: pa.DataType) -> pa.MapType:
+    """A map from texts, as a Parquet file of a column `task` gives it back."""
+    return pa.map_(pa.string(), pa.field("task", kind))
+
+
 def one_shard(path: Path) -> Shard:
     return find_shards([str(path)])[0]
 
@@ -445,6 +450,8 @@ def test_kept_columns_get_one_type_that_holds_all(tmp_path, first, second, expec
         *((pa.decimal128(5, 2), pa.float64()), (pa.int64(), pa.decimal256(76, 60)), (pa.json_(), pa.int64())),
         (pa.list_(pa.field("element", pa.string())), pa.list_(pa.field("element", pa.binary()))),
         (pa.struct([("a", pa.float32())]), pa.struct([("a", pa.decimal128(5, 2))])),
+        (map_of(pa.float64()), map_of(pa.decimal128(5, 2))),
+        (map_of(pa.string()), map_of(pa.binary())),
     ],
 )
 def test_kept_columns_of_types_that_do_not_go_together_are_refused(tmp_path, first, second):
@@ -502,6 +509,7 @@ def test_integers_that_a_double_does_not_hold_are_refused_by_their_value(tmp_pat
     [
         pa.array([[("a", "b")]], pa.map_(pa.string_view(), pa.string_view())),
         pa.array([[]], pa.struct([])),
+        pa.array([Decimal(1200)], pa.decimal128(5, -2)),
     ],
     ids=lambda column: str(column.type),
 )
