@@ -20,6 +20,7 @@ from batchinfer.records import ConfigError, DamagedFileError, InputError
 LINE_FILES = {"parquet": (), "jsonl": (".jsonl",), "openai": (".jsonl", ".errors.jsonl")}  # by output.format
 LAUNCHERS = ("slurm", "k8s", "ray")  # each has a folder of what was sent to its clusters
 CHECKSUM = "checksum"  # key of a JSON document's own checksum
+DELETE_STATISTICS = "delete it: statistics do without it"  # what to do when a session's are damaged
 
 TEMPORARY = ".tmp"  # a file or folder that begins with a dot and ends so is nobody's result
 NAME_BYTES = 100  # of what it is to become, in its name

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import xxhash
 from msgspec.structs import asdict
 
-from batchinfer.data.parquet import own_file, table_writer
+from batchinfer.data.parquet import own_file, sealed_table, table_writer
 from batchinfer.data.schemas import STATS_STEPS
 from batchinfer.progress import note
 from batchinfer.protocol.messages import StepRecord
@@ -103,7 +103,7 @@ def _read_lost(path: Path) -> list[dict[str, Any]]:
     if not content:
         return []
     with own_file(path):
-        steps: list[dict[str, Any]] = pq.read_table(pa.BufferReader(content)).to_pylist()
+        steps: list[dict[str, Any]] = pq.read_table(sealed_table(content)).to_pylist()
     return steps
 
 
@@ -129,7 +129,7 @@ def _known_steps(run: RunDir, session: str) -> set[tuple[int, int]]:
     known: set[tuple[int, int]] = set()
     for path in (run.stats / "steps").glob(f"{session}-[0-9]*.parquet"):
         with own_file(path):
-            table = pq.read_table(path, columns=["session", "rank", "step"]).to_pydict()
+            table = pq.read_table(sealed_table(path), columns=["session", "rank", "step"]).to_pydict()
         rows = zip(*table.values(), strict=True)
         known |= {(rank, step) for name, rank, step in rows if name == session}
     return known

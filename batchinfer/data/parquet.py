@@ -1,9 +1,11 @@
 """Tables of our own in Parquet, and files of lines: written whole or not at all; what damage of files looks like."""
 
+import io
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,6 +15,9 @@ from batchinfer.records import DamagedFileError
 from batchinfer.rundir import published
 from batchinfer.sanitize import clip
 
+# In the metadata of a table that nobody vouches for: the checksum of the file as it is with _NO_SEAL there.
+_SEAL, _NO_SEAL = b"batchinfer.xxh3", b"0" * 32
+_VALUE_AT = len(_SEAL) + 2  # behind the key: Thrift's type of field and length
 # what pyarrow raises for a damaged file: ArrowInvalid is a ValueError, ArrowMemoryError comes from absurd sizes
 DAMAGE = (OSError, ValueError, MemoryError, pa.ArrowException)
 
@@ -32,18 +37,20 @@ def table_writer(
         plain: a column to store without a dictionary. For token ids, which hardly repeat, a dictionary doubles the
             time and hides common prefixes from the compression. All other columns must be flat ones then.
         scratch: as `published` has it.
-        manifest: vouches for the file once it is there.
+        manifest: vouches for the file once it is there; None: the file does so itself, see `sealed_table`.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
     dictionary = [name for name in schema.names if name != plain] if plain is not None else True
-    with published(target, scratch=scratch) as temporary, open(temporary, "wb") as file:
+    with published(target, scratch=scratch) as temporary, open(temporary, "w+b") as file:
         checked = ChecksummedWriter(file)
-        with pq.ParquetWriter(
-            checked, schema, compression="zstd", use_dictionary=dictionary, write_page_checksum=manifest is None
-        ) as writer:
+        with pq.ParquetWriter(checked, schema, compression="zstd", use_dictionary=dictionary) as writer:
             yield writer
+            if manifest is None:
+                writer.add_key_value_metadata({_SEAL: _NO_SEAL})
+        if manifest is None:
+            _seal(file, checked.checksums.digest)
     if manifest is not None:
         manifest.add(target, checked.checksums)
 
@@ -61,8 +68,11 @@ def lines_writer(target: Path, *, scratch: Path, manifest: Manifest) -> Iterator
 
 
 @contextmanager
-def own_file(path: Path) -> Iterator[None]:
+def own_file(path: Path, **remedy: str) -> Iterator[None]:
     """Reading a file that this program wrote into the run folder.
+
+    Args:
+        remedy: of DamagedFileError.
 
     Raises:
         DamagedFileError: the file is missing or damaged.
@@ -72,7 +82,7 @@ def own_file(path: Path) -> Iterator[None]:
     except DamagedFileError:
         raise
     except DAMAGE as error:
-        raise DamagedFileError(path, first_line(error)) from None
+        raise DamagedFileError(path, first_line(error), **remedy) from None
 
 
 def read_rows(path: Path, manifest: Manifest | None = None) -> list[dict[str, Any]]:
@@ -86,10 +96,56 @@ def read_rows(path: Path, manifest: Manifest | None = None) -> list[dict[str, An
     """
     with own_file(path):
         # opened once: a session's row is replaced while others read it
-        source = pa.OSFile(str(path)) if manifest is None else pa.PythonFile(manifest.open(path), mode="r")
+        source = sealed_table(path) if manifest is None else pa.PythonFile(manifest.open(path), mode="r")
         with source:
             rows: list[dict[str, Any]] = pq.read_table(source, page_checksum_verification=True).to_pylist()
     return rows
+
+
+def sealed_table(source: Path | bytes) -> pa.BufferReader:
+    """A table that nobody vouches for, for reading, once it is known to be what was written.
+
+    One of an earlier version has no seal, and is believed but for its pages' own checksums.
+
+    Args:
+        source: its file, or the bytes of it.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is damaged; for `own_file`.
+    """
+    data = source if isinstance(source, bytes) else source.read_bytes()
+    key_at = data.rfind(_SEAL)
+    if key_at >= 0:
+        start, end = key_at + _VALUE_AT, key_at + _VALUE_AT + len(_NO_SEAL)
+        with open(os.devnull, "wb") as nowhere:
+            checked = ChecksummedWriter(nowhere)
+            for part in (memoryview(data)[:start], _NO_SEAL, memoryview(data)[end:]):
+                checked.write(part)
+        if data[start:end] != checked.checksums.digest.encode():
+            raise ValueError("its bytes are not those that were written")
+    return pa.BufferReader(data)
+
+
+def check_sealed(path: Path, **remedy: str) -> None:
+    """Compare a table that nobody vouches for with its own checksum.
+
+    Args:
+        remedy: of DamagedFileError.
+
+    Raises:
+        DamagedFileError: it is missing or damaged.
+    """
+    with own_file(path, **remedy):
+        sealed_table(path)
+
+
+def _seal(file: BinaryIO, digest: str) -> None:
+    """Put the checksum of a table where its metadata has room for it."""
+    file.seek(-8, io.SEEK_END)
+    footer_bytes = int.from_bytes(file.read(4), "little")
+    footer_at = file.seek(-8 - footer_bytes, io.SEEK_END)
+    file.seek(footer_at + file.read(footer_bytes).index(_SEAL) + _VALUE_AT)
+    file.write(digest.encode())
 
 
 def first_line(error: BaseException) -> str:

@@ -6,17 +6,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.controller.claims import done_mark, last_claim, result_files
 from batchinfer.controller.result_files import damage
-from batchinfer.data.parquet import own_file
+from batchinfer.data.parquet import own_file, sealed_table
 from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.job_file import REMEDY, recorded_job
-from batchinfer.rundir import RunDir, plan_again, read_json, read_state, submission_records
+from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again, read_json, read_state, submission_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ def _checks(run: RunDir) -> Iterator[Check]:
         yield path, partial(manifest.check, path), manifest.remedy(path)
     yield from _unit_checks(run)
     for path in sorted(set(run.stats.rglob("*.parquet")).difference(manifest)):
-        yield path, partial(_read_through, path), "delete it: statistics do without it"
+        yield path, partial(_read_through, path), DELETE_STATISTICS
     for path in [*submission_records(run), *run.root.glob(run.published.name)]:
         yield path, partial(read_json, path), "delete it"
 
@@ -102,6 +101,6 @@ def _compare(path: Path) -> None:
 
 
 def _read_through(path: Path) -> None:
-    with own_file(path), pq.ParquetFile(pa.OSFile(str(path)), page_checksum_verification=True) as file:
+    with own_file(path), pq.ParquetFile(sealed_table(path), page_checksum_verification=True) as file:
         for _ in file.iter_batches():
             pass

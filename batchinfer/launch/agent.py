@@ -4,10 +4,9 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.parquet import own_file
+from batchinfer.data.parquet import own_file, sealed_table
 from batchinfer.launch.nodes import NodeShare, find_meeting_point
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.progress import note
@@ -81,6 +80,6 @@ def _take_over(storage: Storage, session: Session, controller: str) -> None:
     said = storage.kept(path)
     if said is not None:
         with own_file(path):
-            (row,) = pq.read_table(pa.BufferReader(said)).to_pylist()
+            (row,) = pq.read_table(sealed_table(said)).to_pylist()
         session.first_prefill_s, session.device = row["first_prefill_s"], row["device"]
         session.equal_rows = EqualRows(**{field.name: row[field.name] for field in fields(EqualRows)})

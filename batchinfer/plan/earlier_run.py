@@ -10,6 +10,7 @@ import numpy as np
 
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
+from batchinfer.data.parquet import check_sealed
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig
 from batchinfer.progress import note
@@ -17,7 +18,7 @@ from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.run.open_storage import bucket_storage
 from batchinfer.run.storage import FolderStorage, Storage, uri_of
-from batchinfer.rundir import RunDir, plan_again, read_json
+from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again, read_json
 
 PHASES = ("prefill", "decode")
 NO_GROUP = 0  # of prompts that share no long start with enough others
@@ -183,6 +184,8 @@ def _recorded(run: RunDir, table: str, what: str) -> list[Path]:
     files = sorted((run.stats / table).glob("*.parquet"))
     if not files:
         raise ConfigError(f"{run.shown} has no {what}; name a run that has computed something")
+    for file in files:
+        check_sealed(file, remedy=DELETE_STATISTICS)
     return files
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import duckdb
 
 from batchinfer.data.duckdb_sql import literal, pattern, read_parquet
+from batchinfer.data.parquet import check_sealed
 from batchinfer.data.schemas import DECODE_STEPS, OUTPUTS, STATS_TABLES, Table
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError
 from batchinfer.report.query_limits import SQL_SECONDS, Deadline, query_bytes, too_much_memory
-from batchinfer.rundir import RunDir, plan_again, read_json
+from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again, read_json
 
 TABLES = (OUTPUTS, *STATS_TABLES)
 VIEWS = (*TABLES, DECODE_STEPS)
@@ -176,9 +177,11 @@ def _check_finished(run: RunDir) -> None:
 
 
 def _check_damage(run: RunDir) -> None:
-    """Compare the tables that `finish` wrote with what run.json vouches for; an earlier version's are not in it."""
+    """Compare statistics with what run.json vouches for, and those of sessions with what they say themselves."""
     manifest = Manifest(run.root, read_json(run.run_json, remedy=plan_again(run.root)).get("files"))
     manifest.check(*(file for file in manifest if file.is_relative_to(run.stats)))
+    for file in sorted(run.stats.glob("*/*.parquet")):
+        check_sealed(file, remedy=DELETE_STATISTICS)
 
 
 def _table_files(run: RunDir, name: str) -> list[Path]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from batchinfer.controller.claims import done_mark, last_claim, result_files
 from batchinfer.controller.lease_watch import LEASE_S, is_over
 from batchinfer.controller.planned_tokens import planned_tokens
-from batchinfer.data.parquet import own_file, read_rows
+from batchinfer.data.parquet import own_file, read_rows, sealed_table
 from batchinfer.manifest import Manifest
 from batchinfer.progress import duration
 from batchinfer.records import ConfigError, DamagedFileError
@@ -288,7 +288,8 @@ def _tokens_per_s(run: RunDir, now_s: float, damaged: dict[Path, str]) -> float 
             with own_file(path):
                 if now_s - path.stat().st_mtime > WINDOW_S:
                     continue
-                table = pq.read_table(path, columns=["session", "start_s", "duration_s", "new_tokens"]).to_pydict()
+                columns = ["session", "start_s", "duration_s", "new_tokens"]
+                table = pq.read_table(sealed_table(path), columns=columns).to_pydict()
         except DamagedFileError as error:
             if path.exists():  # a commit has not just taken it away
                 damaged[path] = error.reason

@@ -84,6 +84,41 @@ def test_statistics_of_an_earlier_version_are_read(finished, tmp_path):
         assert batchinfer(command, run.root).code == 0
 
 
+@pytest.mark.parametrize("table", ["steps", "nodes"])
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_flipped_bit_in_statistics_of_a_session_gives_no_other_figures(finished, tmp_path, table, share):
+    """Wherever it is: pages, their headers, or the metadata, which says where columns are and what values they have."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    path = next((run / "stats" / table).glob("*.parquet"))
+    content = bytearray(path.read_bytes())
+    content[int(share * len(content))] ^= 1
+    path.write_bytes(content)
+    verified = batchinfer("verify", run)
+    assert verified.code == 3
+    assert f"stats/{table}/{path.name}: " in verified.out
+    for arguments in (
+        ("report", run),
+        ("plan", finished.parent / "job.toml", "--learn-from", run, "--set", f"output.dir={tmp_path}/next"),
+    ):
+        ended = batchinfer(*arguments)
+        assert ended.code == 2
+        assert f"{path} is damaged: " in ended.err
+        assert "delete it: statistics do without it" in ended.err
+    path.unlink()
+    assert batchinfer("verify", run).code == batchinfer("report", run).code == 0
+
+
+def test_statistics_that_have_no_checksum_yet_are_read(finished, tmp_path):
+    """Those of earlier versions."""
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    for path in (run / "stats").glob("*/*.parquet"):
+        pq.write_table(pq.read_table(path).replace_schema_metadata(None), path)
+    for command in ("report", "verify", "status"):
+        assert batchinfer(command, run).code == 0
+
+
 def test_verify_names_truncated_statistics_and_a_flipped_output(finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
