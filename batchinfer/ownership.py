@@ -57,13 +57,13 @@ def make_folder(folder: Path, gid: int | None) -> None:
         os.chmod(folder, SHARED)
 
 
-def check_folder(folder: Path, gid: int | None, *, setting: str, holds_code: bool = False) -> str | None:
+def check_folder(folder: Path, gid: int | None, *, setting: str, also_root: bool = False) -> str | None:
     """Refuse a folder into which somebody could have put something whom this user has no reason to trust.
 
     Args:
         gid: the group that it is shared with, as the job says.
         setting: what names the folder, `output.dir` for example.
-        holds_code: whether what is in it is run; root runs no other user's.
+        also_root: whether root, too, uses no other user's: what is in it is run, or others could have been first.
 
     Returns:
         For root, a warning where the folder is another user's, which is usual in containers.
@@ -85,7 +85,7 @@ def check_folder(folder: Path, gid: int | None, *, setting: str, holds_code: boo
             f"or choose another {setting}"
         )
     is_foreign = found.st_uid not in (os.geteuid(), 0)
-    if is_foreign and (os.geteuid() != 0 or holds_code):
+    if is_foreign and (os.geteuid() != 0 or also_root):
         part, _, is_key = setting.partition(".")
         sharing = f", or share it within a group by {part}.shared_group" if is_key else ""
         raise ConfigError(

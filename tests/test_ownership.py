@@ -89,7 +89,7 @@ def test_root_runs_no_other_users_code(tmp_path):
     os.chown(tmp_path, NOBODY, -1)
     assert "belongs to user nobody" in (check_folder(tmp_path, None, setting="output.dir") or "")
     with pytest.raises(ConfigError, match="belongs to user nobody"):
-        check_folder(tmp_path, None, setting="XDG_CACHE_HOME", holds_code=True)
+        check_folder(tmp_path, None, setting="XDG_CACHE_HOME", also_root=True)
 
 
 def test_roots_folders_are_trusted_by_everybody_and_other_peoples_by_nobody(everyones_folder):

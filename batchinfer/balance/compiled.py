@@ -34,7 +34,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _is_trusted(folder: str) -> bool:
     """Whether nobody else can have put code into the user's cache folder; beside the source they could change that."""
     try:
-        check_folder(Path(folder), None, setting="NUMBA_CACHE_DIR", holds_code=True)
+        check_folder(Path(folder), None, setting="NUMBA_CACHE_DIR", also_root=True)
     except ConfigError as error:
         note(f"warning: functions are compiled anew each time: {error}")
         return False

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,18 +115,26 @@ def part_of(path: Path, run: RunDir) -> Part:
     return "tokens" if path.parent == run.tokens(0).parent else "plan"
 
 
+def copies_folder() -> Path:
+    """Where this user's copies are unless the job names another place."""
+    return Path(tempfile.gettempdir()) / f"batchinfer-{os.getuid()}"
+
+
 def make_copy(run: RunDir) -> None:
-    """Make the folder of this node's copy, in which nobody else may write.
+    """Make the folder of this node's copy, in which nobody else may write, and which nobody else can exchange.
 
     Raises:
-        ConfigError: it cannot be made, or is somebody else's.
+        ConfigError: it cannot be made, or it or a folder that is made for it is somebody else's.
     """
     parent = run.root.parent
     try:
         parent.parent.parent.mkdir(parents=True, exist_ok=True)
         for folder in (parent.parent, parent, run.root):
             make_folder(folder, None)
-        check_folder(run.root, None, setting="output.work_dir")
+        if parent.parent == copies_folder():  # in a place where everybody may make one of this name
+            check_folder(parent.parent, None, setting="output.work_dir", also_root=True)
+        for folder in (parent, run.root):
+            check_folder(folder, None, setting="output.work_dir")
     except OSError as error:
         raise ConfigError(
             f"cannot make this node's copy of {run.shown} in {parent.parent}: {error.strerror or error}; choose "

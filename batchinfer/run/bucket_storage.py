@@ -16,9 +16,7 @@ say what may be skipped, never what counts: what a stale one lacks is asked for 
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -30,7 +28,7 @@ from batchinfer.data.stores import s3_endpoint
 from batchinfer.manifest import Checksums, Manifest
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.bucket_claims_copy import ClaimsCopy
-from batchinfer.run.bucket_files import BucketFiles, clear_copy, make_copy, part_of
+from batchinfer.run.bucket_files import BucketFiles, clear_copy, copies_folder, make_copy, part_of
 from batchinfer.run.bucket_lease import locked_in
 from batchinfer.run.bucket_probe import check_bucket
 from batchinfer.run.lock import locked
@@ -203,5 +201,4 @@ def _made(run: RunDir) -> dict[str, Any] | None:
 def _copy_of(uri: str, s3: S3Config, work_dir: str | None) -> Path:
     """Where this node's copy is."""
     name = hashlib.blake2b(f"{s3_endpoint(s3) or ''} {uri}".encode(), digest_size=8).hexdigest()
-    own = Path(tempfile.gettempdir()) / f"batchinfer-{os.getuid()}"
-    return (own if work_dir is None else Path(work_dir)) / name / PurePosixPath(uri).name
+    return (copies_folder() if work_dir is None else Path(work_dir)) / name / PurePosixPath(uri).name
