@@ -78,8 +78,9 @@ def _checks(run: RunDir) -> Iterator[Check]:
 
 def _unit_checks(run: RunDir) -> Iterator[Check]:
     repair = f"`batchinfer finish {run.root}` sets it aside, and `batchinfer work` computes what is gone"
-    for folder in sorted(folder for folder in run.unit_folders.glob("*") if folder.name.isdecimal()):
-        unit = int(folder.name)
+    # a mark also tells of a unit whose folder is gone
+    named = [*run.unit_folders.glob("*"), *run.done_marks.glob("*")]
+    for unit in sorted({int(path.name) for path in named if path.name.isdecimal()}):
         mark = None
         try:
             mark = done_mark(run, unit)

@@ -188,3 +188,14 @@ def test_damage_that_is_met_while_publishing_is_named(computed, tmp_path, monkey
     ended = batchinfer("finish", target, "--set", f"output.publish=file://{tmp_path}/there")
     assert ended.code == 2, ended.err
     assert f"{target}/run.json is damaged: half of it is gone; restore it; the results are all in " in ended.err
+
+
+def test_verify_names_results_of_a_unit_whose_folder_is_gone(computed):
+    run = computed[0].parent / "no-folder"
+    shutil.copytree(computed[0], run)
+    gone = sorted(path.relative_to(run).as_posix() for path in (run / "units" / "000000").rglob("part-*"))
+    shutil.rmtree(run / "units" / "000000")
+    ended = batchinfer("verify", run)
+    assert ended.code == 3
+    assert [line.partition(":")[0] for line in ended.out.splitlines()[:-1]] == gone
+    assert expect_equal_or_named(run, computed[1], repair=True) == "named"
