@@ -1,7 +1,9 @@
 """Every path in a run folder, and how files are published in it."""
 
+import errno
 import json
 import os
+import resource
 import secrets
 import shutil
 import tempfile
@@ -25,6 +27,7 @@ DELETE_STATISTICS = "delete it: statistics do without it"  # what to do when a s
 TEMPORARY = ".tmp"  # a file or folder that begins with a dot and ends so is nobody's result
 NAME_BYTES = 100  # of what it is to become, in its name
 REMOVALS, REMOVAL_PAUSE_S = 5, 0.1  # of a folder in which others are still busy
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors of a limit of open files: no fault of a file or a request
 LEFTOVER_S = 3600.0  # one that has not changed for so long was left by a process that has ended
 
 
@@ -235,7 +238,15 @@ def published(target: Path, scratch: Path | None = None, *, mode: int = 0o666) -
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
     """What to tell a person when a file of the run folder cannot be written."""
+    if error.errno in NO_DESCRIPTOR:
+        return too_many_files(f"cannot write {path}")
     return ConfigError(f"cannot write {path}: {error.strerror or error}; free space or choose another folder")
+
+
+def too_many_files(what: str) -> ConfigError:
+    """What to tell a person when something cannot be done for NO_DESCRIPTOR."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return ConfigError(f"{what}: no file descriptor is left (`ulimit -n` is {limit}); raise the limit of open files")
 
 
 def publish_text(target: Path, text: str, *, mode: int = 0o666) -> None:

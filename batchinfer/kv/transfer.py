@@ -11,6 +11,7 @@ goes through an object store (rank/bucket_transfer.py).
 
 import json
 import os
+import resource
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from pathlib import Path
 import torch
 
 from batchinfer.records import PeerLostError
-from batchinfer.rundir import cannot_write
+from batchinfer.rundir import NO_DESCRIPTOR, cannot_write, too_many_files
 from batchinfer_kernels.transfer import host_buffer, put_pages, take_pages
 
 _LENGTH = struct.Struct("=q")
@@ -33,6 +34,11 @@ class KvTransfer:
     path: str
     num_bytes: int
     close: Callable[[], None]  # frees the memory, or deletes the file
+
+
+def most_in_memory() -> int:
+    """Transfers that a rank may hold in memory: each has a descriptor until it was read, and others are needed."""
+    return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 def page_bytes(pages: torch.Tensor) -> int:
@@ -49,16 +55,18 @@ def write_transfer(pages: torch.Tensor, page_ids: list[int], *, file: Path | Non
         file: where to write them; None for anonymous memory.
 
     Raises:
-        ConfigError: the file cannot be written: a full disk is no fault of the prompt.
+        ConfigError: the file cannot be written, or too many are open: no fault of the prompt.
         OSError: no room in memory.
     """
     content = take_pages(pages, page_ids)
-    if file is None:
-        return _write(content, None)
     try:
         return _write(content, file)
     except OSError as error:
-        raise cannot_write(file, error) from None
+        if file is not None:
+            raise cannot_write(file, error) from None
+        if error.errno in NO_DESCRIPTOR:
+            raise too_many_files("a rank cannot hand over KV") from None
+        raise
 
 
 def _write(content: torch.Tensor, file: Path | None) -> KvTransfer:
@@ -93,6 +101,7 @@ def read_transfer(path: str, pages: torch.Tensor, page_ids: list[int], *, first_
 
     Raises:
         PeerLostError: the transfer is gone or not what it should be; its sender has ended.
+        ConfigError: too many files are open.
     """
     try:
         with open(path, "rb") as source:
@@ -105,6 +114,8 @@ def read_transfer(path: str, pages: torch.Tensor, page_ids: list[int], *, first_
             if source.readinto(content.numpy().data) != len(content):
                 raise PeerLostError(f"the KV transfer {path} is cut short")
     except (OSError, ValueError, struct.error) as error:
+        if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
+            raise too_many_files("a rank cannot take over KV") from None
         raise PeerLostError(f"cannot read the KV transfer {path}: {error}") from None
     if len(content):
         put_pages(pages, page_ids[first_page:], content.view(pages.dtype).view(-1, *shape[1:]))

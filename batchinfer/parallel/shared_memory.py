@@ -11,10 +11,8 @@ starts exchange n + 4 after it has taken in n + 2, which each peer started after
 
 # R ranks, C counts per rank
 
-import errno
 import mmap
 import os
-import resource
 import secrets
 import socket
 import struct
@@ -27,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from batchinfer.parallel.exchange import MAX_UNDER_WAY, Counts, PendingRows, ReceivedRows
-from batchinfer.records import ConfigError, PeerLostError
+from batchinfer.records import PeerLostError
+from batchinfer.rundir import NO_DESCRIPTOR, too_many_files
 
 # sequence number, sender's Unix time in ns, region bytes, offset of the first row, row bytes, number of counts
 _HEADER = struct.Struct("=6q")
@@ -35,6 +34,7 @@ _HELLO = struct.Struct("=q")  # the caller's rank
 _MAX_MESSAGE = _HEADER.size + 8 * 65536
 _SMALLEST_REGION = 1 << 20
 _NUM_REGIONS = 2 * MAX_UNDER_WAY
+_NO_SHARING = "a rank cannot share memory with its group"
 
 
 def can_share_memory() -> bool:
@@ -178,7 +178,7 @@ class SharedMemoryExchange:
             region.memory = mmap.mmap(region.fd, num_bytes)
         elif num_bytes != region.num_bytes:
             # a new region is always larger; at the limit of open files the system drops its descriptor
-            raise _too_many_files()
+            raise too_many_files(_NO_SHARING)
         counts = list(struct.unpack_from(f"={num_counts}q", data, _HEADER.size))
         return _Message(sent_ns / 1e9, offset, row_bytes, counts)
 
@@ -247,19 +247,11 @@ def _replace(region: _Region, num_bytes: int) -> None:
     try:
         region.fd = os.memfd_create("batchinfer-rows")
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise _too_many_files() from None
+        if error.errno in NO_DESCRIPTOR:
+            raise too_many_files(_NO_SHARING) from None
         raise
     os.ftruncate(region.fd, num_bytes)  # pages are taken when they are first written
     region.memory, region.num_bytes = mmap.mmap(region.fd, num_bytes), num_bytes
-
-
-def _too_many_files() -> ConfigError:
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return ConfigError(
-        f"a rank cannot share memory with its group: no file descriptor is left (`ulimit -n` is {limit}); raise the "
-        "limit of open files"
-    )
 
 
 def _close(region: _Region) -> None:

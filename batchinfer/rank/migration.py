@@ -1,17 +1,18 @@
 """Requests that go on at another rank, both ends of it; their KV travels as kv/transfer.py says.
 
 A prefill rank sends each prompt on that has run and goes on; it stops admitting prompts while the KV that nobody has
-read yet is more than its share of the decode ranks' page budget. A decode rank sends running requests away when it is
-asked to, and takes others in order, as pages come free.
+read yet is more than its share of the decode ranks' page budget, or holds as many descriptors as it should. A decode
+rank sends running requests away when it is asked to, and takes others in order, as pages come free.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
 from batchinfer.kv.pages import pages_for
-from batchinfer.kv.transfer import KvTransfer, page_bytes, read_transfer, write_transfer
+from batchinfer.kv.transfer import KvTransfer, most_in_memory, page_bytes, read_transfer, write_transfer
 from batchinfer.parallel.spans import SpanLog
 from batchinfer.protocol.messages import Adoption, Handover
 from batchinfer.rank.bucket_transfer import BucketTransfers
@@ -30,22 +31,24 @@ class KvMigration:
         self._prompt_pages = prompt_pages
         self._sent: dict[RequestKey, KvTransfer] = {}
         self._num_bytes = 0  # of these
+        self._most = most_in_memory() if context.transfers is None else math.inf
 
     @property
     def has_room(self) -> bool:
         """Whether what was sent and not read yet is no more than it should be."""
-        return self._num_bytes <= self._context.transfer_bytes
+        return self._num_bytes <= self._context.transfer_bytes and len(self._sent) < self._most
 
     def num_fitting(self, requests: Iterable[Request]) -> int:
         """How many of these requests, in order, may be prefilled now so that their KV fits with the rest.
 
         At least one when nothing is under way: a share may be smaller than the largest prompt.
         """
-        num_bytes, count = self._num_bytes, 0
+        num_bytes, num_sent, count = self._num_bytes, len(self._sent), 0
         for request in requests:
             if request.goes_on_after_prefill:
                 num_bytes += pages_for(len(request.token_ids)) * page_bytes(self._context.pages)
-            if num_bytes > self._context.transfer_bytes:
+                num_sent += 1
+            if num_bytes > self._context.transfer_bytes or num_sent > self._most:
                 break
             count += 1
         return count or int(not self._sent)

@@ -10,6 +10,7 @@ from batchinfer.kv.pages import PagePool, pages_for
 from batchinfer.kv.prefix_tree import PrefixTree
 from batchinfer.kv.transfer import page_bytes, read_transfer, write_transfer
 from batchinfer.records import ConfigError
+from support.open_files import no_more_open_files
 from support.small_disks import SmallDisk, small_disk
 
 __all__ = ["small_disk"]
@@ -148,6 +149,17 @@ def test_pages_arrive_as_they_were_by_file_and_by_memory(tmp_path):
         assert torch.equal(received[:, [0, 2]], pages[:, [3, 1]])
         transfer.close()
     assert not list((tmp_path / "rank-0").iterdir())
+
+
+def test_a_transfer_at_the_limit_of_open_files_is_no_fault_of_its_request():
+    pages = some_pages()
+    sent = write_transfer(pages, [3, 1], file=None)
+    with no_more_open_files():
+        with pytest.raises(ConfigError, match=r"cannot hand over KV: no file descriptor is left .*raise the limit"):
+            write_transfer(pages, [3, 1], file=None)
+        with pytest.raises(ConfigError, match=r"cannot take over KV: no file descriptor is left .*raise the limit"):
+            read_transfer(sent.path, pages, [0, 2], first_page=0)
+    sent.close()
 
 
 @pytest.mark.parametrize("trouble", ["full", "read only"])

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 import signal
 import socket
 import struct
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from batchinfer.parallel.shared_memory import SharedMemoryExchange
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.records import ConfigError, PeerLostError
 from support.exchanges import DEADLINE_S, RankProcesses, ThreadedMesh, meeting, open_exchange, shared_memory_group
+from support.open_files import no_more_open_files
 
 KINDS = ("shared", "tls", "gloo")
 NUM_ROUNDS = 40
@@ -272,19 +272,6 @@ def test_a_rank_that_cannot_connect_leaves_nothing_open():
     with pytest.raises(PeerLostError):
         SharedMemoryExchange(dist.HashStore(), 0, 2, timeout_s=0.1)
     assert open_files() == before
-
-
-@contextmanager
-def no_more_open_files():
-    """This process can open nothing more meanwhile."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    next_free = os.open("/dev/null", os.O_RDONLY)
-    os.close(next_free)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.parametrize("round_before", [False, True], ids=["the first region", "one that has grown"])

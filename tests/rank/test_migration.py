@@ -1,0 +1,30 @@
+"""How much KV a rank lets be on its way to others."""
+
+import resource
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import torch
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.rank.migration import KvMigration
+from batchinfer.records import RequestKey
+
+
+def test_prompts_wait_while_transfers_in_memory_hold_half_of_the_descriptors(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (6, 6))
+    context = SimpleNamespace(pages=torch.zeros(2, 4, PAGE_TOKENS, 8), transfer_bytes=1 << 30, transfers=None)
+    migration, log = KvMigration(context, Mock()), Mock(kv=lambda _: nullcontext())
+    keys = [RequestKey(0, row, 0) for row in range(9)]
+    requests = [SimpleNamespace(key=key, token_ids=[1], goes_on_after_prefill=True) for key in keys]
+    sequences = [Mock(request=request, kv_tokens=2, pages=[0]) for request in requests]
+    assert migration.num_fitting(requests) == 3
+    migration.migrate_out(sequences[:2], log)
+    assert migration.has_room
+    assert migration.num_fitting(requests[2:]) == 1
+    migration.migrate_out(sequences[2:3], log)
+    assert not migration.has_room
+    migration.free(keys[:1])
+    assert migration.has_room
+    migration.close()

@@ -1,0 +1,19 @@
+"""A process at its limit of open files."""
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_more_open_files() -> Iterator[None]:
+    """This process can open nothing more meanwhile."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_free = os.open("/dev/null", os.O_RDONLY)
+    os.close(next_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
