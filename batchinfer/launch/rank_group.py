@@ -15,12 +15,13 @@ from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.parallel.layout import RankPlace
 from batchinfer.protocol.channel import ChannelClosedError
 from batchinfer.protocol.messages import Bye, Failed, FromRank, Leave, Message
-from batchinfer.records import BatchinferError, ConfigError, ModelError, PeerLostError
+from batchinfer.records import BatchinferError, ConfigError, ModelError, PeerLostError, StoreError
 
 CAUSE_S = 2.0  # after the first sign of a death, how long to collect what ranks say about it
 LEAVE_S = 60.0  # for ranks to finish their step and leave
 POLL_S = 0.2
-REFUSALS: dict[str, type[BatchinferError]] = {kind.__name__: kind for kind in (ConfigError, ModelError)}
+# what ends the job when a rank says it: no request is the cause, and a rank that is started again meets the same
+REFUSALS: dict[str, type[BatchinferError]] = {kind.__name__: kind for kind in (ConfigError, ModelError, StoreError)}
 
 
 class RanksDiedError(Exception):

@@ -23,7 +23,7 @@ from batchinfer.protocol.messages import (
     SharedValue,
     decode_from_controller,
 )
-from batchinfer.records import ModelError
+from batchinfer.records import ConfigError, ModelError, StoreError
 
 PLACE = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
 
@@ -78,10 +78,11 @@ def test_the_end_of_a_connection_is_noticed_at_once_and_what_came_before_counts(
     assert time.monotonic() - begun_s < 5
 
 
-def test_what_no_rank_can_run_is_refused(ends):
+@pytest.mark.parametrize("kind", [ModelError, ConfigError, StoreError])
+def test_what_no_rank_can_run_is_refused_and_is_no_fault_of_a_request(ends, kind):
     rank, group = ends
-    rank.send(Failed("no such tensor", "ModelError"))
-    with pytest.raises(ModelError, match="no such tensor"):
+    rank.send(Failed("no such tensor", kind.__name__))
+    with pytest.raises(kind, match="no such tensor"):
         all_that_comes(group)
 
 
