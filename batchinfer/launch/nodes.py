@@ -22,6 +22,7 @@ from batchinfer.stop import StopSignal
 MEET_S = 600.0  # tasks of a job may start minutes apart
 _LOOPBACK = "127.0.0.1"
 ASK_S = 5.0  # between two questions whether the work is done
+ANSWER_S = 10.0  # for the controller to answer a call
 # addresses of nobody, of which this host has to know the way only
 _ELSEWHERE = ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1"))
 
@@ -31,7 +32,7 @@ class NodeShare:
     """This process's part of a group of processes that start ranks.
 
     index, count: of the processes; index 0 is the controller.
-    name: of the group, the same in all its processes and in no other group that uses the run folder.
+    name: of the group, the same in all its processes and in no other group that uses the run folder at a time.
     ranks: those that this process starts.
     is_one_host: whether the whole group is on this host.
     """
@@ -65,10 +66,9 @@ def this_node(num_ranks: int) -> NodeShare:
     environment = os.environ
     if "TORCHELASTIC_RUN_ID" in environment:
         index, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        # most people leave --rdzv-id as it is: groups that work at a time differ by where they meet
-        name = _group_name(
-            "torchrun", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"
-        )
+        # Most people leave --rdzv-id as it is: groups that work at a time differ by where they meet. Lives of one group
+        # may have one name: each host counts only the failures of its own processes.
+        name = _group_name("torchrun", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         if count != num_ranks:
             raise ConfigError(f"torchrun starts {count} processes, but the job has {num_ranks} ranks; make them equal")
         return NodeShare(index, count, name, range(index, index + 1), int(environment["LOCAL_WORLD_SIZE"]) == count)
@@ -154,6 +154,8 @@ def find_meeting_point(
 ) -> MeetingPoint | None:
     """Where the controller listens; waits for it to say so. None when a signal came meanwhile, or all units are done.
 
+    Where nobody answers that was said by the controller of an earlier life of the group, which was killed.
+
     Args:
         are_all_done: asked now and then: a controller that finds nothing to do does not announce itself.
 
@@ -162,7 +164,7 @@ def find_meeting_point(
     """
     path = storage.run.meeting(node.name)
     deadline, ask_again_s = time.monotonic() + MEET_S, time.monotonic() + ASK_S
-    while (said := storage.kept(path)) is None:
+    while (point := _announced(storage, path)) is None or not _answers(point):
         if stop.requested:
             return None
         if time.monotonic() > ask_again_s:
@@ -170,13 +172,37 @@ def find_meeting_point(
                 return None
             ask_again_s = time.monotonic() + ASK_S
         if time.monotonic() > deadline:
+            where = "" if point is None else f", or cannot be reached at {point.host}, port {point.port}"
             raise ConfigError(
                 f"the first process of this group did not announce itself in {storage.run.shown} for {MEET_S:g} s"
+                + where
             )
         time.sleep(storage.look_s)
+    return point
+
+
+def _announced(storage: Storage, path: Path) -> MeetingPoint | None:
+    """What the meeting's file says; None: it is not there."""
+    said = storage.kept(path)
+    if said is None:
+        return None
     if storage.run.uri is None:  # in an object store its policy says who may write
-        _refuse_others(path)
+        try:
+            _refuse_others(path)
+        except FileNotFoundError:  # the controller has just ended
+            return None
     return MeetingPoint(**document_of(said, path))
+
+
+def _answers(point: MeetingPoint) -> bool:
+    """Whether somebody listens there who has the credentials."""
+    from batchinfer.net.tls import call  # most runs are on one host
+
+    try:
+        call(point.host, point.port, point.credentials, ANSWER_S).shut_down()
+    except OSError:
+        return False
+    return True
 
 
 def _refuse_others(path: Path) -> None:

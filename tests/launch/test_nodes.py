@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from batchinfer.launch import nodes
 from batchinfer.launch.nodes import this_node
+from batchinfer.launch.rank_connections import RankConnections
 from batchinfer.records import ConfigError
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
@@ -57,13 +59,13 @@ def test_a_share_by_a_launchers_variables(monkeypatch):
 
 def test_groups_of_torchrun_that_name_no_rendezvous_do_not_share_a_meeting(monkeypatch, tmp_path):
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
-    for name, value in {**ranks, "MASTER_ADDR": "fd00::7", "TORCHELASTIC_RESTART_COUNT": "3"}.items():
+    for name, value in {**ranks, "MASTER_ADDR": "fd00::7"}.items():
         monkeypatch.setenv(name, value)
     names = []
     for port in ("29400", "29401"):
         monkeypatch.setenv("MASTER_PORT", port)
         names.append(this_node(2).name)
-    assert names == ["torchrun-none-fd00__7-29400-3", "torchrun-none-fd00__7-29401-3"]
+    assert names == ["torchrun-none-fd00__7-29400", "torchrun-none-fd00__7-29401"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "../../a job")
     run = RunDir(tmp_path)
     assert run.meeting(this_node(2).name).parent == run.work
@@ -295,6 +297,35 @@ def test_a_host_that_others_cannot_reach_says_so(monkeypatch, capsys):
     assert "has only loopback addresses: tasks of this group on other hosts cannot reach it" in capsys.readouterr().err
 
 
+@pytest.fixture
+def listening():
+    """A controller that waits for ranks, as its meeting point says."""
+    connections = RankConnections([], "127.0.0.1")
+    point = nodes.MeetingPoint("127.0.0.1", connections.listener.port, connections.credentials, session="one")
+    yield point
+    connections.close()
+
+
+class Stop:
+    requested = False
+
+
+def test_a_meeting_of_an_earlier_life_of_the_group_is_waited_out(tmp_path, listening, monkeypatch):
+    """Its controller was killed: nobody listens there any more, or somebody else does."""
+    node = nodes.NodeShare(1, 2, "group", range(1, 2), is_one_host=True)
+    storage = FolderStorage(RunDir(tmp_path))
+    gone = RankConnections([], "127.0.0.1")
+    gone.close()
+    monkeypatch.setattr(nodes, "MEET_S", 0.3)
+    for port in (gone.listener.port, listening.port):
+        nodes.announce(storage, node, nodes.MeetingPoint("127.0.0.1", port, gone.credentials, session="killed"))
+        with pytest.raises(ConfigError, match=f"or cannot be reached at 127.0.0.1, port {port}"):
+            nodes.find_meeting_point(storage, node, Stop, lambda: False)
+    monkeypatch.setattr(nodes, "MEET_S", 60.0)
+    threading.Timer(0.5, nodes.announce, (storage, node, listening)).start()
+    assert nodes.find_meeting_point(storage, node, Stop, lambda: False) == listening
+
+
 def test_nobody_else_ever_reads_the_key_of_a_meeting(tmp_path, monkeypatch):
     modes, publish = [], Path.rename
 
@@ -314,12 +345,11 @@ def test_nobody_else_ever_reads_the_key_of_a_meeting(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("mode", "owner"), [(0o640, None), (0o602, None), pytest.param(0o600, 65534, marks=NEEDS_ROOT)]
 )
-def test_a_meeting_that_somebody_else_may_have_written_is_refused(tmp_path, mode, owner):
+def test_a_meeting_that_somebody_else_may_have_written_is_refused(tmp_path, listening, mode, owner):
     node = nodes.NodeShare(1, 2, "group", range(1, 2), is_one_host=True)
-    point = nodes.MeetingPoint(host="127.0.0.1", port=1, credentials="secret", session="one")
     storage = FolderStorage(RunDir(tmp_path))
-    path = nodes.announce(storage, node, point)
-    assert nodes.find_meeting_point(storage, node, None, lambda: False) == point
+    path = nodes.announce(storage, node, listening)
+    assert nodes.find_meeting_point(storage, node, None, lambda: False) == listening
     path.chmod(mode)
     if owner is not None:
         os.chown(path, owner, owner)
