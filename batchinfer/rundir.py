@@ -292,7 +292,7 @@ def document_of(data: bytes, path: Path | str, *needs: str, **remedy: str) -> di
     if not isinstance(value, dict):
         raise DamagedFileError(path, "it is not a JSON object", **remedy)
     checksum = value.pop(CHECKSUM, None)
-    if checksum not in (None, _checksum(value)):
+    if checksum not in (None, _checksum(value)) or (checksum is None and _has_renamed_checksum(value)):
         raise DamagedFileError(path, "its checksum does not fit what it says", **remedy)
     if not value.keys() >= set(needs):
         raise DamagedFileError(path, "it is another document", **remedy)
@@ -316,6 +316,14 @@ def plan_again(root: Path) -> str:
 def finish_again(root: Path) -> str:
     """What to do when a file that `finish` wrote is damaged."""
     return f"`batchinfer finish {root}` writes all outputs again"
+
+
+def _has_renamed_checksum(value: dict[str, Any]) -> bool:
+    """Whether a document without a checksum had one, whose key is damaged: `json_text` puts it last."""
+    if not value:
+        return False
+    *keys, last = value
+    return bool(value[last] == _checksum({key: value[key] for key in keys}))
 
 
 def _checksum(value: dict[str, Any]) -> str:
