@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 import os
 import queue
+import secrets
 import socket
 import sys
 import time
@@ -237,8 +238,11 @@ def _graphs(model: Transformer, place: RankPlace, job: JobConfig) -> str | None:
 
 
 def _transfers(job: JobConfig, folder: Path, place: RankPlace) -> Path | BucketTransfers:
-    """Where this rank's KV lies on its way to another host; in a store, under the last two parts of its folder."""
-    own = folder / f"rank-{place.rank}"
+    """Where this rank's KV lies on its way to another host; in a store, under the last parts of its folder.
+
+    Not that of an earlier life of the rank, which on another host may still write and delete after it was given up.
+    """
+    own = folder / f"rank-{place.rank}-{secrets.token_hex(4)}"
     if not is_in_bucket(job.output.dir):
         return own
     return BucketTransfers(Bucket(job.output.dir, job.s3), "/".join(own.parts[-3:]))

@@ -8,6 +8,8 @@ from unittest.mock import Mock
 import torch
 
 from batchinfer.config import PAGE_TOKENS
+from batchinfer.kv.transfer import write_transfer
+from batchinfer.rank.main import _transfers
 from batchinfer.rank.migration import KvMigration
 from batchinfer.records import RequestKey
 
@@ -28,3 +30,16 @@ def test_prompts_wait_while_transfers_in_memory_hold_half_of_the_descriptors(mon
     migration.free(keys[:1])
     assert migration.has_room
     migration.close()
+
+
+def test_a_rank_that_is_started_again_meets_no_transfer_of_its_earlier_life(tmp_path):
+    """One that the earlier life was writing when its folder was removed."""
+    job, place = SimpleNamespace(output=SimpleNamespace(dir=str(tmp_path))), SimpleNamespace(rank=0)
+    sent = [
+        write_transfer(
+            torch.zeros(2, 4, PAGE_TOKENS, 8), [1], file=_transfers(job, tmp_path / "transfers", place) / "0-1-0.kv"
+        )
+        for _ in range(2)
+    ]
+    sent[0].close()
+    assert [path.name for path in tmp_path.rglob("*.kv")] == ["0-1-0.kv"]
