@@ -119,6 +119,7 @@ def test_odd_widths_run_in_cpp_too(dtype, tmp_path):
     make_checkpoint(tmp_path, "v3-odd-sizes")
     model = Transformer.load(tmp_path, **DTYPES[dtype])
     assert model.kernels.startswith("cpu-")
+    assert FusedDecode.of(model) is None
     assert all(logits.isfinite().all() for logits in logits_and_pages(model)[0])
 
 

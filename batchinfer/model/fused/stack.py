@@ -31,9 +31,9 @@ class FusedDecode:
 
     @classmethod
     def of(cls, model: Transformer) -> FusedDecode | None:
-        """None where a layer is not fused or rows travel between ranks."""
+        """None where a layer is not fused, rows travel between ranks, or rows of an odd width are filled up."""
         weights, head, eps = model.weights, model.weights.lm_head, model.config.rms_norm_eps
-        if not isinstance(head, Packed) or head.is_int8:
+        if not isinstance(head, Packed) or head.is_int8 or head.depth != model.config.hidden_size:
             return None
         stack = library().classes.Stack(weights.embedding, weights.norm, eps, head.plain)
         for layer in model.layers:
