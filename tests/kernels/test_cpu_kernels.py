@@ -103,6 +103,20 @@ def test_infinities_and_missing_numbers_stay_in_their_row(random):
 
 
 @pytest.mark.usefixtures("cpp")
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [(0, 0), (5, 127), (127, 130), (199, 255)])
+def test_a_block_in_8_bits_of_which_a_value_is_not_finite_is_lost_whole_and_alone(place, number):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in [(3, 256), (200, 256)])
+    clean = ops.linear(x, ops.pack(weight, eight_bit=True))
+    weight[place] = number
+    y = ops.linear(x, ops.pack(weight, eight_bit=True))
+    is_lost = torch.arange(200) // 128 == place[0] // 128
+    assert y[:, is_lost].isnan().all()
+    assert torch.equal(y[:, ~is_lost], clean[:, ~is_lost])
+
+
+@pytest.mark.usefixtures("cpp")
 @pytest.mark.parametrize(("num_out", "num_in"), [(1, 33), (64, 288), (131, 1000), (1536, 1024)])
 def test_a_row_of_a_product_has_the_same_bits_in_any_company(random, num_out, num_in, threads):
     x, weight = random(300, num_in), random(num_out, num_in, seed=1)

@@ -56,18 +56,21 @@ void pack_panel(const Parts<Value>& source, const Weight& shape, int64_t panel, 
   }
 }
 
-// The largest magnitude in the block of 128 x 128 that holds (column, start).
+// The largest magnitude in the block of 128 x 128 that holds (column, start); no number where one of its values is none.
 float block_peak(const Parts<bf16>& source, const Weight& shape, int64_t column, int64_t start) {
   const int64_t half = shape.is_paired ? shape.num_columns / 2 : shape.num_columns;
   const int64_t base = column / half * half, first = base + (column - base) / kBlock * kBlock;
   const int64_t end = std::min(first + kBlock, base + half), values = std::min(kBlock, shape.depth - start);
   Floats peak = floats(0.0f);
+  bool is_finite = true;
   for (int64_t row = first; row < end; ++row) {
     for (int64_t i = 0; i < values; i += 16) {
-      peak = larger(peak, magnitude(load_wide(lanes(values - i), source.column(row) + start + i)));
+      const Floats part = magnitude(load_wide(lanes(values - i), source.column(row) + start + i));
+      is_finite = is_finite && !any(not_below(part, floats(INFINITY)));
+      peak = larger(peak, part);
     }
   }
-  return largest_of(peak);
+  return is_finite ? largest_of(peak) : NAN;
 }
 
 void pack_int8(const Parts<bf16>& source, const Weight& shape, int64_t panel, uint8_t* packed) {
