@@ -22,6 +22,8 @@ from batchinfer.records import ModelError
 # The tensors of a checkpoint are listed before they are read; these bounds keep that list finite for any config.json.
 _MAX_LAYERS = 1000
 _MAX_EXPERTS = 4096
+# Of more tokens draws could not add up the weights exactly: MAX_TOKENS of the kernels. Published models have 163,840.
+MAX_VOCABULARY = 2**18
 
 # They say nothing where all layers are dense.
 _MOE_KEYS = (
@@ -202,7 +204,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     rope_dim = _read_rope_dim(reader)
     nope_dim = reader.size("qk_nope_head_dim")
     reader.expect("qk_head_dim", nope_dim + rope_dim, "qk_nope_head_dim + qk_rope_head_dim")
-    vocab_size = reader.size("vocab_size")
+    vocab_size = reader.size("vocab_size", maximum=MAX_VOCABULARY)
     max_positions = reader.size("max_position_embeddings")
     quantization = reader.section("quantization_config")
     config = ModelConfig(

@@ -6,6 +6,7 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from batchinfer.config import SamplingConfig
+from batchinfer.model.config import MAX_VOCABULARY
 from batchinfer.model.sampling import SamplingRows, sample, uniforms
 from batchinfer.records import sampling_key
 from batchinfer_kernels.reference import rows as reference_rows
@@ -77,6 +78,7 @@ def test_a_vocabulary_whose_weights_might_not_be_added_up_is_refused():
     logits = torch.zeros(1, reference_rows.MAX_TOKENS + 1)
     with pytest.raises(ValueError, match="a vocabulary of 262145 tokens, more than 262144"):
         sample(logits, rows_of({"temperature": 1.0}), np.array([0]))
+    assert MAX_VOCABULARY == reference_rows.MAX_TOKENS  # no model has more
     # as many as there may be, all alike: the very last one is drawn at the very end
     ones = torch.ones(1, dtype=torch.float64)
     last = reference_rows.draw(logits[:, 1:], ones, torch.tensor([0]), ones, 0 * ones, ones - 2**-53)
