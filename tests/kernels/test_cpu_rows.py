@@ -94,10 +94,21 @@ def test_the_gate_takes_the_first_of_equals_and_different_experts_of_nonsense():
     logits = torch.zeros(3, 8)
     logits[1] = torch.nan
     logits[2, 5] = torch.nan
-    ids, _ = ops.gate(logits, None, rule)
+    ids, weights = ops.gate(logits, None, rule)
     assert ids[0].tolist() == [0, 1, 2]
     assert len(set(ids[1].tolist())) == 3
     assert ids[2].tolist() == [0, 1, 2]
+    assert weights.isfinite().all(-1).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("gate", [ops.gate, reference.gate], ids=["cpu", "reference"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_bias_that_is_no_number_does_not_leave_an_expert_out_or_in_unseen(gate, number):
+    bias = torch.zeros(20)
+    bias[17] = number
+    for groups in (1, 2):
+        rule = GateRule("noaux_tc", topk=3, num_groups=groups, topk_groups=1, normalize=True, scale=1.0)
+        assert gate(random(4, 20).float(), bias, rule)[1].isnan().all()
 
 
 @pytest.mark.parametrize(("hidden", "experts"), [(33, 5), (256, 64), (1024, 130)])

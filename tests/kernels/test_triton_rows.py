@@ -116,10 +116,14 @@ def test_the_gate_takes_different_experts_of_nonsense():
     rule = GateRule("noaux_tc", topk=3, num_groups=2, topk_groups=1, normalize=True, scale=1.0)
     logits = torch.zeros(3, 8, device=DEVICE)
     logits[1], logits[2, 5] = torch.nan, torch.nan
-    ids, _ = ops.gate(logits, None, rule)
+    ids, weights = ops.gate(logits, None, rule)
     assert ids[[0, 2]].tolist() == [[0, 1, 2], [0, 1, 2]]
     assert len(set(ids[1].tolist())) == 3
     assert 0 <= ids.min() <= ids.max() < 8
+    assert weights.isfinite().all(-1).tolist() == [True, False, False]
+    bias = torch.zeros(8, device=DEVICE)
+    bias[5] = torch.nan
+    assert ops.gate(torch.zeros_like(logits), bias, rule)[1].isnan().all()
 
 
 @pytest.mark.parametrize(("num_tokens", "topk"), [(0, 4), (1, 1), (32, 4), (100, 3)])

@@ -53,12 +53,14 @@ def gate(
         is_counted_T: [T] int64, 0 for tokens that it leaves out; None: all count.
 
     Returns:
-        ids [T, topk] int64 by descending score, weights [T, topk] float32.
+        ids [T, topk] int64 by descending score, weights [T, topk] float32; those of a token are no numbers where what
+        one of its experts is chosen by is none.
     """
     logits64_TE = logits_TE.double()
     if rule.method == "noaux_tc":
         scores_TE = sigmoid(logits64_TE).float()
         choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+        scores_TE = scores_TE.masked_fill(~choice_TE.isfinite().all(-1, keepdim=True), torch.nan)
         allowed_TE = _groups_allowed(choice_TE, rule, best=2)
         choice_TE = choice_TE.masked_fill(~allowed_TE, -torch.inf)
     else:

@@ -103,6 +103,7 @@ def _gate(
     choice = scores
     if bias_ptr is not None:
         choice += tl.load(bias_ptr + ids, mask=is_expert, other=0.0)
+    is_sound = tl.min(tl.min(tl.where(tl.abs(choice) < float("inf"), 1, 0), 2), 1)
     choice = tl.where(is_expert & (choice == choice), choice, low)  # nonsense is chosen last
 
     if IS_LIMITED:
@@ -123,6 +124,7 @@ def _gate(
         is_left = is_left & ~is_it
     if NORMALIZE:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
+    weights = tl.where(is_sound[:, None] > 0, weights, float("nan"))
     at = token[:, None] * TOPK + slots
     is_stored = is_token[:, None] & (slots < TOPK)
     tl.store(ids_ptr + at, chosen.to(tl.int64), mask=is_stored)

@@ -36,15 +36,19 @@ float best_two(const float* values, int64_t count) {
   return first + second;
 }
 
-// Scores of one token, and what its experts are chosen by. Values that are no numbers come last.
+// Scores of one token, and what its experts are chosen by. Values that are no numbers come last, and then no score is a
+// number: the token's result would look sound without the expert that has none.
 void sigmoid_scores(const float* logits, const float* bias, int64_t experts, float* scores, float* choice) {
+  bool is_finite = true;
   for (int64_t i = 0; i < experts; i += 16) {
     const First first = lanes(experts - i);
     const Floats score = sigmoid_values(load(first, logits + i));
     store(scores + i, first, score);
     const Floats moved = bias ? score + load(first, bias + i) : score;
+    is_finite = is_finite && !any(not_below(magnitude(moved), floats(INFINITY)));
     store(choice + i, first, larger(moved, floats(kLeast)));
   }
+  if (!is_finite) std::fill_n(scores, experts, NAN);
 }
 
 void softmax_scores(const float* logits, int64_t experts, float* scores, float* choice) {
