@@ -331,12 +331,23 @@ class WeightLoader:
 
 
 def _indexer(loader: WeightLoader, prefix: str) -> IndexerWeights:
+    """It only chooses keys: answers look sound whatever its numbers are, so they are looked at here.
+
+    Raises:
+        ModelError: one is not finite.
+    """
+    names = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+    query, key, key_norm, key_bias, heads = (f"{prefix}.{name}" for name in names)
+    for name in (query, key, key_norm, key_bias, heads):
+        if not loader.source(name).isfinite().all():
+            path = loader.checkpoint.info(name).path
+            raise ModelError(f"{path}: {name} holds a value that is not finite; fetch the file again.")
     return IndexerWeights(
-        query=loader.pack(loader.source(f"{prefix}.wq_b.weight")),
-        key=loader.pack(loader.source(f"{prefix}.wk.weight")),
-        key_norm=loader.tensor(f"{prefix}.k_norm.weight"),
-        key_bias=loader.tensor(f"{prefix}.k_norm.bias"),
-        heads=loader.router(f"{prefix}.weights_proj.weight"),
+        query=loader.pack(loader.source(query)),
+        key=loader.pack(loader.source(key)),
+        key_norm=loader.tensor(key_norm),
+        key_bias=loader.tensor(key_bias),
+        heads=loader.router(heads),
     )
 
 

@@ -49,6 +49,19 @@ def test_a_row_has_the_same_bits_in_any_company_and_cut(tmp_path, name, dtype, t
         assert of_prompt.isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_an_indexer_with_a_number_that_is_none_is_refused(tmp_path, name, value):
+    """Other keys would be chosen, and the answers would look sound."""
+    make_checkpoint(tmp_path, "v32")
+    tensors = read_tensors(tmp_path)
+    damaged = f"model.layers.1.self_attn.indexer.{name}"
+    tensors[damaged].view(-1)[-1] = value
+    write_tensors(tmp_path, tensors)
+    with pytest.raises(ModelError, match=f"{damaged} holds a value that is not finite"):
+        Transformer.load(tmp_path, dtype=torch.bfloat16)
+
+
 def test_bfloat16_and_8_bits_are_close_to_float32(tmp_path):
     # one layer: further on a key that is chosen instead of one as good makes all the difference of a random model
     make_checkpoint(tmp_path, "v32", num_hidden_layers=1, first_k_dense_replace=1)
