@@ -98,11 +98,13 @@ def foreseen_end(run: RunDir) -> str | None:
     state = read_state(run)
     num_bad = state["counts"]["bad_rows"]
     num_unreadable = sum(shard["problem"] is not None for shard in state["shards"])
-    if not num_bad and not num_unreadable:
+    counts = {"error rows": num_bad, "shards without outputs": num_unreadable}
+    told = ", ".join(f"{what}: {count:,}" for what, count in counts.items() if count)
+    if not told:
         return None
     return (
-        f"warning: the run will end with exit code {ExitCode.ROW_ERRORS:d}: error rows: {num_bad:,}, shards without "
-        f"outputs: {num_unreadable:,}; correct the input, or take them as they are"
+        f"warning: the run will end with exit code {ExitCode.ROW_ERRORS:d}: {told}; correct the input, or take them as "
+        "they are"
     )
 
 
