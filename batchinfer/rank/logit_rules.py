@@ -115,7 +115,8 @@ class LogitRules:
             logits_V[seen] -= sampling.presence_penalty
         if mask is not None:
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits_V)]
-            if self._thinking is not None and self._thinking.may_begin_with is not None:
+            # white space before it would be part of what the grammar asks for
+            if self._thinking is not None and self._thinking.may_begin_with is not None and not self._tokens:
                 bits[self._thinking.may_begin_with] = 1
             logits_V.masked_fill_(moved(torch.from_numpy(bits == 0), logits_V.device), NEVER)
         if len(self._tokens) < sampling.min_tokens:

@@ -39,7 +39,8 @@ class Thinking:
     """The thinking in one answer.
 
     A prompt that ends in <think> or </think> says whether the answer begins in thinking. Where it ends in neither, the
-    answer does by "deepseek_r1", and by "auto" when its first token is <think>.
+    answer does by "deepseek_r1", and by "auto" when its first token is <think>, but for white space: GLM-4.5 writes a
+    line break before it.
 
     Args:
         continues: the answer goes on with the prompt's last message, in which the mark may be further back.
@@ -53,6 +54,7 @@ class Thinking:
         self.has_begun = self.is_open
         self.num_tokens = 0  # of the answer up to the end of thinking, which is one of them
         self._num_seen = 0
+        self._num_before = 0  # tokens up to <think>, where that is one of the answer's
 
     @property
     def end_token(self) -> int:
@@ -62,19 +64,20 @@ class Thinking:
     @property
     def may_begin_with(self) -> int | None:
         """<think> where the next token may be the one that begins the thinking."""
-        return self._tokens.begin if self._may_begin and self._num_seen == 0 else None
+        return self._tokens.begin if self._may_begin else None
 
     def accept(self, token: int) -> None:
         """The answer goes on with this token."""
+        self._num_seen += 1
         if token == self.may_begin_with:
             self.is_open = self.has_begun = True
-        self._num_seen += 1
+            self._num_before = self._num_seen
+        self._may_begin = self._may_begin and self._tokens.is_blank(token)
         if self.is_open:
-            self.num_tokens += 1
+            self.num_tokens = self._num_seen
             self.is_open = token != self._tokens.end
 
     def split(self, token_ids: list[int]) -> tuple[list[int], list[int]]:
         """The tokens of the thinking and those of the answer, without what stands around the thinking."""
         thought, answer = token_ids[: self.num_tokens], token_ids[self.num_tokens :]
-        first = int(self._may_begin and thought[:1] == [self._tokens.begin])
-        return thought[first : len(thought) - (not self.is_open)], answer
+        return thought[self._num_before : len(thought) - (not self.is_open)], answer

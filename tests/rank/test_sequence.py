@@ -127,6 +127,24 @@ def test_an_answer_may_begin_its_thinking_where_the_prompts_end_says_nothing(pro
     assert thinking.split([THINK, 7, END, 6]) == ([7], [6])
 
 
+@pytest.mark.parametrize("mode", ["auto", "deepseek_r1"])
+def test_white_space_may_come_before_an_answers_thinking(mode):
+    thinking = Thinking(MARKS, [5], mode)
+    answer = [BLANK, THINK, 7, END, 6]  # as GLM-4.5 answers
+    for place, token in enumerate(answer):
+        thinking.accept(token)
+        assert thinking.is_open is ((mode == "deepseek_r1" or place > 0) and place < 3)
+    assert thinking.split(answer) == ([7], [6])
+    assert thinking.num_tokens == 4
+
+
+def test_a_mark_behind_the_first_word_of_an_answer_is_text():
+    thinking = Thinking(MARKS, [5], "auto")
+    for token in (BLANK, 7, THINK, 8):
+        thinking.accept(token)
+    assert (thinking.has_begun, thinking.num_tokens) == (False, 0)
+
+
 @pytest.mark.parametrize(("prompt", "is_open"), [([5, THINK, 6], True), ([5, THINK, 6, END, 7], False), ([5], False)])
 def test_a_message_that_is_continued_may_have_begun_its_thinking_further_back(prompt, is_open):
     assert Thinking(MARKS, prompt, "auto", continues=True).is_open is is_open
