@@ -649,9 +649,11 @@ def test_a_perfect_cache_serves_no_less_than_what_was_served_when_rows_failed(tm
         *(request(row, 10, 2, 0, 1, cached_memory_tokens=8) for row in (1, 2)),
         error_request(3),
     ]
-    values = read_report(write_run(tmp_path / "r", requests=requests, distinct_tokens=44)).values
+    report = read_report(write_run(tmp_path / "r", requests=requests, distinct_tokens=44))
+    values, (computed, *_) = report.values, report.predictions
     assert (values["input_tokens"], values["cached_tokens"]) == (30, 16)
     assert values["optimal_cached_tokens"] == 16
+    assert (computed.name, computed.at_best) == ("computed_tokens", 30 - 16)
 
 
 def test_many_rows_that_were_cut_come_with_a_hint(tmp_path):

@@ -4,7 +4,7 @@
 --   happened  in the run
 --   at_best   what no plan could go below; null where nothing is known
 SELECT 1 AS position, 'computed_tokens' AS name, predicted_computed_tokens::DOUBLE AS planned,
-       computed_tokens::DOUBLE AS happened, distinct_tokens - disk_tokens::DOUBLE AS at_best
+       computed_tokens::DOUBLE AS happened, (input_tokens - optimal_cached_tokens)::DOUBLE AS at_best
 FROM run, tokens
 UNION ALL
 SELECT 2, 'output_tokens', predicted_expected_output_tokens, generated_tokens, NULL FROM run, tokens
