@@ -14,7 +14,7 @@ import torch
 
 from batchinfer import __version__
 from batchinfer.doctor.core_bench import measure_core_use
-from batchinfer.host_info import free_memory_bytes, processor_name
+from batchinfer.host_info import free_memory_bytes, num_cores, processor_name
 from batchinfer.parallel.mesh import explain_exchanges
 from batchinfer_kernels import registry
 from batchinfer_kernels.cpu import build as cpu_build
@@ -38,7 +38,7 @@ def examine(*, bench: bool, every_kernel: bool = False) -> str:
     lines = [
         f"batchinfer {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         "  " + ", ".join(f"{name} {version(name)}" for name in LIBRARIES),
-        f"processor   {processor_name()}, {os.cpu_count()} cores, {_counted(threads)} for torch",
+        f"processor   {processor_name()}, {_cores()}, {_counted(threads)} for torch",
         f"C++         {cpu_build.explain()}",
         *_numerics_lines(),
         f"plain       PyTorch with {torch.backends.cpu.get_cpu_capability()}",
@@ -73,6 +73,12 @@ def _numerics_lines() -> list[str]:
     float32, narrow = cpu_build.numerics(torch.float32), cpu_build.numerics(torch.bfloat16)
     named = float32 if float32 == narrow else f"float32 {float32}, bfloat16, fp8 and int4 {narrow}"
     return [f"            sums {named}: the same bits on every machine that says this"]
+
+
+def _cores() -> str:
+    """Those that this process can keep busy, of those that the host has."""
+    usable, all_cores = num_cores(), os.cpu_count() or 1
+    return f"{usable} cores" if usable == all_cores else f"{usable} of {all_cores} cores"
 
 
 def _counted(threads: int) -> str:

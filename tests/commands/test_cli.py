@@ -10,7 +10,7 @@ from collections import Counter
 import pytest
 import torch
 
-from batchinfer.host_info import processor_name
+from batchinfer.host_info import num_cores, processor_name
 from batchinfer_kernels import registry
 from batchinfer_kernels.cpu.build import instructions
 from batchinfer_kernels.row_survey import DTYPES
@@ -176,9 +176,18 @@ def test_doctor_says_of_each_dtype_whether_rows_are_equal_and_in_what():
         assert implementation == ("plain PyTorch" if chosen == "reference" else f"C++ for {instructions().name}")
         # plain PyTorch may not be on this processor; a run would say so, too
         assert found == "equal" or chosen == "reference", dtype
-    (processor,) = re.findall(r"^processor +(.+), \d+ cores, \d+ threads? for torch$", ended.out, re.M)
-    assert processor == processor_name()
+    found = re.findall(r"^processor +(.+?), (\d+)(?: of \d+)? cores, \d+ threads? for torch$", ended.out, re.M)
+    assert found == [(processor_name(), str(num_cores()))]
     assert len(ended.out.splitlines()) < 40
+
+
+def test_doctor_counts_the_cores_that_a_process_may_use():
+    core = min(os.sched_getaffinity(0))
+    limited = f"import os; os.sched_setaffinity(0, [{core}])"
+    text = f"{limited}; from batchinfer.doctor import machine; print(machine._cores())"
+    done = subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True)
+    all_cores = os.cpu_count()
+    assert done.stdout == ("1 cores\n" if all_cores == 1 else f"1 of {all_cores} cores\n")
 
 
 def test_doctor_prints_the_chosen_kernels():
