@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -56,7 +57,13 @@ def init(data: str, model: Path, target: Path) -> None:
 @click.argument("question")
 @_model_option
 @click.option("--max-tokens", metavar="N", type=click.IntRange(1), default=512, show_default=True)
-def ask(question: str, model: Path, max_tokens: int) -> None:
+@click.option(
+    "--date",
+    metavar="YYYY-MM-DD",
+    type=click.DateTime(["%Y-%m-%d"]),
+    help="For chat templates that write the date; default: today.",
+)
+def ask(question: str, model: Path, max_tokens: int, date: datetime | None) -> None:
     """Ask a model one QUESTION and print its answer, greedy: is the model what it should be?
 
     The question is put through the model's chat template where it has one. It runs as a job of one row in a temporary
@@ -65,7 +72,7 @@ def ask(question: str, model: Path, max_tokens: int) -> None:
     from batchinfer.plan.first_job import write_question
 
     with tempfile.TemporaryDirectory(prefix="batchinfer-ask-") as folder:
-        job = write_question(Path(folder), question, model, max_tokens)
+        job = write_question(Path(folder), question, model, max_tokens, date or datetime.now())
         command = own_process.command("batchinfer", "run", str(job))
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
             try:

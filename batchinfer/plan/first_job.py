@@ -7,6 +7,7 @@ import json
 import os
 import tomllib
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,11 @@ def _of_columns(columns: _Columns, model: Path) -> tuple[str, list[tuple[str, st
     return "\n".join(lines), chosen
 
 
-def write_question(folder: Path, question: str, model: Path, max_tokens: int) -> Path:
+def write_question(folder: Path, question: str, model: Path, max_tokens: int, day: date) -> Path:
     """A job of one row in this folder, its run folder `run`: the question through the chat template, if there is one.
+
+    Args:
+        day: the date that the chat template writes, where it writes one.
 
     Returns:
         The job file.
@@ -125,10 +129,11 @@ def write_question(folder: Path, question: str, model: Path, max_tokens: int) ->
     is_chat = has_chat_template(model)
     column = [[{"role": "user", "content": question}]] if is_chat else [question]
     key = "messages" if is_chat else "prompt"
+    variables = {"chat_template_kwargs": {"strftime_now": f"{day:%Y-%m-%d}"}} if is_chat else {}
     with table_writer(folder / "question.parquet", (table := pa.table({key: column})).schema) as writer:
         writer.write_table(table)
     parts = {
-        "input": {"files": ["question.parquet"], key: key, "id": NO_IDS},
+        "input": {"files": ["question.parquet"], key: key, "id": NO_IDS, **variables},
         "output": {"dir": "run"},
         "model": {"path": str(model), "dtype": choose_dtype(model, this_machine())[0]},
         "sampling": {"max_tokens": max_tokens},

@@ -1,5 +1,6 @@
 """First steps as a newcomer takes them: init, then run; ask."""
 
+import shutil
 import signal
 import subprocess
 import time
@@ -74,6 +75,18 @@ def test_ask_ends_with_a_sentence_where_the_model_cannot_answer(tmp_path):
     assert asked.code == 3
     assert asked.err.startswith("error: the prompt has ")
     assert asked.out == ""
+
+
+def test_ask_gives_a_template_that_writes_the_date_today_or_the_date_that_is_named(tmp_path):
+    model = shutil.copytree(SAMPLE_MODEL, tmp_path / "model")
+    told = "raise_exception('not on ' + strftime_now('%d %b %Y'))"
+    refuse = f"{{% if strftime_now('%Y') == '1999' %}}{{{{ {told} }}}}{{% endif %}}"
+    (model / "chat_template.jinja").write_text(refuse + "{% for m in messages %}{{ m.content }}{% endfor %}")
+    asked = batchinfer("ask", "Why?", "--model", model, "--max-tokens", "2")
+    assert asked.code == 0, asked.err
+    asked = batchinfer("ask", "Why?", "--model", model, "--date", "1999-12-31")
+    assert (asked.code, asked.out) == (3, "")
+    assert "not on 31 Dec 1999" in asked.err
 
 
 def test_an_interrupted_ask_leaves_no_process_and_no_folder(tmp_path, monkeypatch):
