@@ -1,9 +1,11 @@
 """Folders of data: which files in them are shards (Hugging Face's layouts), and what their names say of all rows."""
 
+import bisect
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from urllib.parse import unquote
@@ -31,6 +33,32 @@ def files_in_folder(folder: str, runs: set[str]) -> list[str]:
     """
     names = _data_files(folder, _names_below(folder, runs), lambda name: Path(folder, name).read_bytes())
     return [os.path.join(folder, name) for name in names]
+
+
+def files_or_folders(
+    files: list[str], folders: list[str], files_in: Callable[[str], list[str]], unread: set[str]
+) -> list[str]:
+    """What a pattern stands for that matches these: the files, or those in the folders where it matches no file.
+
+    Args:
+        folders: each ends with a slash.
+        files_in: the data files in one of them and below.
+        unread: gets the folders beside files that hold data and none of these files.
+    """
+    if not files:
+        return [file for folder in folders for file in files_in(folder)]
+    for folder in without_files(folders, files):
+        with suppress(ConfigError):  # it holds none
+            files_in(folder)
+            unread.add(folder)
+    return files
+
+
+def without_files(folders: Iterable[str], files: Iterable[str]) -> list[str]:
+    """The folders, each with a slash at its end, in which and below which none of the files is."""
+    in_order = sorted(files)
+    places = ((folder, bisect.bisect(in_order, folder)) for folder in folders)
+    return [folder for folder, at in places if at == len(in_order) or not in_order[at].startswith(folder)]
 
 
 def outside_runs(pattern: str, matches: list[str], runs: set[str]) -> list[str]:

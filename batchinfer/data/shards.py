@@ -13,7 +13,7 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
-from batchinfer.data.folders import files_in_folder, objects_in_folder, outside_runs
+from batchinfer.data.folders import files_in_folder, files_or_folders, objects_in_folder, outside_runs, without_files
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.lines import HashedBytes
 from batchinfer.data.formats.names import format_of, output_name
@@ -101,9 +101,13 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
     path_of_file: dict[str, str] = {}
     again: dict[str, None] = {}
     runs: set[str] = set()
+    unread: set[str] = set()
     try:
         for pattern in patterns:
-            files = _matching_uris(pattern, s3) if is_uri(pattern) else _matching_paths(pattern, own, runs)
+            if is_uri(pattern):
+                files = _matching_uris(pattern, s3, unread)
+            else:
+                files = _matching_paths(pattern, own, runs, unread)
             if not files:
                 raise ConfigError(f"input.files: no file matches {pattern}; correct the path")
             for file in sorted(files):
@@ -115,6 +119,11 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
         if passed := sorted(run for run in runs if os.path.realpath(run) != own):
             one = f"{glob.escape(passed[0])}/outputs/*.parquet"
             note(f"input.files passes over run folders; name one to read it, as in {one}: {_named(passed)}")
+    if passed := without_files(sorted(unread), path_of_file.values()):
+        note(
+            "warning: input.files matches files and these folders beside them, whose data are not read; name the "
+            f"folders too if they are meant: {_named(passed)}"
+        )
     if again:
         note(f"warning: input.files lists these more than once, and each counts once: {_named(list(again))}")
     return sorted(path_of_file.values())
@@ -125,18 +134,22 @@ def _named(paths: list[str]) -> str:
     return f"{', '.join(paths[:MOST_NAMED])}{f' and {more} more' if more > 0 else ''}"
 
 
-def _matching_uris(pattern: str, s3: S3Config) -> list[str]:
+def _matching_uris(pattern: str, s3: S3Config, unread: set[str]) -> list[str]:
     matches = matching_objects(pattern, s3)
-    return [uri for match in matches for uri in (objects_in_folder(match, s3) if match.endswith("/") else [match])]
+    files = [match for match in matches if not match.endswith("/")]
+    folders = [match for match in matches if match.endswith("/")]
+    return files_or_folders(files, folders, partial(objects_in_folder, s3=s3), unread)
 
 
-def _matching_paths(pattern: str, own: str | None, runs: set[str]) -> list[str]:
+def _matching_paths(pattern: str, own: str | None, runs: set[str], unread: set[str]) -> list[str]:
     # a path that exists is meant as it stands, even when it holds glob characters
     is_plain = os.path.lexists(pattern)
     matches = [pattern] if is_plain else outside_runs(pattern, glob.glob(pattern, recursive=True), runs)
-    files = [os.path.abspath(match) for match in matches if not os.path.isdir(match)]
-    if matches and not files:
-        files = [os.path.abspath(file) for match in matches for file in files_in_folder(match, runs)]
+    matches = [os.path.abspath(match) for match in matches]
+    folders = [f"{match}{os.sep}" for match in matches if os.path.isdir(match)]
+    files = [match for match in matches if not os.path.isdir(match)]
+    found = files_or_folders(files, folders, partial(files_in_folder, runs=runs), unread)
+    files = [os.path.abspath(file) for file in found]
     return [file for file in files if own is None or not os.path.realpath(file).startswith(f"{own}{os.sep}")]
 
 

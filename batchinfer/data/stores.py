@@ -80,9 +80,9 @@ def locate(uri: str, s3: S3Config) -> Place:
 
 
 def matching_objects(pattern: str, s3: S3Config) -> list[str]:
-    """URIs of the objects that a URI with wildcards stands for, `**` crosses folders; or the URI itself.
+    """URIs of the objects and folders that a URI with wildcards matches, `**` crosses folders; or the URI itself.
 
-    Of folders, where it stands for nothing else: URIs that end with a slash.
+    Those of folders end with a slash.
 
     Raises:
         StoreError: the store does not answer, or refuses to.
@@ -101,11 +101,9 @@ def matching_objects(pattern: str, s3: S3Config) -> list[str]:
     is_deep = len(wanted) > 1 or "**" in wanted
     with store_errors(f"list {base.uri}"):
         found = base.files.get_file_info(fs.FileSelector(base.path, recursive=is_deep))
-    for kind, end in ((fs.FileType.File, ""), (fs.FileType.Directory, "/")):
-        names = [info.path[len(base.path) :].strip("/") for info in found if info.type == kind]
-        if matches := sorted(base.below(name + end).uri for name in names if _fits(name.split("/"), wanted)):
-            return matches
-    return []
+    ends = {fs.FileType.File: "", fs.FileType.Directory: "/"}
+    names = [(info.path[len(base.path) :].strip("/"), ends[info.type]) for info in found if info.type in ends]
+    return sorted(base.below(name + end).uri for name, end in names if _fits(name.split("/"), wanted))
 
 
 def objects_below(uri: str, s3: S3Config) -> dict[str, str]:

@@ -635,6 +635,20 @@ def test_a_folder_stands_for_its_data_files(tmp_path):
     assert [shard.name for shard in shards] == ["data/train-0.parquet", "data/x/test.parquet", "more.parquet"]
 
 
+def test_folders_beside_the_files_that_a_pattern_matches_are_named_if_they_hold_data(tmp_path, capsys):
+    for name in ("a.parquet", "more.parquet/part-0.parquet", "more.parquet/part-1.parquet", "logs/x.log"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        as_parquet(ROWS[:1], tmp_path / name)
+    told = f"whose data are not read; name the folders too if they are meant: {tmp_path}/more.parquet/\n"
+    for pattern in ("*", "*.parquet"):
+        assert [shard.name for shard in find_shards([f"{tmp_path}/{pattern}"])] == ["a.parquet"]
+        assert capsys.readouterr().err.endswith(told)
+    # all of its files are read
+    assert len(find_shards([f"{tmp_path}/*.parquet", f"{tmp_path}/more.parquet"])) == 3
+    assert len(find_shards([f"{tmp_path}/**/*.parquet"])) == 3
+    assert capsys.readouterr().err == ""
+
+
 def test_a_saved_dataset_stands_for_the_files_that_it_lists(tmp_path):
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
