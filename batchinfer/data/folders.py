@@ -126,8 +126,15 @@ def partition_values(path: str) -> dict[str, str | None]:
 
 
 def _names_below(folder: str, runs: set[str]) -> Iterator[str]:
-    for place, folders, names in os.walk(folder):
-        below = [name for name in folders if not _is_hidden(name)]
+    """Links to folders are followed, in order of their names; a folder that is reached twice counts once."""
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        below = sorted(name for name in folders if not _is_hidden(name))
         found = {name for name in below if is_run_folder(os.path.join(place, name))}
         runs |= {os.path.abspath(os.path.join(place, name)) for name in found}
         folders[:] = [name for name in below if name not in found]

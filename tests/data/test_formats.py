@@ -635,6 +635,16 @@ def test_a_folder_stands_for_its_data_files(tmp_path):
     assert [shard.name for shard in shards] == ["data/train-0.parquet", "data/x/test.parquet", "more.parquet"]
 
 
+def test_links_to_folders_below_a_folder_are_followed_once(tmp_path):
+    for name in ("data/a.parquet", "disk/b.parquet", "disk/deep/c.parquet"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        as_parquet(ROWS[:1], tmp_path / name)
+    for name, target in (("data/part", "../disk"), ("data/again", "../disk/deep"), ("disk/deep/up", "../../data")):
+        (tmp_path / name).symlink_to(target)
+    shards = find_shards([str(tmp_path / "data")])
+    assert [shard.name for shard in shards] == ["a.parquet", "again/c.parquet", "part/b.parquet"]
+
+
 def test_folders_beside_the_files_that_a_pattern_matches_are_named_if_they_hold_data(tmp_path, capsys):
     for name in ("a.parquet", "more.parquet/part-0.parquet", "more.parquet/part-1.parquet", "logs/x.log"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
