@@ -368,9 +368,10 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> lis
             "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think> or [/THINK]; use 'none'"
         )
     if not encoders.writes_tools and (job.input.tools is not None or job.input.format == "openai"):
+        whose = "any that lines have" if job.input.tools is None else "those of input.tools"
         note(
-            f"warning: the chat template of {job.model.path} does not write tools, so the model is not told of those "
-            f"{'that lines have' if job.input.tools is None else 'of input.tools'}; give the folder one that does"
+            f"warning: the chat template of {job.model.path} does not write tools, so the model is not told of "
+            f"{whose}; give the folder one that does"
         )
     kept = check_columns(job, shards, encoders.columns)
     check_rows(job, shards)

@@ -114,7 +114,7 @@ def test_a_template_that_does_not_write_tools_is_told(tmp_path, writes_tools):
     write_batch(tmp_path / "batch.jsonl", [chat("a", tools=[WEATHER])])
     ended = batchinfer("plan", write_job(tmp_path, **PARTS, model={"path": str(model)}))
     assert ended.code == 0, ended.err
-    assert ("does not write tools, so the model is not told of those that lines have" in ended.err) != writes_tools
+    assert ("does not write tools, so the model is not told of any that lines have" in ended.err) != writes_tools
 
 
 def test_tools_and_keywords_of_a_line_go_to_the_chat_template_unless_tools_may_not_be_called(tmp_path):
