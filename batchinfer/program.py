@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from batchinfer import own_process
 from batchinfer.data.tokenizer_process import TokenizerProcess
@@ -19,7 +19,11 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
         tell: is told what went wrong, in place of the person at stderr.
     """
     own_process.settle()
-    _print_everything()
+    _open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = _stream(_Output, sys.stdout)
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr = _stream(_Log, sys.stderr)
     # before the imports of the command
     spare = SpareRank() if sys.argv[1:2] == ["run"] else None
     tokenizer = TokenizerProcess() if sys.argv[1:2] in (["plan"], ["run"]) else None
@@ -40,14 +44,49 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
             spare.end()
         if tokenizer is not None:
             tokenizer.end()
-    sys.stdout.flush()
+    try:
+        sys.stdout.flush()
+    except OSError:  # of which somebody has been told
+        code = code or ExitCode.INTERNAL
     sys.stderr.flush()
     # taking the interpreter and its libraries apart would take 0.1 s
     os._exit(code)
 
 
-def _print_everything() -> None:
-    """On a console that is not UTF-8, characters that it lacks are no error: a finished run would end with one."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+def _open_closed_streams() -> None:
+    """Of a caller who closed some of the three (>&-) they lead nowhere; else files of a run would get their numbers."""
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
+
+
+class _Output(io.FileIO):
+    """stdout: says where it was that something could not be written, on a full disk behind `> FILE`."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "standard output") from None
+
+
+class _Log(io.FileIO):
+    """stderr: a run does not end because its log is on a full disk, or goes to somebody who has left."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _stream(kind: type[io.FileIO], of: io.TextIOWrapper) -> io.TextIOWrapper:
+    """The stream as before, by such a file.
+
+    On a console that is not UTF-8, characters that it lacks are no error: a finished run would end with one.
+    """
+    raw = io.BufferedWriter(kind(of.fileno(), "w", closefd=False))
+    errors = "backslashreplace" if of.errors == "strict" else of.errors
+    return io.TextIOWrapper(raw, of.encoding, errors, line_buffering=of.line_buffering or kind is _Log)

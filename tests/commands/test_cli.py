@@ -230,6 +230,34 @@ def test_a_console_that_is_not_utf_8_gets_what_it_can_show(monkeypatch):
     assert 'batchinfer report RUN --sql "SELECT \\u2026"' in out
 
 
+def in_a_shell(arguments, streams):
+    """Run the command with streams that a shell opens or closes."""
+    program = [sys.executable, "-c", "from batchinfer.program import program; program()", *map(str, arguments)]
+    command = ["bash", "-c", f'"$@" {streams}', "bash", *program]
+    return subprocess.run(command, check=False, capture_output=True, text=True)
+
+
+def test_closed_streams_change_no_exit_code(tmp_path):
+    write_questions(tmp_path / "prompts", (3,))
+    done = in_a_shell(["run", write_job(tmp_path)], "<&- >&- 2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert batchinfer("verify", tmp_path / "run").code == 0
+    assert in_a_shell(["report", tmp_path / "nothing"], ">&- 2>&-").returncode == 2
+
+
+@pytest.mark.parametrize("log", ["/dev/full", ">(true)"])
+def test_a_run_does_not_depend_on_its_log(tmp_path, log):
+    write_questions(tmp_path / "prompts", (3,))
+    done = in_a_shell(["run", write_job(tmp_path)], f"2> {log}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "output rows" in done.stdout
+
+
+def test_output_on_a_full_disk_is_one_sentence():
+    done = in_a_shell(["schema"], "> /dev/full")
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device: 'standard output'\n")
+
+
 def test_progress_is_plain_lines_when_nobody_watches(tmp_path):
     write_questions(tmp_path / "prompts", (3,))
     process = start("run", write_job(tmp_path))
