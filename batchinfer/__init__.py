@@ -35,12 +35,13 @@ _ERRORS = (
 def __getattr__(name: str) -> Any:
     """What is asked for, found then: commands start without it, and looking for the version takes 35 ms."""
     from importlib import import_module
-    from importlib.metadata import PackageNotFoundError, version
 
     if name in (*_API, *_ERRORS):
         return getattr(import_module("batchinfer.api" if name in _API else "batchinfer.records"), name)
     if name != "__version__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("batchinfer")
     except PackageNotFoundError:  # run from a source folder on sys.path, where nothing can be installed
