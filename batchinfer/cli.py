@@ -85,6 +85,15 @@ def _print_error(error: BatchinferError) -> None:
         click.echo(f"error: {sanitize(clip(sentence))}", err=True)
 
 
+def _run_command(process: Process) -> None:
+    try:
+        cli.main(standalone_mode=False, obj=process)
+    except Exception:
+        if process.stop.raised is not None:
+            raise process.stop.raised from None
+        raise
+
+
 def main(
     spare: SpareRank | None = None,
     tokenizer: TokenizerProcess | None = None,
@@ -101,7 +110,7 @@ def main(
     """
     try:
         # installed first: a signal during the imports below counts too
-        cli.main(standalone_mode=False, obj=Process(StopSignal(), spare, tokenizer, kept))
+        _run_command(Process(StopSignal(), spare, tokenizer, kept))
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:

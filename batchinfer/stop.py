@@ -18,10 +18,14 @@ class StopSignal:
     a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`.
     Further signals change nothing, since a cluster sends several for one wish to stop; but a second Ctrl-C is that of a
     person and raises at once.
+
+    Attributes:
+        raised: what was, if anything; libraries that call back while they work make errors of their own of it.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self.raised: InterruptedRunError | None = None
         self.graceful = False
         for number in SIGNALS:
             signal.signal(number, self._handle)
@@ -32,7 +36,9 @@ class StopSignal:
         if again and number != signal.SIGINT:
             return
         if not self.graceful or again:
-            raise InterruptedRunError(f"stopped by {signal.Signals(number).name}; run the same command to go on")
+            name = signal.Signals(number).name
+            self.raised = InterruptedRunError(f"stopped by {name}; run the same command to go on")
+            raise self.raised
 
 
 def leave_signals_to_controller() -> None:

@@ -80,20 +80,25 @@ class Deadline:
         results: list[Result] = []
         errors: list[BaseException] = []
 
+        ended = threading.Event()  # after a signal, Thread.join takes its thread for ended
+
         def run() -> None:
             try:
                 results.append(step())
             except BaseException as error:
                 errors.append(error)
+            ended.set()
 
         # beside this thread, which a signal can reach and which can go on without it
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        thread.join(max(0.0, self._end - time.monotonic()))
-        if thread.is_alive():
-            self._connection.interrupt()
-            thread.join(GRACE_SECONDS)
-            self.is_stuck = thread.is_alive()
+        threading.Thread(target=run, daemon=True).start()
+        is_late = True
+        try:
+            is_late = not ended.wait(max(0.0, self._end - time.monotonic()))
+        finally:  # also when a signal stops the command
+            if is_late:
+                self._connection.interrupt()
+                self.is_stuck = not ended.wait(GRACE_SECONDS)
+        if is_late:
             raise ConfigError(f"the SQL takes more than {self._seconds:g} s; give it more with --sql-seconds")
         if errors:
             raise errors[0]

@@ -320,6 +320,23 @@ def test_nothing_in_the_working_folder_is_executed(tmp_path, monkeypatch, comman
     assert ended.returncode == 0, ended.stderr
 
 
+def test_an_error_that_a_library_makes_of_an_interrupt_is_an_interrupt():
+    text = """
+import os, signal
+from batchinfer import cli, program
+def as_duckdb_does(**_):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        raise RuntimeError("Query interrupted") from None
+cli.cli.main = as_duckdb_does
+program.program()
+"""
+    done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (75, "")
+    assert done.stderr == "stopped by SIGINT; run the same command to go on\n"
+
+
 def test_an_interrupt_before_the_command_has_begun_is_one_sentence():
     text = "from batchinfer import cli, program; cli.main = lambda *processes: exec('raise KeyboardInterrupt')"
     done = subprocess.run(

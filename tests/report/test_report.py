@@ -7,8 +7,10 @@ import json
 import math
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
@@ -16,14 +18,16 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pyarrow as pa
 import pytest
 
 from batchinfer.data.schemas import OUTPUTS
-from batchinfer.records import ConfigError, ExitCode
+from batchinfer.records import ConfigError, ExitCode, InterruptedRunError
 from batchinfer.report.figures import FIGURES, PARTS
 from batchinfer.report.panel import panel as panel_parts
 from batchinfer.report.price import margin
+from batchinfer.report.query_limits import Deadline
 from batchinfer.report.read import Prediction, Report, as_document, read_report
 from batchinfer.report.rows import json_records, json_value, table_of_rows
 from batchinfer.report.terminal import UNCUT, WARNING, drawn, text
@@ -540,6 +544,24 @@ def test_a_query_without_end_is_stopped(small_run, sql):
         out, err = command.communicate()
     assert (command.returncode, out) == (2, "")
     assert err == "error: the SQL takes more than 1 s; give it more with --sql-seconds\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
+def test_a_signal_stops_a_query(number):
+    def handle(*_):
+        raise InterruptedRunError("stopped")
+
+    before = signal.signal(number, handle)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), number))
+    try:
+        with duckdb.connect() as connection:
+            deadline = Deadline(connection, 60)
+            timer.start()
+            with pytest.raises(InterruptedRunError):
+                deadline.call(lambda: connection.execute("SELECT count(*) FROM range(1000000000000)").fetchall())
+            assert not deadline.is_stuck
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(
