@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from batchinfer.model.config import load_model_config
+from batchinfer.model.headers import read_headers
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_files import Ends, write_parts
 from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, MTP, layer_name, read_packed
@@ -53,11 +54,12 @@ def convert_model(
                 f"{source} takes {needed / 1e9:.1f} GB in {name}, and {target.parent} has {free / 1e9:.1f} GB free; "
                 "free space or choose another folder"
             )
-        loader = open_loader(source, config, dtype=dtype, ops=ops, told=told)
+        has_mtp = why_no_mtp(read_headers(source, config.carrier), config) is None
+        loader = open_loader(source, config, dtype=dtype, ops=ops, mtp=has_mtp, told=told)
         files = {ENDS: write_parts(folder / ENDS, Ends(*read_ends(loader)))}
         for layer in range(config.num_hidden_layers):
             files[layer_name(layer)] = write_parts(folder / layer_name(layer), loader.layer(layer))
-        if why_no_mtp(loader.checkpoint, config) is None:
+        if has_mtp:
             files[MTP] = write_parts(folder / MTP, read_mtp(loader))
         _carry(source, folder)
         sizes = {file: (folder / file).stat().st_size for file in files}

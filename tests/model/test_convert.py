@@ -21,7 +21,7 @@ from batchinfer.config.job import VALUE_BYTES
 from batchinfer.model.config import load_model_config
 from batchinfer.model.convert import convert_model
 from batchinfer.model.ops import Ops
-from batchinfer.model.packed_folder import LAYOUT, MANIFEST, read_packed
+from batchinfer.model.packed_folder import LAYOUT, MANIFEST, MTP, read_packed
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.layout import rank_places
 from batchinfer.plan.first_dtype import Machine, choose_dtype
@@ -251,6 +251,15 @@ def test_a_disk_without_the_room_leaves_nothing(small_disk):
     with pytest.raises(ConfigError, match=r"cannot write .*made: No space left on device; free space"):
         convert_model(RANDOM_MODEL, small_disk.folder / "made", ops, dtype=torch.bfloat16, name="bfloat16", told=told)
     assert [path.name for path in small_disk.folder.iterdir()] == ["filler"]
+
+
+def test_what_is_read_in_all_is_known_from_the_first_tensor_on(tmp_path):
+    told = []
+    ops = Ops.select("cpu", torch.bfloat16)
+    how = {"dtype": torch.bfloat16, "name": "bfloat16", "told": lambda *counts: told.append(counts)}
+    convert_model(SAMPLE_MODEL, tmp_path / "made", ops, **how)  # with a layer for multi-token prediction
+    assert (tmp_path / "made" / MTP).exists()
+    assert {total for _, total in told} == {told[-1][0]}
 
 
 def test_one_that_is_killed_leaves_no_folder_of_that_name(tmp_path):
