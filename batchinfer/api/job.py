@@ -162,7 +162,7 @@ class Job:
                 pass
 
     def _run_dir(self, *parts: Part, may_be_planning: bool = False) -> RunDir:
-        return run_of(self.config, self.folder, *parts, may_be_planning=may_be_planning)
+        return run_of(self.config, "call plan() or run() first", *parts, may_be_planning=may_be_planning)
 
     def _output_files(self) -> Iterator[tuple[int, pq.ParquetFile]]:
         """(shard, its output file, compared with what was written as it is read)."""

@@ -22,14 +22,14 @@ def planned_run(
         RunMismatchError: the job's settings are not those of the plan.
     """
     job = job_of(target, overrides)
-    return run_of(job, target, *parts, may_be_planning=may_be_planning), job
+    return run_of(job, f"run `batchinfer plan {target}` first", *parts, may_be_planning=may_be_planning), job
 
 
-def run_of(job: JobConfig, target: Path, *parts: Part, may_be_planning: bool = False) -> RunDir:
+def run_of(job: JobConfig, remedy: str, *parts: Part, may_be_planning: bool = False) -> RunDir:
     """The run folder of a job that is planned.
 
     Args:
-        target: what a person calls the job.
+        remedy: what a person is told to do where it is not.
         parts: as in `run_folder`.
 
     Raises:
@@ -42,7 +42,7 @@ def run_of(job: JobConfig, target: Path, *parts: Part, may_be_planning: bool = F
         trust_run(run, job)
         state = read_state(run)
     if state is None or (state["state"] == "planning" and not may_be_planning):
-        raise ConfigError(f"{run.shown} has no complete plan yet; run `batchinfer plan {target}` first")
+        raise ConfigError(f"{run.shown} has no complete plan yet; {remedy}")
     check_same(state["fingerprint"], settings_fingerprint(job), run.shown)
     return run
 

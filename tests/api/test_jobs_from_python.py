@@ -22,7 +22,7 @@ def path(tmp_path):
 
 def test_a_job_is_planned_run_and_read(path):
     job = batchinfer.Job.from_toml(path)
-    with pytest.raises(batchinfer.ConfigError, match="has no complete plan yet"):
+    with pytest.raises(batchinfer.ConfigError, match=r"has no complete plan yet; call plan\(\) or run\(\) first"):
         job.status()
     assert job.plan()["rows"] == 40
     assert (job.status()["activity"], job.status()["rows"]) == ("planned", 40)
