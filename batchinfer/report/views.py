@@ -309,9 +309,18 @@ def _sql_error(error: duckdb.Error, views: list[str]) -> ConfigError:
     if isinstance(error, duckdb.OutOfMemoryException):
         return too_much_memory(query_bytes())
     if isinstance(error, duckdb.PermissionException):
-        named = f"the views {', '.join(views)}" if len(views) > 1 else f"the view {views[0]}"
-        return ConfigError(f"--sql may read {named} and no other file: {_first_line(error)}")
-    return ConfigError(f"the SQL does not run: {_first_line(error)}")
+        return ConfigError(f"--sql may read {_named(views)} and no other file: {_first_line(error)}")
+    if not isinstance(error, duckdb.CatalogException | duckdb.BinderException):
+        return ConfigError(f"the SQL does not run: {_first_line(error)}")
+    # what is not there, and what was probably meant; then comes the SQL
+    told = "; ".join(str(error).strip().partition("\n\n")[0].splitlines())
+    if "Table with name" in told:
+        told += f"; --sql reads {_named(views)}"
+    return ConfigError(f"the SQL does not run: {told}")
+
+
+def _named(views: list[str]) -> str:
+    return f"the views {', '.join(views)}" if len(views) > 1 else f"the view {views[0]}"
 
 
 def _first_line(error: Exception) -> str:

@@ -546,6 +546,21 @@ def test_a_query_without_end_is_stopped(small_run, sql):
     assert err == "error: the SQL takes more than 1 s; give it more with --sql-seconds\n"
 
 
+@pytest.mark.parametrize(
+    ("sql", "told"),
+    [
+        ("SELECT tex FROM outputs", 'Referenced column "tex" not found in FROM clause!; Candidate bindings: "text"'),
+        ("SELECT * FROM output", 'output does not exist!; Did you mean "outputs"?; --sql reads the views '),
+        ("SELECT sume(row) FROM outputs", 'name sume does not exist!; Did you mean "sum"?'),
+    ],
+)
+def test_a_name_that_is_not_there_comes_with_what_was_meant(small_run, sql, told):
+    with pytest.raises(ConfigError) as error:
+        run_query([small_run], sql)
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
 def test_a_signal_stops_a_query(number):
     def handle(*_):
