@@ -107,7 +107,12 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
             if is_uri(pattern):
                 files = _matching_uris(pattern, s3, unread)
             else:
-                files = _matching_paths(pattern, own, runs, unread)
+                found = _matching_paths(pattern, runs, unread)
+                files = found if own is None else [file for file in found if not _is_below(file, own)]
+                if found and not files:
+                    raise ConfigError(
+                        f"input.files: what matches {pattern} is in the run folder {exclude}; choose another output.dir"
+                    )
             if not files:
                 raise ConfigError(f"input.files: no file matches {pattern}; correct the path")
             for file in sorted(files):
@@ -134,6 +139,10 @@ def _named(paths: list[str]) -> str:
     return f"{', '.join(paths[:MOST_NAMED])}{f' and {more} more' if more > 0 else ''}"
 
 
+def _is_below(file: str, folder: str) -> bool:
+    return os.path.realpath(file).startswith(f"{folder}{os.sep}")
+
+
 def _matching_uris(pattern: str, s3: S3Config, unread: set[str]) -> list[str]:
     matches = matching_objects(pattern, s3)
     files = [match for match in matches if not match.endswith("/")]
@@ -141,7 +150,7 @@ def _matching_uris(pattern: str, s3: S3Config, unread: set[str]) -> list[str]:
     return files_or_folders(files, folders, partial(objects_in_folder, s3=s3), unread)
 
 
-def _matching_paths(pattern: str, own: str | None, runs: set[str], unread: set[str]) -> list[str]:
+def _matching_paths(pattern: str, runs: set[str], unread: set[str]) -> list[str]:
     # a path that exists is meant as it stands, even when it holds glob characters
     is_plain = os.path.lexists(pattern)
     matches = [pattern] if is_plain else outside_runs(pattern, glob.glob(pattern, recursive=True), runs)
@@ -149,8 +158,7 @@ def _matching_paths(pattern: str, own: str | None, runs: set[str], unread: set[s
     folders = [f"{match}{os.sep}" for match in matches if os.path.isdir(match)]
     files = [match for match in matches if not os.path.isdir(match)]
     found = files_or_folders(files, folders, partial(files_in_folder, runs=runs), unread)
-    files = [os.path.abspath(file) for file in found]
-    return [file for file in files if own is None or not os.path.realpath(file).startswith(f"{own}{os.sep}")]
+    return [os.path.abspath(file) for file in found]
 
 
 def _output_names(paths: list[str]) -> list[str]:

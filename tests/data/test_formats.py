@@ -635,6 +635,12 @@ def test_a_folder_stands_for_its_data_files(tmp_path):
     assert [shard.name for shard in shards] == ["data/train-0.parquet", "data/x/test.parquet", "more.parquet"]
 
 
+def test_input_in_the_run_folder_is_told_as_such(tmp_path):
+    as_parquet(ROWS[:1], tmp_path / "a.parquet")
+    with pytest.raises(ConfigError, match=rf"is in the run folder {tmp_path}; choose another output\.dir"):
+        find_shards([f"{tmp_path}/*.parquet"], exclude=tmp_path)
+
+
 def test_links_to_folders_below_a_folder_are_followed_once(tmp_path):
     for name in ("data/a.parquet", "disk/b.parquet", "disk/deep/c.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
