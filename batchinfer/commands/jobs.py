@@ -139,7 +139,9 @@ def finish(
         session.attach(storage)
         if wait:
             wait_for_units(storage)
-        code = _finish(run, config, allow_partial=allow_partial)
+        tracer = tracer_of(trace)
+        tracer.go_on(run.trace)
+        code = _finish(run, config, tracer, allow_partial=allow_partial)
     sys.exit(code)
 
 
@@ -214,7 +216,7 @@ def run(
             import batchinfer.finish.finish  # while the ranks load: this process only waits for them
             import batchinfer.report.panel  # noqa: F401
         _work(run_dir, config, session, stop, tracer, ranks, spare)
-        code = _finish(run_dir, config, allow_partial=False)
+        code = _finish(run_dir, config, tracer, allow_partial=False)
     if process.kept is None:
         print_report([run_dir.root], as_json=False)
     sys.exit(code)
@@ -280,10 +282,12 @@ def _work(
         tracer.write(run_dir.trace)
 
 
-def _finish(run_dir: RunDir, config: JobConfig, *, allow_partial: bool) -> int:
+def _finish(run_dir: RunDir, config: JobConfig, tracer: Tracer, *, allow_partial: bool) -> int:
     from batchinfer.finish.finish import finish_run
 
-    result = finish_run(run_dir, config, allow_partial=allow_partial)
+    with tracer.span("finish", "controller"):
+        result = finish_run(run_dir, config, allow_partial=allow_partial)
+    tracer.write(run_dir.trace)
     click.echo(sanitize(_finished_text(run_dir, config, result)), err=True)
     return result.exit_code
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.parallel.spans import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, Span
-from batchinfer.rundir import publish_text
+from batchinfer.records import DamagedFileError
+from batchinfer.rundir import publish_text, read_json
 
 LANES = {COMPUTE: "computing", SEND: "computing", RECEIVE: "computing", KV: "KV"} | dict.fromkeys(
     (WAIT, FLIGHT), "communication"
@@ -55,6 +56,23 @@ class Tracer:
             lane = f"rank {rank} {LANES[span.kind]}"
             name = f"{span.name} {span.kind}" if span.kind in (SEND, RECEIVE, WAIT) else span.name
             self._add(name, lane, span.start_s, span.end_s - span.start_s, {"micro_batch": span.micro_batch})
+
+    def go_on(self, path: Path) -> None:
+        """Keep what earlier commands have written there, if they have.
+
+        Raises:
+            DamagedFileError: it is no trace.
+        """
+        if not self.enabled or not path.exists():
+            return
+        try:
+            for event in read_json(path, remedy="delete it")["traceEvents"]:
+                if event["ph"] == "M":
+                    self._lanes[event["args"]["name"]] = event["tid"]
+                else:
+                    self._events.append(event)
+        except (KeyError, TypeError):
+            raise DamagedFileError(path, "it is no trace", remedy="delete it") from None
 
     def write(self, path: Path) -> None:
         """Publish everything collected so far; open it in ui.perfetto.dev."""

@@ -145,6 +145,7 @@ def test_loading_planning_and_committing_are_spans_of_the_controller(trace):
     names = [event.name for event in trace.lanes["controller"]]
     assert names[:2] == ["plan", "load"]
     assert names.count("commit") >= 1
+    assert names[-1] == "finish"
     (load,) = (event for event in trace.lanes["controller"] if event.name == "load")
     first_step = min(events[0].start for lane, events in trace.lanes.items() if lane.endswith(" steps"))
     assert load.end <= first_step + ROUNDING_US
@@ -309,6 +310,21 @@ def test_only_the_first_steps_are_shown_in_detail(run_of):
         decode = [event for event in trace.lanes[f"rank {rank} steps"] if event.name == "decode"]
         detailed = [step for step in trace.steps("decode") if step.rank == rank]
         assert len(decode) > TRACED_STEPS == len(detailed)
+
+
+def test_finish_adds_its_span_to_what_is_there(run_of):
+    run = run_of("finished", "--trace", prefill_ranks=1)
+    before = Trace.read(run)
+    assert batchinfer("finish", run, "--trace").code == 0
+    after = Trace.read(run)
+    assert [event.name for event in after.lanes["controller"]][-2:] == ["finish", "finish"]
+    assert after.lanes | {"controller": after.lanes["controller"][:-1]} == before.lanes
+    for damaged in ("[]", '{"traceEvents": [1]}', '{"traceEvents": [{"ph": "M"}]}', "{"):
+        (run / "trace.json").write_text(damaged)
+        ended = batchinfer("finish", run, "--trace")
+        assert ended.code == 2
+        assert f"{run}/trace.json is damaged: " in ended.err
+        assert "delete it" in ended.err
 
 
 def test_no_trace_is_written_unless_asked_for(run_of):
