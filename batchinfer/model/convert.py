@@ -15,7 +15,7 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.packed_files import Ends, write_parts
 from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, MTP, layer_name, read_packed
 from batchinfer.model.tensor_names import why_no_mtp
-from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
 from batchinfer.model.weight_loading import open_loader, read_ends, read_mtp
 from batchinfer.records import ConfigError
 from batchinfer.rundir import TEMPORARY, cannot_write, json_text, sync_file, sync_folder
@@ -48,13 +48,14 @@ def convert_model(
     folder = target.parent / f".{target.name}.{secrets.token_hex(4)}{TEMPORARY}"
     try:
         folder.mkdir(parents=True)
-        needed, free = weight_bytes(config, name), shutil.disk_usage(folder).free
+        has_mtp = why_no_mtp(read_headers(source, config.carrier), config) is None
+        needed = weight_bytes(config, name) + (mtp_bytes(config, name) if has_mtp else 0)
+        free = shutil.disk_usage(folder).free
         if needed > free:
             raise ConfigError(
                 f"{source} takes {needed / 1e9:.1f} GB in {name}, and {target.parent} has {free / 1e9:.1f} GB free; "
                 "free space or choose another folder"
             )
-        has_mtp = why_no_mtp(read_headers(source, config.carrier), config) is None
         loader = open_loader(source, config, dtype=dtype, ops=ops, mtp=has_mtp, told=told)
         files = {ENDS: write_parts(folder / ENDS, Ends(*read_ends(loader)))}
         for layer in range(config.num_hidden_layers):

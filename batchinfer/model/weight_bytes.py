@@ -1,5 +1,7 @@
 """How much memory a model's weights take on a CPU, from its config alone: asked before any of them is read."""
 
+from dataclasses import replace
+
 from batchinfer.config import VALUE_BYTES
 from batchinfer.model.config import ModelConfig
 
@@ -42,10 +44,21 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
     vocabulary = (1 + (not model.tie_word_embeddings)) * _filled(model.vocab_size) * hidden
     others = layers * (heads * (per_head + apart) + norms) + vocabulary + hidden + model.indexer_weights
     value_bytes = VALUE_BYTES[dtype]
-    projected_bytes = _PROJECTED_FP8 if dtype in ("fp8", "int4") else value_bytes
+    projected_bytes = _projected_bytes(dtype)
     expert_bytes = _EXPERTS_INT4 if dtype == "int4" else projected_bytes
     experts = model.num_moe_layers * routed * expert * expert_bytes
     return int(experts + (layers * attention + mlps) * projected_bytes + others * value_bytes) + _SLACK_BYTES
+
+
+def mtp_bytes(model: ModelConfig, dtype: str) -> int:
+    """Of the layer for multi-token prediction, which `weight_bytes` leaves out: one more, and two states made one."""
+    longer = replace(model, num_hidden_layers=model.num_hidden_layers + 1)
+    joined = _filled(model.hidden_size) * 2 * model.hidden_size * _projected_bytes(dtype)
+    return weight_bytes(longer, dtype) - weight_bytes(model, dtype) + int(joined)
+
+
+def _projected_bytes(dtype: str) -> float:
+    return _PROJECTED_FP8 if dtype in ("fp8", "int4") else VALUE_BYTES[dtype]
 
 
 def _mlp(hidden: int, intermediate: int) -> int:

@@ -1,18 +1,17 @@
 """Whether a rank drafts tokens with the model's layer for multi-token prediction, or why it does not."""
 
-import math
 from pathlib import Path
 
 import torch
 
-from batchinfer.config import VALUE_BYTES, JobConfig
+from batchinfer.config import JobConfig
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import PageFormat
-from batchinfer.model.tensor_names import mtp_tensors, why_no_mtp
-from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.model.tensor_names import why_no_mtp
+from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
 from batchinfer.parallel.layout import RankPlace
 
 _MEMORY_SHARE = 0.25  # of what is free beside the model's weights, at most, goes to the layer
@@ -39,7 +38,7 @@ def why_not(job: JobConfig, place: RankPlace, device: torch.device) -> str | Non
     missing = why_no_mtp(read_headers(folder, config.carrier), config)
     if missing is not None:
         return missing
-    needed = sum(math.prod(shape) for _, shape in mtp_tensors(config)) * VALUE_BYTES[dtype]
+    needed = mtp_bytes(config, dtype)
     free = free_memory_bytes() - weight_bytes(config, dtype)
     if needed > _MEMORY_SHARE * free:
         return f"the layer takes {needed / 1e9:.1f} GB, and {max(0, free) / 1e9:.1f} GB are free after the weights"

@@ -23,6 +23,7 @@ from batchinfer.model.convert import convert_model
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import LAYOUT, MANIFEST, MTP, read_packed
 from batchinfer.model.transformer import Transformer
+from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
 from batchinfer.parallel.layout import rank_places
 from batchinfer.plan.first_dtype import Machine, choose_dtype
 from batchinfer.protocol.messages import Start
@@ -251,6 +252,24 @@ def test_a_disk_without_the_room_leaves_nothing(small_disk):
     with pytest.raises(ConfigError, match=r"cannot write .*made: No space left on device; free space"):
         convert_model(RANDOM_MODEL, small_disk.folder / "made", ops, dtype=torch.bfloat16, name="bfloat16", told=told)
     assert [path.name for path in small_disk.folder.iterdir()] == ["filler"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_layer_for_multi_token_prediction_takes_what_is_foretold(tmp_path, dtype):
+    ops = Ops.select("cpu", DTYPES[dtype], **BITS.get(dtype, {}))
+    convert_model(SAMPLE_MODEL, tmp_path / "made", ops, dtype=DTYPES[dtype], name=dtype, told=None)
+    found, told = (tmp_path / "made" / MTP).stat().st_size, mtp_bytes(load_model_config(SAMPLE_MODEL), dtype)
+    least = 0.7 if dtype in BITS else 0.95  # depths of 64 are filled up to blocks of 128
+    assert least * found < told < 1.05 * found
+
+
+def test_the_layer_for_multi_token_prediction_needs_room_too(tmp_path, monkeypatch):
+    config, ops = load_model_config(SAMPLE_MODEL), Ops.select("cpu", torch.bfloat16)
+    room = shutil.disk_usage(tmp_path)._replace(free=weight_bytes(config, "bfloat16") + 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
+    with pytest.raises(ConfigError, match="free space or choose another folder"):
+        convert_model(SAMPLE_MODEL, tmp_path / "made", ops, dtype=torch.bfloat16, name="bfloat16", told=None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_read_in_all_is_known_from_the_first_tensor_on(tmp_path):
