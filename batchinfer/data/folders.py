@@ -126,19 +126,22 @@ def partition_values(path: str) -> dict[str, str | None]:
 
 
 def _names_below(folder: str, runs: set[str]) -> Iterator[str]:
-    """Links to folders are followed, in order of their names; a folder that is reached twice counts once."""
+    """A folder that is reached twice counts once. Links come last: `latest` does not hide the key of `day=5`."""
     seen: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        below = sorted(name for name in folders if not _is_hidden(name))
-        found = {name for name in below if is_run_folder(os.path.join(place, name))}
-        runs |= {os.path.abspath(os.path.join(place, name)) for name in found}
-        folders[:] = [name for name in below if name not in found]
-        yield from (os.path.relpath(os.path.join(place, name), folder) for name in names)
+    tops = [folder]
+    for top in tops:
+        for place, folders, names in os.walk(top):
+            real = os.path.realpath(place)
+            if real in seen:
+                folders.clear()
+                continue
+            seen.add(real)
+            below = sorted(name for name in folders if not _is_hidden(name))
+            found = {name for name in below if is_run_folder(os.path.join(place, name))}
+            runs |= {os.path.abspath(os.path.join(place, name)) for name in found}
+            folders[:] = [name for name in below if name not in found]
+            tops += (path for path in (os.path.join(place, name) for name in folders) if os.path.islink(path))
+            yield from (os.path.relpath(os.path.join(place, name), folder) for name in names)
 
 
 def _is_hidden(folder: str) -> bool:

@@ -651,6 +651,15 @@ def test_links_to_folders_below_a_folder_are_followed_once(tmp_path):
     assert [shard.name for shard in shards] == ["a.parquet", "again/c.parquet", "part/b.parquet"]
 
 
+def test_a_link_beside_the_folder_that_it_leads_to_hides_no_key(tmp_path):
+    for day in ("day=1", "day=2"):
+        (tmp_path / day).mkdir()
+        as_parquet(ROWS[:1], tmp_path / day / "a.parquet")
+    (tmp_path / "at_last").symlink_to("day=2")
+    shards = find_shards([str(tmp_path)])
+    assert [shard.name for shard in shards] == ["day=1/a.parquet", "day=2/a.parquet"]
+
+
 def test_folders_beside_the_files_that_a_pattern_matches_are_named_if_they_hold_data(tmp_path, capsys):
     for name in ("a.parquet", "more.parquet/part-0.parquet", "more.parquet/part-1.parquet", "logs/x.log"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
