@@ -224,9 +224,9 @@ class WeightLoader:
             self._format.put(held, slot, one)
         return held
 
-    def router(self, name: str) -> Any:
-        """A weight whose products are in float32, packed."""
-        return self._ops.pack_router(self.source(name, torch.float32))
+    def pack_router(self, weight: torch.Tensor) -> Any:
+        """A float32 weight whose products are in float32, packed."""
+        return self._ops.pack_router(weight)
 
     def layer(self, layer: int) -> LayerWeights:
         """The next layer: they are read in order."""
@@ -263,7 +263,7 @@ class WeightLoader:
         gate_up, down = self._experts(prefix, expert_ids)
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(
-            router_ED=self.router(f"{prefix}.gate.weight"),
+            router_ED=self.pack_router(self.source(f"{prefix}.gate.weight", torch.float32)),
             router_bias_E=self.tensor(bias_name, torch.float32) if bias_name in self.checkpoint else None,
             gate_up_EFD=gate_up,
             down_EDF=down,
@@ -336,18 +336,20 @@ def _indexer(loader: WeightLoader, prefix: str) -> IndexerWeights:
     Raises:
         ModelError: one is not finite.
     """
-    names = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
-    query, key, key_norm, key_bias, heads = (f"{prefix}.{name}" for name in names)
-    for name in (query, key, key_norm, key_bias, heads):
-        if not loader.source(name).isfinite().all():
-            path = loader.checkpoint.info(name).path
-            raise ModelError(f"{path}: {name} holds a value that is not finite; fetch the file again.")
+
+    def finite(name: str, read: Callable[..., torch.Tensor], *dtype: torch.dtype) -> torch.Tensor:
+        weight = read(f"{prefix}.{name}", *dtype)
+        if not weight.isfinite().all():
+            path = loader.checkpoint.info(f"{prefix}.{name}").path
+            raise ModelError(f"{path}: {prefix}.{name} holds a value that is not finite; fetch the file again.")
+        return weight
+
     return IndexerWeights(
-        query=loader.pack(loader.source(query)),
-        key=loader.pack(loader.source(key)),
-        key_norm=loader.tensor(key_norm),
-        key_bias=loader.tensor(key_bias),
-        heads=loader.router(heads),
+        query=loader.pack(finite("wq_b.weight", loader.source)),
+        key=loader.pack(finite("wk.weight", loader.source)),
+        key_norm=finite("k_norm.weight", loader.tensor),
+        key_bias=finite("k_norm.bias", loader.tensor),
+        heads=loader.pack_router(finite("weights_proj.weight", loader.source, torch.float32)),
     )
 
 

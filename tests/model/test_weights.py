@@ -384,16 +384,17 @@ def test_extra_prediction_layers_and_known_leftovers_are_left_alone(tmp_path):
     ("sizes", "store", "experts"),
     [
         ({}, None, None),
+        ({"name": "v32"}, None, None),
         (RAGGED, quantise, None),
         (WHOLE_GROUPS, pack_int4, None),
         (WHOLE_GROUPS, pack_int4, [0, 3, 3]),
         ({}, None, [0, 3, 3]),
         ({"tie_word_embeddings": True}, None, []),
     ],
-    ids=["all", "fp8", "packed", "packed, some", "some, one of them twice", "tied"],
+    ids=["all", "sparse", "fp8", "packed", "packed, some", "some, one of them twice", "tied"],
 )
 def test_loading_tells_how_much_is_read_of_what_it_will_read(tmp_path, sizes, store, experts):
-    make_checkpoint(tmp_path, "v3", **sizes)
+    make_checkpoint(tmp_path, **sizes)
     if store:
         store(tmp_path)
     config, told = load_model_config(tmp_path), []
