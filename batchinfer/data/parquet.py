@@ -144,7 +144,8 @@ def _seal(file: BinaryIO, digest: str) -> None:
     file.seek(-8, io.SEEK_END)
     footer_bytes = int.from_bytes(file.read(4), "little")
     footer_at = file.seek(-8 - footer_bytes, io.SEEK_END)
-    file.seek(footer_at + file.read(footer_bytes).index(_SEAL) + _VALUE_AT)
+    # the last place: columns' smallest and largest values come before it
+    file.seek(footer_at + file.read(footer_bytes).rindex(_SEAL) + _VALUE_AT)
     file.write(digest.encode())
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import shutil
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.data.parquet import check_sealed, table_writer
 from batchinfer.rundir import RunDir, publish_json, read_state
 from support.damage import flip_bit, truncate
 from support.jobs import batchinfer, write_job, write_questions
@@ -107,6 +109,15 @@ def test_a_flipped_bit_in_statistics_of_a_session_gives_no_other_figures(finishe
         assert "delete it: statistics do without it" in ended.err
     path.unlink()
     assert batchinfer("verify", run).code == batchinfer("report", run).code == 0
+
+
+def test_a_value_that_is_the_key_of_the_checksum_stays_as_it_is(tmp_path):
+    table = pa.table({"session": ["batchinfer.xxh3"]})
+    with table_writer(tmp_path / "a.parquet", table.schema) as writer:
+        writer.write_table(table)
+    check_sealed(tmp_path / "a.parquet")
+    statistics = pq.read_metadata(tmp_path / "a.parquet").row_group(0).column(0).statistics
+    assert (statistics.min, statistics.max) == ("batchinfer.xxh3", "batchinfer.xxh3")
 
 
 def test_statistics_that_have_no_checksum_yet_are_read(finished, tmp_path):
