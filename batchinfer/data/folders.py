@@ -43,15 +43,19 @@ def files_or_folders(
     Args:
         folders: each ends with a slash.
         files_in: the data files in one of them and below.
-        unread: gets the folders beside files that hold data and none of these files.
+        unread: gets the folders beside files that hold none of these files.
     """
     if not files:
         return [file for folder in folders for file in files_in(folder)]
-    for folder in without_files(folders, files):
-        with suppress(ConfigError):  # it holds none
-            files_in(folder)
-            unread.add(folder)
+    unread.update(without_files(folders, files))
     return files
+
+
+def holds_data(folder: str) -> bool:
+    """Whether data files are in a folder or below it, those in run folders left out."""
+    with suppress(ConfigError):
+        return len(files_in_folder(folder, set())) > 0
+    return False
 
 
 def without_files(folders: Iterable[str], files: Iterable[str]) -> list[str]:

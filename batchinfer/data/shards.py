@@ -13,7 +13,14 @@ from types import MappingProxyType
 import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
-from batchinfer.data.folders import files_in_folder, files_or_folders, objects_in_folder, outside_runs, without_files
+from batchinfer.data.folders import (
+    files_in_folder,
+    files_or_folders,
+    holds_data,
+    objects_in_folder,
+    outside_runs,
+    without_files,
+)
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.lines import HashedBytes
 from batchinfer.data.formats.names import format_of, output_name
@@ -124,10 +131,12 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
         if passed := sorted(run for run in runs if os.path.realpath(run) != own):
             one = f"{glob.escape(passed[0])}/outputs/*.parquet"
             note(f"input.files passes over run folders; name one to read it, as in {one}: {_named(passed)}")
-    if passed := without_files(sorted(unread), path_of_file.values()):
+    # what a store has in a folder could take an hour to list
+    beside = without_files(sorted(unread), path_of_file.values())
+    if passed := [folder for folder in beside if is_uri(folder) or holds_data(folder)]:
         note(
-            "warning: input.files matches files and these folders beside them, whose data are not read; name the "
-            f"folders too if they are meant: {_named(passed)}"
+            "warning: input.files matches files and these folders beside them, which are not read; name the folders "
+            f"too if they are meant: {_named(passed)}"
         )
     if again:
         note(f"warning: input.files lists these more than once, and each counts once: {_named(list(again))}")

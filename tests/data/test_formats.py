@@ -664,7 +664,7 @@ def test_folders_beside_the_files_that_a_pattern_matches_are_named_if_they_hold_
     for name in ("a.parquet", "more.parquet/part-0.parquet", "more.parquet/part-1.parquet", "logs/x.log"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         as_parquet(ROWS[:1], tmp_path / name)
-    told = f"whose data are not read; name the folders too if they are meant: {tmp_path}/more.parquet/\n"
+    told = f"which are not read; name the folders too if they are meant: {tmp_path}/more.parquet/\n"
     for pattern in ("*", "*.parquet"):
         assert [shard.name for shard in find_shards([f"{tmp_path}/{pattern}"])] == ["a.parquet"]
         assert capsys.readouterr().err.endswith(told)

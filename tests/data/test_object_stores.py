@@ -457,6 +457,17 @@ def test_a_folder_of_objects_stands_for_its_data_files(local, server, folder):
     assert [shard.num_rows for shard in shards] == [1, 4, 0]
 
 
+def test_folders_beside_objects_are_named_and_nobody_looks_into_them(server, monkeypatch, capsys):
+    for name in ("a.jsonl", "archive/b.jsonl", "c/d.jsonl"):
+        server.put("data", f"beside/{name}", b'{"id": "x", "prompt": "Hello"}\n')
+    monkeypatch.delattr("batchinfer.data.folders.objects_below")
+    shards = find_shards(["s3://data/beside/*", "s3://data/beside/c/d.jsonl"], s3=S3Config(endpoint=server.endpoint))
+    assert [shard.path for shard in shards] == ["s3://data/beside/a.jsonl", "s3://data/beside/c/d.jsonl"]
+    assert capsys.readouterr().err.endswith(
+        "which are not read; name the folders too if they are meant: s3://data/beside/archive/\n"
+    )
+
+
 def test_folders_of_objects_that_name_a_value_give_every_row_a_column(local, server):
     for index, lang in enumerate(("pt%2DBR", "de", "de")):
         path = local / "hive" / f"lang={lang}" / f"part-{index}.parquet"
