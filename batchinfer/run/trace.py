@@ -66,7 +66,9 @@ class Tracer:
         if not self.enabled or not path.exists():
             return
         try:
-            for event in read_json(path, remedy="delete it")["traceEvents"]:
+            document = read_json(path, remedy="delete it")
+            self._dropped += document["otherData"]["dropped_events"]
+            for event in document["traceEvents"]:
                 if event["ph"] == "M":
                     self._lanes[event["args"]["name"]] = event["tid"]
                 else:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.rank.telemetry import TRACED_STEPS
+from batchinfer.run.trace import Tracer
 from support.jobs import batchinfer, write_job, write_questions
 
 MOE_LAYERS = 3  # of the sample model, after one dense layer
@@ -319,12 +320,24 @@ def test_finish_adds_its_span_to_what_is_there(run_of):
     after = Trace.read(run)
     assert [event.name for event in after.lanes["controller"]][-2:] == ["finish", "finish"]
     assert after.lanes | {"controller": after.lanes["controller"][:-1]} == before.lanes
-    for damaged in ("[]", '{"traceEvents": [1]}', '{"traceEvents": [{"ph": "M"}]}', "{"):
+    others = '"otherData": {"dropped_events": 0}'
+    for damaged in ("[]", "{", *(f'{{"traceEvents": [{event}], {others}}}' for event in ("1", '{"ph": "M"}'))):
         (run / "trace.json").write_text(damaged)
         ended = batchinfer("finish", run, "--trace")
         assert ended.code == 2
         assert f"{run}/trace.json is damaged: " in ended.err
         assert "delete it" in ended.err
+
+
+def test_spans_that_an_earlier_command_has_dropped_stay_counted(monkeypatch, tmp_path):
+    monkeypatch.setattr("batchinfer.run.trace.MAX_EVENTS", 2)
+    for dropped in (1, 2):  # three spans, then one more
+        tracer = Tracer(enabled=True)
+        tracer.go_on(tmp_path / "trace.json")
+        for _ in range(3 if dropped == 1 else 1):
+            tracer.add("step", "controller", 1.0, 2.0)
+        tracer.write(tmp_path / "trace.json")
+        assert json.loads((tmp_path / "trace.json").read_text())["otherData"] == {"dropped_events": dropped}
 
 
 def test_no_trace_is_written_unless_asked_for(run_of):
