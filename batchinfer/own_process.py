@@ -1,9 +1,11 @@
 """Processes of batchinfer's own: how they are started, and what they leave out; never for a caller's process."""
 
 import gc
+import io
 import os
 import sys
 from importlib.abc import MetaPathFinder
+from typing import Any, TextIO
 
 
 class _NoPandas(MetaPathFinder):
@@ -29,3 +31,25 @@ def settle() -> None:
     # nothing here multiplies with numpy, whose threads would be busy waiting for work while others start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.meta_path.insert(0, _NoPandas())
+
+
+class Log(io.FileIO):
+    """For stderr: nothing ends because its log is on a full disk, or goes to somebody who has left."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def stream(kind: type[io.FileIO], of: TextIO) -> TextIO:
+    """The stream as before, by such a file; as it is where it is no file.
+
+    On a console that is not UTF-8, characters that it lacks are no error: a finished run would end with one.
+    """
+    if not isinstance(of, io.TextIOWrapper):
+        return of
+    raw = io.BufferedWriter(kind(of.fileno(), "w", closefd=False))
+    errors = "backslashreplace" if of.errors == "strict" else of.errors
+    return io.TextIOWrapper(raw, of.encoding, errors, line_buffering=of.line_buffering or kind is Log)

@@ -20,10 +20,8 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
     """
     own_process.settle()
     _open_closed_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout = _stream(_Output, sys.stdout)
-    if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr = _stream(_Log, sys.stderr)
+    sys.stdout = own_process.stream(_Output, sys.stdout)
+    sys.stderr = own_process.stream(own_process.Log, sys.stderr)
     # before the imports of the command
     spare = SpareRank() if sys.argv[1:2] == ["run"] else None
     tokenizer = TokenizerProcess() if sys.argv[1:2] in (["plan"], ["run"]) else None
@@ -70,23 +68,3 @@ class _Output(io.FileIO):
             return super().write(data)
         except OSError as error:
             raise OSError(error.errno, error.strerror, "standard output") from None
-
-
-class _Log(io.FileIO):
-    """stderr: a run does not end because its log is on a full disk, or goes to somebody who has left."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError:
-            return memoryview(data).nbytes
-
-
-def _stream(kind: type[io.FileIO], of: io.TextIOWrapper) -> io.TextIOWrapper:
-    """The stream as before, by such a file.
-
-    On a console that is not UTF-8, characters that it lacks are no error: a finished run would end with one.
-    """
-    raw = io.BufferedWriter(kind(of.fileno(), "w", closefd=False))
-    errors = "backslashreplace" if of.errors == "strict" else of.errors
-    return io.TextIOWrapper(raw, of.encoding, errors, line_buffering=of.line_buffering or kind is _Log)
