@@ -3,6 +3,7 @@
 import gc
 import io
 import os
+import select
 import sys
 from importlib.abc import MetaPathFinder
 from typing import Any, TextIO
@@ -33,7 +34,16 @@ def settle() -> None:
     sys.meta_path.insert(0, _NoPandas())
 
 
-class Log(io.FileIO):
+class WaitingFile(io.FileIO):
+    """Waits for room also where another program, which has the same terminal or pipe, wants no waiting."""
+
+    def write(self, data: Any, /) -> int:
+        while (written := super().write(data)) is None:
+            select.select([], [self], [])
+        return written
+
+
+class Log(WaitingFile):
     """For stderr: nothing ends because its log is on a full disk, or goes to somebody who has left."""
 
     def write(self, data: Any, /) -> int:
@@ -43,7 +53,7 @@ class Log(io.FileIO):
             return memoryview(data).nbytes
 
 
-def stream(kind: type[io.FileIO], of: TextIO) -> TextIO:
+def stream(kind: type[WaitingFile], of: TextIO) -> TextIO:
     """The stream as before, by such a file; as it is where it is no file.
 
     On a console that is not UTF-8, characters that it lacks are no error: a finished run would end with one.

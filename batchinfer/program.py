@@ -1,6 +1,5 @@
 """The console command, for a process that does nothing else and ends with it; the command itself is in cli.py."""
 
-import io
 import os
 import sys
 from collections.abc import Callable
@@ -60,7 +59,7 @@ def _open_closed_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
 
 
-class _Output(io.FileIO):
+class _Output(own_process.WaitingFile):
     """stdout: says where it was that something could not be written, on a full disk behind `> FILE`."""
 
     def write(self, data: Any, /) -> int:

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 
 import pytest
 import torch
@@ -251,6 +252,29 @@ def test_a_run_does_not_depend_on_its_log(tmp_path, log):
     done = in_a_shell(["run", write_job(tmp_path)], f"2> {log}")
     assert (done.returncode, done.stderr) == (0, "")
     assert "output rows" in done.stdout
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_stream_that_another_program_has_made_one_that_does_not_wait_is_waited_for(stream):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x")
+    arguments = ["schema"] if stream == "stdout" else ["report", "nothing"]
+    command = [sys.executable, "-c", "from batchinfer.program import program; program()", *arguments]
+    with subprocess.Popen(command, **{stream: writer}) as running:
+        os.close(writer)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.wait(3)
+        with open(reader, "rb") as pipe:
+            got = pipe.read().lstrip(b"x")
+    if stream == "stdout":
+        assert got.decode() == batchinfer("schema").out
+        assert running.returncode == 0
+    else:
+        assert got.startswith(b"error: ")
+        assert running.returncode == 2
 
 
 def test_a_rank_compiles_its_operations_whether_or_not_it_can_say_so(tmp_path, monkeypatch):
