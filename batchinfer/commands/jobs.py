@@ -140,7 +140,7 @@ def finish(
         if wait:
             wait_for_units(storage)
         tracer = tracer_of(trace)
-        tracer.go_on(run.trace)
+        tracer.go_on(storage)
         code = _finish(run, config, tracer, allow_partial=allow_partial)
     sys.exit(code)
 
@@ -284,10 +284,13 @@ def _work(
 
 def _finish(run_dir: RunDir, config: JobConfig, tracer: Tracer, *, allow_partial: bool) -> int:
     from batchinfer.finish.finish import finish_run
+    from batchinfer.run.open_storage import storage_of
 
     with tracer.span("finish", "controller"):
         result = finish_run(run_dir, config, allow_partial=allow_partial)
-    tracer.write(run_dir.trace)
+    if tracer.enabled:
+        tracer.write(run_dir.trace)
+        storage_of(config).keep(run_dir.trace)
     click.echo(sanitize(_finished_text(run_dir, config, result)), err=True)
     return result.exit_code
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from batchinfer.parallel.spans import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, Span
 from batchinfer.records import DamagedFileError
-from batchinfer.rundir import publish_text, read_json
+from batchinfer.run.storage import Storage
+from batchinfer.rundir import document_of, publish_text
 
 LANES = {COMPUTE: "computing", SEND: "computing", RECEIVE: "computing", KV: "KV"} | dict.fromkeys(
     (WAIT, FLIGHT), "communication"
@@ -57,16 +58,22 @@ class Tracer:
             name = f"{span.name} {span.kind}" if span.kind in (SEND, RECEIVE, WAIT) else span.name
             self._add(name, lane, span.start_s, span.end_s - span.start_s, {"micro_batch": span.micro_batch})
 
-    def go_on(self, path: Path) -> None:
-        """Keep what earlier commands have written there, if they have.
+    def go_on(self, storage: Storage) -> None:
+        """Keep what earlier commands have written to the run's trace, here or on a node that has put it in the store.
 
         Raises:
             DamagedFileError: it is no trace.
         """
-        if not self.enabled or not path.exists():
+        if not self.enabled:
             return
+        path = storage.run.trace
+        is_here = path.exists()
+        content = path.read_bytes() if is_here else storage.kept(path)
+        if content is None:
+            return
+        remedy = "delete it" if is_here else f"delete {storage.run.shown}/{path.name}"
+        document = document_of(content, path, remedy=remedy)
         try:
-            document = read_json(path, remedy="delete it")
             self._dropped += document["otherData"]["dropped_events"]
             for event in document["traceEvents"]:
                 if event["ph"] == "M":
@@ -74,7 +81,7 @@ class Tracer:
                 else:
                     self._events.append(event)
         except (KeyError, TypeError):
-            raise DamagedFileError(path, "it is no trace", remedy="delete it") from None
+            raise DamagedFileError(path, "it is no trace", remedy=remedy) from None
 
     def write(self, path: Path) -> None:
         """Publish everything collected so far; open it in ui.perfetto.dev."""

@@ -165,6 +165,23 @@ def test_a_damaged_result_is_set_aside_and_computed_again(calm, server, tmp_path
     assert name not in left  # swept: no mark names it
 
 
+def test_a_finish_on_another_node_adds_its_span_to_the_trace_in_the_store(calm, server, tmp_path):
+    run = InBucket(calm, server.endpoint, "traced", tmp_path)
+
+    def spans():
+        trace = json.loads(server.objects("runs", "traced")["trace.json"])
+        return [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
+
+    run.plan()
+    run.command("work")
+    run.command("finish", "--trace", node="a")
+    assert spans() == ["finish"]
+    for _ in range(2):
+        before = spans()
+        run.command("finish", "--trace", node="b")
+        assert spans() == [*before, "finish"]
+
+
 @pytest.mark.slow
 def test_a_run_that_is_not_finished_is_shown_and_may_be_finished_partly(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "partial", tmp_path)

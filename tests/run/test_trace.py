@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from batchinfer.rank.telemetry import TRACED_STEPS
+from batchinfer.run.storage import FolderStorage
 from batchinfer.run.trace import Tracer
+from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, write_job, write_questions
 
 MOE_LAYERS = 3  # of the sample model, after one dense layer
@@ -333,7 +335,7 @@ def test_spans_that_an_earlier_command_has_dropped_stay_counted(monkeypatch, tmp
     monkeypatch.setattr("batchinfer.run.trace.MAX_EVENTS", 2)
     for dropped in (1, 2):  # three spans, then one more
         tracer = Tracer(enabled=True)
-        tracer.go_on(tmp_path / "trace.json")
+        tracer.go_on(FolderStorage(RunDir(tmp_path)))
         for _ in range(3 if dropped == 1 else 1):
             tracer.add("step", "controller", 1.0, 2.0)
         tracer.write(tmp_path / "trace.json")
