@@ -164,9 +164,16 @@ def find_meeting_point(
     """
     path = storage.run.meeting(node.name)
     deadline, ask_again_s = time.monotonic() + MEET_S, time.monotonic() + ASK_S
+    told = None
     while (point := _announced(storage, path)) is None or not _answers(point):
         if stop.requested:
             return None
+        if point is not None and point != told:
+            note(
+                f"warning: the first process of this group does not answer at {point.host}, port {point.port}; waiting "
+                f"{MEET_S:g} s for it, or for one that is started in its place"
+            )
+            told = point
         if time.monotonic() > ask_again_s:
             if are_all_done():
                 return None

@@ -310,7 +310,7 @@ class Stop:
     requested = False
 
 
-def test_a_meeting_of_an_earlier_life_of_the_group_is_waited_out(tmp_path, listening, monkeypatch):
+def test_a_meeting_of_an_earlier_life_of_the_group_is_waited_out(tmp_path, listening, monkeypatch, capsys):
     """Its controller was killed: nobody listens there any more, or somebody else does."""
     node = nodes.NodeShare(1, 2, "group", range(1, 2), is_one_host=True)
     storage = FolderStorage(RunDir(tmp_path))
@@ -321,6 +321,8 @@ def test_a_meeting_of_an_earlier_life_of_the_group_is_waited_out(tmp_path, liste
         nodes.announce(storage, node, nodes.MeetingPoint("127.0.0.1", port, gone.credentials, session="killed"))
         with pytest.raises(ConfigError, match=f"or cannot be reached at 127.0.0.1, port {port}"):
             nodes.find_meeting_point(storage, node, Stop, lambda: False)
+        told = f"warning: the first process of this group does not answer at 127.0.0.1, port {port}; waiting 0.3 s"
+        assert capsys.readouterr().err.count(told) == 1
     monkeypatch.setattr(nodes, "MEET_S", 60.0)
     threading.Timer(0.5, nodes.announce, (storage, node, listening)).start()
     assert nodes.find_meeting_point(storage, node, Stop, lambda: False) == listening
