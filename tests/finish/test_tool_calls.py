@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 
+import pyarrow as pa
 import pytest
 
-from batchinfer.finish.tool_calls import before_calls, parse_tool_calls
+from batchinfer.finish.tool_calls import before_calls, parse_tool_calls, tool_calls
 from support.jobs import batchinfer, outputs, write_job, write_shard
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
@@ -105,6 +106,12 @@ def test_a_stop_string_may_cut_off_the_end_of_the_calls_but_of_no_call(form):
     assert [ROME, LATER] in found
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', "9" * 5000])
+def test_a_value_of_glm_that_only_looks_like_json_is_a_text(value):
+    calls = tool_calls(pa.array([glm(ROME).replace("Rome", value)])).to_pylist()
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls[0]] == [("weather", {"city": value})]
+
+
 def test_fences_in_a_text_are_no_end():
     assert parse_tool_calls(v3(ROME).removesuffix(END)) == [ROME]
     for form in (v3, v31):
@@ -143,12 +150,16 @@ def test_an_answer_that_calls_nothing_has_no_calls():
         glm(ROME).removesuffix("</tool_call>"),
         glm(ROME).replace("</arg_value>", ""),
         glm(ROME).replace("weather", ""),
+        v31({"name": "weather", "arguments": '{"city": NaN}'}),
+        kimi({"name": "weather", "arguments": '{"city": 1e999}'}),
+        v32(LATER).replace('{"s": 5}', '"\\ud800"'),
         mistral(ROME)[:-1],
         mistral(ROME) + "and then",
         mistral(ROME).replace("weather", ""),
         mistral(ROME).replace("[TOOL_CALLS]", ""),
         old_mistral(ROME)[:-1],
         old_mistral(ROME).replace('"name"', '"tool"'),
+        old_mistral(ROME).replace("Rome", "\\ud800"),
         "[TOOL_CALLS]",
         "[TOOL_CALLS][]",
         glm(ROME) + glm(ROME).replace("<tool_call>", "<tool_call><arg_key>city</arg_key>"),
