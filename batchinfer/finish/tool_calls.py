@@ -17,6 +17,7 @@ GLM      <tool_call>NAME
          <arg_key>city</arg_key>
          <arg_value>Rome</arg_value>
          </tool_call>
+Youtu    <tool_call>{"name": "NAME", "arguments": {"city": "Rome"}}</tool_call>   (as Hermes)
 Mistral  [TOOL_CALLS]NAME[ARGS]{"city": "Rome"}   each call; before [ARGS] there may be [CALL_ID]abcdefghi
          [TOOL_CALLS][{"name": "NAME", "arguments": {"city": "Rome"}}]   (older)
 """
@@ -162,18 +163,30 @@ def _calls_of_kimi(block: str) -> list[Call] | None:
 
 # ---- GLM
 
+_GLM_NAME = re.compile(r"[^\s<]+")
 _GLM_KEY = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>", re.DOTALL)
 
 
 def _calls_of_glm(block: str) -> list[Call] | None:
     name, mark, pairs = block.partition("<arg_key>")
+    name = name.strip()
     found = _pieces(mark + pairs, _GLM_KEY, "</arg_value>")
-    if found is None or not name.strip() or "<" in name:
+    if found is None or not _GLM_NAME.fullmatch(name):
         return None
     # texts are written as they are, other values as JSON
     values = [(one[1].strip(), text if (value := _json(text)) is _NO_JSON else value) for one, text in found]
     arguments = _object(values)
-    return [{"name": name.strip(), "arguments": arguments}] if arguments else None
+    return [{"name": name, "arguments": arguments}] if arguments else None
+
+
+# ---- Youtu, between GLM's marks
+
+
+def _calls_in_marks(block: str) -> list[Call] | None:
+    if not block.lstrip().startswith("{"):
+        return _calls_of_glm(block)
+    call = _call_of_object(_json(block))
+    return None if call is None else [call]
 
 
 # ---- Mistral
@@ -222,5 +235,5 @@ _FORMS = (
     _Form("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _calls_of_v32, "<｜DSML｜invoke"),
     _Form("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _calls_of_kimi, "<|tool_call_begin|>"),
     _Form("[TOOL_CALLS]", "</s>", _calls_of_mistral, "[ARGS]"),
-    _Form("<tool_call>", "</tool_call>", _calls_of_glm, "<arg_key>", needs_end=True),
+    _Form("<tool_call>", "</tool_call>", _calls_in_marks, "<arg_key>", needs_end=True),
 )

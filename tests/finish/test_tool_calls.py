@@ -67,6 +67,11 @@ def glm(*calls):
     return "\n".join(texts)
 
 
+def youtu(*calls):
+    listed = [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in calls]
+    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in listed)
+
+
 def mistral(*calls):
     return "".join(f"[TOOL_CALLS]{call['name']}[ARGS]{call['arguments']}" for call in calls)
 
@@ -84,14 +89,14 @@ def test_calls_of_mistral_are_read_up_to_the_end_of_the_text(form):
     assert parse_tool_calls(form(ROME).replace("[ARGS]", "[CALL_ID]abcdefghi[ARGS]")) == [ROME]
 
 
-@pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm])
+@pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm, youtu])
 def test_calls_are_read_in_every_form(form):
     assert parse_tool_calls(form(ROME)) == [ROME]
     assert parse_tool_calls(f"I look it up.\n{form(ROME, LATER)}<｜end▁of▁sentence｜>") == [ROME, LATER]
     assert before_calls(f"I look it up.\n{form(ROME)}") == "I look it up.\n"
 
 
-@pytest.mark.parametrize("form", [v32, kimi, glm, mistral])
+@pytest.mark.parametrize("form", [v32, kimi, glm, youtu, mistral])
 def test_a_call_without_arguments_and_with_tricky_texts(form):
     calls = [{"name": "now", "arguments": "{}"}, {"name": "a.b-c", "arguments": '{"x": "<b>\\n</b>", "y": [1, null]}'}]
     assert parse_tool_calls(form(*calls)) == calls
@@ -153,6 +158,11 @@ def test_an_answer_that_calls_nothing_has_no_calls():
         v31({"name": "weather", "arguments": '{"city": NaN}'}),
         kimi({"name": "weather", "arguments": '{"city": 1e999}'}),
         v32(LATER).replace('{"s": 5}', '"\\ud800"'),
+        glm(ROME).replace("weather", "the weather"),
+        glm({"name": "I call nothing", "arguments": "{}"}),
+        youtu(ROME).removesuffix("</tool_call>"),
+        youtu(ROME).replace("}}", "}"),
+        youtu(ROME).replace('"arguments"', '"parameters"'),
         mistral(ROME)[:-1],
         mistral(ROME) + "and then",
         mistral(ROME).replace("weather", ""),
