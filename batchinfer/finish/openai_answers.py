@@ -124,7 +124,8 @@ class OpenAIAnswers(Lines):
         if logprobs is not None:
             content = [{**self._scored(item), "top_logprobs": [*map(self._scored, item["top"])]} for item in logprobs]
             logprobs = {"content": content, "refusal": None}
-        finish_reason = "tool_calls" if calls else sample["finish_reason"]
+        has_ended = sample["finish_reason"] == "stop"
+        finish_reason = "tool_calls" if calls and has_ended else sample["finish_reason"]
         return {"index": sample["sample"], "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _text_choice(self, key: str, sample: Row) -> Row:

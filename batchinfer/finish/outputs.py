@@ -156,7 +156,7 @@ def _output_reader(
         columns[0] = "id::BIGINT AS id"
     ordered = connection.sql(f"SELECT {', '.join(columns)} FROM ({rows}) WHERE {where} ORDER BY row, sample")
     for batch in ordered.to_arrow_reader(BATCH_ROWS):
-        calls = tool_calls(batch["text"]) if "tool_calls" in own.names else None
+        calls = tool_calls(batch["text"], batch["finish_reason"]) if "tool_calls" in own.names else None
         found = [calls if name == "tool_calls" else batch[name] for name in own.names]
         yield pa.RecordBatch.from_arrays(found, names=own.names).cast(own)
 

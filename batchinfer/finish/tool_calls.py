@@ -46,9 +46,11 @@ class _Form:
     needs_end: bool = False  # otherwise a stop string may have cut off the block's end, but not that of a call
 
 
-def tool_calls(texts: pa.Array) -> pa.Array:
+def tool_calls(texts: pa.Array, finish_reasons: pa.Array) -> pa.Array:
     """The calls in each text; null where there is no text, or what it calls cannot be read."""
-    return pa.array([None if text is None else parse_tool_calls(text) for text in texts.to_pylist()], TOOL_CALLS)
+    answers = zip(texts.to_pylist(), finish_reasons.to_pylist(), strict=True)
+    found = [None if text is None else parse_tool_calls(text, is_cut=reason == "length") for text, reason in answers]
+    return pa.array(found, TOOL_CALLS)
 
 
 def before_calls(text: str) -> str:
@@ -57,8 +59,11 @@ def before_calls(text: str) -> str:
     return text if form is None else text.partition(form.begin)[0]
 
 
-def parse_tool_calls(text: str) -> list[Call] | None:
+def parse_tool_calls(text: str, *, is_cut: bool = False) -> list[Call] | None:
     """The calls in an answer as {name, arguments}, arguments being JSON text of an object.
+
+    Args:
+        is_cut: by max_tokens; further calls might have followed in a block without an end.
 
     Returns:
         [] for an answer that calls nothing; None where one of its calls is cut off or not in a known form.
@@ -72,7 +77,7 @@ def parse_tool_calls(text: str) -> list[Call] | None:
     calls: list[Call] = []
     for block in blocks:
         inside, end, _ = block.partition(form.end)
-        found = form.calls(inside) if end or not form.needs_end else None
+        found = form.calls(inside) if end or not (is_cut or form.needs_end) else None
         if not found:
             return None
         calls += found

@@ -264,6 +264,14 @@ def test_thinking_is_beside_the_answer():
     assert answer_of(ROW | {"reasoning": None, "reasoning_tokens": 0}).choices[0].message.model_extra == {}
 
 
+def test_an_answer_that_max_tokens_has_cut_says_so_whatever_it_calls():
+    calls = [{"name": "weather", "arguments": "{}"}]
+    (choice,) = answer_of(ROW | {"tool_calls": calls, "finish_reason": "length"}).choices
+    assert choice.finish_reason == "length"
+    assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
+    assert answer_of(ROW | {"tool_calls": calls}).choices[0].finish_reason == "tool_calls"
+
+
 def test_log_probabilities_are_never_below_the_least_that_openai_tells_and_bytes_may_be_unknown():
     top = [{"token_id": 6, "logprob": -1e30}]
     answer = answer_of(ROW | {"logprobs": [{"token_id": 5, "logprob": -math.inf, "top": top}]})

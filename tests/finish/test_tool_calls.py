@@ -113,8 +113,19 @@ def test_a_stop_string_may_cut_off_the_end_of_the_calls_but_of_no_call(form):
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', "9" * 5000])
 def test_a_value_of_glm_that_only_looks_like_json_is_a_text(value):
-    calls = tool_calls(pa.array([glm(ROME).replace("Rome", value)])).to_pylist()
+    calls = tool_calls(pa.array([glm(ROME).replace("Rome", value)]), pa.array(["stop"])).to_pylist()
     assert [(call["name"], json.loads(call["arguments"])) for call in calls[0]] == [("weather", {"city": value})]
+
+
+@pytest.mark.parametrize(
+    ("form", "end"),
+    [(v3, END), (v31, END), (v32, "</｜DSML｜function_calls>"), (kimi, "<|tool_calls_section_end|>"), (mistral, "")],
+)
+def test_the_first_of_the_calls_that_max_tokens_has_cut_are_not_taken_for_all(form, end):
+    whole, first = form(ROME, LATER), form(ROME).removesuffix(end)
+    texts, reasons = pa.array([whole, first, first]), pa.array(["stop", "stop", "length"])
+    assert tool_calls(texts, reasons).to_pylist() == [[ROME, LATER], [ROME], None]
+    assert parse_tool_calls(whole, is_cut=True) == ([ROME, LATER] if end else None)
 
 
 def test_fences_in_a_text_are_no_end():
