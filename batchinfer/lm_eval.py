@@ -146,8 +146,7 @@ class BatchinferLM(TemplateLM):
                 of_context[kept] = []
                 rows.append((kept, of_context[kept]))
             of_context[kept].append(place)
-        if num_cut:
-            note(f"warning: {num_cut:,} contexts are cut at their beginning to fit max_length = {self.max_length:,}")
+        self._note_cut(num_cut)
         choices = [[requests[place][2] for place in places] for _, places in rows]
         outputs = self.jobs.outputs(
             {
@@ -166,6 +165,7 @@ class BatchinferLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The answers; each row has the sampling of its request."""
         prompts, samplings = [], []
+        num_cut = 0
         for context, gen_kwargs in (request.args for request in requests):
             wanted = normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)
             sampling = _row_sampling(dict(wanted), self._tokenizer, self.eot_token_id)
@@ -174,13 +174,20 @@ class BatchinferLM(TemplateLM):
                 raise BatchinferError(
                     f"max_gen_toks is {sampling['max_tokens']}, which leaves no room in max_length = {self.max_length}"
                 )
-            prompts.append(self.tok_encode(context)[-most:])
+            prompt = self.tok_encode(context)
+            num_cut += len(prompt) > most
+            prompts.append(prompt[-most:])
             samplings.append(sampling)
+        self._note_cut(num_cut)
         rows = self.jobs.outputs(
             {"prompt": pa.array(prompts, _TOKEN_IDS), "sampling": pa.array(samplings)},
             {"input": {"sampling": "sampling"}, "sampling": {"max_tokens": self.max_gen_toks}},
         )
         return [row["text"] for row in rows]
+
+    def _note_cut(self, num_cut: int) -> None:
+        if num_cut:
+            note(f"warning: {num_cut:,} contexts are cut at their beginning to fit max_length = {self.max_length:,}")
 
 
 def _row_sampling(wanted: dict[str, Any], tokenizer: PromptTokenizer, eot_token_id: int) -> dict[str, Any]:

@@ -167,6 +167,15 @@ def test_each_request_is_generated_as_its_task_asks(ours, theirs):
     assert ours.generate_until(requests) == theirs.generate_until(requests, disable_tqdm=True)
 
 
+def test_cut_contexts_are_told(ours, capsys):
+    long, short = "long " * 3000, "The ferry"
+    few = {"until": ["\n"], "max_gen_toks": 2}
+    ours.generate_until([request("generate_until", context, few) for context in (long, short, long + short)])
+    assert "warning: 2 contexts are cut at their beginning to fit max_length = 2,047" in capsys.readouterr().err
+    ours.loglikelihood([request("loglikelihood", long, " end")], disable_tqdm=True)
+    assert "warning: 1 contexts are cut" in capsys.readouterr().err
+
+
 def test_sampling_of_a_task_reaches_its_row(ours):
     how = {"until": ["\n"], "max_gen_toks": 4, "do_sample": True, "temperature": 0.5, "top_p": 0.9, "seed": 3}
     before = set(ours.jobs.folder.iterdir())
