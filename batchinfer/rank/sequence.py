@@ -128,7 +128,7 @@ class Sequence:
         thought, answer = map(tokenizer.decode, thinking.split(token_ids))
         if thinking.is_open:  # a stop string has ended it there, or max_tokens
             return "", thought[: len(thought) - cut].strip()
-        return answer[: len(answer) - cut].lstrip("\n"), thought.strip()
+        return answer[: max(0, len(answer) - cut)].lstrip("\n"), thought.strip()
 
     def _look_for_stop_string(self, token: int) -> None:
         if self.stream is None:

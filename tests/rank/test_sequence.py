@@ -150,5 +150,16 @@ def test_a_message_that_is_continued_may_have_begun_its_thinking_further_back(pr
     assert Thinking(MARKS, prompt, "auto", continues=True).is_open is is_open
 
 
+def test_nothing_of_an_answer_is_left_behind_a_stop_string_that_begins_in_the_thinking():
+    mark = 3  # a control token, which no text shows, as Mistral's [/THINK]
+    done = run(
+        [*tokens_of("I see.\n"), mark, *tokens_of("\nOne")], end_of_thinking=mark, max_tokens=50, stop=["\n\nOn"]
+    )
+    done.tells_reasoning = True
+    assert (done.finish_reason, done.stop_reason) == ("stop", "\n\nOn")
+    completion = done.completion(TOKENIZER)
+    assert (completion.text, completion.reasoning) == ("", "I see.")
+
+
 def test_an_answer_without_a_structured_output_is_neither_valid_nor_not():
     assert run([10, 1], max_tokens=5, bad_words=["x"]).completion(TOKENIZER).structured_valid is None
