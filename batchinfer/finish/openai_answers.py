@@ -46,7 +46,7 @@ class OpenAIAnswers(Lines):
         self._shard, self._token_of = shard, token_of
         self._model = Path(job.model.path).name  # for rows that name none
         self._url = CHAT if job.input.makes_chats else COMPLETIONS
-        of_input = [pa.field("url", pa.string()), pa.field("model", pa.string())]
+        of_input = [pa.field(name, pa.string()) for name in ("url", "model", "request")]
         self._asked = KeptRows(shard, of_input if shard.format == "openai" else [], job.s3)
         self._samples: list[Row] = []  # so far, of the last row
 
@@ -54,8 +54,11 @@ class OpenAIAnswers(Lines):
         own = rows.select(range(self._num_own))
         for num_rows, asked in self._asked.of(rows["row"].combine_chunks()):
             part, own = own.slice(0, num_rows), own.slice(num_rows)
-            for name, values in zip(("url", "model"), asked, strict=False):
-                part = part.append_column(f"\0{name}", values)
+            if asked:
+                url, model, requests = asked
+                has_tools = pa.array(map(_has_tools, requests.to_pylist()), pa.bool_())
+                for name, values in (("url", url), ("model", model), ("has_tools", has_tools)):
+                    part = part.append_column(f"\0{name}", values)
             part = part.append_column("\0refused", pc.is_in(part["row"], value_set=self._refused))
             for first in range(0, num_rows, SLICE_ROWS):
                 for sample in part.slice(first, SLICE_ROWS).to_pylist():
@@ -110,7 +113,8 @@ class OpenAIAnswers(Lines):
         }
 
     def _chat_choice(self, key: str, sample: Row) -> Row:
-        calls, content = sample.get("tool_calls"), sample["text"]
+        content = sample["text"]
+        calls = sample.get("tool_calls") if sample.get("\0has_tools", True) else None
         message = {"role": "assistant", "content": content, "refusal": None}
         if sample.get("reasoning") is not None:
             message["reasoning_content"] = sample["reasoning"]
@@ -172,6 +176,16 @@ class OpenAIAnswers(Lines):
             }
             for item in items
         ]
+
+
+class _Request(msgspec.Struct):
+    """What openai_batch.py makes of a body."""
+
+    tools: Any = None
+
+
+def _has_tools(request: str | None) -> bool:
+    return request is not None and msgspec.json.decode(request, type=_Request).tools is not None
 
 
 def _failure(sample: Row) -> tuple[int, Row]:

@@ -41,6 +41,7 @@ LINES: list[Any] = [
     chat("called", tools=[WEATHER], guided_choice=[CALL], max_tokens=200),
     chat("said and called", tools=[WEATHER], guided_choice=[f"I look.{CALL}"], max_tokens=200),
     chat("refused", images=[]),
+    chat("not to call", tools=[WEATHER], tool_choice="none", guided_choice=[f"So: {CALL}"], max_tokens=200),
     completion("text"),
     completion("text scored", logprobs=3, max_tokens=5, temperature=1),
     completion("text alone", logprobs=0, n=2, max_tokens=5, temperature=1),
@@ -156,6 +157,13 @@ def test_calls_of_tools_are_in_the_message(answers):
         (call,) = choice.message.tool_calls
         assert (call.type, call.function.name) == ("function", "weather")
         assert json.loads(call.function.arguments) == {"city": "Rome"}
+
+
+def test_an_answer_to_a_line_without_tools_calls_none_and_keeps_its_text(answers, rows):
+    (choice,) = answers["not to call"].choices
+    assert (choice.finish_reason, choice.message.content) == ("stop", f"So: {CALL}")
+    assert choice.message.tool_calls is None
+    assert rows["not to call"][0]["text"] == f"So: {CALL}"
 
 
 def test_log_probabilities_have_the_texts_and_bytes_of_their_tokens(answers, rows):
