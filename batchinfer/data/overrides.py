@@ -19,6 +19,7 @@ class SamplingOverrides:
 
     Args:
         nulls_count: a key that is null says that there is none, whatever the job has; else it is as good as missing.
+        ends_thinking: whether the tokenizer has a token that ends thinking.
     """
 
     def __init__(
@@ -29,8 +30,9 @@ class SamplingOverrides:
         vocab_size: int,
         with_choices: bool = False,
         nulls_count: bool = False,
+        ends_thinking: bool = True,
     ) -> None:
-        self._nulls_count = nulls_count
+        self._nulls_count, self._ends_thinking = nulls_count, ends_thinking
         self._job_values = job.model_dump(include=set(SamplingConfig.model_fields))
         self._job_sampling = job.to_sampling()
         self._column, self._vocab_size, self._has_choices = column, vocab_size, with_choices
@@ -71,6 +73,7 @@ class SamplingOverrides:
         try:
             sampling = SamplingConfig.model_validate({**self._job_values, **given}).to_sampling()
             check_token_ids(sampling, self._vocab_size)
+            check_thinking(sampling, self._ends_thinking)
             if not sampling.max_tokens and sampling.prompt_logprobs is None and not self._has_choices:
                 return f"{self._column}.max_tokens {NOTHING_SCORED}"
         except ValidationError as error:
@@ -88,6 +91,19 @@ class SamplingOverrides:
         if not problem["loc"]:  # of several keys: the message begins with one
             return f"{where}.{message}"
         return f"{where} is {repr(problem['input'])[:80]}, but {message}"
+
+
+def check_thinking(sampling: Sampling, ends_thinking: bool) -> None:
+    """Refuse a budget that nothing could keep to.
+
+    Raises:
+        ConfigError: the tokenizer has no token that ends thinking.
+    """
+    if sampling.thinking_budget is not None and not ends_thinking:
+        raise ConfigError(
+            f"thinking_budget is {sampling.thinking_budget}, but the model's tokenizer has no token </think> or "
+            "[/THINK]; leave it out"
+        )
 
 
 def check_token_ids(sampling: Sampling, vocab_size: int) -> None:

@@ -129,6 +129,7 @@ class _RowChecker:
             vocab_size=limits.vocab_size,
             with_choices=self._choices is not None,
             nulls_count=job.input.format == "openai",
+            ends_thinking=encoders.ends_thinking,
         )
         self._num_workers = encoders.num_workers
         self._prompts = PromptChecks(job, encoders, limits)

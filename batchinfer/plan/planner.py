@@ -24,6 +24,7 @@ from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.formats.values import column_roles
 from batchinfer.data.inputs import id_type
+from batchinfer.data.overrides import check_thinking
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.shards import find_shards
@@ -367,6 +368,10 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> lis
         raise ConfigError(
             "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think> or [/THINK]; use 'none'"
         )
+    try:
+        check_thinking(job.sampling.to_sampling(), encoders.ends_thinking)
+    except ConfigError as error:
+        raise ConfigError(f"sampling.{error}") from None
     if not encoders.writes_tools and (job.input.tools is not None or job.input.format == "openai"):
         whose = "any that lines have" if job.input.tools is None else "those of input.tools"
         note(

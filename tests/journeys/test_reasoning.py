@@ -161,6 +161,8 @@ def test_a_constraint_begins_after_thinking_that_the_answer_begins_itself(tmp_pa
         )
     rows = run(tmp_path, model, "nobody looks", sampling={**choice, "logit_bias": {"1000": 100.0}}, suffix="")
     assert {row["text"] for row in rows} <= {"yes", "no"}
+    rows = run(tmp_path, model, "nobody looks for it", sampling=choice)
+    assert {row["text"] for row in rows} <= {"yes", "no"}
 
 
 def test_a_tokenizer_without_an_end_of_thinking_is_refused(tmp_path):
@@ -168,3 +170,11 @@ def test_a_tokenizer_without_an_end_of_thinking_is_refused(tmp_path):
     ended = batchinfer("plan", write_job(tmp_path, output={"reasoning": "deepseek_r1"}))
     assert ended.code == 2
     assert "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think>" in ended.err
+    words = "thinking_budget is 9, but the model's tokenizer has no token </think> or [/THINK]; leave it out"
+    ended = batchinfer("plan", write_job(tmp_path, sampling={"thinking_budget": 9}))
+    assert (ended.code, f"sampling.{words}" in ended.err) == (2, True)
+    how = pa.array([{"thinking_budget": None}, {"thinking_budget": 9}], pa.struct([("thinking_budget", pa.int32())]))
+    write_shard(tmp_path / "prompts" / "part-0.parquet", {"id": [1, 2], "prompt": ["x", "y"], "how": how})
+    job = write_job(tmp_path, input={"id": "id", "sampling": "how"})
+    assert batchinfer("run", job).code == 3
+    assert [row["error"] for row in outputs(tmp_path / "run")["part-0.parquet"]] == [None, f"how.{words}"]
