@@ -23,7 +23,7 @@ _GPTQ_ORDERS = ("static", "weight")
 # What AWQ and GPTQ keep of how they were made, and of how kernels on GPUs are to run.
 _AWQ_NOTES = (
     *("modules_to_not_convert", "backend", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"),
-    "duo_scaling",
+    *("duo_scaling", "sym", "lm_head", "meta"),
 )
 _GPTQ_NOTES = (
     *("sym", "lm_head", "true_sequential", "static_groups", "damp_percent", "damp_auto_increment", "mse", "meta"),
@@ -120,11 +120,23 @@ def _judge_groups(section: ConfigReader, scheme: ConfigReader, weights: ConfigRe
         judge_unread_keys(part, refuse_unknown=True)
 
 
-def _read_awq(section: ConfigReader) -> IntegerForm:
-    """AutoAWQ's: with zero points, packed in its "gemm" order."""
+def _check_gptqmodel_keys(section: ConfigReader, method: str) -> None:
+    """Refuse what GPTQModel's configuration may say of weights of both methods beside what is supported."""
+    section.expect("method", method, f'"{method}"')
     section.expect("bits", 4, "4", needed=True)
-    section.expect("version", "gemm", '"gemm"')
+    section.expect("pack_dtype", "int32", '"int32"')
+    exceptions = section.section("dynamic")  # by pattern of modules; "-:" leaves them as they are
+    if exceptions is not None and not all(pattern.startswith("-:") for pattern in exceptions.unread()):
+        raise section.unsupported("dynamic", list(exceptions.unread()), 'patterns that begin with "-:"')
+
+
+def _read_awq(section: ConfigReader) -> IntegerForm:
+    """AutoAWQ's and GPTQModel's: with zero points, packed in AutoAWQ's "gemm" order."""
+    _check_gptqmodel_keys(section, "awq")
+    for name in ("version", "format", "checkpoint_format"):
+        section.expect(name, "gemm", '"gemm"')
     section.expect("zero_point", True, "true")
+    section.expect("desc_act", False, "false")
     group = section.size("group_size")
     section.pass_over(*_AWQ_NOTES)
     judge_unread_keys(section, refuse_unknown=True)
@@ -133,17 +145,14 @@ def _read_awq(section: ConfigReader) -> IntegerForm:
 
 def _read_gptq(section: ConfigReader) -> IntegerForm:
     """AutoGPTQ's and GPTQModel's; their first format keeps zero points less one."""
-    section.expect("bits", 4, "4", needed=True)
-    section.expect("pack_dtype", "int32", '"int32"')
+    _check_gptqmodel_keys(section, "gptq")
     section.expect("is_marlin_format", False, "false")
     known = {"gptq": 1, "gptq_v2": 0}
-    name = section.text("checkpoint_format", default="gptq")
+    name = section.text("checkpoint_format", "format", default="gptq")  # GPTQModel writes both from its version 5 on
     if name not in known:
-        raise section.unsupported("checkpoint_format", name, '"gptq" or "gptq_v2"')
+        key = "checkpoint_format" if section.has("checkpoint_format") else "format"
+        raise section.unsupported(key, name, '"gptq" or "gptq_v2"')
     group, in_any_order = section.size("group_size"), section.flag("desc_act", default=False)
-    exceptions = section.section("dynamic")  # by pattern of modules; "-:" leaves them as they are
-    if exceptions is not None and not all(pattern.startswith("-:") for pattern in exceptions.unread()):
-        raise section.unsupported("dynamic", list(exceptions.unread()), 'patterns that begin with "-:"')
     section.pass_over(*_GPTQ_NOTES)
     judge_unread_keys(section, refuse_unknown=True)
     return IntegerForm("gptq", group, zero_shift=known[name], in_any_order=in_any_order)

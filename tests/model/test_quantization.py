@@ -94,6 +94,15 @@ REFUSED: list[tuple[Any, str]] = [
         GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}},
         'dynamic is ["+:.*down.*"], but supported is patterns that begin',
     ),
+    (GPTQ | {"format": "gptq_v2"}, 'format is "gptq_v2", but supported is the same as quantization_config.checkpoint_'),
+    (
+        without(GPTQ, "checkpoint_format") | {"format": "marlin"},
+        'quantization_config.format is "marlin", but supported',
+    ),
+    (GPTQ | {"method": "qqq"}, 'quantization_config.method is "qqq", but supported is "gptq"'),
+    (AWQ | {"method": "qqq"}, 'quantization_config.method is "qqq", but supported is "awq"'),
+    (AWQ | {"format": "gemv_fast"}, 'quantization_config.format is "gemv_fast", but supported is "gemm"'),
+    (AWQ | {"dynamic": {"+:.*": {"bits": 8}}}, 'dynamic is ["+:.*"], but supported is patterns that begin'),
     (GPTQ | {"rotation": "hadamard"}, 'quantization_config.rotation is "hadamard", which changes'),
     # other groups
     (of_groups(), "quantization_config.config_groups is [], but supported is one group with weights"),
@@ -133,9 +142,20 @@ def test_symmetric_groups_of_4_bit_integers_are_accepted_without_a_word(tmp_path
     assert (config.fp8_block, config.unknown_keys) == (None, ())
 
 
+# what GPTQModel 5 and later write beside what they wrote before
+OF_GPTQMODEL = {"lm_head": False, "desc_act": False, "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:5.8.0"]}}
+
+
 @pytest.mark.parametrize(
     ("quantization", "form"),
     [
+        (GPTQ | OF_GPTQMODEL | {"method": "gptq", "format": "gptq"}, IntegerForm("gptq", 32, zero_shift=1)),
+        (without(GPTQ, "checkpoint_format") | {"format": "gptq_v2"}, IntegerForm("gptq", 32)),
+        (
+            AWQ | OF_GPTQMODEL | {"method": "awq", "format": "gemm", "checkpoint_format": "gemm", "sym": False},
+            IntegerForm("awq", 32),
+        ),
+        (AWQ | {"dynamic": {r"-:.*\.self_attn\..*": {}}}, IntegerForm("awq", 32)),
         (AWQ | {"group_size": 128, "modules_to_not_convert": ["mlp.gate."]}, IntegerForm("awq", 128)),
         (GPTQ, IntegerForm("gptq", 32, zero_shift=1)),
         (
