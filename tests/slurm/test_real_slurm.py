@@ -379,6 +379,20 @@ def test_a_task_that_must_not_requeue_itself_ends_with_75_and_finish_says_what_i
     assert found["requests_done"] > 0
 
 
+@pytest.mark.parametrize(
+    ("options", "processors"), [([], 1), (["--exclusive"], 4), (["--mincpus=3"], 3), (["--cpus-per-task=2"], 2)]
+)
+def test_a_task_works_with_all_processors_that_it_has(tmp_path, options, processors):
+    program = tmp_path / "says what it has"
+    program.write_text("#!/bin/bash\nscontrol show step $SLURM_JOB_ID.$SLURM_STEP_ID\n")
+    program.chmod(0o755)
+    log = tmp_path / "log"
+    command = ["sbatch", "--wait", "--array=0", "--nodes=1", f"--output={log}", *options]
+    template = ROOT / "jobs" / "array.sbatch"
+    subprocess.run([*command, template, tmp_path, program], check=True, capture_output=True)
+    assert f"TRES=cpu={processors}," in log.read_text()
+
+
 @pytest.mark.slow
 def test_the_number_of_tasks_follows_the_hour(submit, reference):
     run = submit("--array", "2")
