@@ -4,6 +4,7 @@ Nothing here goes through a shell: every command is a list of arguments, and wha
 arguments of its own, so that no path or name can turn into a command.
 """
 
+import os
 import re
 import subprocess
 from collections.abc import Iterable
@@ -21,6 +22,9 @@ TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 # set by batchinfer itself; a second value would take away what it relies on
 OWN_OPTIONS = ("--array", "--chdir", "--dependency", "--nodes", "--output", "--parsable", "--test-only", "--wrap")
 SHORT_OWN_OPTIONS = ("-a", "-D", "-d", "-N", "-o")
+# with these sbatch would not come back before the tasks have ended, or would send them where squeue does not look
+LOSING_OPTIONS, SHORT_LOSING_OPTIONS = ("--wait", "--clusters"), ("-W", "-M")
+SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # of Slurm's commands; others with SLURM_ are those of a job
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +79,19 @@ def check_extra_argument(value: str) -> str:
     """One more option for sbatch.
 
     Raises:
-        ConfigError: it is no option, or one that `submit` sets itself.
+        ConfigError: it is no option, or one that `submit` sets itself or cannot work with.
     """
     if not value.startswith("-") or value in ("-", "--") or not value.isprintable():
         raise ConfigError(
             f"--sbatch-arg is {value!r}; give one whole option of sbatch, for example --sbatch-arg=--mem=0"
         )
-    option = value.partition("=")[0]
-    is_own = (
-        any(len(option) > 3 and own.startswith(option) for own in OWN_OPTIONS) if option.startswith("--") else False
-    )
-    if is_own or (not option.startswith("--") and option[:2] in SHORT_OWN_OPTIONS):
+    if _is_one_of(value, OWN_OPTIONS, SHORT_OWN_OPTIONS):
         raise ConfigError(f"--sbatch-arg is {value!r}, which submit sets itself; leave it out")
+    if _is_one_of(value, LOSING_OPTIONS, SHORT_LOSING_OPTIONS):
+        raise ConfigError(
+            f"--sbatch-arg is {value!r}, with which submit would lose sight of its tasks; leave it out, and for "
+            "another cluster set SLURM_CLUSTERS"
+        )
     return value
 
 
@@ -137,6 +142,8 @@ def live_tasks(jobs: Iterable[str]) -> list[Task]:
             raise
         return []
     for line in lines:
+        if not line or line.startswith("CLUSTER: "):  # with SLURM_CLUSTERS, whatever --noheader says
+            continue
         job, index, state, nodes, reason = line.strip().split("|", 4)
         if state not in ENDED:
             tasks.append(Task(job, "" if index == "N/A" else index, state, nodes, reason))
@@ -175,6 +182,14 @@ def is_here() -> bool:
     return True
 
 
+def _is_one_of(value: str, options: tuple[str, ...], short_options: tuple[str, ...]) -> bool:
+    """Whether this is one of these options, perhaps cut short, with or without its argument."""
+    if not value.startswith("--"):
+        return value[:2] in short_options
+    option = value.partition("=")[0]
+    return len(option) > 3 and any(own.startswith(option) for own in options)
+
+
 def _answer(command: list[str]) -> str:
     """Standard output of one of Slurm's commands.
 
@@ -182,7 +197,9 @@ def _answer(command: list[str]) -> str:
         ConfigError: it is missing, does not answer or refuses; the message holds what it said.
     """
     try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=ANSWER_S)
+        done = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=ANSWER_S, env=_environment()
+        )
     except OSError as error:
         raise ConfigError(
             f"cannot run {command[0]} ({error.strerror}); submit from a machine that has Slurm's commands, or use "
@@ -194,3 +211,15 @@ def _answer(command: list[str]) -> str:
         said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
         raise ConfigError(f"{command[0]} refused: {said or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def _environment() -> dict[str, str]:
+    """Of Slurm's commands, and of the tasks that sbatch sends.
+
+    Without what a person has set for squeue and scancel (SQUEUE_STATES for example), which would hide tasks. Within
+    another job also without what that was given: its processors and its memory are not those of tasks.
+    """
+    others = ["SQUEUE_", "SCANCEL_"]
+    if "SLURM_JOB_ID" in os.environ:
+        others.append("SLURM_")
+    return {name: value for name, value in os.environ.items() if name in SETTINGS or not name.startswith(tuple(others))}

@@ -379,6 +379,23 @@ def test_a_task_that_must_not_requeue_itself_ends_with_75_and_finish_says_what_i
     assert found["requests_done"] > 0
 
 
+def test_what_a_person_has_set_for_squeue_hides_no_tasks(submit, monkeypatch):
+    monkeypatch.setenv("SQUEUE_STATES", "RUNNING")
+    monkeypatch.setenv("SQUEUE_PARTITION", "high")
+    run = submit("--array", "2", "--sbatch-arg=--hold")
+    refused = batchinfer("submit", run.root, "--array", "2")
+    assert "2 tasks of" in refused.err
+
+
+def test_a_run_submitted_within_another_job_does_not_get_its_processors_and_memory(submit, reference, monkeypatch):
+    """As in `srun --pty bash` on the fourth processor of a node."""
+    given = {"JOB_ID": "1", "CPU_BIND": "quiet,mask_cpu:0x8", "CPU_BIND_TYPE": "mask_cpu:", "CPU_BIND_LIST": "0x8"}
+    for name, value in (given | {"MEM_PER_NODE": "200000"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    run = submit("--array", "1")
+    expect_outputs(run, reference)
+
+
 @pytest.mark.parametrize(
     ("options", "processors"), [([], 1), (["--exclusive"], 4), (["--mincpus=3"], 3), (["--cpus-per-task=2"], 2)]
 )

@@ -120,6 +120,9 @@ def test_own_templates(job, tmp_path):
         (("--array", "1", "--sbatch-arg=--array=1"), "submit sets itself"),
         (("--array", "1", "--sbatch-arg=--depend=singleton"), "submit sets itself"),
         (("--array", "1", "--sbatch-arg=-N4"), "submit sets itself"),
+        (("--array", "1", "--sbatch-arg=--wait"), "lose sight of its tasks"),
+        (("--array", "1", "--sbatch-arg=--clusters=other"), "lose sight of its tasks"),
+        (("--array", "1", "--sbatch-arg=-Mother"), "lose sight of its tasks"),
         (("--array", "1", "--template", "nowhere.sbatch"), "no Slurm template"),
         (("--array", "1", "--nodes-per-group", "3"), "4 ranks do not spread evenly over 3 nodes"),
         (("--array", "1", "--gpus-per-node", "2"), "4 ranks per node need as many GPUs"),
@@ -153,7 +156,9 @@ def test_wrong_schedules_are_refused_before_anything_is_planned(job, entries):
     assert not (job.parent / "run").exists()
 
 
-@pytest.mark.parametrize("argument", ["--mem=0", "--exclusive", "-C", "-Cskylake", "--nodelist=a[1-3]", "--no-kill"])
+@pytest.mark.parametrize(
+    "argument", ["--mem=0", "--exclusive", "--wait-all-nodes=1", "-C", "-Cskylake", "--nodelist=a[1-3]", "--no-kill"]
+)
 def test_other_options_of_sbatch_pass(argument):
     assert check_extra_argument(argument) == argument
 
@@ -176,6 +181,25 @@ def test_without_slurm_a_sentence_says_so(job, monkeypatch, tmp_path):
     assert "nothing of" in batchinfer("cancel", tmp_path / "run").out
     assert "was never submitted" in batchinfer("submit", "--resize", tmp_path / "run", "3").err
     assert "no slurm.schedule" in batchinfer("submit", "--follow", tmp_path / "run").err
+
+
+@pytest.fixture
+def fake_squeue(tmp_path, monkeypatch):
+    """A squeue that answers with this shell code."""
+
+    def answer(code: str) -> None:
+        program = tmp_path / "bin" / "squeue"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{code}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", str(program.parent), prepend=":")
+
+    return answer
+
+
+def test_tasks_of_another_cluster(fake_squeue):
+    fake_squeue("echo 'CLUSTER: other'; echo '5|0|RUNNING|node1|None'")
+    assert client.live_tasks(["5"]) == [Task("5", "0", "RUNNING", "node1", "None")]
 
 
 def test_the_record_of_a_submission(tmp_path):
