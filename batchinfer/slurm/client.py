@@ -27,6 +27,15 @@ LOSING_OPTIONS, SHORT_LOSING_OPTIONS = ("--wait", "--clusters"), ("-W", "-M")
 SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # of Slurm's commands; others with SLURM_ are those of a job
 
 
+# what commands say while Slurm's controller starts anew or is busy; of the latter something may come nevertheless
+AWAY = "Unable to contact slurm controller"
+NO_ANSWER = ("Socket timed out", "Zero Bytes were transmitted")
+
+
+class AwayError(ConfigError):
+    """Slurm does not answer for now, and what it was asked for is not done."""
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """One task that Slurm still knows as pending or running."""
@@ -194,7 +203,8 @@ def _answer(command: list[str]) -> str:
     """Standard output of one of Slurm's commands.
 
     Raises:
-        ConfigError: it is missing, does not answer or refuses; the message holds what it said.
+        AwayError: it does not answer for now.
+        ConfigError: it is missing or refuses; the message holds what it said.
     """
     try:
         done = subprocess.run(
@@ -206,11 +216,23 @@ def _answer(command: list[str]) -> str:
             "`batchinfer run` on one machine"
         ) from None
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{command[0]} did not answer for {ANSWER_S:g} s; try again when Slurm does") from None
+        raise _no_answer(command[0], f"nothing for {ANSWER_S:g} s") from None
     if done.returncode:
         said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-        raise ConfigError(f"{command[0]} refused: {said or f'exit code {done.returncode}'}")
+        if any(words in said for words in NO_ANSWER):
+            raise _no_answer(command[0], said)
+        kind = AwayError if AWAY in said else ConfigError
+        raise kind(f"{command[0]} refused: {said or f'exit code {done.returncode}'}")
     return done.stdout
+
+
+def _no_answer(program: str, said: str) -> ConfigError:
+    if program == "sbatch":  # to send once more would give twice as many tasks
+        return ConfigError(
+            f"sbatch got no answer ({said}), and may have sent its tasks; look at `squeue --me`, and end those that "
+            "`batchinfer status` does not count before another try"
+        )
+    return AwayError(f"{program} got no answer ({said}); try again when Slurm does")
 
 
 def _environment() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Has as many tasks run as a goal asks for, until the run is finished or its money is spent."""
 
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 
@@ -10,7 +11,7 @@ from batchinfer.progress import note
 from batchinfer.records import IncompleteRunError, InterruptedRunError
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import read_state
-from batchinfer.slurm.client import Task
+from batchinfer.slurm.client import AwayError, Task
 from batchinfer.slurm.goal import Goal, Outlook, look_ahead, sentences
 from batchinfer.slurm.meter import MEASURE_S, MEASURE_SHARE, Measured, Meter
 from batchinfer.slurm.submit import Submission, is_in_slurm, log_folder, num_tasks, resize
@@ -28,7 +29,7 @@ def pursue(
     """Look at the run again and again, and send or send away tasks. Those that died are sent anew.
 
     Raises:
-        ConfigError: Slurm refuses, or a file of the run folder is damaged.
+        ConfigError: Slurm refuses, or a file of the run folder is damaged. (While Slurm does not answer tasks stay.)
         StoreError: the object store that has it does not answer.
         IncompleteRunError: tasks end without results, or everything has ended and the run is not finished.
         InterruptedRunError: the money is spent.
@@ -39,24 +40,34 @@ def pursue(
     sender = _Sender(storage, goal)
     told: tuple[bool, ...] = ()
     while not is_finished(storage):
-        has, now = num_tasks(run), now_s()
-        seen = meter.look(now)
-        if not seen.units_open:
-            sender.have_finished()
-        else:
-            affordable = _affordable_tasks(goal, seen, now, reserve_s)
-            if affordable < (has or AHEAD):
-                _pause(storage, goal, seen, look_s)
-            outlook = look_ahead(goal, seen, has, now)
-            outlook = replace(outlook, tasks=int(min(outlook.tasks, max(has, affordable / AHEAD))))
-            outlook = sender.calm(outlook, has, seen, now)
-            news = _kinds(outlook)
-            if outlook.tasks != has or news != told:
-                for line in sentences(goal, seen, outlook):
-                    note(line)
-                told = news
-            sender.set_tasks(outlook.tasks, has, seen, now)
+        with when_slurm_answers():
+            has, now = num_tasks(run), now_s()
+            seen = meter.look(now)
+            if not seen.units_open:
+                sender.have_finished()
+            else:
+                affordable = _affordable_tasks(goal, seen, now, reserve_s)
+                if affordable < (has or AHEAD):
+                    _pause(storage, goal, seen, look_s)
+                outlook = look_ahead(goal, seen, has, now)
+                outlook = replace(outlook, tasks=int(min(outlook.tasks, max(has, affordable / AHEAD))))
+                outlook = sender.calm(outlook, has, seen, now)
+                news = _kinds(outlook)
+                if outlook.tasks != has or news != told:
+                    for line in sentences(goal, seen, outlook):
+                        note(line)
+                    told = news
+                sender.set_tasks(outlook.tasks, has, seen, now)
         time.sleep(look_s)
+
+
+@contextmanager
+def when_slurm_answers() -> Iterator[None]:
+    """One look at the tasks; while Slurm does not answer they stay as they are, until the next look."""
+    try:
+        yield
+    except AwayError as error:
+        note(f"warning: {error}; tasks stay as they are until it answers")
 
 
 def measure_seconds(goal: Goal) -> float:
@@ -109,15 +120,15 @@ class _Sender:
         self._most = max(self._most, wanted)
         if wanted == has:
             return
-        if wanted > has:
-            if self._lives + wanted - has > FRUITLESS_LIVES * self._most:
-                raise IncompleteRunError(
-                    f"{self._lives:,} tasks of {self._run.shown} were sent since its last result, and end without "
-                    f"another; the logs in {log_folder(self._run)} say why"
-                )
-            self._lives += wanted - has
-        self._changed_s, self._price = now_s, self._price_at(now_s)
+        added = max(0, wanted - has)
+        if added and self._lives + added > FRUITLESS_LIVES * self._most:
+            raise IncompleteRunError(
+                f"{self._lives:,} tasks of {self._run.shown} were sent since its last result, and end without "
+                f"another; the logs in {log_folder(self._run)} say why"
+            )
         resize_and_keep(self._storage, ArraySize(wanted), seen.busy)
+        self._lives += added
+        self._changed_s, self._price = now_s, self._price_at(now_s)
 
     def _price_at(self, now_s: float) -> float:
         return self._goal.prices.gpu_cost(now_s, now_s + 1)
@@ -135,8 +146,8 @@ class _Sender:
                 f"all that was sent for {self._run.shown} has ended, but the run is not finished; "
                 f"`batchinfer finish {self._run.shown}` and the logs in {log_folder(self._run)} say why"
             )
-        self._has_sent_finish = True
         resize_and_keep(self._storage, ArraySize(1))
+        self._has_sent_finish = True
 
 
 def _kinds(outlook: Outlook) -> tuple[bool, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, IncompleteRunError
 from batchinfer.run.storage import Storage
-from batchinfer.slurm.pursue import LOOK_S, is_finished, resize_and_keep
+from batchinfer.slurm.pursue import LOOK_S, is_finished, resize_and_keep, when_slurm_answers
 from batchinfer.slurm.submit import is_in_slurm, log_folder
 from batchinfer.submit.size import ArraySize, parse_size
 
@@ -66,17 +66,18 @@ def follow(storage: Storage, entries: list[str], minute_now: Callable[[], int], 
     has: ArraySize | None = None
     run = storage.run
     while not is_finished(storage):
-        wanted = size_at(schedule, minute_now())
-        if wanted != has:
-            sent, away = resize_and_keep(storage, wanted)
-            added = 0 if sent is None else sent.size.tasks
-            note(f"{wanted} tasks from now on: {added} added, {len(away)} sent away")
-            has = wanted
-        elif wanted.tasks and not is_in_slurm(run) and not is_finished(storage):
-            raise IncompleteRunError(
-                f"all that was sent for {run.shown} has ended, but the run is not finished; `batchinfer status` and "
-                f"the logs in {log_folder(run)} say why"
-            )
+        with when_slurm_answers():
+            wanted = size_at(schedule, minute_now())
+            if wanted != has:
+                sent, away = resize_and_keep(storage, wanted)
+                added = 0 if sent is None else sent.size.tasks
+                note(f"{wanted} tasks from now on: {added} added, {len(away)} sent away")
+                has = wanted
+            elif wanted.tasks and not is_in_slurm(run) and not is_finished(storage):
+                raise IncompleteRunError(
+                    f"all that was sent for {run.shown} has ended, but the run is not finished; `batchinfer status` "
+                    f"and the logs in {log_folder(run)} say why"
+                )
         time.sleep(look_s)
 
 

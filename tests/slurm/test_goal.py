@@ -15,9 +15,11 @@ from batchinfer.records import ConfigError
 from batchinfer.report.price.price_list import CheapHours, PriceList
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.slurm.client import AwayError
 from batchinfer.slurm.goal import Goal, clock, look_ahead, parse_deadline, read_goal, sentences, write_goal
 from batchinfer.slurm.meter import Measured, Meter
-from batchinfer.slurm.pursue import is_finished
+from batchinfer.slurm.pursue import is_finished, pursue
+from batchinfer.slurm.schedule import follow
 from support.jobs import batchinfer, write_job, write_questions
 
 H = 3600.0
@@ -268,6 +270,27 @@ def test_outputs_of_a_part_do_not_end_what_is_pursued(planned):
     assert not is_finished(storage)  # the outputs are still those of a part
     assert batchinfer("finish", planned.root).code == 0
     assert is_finished(storage)
+
+
+@pytest.mark.parametrize("by", ["goal", "schedule"])
+def test_tasks_are_followed_on_when_slurm_answers_again(planned, monkeypatch, capsys, by):
+    looks = iter([AwayError("squeue got no answer"), AwayError("squeue got no answer"), None])
+
+    def slurm(*_):
+        error = next(looks)
+        if error is not None:
+            raise error
+        publish_json(planned.run_json, {**read_json(planned.run_json), "state": "finished"})
+        return 1 if by == "goal" else (None, [])
+
+    monkeypatch.setattr("batchinfer.slurm.pursue.num_tasks", slurm)
+    monkeypatch.setattr("batchinfer.slurm.pursue.resize", slurm if by == "schedule" else lambda *_: (None, []))
+    storage = FolderStorage(planned)
+    if by == "goal":
+        pursue(storage, load_job(planned.job), goal_of(finish_by_s=time.time() + H), look_s=0.0)
+    else:
+        follow(storage, ["08:00 4"], lambda: 0, look_s=0.0)
+    assert capsys.readouterr().err.count("warning: squeue got no answer; tasks stay as they are") == 2
 
 
 def test_a_dry_run_shows_tasks_hours_and_cost_of_the_plan(planned):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from batchinfer.slurm import client
-from batchinfer.slurm.client import Task, check_extra_argument, log_pattern, slices
+from batchinfer.slurm.client import AwayError, Task, check_extra_argument, log_pattern, slices
 from batchinfer.slurm.schedule import parse_schedule, size_at
 from batchinfer.slurm.submit import Shape, leaving, submissions
 from batchinfer.submit.size import ArraySize, parse_size
@@ -184,11 +185,11 @@ def test_without_slurm_a_sentence_says_so(job, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def fake_squeue(tmp_path, monkeypatch):
-    """A squeue that answers with this shell code."""
+def fake_program(tmp_path, monkeypatch):
+    """A squeue, or another of Slurm's programs, that is this shell code."""
 
-    def answer(code: str) -> None:
-        program = tmp_path / "bin" / "squeue"
+    def answer(code: str, name: str = "squeue") -> None:
+        program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/bash\n{code}\n")
         program.chmod(0o755)
@@ -197,9 +198,34 @@ def fake_squeue(tmp_path, monkeypatch):
     return answer
 
 
-def test_tasks_of_another_cluster(fake_squeue):
-    fake_squeue("echo 'CLUSTER: other'; echo '5|0|RUNNING|node1|None'")
+def test_tasks_of_another_cluster(fake_program):
+    fake_program("echo 'CLUSTER: other'; echo '5|0|RUNNING|node1|None'")
     assert client.live_tasks(["5"]) == [Task("5", "0", "RUNNING", "node1", "None")]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "slurm_load_jobs error: Unable to contact slurm controller (connect failure)",
+        "slurm_load_jobs error: Socket timed out on send/recv operation",
+    ],
+)
+def test_a_controller_that_is_away_is_told_from_a_refusal(fake_program, said):
+    fake_program(f"echo '{said}' >&2; exit 1")
+    with pytest.raises(AwayError, match=re.escape(said)):
+        client.live_tasks(["5"])
+    fake_program("echo 'slurm_load_jobs error: Access denied' >&2; exit 1")
+    with pytest.raises(ConfigError) as refused:
+        client.live_tasks(["5"])
+    assert not isinstance(refused.value, AwayError)
+
+
+def test_sbatch_without_an_answer_may_have_sent_its_tasks(fake_program, monkeypatch):
+    monkeypatch.setattr(client, "ANSWER_S", 0.1)
+    fake_program("exec sleep 60", "sbatch")
+    with pytest.raises(ConfigError, match="look at `squeue --me`") as error:
+        client.send(["sbatch"])
+    assert not isinstance(error.value, AwayError)
 
 
 def test_the_record_of_a_submission(tmp_path):
