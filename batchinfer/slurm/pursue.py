@@ -12,6 +12,7 @@ from batchinfer.records import IncompleteRunError, InterruptedRunError
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import read_state
 from batchinfer.slurm.client import AwayError, Task
+from batchinfer.slurm.follower import check_follower, take_over
 from batchinfer.slurm.goal import Goal, Outlook, look_ahead, sentences
 from batchinfer.slurm.meter import MEASURE_S, MEASURE_SHARE, Measured, Meter
 from batchinfer.slurm.submit import Submission, is_in_slurm, log_folder, num_tasks, resize
@@ -32,14 +33,17 @@ def pursue(
         ConfigError: Slurm refuses, or a file of the run folder is damaged. (While Slurm does not answer tasks stay.)
         StoreError: the object store that has it does not answer.
         IncompleteRunError: tasks end without results, or everything has ended and the run is not finished.
-        InterruptedRunError: the money is spent.
+        InterruptedRunError: the money is spent, the run is cancelled, or another command follows it.
     """
     run = storage.run
     meter = Meter(storage, job, goal.prices, measure_seconds(goal))
     reserve_s = look_s + LEAVE_S + job.cluster.commit_seconds
-    sender = _Sender(storage, goal)
+    follower = take_over(run)
+    storage.keep_sent()
+    sender = _Sender(storage, goal, follower)
     told: tuple[bool, ...] = ()
     while not is_finished(storage):
+        check_follower(run, follower)
         with when_slurm_answers():
             has, now = num_tasks(run), now_s()
             seen = meter.look(now)
@@ -48,7 +52,7 @@ def pursue(
             else:
                 affordable = _affordable_tasks(goal, seen, now, reserve_s)
                 if affordable < (has or AHEAD):
-                    _pause(storage, goal, seen, look_s)
+                    _pause(storage, goal, seen, look_s, follower)
                 outlook = look_ahead(goal, seen, has, now)
                 outlook = replace(outlook, tasks=int(min(outlook.tasks, max(has, affordable / AHEAD))))
                 outlook = sender.calm(outlook, has, seen, now)
@@ -84,11 +88,11 @@ def is_finished(storage: Storage) -> bool:
 
 
 def resize_and_keep(
-    storage: Storage, size: ArraySize, busy: Container[str] = ()
+    storage: Storage, size: ArraySize, busy: Container[str] = (), *, follower: str
 ) -> tuple[Submission | None, list[Task]]:
     """Set how many tasks wait or run, as `resize`; records of it are durable, also of the part before a refusal."""
     try:
-        return resize(storage.run, size, busy)
+        return resize(storage.run, size, busy, follower)
     finally:
         storage.keep_sent()
 
@@ -96,8 +100,8 @@ def resize_and_keep(
 class _Sender:
     """Sends tasks of one run, and notices when that leads nowhere."""
 
-    def __init__(self, storage: Storage, goal: Goal) -> None:
-        self._storage, self._run, self._goal = storage, storage.run, goal
+    def __init__(self, storage: Storage, goal: Goal, follower: str) -> None:
+        self._storage, self._run, self._goal, self._follower = storage, storage.run, goal, follower
         self._changed_s = -inf  # when the number of tasks was changed last, and the price then
         self._price = 0.0
         self._lives = self._most = 0  # sent since the last result, and most tasks wanted at once
@@ -126,7 +130,7 @@ class _Sender:
                 f"{self._lives:,} tasks of {self._run.shown} were sent since its last result, and end without "
                 f"another; the logs in {log_folder(self._run)} say why"
             )
-        resize_and_keep(self._storage, ArraySize(wanted), seen.busy)
+        resize_and_keep(self._storage, ArraySize(wanted), seen.busy, follower=self._follower)
         self._lives += added
         self._changed_s, self._price = now_s, self._price_at(now_s)
 
@@ -146,7 +150,7 @@ class _Sender:
                 f"all that was sent for {self._run.shown} has ended, but the run is not finished; "
                 f"`batchinfer finish {self._run.shown}` and the logs in {log_folder(self._run)} say why"
             )
-        resize_and_keep(self._storage, ArraySize(1))
+        resize_and_keep(self._storage, ArraySize(1), follower=self._follower)
         self._has_sent_finish = True
 
 
@@ -163,13 +167,13 @@ def _affordable_tasks(goal: Goal, seen: Measured, now_s: float, seconds: float) 
     return (goal.max_cost - seen.spent) / price if price else inf
 
 
-def _pause(storage: Storage, goal: Goal, seen: Measured, look_s: float) -> None:
+def _pause(storage: Storage, goal: Goal, seen: Measured, look_s: float, follower: str) -> None:
     """Send all tasks away and wait for them.
 
     Raises:
         InterruptedRunError: always.
     """
-    resize_and_keep(storage, ArraySize(0))
+    resize_and_keep(storage, ArraySize(0), follower=follower)
     while is_in_slurm(storage.run):
         time.sleep(look_s)
     raise InterruptedRunError(

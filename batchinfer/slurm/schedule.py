@@ -7,6 +7,7 @@ from collections.abc import Callable
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, IncompleteRunError
 from batchinfer.run.storage import Storage
+from batchinfer.slurm.follower import check_follower, take_over
 from batchinfer.slurm.pursue import LOOK_S, is_finished, resize_and_keep, when_slurm_answers
 from batchinfer.slurm.submit import is_in_slurm, log_folder
 from batchinfer.submit.size import ArraySize, parse_size
@@ -56,6 +57,7 @@ def follow(storage: Storage, entries: list[str], minute_now: Callable[[], int], 
     Raises:
         ConfigError: the job has no schedule, or Slurm refuses.
         IncompleteRunError: everything has ended in Slurm, and the run is not finished.
+        InterruptedRunError: the run is cancelled, or another command follows it.
     """
     schedule = parse_schedule(entries)
     if not schedule:
@@ -65,11 +67,14 @@ def follow(storage: Storage, entries: list[str], minute_now: Callable[[], int], 
         )
     has: ArraySize | None = None
     run = storage.run
+    follower = take_over(run)
+    storage.keep_sent()
     while not is_finished(storage):
+        check_follower(run, follower)
         with when_slurm_answers():
             wanted = size_at(schedule, minute_now())
             if wanted != has:
-                sent, away = resize_and_keep(storage, wanted)
+                sent, away = resize_and_keep(storage, wanted, follower=follower)
                 added = 0 if sent is None else sent.size.tasks
                 note(f"{wanted} tasks from now on: {added} added, {len(away)} sent away")
                 has = wanted

@@ -19,9 +19,11 @@ from typing import Any
 from batchinfer import own_process
 from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
+from batchinfer.run.lock import turn_to_send
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
 from batchinfer.slurm import client
 from batchinfer.slurm.client import Task
+from batchinfer.slurm.follower import check_follower, dismiss
 from batchinfer.submit.group import check_group
 from batchinfer.submit.size import MOST_TASKS, ArraySize
 from batchinfer.submit.template import find_template
@@ -85,13 +87,14 @@ def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -
     Raises:
         ConfigError: tasks of this run wait or run already; Slurm refuses, or is not here.
     """
-    live = live_tasks(run)
-    if live:
-        raise ConfigError(
-            f"{len(live)} tasks of {run.shown} wait or run already ({live[0].name} and so on); change their number "
-            f"with `batchinfer submit --resize {run.shown} N`, or end them with `batchinfer cancel {run.shown}`"
-        )
-    return _send_all(run, shape, size, client.send, others=[], max_array_size=max_array_size)
+    with turn_to_send(run):
+        live = live_tasks(run)
+        if live:
+            raise ConfigError(
+                f"{len(live)} tasks of {run.shown} wait or run already ({live[0].name} and so on); change their number "
+                f"with `batchinfer submit --resize {run.shown} N`, or end them with `batchinfer cancel {run.shown}`"
+            )
+        return _send_all(run, shape, size, client.send, others=[], max_array_size=max_array_size)
 
 
 def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[str]]:
@@ -117,7 +120,9 @@ def remember_shape(run: RunDir, shape: Shape) -> None:
         _remember(run, Submission(shape, ArraySize(0)))
 
 
-def resize(run: RunDir, size: ArraySize, busy: Container[str] = ()) -> tuple[Submission | None, list[Task]]:
+def resize(
+    run: RunDir, size: ArraySize, busy: Container[str] = (), follower: str | None = None
+) -> tuple[Submission | None, list[Task]]:
     """Set how many tasks wait or run from now on: more are sent, or some are sent away.
 
     Those that wait go first, then those that hold no unit, then the youngest.
@@ -127,31 +132,21 @@ def resize(run: RunDir, size: ArraySize, busy: Container[str] = ()) -> tuple[Sub
 
     Args:
         busy: names of tasks that hold units.
+        follower: which one asks, if it is one.
 
     Returns:
         What was sent, if anything, and the tasks that were sent away.
 
     Raises:
         ConfigError: the run was never submitted; Slurm refuses, or is not here.
+        InterruptedRunError: this follower is dismissed.
     """
-    earlier = submissions(run)
-    if not earlier:
+    if not submissions(run):
         raise ConfigError(f"{run.shown} was never submitted; use `batchinfer submit {run.shown} --array N`")
-    all_live = live_tasks(run)
-    live = _staying(run, all_live)
-    finishing = _finishing(run)
-    sent, drained = None, []
-    if size.tasks > len(live):
-        shape, more = earlier[-1].shape, ArraySize(size.tasks - len(live), size.at_once)
-        sent = _send_all(run, shape, more, client.send, others=_jobs(all_live), max_array_size=client.max_array_size())
-        client.cancel([task.name for task in finishing if task.is_pending])  # the new one waits for all
-    elif size.tasks < len(live):
-        drained = leaving(live, len(live) - size.tasks, busy)
-        if not size.tasks:
-            client.cancel([task.name for task in finishing if task.is_pending])  # the run pauses, it does not end
-        _drain(run, drained)
-    _throttle(run, size.at_once)
-    return sent, drained
+    with turn_to_send(run):
+        if follower is not None:
+            check_follower(run, follower)
+        return _resize(run, size, busy)
 
 
 def leaving(live: list[Task], count: int, busy: Container[str]) -> list[Task]:
@@ -163,14 +158,19 @@ def leaving(live: list[Task], count: int, busy: Container[str]) -> list[Task]:
 
 
 def cancel(run: RunDir) -> list[str]:
-    """End everything of a run that waits or runs, the job that finishes it too; returns the names of what was ended."""
-    live = live_tasks(run)
-    finishing = _finishing(run)
-    # the one that finishes first: it must not start because the tasks have ended
-    client.cancel([task.name for task in finishing])
-    client.cancel([task.name for task in live if task.is_pending])
-    client.cancel([task.name for task in live if not task.is_pending])
-    return [task.name for task in finishing + live]
+    """End everything of a run that waits or runs, the job that finishes it too; returns the names of what was ended.
+
+    A command that follows the run ends as well, at its next look.
+    """
+    with turn_to_send(run):
+        dismiss(run)
+        live = live_tasks(run)
+        finishing = _finishing(run)
+        # the one that finishes first: it must not start because the tasks have ended
+        client.cancel([task.name for task in finishing])
+        client.cancel([task.name for task in live if task.is_pending])
+        client.cancel([task.name for task in live if not task.is_pending])
+        return [task.name for task in finishing + live]
 
 
 def live_tasks(run: RunDir) -> list[Task]:
@@ -212,6 +212,24 @@ def what_to_watch(run: RunDir, sent: Submission) -> str:
             f"end     batchinfer cancel {run.shown}",
         )
     )
+
+
+def _resize(run: RunDir, size: ArraySize, busy: Container[str]) -> tuple[Submission | None, list[Task]]:
+    all_live = live_tasks(run)
+    live = _staying(run, all_live)
+    finishing = _finishing(run)
+    sent, drained = None, []
+    if size.tasks > len(live):
+        shape, more = submissions(run)[-1].shape, ArraySize(size.tasks - len(live), size.at_once)
+        sent = _send_all(run, shape, more, client.send, others=_jobs(all_live), max_array_size=client.max_array_size())
+        client.cancel([task.name for task in finishing if task.is_pending])  # the new one waits for all
+    elif size.tasks < len(live):
+        drained = leaving(live, len(live) - size.tasks, busy)
+        if not size.tasks:
+            client.cancel([task.name for task in finishing if task.is_pending])  # the run pauses, it does not end
+        _drain(run, drained)
+    _throttle(run, size.at_once)
+    return sent, drained
 
 
 def _send_all(

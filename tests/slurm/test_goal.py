@@ -11,15 +11,19 @@ import pytest
 
 from batchinfer.config import load_job
 from batchinfer.plan import packing
-from batchinfer.records import ConfigError
+from batchinfer.records import ConfigError, InterruptedRunError
 from batchinfer.report.price.price_list import CheapHours, PriceList
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.slurm import client
 from batchinfer.slurm.client import AwayError
+from batchinfer.slurm.follower import dismiss, take_over
 from batchinfer.slurm.goal import Goal, clock, look_ahead, parse_deadline, read_goal, sentences, write_goal
 from batchinfer.slurm.meter import Measured, Meter
 from batchinfer.slurm.pursue import is_finished, pursue
 from batchinfer.slurm.schedule import follow
+from batchinfer.slurm.submit import Shape, remember_shape
+from batchinfer.submit.size import ArraySize
 from support.jobs import batchinfer, write_job, write_questions
 
 H = 3600.0
@@ -272,8 +276,16 @@ def test_outputs_of_a_part_do_not_end_what_is_pursued(planned):
     assert is_finished(storage)
 
 
-@pytest.mark.parametrize("by", ["goal", "schedule"])
-def test_tasks_are_followed_on_when_slurm_answers_again(planned, monkeypatch, capsys, by):
+def follow_by(way, planned, look_s=0.0):
+    storage = FolderStorage(planned)
+    if way == "goal":
+        pursue(storage, load_job(planned.job), goal_of(finish_by_s=time.time() + H), look_s=look_s)
+    else:
+        follow(storage, ["08:00 4"], lambda: 0, look_s=look_s)
+
+
+@pytest.mark.parametrize("way", ["goal", "schedule"])
+def test_tasks_are_followed_on_when_slurm_answers_again(planned, monkeypatch, capsys, way):
     looks = iter([AwayError("squeue got no answer"), AwayError("squeue got no answer"), None])
 
     def slurm(*_):
@@ -281,16 +293,33 @@ def test_tasks_are_followed_on_when_slurm_answers_again(planned, monkeypatch, ca
         if error is not None:
             raise error
         publish_json(planned.run_json, {**read_json(planned.run_json), "state": "finished"})
-        return 1 if by == "goal" else (None, [])
+        return 1 if way == "goal" else (None, [])
 
     monkeypatch.setattr("batchinfer.slurm.pursue.num_tasks", slurm)
-    monkeypatch.setattr("batchinfer.slurm.pursue.resize", slurm if by == "schedule" else lambda *_: (None, []))
-    storage = FolderStorage(planned)
-    if by == "goal":
-        pursue(storage, load_job(planned.job), goal_of(finish_by_s=time.time() + H), look_s=0.0)
-    else:
-        follow(storage, ["08:00 4"], lambda: 0, look_s=0.0)
+    monkeypatch.setattr("batchinfer.slurm.pursue.resize", slurm if way == "schedule" else lambda *_: (None, []))
+    follow_by(way, planned)
     assert capsys.readouterr().err.count("warning: squeue got no answer; tasks stay as they are") == 2
+
+
+@pytest.mark.parametrize("way", ["goal", "schedule"])
+@pytest.mark.parametrize(("change", "sentence"), [(dismiss, "was cancelled"), (take_over, "another command follows")])
+def test_a_follower_ends_with_a_cancel_or_when_another_takes_over(planned, monkeypatch, way, change, sentence):
+    """Whatever it has counted before: with an older number it would send tasks anew."""
+    remember_shape(planned, Shape())
+    monkeypatch.setattr(client, "live_tasks", lambda _: [])
+
+    def refuse(*_):
+        raise AssertionError("it has sent tasks")
+
+    def change_it(*_):
+        change(planned)
+        return 0
+
+    monkeypatch.setattr(client, "send", refuse)
+    monkeypatch.setattr("batchinfer.slurm.pursue.num_tasks", change_it)
+    monkeypatch.setattr("batchinfer.slurm.schedule.size_at", lambda *_: ArraySize(change_it() + 4))
+    with pytest.raises(InterruptedRunError, match=sentence):
+        follow_by(way, planned)
 
 
 def test_a_dry_run_shows_tasks_hours_and_cost_of_the_plan(planned):

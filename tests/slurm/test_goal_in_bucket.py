@@ -11,6 +11,7 @@ from batchinfer.plan import packing
 from batchinfer.records import ConfigError
 from batchinfer.report.price.price_list import PriceList
 from batchinfer.run.open_storage import bucket_storage
+from batchinfer.slurm.follower import take_over
 from batchinfer.slurm.goal import Goal, read_goal, write_goal
 from batchinfer.slurm.meter import Meter
 from batchinfer.slurm.pursue import is_finished, resize_and_keep
@@ -76,7 +77,7 @@ def test_what_was_sent_is_kept_also_where_slurm_refuses_what_comes_next(nodes, t
     remember_shape(first.run, Shape(partition="night"))
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="cannot run scontrol"):
-        resize_and_keep(first, ArraySize(1))
+        resize_and_keep(first, ArraySize(1), follower=take_over(first.run))
     second, _ = nodes("second")
     assert [sent.shape.partition for sent in submissions(second.run)] == ["night"]
 

@@ -17,7 +17,7 @@ from batchinfer.slurm.client import AwayError, Task, check_extra_argument, log_p
 from batchinfer.slurm.schedule import parse_schedule, size_at
 from batchinfer.slurm.submit import Shape, leaving, submissions
 from batchinfer.submit.size import ArraySize, parse_size
-from support.jobs import batchinfer, write_job, write_questions
+from support.jobs import batchinfer, start, write_job, write_questions
 from support.paths import ROOT
 
 
@@ -226,6 +226,23 @@ def test_sbatch_without_an_answer_may_have_sent_its_tasks(fake_program, monkeypa
     with pytest.raises(ConfigError, match="look at `squeue --me`") as error:
         client.send(["sbatch"])
     assert not isinstance(error.value, AwayError)
+
+
+def test_two_submits_at_a_time_send_tasks_once(job, tmp_path, fake_program, monkeypatch):
+    """Slurm takes its time: the second one waits, and finds what the first has sent."""
+    sent = tmp_path / "sent"
+    sent.touch()
+    fake_program("echo MaxArraySize = 1001", "scontrol")
+    fake_program(f"sleep 0.3; echo x >> {sent}; wc -l < {sent}", "sbatch")
+    fake_program(f"[ ! -s {sent} ] || echo '1|0|RUNNING|node1|None'")
+    run = tmp_path / "run"
+    assert batchinfer("plan", job, "--set", f"output.dir={run}").code == 0
+    both = [start("submit", run, "--array", "1") for _ in range(2)]
+    said = sorted(process.communicate()[1] for process in both)
+    assert sorted(process.returncode for process in both) == [0, 2], said
+    assert "1 tasks of" in said[1]
+    assert len(sent.read_text().split()) == 2  # the array, and the job that finishes
+    assert len(submissions(RunDir(run))) == 1
 
 
 def test_the_record_of_a_submission(tmp_path):
