@@ -242,7 +242,7 @@ def _send_all(
     max_array_size: int,
     keep: bool = True,
 ) -> Submission:
-    """Send arrays and the job that finishes; the record grows with each, so that none is forgotten.
+    """Send arrays and the job that finishes, all or none; the record grows with each, so that none is forgotten.
 
     Args:
         others: arrays of earlier submissions that the job that finishes has to wait for as well.
@@ -250,13 +250,19 @@ def _send_all(
     sent = Submission(shape, size)
     if keep:
         _remember(run, sent)
-    for tasks in client.slices(size.tasks, max_array_size):
-        # a limit is one array's: with one, arrays wait for each other, so that it holds over all of them
-        behind = sent.arrays[-1:] if size.at_once is not None else []
-        sent.arrays.append(sender(_array_command(run, shape, ArraySize(tasks, size.at_once), behind)))
-        if keep:
-            _remember(run, sent)
-    sent.finish = sender(_finish_command(run, shape, others + sent.arrays))
+    try:
+        for tasks in client.slices(size.tasks, max_array_size):
+            # a limit is one array's: with one, arrays wait for each other, so that it holds over all of them
+            behind = sent.arrays[-1:] if size.at_once is not None else []
+            sent.arrays.append(sender(_array_command(run, shape, ArraySize(tasks, size.at_once), behind)))
+            if keep:
+                _remember(run, sent)
+        sent.finish = sender(_finish_command(run, shape, others + sent.arrays))
+    except ConfigError as error:
+        if not sent.arrays:
+            raise
+        client.cancel(sent.arrays)
+        raise type(error)(f"{error}; what was sent before that is cancelled: {' '.join(sent.arrays)}") from None
     if keep:
         _remember(run, sent)
     return sent

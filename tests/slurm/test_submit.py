@@ -245,6 +245,19 @@ def test_two_submits_at_a_time_send_tasks_once(job, tmp_path, fake_program, monk
     assert len(submissions(RunDir(run))) == 1
 
 
+def test_tasks_are_cancelled_when_the_job_that_finishes_is_refused(job, tmp_path, fake_program):
+    fake_program("echo MaxArraySize = 1001", "scontrol")
+    fake_program("[[ $* != *afterany* ]] || { echo 'Invalid account' >&2; exit 1; }; echo 5", "sbatch")
+    fake_program(f"echo $* >> {tmp_path / 'cancelled'}", "scancel")
+    fake_program("true")
+    run = tmp_path / "run"
+    assert batchinfer("plan", job, "--set", f"output.dir={run}").code == 0
+    refused = batchinfer("submit", run, "--array", "2")
+    assert refused.code == 2
+    assert "sbatch refused: Invalid account; what was sent before that is cancelled: 5" in refused.err
+    assert (tmp_path / "cancelled").read_text() == "5\n"
+
+
 def test_the_record_of_a_submission(tmp_path):
     run = RunDir(tmp_path)
     run.slurm.mkdir()
