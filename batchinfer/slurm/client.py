@@ -84,6 +84,17 @@ def check_time(value: str) -> str:
     return value
 
 
+def limit_seconds(value: str) -> int:
+    """Seconds of a time limit: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. 0 is no limit."""
+    days, dash, rest = value.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    hours, minutes, seconds = parts if len(parts) == 3 else (0, *parts, 0)[:3]
+    return (hours * 60 + minutes) * 60 + seconds
+
+
 def check_extra_argument(value: str) -> str:
     """One more option for sbatch.
 

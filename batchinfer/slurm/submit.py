@@ -28,6 +28,7 @@ from batchinfer.submit.group import check_group
 from batchinfer.submit.size import MOST_TASKS, ArraySize
 from batchinfer.submit.template import find_template
 
+STOP_S = 120  # before the time limit, by --signal of jobs/array.sbatch
 _WHERE = ("partition", "account", "qos")
 Sender = Callable[[list[str]], str]  # an sbatch command -> the job's number
 
@@ -71,6 +72,12 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
             client.check_name(f"--{option}", value)
     if shape.time is not None:
         client.check_time(shape.time)
+        has_own_signal = shape.template is not None or any(word.startswith("--signal") for word in shape.sbatch_args)
+        if not has_own_signal and 0 < client.limit_seconds(shape.time) <= STOP_S:
+            raise ConfigError(
+                f"--time is {shape.time!r}, and a task stops {STOP_S} s before that to commit what is finished: it "
+                "would start again and again; give a longer one (minutes, HH:MM:SS or DAYS-HH:MM:SS)"
+            )
     for argument in shape.sbatch_args:
         client.check_extra_argument(argument)
     for name, own in (("array.sbatch", shape.template), ("finish.sbatch", shape.finish_template)):

@@ -13,7 +13,7 @@ import pytest
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from batchinfer.slurm import client
-from batchinfer.slurm.client import AwayError, Task, check_extra_argument, log_pattern, slices
+from batchinfer.slurm.client import AwayError, Task, check_extra_argument, limit_seconds, log_pattern, slices
 from batchinfer.slurm.schedule import parse_schedule, size_at
 from batchinfer.slurm.submit import Shape, leaving, submissions
 from batchinfer.submit.size import ArraySize, parse_size
@@ -117,6 +117,9 @@ def test_own_templates(job, tmp_path):
         (("--array", "1", "--partition", "main;ls"), "--partition is 'main;ls'"),
         (("--array", "1", "--account", ""), "--account is ''"),
         (("--array", "1", "--time", "soon"), "--time is 'soon'"),
+        (("--array", "1", "--time", "2"), "120 s before that"),
+        (("--array", "1", "--time", "1:59"), "120 s before that"),
+        (("--array", "1", "--time", "0-0:02:00"), "120 s before that"),
         (("--array", "1", "--sbatch-arg", "script.sh"), "one whole option"),
         (("--array", "1", "--sbatch-arg=--array=1"), "submit sets itself"),
         (("--array", "1", "--sbatch-arg=--depend=singleton"), "submit sets itself"),
@@ -267,6 +270,22 @@ def test_the_record_of_a_submission(tmp_path):
     (found,) = submissions(run)
     assert found.shape == Shape(nodes_per_group=2, partition="main", sbatch_args=("--mem=0",))
     assert (found.size, found.arrays, found.finish) == (ArraySize(8), ["5"], "6")
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("90", 5400), ("4:30", 270), ("1:02:03", 3723), ("2-3", 183_600), ("2-3:04", 183_840), ("2-3:04:05", 183_845)],
+)
+def test_time_limits_in_the_forms_of_sbatch(limit, seconds):
+    assert limit_seconds(limit) == seconds
+
+
+def test_no_time_limit_and_short_ones_with_an_own_signal_pass(job, tmp_path):
+    own = tmp_path / "own.sbatch"
+    own.write_text("#!/bin/bash\n#SBATCH --signal=B:USR1@30\n")
+    assert "--time=0" in dry_run(job, "--array", "1", "--time", "0")[0]
+    assert "--time=1" in dry_run(job, "--array", "1", "--time", "1", "--template", own)[0]
+    assert "--time=1" in dry_run(job, "--array", "1", "--time", "1", "--sbatch-arg=--signal=B:USR1@30")[0]
 
 
 @pytest.mark.parametrize("name", ["array.sbatch", "finish.sbatch"])
