@@ -33,12 +33,22 @@ class StoredWeights:
             return scales[0], scales[1] * form.group
         return scales[1], values[0] * (PER_WORD if form.method == "gptq" else 1)
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def read(self, name: str, dtype: torch.dtype, *, finite: bool = False) -> torch.Tensor:
         """A weight in this dtype: value × scale, multiplied in float32 and rounded once.
+
+        Args:
+            finite: one that is not is refused.
 
         Raises:
             ModelError: the file cannot be read any more, or its scales or its shape cannot be right.
         """
+        weight = self._read(name, dtype)
+        if finite and not weight.isfinite().all():
+            path = self._checkpoint.info(name).path
+            raise ModelError(f"{path}: {name} holds a value that is not finite; fetch the file again.")
+        return weight
+
+    def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         form = self._form_of(name)
         if form is not None:
             return self._integers(form, name).widened(dtype)

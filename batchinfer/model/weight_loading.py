@@ -205,14 +205,16 @@ class WeightLoader:
         self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
         self._expert_format = ops.expert_format(dtype, device)
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor in the run's dtype or the one given."""
+    def tensor(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
+        """One tensor in the run's dtype or the one given; `finite` as StoredWeights.read has it."""
         out = self._empty(self._stored.shape(name), dtype or self.dtype)
-        return out.copy_(self._stored.read(name, out.dtype))
+        return out.copy_(self._stored.read(name, out.dtype, finite=finite))
 
-    def source(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def source(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
         """A tensor to pack: where that makes a copy anyway, as it is in the mapped file."""
-        return self._stored.read(name, dtype or self.dtype) if self._format.copies else self.tensor(name, dtype)
+        if not self._format.copies:
+            return self.tensor(name, dtype, finite=finite)
+        return self._stored.read(name, dtype or self.dtype, finite=finite)
 
     def pack(self, weight: torch.Tensor) -> Weight:
         """A weight [N, M], or several [B, N, M], in the run's dtype and in the form in which the products take it."""
@@ -224,9 +226,9 @@ class WeightLoader:
             self._format.put(held, slot, one)
         return held
 
-    def pack_router(self, weight: torch.Tensor) -> Any:
-        """A float32 weight whose products are in float32, packed."""
-        return self._ops.pack_router(weight)
+    def router(self, name: str, *, finite: bool = False) -> Any:
+        """A weight whose products are in float32, packed."""
+        return self._ops.pack_router(self.source(name, torch.float32, finite=finite))
 
     def layer(self, layer: int) -> LayerWeights:
         """The next layer: they are read in order."""
@@ -263,7 +265,7 @@ class WeightLoader:
         gate_up, down = self._experts(prefix, expert_ids)
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(
-            router_ED=self.pack_router(self.source(f"{prefix}.gate.weight", torch.float32)),
+            router_ED=self.router(f"{prefix}.gate.weight"),
             router_bias_E=self.tensor(bias_name, torch.float32) if bias_name in self.checkpoint else None,
             gate_up_EFD=gate_up,
             down_EDF=down,
@@ -336,20 +338,12 @@ def _indexer(loader: WeightLoader, prefix: str) -> IndexerWeights:
     Raises:
         ModelError: one is not finite.
     """
-
-    def finite(name: str, read: Callable[..., torch.Tensor], *dtype: torch.dtype) -> torch.Tensor:
-        weight = read(f"{prefix}.{name}", *dtype)
-        if not weight.isfinite().all():
-            path = loader.checkpoint.info(f"{prefix}.{name}").path
-            raise ModelError(f"{path}: {prefix}.{name} holds a value that is not finite; fetch the file again.")
-        return weight
-
     return IndexerWeights(
-        query=loader.pack(finite("wq_b.weight", loader.source)),
-        key=loader.pack(finite("wk.weight", loader.source)),
-        key_norm=finite("k_norm.weight", loader.tensor),
-        key_bias=finite("k_norm.bias", loader.tensor),
-        heads=loader.pack_router(finite("weights_proj.weight", loader.source, torch.float32)),
+        query=loader.pack(loader.source(f"{prefix}.wq_b.weight", finite=True)),
+        key=loader.pack(loader.source(f"{prefix}.wk.weight", finite=True)),
+        key_norm=loader.tensor(f"{prefix}.k_norm.weight", finite=True),
+        key_bias=loader.tensor(f"{prefix}.k_norm.bias", finite=True),
+        heads=loader.router(f"{prefix}.weights_proj.weight", finite=True),
     )
 
 
