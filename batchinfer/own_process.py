@@ -60,6 +60,7 @@ def stream(kind: type[WaitingFile], of: TextIO) -> TextIO:
     """
     if not isinstance(of, io.TextIOWrapper):
         return of
+    of.flush()
     raw = io.BufferedWriter(kind(of.fileno(), "w", closefd=False))
     errors = "backslashreplace" if of.errors == "strict" else of.errors
     return io.TextIOWrapper(raw, of.encoding, errors, line_buffering=of.line_buffering or kind is Log)
