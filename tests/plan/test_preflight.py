@@ -92,7 +92,7 @@ def test_a_file_cut_short_or_of_another_kind_is_refused(tmp_path, model):
 
 def test_a_checkpoint_of_any_size_is_checked_by_its_headers(tmp_path, model):
     # 35 GB in a hole: reading it would take minutes
-    edit_config(model, hidden_size=8192, vocab_size=1_000_000)
+    edit_config(model, hidden_size=32_768, vocab_size=250_000)
     write_hollow_weights(model)
     check_job(load_job(job_of(tmp_path)), load_model_config(model))
     write_hollow_weights(model, "I32")
