@@ -146,7 +146,7 @@ class BatchinferLM(TemplateLM):
                 of_context[kept] = []
                 rows.append((kept, of_context[kept]))
             of_context[kept].append(place)
-        self._note_cut(num_cut)
+        _note_cut(num_cut, self.max_length)
         choices = [[requests[place][2] for place in places] for _, places in rows]
         outputs = self.jobs.outputs(
             {
@@ -155,17 +155,15 @@ class BatchinferLM(TemplateLM):
             },
             {"input": {"choices": "choices"}, "sampling": {"max_tokens": 0}},
         )
-        results = [(0.0, False)] * len(requests)
+        results: dict[int, tuple[float, bool]] = {}
         for (_, places), row in zip(rows, outputs, strict=True):
-            found = zip(places, row["choice_logprobs"], row["choice_is_greedy"], strict=True)
-            for place, logprob, is_greedy in found:
-                results[place] = (logprob, is_greedy)
-        return results
+            scored = zip(row["choice_logprobs"], row["choice_is_greedy"], strict=True)
+            results |= dict(zip(places, scored, strict=True))
+        return [results[place] for place in range(len(requests))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The answers; each row has the sampling of its request."""
-        prompts, samplings = [], []
-        num_cut = 0
+        prompts, samplings, num_cut = [], [], 0
         for context, gen_kwargs in (request.args for request in requests):
             wanted = normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)
             sampling = _row_sampling(dict(wanted), self._tokenizer, self.eot_token_id)
@@ -178,16 +176,17 @@ class BatchinferLM(TemplateLM):
             num_cut += len(prompt) > most
             prompts.append(prompt[-most:])
             samplings.append(sampling)
-        self._note_cut(num_cut)
+        _note_cut(num_cut, self.max_length)
         rows = self.jobs.outputs(
             {"prompt": pa.array(prompts, _TOKEN_IDS), "sampling": pa.array(samplings)},
             {"input": {"sampling": "sampling"}, "sampling": {"max_tokens": self.max_gen_toks}},
         )
         return [row["text"] for row in rows]
 
-    def _note_cut(self, num_cut: int) -> None:
-        if num_cut:
-            note(f"warning: {num_cut:,} contexts are cut at their beginning to fit max_length = {self.max_length:,}")
+
+def _note_cut(num_cut: int, max_length: int) -> None:
+    if num_cut:
+        note(f"warning: {num_cut:,} contexts are cut at their beginning to fit max_length = {max_length:,}")
 
 
 def _row_sampling(wanted: dict[str, Any], tokenizer: PromptTokenizer, eot_token_id: int) -> dict[str, Any]:

@@ -212,9 +212,8 @@ class WeightLoader:
 
     def source(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
         """A tensor to pack: where that makes a copy anyway, as it is in the mapped file."""
-        if not self._format.copies:
-            return self.tensor(name, dtype, finite=finite)
-        return self._stored.read(name, dtype or self.dtype, finite=finite)
+        read = self._stored.read if self._format.copies else self.tensor
+        return read(name, dtype or self.dtype, finite=finite)
 
     def pack(self, weight: torch.Tensor) -> Weight:
         """A weight [N, M], or several [B, N, M], in the run's dtype and in the form in which the products take it."""
@@ -261,8 +260,7 @@ class WeightLoader:
         return weights.joined() if self._ops.linear.name in (HOPPER, TRITON) else weights
 
     def _moe(self, prefix: str) -> MoeWeights:
-        expert_ids = next(self._next_expert_ids)  # layers are read in order
-        gate_up, down = self._experts(prefix, expert_ids)
+        gate_up, down = self._experts(prefix, next(self._next_expert_ids))  # layers are read in order
         bias_name = f"{prefix}.gate.e_score_correction_bias"
         return MoeWeights(
             router_ED=self.router(f"{prefix}.gate.weight"),
