@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import sys
-import threading
+import time
 import tracemalloc
 from collections.abc import Iterable
 from dataclasses import replace
@@ -561,19 +561,24 @@ def test_a_name_that_is_not_there_comes_with_what_was_meant(small_run, sql, told
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("wait_s", [0, 0.2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
-def test_a_signal_stops_a_query(number):
+def test_a_signal_stops_a_query(number, wait_s):
     def handle(*_):
         raise InterruptedRunError("stopped")
 
     before = signal.signal(number, handle)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), number))
     try:
         with duckdb.connect() as connection:
             deadline = Deadline(connection, 60)
-            timer.start()
+
+            def query():
+                os.kill(os.getpid(), number)  # it comes before DuckDB has begun, or after
+                time.sleep(wait_s)
+                return connection.execute("SELECT count(*) FROM range(1000000000000)").fetchall()
+
             with pytest.raises(InterruptedRunError):
-                deadline.call(lambda: connection.execute("SELECT count(*) FROM range(1000000000000)").fetchall())
+                deadline.call(query)
             assert not deadline.is_stuck
     finally:
         signal.signal(number, before)
