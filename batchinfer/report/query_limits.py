@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import duckdb
 
 SQL_SECONDS = 600.0
+LOOK_SECONDS = 0.2
 GRACE_SECONDS = 2.0  # for DuckDB to stop: it does between parts of a query, but not inside one call of a function
 LEAST_BYTES = 1 << 30
 BESIDE_BYTES = 512 << 20  # for rows on their way out, beyond what DuckDB may hold
@@ -93,7 +94,9 @@ class Deadline:
         threading.Thread(target=run, daemon=True).start()
         is_late = True
         try:
-            is_late = not ended.wait(max(0.0, self._end - time.monotonic()))
+            # in parts: a signal that comes right before a wait is noticed behind it
+            while is_late and (left := self._end - time.monotonic()) > 0:
+                is_late = not ended.wait(min(left, LOOK_SECONDS))
         finally:  # also when a signal stops the command
             if is_late:
                 self._connection.interrupt()
