@@ -56,6 +56,7 @@ class LogitRules:
         self._sampling, self._bad_words = sampling, bad_words
         self._grammar, self._thinking = grammar, thinking
         self._was_thinking = self._is_thinking
+        self._is_stuck = False
         self._tokens: list[int] = []
         self._ends = torch.tensor(sorted({*ends, *sampling.stop_token_ids}), dtype=torch.int64)
         bias = sampling.logit_bias
@@ -88,6 +89,8 @@ class LogitRules:
     @property
     def problem(self) -> str | None:
         """Why the answer cannot go on."""
+        if self._is_stuck:
+            return "bad_words and min_tokens forbid every token that may come next"
         return None if self._grammar is None else self._grammar.problem
 
     @property
@@ -124,6 +127,8 @@ class LogitRules:
         for *before, last in self._bad_words:
             if before == self._tokens[len(self._tokens) - len(before) :]:
                 logits_V[last] = NEVER
+        if mask is not None and (self._bad_words or len(self._tokens) < sampling.min_tokens):
+            self._is_stuck = bool((logits_V <= NEVER).all())
         budget, thinking = sampling.thinking_budget, self._thinking
         if budget is not None and thinking is not None and thinking.is_open and thinking.num_tokens >= budget:
             logits_V.fill_(NEVER)

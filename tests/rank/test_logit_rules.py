@@ -106,6 +106,18 @@ def test_words_are_found_at_the_start_of_a_text_and_behind_a_space():
     assert {"the", " the"} & set(texts)
 
 
+def test_a_structured_output_of_which_bad_words_leave_nothing_is_an_error_that_says_so():
+    tokenizer = load_tokenizer(SAMPLE_MODEL)
+    maker = RuleMaker(tokenizer, tokenizer.vocab_size)
+    how = SamplingConfig(max_tokens=9, structured_outputs={"choice": ["7", "8"]}, bad_words=["7", "8"])
+    rules = maker.make(Request(RequestKey(0, 0, 0), 0, [5], how.to_sampling(), 0), None)
+    (token,) = tokenizer.encode_piece("7")
+    logits = torch.zeros(tokenizer.vocab_size)
+    rules.apply(logits, maker.grammars.masks([rules.grammar])[0])
+    rules.accept(token)  # whatever is drawn where nothing may come
+    assert rules.problem == "bad_words and min_tokens forbid every token that may come next"
+
+
 @pytest.mark.parametrize("asked", [{"bad_words": ["parsnips"]}, {"structured_outputs": {"regex": "[a-z]+"}}])
 def test_tokens_beyond_the_models_vocabulary_change_nothing(asked):
     """Tokenizer, generation_config.json and a plan may name ids for which the model has no logits."""
