@@ -30,6 +30,8 @@ SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # of Slurm's commands;
 # what commands say while Slurm's controller starts anew or is busy; of the latter something may come nevertheless
 AWAY = "Unable to contact slurm controller"
 NO_ANSWER = ("Socket timed out", "Zero Bytes were transmitted")
+# what scancel and scontrol say, line by line, of tasks that have ended since we looked, and of others beside these
+OVER = ("Job has already finished", "already completing or completed", "Invalid job id specified", "No error")
 
 
 class AwayError(ConfigError):
@@ -173,24 +175,24 @@ def live_tasks(jobs: Iterable[str]) -> list[Task]:
 def cancel(names: list[str]) -> None:
     """End jobs or tasks: SIGTERM now, SIGKILL after the cluster's KillWait. Those that have ended already are left."""
     for first in range(0, len(names), 500):
-        _answer(["scancel", *names[first : first + 500]])
+        _change(["scancel", *names[first : first + 500]])
 
 
 def warn(names: list[str]) -> None:
     """SIGTERM to the batch scripts alone, so that they end in their own time."""
     for first in range(0, len(names), 500):
-        _answer(["scancel", "--batch", "--signal=TERM", *names[first : first + 500]])
+        _change(["scancel", "--batch", "--signal=TERM", *names[first : first + 500]])
 
 
 def forbid_requeue(names: list[str]) -> None:
     """Have tasks that end not go back into the queue."""
     for name in names:
-        _answer(["scontrol", "update", f"JobId={name}", "Requeue=0"])
+        _change(["scontrol", "update", f"JobId={name}", "Requeue=0"])
 
 
 def throttle(job: str, at_once: int) -> None:
     """Limit how many tasks of a waiting or running array run at once from now on (0: all)."""
-    _answer(["scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={at_once}"])
+    _change(["scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={at_once}"])
 
 
 def is_here() -> bool:
@@ -210,6 +212,14 @@ def _is_one_of(value: str, options: tuple[str, ...], short_options: tuple[str, .
     return len(option) > 3 and any(own.startswith(option) for own in options)
 
 
+def _change(command: list[str]) -> None:
+    """Change jobs or tasks; those that have ended already are left. Raises as `_answer`."""
+    done = _run(command)
+    lines = done.stderr.splitlines() or [""]
+    if done.returncode and not all(any(words in line for words in OVER) for line in lines):
+        raise _refusal(command[0], done)
+
+
 def _answer(command: list[str]) -> str:
     """Standard output of one of Slurm's commands.
 
@@ -217,8 +227,15 @@ def _answer(command: list[str]) -> str:
         AwayError: it does not answer for now.
         ConfigError: it is missing or refuses; the message holds what it said.
     """
+    done = _run(command)
+    if done.returncode:
+        raise _refusal(command[0], done)
+    return done.stdout
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        done = subprocess.run(
+        return subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=ANSWER_S, env=_environment()
         )
     except OSError as error:
@@ -228,13 +245,14 @@ def _answer(command: list[str]) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise _no_answer(command[0], f"nothing for {ANSWER_S:g} s") from None
-    if done.returncode:
-        said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
-        if any(words in said for words in NO_ANSWER):
-            raise _no_answer(command[0], said)
-        kind = AwayError if AWAY in said else ConfigError
-        raise kind(f"{command[0]} refused: {said or f'exit code {done.returncode}'}")
-    return done.stdout
+
+
+def _refusal(program: str, done: subprocess.CompletedProcess[str]) -> ConfigError:
+    said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
+    if any(words in said for words in NO_ANSWER):
+        return _no_answer(program, said)
+    kind = AwayError if AWAY in said else ConfigError
+    return kind(f"{program} refused: {said or f'exit code {done.returncode}'}")
 
 
 def _no_answer(program: str, said: str) -> ConfigError:

@@ -19,10 +19,11 @@ import pytest
 
 from batchinfer.config import load_job
 from batchinfer.plan import packing
-from batchinfer.records import IncompleteRunError, InterruptedRunError
+from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.slurm import client
 from batchinfer.slurm.client import Task
 from batchinfer.slurm.goal import Goal, read_goal
 from batchinfer.slurm.pursue import pursue
@@ -394,6 +395,25 @@ def test_a_run_submitted_within_another_job_does_not_get_its_processors_and_memo
         monkeypatch.setenv(f"SLURM_{name}", value)
     run = submit("--array", "1")
     expect_outputs(run, reference)
+
+
+def test_tasks_that_have_ended_are_in_the_way_of_no_change():
+    command = ["sbatch", "--parsable", "--array=0-3%1", "--output=/dev/null"]
+    script = "[ $SLURM_ARRAY_TASK_ID = 0 ] || sleep 60"
+    job = subprocess.run([*command, f"--wrap={script}"], check=True, capture_output=True, text=True).stdout.strip()
+    names = [f"{job}_{index}" for index in range(4)]
+    deadline = time.monotonic() + WAIT_S
+    while {task.index: task.state for task in client.live_tasks([job])}.get("1") != "RUNNING":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    client.throttle(job, 2)
+    assert "ArrayTaskThrottle=2" in show(f"{job}_3")
+    client.forbid_requeue(names[:2])
+    assert "Requeue=0" in show(names[1])
+    client.warn(names[:2])
+    with pytest.raises(ConfigError, match="scontrol refused"):
+        client._change(["scontrol", "update", f"JobId={job}_3", "Partition=nowhere"])
+    client.cancel(names)
 
 
 @pytest.mark.parametrize(
