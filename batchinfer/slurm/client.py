@@ -134,11 +134,14 @@ def slices(tasks: int, max_array_size: int) -> list[int]:
 
 
 def max_array_size() -> int:
-    """Most tasks of one array on this cluster (its MaxArraySize bounds the index, which starts at 0)."""
-    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", _answer(["scontrol", "show", "config"]), re.MULTILINE)
+    """Most tasks of one array on this cluster: its MaxArraySize bounds the index, which starts at 0, and
+    max_array_tasks, where the scheduler has such a limit, their number."""
+    config = _answer(["scontrol", "show", "config"])
+    found = re.search(r"^MaxArraySize\s*=\s*(\d+)", config, re.MULTILINE)
     if found is None or int(found[1]) < 2:
         raise ConfigError("this Slurm cluster allows no job arrays (MaxArraySize); run `batchinfer work` under srun")
-    return int(found[1])
+    fewer = re.search(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", config, re.MULTILINE)
+    return int(found[1]) if fewer is None else min(int(found[1]), int(fewer[1]))
 
 
 def send(command: list[str]) -> str:

@@ -102,6 +102,14 @@ def test_an_array_too_large_is_cut_and_the_limit_holds_over_all(job, monkeypatch
     assert not any("afterany" in word for command in without_limit[:3] for word in command)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "most"), [("(null)", 1001), ("bf_interval=1,max_array_tasks=4", 4), ("max_array_tasks=9999,x", 1001)]
+)
+def test_the_most_tasks_of_an_array(fake_program, parameters, most):
+    fake_program(f"echo 'MaxArraySize = 1001'; echo 'SchedulerParameters     = {parameters}'", "scontrol")
+    assert client.max_array_size() == most
+
+
 def test_own_templates(job, tmp_path):
     own = tmp_path / "my array.sbatch"
     own.write_text("#!/bin/bash\n")
