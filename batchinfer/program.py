@@ -2,6 +2,7 @@
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -30,12 +31,16 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
 
         main(spare, tokenizer, tell)
     except SystemExit as end:
-        if not isinstance(end.code, int):
-            raise
-        code = end.code
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else ExitCode.INTERNAL if end.code else ExitCode.OK
     except KeyboardInterrupt:  # during the imports: the command itself looks after signals
         print("stopped by SIGINT; run the same command to go on", file=sys.stderr)
         code = ExitCode.INTERRUPTED
+    except BaseException:
+        # the interpreter's own end waits for threads, and those that load ranks may wait for somebody who has left
+        traceback.print_exc()
+        code = ExitCode.INTERNAL
     finally:
         if spare is not None:
             spare.end()

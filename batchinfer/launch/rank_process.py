@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -137,6 +138,7 @@ class SpareRank:
     def __init__(self) -> None:
         self._variables = rank_variables(RankEnvironment(0), num_ranks=1)
         self._process: subprocess.Popen[bytes] | None = None  # None: taken, ended, or never started
+        self._lock = threading.Lock()  # ranks are loaded by a thread, while this one may have been told to stop
         self.started_s = time.time()
         self._end, end = socket.socketpair()
         with suppress(OSError), end:  # too many processes, say; the rank is started when it is needed, and this is told
@@ -147,11 +149,11 @@ class SpareRank:
 
         Ends it if it was started with other settings than are wanted now.
         """
-        process = self._process
-        if process is None or _settings(self._variables) != _settings(variables):
+        if _settings(self._variables) != _settings(variables):
             self.end()
+        process = self._let_go()
+        if process is None:
             return None
-        self._process = None
         assert process.stdin is not None
         task = {name: value for name, value in variables.items() if name.startswith(_PREFIX)}
         try:
@@ -164,11 +166,17 @@ class SpareRank:
 
     def end(self) -> None:
         """End the process unless somebody took it."""
-        if self._process is not None:
+        process = self._let_go()
+        if process is not None:
             self._end.close()
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            process.kill()
+            process.wait()
+
+    def _let_go(self) -> subprocess.Popen[bytes] | None:
+        """The process, for one caller alone."""
+        with self._lock:
+            process, self._process = self._process, None
+        return process
 
 
 def _settings(variables: dict[str, str]) -> dict[str, str]:

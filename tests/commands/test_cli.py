@@ -312,6 +312,17 @@ def test_the_program_ends_with_what_the_command_ends_with(ending, code, said):
     assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", said)
 
 
+def test_the_program_ends_whatever_its_threads_wait_for():
+    waits = "import threading; threading.Thread(target=threading.Event().wait).start()"
+    text = (
+        f"{waits}; from batchinfer import cli; from batchinfer.program import program;"
+        "cli.main = lambda *processes: 1 / 0; program()"
+    )
+    done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
 def test_no_process_of_a_run_imports_pandas(tmp_path, monkeypatch):
     """Arrow would, wherever it is installed: half of the time that a small run takes."""
     library, seen = tmp_path / "library", tmp_path / "seen"

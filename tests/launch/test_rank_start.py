@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -169,3 +170,30 @@ def test_a_command_that_cannot_start_its_rank_early_goes_on(monkeypatch):
     spare = rank_process.SpareRank()
     assert spare.take({}) is None
     spare.end()
+
+
+def test_a_spare_rank_that_one_thread_ends_is_nobody_elses(monkeypatch):
+    """A command that is stopped ends it while the thread that loads ranks may want it."""
+    killing, go_on, killed = threading.Event(), threading.Event(), []
+
+    class Process:
+        def kill(self):
+            killed.append(self)
+            killing.set()
+            go_on.wait()
+
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(rank_process, "start_rank", lambda *_: Process())
+    spare = rank_process.SpareRank()
+    thread = threading.Thread(target=spare.end)
+    thread.start()
+    killing.wait()
+    others = threading.Thread(target=lambda: (spare.end(), go_on.set()))
+    others.start()
+    others.join(60)
+    go_on.set()
+    thread.join()
+    assert len(killed) == 1
+    assert spare.take(rank_process.rank_variables(rank_process.RankEnvironment(0), num_ranks=1)) is None
