@@ -116,19 +116,20 @@ class LogitRules:
             seen, counts = self._generated.on(logits_V.device)
             logits_V[seen] -= sampling.frequency_penalty * counts
             logits_V[seen] -= sampling.presence_penalty
+        ends = self._ends if len(self._tokens) < sampling.min_tokens else self._ends[:0]
+        words = [last for *before, last in self._bad_words if before == self._tokens[len(self._tokens) - len(before) :]]
         if mask is not None:
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits_V)]
             # white space before it would be part of what the grammar asks for
             if self._thinking is not None and self._thinking.may_begin_with is not None and not self._tokens:
                 bits[self._thinking.may_begin_with] = 1
             logits_V.masked_fill_(moved(torch.from_numpy(bits == 0), logits_V.device), NEVER)
-        if len(self._tokens) < sampling.min_tokens:
-            logits_V[moved(self._ends, logits_V.device)] = NEVER
-        for *before, last in self._bad_words:
-            if before == self._tokens[len(self._tokens) - len(before) :]:
-                logits_V[last] = NEVER
-        if mask is not None and (self._bad_words or len(self._tokens) < sampling.min_tokens):
-            self._is_stuck = bool((logits_V <= NEVER).all())
+            bits[[*ends.tolist(), *words]] = 0
+            self._is_stuck = bool(len(ends) or words) and not bits.any()
+        if len(ends):
+            logits_V[moved(ends, logits_V.device)] = NEVER
+        for word in words:
+            logits_V[word] = NEVER
         budget, thinking = sampling.thinking_budget, self._thinking
         if budget is not None and thinking is not None and thinking.is_open and thinking.num_tokens >= budget:
             logits_V.fill_(NEVER)
