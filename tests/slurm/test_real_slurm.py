@@ -74,6 +74,37 @@ def submit(reference, tmp_path, monkeypatch):
         batchinfer("cancel", run.root)
 
 
+# In the ranks only, which find it by PYTHONPATH: steps take long, and perhaps one row fails whatever is tried.
+STUMBLING = """
+import os, time
+if "BATCHINFER_RANK_NUMBER" in os.environ:
+    from batchinfer.rank import prefill
+    plain = prefill.Prefill._run
+    def stumbling(self, chunks, *rest, **options):
+        time.sleep(float(os.environ["STEP_S"]))
+        keys = {(chunk.sequence.request.key.shard, chunk.sequence.request.key.row) for chunk in chunks}
+        if keys & set(FAILING):
+            raise RuntimeError("no luck with this row")
+        return plain(self, chunks, *rest, **options)
+    prefill.Prefill._run = stumbling
+"""
+
+
+@pytest.fixture
+def stumble(tmp_path, monkeypatch):
+    """Has ranks that are started from now on stumble: seconds lost per prefill step, rows that fail."""
+
+    def set_up(step_s: float, failing: set[tuple[int, int]]) -> None:
+        folder = tmp_path / "stumbling"
+        folder.mkdir(exist_ok=True)
+        (folder / "sitecustomize.py").write_text(STUMBLING.replace("FAILING", repr(failing)))
+        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        monkeypatch.setenv("STEP_S", str(step_s))
+
+    return set_up
+
+
 def wait_for(condition: Callable[[], Any], run: RunDir) -> Any:
     deadline = time.monotonic() + WAIT_S
     while not (value := condition()):
@@ -131,7 +162,8 @@ def log_of(run: RunDir, task: str) -> str:
     return (run.slurm / f"{task}.log").read_text()
 
 
-def test_eight_tasks_of_which_one_is_requeued_in_the_middle(submit, reference):
+def test_eight_tasks_of_which_one_is_requeued_in_the_middle(submit, reference, stumble):
+    stumble(0.5, set())
     run = submit("--array", "8")
     assert len(pq.read_table(run.units)) == 64
     refused = batchinfer("submit", run.root, "--array", "2")
@@ -162,7 +194,8 @@ def test_eight_tasks_of_which_one_is_requeued_in_the_middle(submit, reference):
     assert json.loads(batchinfer("status", run.root, "--json").out)["tasks_running"] == 0
 
 
-def test_a_group_of_two_nodes_with_two_ranks_each_and_a_warning(submit, reference, monkeypatch):
+def test_a_group_of_two_nodes_with_two_ranks_each_and_a_warning(submit, reference, stumble, monkeypatch):
+    stumble(0.2, set())
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 150)  # four ranks work on a unit together
     run = submit("--array", "1", "--nodes-per-group", "2", prefill_ranks=4)
     wait_for(lambda: is_in_the_middle(run), run)
@@ -183,7 +216,8 @@ def test_a_group_of_two_nodes_with_two_ranks_each_and_a_warning(submit, referenc
 
 
 @pytest.mark.slow
-def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference):
+def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference, stumble):
+    stumble(0.2, set())
     run = submit("--array", "1")
     wait_for(lambda: is_in_the_middle(run), run)
     (task,) = live_tasks(run)
@@ -194,37 +228,6 @@ def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference)
     # in its grace time it has to ask for another life itself: Slurm lets a task end that ends by itself
     assert "goes back into the queue" in log
     assert "restart 1" in log
-
-
-# In the ranks only, which find it by PYTHONPATH: steps take long, and perhaps one row fails whatever is tried.
-STUMBLING = """
-import os, time
-if "BATCHINFER_RANK_NUMBER" in os.environ:
-    from batchinfer.rank import prefill
-    plain = prefill.Prefill._run
-    def stumbling(self, chunks, *rest, **options):
-        time.sleep(float(os.environ["STEP_S"]))
-        keys = {(chunk.sequence.request.key.shard, chunk.sequence.request.key.row) for chunk in chunks}
-        if keys & set(FAILING):
-            raise RuntimeError("no luck with this row")
-        return plain(self, chunks, *rest, **options)
-    prefill.Prefill._run = stumbling
-"""
-
-
-@pytest.fixture
-def stumble(tmp_path, monkeypatch):
-    """Has ranks that are started from now on stumble: seconds lost per prefill step, rows that fail."""
-
-    def set_up(step_s: float, failing: set[tuple[int, int]]) -> None:
-        folder = tmp_path / "stumbling"
-        folder.mkdir(exist_ok=True)
-        (folder / "sitecustomize.py").write_text(STUMBLING.replace("FAILING", repr(failing)))
-        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        monkeypatch.setenv("STEP_S", str(step_s))
-
-    return set_up
 
 
 @pytest.mark.slow
@@ -278,7 +281,8 @@ def test_a_full_disk_ends_tasks_and_later_ones_go_on(small_disk, submit, referen
 
 
 @pytest.mark.slow
-def test_half_of_the_tasks_cancelled_and_others_added_and_sent_away(submit, reference):
+def test_half_of_the_tasks_cancelled_and_others_added_and_sent_away(submit, reference, stumble):
+    stumble(0.5, set())
     run = submit("--array", "4")
     wait_for(lambda: is_in_the_middle(run), run)
     array = submissions(run)[0].arrays[0]
