@@ -175,9 +175,9 @@ def test_one_expert_of_a_packed_checkpoint_is_wide_at_a_time(tmp_path, monkeypat
     packed, _ = packed_and_wide(tmp_path, "kimi-k2")
     read, most, original = [], 0, StoredWeights.read
 
-    def watched(self, name, dtype):
+    def watched(self, name, dtype, **how):
         nonlocal most
-        weight = original(self, name, dtype)
+        weight = original(self, name, dtype, **how)
         read.append(weakref.ref(weight))
         most = max(most, sum(one() is not None for one in read))
         return weight
