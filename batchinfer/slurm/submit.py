@@ -268,8 +268,12 @@ def _send_all(
     except ConfigError as error:
         if not sent.arrays:
             raise
-        client.cancel(sent.arrays)
-        raise type(error)(f"{error}; what was sent before that is cancelled: {' '.join(sent.arrays)}") from None
+        try:
+            client.cancel(sent.arrays)
+            what = "is cancelled"
+        except ConfigError:
+            what = f"waits or runs, end it with `batchinfer cancel {run.shown}`"
+        raise type(error)(f"{error}; what was sent before that {what}: {' '.join(sent.arrays)}") from None
     if keep:
         _remember(run, sent)
     return sent

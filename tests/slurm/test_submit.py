@@ -266,6 +266,12 @@ def test_tasks_are_cancelled_when_the_job_that_finishes_is_refused(job, tmp_path
     refused = batchinfer("submit", run, "--array", "2")
     assert refused.code == 2
     assert "sbatch refused: Invalid account; what was sent before that is cancelled: 5" in refused.err
+    fake_program("exit 1", "scancel")
+    refused = batchinfer("submit", run, "--array", "2")
+    assert refused.code == 2
+    assert f"Invalid account; what was sent before that waits or runs, end it with `batchinfer cancel {run}`: 5" in (
+        refused.err
+    )
     assert (tmp_path / "cancelled").read_text() == "5\n"
 
 
