@@ -1,4 +1,4 @@
-"""Processes of batchinfer's own: how they are started, and what they leave out; never for a caller's process."""
+"""Processes of batchinfer's own: their start, what they leave out, their streams; never for a caller's process."""
 
 import gc
 import io

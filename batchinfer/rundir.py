@@ -41,7 +41,7 @@ class RunDir:
     outputs/<name>.parquet, and .jsonl, .errors.jsonl by output.format   dataset/{README.md,data/} by output.push
     stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
     published.json  work/sessions/<session>.json
-    {slurm,k8s,ray}/<submission>.json  slurm/goal.json  ray/{wanted,tasks}.json  {slurm,ray}/*.log
+    {slurm,k8s,ray}/<submission>.json  slurm/{goal,follower}.json  ray/{wanted,tasks}.json  {slurm,ray}/*.log
     """
 
     root: Path
@@ -187,6 +187,16 @@ class RunDir:
 def launcher_folder(run: RunDir, launcher: str) -> Path:
     """What was sent to a cluster by one of LAUNCHERS, and what its tasks said."""
     return run.root / launcher
+
+
+def send_lock(run: RunDir) -> Path:
+    """Held by who sends or ends tasks."""
+    return run.root / "send.lock"
+
+
+def follower_record(run: RunDir) -> Path:
+    """Which command stays and sets the number of tasks on Slurm."""
+    return run.slurm / "follower.json"
 
 
 def submission_records(run: RunDir) -> list[Path]:

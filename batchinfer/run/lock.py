@@ -8,7 +8,7 @@ from typing import TextIO
 
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, cannot_write
+from batchinfer.rundir import RunDir, cannot_write, send_lock
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def turn_to_send(run: RunDir) -> Iterator[None]:
     Raises:
         ConfigError: the lock's file cannot be written.
     """
-    with _opened(run.root / "send.lock") as file:
+    with _opened(send_lock(run)) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:

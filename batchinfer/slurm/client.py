@@ -25,8 +25,6 @@ SHORT_OWN_OPTIONS = ("-a", "-D", "-d", "-N", "-o")
 # with these sbatch would not come back before the tasks have ended, or would send them where squeue does not look
 LOSING_OPTIONS, SHORT_LOSING_OPTIONS = ("--wait", "--clusters"), ("-W", "-M")
 SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # of Slurm's commands; others with SLURM_ are those of a job
-
-
 # what commands say while Slurm's controller starts anew or is busy; of the latter something may come nevertheless
 AWAY = "Unable to contact slurm controller"
 NO_ANSWER = ("Socket timed out", "Zero Bytes were transmitted")
@@ -134,8 +132,10 @@ def slices(tasks: int, max_array_size: int) -> list[int]:
 
 
 def max_array_size() -> int:
-    """Most tasks of one array on this cluster: its MaxArraySize bounds the index, which starts at 0, and
-    max_array_tasks, where the scheduler has such a limit, their number."""
+    """Most tasks of one array on this cluster.
+
+    MaxArraySize bounds the index, which starts at 0; max_array_tasks, where the scheduler has such a limit, the number.
+    """
     config = _answer(["scontrol", "show", "config"])
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", config, re.MULTILINE)
     if found is None or int(found[1]) < 2:

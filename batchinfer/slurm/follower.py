@@ -1,22 +1,21 @@
 """The command that stays and sets the number of a run's tasks: the one that began last, until the run is cancelled."""
 
-from pathlib import Path
 from uuid import uuid4
 
 from batchinfer.records import InterruptedRunError
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir, follower_record, publish_json, read_json
 
 
 def take_over(run: RunDir) -> str:
     """Be the follower from now on; returns its name."""
     name = uuid4().hex
-    publish_json(_record(run), {"name": name})
+    publish_json(follower_record(run), {"name": name})
     return name
 
 
 def dismiss(run: RunDir) -> None:
     """Have nobody follow the run any more."""
-    publish_json(_record(run), {"name": None})
+    publish_json(follower_record(run), {"name": None})
 
 
 def check_follower(run: RunDir, name: str) -> None:
@@ -25,11 +24,7 @@ def check_follower(run: RunDir, name: str) -> None:
     Raises:
         InterruptedRunError: it is not.
     """
-    found = read_json(_record(run), "name")["name"]
+    found = read_json(follower_record(run), "name")["name"]
     if found != name:
         why = f"{run.shown} was cancelled" if found is None else f"another command follows {run.shown} now"
         raise InterruptedRunError(f"{why}; `batchinfer submit --follow {run.shown}` goes on from here")
-
-
-def _record(run: RunDir) -> Path:
-    return run.slurm / "follower.json"
