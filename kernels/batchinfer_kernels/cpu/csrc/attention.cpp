@@ -59,7 +59,7 @@ __attribute__((noinline)) void sum_tile(float* sums_at, int64_t sums_stride, con
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) sums[r][n] = load(sums_at + r * sums_stride + 16 * n) * factor;
   }
-  add_products<Step, R, N>(sums, rows, weights.step_stride, values.data, values.stride, num_steps);
+  add_products<Step, R, N>(sums, RowList{rows}, weights.step_stride, values.data, values.stride, num_steps);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4
@@ -122,7 +122,7 @@ Attention<Value>& Attention<Value>::begin(int64_t width, int64_t value_dim, floa
   own.sums_.grow(kAttentionRows * own.value_room_);
   own.values_.grow(kPageTokens * own.value_room_);
   if (own.is_padded_) own.padded_queries_.grow(kAttentionRows * own.width_);
-  if (own.is_wide_) own.wide_rows_.grow((lanes == Lanes::kRows ? kMostKeys : kAttentionRows) * own.width_);
+  if (own.is_wide_) own.wide_rows_.grow((lanes == Lanes::kRows ? kMostWideKeys : kAttentionRows) * own.width_);
   // a lane without a query sees one key, so that it computes no NaN out of nothing
   std::fill(own.positions_, own.positions_ + kAttentionRows + 16, 0);
   std::fill(own.peak_, own.peak_ + kAttentionRows + 16, kMinusInfinity);
@@ -188,40 +188,41 @@ Rows<Value> Attention<Value>::whole_words(Rows<Value> keys, int64_t num_keys) {
 template <class Value>
 template <class Step, int K, int C>
 void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, Rows<Value> next) {
-  static_assert(K <= kMostKeys);
-  // a line of the keys to come after every so many words: all at once they would wait for memory
-  constexpr int64_t kWordsPerLine = 16 / K, kLineValues = 64 / int64_t{sizeof(Value)};
+  // some lines of the keys to come after every so many words: all at once they would wait for memory
+  constexpr int64_t kTurnWords = 4, kTurnLines = kTurnWords * K / 16, kLineValues = 64 / int64_t{sizeof(Value)};
   if (!next.data) next = keys;
   constexpr int64_t kWord = kWordValues<Value>;
-  const int64_t num_words = width_ / kWord, num_lines = num_words / kWordsPerLine;
+  const int64_t num_words = width_ / kWord, num_turns = num_words / kTurnWords;
   for (int64_t key = 0; key < num_keys; key += K) {
     Floats sums[K][C];
-    const typename Step::Row* rows[K];
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) {
-      if constexpr (std::is_same_v<Value, typename Step::Row>) {
-        rows[k] = keys.at(key + k);
-      } else {
-        widen(keys.at(key + k), width_, wide_rows_.data() + k * width_);
-        rows[k] = wide_rows_.data() + k * width_;
-      }
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sums[k][c] = floats(0.0f);
     }
+    RowsApart<typename Step::Row> rows;
+    if constexpr (std::is_same_v<Value, typename Step::Row>) {
+      rows = {keys.at(key), keys.stride};
+    } else {
+      static_assert(K <= kMostWideKeys);
+      for (int k = 0; k < K; ++k) widen(keys.at(key + k), width_, wide_rows_.data() + k * width_);
+      rows = {wide_rows_.data(), width_};
+    }
     const Value* queries = reinterpret_cast<const Value*>(queries_.data() + lane);
     int64_t coming_key = key, coming = 0;
-    for (int64_t line = 0; line < num_lines; ++line) {
-      fetch(next.at(coming_key) + coming);
-      if ((coming += kLineValues) >= width_) {
-        ++coming_key;
-        coming = 0;
+    for (int64_t turn = 0; turn < num_turns; ++turn) {
+      for (int64_t line = 0; line < kTurnLines; ++line) {
+        fetch(next.at(coming_key) + coming);
+        if ((coming += kLineValues) >= width_) {
+          ++coming_key;
+          coming = 0;
+        }
       }
-      add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kAttentionRows, kWordsPerLine);
-      queries += kWordsPerLine * kWord * kAttentionRows;
-#pragma GCC unroll 16
-      for (int k = 0; k < K; ++k) rows[k] += kWordsPerLine * kWord;
+      add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kAttentionRows, kTurnWords);
+      queries += kTurnWords * kWord * kAttentionRows;
+      rows.row += kTurnWords * kWord;
     }
-    add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kAttentionRows, num_words - num_lines * kWordsPerLine);
+    add_products<Step, K, C>(sums, rows, kWord, queries, kWord * kAttentionRows, num_words - num_turns * kTurnWords);
 #pragma GCC unroll 16
     for (int k = 0; k < K; ++k) {
 #pragma GCC unroll 4
@@ -506,6 +507,7 @@ void Attention<Value>::score_rows(int64_t row_begin, int64_t row_end, Rows<Value
   } else {
     with_step<Value>(is_wide_, [&](auto step) {
       using Step = decltype(step);
+      constexpr int kKeys = Step::kSums;
       int64_t lane = row_begin;
       if constexpr (kMostSums < 16) {
         for (; lane < row_end; lane += 16) score<Step, 4, 1>(lane, keys, num_keys, next);
@@ -513,11 +515,11 @@ void Attention<Value>::score_rows(int64_t row_begin, int64_t row_end, Rows<Value
       }
       for (; row_end - lane > 48; lane += 64) score<Step, 4, 4>(lane, keys, num_keys, next);
       if (row_end - lane > 32) {
-        score<Step, 4, 3>(lane, keys, num_keys, next);
+        score<Step, kKeys / 2, 3>(lane, keys, num_keys, next);
       } else if (row_end - lane > 16) {
         score<Step, 8, 2>(lane, keys, num_keys, next);
       } else if (row_end - lane > 0) {
-        score<Step, 8, 1>(lane, keys, num_keys, next);
+        score<Step, kKeys, 1>(lane, keys, num_keys, next);
       }
     });
   }

@@ -79,7 +79,7 @@ class Attention {
   Rows<Value> whole_words(Rows<Value> keys, int64_t num_keys);
 
   static constexpr int64_t kPageWords = kPageTokens / kWordValues<Value>;
-  static constexpr int64_t kMostKeys = 8;  // that go together
+  static constexpr int64_t kMostWideKeys = 8;  // that go together
   // with lanes of keys [row][key] and [row][word]
   alignas(64) float scores_[kPageTokens][kAttentionRows];
   alignas(64) int32_t weights_[kPageWords][kAttentionRows];    // of pairs
@@ -99,7 +99,7 @@ class Attention {
   Scratch<Value> values_;      // [kPageTokens, value_room_], in words
   Scratch<Value> first_values_;  // the same, of some keys alone
   Scratch<Value> padded_keys_, padded_queries_;
-  Scratch<float> wide_rows_;   // [kMostKeys, width_] of keys; with lanes of keys [kAttentionRows, width_] of queries
+  Scratch<float> wide_rows_;   // [kMostWideKeys, width_] of keys; with lanes of keys [kAttentionRows, width_] of queries
 };
 
 // Words of two keys: the values at a column of keys 2 * pair and 2 * pair + 1 side by side. Of each whole 32 columns come the

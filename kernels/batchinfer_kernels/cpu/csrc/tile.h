@@ -44,9 +44,10 @@ inline void load_again() { asm volatile("" ::: "memory"); }
 
 // What a row gives to one step: two bfloat16 by the instruction for pairs, the same two as float32 one after the other, or
 // a single value that meets a float32 column. `part` is the first or second of kParts products, all in one order of sums.
+// A processor is busy with kSums sums: others begin while one waits for its last product.
 #ifdef BATCHINFER_PAIR_PRODUCTS
 struct Pair {
-  static constexpr int kParts = 1;
+  static constexpr int kParts = 1, kSums = 16;
   using Row = bf16;
   using Column = bf16;
   static constexpr int64_t kValues = 2, kLane = 32;
@@ -62,7 +63,7 @@ struct Pair {
 // Rows are float32 already, the second value kApart behind the first; columns are widened as they are loaded.
 template <int64_t kApart>
 struct WidePair {
-  static constexpr int kParts = 2;
+  static constexpr int kParts = 2, kSums = 8;
   using Row = float;
   using Column = bf16;
   static constexpr int64_t kValues = 2, kLane = 32;
@@ -82,7 +83,7 @@ struct WidePanel {
 };
 template <class Value>
 struct Single {
-  static constexpr int kParts = 1;
+  static constexpr int kParts = 1, kSums = 8;
   using Row = Value;
   using Column = float;
   static constexpr int64_t kValues = 1, kLane = 16;
@@ -106,12 +107,31 @@ inline void with_step([[maybe_unused]] bool is_wide, Call call) {
   }
 }
 
+// Rows one after the other: each where it is, or all the same number of values apart, which takes one register.
+template <class Row>
+struct RowList {
+  const Row* const* rows;
+
+  const Row* next() { return *rows++; }
+};
+template <class Row>
+struct RowsApart {
+  const Row* row;
+  int64_t stride;
+
+  const Row* next() {
+    const Row* const own = row;
+    row += stride;
+    return own;
+  }
+};
+
 // sums[r][n] += values of row r times the n-th 16 columns at `columns`, over all steps; a row goes on by `row_stride`
 // values a step, the columns by `stride`.
-template <class Step, int R, int N>
-inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], const typename Step::Row* const* rows,
-                                                        int64_t row_stride, const typename Step::Column* columns_at,
-                                                        int64_t stride, int64_t num_steps) {
+template <class Step, int R, int N, class RowsOf>
+inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], RowsOf rows, int64_t row_stride,
+                                                        const typename Step::Column* columns_at, int64_t stride,
+                                                        int64_t num_steps) {
   for (int64_t step = 0; step < num_steps; ++step, columns_at += stride) {
 #pragma GCC unroll 2
     for (int part = 0; part < Step::kParts; ++part) {
@@ -119,9 +139,10 @@ inline __attribute__((always_inline)) void add_products(Floats (&sums)[R][N], co
       decltype(Step::columns(columns_at, part)) columns[N];
 #pragma GCC unroll 4
       for (int n = 0; n < N; ++n) columns[n] = Step::columns(columns_at + Step::kLane * n, part);
+      RowsOf row = rows;
 #pragma GCC unroll 32
       for (int r = 0; r < R; ++r) {
-        const auto value = Step::row(rows[r] + step * row_stride, part);
+        const auto value = Step::row(row.next() + step * row_stride, part);
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) add_product(sums[r][n], value, columns[n]);
       }
@@ -153,13 +174,13 @@ __attribute__((noinline)) void tile(const typename Step::Row* const* x, const ty
   if constexpr (kTurnsWithin) {
     for (int64_t step = 0; step < num_steps; step += kTurnSteps, panel += kTurnSteps * kPanelStep) {
       ahead.turn();
-      add_products<Step, R, N>(sums, rows, Step::kValues, panel, kPanelStep, std::min(kTurnSteps, num_steps - step));
+      add_products<Step, R, N>(sums, RowList{rows}, Step::kValues, panel, kPanelStep, std::min(kTurnSteps, num_steps - step));
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) rows[r] += kTurnSteps * Step::kValues;
     }
   } else {
     ahead.turn();
-    add_products<Step, R, N>(sums, rows, Step::kValues, panel, kPanelStep, num_steps);
+    add_products<Step, R, N>(sums, RowList{rows}, Step::kValues, panel, kPanelStep, num_steps);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
