@@ -10,7 +10,7 @@ from batchinfer.config import JobConfig
 from batchinfer.progress import note
 from batchinfer.records import IncompleteRunError, InterruptedRunError
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import read_state
+from batchinfer.rundir import RunDir, read_state
 from batchinfer.slurm.client import AwayError, Task
 from batchinfer.slurm.follower import check_follower, take_over
 from batchinfer.slurm.goal import Goal, Outlook, look_ahead, sentences
@@ -97,6 +97,37 @@ def resize_and_keep(
         storage.keep_sent()
 
 
+class Lives:
+    """Notices when tasks are sent again and again, and no result comes."""
+
+    def __init__(self, run: RunDir) -> None:
+        self._run = run
+        self._sent = self._most = 0  # since the last result, and most tasks wanted at once
+        self._work_done = 0.0
+
+    def look(self, wanted: int, work_done: float) -> None:
+        """So many tasks are wanted now, and so much work is durable."""
+        if work_done > self._work_done:
+            self._sent, self._work_done = 0, work_done
+        self._most = max(self._most, wanted)
+
+    def check(self, added: int) -> None:
+        """Before so many are sent.
+
+        Raises:
+            IncompleteRunError: too many were sent in vain.
+        """
+        if added > 0 and self._sent + added > FRUITLESS_LIVES * self._most:
+            raise IncompleteRunError(
+                f"{self._sent:,} tasks of {self._run.shown} were sent since its last result, and end without "
+                f"another; the logs in {log_folder(self._run)} say why"
+            )
+
+    def count(self, added: int) -> None:
+        """So many were sent."""
+        self._sent += max(0, added)
+
+
 class _Sender:
     """Sends tasks of one run, and notices when that leads nowhere."""
 
@@ -104,8 +135,7 @@ class _Sender:
         self._storage, self._run, self._goal, self._follower = storage, storage.run, goal, follower
         self._changed_s = -inf  # when the number of tasks was changed last, and the price then
         self._price = 0.0
-        self._lives = self._most = 0  # sent since the last result, and most tasks wanted at once
-        self._work_done = 0.0
+        self._lives = Lives(storage.run)
         self._has_sent_finish = False
 
     def calm(self, outlook: Outlook, has: int, seen: Measured, now_s: float) -> Outlook:
@@ -119,19 +149,12 @@ class _Sender:
         Raises:
             IncompleteRunError: tasks were sent again and again, and no result came.
         """
-        if seen.work_done > self._work_done:
-            self._lives, self._work_done = 0, seen.work_done
-        self._most = max(self._most, wanted)
+        self._lives.look(wanted, seen.work_done)
         if wanted == has:
             return
-        added = max(0, wanted - has)
-        if added and self._lives + added > FRUITLESS_LIVES * self._most:
-            raise IncompleteRunError(
-                f"{self._lives:,} tasks of {self._run.shown} were sent since its last result, and end without "
-                f"another; the logs in {log_folder(self._run)} say why"
-            )
+        self._lives.check(wanted - has)
         resize_and_keep(self._storage, ArraySize(wanted), seen.busy, follower=self._follower)
-        self._lives += added
+        self._lives.count(wanted - has)
         self._changed_s, self._price = now_s, self._price_at(now_s)
 
     def _price_at(self, now_s: float) -> float:

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.config import load_job
+from batchinfer.controller.claims import UnitClaims
 from batchinfer.plan import packing
-from batchinfer.records import ConfigError, InterruptedRunError
+from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import CheapHours, PriceList
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir, publish_json, read_json
@@ -320,6 +321,41 @@ def test_a_follower_ends_with_a_cancel_or_when_another_takes_over(planned, monke
     monkeypatch.setattr("batchinfer.slurm.schedule.size_at", lambda *_: ArraySize(change_it() + 4))
     with pytest.raises(InterruptedRunError, match=sentence):
         follow_by(way, planned)
+
+
+def test_a_schedule_sends_tasks_anew_for_those_that_died_but_not_for_ever(planned, monkeypatch, capsys):
+    """One of four lives on; three more are wanted at each look, and no result comes."""
+    sizes = []
+
+    def resize(_, size, *__):
+        sizes.append(size)
+        return None, []
+
+    monkeypatch.setattr("batchinfer.slurm.pursue.resize", resize)
+    monkeypatch.setattr("batchinfer.slurm.schedule.num_tasks", lambda _: 1)
+    with pytest.raises(IncompleteRunError, match=r"12 tasks of \S+ were sent since its last result"):
+        follow(FolderStorage(planned), ["08:00 4%2"], lambda: 0, look_s=0.0)
+    assert sizes == [ArraySize(4, 2)] * 5
+    assert capsys.readouterr().err.count("3 of 4%2 tasks have ended before their time: sent anew") == 4
+
+
+def test_a_schedule_sends_no_tasks_for_units_that_others_hold(planned, monkeypatch):
+    sizes = []
+
+    def resize(_, size, *__):
+        sizes.append(size.tasks)
+        if len(sizes) == 2:
+            dismiss(planned)
+        return None, []
+
+    monkeypatch.setattr("batchinfer.slurm.pursue.resize", resize)
+    monkeypatch.setattr("batchinfer.slurm.schedule.num_tasks", lambda _: 1)
+    with UnitClaims(planned) as claims:
+        for unit in range(1, pq.read_metadata(planned.units).num_rows):
+            assert claims.try_claim(unit) is not None
+        with pytest.raises(InterruptedRunError, match="was cancelled"):
+            follow(FolderStorage(planned), ["08:00 4"], lambda: 0, look_s=0.0)
+    assert sizes == [4, 2]  # for the unit that waits
 
 
 def test_a_dry_run_shows_tasks_hours_and_cost_of_the_plan(planned):
