@@ -200,7 +200,12 @@ def resize_on_slurm(storage: Storage, size: str, busy: Container[str]) -> list[s
     from batchinfer.slurm.submit import resize, what_to_watch
     from batchinfer.submit.size import parse_size
 
-    sent, drained = resize(storage.run, parse_size(size), busy)
+    wanted = parse_size(size)
+    sent, drained = resize(storage.run, wanted, busy)
     lines = [] if sent is None else [what_to_watch(storage.run, sent)]
-    names = " ".join(task.name for task in drained)
-    return lines + ([f"sent away, with what they have finished committed: {names}"] if drained else [])
+    if drained:
+        names = " ".join(task.name for task in drained)
+        lines.append(f"sent away, with what they have finished committed: {names}")
+    if wanted.at_once is not None:
+        lines.append(f"at most {wanted.at_once} tasks run at once from now on")
+    return lines

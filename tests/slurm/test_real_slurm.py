@@ -293,6 +293,8 @@ def test_half_of_the_tasks_cancelled_and_others_added_and_sent_away(submit, refe
     assert len(live_tasks(run)) == 4
     assert state(submissions(run)[0].finish) == "CANCELLED"  # the later one waits for all
     wait_for(lambda: len([task for task in live_tasks(run) if task.state == "RUNNING"]) == 4, run)
+    fewer = batchinfer("submit", "--resize", run.root, "4%4")
+    assert fewer.out == "at most 4 tasks run at once from now on\n", fewer.err
     away = batchinfer("submit", "--resize", run.root, "3")
     assert "sent away" in away.out, away.err
     gone = away.out.split()[-1]
