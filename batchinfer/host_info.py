@@ -29,7 +29,7 @@ _QUOTA_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # time
 
 
 def processor_field(name: str) -> str | None:
-    """What /proc/cpuinfo says under this name of the first processor; None where it does not (Linux on x86 does)."""
+    """What /proc/cpuinfo says under this name of the first processor; None where it does not."""
     try:
         with open(_INFO, encoding="utf-8") as file:
             for line in file:
@@ -49,8 +49,9 @@ def processor_name() -> str:
 
 
 def processor_kind() -> str:
-    """Maker, family and model."""
-    fields = [processor_field(name) for name in ("vendor_id", "cpu family", "model")]
+    """Maker, family and model; of Arm's maker and part."""
+    names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
+    fields = [processor_field(name) for name in names]
     return "/".join(field for field in fields if field) or platform.machine()
 
 

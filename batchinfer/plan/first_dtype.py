@@ -14,7 +14,8 @@ from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_bytes import rank_bytes
 
 _STORED = {"F32": "float32", "F8_E4M3": "fp8"}
-_QUICK_FLAGS = {"avx2", "fma"}  # with which 8-bit products run in C++; others are emulated (docs/cpu.md)
+# of processors for which 8-bit products are in C++, as /proc/cpuinfo of x86-64 and of Arm says it (docs/cpu.md)
+_QUICK = {"flags": {"avx2", "fma"}, "Features": {"asimddp"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Machine:
 
 def this_machine() -> Machine:
     """The host of this process."""
-    flags = set((processor_field("flags") or "").split())
-    return Machine(free_memory_bytes(), has_gpu(), flags >= _QUICK_FLAGS)
+    is_quick = any(wanted <= set((processor_field(field) or "").split()) for field, wanted in _QUICK.items())
+    return Machine(free_memory_bytes(), has_gpu(), is_quick)
 
 
 def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:

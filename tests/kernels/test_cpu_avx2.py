@@ -13,10 +13,11 @@ import subprocess
 import pytest
 
 from batchinfer_kernels.cpu import build
+from batchinfer_kernels.cpu.instructions import FOR_X86
 from support.instructions import OFTEN, OPERATIONS, TESTS, run_code_with, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
 
-(AVX2,) = (known for known in build.INSTRUCTION_SETS if known.name == "avx2")
+(AVX2,) = (known for known in FOR_X86 if known.name == "avx2")
 # What only AVX-512 has: its wide and its additional registers, and masks.
 BEYOND_AVX2 = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
 LIBRARY = "from batchinfer_kernels.cpu import build; assert build.why_not() is None; print(build.library())"

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchinfer_kernels.cpu import build
+from batchinfer_kernels.cpu.instructions import FOR_ARM, FOR_X86
 from support.forked_python import ForkedPython
 
 KERNELS = Path(build.__file__).parents[2]
@@ -86,7 +87,8 @@ AVX512_WITH_PRODUCTS = {*AVX512, "avx512_bf16", "avx512_vnni"}
 AMX = {*AVX512_WITH_PRODUCTS, "amx_tile", "amx_bf16", "amx_int8"}
 
 
-def chosen(monkeypatch, features, named=None):
+def chosen(monkeypatch, features, named=None, sets=FOR_X86):
+    monkeypatch.setattr(build, "INSTRUCTION_SETS", sets)
     monkeypatch.setattr(build, "processor_features", lambda: frozenset(features))
     monkeypatch.delenv(build.CHOICE, raising=False)
     if named is not None:
@@ -111,6 +113,30 @@ def chosen(monkeypatch, features, named=None):
 def test_the_best_instructions_are_taken_or_those_that_were_named(monkeypatch, features, named, expected):
     monkeypatch.setattr(build, "may_use_tiles", lambda: True)
     assert chosen(monkeypatch, features, named) == expected
+
+
+@pytest.mark.parametrize(
+    ("features", "named", "expected"),
+    [({"asimddp", "i8mm"}, None, "neon-i8mm"), ({"asimddp", "i8mm"}, "neon", "neon"), ({"asimddp"}, None, "neon")],
+)
+def test_an_arm_processor_has_sets_of_its_own(monkeypatch, features, named, expected):
+    assert chosen(monkeypatch, features, named, FOR_ARM) == expected
+    with pytest.raises(build.BuildError, match=r"the processor has no asimddp$"):
+        chosen(monkeypatch, {"asimd"}, sets=FOR_ARM)
+    with pytest.raises(build.BuildError, match=r"BATCHINFER_CPU_FEATURES is 'avx2'; use neon-i8mm or neon$"):
+        chosen(monkeypatch, features, "avx2", FOR_ARM)
+
+
+def test_an_arm_processor_is_asked_for_what_it_has(monkeypatch):
+    words = {16: 1 << 20 | 1 << 1, 26: 1 << 14}
+
+    class Library:
+        def __init__(self, _):
+            self.getauxval = lambda entry: words[entry]
+
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr("ctypes.CDLL", Library)
+    assert build.processor_features.__wrapped__() == {"asimddp"}
 
 
 def test_tiles_that_the_kernel_does_not_give_are_left(monkeypatch):
@@ -139,8 +165,9 @@ def test_a_processor_that_lacks_them_is_the_reason(monkeypatch, features, named,
 
 
 def test_another_kind_of_processor_is_the_reason(monkeypatch):
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    with pytest.raises(build.BuildError, match=r"^they are for x86-64 processors, this one is aarch64$"):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    expected = r"^they are for x86-64 and 64-bit Arm with Linux, this processor is riscv64$"
+    with pytest.raises(build.BuildError, match=expected):
         build.processor_features.__wrapped__()
 
 
@@ -228,7 +255,7 @@ def test_a_built_library_needs_no_compiler_and_no_writing(tmp_path):
 
 @pytest.mark.parametrize(("name", "is_said"), [("avx512", True), ("amx", False), ("avx512-vnni", False)])
 def test_slow_pairs_are_told_where_products_would_be_made_of_them(monkeypatch, name, is_said):
-    (known,) = [known for known in build.INSTRUCTION_SETS if known.name == name]
+    (known,) = [known for known in FOR_X86 if known.name == name]
     monkeypatch.setattr(build, "why_not", lambda: None)
     monkeypatch.setattr(build, "instructions", lambda: known)
     pairs = SimpleNamespace(pairs_are_quick=lambda: False)

@@ -107,9 +107,12 @@ def extreme_results() -> Iterator[torch.Tensor]:
     """Products, activations, norms and sampling of values from the smallest to the largest, subnormal ones too."""
     generator = torch.Generator().manual_seed(0)
 
+    def normal(*shape: int) -> torch.Tensor:  # in float64, which torch draws alike on all processors
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
     def values(*shape: int, dtype: torch.dtype, powers: tuple[int, int]) -> torch.Tensor:
         exponent = torch.randint(*powers, shape, generator=generator).double()
-        return (torch.randn(*shape, generator=generator, dtype=torch.float64) * 2**exponent).to(dtype)
+        return (normal(*shape) * 2**exponent).to(dtype)
 
     for dtype in (torch.float32, torch.bfloat16):
         for powers in ((-3, 3), (-80, -50), (-140, -100), (50, 64)):
@@ -128,12 +131,12 @@ def extreme_results() -> Iterator[torch.Tensor]:
         # scores from 0 to far below: what exp of attention gives for each
         keys = torch.zeros(40, 64, 32, dtype=dtype)
         keys[..., 0] = torch.linspace(-400, 0, 40 * 64).view(40, 64).to(dtype)
-        keys[..., 1:] = torch.randn(40, 64, 31, generator=generator).to(dtype)
+        keys[..., 1:] = normal(40, 64, 31).to(dtype)
         q = torch.zeros(1, 9, 32, dtype=dtype)
         q[..., 0] = torch.linspace(0.1, 1, 9).to(dtype)
         tokens = torch.tensor([40 * 64])
         yield ops.mla_decode(q, PagedKeys(keys, torch.arange(40)[None], tokens, tokens - 1), latent_dim=16, scale=1.0)
-    logits = 30 * torch.randn(4, 1001, generator=generator)
+    logits = 30 * normal(4, 1001).float()
     yield ops.log_sum_exp(logits)
     rows = torch.arange(600)
     shares = [

@@ -12,6 +12,7 @@ from pathlib import Path
 
 CHOICE = "BATCHINFER_CPU_FEATURES"  # names a set in the environment
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: asm/unistd_64.h, asm/prctl.h
+_ARM_FEATURES = {"asimddp": (16, 1 << 20), "i8mm": (26, 1 << 13)}  # bits of AT_HWCAP and AT_HWCAP2
 
 
 class BuildError(RuntimeError):
@@ -20,7 +21,7 @@ class BuildError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """What a processor must have, as /proc/cpuinfo calls it, and the flags with which a compiler uses that.
+    """What a processor must have, as Linux calls it, and the flags with which a compiler uses that.
 
     Those with `tiles` multiply bfloat16 in 16 x 16 tiles, whose sums have an order of their own (csrc/matrix_tiles.h).
     Those `for_tests` are only used when they are named.
@@ -48,7 +49,7 @@ _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
 _AVX512_FLAGS = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma")
 
 # The fastest first. A compiler puts what its flags name anywhere, so each set has flags for its own features alone.
-INSTRUCTION_SETS = (
+FOR_X86 = (
     InstructionSet(
         "amx",
         (*_AVX512, "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8"),
@@ -67,6 +68,11 @@ INSTRUCTION_SETS = (
         "amx-plain", _AVX2, (*_AVX2_FLAGS, "-DBATCHINFER_TILES_IN_PLAIN", "-O1"), tiles=True, for_tests=True
     ),
 )
+FOR_ARM = (
+    InstructionSet("neon-i8mm", ("asimddp", "i8mm"), ("-march=armv8.2-a+dotprod+i8mm",)),
+    InstructionSet("neon", ("asimddp",), ("-march=armv8.2-a+dotprod",)),
+)
+INSTRUCTION_SETS = FOR_ARM if platform.machine() == "aarch64" else FOR_X86
 
 
 def choose(
@@ -116,13 +122,18 @@ def _for_all(sets: Sequence[InstructionSet]) -> list[InstructionSet]:
 
 @functools.cache
 def processor_features() -> frozenset[str]:
-    """What this processor has.
+    """What this processor has, as far as a set asks for it.
 
     Raises:
         BuildError: it is of another kind, or does not say.
     """
-    if platform.machine() not in ("x86_64", "AMD64"):
-        raise BuildError(f"they are for x86-64 processors, this one is {platform.machine() or 'unknown'}")
+    machine = platform.machine()
+    if machine not in ("x86_64", "AMD64", "aarch64"):
+        raise BuildError(f"they are for x86-64 and 64-bit Arm with Linux, this processor is {machine or 'unknown'}")
+    if machine == "aarch64":
+        ask = ctypes.CDLL(None).getauxval
+        ask.argtypes, ask.restype = [ctypes.c_ulong], ctypes.c_ulong
+        return frozenset(name for name, (entry, bit) in _ARM_FEATURES.items() if ask(entry) & bit)
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):

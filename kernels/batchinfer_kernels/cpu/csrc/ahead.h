@@ -8,11 +8,11 @@
 #include <algorithm>
 #include <cstdint>
 
-#include <immintrin.h>
+#include "processor.h"
 
 namespace batchinfer {
 
-// Some bytes, in turns between pieces of work. Asking for what is not there does no harm.
+// Some bytes, in turns between pieces of work.
 class Ahead {
  public:
   // `num_bytes` from `at` on, in about num_turns turns.
@@ -23,9 +23,8 @@ class Ahead {
   static Ahead nothing() { return Ahead(nullptr, 0, 1); }
 
   void turn() {
-    // into the second level: the first has fewer reads from memory under way at a time
     const char* const end = std::min(at_ + bytes_a_turn_, end_);
-    for (; at_ < end; at_ += kLine) _mm_prefetch(at_, _MM_HINT_T1);
+    for (; at_ < end; at_ += kLine) fetch(at_);
   }
 
  private:

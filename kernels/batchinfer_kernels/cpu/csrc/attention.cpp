@@ -30,11 +30,8 @@ inline Floats shrink_of(Floats before, Floats peak, Floats factor) {
   return choose(is_equal(before, peak), floats(1.0f), power_of<Value>(before, peak, factor));
 }
 
-// Asks for the line of values that come soon, into the second level: the first has fewer reads from memory under way at a time.
-inline void fetch(const void* values) { _mm_prefetch(static_cast<const char*>(values), _MM_HINT_T1); }
-
 template <class Value>
-inline void fetch(const Value* values, int64_t count) {
+inline void fetch_values(const Value* values, int64_t count) {
   for (int64_t i = 0; i < count; i += 64 / int64_t{sizeof(Value)}) fetch(values + i);
 }
 
@@ -293,7 +290,7 @@ void Attention<Value>::turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value>
   const int32_t* rows = reinterpret_cast<const int32_t*>(keys.data);
   const int64_t stride = keys.stride / kWordValues<Value>, num_words = width_ / kWordValues<Value>;
   for (int64_t key = 0; key < num_keys; key += 16) {
-    for (int64_t i = key; next.data && i < key + 16; ++i) fetch(next.at(i), width_);
+    for (int64_t i = key; next.data && i < key + 16; ++i) fetch_values(next.at(i), width_);
     for (int64_t word = 0; word < num_words; word += 16) {
       turn_16(rows + key * stride + word, stride, std::min<int64_t>(16, num_words - word),
               queries_.data() + word * kPageTokens + key, kPageTokens);

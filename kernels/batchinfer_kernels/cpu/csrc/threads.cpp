@@ -6,7 +6,6 @@
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#include <xmmintrin.h>
 
 #include <algorithm>
 #include <chrono>
@@ -21,8 +20,6 @@
 
 namespace batchinfer {
 namespace {
-
-constexpr uint32_t kFlushToZero = 0x8000, kDenormalsAreZero = 0x0040;  // bits of MXCSR
 
 // How long a thread waits awake. Some microseconds pass between the operations of a step, and to wake a worker takes a
 // caller 2 to 5; but what a thread spins away beside other processes is held against it, and its team waits for it
@@ -59,7 +56,7 @@ bool changes_soon(const std::atomic<uint32_t>& word, uint32_t from) {
   do {
     for (int i = 0; i < 8; ++i) {
       if (word.load() != from) return true;
-      _mm_pause();
+      relax();
     }
   } while (std::chrono::steady_clock::now() < end);
   return word.load() != from;
@@ -67,11 +64,9 @@ bool changes_soon(const std::atomic<uint32_t>& word, uint32_t from) {
 
 }  // namespace
 
-SubnormalsAreZero::SubnormalsAreZero() : before_(_mm_getcsr()) {
-  _mm_setcsr(before_ | kFlushToZero | kDenormalsAreZero);
-}
+SubnormalsAreZero::SubnormalsAreZero() : before_(control()) { set_control(before_ | kSubnormalsAreZero); }
 
-SubnormalsAreZero::~SubnormalsAreZero() { _mm_setcsr(before_); }
+SubnormalsAreZero::~SubnormalsAreZero() { set_control(before_); }
 
 std::shared_ptr<Team> Team::start(int64_t num_workers) {
   const std::shared_ptr<Team> team(new Team(num_workers));

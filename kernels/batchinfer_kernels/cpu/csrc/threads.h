@@ -9,6 +9,8 @@
 #include <memory>
 #include <mutex>
 
+#include "processor.h"
+
 namespace batchinfer {
 
 // While it lives, this thread takes subnormal numbers for zero and rounds results that would be subnormal to zero.
@@ -23,7 +25,7 @@ class SubnormalsAreZero {
   SubnormalsAreZero& operator=(const SubnormalsAreZero&) = delete;
 
  private:
-  const uint32_t before_;
+  const Control before_;
 };
 
 // A calling thread and workers that are started at once and go after `end`, or with the process.

@@ -232,7 +232,7 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
         for (int n = 0; n < N; ++n) columns[n] = column_fours(values + 64 * n, part);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-          const FourPart four = row_four(fours[r][block * (kBlock / 4) + step], part);
+          const auto four = row_four(fours[r][block * (kBlock / 4) + step], part);
 #pragma GCC unroll 4
           for (int n = 0; n < N; ++n) add_product(sums[r][n], four, columns[n]);
         }
