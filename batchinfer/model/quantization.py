@@ -4,7 +4,7 @@ Which weights are stored so, the headers of the files say. What else a format ma
 rounded activations) would change what the model computes and is refused by name.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader
@@ -16,7 +16,7 @@ _FP8_NOTES = ("scale_fmt", "modules_to_not_convert", "ignored_layers", "dequanti
 _FP8_BLOCK = 128, 128
 _COMPRESSED_NOTES = (
     *("ignore", "targets", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
-    *("global_compression_ratio", "run_compressed", "version"),
+    *("global_compression_ratio", "run_compressed", "version", "provider"),
 )
 # In which GPTQ rounded columns: each is stored in its place, and neighbours make a group.
 _GPTQ_ORDERS = ("static", "weight")
@@ -31,6 +31,22 @@ _GPTQ_NOTES = (
     *("block_name_to_quantize", "module_name_preceding_first_block", "modules_in_block_to_quantize", "pad_token_id"),
     *("backend", "use_exllama", "disable_exllama", "exllama_config", "max_input_length", "use_cuda_fp16"),
     "cache_block_outputs",
+)
+# Of AutoRound's own form: which other one packs like it, and what is added to its zero points.
+_AUTOROUND_PACKINGS: dict[str, tuple[Literal["gptq", "awq"], int]] = {
+    "auto_round:auto_gptq": ("gptq", 1),
+    "auto_round:gptqmodel": ("gptq", 0),
+    "auto_round": ("gptq", 0),
+    "auto_round:auto_awq": ("awq", 0),
+}
+# What AutoRound keeps of how a checkpoint was made, also in one that it writes as AWQ's or GPTQ's.
+_AUTOROUND_NOTES = (
+    *("autoround_version", "provider", "backend", "sym", "amp", "batch_size", "dataset", "iters", "lr", "minmax_lr"),
+    *("nsamples", "seqlen", "scale_dtype", "low_gpu_mem_usage", "gradient_accumulate_steps", "model_free"),
+    *("enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input", "supported_types"),
+    *("to_quant_block_names", "block_name_to_quantize", "quant_block_list"),
+    *("act_data_type", "act_dynamic", "act_group_size", "act_sym"),
+    *("static_kv_granularity", "static_attention_granularity"),
 )
 
 
@@ -57,7 +73,7 @@ def _has_fp8_blocks(section: ConfigReader) -> bool:
 
     Where inputs have fixed scales (static) weights have one each, too; inputs are rounded by their own values here.
     """
-    supported = '"fp8" with blocks of [128, 128]; "compressed-tensors", "awq" or "gptq" in 4 bits; or none'
+    supported = '"fp8" with blocks of [128, 128]; "compressed-tensors", "awq", "gptq" or "auto-round" in 4 bits'
     section.expect("quant_method", "fp8", supported, needed=True)
     section.expect("fmt", "e4m3", '"e4m3"')
     section.pass_over(*_FP8_NOTES)
@@ -135,10 +151,10 @@ def _read_awq(section: ConfigReader) -> IntegerForm:
     _check_gptqmodel_keys(section, "awq")
     for name in ("version", "format", "checkpoint_format"):
         section.expect(name, "gemm", '"gemm"')
-    section.expect("zero_point", True, "true")
     section.expect("desc_act", False, "false")
     group = section.size("group_size")
-    section.pass_over(*_AWQ_NOTES)
+    _pass_over_autoround(section)
+    section.pass_over("zero_point", *_AWQ_NOTES)  # AutoRound stores zero points that are all 8, too
     judge_unread_keys(section, refuse_unknown=True)
     return IntegerForm("awq", group)
 
@@ -153,9 +169,41 @@ def _read_gptq(section: ConfigReader) -> IntegerForm:
         key = "checkpoint_format" if section.has("checkpoint_format") else "format"
         raise section.unsupported(key, name, '"gptq" or "gptq_v2"')
     group, in_any_order = section.size("group_size"), section.flag("desc_act", default=False)
+    _pass_over_autoround(section)
     section.pass_over(*_GPTQ_NOTES)
     judge_unread_keys(section, refuse_unknown=True)
     return IntegerForm("gptq", group, zero_shift=known[name], in_any_order=in_any_order)
 
 
-_INTEGERS = {"compressed-tensors": _read_compressed_tensors, "awq": _read_awq, "gptq": _read_gptq}
+def _read_autoround(section: ConfigReader) -> IntegerForm:
+    """AutoRound's own form: packed as GPTQ or AWQ packs."""
+    section.expect("bits", 4, "4", needed=True)
+    name = section.text("packing_format", default="")
+    if name not in _AUTOROUND_PACKINGS:
+        supported = ", ".join(f'"{packing}"' for packing in _AUTOROUND_PACKINGS)
+        raise section.unsupported("packing_format", name, supported)
+    if (exceptions := section.section("extra_config")) is not None:  # by module, or pattern of modules
+        for modules in exceptions.unread():
+            if (scheme := exceptions.section(modules)) is not None:
+                scheme.size("bits", minimum=16)
+    group = section.size("group_size")
+    _pass_over_autoround(section)
+    judge_unread_keys(section, refuse_unknown=True)
+    method, zero_shift = _AUTOROUND_PACKINGS[name]
+    return IntegerForm(method, group, zero_shift)
+
+
+def _pass_over_autoround(section: ConfigReader) -> None:
+    """AutoRound's keys, which may not say that inputs are rounded, too."""
+    section.expect("data_type", "int", '"int"')
+    section.size("act_bits", default=16, minimum=16)
+    section.pass_over(*_AUTOROUND_NOTES)
+
+
+_INTEGERS = {
+    "compressed-tensors": _read_compressed_tensors,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "auto-round": _read_autoround,
+    "intel/auto-round": _read_autoround,
+}

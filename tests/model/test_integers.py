@@ -1,4 +1,4 @@
-"""Integers of 4 bits as AutoAWQ and AutoGPTQ write them; such checkpoints equal their dequantised twins."""
+"""Integers of 4 bits as AutoAWQ, AutoGPTQ and AutoRound write them; such checkpoints equal their dequantised twins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchinfer.rank.load import BITS
 from batchinfer.records import ModelError
 from support.checkpoints import make_checkpoint, read_tensors, write_tensors
 from support.jobs import answers, batchinfer, write_job, write_shard
-from support.packed_weights import AWQ, GPTQ, ONES, awq_words, gptq_words, pack_with_zeros, words
+from support.packed_weights import AUTOROUND, AWQ, GPTQ, ONES, awq_words, gptq_words, pack_with_zeros, words
 from support.paths import RANDOM_MODEL
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 96, "intermediate_size": 96, "q_lora_rank": 32, "kv_lora_rank": 32}
@@ -27,6 +27,9 @@ FORMS = {
     "gptq with zero points": GPTQ | {"sym": False},
     "gptq in no order": GPTQ | {"sym": False, "desc_act": True},
     "gptq's second format": GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
+    "autoround as gptq": AUTOROUND,
+    "autoround with zero points": AUTOROUND | {"sym": False, "packing_format": "auto_round:gptqmodel"},
+    "autoround as awq": AUTOROUND | {"sym": False, "packing_format": "auto_round:auto_awq"},
 }
 
 N, M, G = 32, 64, 2
@@ -43,7 +46,7 @@ def digest(*tensors):
 
 
 def test_awq_words_are_those_of_autoawq():
-    """Digest: what autoawq 0.2.9 makes of these integers; its dequantize_gemm gives EXACT."""
+    """Digest: what autoawq 0.2.9 and auto-round 0.15 make of these integers; their dequantize_gemm gives EXACT."""
     values, zeros = awq_words(VALUES_NM.t()), awq_words(ZEROS_NG.t())
     assert digest(values, zeros) == "73287fed3d72cb56"
     found = from_awq(values, zeros, SCALE_NG.t().float())
@@ -53,7 +56,10 @@ def test_awq_words_are_those_of_autoawq():
 
 @pytest.mark.parametrize("in_order", [True, False])
 def test_gptq_words_are_those_of_autogptq(in_order):
-    """Digest: what auto-gptq 0.7.1 makes of these integers; its QuantLinear of the unit matrix gives EXACT."""
+    """Digest: what auto-gptq 0.7.1 makes of these integers; its QuantLinear of the unit matrix gives EXACT.
+
+    In order, auto-round's "auto_round:auto_gptq" has the same digest.
+    """
     values, zeros = gptq_words(VALUES_NM), words(ZEROS_NG.t()) - ONES
     assert digest(values, zeros) == "d1550dda15a3d27c"
     group_M = None if in_order else GROUP_M
@@ -110,7 +116,9 @@ def test_in_int4_experts_are_held_as_they_are_stored_where_they_can_be(tmp_path,
     names = [f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in range(len(down.values))]
     expected = torch.stack([twin[name] for name in names])
     error = ((down.plain() - expected).norm() / expected.norm()).item()
-    assert error < 2**-8 if form == "gptq" else error < 0.15  # the scales' rounding; else to 4 bits once more
+    assert (
+        error < 2**-8 if form in ("gptq", "autoround as gptq") else error < 0.15
+    )  # the scales' rounding; else to 4 bits once more
 
 
 def test_what_does_not_fit_is_refused_by_name(tmp_path):

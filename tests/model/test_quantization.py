@@ -11,7 +11,7 @@ from batchinfer.model.config import load_model_config
 from batchinfer.model.integer_forms import IntegerForm
 from batchinfer.records import ModelError
 from support.checkpoints import edit_config, make_checkpoint
-from support.packed_weights import AWQ, GPTQ, KIMI_INT4, int4_config
+from support.packed_weights import AUTOROUND, AWQ, GPTQ, KIMI_INT4, int4_config
 
 WEIGHTS = "quantization_config.config_groups.group_0.weights"
 SCHEME = KIMI_INT4["config_groups"]["group_0"]
@@ -42,6 +42,7 @@ ACCEPTED: dict[str, tuple[dict[str, Any], int]] = {
         | {"sparsity_config": {}, "transform_config": {}, "global_compression_ratio": 1.9, "run_compressed": False},
         32,
     ),
+    "as AutoRound writes it": (KIMI_INT4 | {"provider": "auto-round"}, 32),
     "the least": (
         {
             "quant_method": "compressed-tensors",
@@ -84,7 +85,6 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     # AWQ and GPTQ
     *((AWQ | {key: value}, f"quantization_config.{key} is ") for key, value in (("bits", 8), ("version", "gemv"))),
-    (AWQ | {"zero_point": False}, "quantization_config.zero_point is false, but supported is true"),
     (AWQ | {"group_size": -1}, "quantization_config.group_size is -1"),
     (AWQ | {"odd": 1}, "quantization_config.odd is 1, which changes"),
     (GPTQ | {"bits": 3}, "quantization_config.bits is 3, but supported is 4"),
@@ -104,6 +104,24 @@ REFUSED: list[tuple[Any, str]] = [
     (AWQ | {"format": "gemv_fast"}, 'quantization_config.format is "gemv_fast", but supported is "gemm"'),
     (AWQ | {"dynamic": {"+:.*": {"bits": 8}}}, 'dynamic is ["+:.*"], but supported is patterns that begin'),
     (GPTQ | {"rotation": "hadamard"}, 'quantization_config.rotation is "hadamard", which changes'),
+    # AutoRound
+    (without(AUTOROUND, "packing_format"), 'quantization_config.packing_format is "", but supported is "auto_round:'),
+    (AUTOROUND | {"packing_format": "auto_round:llm_compressor"}, 'packing_format is "auto_round:llm_compressor", but'),
+    (AUTOROUND | {"bits": 2}, "quantization_config.bits is 2, but supported is 4"),
+    (AUTOROUND | {"data_type": "mx_fp"}, 'quantization_config.data_type is "mx_fp", but supported is "int"'),
+    *(
+        (form | {"act_bits": 8}, "quantization_config.act_bits is 8, but supported is")
+        for form in (AUTOROUND, AWQ, GPTQ)
+    ),
+    (
+        AUTOROUND | {"rotation_config": {"r1": True}},
+        'quantization_config.rotation_config is {"r1": true}, which changes',
+    ),
+    (
+        AUTOROUND | {"extra_config": {"lm_head": {"bits": 8}}},
+        "extra_config.lm_head.bits is 8, but supported is a whole",
+    ),
+    (AUTOROUND | {"extra_config": {".*down.*": {"group_size": 64}}}, "extra_config..*down.*.bits is missing or null"),
     # other groups
     (of_groups(), "quantization_config.config_groups is [], but supported is one group with weights"),
     (of_groups(a=SCHEME, b=SCHEME), 'quantization_config.config_groups is ["a", "b"], but supported is one group'),
@@ -146,9 +164,25 @@ def test_symmetric_groups_of_4_bit_integers_are_accepted_without_a_word(tmp_path
 OF_GPTQMODEL = {"lm_head": False, "desc_act": False, "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:5.8.0"]}}
 
 
+# what AutoRound writes into the forms of others, as in OPEA's DeepSeek-R1
+OF_AUTOROUND = {
+    "act_bits": 16, "act_data_type": "int", "act_dynamic": True, "act_group_size": 128, "act_sym": True, "amp": True,
+    "autoround_version": "0.5.1", "batch_size": 8, "data_type": "int", "enable_minmax_tuning": True,
+    "enable_norm_bias_tuning": False, "enable_quanted_input": True, "gradient_accumulate_steps": 1, "iters": 1000,
+    "low_gpu_mem_usage": True, "lr": 0.001, "minmax_lr": 0.001, "nsamples": 512, "provider": "auto-round",
+    "scale_dtype": "torch.float16", "seqlen": 2048, "super_bits": None, "super_group_size": None, "sym": True,
+    "to_quant_block_names": None,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("quantization", "form"),
     [
+        (without(GPTQ, "checkpoint_format") | OF_AUTOROUND, IntegerForm("gptq", 32, zero_shift=1)),
+        (AWQ | OF_AUTOROUND | {"zero_point": False}, IntegerForm("awq", 32)),
+        (AUTOROUND | OF_AUTOROUND, IntegerForm("gptq", 32, zero_shift=1)),
+        (AUTOROUND | {"packing_format": "auto_round", "quant_method": "intel/auto-round"}, IntegerForm("gptq", 32)),
+        (AUTOROUND | {"packing_format": "auto_round:auto_awq", "extra_config": {}}, IntegerForm("awq", 32)),
         (GPTQ | OF_GPTQMODEL | {"method": "gptq", "format": "gptq"}, IntegerForm("gptq", 32, zero_shift=1)),
         (without(GPTQ, "checkpoint_format") | {"format": "gptq_v2"}, IntegerForm("gptq", 32)),
         (
@@ -164,7 +198,7 @@ OF_GPTQMODEL = {"lm_head": False, "desc_act": False, "pack_dtype": "int32", "met
         ),
     ],
 )
-def test_awq_and_gptq_are_accepted_without_a_word(tmp_path, quantization, form):
+def test_awq_gptq_and_autoround_are_accepted_without_a_word(tmp_path, quantization, form):
     config = load(tmp_path, quantization)
     assert (config.integers, config.fp8_block, config.unknown_keys) == (form, None, ())
 

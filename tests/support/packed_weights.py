@@ -61,6 +61,19 @@ GPTQ: dict[str, Any] = {
     "sym": True,
     "true_sequential": True,
 }
+AUTOROUND: dict[str, Any] = {
+    "autoround_version": "0.12.3",
+    "bits": 4,
+    "block_name_to_quantize": "model.layers",
+    "data_type": "int",
+    "extra_config": {"model.layers.0.mlp.gate_proj": {"bits": 16, "data_type": "float"}},
+    "group_size": 32,
+    "iters": 0,
+    "packing_format": "auto_round:auto_gptq",
+    "quant_method": "auto-round",
+    "seqlen": 512,
+    "sym": True,
+}
 # where AutoAWQ puts eight values into a word, from the lowest four bits on
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
@@ -95,7 +108,7 @@ def pack_int4(
 
 
 def pack_with_zeros(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Pack projections of whole groups, as AWQ's or GPTQ's `config` says; returns them multiplied out.
+    """Pack projections of whole groups, as AWQ's, GPTQ's or AutoRound's `config` says; returns them multiplied out.
 
     GPTQ's in no order have the groups of their inputs listed, and a symmetric one has 8 for all its zero points.
     """
@@ -114,12 +127,14 @@ def pack_with_zeros(folder: Path, config: dict[str, Any]) -> dict[str, torch.Ten
         values = (tensor / scale[:, group_M].float()).round().long().add(zeros[:, group_M]).clamp(0, 15)
         plain[name] = (values - zeros[:, group_M]).float() * scale[:, group_M].float()
         prefix = name.removesuffix(".weight")
-        if config["quant_method"] == "awq":
+        packing = config.get("packing_format", config["quant_method"])
+        if packing.endswith("awq"):
             stored |= {f"{prefix}.qweight": awq_words(values.t()), f"{prefix}.qzeros": awq_words(zeros.t())}
         else:
-            shift = 1 if config["checkpoint_format"] == "gptq" else 0
+            shift = int(packing.endswith("gptq") and config.get("checkpoint_format") != "gptq_v2")
             stored |= {f"{prefix}.qweight": gptq_words(values), f"{prefix}.qzeros": words(zeros.t()) - shift * ONES}
-            stored[f"{prefix}.g_idx"] = group_M.int()
+            if packing == "gptq":  # AutoRound's own form has no list
+                stored[f"{prefix}.g_idx"] = group_M.int()
         stored[f"{prefix}.scales"] = scale.t()
     write_tensors(folder, stored)
     edit_config(folder, quantization_config=config)
