@@ -21,7 +21,7 @@ from batchinfer.data.formats.openai_batch import CHAT, COMPLETIONS
 from batchinfer.finish.join import NOT_COMPUTED
 from batchinfer.finish.json_lines import Lines
 from batchinfer.finish.kept_columns import KeptRows
-from batchinfer.finish.tool_calls import before_calls
+from batchinfer.finish.tool_calls import before_calls, call_ids
 from batchinfer.records import Shard
 
 SLICE_ROWS = 64  # that are Python objects at a time: log-probabilities are large
@@ -120,9 +120,9 @@ class OpenAIAnswers(Lines):
             message["reasoning_content"] = sample["reasoning"]
         if calls:
             message["content"] = before_calls(content) or None
+            ids = call_ids(content, [f"{key}_{sample['sample']}_{place}" for place in range(len(calls))])
             message["tool_calls"] = [
-                {"id": f"call_{key}_{sample['sample']}_{place}", "type": "function", "function": call}
-                for place, call in enumerate(calls)
+                {"id": call_id, "type": "function", "function": call} for call_id, call in zip(ids, calls, strict=True)
             ]
         logprobs = sample["logprobs"]
         if logprobs is not None:

@@ -22,6 +22,7 @@ Mistral  [TOOL_CALLS]NAME[ARGS]{"city": "Rome"}   each call; before [ARGS] there
          [TOOL_CALLS][{"name": "NAME", "arguments": {"city": "Rome"}}]   (older)
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -32,7 +33,7 @@ import pyarrow as pa
 
 from batchinfer.data.schemas import TOOL_CALLS
 
-Call = dict[str, str]  # name, and arguments as JSON text of an object
+Call = dict[str, str]  # name, arguments as JSON text of an object, and the id where the model wrote one
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class _Form:
     end: str
     calls: Callable[[str], list[Call] | None]  # at least one of a block; None: not in this form
     inner: str  # begins a call, which outside a block is none
+    has_ids: bool = False  # of its own, which the chat template needs when the call comes back in a chat
     needs_end: bool = False  # otherwise a stop string may have cut off the block's end, but not that of a call
 
 
@@ -68,6 +70,27 @@ def parse_tool_calls(text: str, *, is_cut: bool = False) -> list[Call] | None:
     Returns:
         [] for an answer that calls nothing; None where one of its calls is cut off or not in a known form.
     """
+    calls = _calls(text, is_cut)
+    return calls and [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+
+
+def call_ids(text: str, keys: list[str]) -> list[str]:
+    """An id for each call in an answer, one that the model's chat template takes when the call comes back in a chat.
+
+    Kimi-K2's template writes the id alone, without the name, so the model's own (functions.NAME:0) stays. Mistral's
+    templates take ids of nine letters and digits only.
+
+    Args:
+        keys: of each call, different for each.
+    """
+    form = _form_of(text)
+    if form is None or not form.has_ids:
+        return [f"call_{key}" for key in keys]
+    return [call.get("id") or _nine_characters(key) for key, call in zip(keys, _calls(text) or [], strict=True)]
+
+
+def _calls(text: str, is_cut: bool = False) -> list[Call] | None:
+    """As parse_tool_calls, with the ids that the model wrote."""
     form = _form_of(text)
     if form is None:
         return None if any(form.inner in text for form in _FORMS) else []
@@ -156,13 +179,13 @@ def _calls_of_v32(block: str) -> list[Call] | None:
 # ---- Kimi-K2
 
 _KIMI_CALL = re.compile(
-    r"\s*<\|tool_call_begin\|>\s*(?:functions\.)?([^<\s]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>"
+    r"\s*<\|tool_call_begin\|>\s*((?:functions\.)?([^<\s]+?)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"
 )
 
 
 def _calls_of_kimi(block: str) -> list[Call] | None:
     found = _pieces(block, _KIMI_CALL, "<|tool_call_end|>") or []
-    calls = [{"name": one[1], "arguments": arguments.strip()} for one, arguments in found]
+    calls = [{"id": one[1], "name": one[2], "arguments": arguments.strip()} for one, arguments in found]
     return calls if all(isinstance(_json(call["arguments"]), dict) for call in calls) else None
 
 
@@ -196,22 +219,35 @@ def _calls_in_marks(block: str) -> list[Call] | None:
 
 # ---- Mistral
 
+_MISTRAL_ID = re.compile("[a-zA-Z0-9]{9}")
+
 
 def _calls_of_mistral(block: str) -> list[Call] | None:
     head, mark, arguments = (part.strip() for part in block.partition("[ARGS]"))
-    name = head.partition("[CALL_ID]")[0].strip()
+    name, _, own_id = (part.strip() for part in head.partition("[CALL_ID]"))
     if mark:
-        return [{"name": name, "arguments": arguments}] if name and isinstance(_json(arguments), dict) else None
+        is_call = name and isinstance(_json(arguments), dict)
+        return [{"name": name, "arguments": arguments, **_mistral_id(own_id)}] if is_call else None
     listed = _json(block)
     calls = [_call_of_object(one) for one in listed] if isinstance(listed, list) else [None]
     return None if None in calls else [call for call in calls if call is not None]
 
 
 def _call_of_object(found: object) -> Call | None:
-    name, arguments = (found.get("name"), found.get("arguments")) if isinstance(found, dict) else (None, None)
+    if not isinstance(found, dict):
+        return None
+    name, arguments = found.get("name"), found.get("arguments")
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None
-    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+    return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False), **_mistral_id(found.get("id"))}
+
+
+def _mistral_id(found: object) -> dict[str, str]:
+    return {"id": found} if isinstance(found, str) and _MISTRAL_ID.fullmatch(found) else {}
+
+
+def _nine_characters(key: str) -> str:
+    return hashlib.blake2b(key.encode(), digest_size=5).hexdigest()[:9]
 
 
 # ---- JSON
@@ -238,7 +274,13 @@ def _object(pairs: list[tuple[str, object]]) -> str | None:
 _FORMS = (
     _Form("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _calls_of_v3, _CALL_BEGIN),
     _Form("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _calls_of_v32, "<｜DSML｜invoke"),
-    _Form("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", _calls_of_kimi, "<|tool_call_begin|>"),
-    _Form("[TOOL_CALLS]", "</s>", _calls_of_mistral, "[ARGS]"),
+    _Form(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        _calls_of_kimi,
+        "<|tool_call_begin|>",
+        has_ids=True,
+    ),
+    _Form("[TOOL_CALLS]", "</s>", _calls_of_mistral, "[ARGS]", has_ids=True),
     _Form("<tool_call>", "</tool_call>", _calls_in_marks, "<arg_key>", needs_end=True),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, ConfigDict
 
+from batchinfer.data.chat import ChatTemplate
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.finish.openai_answers import OpenAIAnswers
 from batchinfer.records import Shard
@@ -278,6 +280,54 @@ def test_an_answer_that_max_tokens_has_cut_says_so_whatever_it_calls():
     assert choice.finish_reason == "length"
     assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
     assert answer_of(ROW | {"tool_calls": calls}).choices[0].finish_reason == "tool_calls"
+
+
+KIMI_CALLS = """<|tool_calls_section_begin|>\
+<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{"city": "Rome"}\
+<|tool_call_end|><|tool_call_begin|>functions.weather:1<|tool_call_argument_begin|>{"city": "Oslo"}<|tool_call_end|>\
+<|tool_calls_section_end|>"""
+KIMI = """{%- for m in messages %}{% for call in m.tool_calls or [] -%}
+<|tool_call_begin|>{{ call['id'] }}<|tool_call_argument_begin|>{{ call['function']['arguments'] }}<|tool_call_end|>
+{%- endfor %}{% if m.role == 'tool' %}## Return of {{ m.tool_call_id }}\n{{ m.content }}{% endif %}{% endfor %}"""
+MISTRAL = """{%- for m in messages %}{% for call in m.tool_calls or [] -%}
+{%- if call.id is not defined or call.id is not string or call.id|length != 9 -%}
+{{- raise_exception("Tool call IDs should be alphanumeric strings with length 9!") }}{% endif -%}
+{{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' + call.function.arguments|tojson -}}
+{%- endfor %}{% endfor %}"""
+
+
+def goes_on(template: str, row: dict[str, Any]) -> str:
+    """What a template writes of a chat in which an answer's calls and a result for each are the history."""
+    message = answer_of(row).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "Rain"} for call in message.tool_calls]
+    chat = [{"role": "user", "content": "Rain?"}, message.model_dump(), *results]
+    chat_template = ChatTemplate(template, {})
+    return chat_template.render(chat_template.with_arguments(chat))
+
+
+def test_calls_of_kimi_go_back_into_a_chat_as_the_model_wrote_them():
+    calls = [{"name": "weather", "arguments": json.dumps({"city": city})} for city in ("Rome", "Oslo")]
+    text = goes_on(KIMI, ROW | {"text": KIMI_CALLS, "tool_calls": calls})
+    of_calls, of_results = text.split("## Return of ", 1)
+    assert f"<|tool_calls_section_begin|>{of_calls}<|tool_calls_section_end|>" == KIMI_CALLS
+    assert of_results == "functions.weather:0\nRain## Return of functions.weather:1\nRain"
+
+
+@pytest.mark.parametrize(
+    ("text", "own_id"),
+    [
+        ('[TOOL_CALLS]weather[ARGS]{"city": "Rome"}', None),
+        ('[TOOL_CALLS]weather[CALL_ID]aB3dEfGh9[ARGS]{"city": "Rome"}', "aB3dEfGh9"),
+        ('[TOOL_CALLS]weather[CALL_ID]short[ARGS]{"city": "Rome"}', None),
+        ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}, "id": "aB3dEfGh9"}]', "aB3dEfGh9"),
+        ('[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]', None),
+    ],
+)
+def test_calls_of_mistral_have_ids_that_its_templates_take(text, own_id):
+    call = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    found = {goes_on(MISTRAL, ROW | {"text": text, "sample": n, "tool_calls": [call]}) for n in range(3)}
+    ids = {re.fullmatch(r'\[TOOL_CALLS]weather\[CALL_ID](\w{9})\[ARGS]{"city": "Rome"}', text)[1] for text in found}
+    assert ids == {own_id} if own_id else len(ids) == 3
 
 
 def test_log_probabilities_are_never_below_the_least_that_openai_tells_and_bytes_may_be_unknown():
