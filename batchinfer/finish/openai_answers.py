@@ -17,7 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.config import JobConfig
+from batchinfer.data.columns import is_text
 from batchinfer.data.formats.openai_batch import CHAT, COMPLETIONS
+from batchinfer.data.inputs import column_type, shard_schema
 from batchinfer.finish.join import NOT_COMPUTED
 from batchinfer.finish.json_lines import Lines
 from batchinfer.finish.kept_columns import KeptRows
@@ -46,8 +48,7 @@ class OpenAIAnswers(Lines):
         self._shard, self._token_of = shard, token_of
         self._model = Path(job.model.path).name  # for rows that name none
         self._url = CHAT if job.input.makes_chats else COMPLETIONS
-        of_input = [pa.field(name, pa.string()) for name in ("url", "model", "request")]
-        self._asked = KeptRows(shard, of_input if shard.format == "openai" else [], job.s3)
+        self._asked = KeptRows(shard, _asked_columns(job, shard), job.s3)
         self._samples: list[Row] = []  # so far, of the last row
 
     def of(self, rows: pa.Table) -> Iterator[tuple[int, bytes]]:
@@ -55,9 +56,9 @@ class OpenAIAnswers(Lines):
         for num_rows, asked in self._asked.of(rows["row"].combine_chunks()):
             part, own = own.slice(0, num_rows), own.slice(num_rows)
             if asked:
-                url, model, requests = asked
-                has_tools = pa.array(map(_has_tools, requests.to_pylist()), pa.bool_())
-                for name, values in (("url", url), ("model", model), ("has_tools", has_tools)):
+                *named, tools = asked
+                has_tools = (_of_requests if named else _of_tools)(tools)
+                for name, values in (*zip(("url", "model"), named, strict=False), ("has_tools", has_tools)):
                     part = part.append_column(f"\0{name}", values)
             part = part.append_column("\0refused", pc.is_in(part["row"], value_set=self._refused))
             for first in range(0, num_rows, SLICE_ROWS):
@@ -178,14 +179,34 @@ class OpenAIAnswers(Lines):
         ]
 
 
+def _asked_columns(job: JobConfig, shard: Shard) -> list[pa.Field]:
+    """Columns of the input that answers depend on; the last says which rows have tools."""
+    if shard.format == "openai":
+        return [pa.field(name, pa.string()) for name in ("url", "model", "request")]
+    if not isinstance(job.input.tools, str):
+        return []
+    kind = column_type(shard_schema(shard, job.s3), job.input.tools)
+    return [pa.field(job.input.tools, kind or pa.null())]
+
+
 class _Request(msgspec.Struct):
     """What openai_batch.py makes of a body."""
 
     tools: Any = None
 
 
-def _has_tools(request: str | None) -> bool:
-    return request is not None and msgspec.json.decode(request, type=_Request).tools is not None
+def _of_requests(requests: pa.ChunkedArray) -> pa.Array:
+    """Whether each request has tools."""
+    bodies = (None if text is None else msgspec.json.decode(text, type=_Request) for text in requests.to_pylist())
+    return pa.array([body is not None and body.tools is not None for body in bodies], pa.bool_())
+
+
+def _of_tools(tools: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Whether there are any in each row, be they a list, JSON text or a struct."""
+    if is_text(tools.type):
+        return pc.fill_null(pc.not_equal(tools, "[]"), False)
+    is_list = pa.types.is_list(tools.type) or pa.types.is_large_list(tools.type)
+    return pc.fill_null(pc.greater(pc.list_value_length(tools), 0), False) if is_list else pc.is_valid(tools)
 
 
 def _failure(sample: Row) -> tuple[int, Row]:

@@ -226,6 +226,22 @@ def test_rows_of_other_formats_are_answered_by_their_ids(tmp_path):
     assert (tmp_path / "run" / "outputs" / "a.errors.jsonl").read_bytes() == b""
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_rows_of_other_formats_without_tools_call_none_and_keep_their_text(tmp_path, name):
+    tools = [[WEATHER], None, []]
+    asked = {"structured_outputs": {"choice": [f"So: {CALL}"]}, "max_tokens": 200}
+    rows = [{"id": row, "m": chat(row)["body"]["messages"], "t": t, "s": asked} for row, t in enumerate(tools)]
+    if name == "a.jsonl":
+        write_batch(tmp_path / "prompts" / name, rows)
+    else:
+        write_shard(tmp_path / "prompts" / name, {key: [row[key] for row in rows] for key in rows[0]})
+    keys = {"files": ["prompts/*"], "prompt": None, "messages": "m", "tools": "t", "sampling": "s"}
+    assert batchinfer("run", write_job(tmp_path, input=keys, output={"format": "openai"})).code == 0
+    found = [answer.choices[0] for answer in answered(tmp_path / "run" / "outputs" / "a.jsonl").values()]
+    assert [choice.message.content for choice in found] == ["So: ", f"So: {CALL}", f"So: {CALL}"]
+    assert [choice.finish_reason for choice in found] == ["tool_calls", "stop", "stop"]
+
+
 def test_rows_that_could_not_be_computed_are_errors_of_the_server_and_others_have_expired(tmp_path):
     write_batch(tmp_path / "batch.jsonl", [chat(f"row {row}", f"Hello {row}", n=2) for row in range(4)])
     job = write_job(tmp_path, **PARTS)
