@@ -43,6 +43,16 @@ class WaitingFile(io.FileIO):
         return written
 
 
+class Output(WaitingFile):
+    """For stdout: says where it was that something could not be written, on a full disk behind `> FILE`."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, "standard output") from None
+
+
 class Log(WaitingFile):
     """For stderr: nothing ends because its log is on a full disk, or goes to somebody who has left."""
 

@@ -1,15 +1,18 @@
-"""The console command, for a process that does nothing else and ends with it; the command itself is in cli.py."""
+"""The console command, for a process that does nothing else and ends with it; the command itself is in cli.py.
+
+Whatever is imported is imported by program(), where an interrupt is a sentence and no traceback.
+"""
+
+from __future__ import annotations
 
 import os
 import sys
-import traceback
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from batchinfer import own_process
-from batchinfer.data.tokenizer_process import TokenizerProcess
-from batchinfer.launch.rank_process import SpareRank
-from batchinfer.records import BatchinferError, ExitCode
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from batchinfer.records import BatchinferError
 
 
 def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
@@ -18,41 +21,63 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
     Args:
         tell: is told what went wrong, in place of the person at stderr.
     """
+    try:
+        code = _command(tell)
+    except KeyboardInterrupt:  # during the imports: the command itself looks after signals
+        from batchinfer.records import ExitCode
+
+        print("stopped by SIGINT; run the same command to go on", file=sys.stderr)
+        code = ExitCode.INTERRUPTED
+    try:
+        sys.stdout.flush()
+    except OSError:  # of which somebody has been told
+        code = code or 1
+    sys.stderr.flush()
+    # taking the interpreter and its libraries apart would take 0.1 s
+    os._exit(code)
+
+
+def _command(tell: Callable[[BatchinferError], None] | None) -> int:
+    """Run the command; returns the exit code."""
+    import traceback
+
+    from batchinfer import own_process
+    from batchinfer.records import ExitCode
+
     own_process.settle()
     _open_closed_streams()
-    sys.stdout = own_process.stream(_Output, sys.stdout)
+    sys.stdout = own_process.stream(own_process.Output, sys.stdout)
     sys.stderr = own_process.stream(own_process.Log, sys.stderr)
-    # before the imports of the command
-    spare = SpareRank() if sys.argv[1:2] == ["run"] else None
-    tokenizer = TokenizerProcess() if sys.argv[1:2] in (["plan"], ["run"]) else None
-    code = ExitCode.OK
+    spare = tokenizer = None
     try:
+        # before the imports of the command
+        if sys.argv[1:2] == ["run"]:
+            from batchinfer.launch.rank_process import SpareRank
+
+            spare = SpareRank()
+        if sys.argv[1:2] in (["plan"], ["run"]):
+            from batchinfer.data.tokenizer_process import TokenizerProcess
+
+            tokenizer = TokenizerProcess()
         from batchinfer.cli import main
 
         main(spare, tokenizer, tell)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
-        code = end.code if isinstance(end.code, int) else ExitCode.INTERNAL if end.code else ExitCode.OK
-    except KeyboardInterrupt:  # during the imports: the command itself looks after signals
-        print("stopped by SIGINT; run the same command to go on", file=sys.stderr)
-        code = ExitCode.INTERRUPTED
+        return end.code if isinstance(end.code, int) else ExitCode.INTERNAL if end.code else ExitCode.OK
+    except KeyboardInterrupt:
+        raise
     except BaseException:
         # the interpreter's own end waits for threads, and those that load ranks may wait for somebody who has left
         traceback.print_exc()
-        code = ExitCode.INTERNAL
+        return ExitCode.INTERNAL
     finally:
         if spare is not None:
             spare.end()
         if tokenizer is not None:
             tokenizer.end()
-    try:
-        sys.stdout.flush()
-    except OSError:  # of which somebody has been told
-        code = code or ExitCode.INTERNAL
-    sys.stderr.flush()
-    # taking the interpreter and its libraries apart would take 0.1 s
-    os._exit(code)
+    return ExitCode.OK
 
 
 def _open_closed_streams() -> None:
@@ -62,13 +87,3 @@ def _open_closed_streams() -> None:
     os.close(handle)
     sys.stdout = sys.stdout or os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", encoding="utf-8", closefd=False)
-
-
-class _Output(own_process.WaitingFile):
-    """stdout: says where it was that something could not be written, on a full disk behind `> FILE`."""
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, "standard output") from None

@@ -323,6 +323,30 @@ def test_the_program_ends_whatever_its_threads_wait_for():
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == sys.argv[2]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+from batchinfer.program import program
+program()
+"""
+
+
+@pytest.mark.parametrize(
+    "module", ["batchinfer.own_process", "batchinfer.records", "batchinfer.launch.rank_process", "batchinfer.cli"]
+)
+def test_an_interrupt_while_modules_are_imported_is_one_sentence(module):
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, "run", module]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (75, "stopped by SIGINT; run the same command to go on\n")
+
+
 def test_no_process_of_a_run_imports_pandas(tmp_path, monkeypatch):
     """Arrow would, wherever it is installed: half of the time that a small run takes."""
     library, seen = tmp_path / "library", tmp_path / "seen"
