@@ -26,6 +26,7 @@ LINE_SECONDS = 30.0  # between plain lines
 BAR_SECONDS = 0.2  # between two pictures on a terminal
 TOLD_SECONDS = 0.1  # between two calls of a listener
 MOST_BARS = 2
+PHASES = ("planning: ", "loading: ", "prefill: ", "decode: ", "finish: ")  # with which lines of progress begin
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}{postfix}"
 
 Listener = Callable[[str, int, int], None]  # told the title, how many are done, and of how many
@@ -54,7 +55,7 @@ class Meter:
     has_counted = False  # something worth a last line
 
     def line(self) -> str:
-        """It as text; begins with its phase: planning, loading, prefill, decode, finish."""
+        """It as text; begins with one of PHASES."""
         raise NotImplementedError
 
     def bars(self) -> list[Bar]:
@@ -169,6 +170,25 @@ class Stage(Meter):
 
     def figures(self) -> dict[str, Any]:
         return {"phase": self._phase, "doing": self._doing}
+
+
+class LastWords(Meter):
+    """The progress of another process that writes lines of it, for a terminal alone."""
+
+    def __init__(self) -> None:
+        self._said = "starting"
+
+    def hear(self, line: str) -> str:
+        """Take note of a line that it wrote; returns it."""
+        if line.startswith(PHASES):
+            self._said = line.rstrip()
+        return line
+
+    def line(self) -> str:
+        return ""
+
+    def bars(self) -> list[Bar]:
+        return [Bar(self._said)]
 
 
 class Board:

@@ -67,16 +67,20 @@ def ask(question: str, model: Path, max_tokens: int, date: datetime | None) -> N
     """Ask a model one QUESTION and print its answer, greedy: is the model what it should be?
 
     The question is put through the model's chat template where it has one. It runs as a job of one row in a temporary
-    folder, so it takes as long as loading the model; for many questions write a job file (`init`).
+    folder, so it takes as long as loading the model; a terminal shows meanwhile what it is at. For many questions write
+    a job file (`init`).
     """
     from batchinfer.plan.first_job import write_question
+    from batchinfer.progress import LastWords
 
     with tempfile.TemporaryDirectory(prefix="batchinfer-ask-") as folder:
         job = write_question(Path(folder), question, model, max_tokens, date or datetime.now())
         command = own_process.command("batchinfer", "run", str(job))
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
             try:
-                _, told = running.communicate()
+                with LastWords() as words:
+                    told = "".join(map(words.hear, running.stderr or ()))
+                running.wait()
             except BaseException:
                 running.terminate()  # a signal may have come to this process alone
                 raise

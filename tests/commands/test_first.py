@@ -1,9 +1,14 @@
 """First steps as a newcomer takes them: init, then run; ask."""
 
+import os
+import pty
 import shutil
 import signal
 import subprocess
+import sys
+import termios
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -65,6 +70,24 @@ def test_ask_prints_the_answer_and_nothing_else(tmp_path, monkeypatch):
     assert out.endswith("\n")
     assert err in ("", "cut after 4 tokens; --max-tokens gives it more\n")
     assert list(tmp_path.glob("batchinfer-ask-*")) == []
+
+
+def test_ask_shows_on_a_terminal_what_it_is_at_and_takes_it_away(tmp_path):
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 100))
+    command = [sys.executable, "-m", "batchinfer", "ask", "Add the numbers 2 and 3.", "--model", SAMPLE_MODEL]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as asked:
+        os.close(theirs)
+        shown = b""
+        with suppress(OSError):  # the other end is closed
+            while part := os.read(ours, 4096):
+                shown += part
+        out, _ = asked.communicate(timeout=120)
+    os.close(ours)
+    assert (asked.returncode, out.count("\n")) == (0, 1)
+    lines = shown.decode().split("\r")
+    assert any(line.startswith(("planning: ", "loading: ", "decode: ")) for line in lines), lines
+    assert lines[-1].strip() == ""
 
 
 def test_ask_ends_with_a_sentence_where_the_model_cannot_answer(tmp_path):
