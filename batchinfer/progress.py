@@ -176,7 +176,7 @@ class LastWords(Meter):
     """The progress of another process that writes lines of it, for a terminal alone."""
 
     def __init__(self) -> None:
-        self._said = "starting"
+        self._said, self._start_s = "starting", time.monotonic()
 
     def hear(self, line: str) -> str:
         """Take note of a line that it wrote; returns it."""
@@ -188,7 +188,7 @@ class LastWords(Meter):
         return ""
 
     def bars(self) -> list[Bar]:
-        return [Bar(self._said)]
+        return [Bar(f"for {duration(time.monotonic() - self._start_s)}; {self._said}")]
 
 
 class Board:
