@@ -21,6 +21,7 @@ WIDTH = 400
 LEFT = 46  # room for the numbers of the vertical axis
 TOP, PLOT_HEIGHT, BOTTOM = 12, 130, 22
 BAR_HEIGHT, BAR_GAP = 26, 22
+LETTER = 7  # width of one at most, in the mean of a text
 HEAT_STEPS = 8
 MAX_CELL_TITLES = 2048  # more cells than these have one tooltip per line
 
@@ -144,6 +145,12 @@ def bars(
     return _svg(key, title, TOP + len(rows) * (BAR_HEIGHT + BAR_GAP), parts)
 
 
+def num_marks(texts: Sequence[str], left: int) -> int:
+    """How many of these texts have room beside one another below a picture, four at most."""
+    room = (WIDTH - left) / (LETTER * max(map(len, texts)) + 10)
+    return max(1, min(4, int(room)))
+
+
 def heat_map(
     key: str,
     title: str,
@@ -172,7 +179,7 @@ def heat_map(
     wide = (WIDTH - left - 2) / max(1, num_columns)
     with_titles = num_rows * num_columns <= MAX_CELL_TITLES
     every = max(1, math.ceil(13 / high))
-    most_letters = int((left - 5) / 6.2)
+    most_letters = int((left - 5) / LETTER)
     parts: list[str] = []
     outlines: dict[int, list[str]] = {}
     for line, label in enumerate(rows):

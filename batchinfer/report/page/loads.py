@@ -12,6 +12,7 @@ from batchinfer.report.page.time_marks import stretch, time_marks
 
 MAX_LINES = 48  # of a picture; rank_times.sql counts on it
 MAX_TABLE_ROWS = 400
+LEFT = 104  # room for the labels of lines
 MAX_EXPERT_RATIO = 4.0  # of the mean; the strongest colour at most
 RANK_KINDS = {
     "prefill_tokens": "prefill tokens",
@@ -36,7 +37,7 @@ def _rank_times(key: str, data: PageData) -> list[Card]:
         Card(
             "When each rank worked",
             f"Share of the time in steps that ran tokens, {which}, {stretch(data.axis)}",
-            charts.heat_map(f"{key}-ranks", title, labels, axis, values, 1.0, forms.share, left=96)
+            charts.heat_map(f"{key}-ranks", title, labels, axis, values, 1.0, forms.share, left=LEFT)
             + charts.heat_scale(1.0, forms.share),
         )
     ]
@@ -45,8 +46,9 @@ def _rank_times(key: str, data: PageData) -> list[Card]:
 def _lines(ranks: list[dict[str, Any]]) -> tuple[list[str], str]:
     """The labels of a picture's lines, and how many ranks each is of, in words."""
     per_line = math.ceil(len(ranks) / MAX_LINES)
-    lines = [ranks[first : first + per_line] for first in range(0, len(ranks), per_line)]
-    labels = [" to ".join(dict.fromkeys([_rank_label(line[0]), _rank_label(line[-1])])) for line in lines]
+    names = _short_labels(ranks)
+    lines = [names[first : first + per_line] for first in range(0, len(names), per_line)]
+    labels = [" to ".join(dict.fromkeys([line[0], line[-1]])) for line in lines]
     return labels, f"the mean of {per_line} ranks per line" if per_line > 1 else "rank by rank"
 
 
@@ -72,7 +74,7 @@ def _decode_loads(key: str, data: PageData) -> list[Card]:
             return f"{forms.number(value)} {unit}"
 
         picture = charts.heat_map(
-            f"{key}-{field}", f"{name} of each decode rank over time", labels, axis, values, largest, form, left=96
+            f"{key}-{field}", f"{name} of each decode rank over time", labels, axis, values, largest, form, left=LEFT
         )
         note = f"In a decode step, mean over its steps, {which}, {each}"
         cards.append(Card(f"{name} of each decode rank", note, picture + charts.heat_scale(largest, form)))
@@ -110,8 +112,9 @@ def _rank_loads(key: str, data: PageData) -> list[Card]:
         mean = sum(row[field] for row in at_work) / len(at_work)
         values.append([row[field] / mean for row in ranks])
     names = [f"rank {_rank_label(row)} ({row['role']})" for row in ranks]
-    every = max(1, math.ceil(len(ranks) / 4))
-    axis = Axis(names, [(index, _rank_label(ranks[index])) for index in range(0, len(ranks), every)])
+    marks = _short_labels(ranks)
+    every = math.ceil(len(ranks) / charts.num_marks(marks, LEFT))
+    axis = Axis(names, [(index, marks[index]) for index in range(0, len(ranks), every)])
     labels, title = list(shown.values()), "Load of each rank divided by the mean"
     numbers = Table(
         "Work of each rank" + (f", the first {MAX_TABLE_ROWS}" if len(ranks) > MAX_TABLE_ROWS else ""),
@@ -127,7 +130,7 @@ def _rank_loads(key: str, data: PageData) -> list[Card]:
         Card(
             "Load of each rank",
             "Divided by the mean of the ranks that do such work; 1 is even",
-            charts.heat_map(f"{key}-load", title, labels, axis, values, 2.0, _times_mean, left=96)
+            charts.heat_map(f"{key}-load", title, labels, axis, values, 2.0, _times_mean, left=LEFT)
             + charts.heat_scale(2.0, _times),
             numbers=numbers,
         )
@@ -186,6 +189,13 @@ def _by_mean(tokens: list[int]) -> list[float]:
 
 def _rank_label(row: dict[str, Any]) -> str:
     return f"{row['node']} · {row['rank']}"
+
+
+def _short_labels(ranks: list[dict[str, Any]]) -> list[str]:
+    """For the edges of pictures: nodes without their domains, where that tells them apart."""
+    hosts = {row["node"]: row["node"].partition(".")[0] for row in ranks}
+    are_apart = len(set(hosts.values())) == len(hosts) and not any(host.isdigit() for host in hosts.values())
+    return [_rank_label(row | {"node": hosts[row["node"]]} if are_apart else row) for row in ranks]
 
 
 def _times(value: float) -> str:

@@ -378,3 +378,46 @@ def test_a_table_opens_without_a_script(browser: Browser, pages):
     assert not browser.evaluate(shown)
     browser.evaluate("document.querySelector('summary').click()")
     assert browser.evaluate(shown)
+
+
+# texts of pictures that stick out of their picture, or run into another one of their line
+UNREADABLE = """
+[...document.querySelectorAll('svg.chart')].flatMap(svg => {
+  const edge = svg.getBoundingClientRect();
+  const boxes = [...svg.querySelectorAll("text")].map(t => [t.textContent, t.getBoundingClientRect()]);
+  const isCut = box => box.left < edge.left - 1 || box.right > edge.right + 1;
+  const isIn = (a, b) => Math.abs(a.bottom - b.bottom) < 1 && a.left < b.right && b.left < a.right;
+  const seen = ([, box], i) => isCut(box) || boxes.slice(0, i).some(([, other]) => isIn(box, other));
+  return boxes.filter(seen).map(([text]) => text);
+})
+"""
+
+
+@pytest.mark.parametrize("domain", ["", ".gpu.cluster.example.org"])
+@pytest.mark.parametrize("width", [1200, 375])
+def test_names_of_nodes_have_room(browser: Browser, tmp_path, domain, width):
+    nodes = [f"node{number:03d}{domain}" for number in range(64)]
+    run = write_run(
+        tmp_path / "r",
+        steps=[
+            step(name, "decode", 0.5, new=1, cached=0, output=1, rank=rank, start_s=0.25, kv_tokens=9)
+            for name in nodes
+            for rank in range(2)
+        ],
+        nodes=[session(name, 0, 1, ranks=2, prefill_s=0, node=name) for name in nodes],
+    )
+    write_page([run], tmp_path / "r.html")
+    browser.open((tmp_path / "r.html").as_uri(), width=width)
+    assert browser.evaluate(UNREADABLE) == []
+    marks = browser.evaluate("[...document.querySelectorAll('svg.chart text')].map(t => t.textContent)")
+    assert "node000 · 0" in marks
+    assert f"node063{domain} · 1" in browser.evaluate("document.body.textContent")
+
+
+def test_a_printed_page_has_all_rows_of_its_tables_and_the_colours_of_its_legends(browser: Browser, pages):
+    browser.open(pages["day"])
+    hidden = "[...document.querySelectorAll('.scroll')].filter(s => s.scrollHeight > s.clientHeight + 1).length"
+    assert browser.evaluate(hidden) > 0
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    assert browser.evaluate(hidden) == 0
+    assert browser.evaluate("getComputedStyle(document.querySelector('.swatch')).printColorAdjust") == "exact"
