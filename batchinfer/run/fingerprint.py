@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from itertools import zip_longest
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,11 @@ def check_same(recorded: Fingerprint, current: Fingerprint, folder: Path | str) 
             missing = "not known"  # to another version of the program
             key = next(key for key in {**old, **new} if old.get(key, missing) != new.get(key, missing))
             name, old, new = f"{name}.{key}", old.get(key, missing), new.get(key, missing)
-        elif name == "input shards":
-            old, new = _first_difference(old or [], new)
+        differs = f"{name} was {_short(old)} and is now {_short(new)}"
+        if field == "input shards":
+            differs = _shards_differ(old or [], new)
         raise RunMismatchError(
-            f"the run folder {folder} belongs to another job: {name} was {_short(old)} and is now {_short(new)}; "
+            f"the run folder {folder} belongs to another job: {differs}; "
             "choose another output.dir, restore what changed, or delete that folder"
         )
 
@@ -134,11 +135,23 @@ def _identity(shard: Shard) -> list[Any]:
     return [*of_file, shard.version] if shard.version else of_file
 
 
-def _first_difference(old: list[Any], new: list[Any]) -> tuple[Any, Any]:
-    for left, right in zip_longest(old, new, fillvalue="no such shard"):
-        if left != right:
-            return left, right
-    return "in another order", "in this order"
+def _shards_differ(old: list[Any], new: list[Any]) -> str:
+    """What is different, in words; each shard is a list that begins with its name."""
+    was, now = ({shard[0]: shard for shard in shards} for shards in (old, new))
+    if added := now.keys() - was.keys():
+        verb = "is" if len(added) == 1 else "are"
+        return f"{_some(added)} {verb} new among its input shards (a job over new files alone gives their answers)"
+    if gone := was.keys() - now.keys():
+        return f"{_some(gone)} {'is' if len(gone) == 1 else 'are'} missing from its input shards"
+    for name, shard in now.items():
+        if shard != was[name]:
+            return f"input shards was {_short(was[name])} and is now {_short(shard)}"
+    return "input shards are in another order"
+
+
+def _some(names: Set[str]) -> str:
+    """The first by name, and how many there are besides."""
+    return min(names) + (f" and {len(names) - 1:,} more" if len(names) > 1 else "")
 
 
 def _digest(data: bytes) -> str:

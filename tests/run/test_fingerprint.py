@@ -25,3 +25,23 @@ def test_the_first_key_that_differs_is_named(recorded, told):
 
 def test_the_same_job_goes_on():
     check_same({"columns": {"choices": None}, "more": 1}, {"columns": {"choices": None}}, Path("run"))
+
+
+A, B, C = (["a.parquet", 10, "f0"], ["b.parquet", 20, "f1"], ["c.parquet", 30, "f2"])
+
+
+@pytest.mark.parametrize(
+    ("recorded", "current", "told"),
+    [
+        ([A, B], [A, B, C], "another job: c.parquet is new among its input shards (a job over new files alone"),
+        ([C], [A, B, C], "another job: a.parquet and 1 more are new among its input shards"),
+        ([A, B, C], [A, C], "another job: b.parquet is missing from its input shards; choose"),
+        ([A, B], [A, ["b.parquet", 21, "f3"]], 'input shards was ["b.parquet", 20, "f1"] and is now ["b.parquet", 21'),
+        ([A, B], [B, A], "another job: input shards are in another order; choose"),
+        (None, [A], "another job: a.parquet is new among its input shards"),
+    ],
+)
+def test_the_shards_that_differ_are_named(recorded, current, told):
+    with pytest.raises(RunMismatchError) as failure:
+        check_same({"input shards": recorded}, {"input shards": current}, Path("run"))
+    assert told in str(failure.value)
