@@ -228,6 +228,8 @@ def test_a_job_without_the_cpp_operations_is_told_to_take_the_original(folder, t
 def test_a_folder_that_is_there_and_a_converted_model_are_refused(folder, tmp_path):
     ended = convert(RANDOM_MODEL, folder / "int4", "int4", code=2)
     assert "is there already" in one_error(ended)
+    (tmp_path / "link").symlink_to("nowhere")
+    assert "is there already" in one_error(convert(RANDOM_MODEL, tmp_path / "link", "int4", code=2))
     ended = convert(folder / "int4", tmp_path / "again", "int4", code=2)
     assert "is converted already" in one_error(ended)
     assert not (tmp_path / "again").exists()
