@@ -6,7 +6,8 @@ V3, R1   <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool
          ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
 V3.1     <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{"city": "Rome"}
          <｜tool▁call▁end｜><｜tool▁calls▁end｜>   (in one line)
-V3.2     <｜DSML｜function_calls>
+V3.2     (behind an empty line)
+         <｜DSML｜function_calls>
          <｜DSML｜invoke name="NAME">
          <｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>
          </｜DSML｜invoke>
@@ -44,6 +45,7 @@ class _Form:
     end: str
     calls: Callable[[str], list[Call] | None]  # at least one of a block; None: not in this form
     inner: str  # begins a call, which outside a block is none
+    before: str = ""  # between the words of an answer and its first block, which the chat template writes again
     has_ids: bool = False  # of its own, which the chat template needs when the call comes back in a chat
     needs_end: bool = False  # otherwise a stop string may have cut off the block's end, but not that of a call
 
@@ -56,9 +58,9 @@ def tool_calls(texts: pa.Array, finish_reasons: pa.Array) -> pa.Array:
 
 
 def before_calls(text: str) -> str:
-    """An answer up to its first call."""
+    """An answer up to its first call: what stands as content beside the calls when the answer comes back in a chat."""
     form = _form_of(text)
-    return text if form is None else text.partition(form.begin)[0]
+    return text if form is None else text.partition(form.begin)[0].removesuffix(form.before)
 
 
 def parse_tool_calls(text: str, *, is_cut: bool = False) -> list[Call] | None:
@@ -273,7 +275,7 @@ def _object(pairs: list[tuple[str, object]]) -> str | None:
 
 _FORMS = (
     _Form("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", _calls_of_v3, _CALL_BEGIN),
-    _Form("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _calls_of_v32, "<｜DSML｜invoke"),
+    _Form("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", _calls_of_v32, "<｜DSML｜invoke", before="\n\n"),
     _Form(
         "<|tool_calls_section_begin|>",
         "<|tool_calls_section_end|>",

@@ -16,7 +16,7 @@ from openai.types.chat import ChatCompletion
 from pydantic import BaseModel, ConfigDict
 
 from batchinfer.data.chat import ChatTemplate
-from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.data.tokenizer import OWN_TEMPLATES, load_tokenizer
 from batchinfer.finish.openai_answers import OpenAIAnswers
 from batchinfer.records import Shard
 from support.checked_rows import make_job
@@ -317,7 +317,7 @@ def goes_on(template: str, row: dict[str, Any]) -> str:
     message = answer_of(row).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "Rain"} for call in message.tool_calls]
     chat = [{"role": "user", "content": "Rain?"}, message.model_dump(), *results]
-    chat_template = ChatTemplate(template, {})
+    chat_template = ChatTemplate(template, {"bos_token": "", "eos_token": ""})
     return chat_template.render(chat_template.with_arguments(chat))
 
 
@@ -327,6 +327,20 @@ def test_calls_of_kimi_go_back_into_a_chat_as_the_model_wrote_them():
     of_calls, of_results = text.split("## Return of ", 1)
     assert f"<|tool_calls_section_begin|>{of_calls}<|tool_calls_section_end|>" == KIMI_CALLS
     assert of_results == "functions.weather:0\nRain## Return of functions.weather:1\nRain"
+
+
+@pytest.mark.parametrize("words", ["", "I look it up."])
+def test_calls_of_v32_go_back_into_a_chat_as_the_model_wrote_them(words):
+    text = f"""{words}
+
+<｜DSML｜function_calls>
+<｜DSML｜invoke name="weather">
+<｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>
+</｜DSML｜invoke>
+</｜DSML｜function_calls>"""
+    call = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    written = goes_on((OWN_TEMPLATES / "deepseek_v32.jinja").read_text(), ROW | {"text": text, "tool_calls": [call]})
+    assert f"</think>{text}<｜end▁of▁sentence｜>" in written
 
 
 @pytest.mark.parametrize(
