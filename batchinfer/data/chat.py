@@ -15,10 +15,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from batchinfer.data.call_ids import NINE_CHARACTERS, WITH_NAME, IdForm, with_ids
 from batchinfer.records import ModelError
 
 MAX_CHARS = 1 << 26  # of one rendered chat; only a template gone wild writes more
 _TRIAL_ARGUMENTS = {"city": "Rome on the Tiber"}  # of a call by which a template is tried
+_TRIAL_NAME, _TRIAL_ID = "weather", "call_0123456789abcdef"
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' mark of the place at which the final message goes on
 # transformers and vLLM write the day on which they run
 NO_DATE = (
@@ -64,6 +66,21 @@ class ChatTemplate:
             return _with_arguments(messages, _as_text)
         return _with_arguments(messages, _as_object) if self._argument_types == {dict} else messages
 
+    def with_ids(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with ids of their tool calls as the template takes them (data/call_ids.py)."""
+        if self._id_form is None or not any(message.get("tool_calls") for message in messages):
+            return messages
+        return with_ids(messages, self._id_form)
+
+    @cached_property
+    def _id_form(self) -> IdForm | None:
+        """None: any is taken, or no call at all."""
+        arguments = _to_json(_TRIAL_ARGUMENTS) if str in self._argument_types else _TRIAL_ARGUMENTS
+        written = self._tried(arguments, _TRIAL_ID)
+        if not written:
+            return NINE_CHARACTERS if self._argument_types else None
+        return WITH_NAME if _TRIAL_ID in written and _TRIAL_NAME not in written else None
+
     @cached_property
     def _argument_types(self) -> set[type]:
         """Of the arguments of a tool call: str where the template takes JSON text, dict where it takes an object."""
@@ -74,15 +91,15 @@ class ChatTemplate:
         is_text = _TRIAL_ARGUMENTS["city"] in written[str] and _to_json(text) not in written[str]
         return {kind for kind in taken if written[kind] and (kind is dict or is_text)}
 
-    def _tried(self, arguments: Any) -> str:
+    def _tried(self, arguments: Any, call_id: str = "abcdefgh1") -> str:
         """A chat with a call of these arguments; empty where the template fails on it."""
-        function = {"name": "weather", "arguments": arguments}
-        call = {"id": "abcdefgh1", "type": "function", "function": function}  # Mistral's ids have nine characters
+        function = {"name": _TRIAL_NAME, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
         for content in (None, ""):  # a template may take one of them only
             chat: list[dict[str, Any]] = [
                 {"role": "user", "content": "Hello"},
                 {"role": "assistant", "content": content, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "abcdefgh1", "name": "weather", "content": "Rain"},
+                {"role": "tool", "tool_call_id": call_id, "name": "station", "content": "Rain"},
             ]
             try:
                 return self.render(chat)

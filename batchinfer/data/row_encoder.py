@@ -98,8 +98,8 @@ class RowEncoder:
     def _chat_ids(self, chats: list[Chat]) -> IdsAndControl:
         if self._tokenizer.template_text is None:
             return ((_NO_TEMPLATE, False) for _ in chats)
-        with_arguments = self._tokenizer.chat_template().with_arguments
-        messages = [with_arguments(chat.messages) for chat in chats]
+        template = self._tokenizer.chat_template()
+        messages = [template.with_ids(template.with_arguments(chat.messages)) for chat in chats]
         found = self._tokenizer.encode_chats(
             messages,
             self._most_tokens,

@@ -102,6 +102,50 @@ def test_a_call_may_have_no_arguments_and_messages_of_any_form_pass():
         assert template.with_arguments(strange) == strange
 
 
+OF_API = ["call_8Zk1VbQ0", "call_5Yd7XcP9", "call_8Zk1VbQ0"]
+
+
+def tool_chat(ids):
+    """Two calls and their results, and in a later turn a third."""
+    names = ["tide", "wait", "tide"]
+    calls = [{"id": own, "function": {"name": name, "arguments": "{}"}} for own, name in zip(ids, names, strict=True)]
+    results = [{"role": "tool", "tool_call_id": own, "content": "low"} for own in ids]
+    first, last = ({"role": "assistant", "content": "", "tool_calls": part} for part in (calls[:2], calls[2:]))
+    return [{"role": "user", "content": "When?"}, first, *results[:2], last, results[2]]
+
+
+def ids_of(chat):
+    calls = [call["id"] for message in chat for call in message.get("tool_calls", ())]
+    return calls, [message["tool_call_id"] for message in chat if message["role"] == "tool"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "kept", "made"),
+    [
+        (KIMI_K2, ["functions.tide:0", "wait:1", "functions.tide:7"],
+         ["functions.tide:0", "functions.wait:1", "functions.tide:2"]),
+        (MISTRAL, ["abcDEF123", "000000000", "call00001"], ["call00000", "call00001", "call00002"]),
+        (DEEPSEEK_V3, ["", "any", "any"], OF_API),
+        (GLM_47, ["", "any", "any"], OF_API),
+    ],
+)  # fmt: skip
+def test_ids_of_calls_are_those_that_the_template_takes(calls, kept, made):
+    template = of_family(calls)
+    good = tool_chat(kept)
+    assert template.with_ids(good) == good
+    found = template.with_ids(tool_chat(OF_API))
+    assert ids_of(found) == (made, made)
+    assert template.render(template.with_arguments(found))
+
+
+def test_calls_without_ids_get_some_and_odd_ones_are_left_to_the_template():
+    template = of_family(KIMI_K2)
+    named, odd = {"function": {"name": "tide", "arguments": "{}"}}, {"function": "tide"}
+    chat = [{"role": "assistant", "content": None, "tool_calls": calls} for calls in ([named], [odd], 5)]
+    found = template.with_ids(chat)
+    assert found == [{**chat[0], "tool_calls": [{**named, "id": "functions.tide:0"}]}, *chat[1:]]
+
+
 @pytest.fixture(scope="module")
 def v32():
     return ChatTemplate((OWN_TEMPLATES / "deepseek_v32.jinja").read_text(), {})

@@ -1,0 +1,73 @@
+"""Ids of the tool calls in a chat's history, in the form that the model's chat template takes.
+
+any      call_8Zk…               as the API gave them
+Mistral  call00000               nine letters and digits; its templates refuse others
+Kimi-K2  functions.weather:0     its template writes the id alone, so that it has to name the function
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class IdForm:
+    """takes: whether an id is of this form, given the function's name. make: one for a name and the call's number."""
+
+    takes: Callable[[str, str], bool]
+    make: Callable[[str, int], str]
+
+
+def _has_nine_characters(found: str, name: str) -> bool:
+    return re.fullmatch("[a-zA-Z0-9]{9}", found) is not None
+
+
+def _names_function(found: str, name: str) -> bool:
+    return re.fullmatch(rf"(functions\.)?{re.escape(name)}(:\d+)?", found) is not None
+
+
+NINE_CHARACTERS = IdForm(_has_nine_characters, lambda name, number: f"call{number:05d}")
+WITH_NAME = IdForm(_names_function, lambda name, number: f"functions.{name}:{number}")
+
+
+def with_ids(messages: Messages, form: IdForm) -> Messages:
+    """The messages; where the id of a call is not of this form, all calls and results that name them have new ones."""
+    if all(form.takes(_id(call), name) for message in messages for call, name in _calls(message)):
+        return messages
+    new_ids: dict[str, str] = {}  # by the id so far; one that is used again is that of the latest call
+    changed = []
+    number = 0
+    for message in messages:
+        calls = []
+        for call, name in _calls(message):
+            made = form.make(name, number)
+            if own := _id(call):
+                new_ids[own] = made
+            calls.append({**call, "id": made})
+            number += 1
+        of_call = _id(message, "tool_call_id")
+        new = {"tool_calls": calls} if calls else {"tool_call_id": new_ids[of_call]} if of_call in new_ids else {}
+        changed.append({**message, **new})
+    return changed
+
+
+def _id(holder: dict[str, Any], key: str = "id") -> str:
+    """Empty where there is none."""
+    found = holder.get(key)
+    return found if isinstance(found, str) else ""
+
+
+def _calls(message: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """The calls of a message, each with the name of its function; none where one is of another form."""
+    calls = message.get("tool_calls")
+    found = []
+    for call in calls if isinstance(calls, list) else ():
+        function = call.get("function") if isinstance(call, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            return []
+        found.append((call, name))
+    return found
