@@ -1,6 +1,8 @@
 """Folders of data: which files in them are shards (Hugging Face's layouts), and what their names say of all rows."""
 
 import bisect
+import errno
+import glob
 import json
 import os
 import re
@@ -8,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import unquote
 
 from batchinfer.config import S3Config
@@ -63,6 +66,21 @@ def without_files(folders: Iterable[str], files: Iterable[str]) -> list[str]:
     in_order = sorted(files)
     places = ((folder, bisect.bisect(in_order, folder)) for folder in folders)
     return [folder for folder, at in places if at == len(in_order) or not in_order[at].startswith(folder)]
+
+
+def check_listed(pattern: str) -> None:
+    """See that all folders can be listed in which a pattern looks: `glob` passes over the others in silence.
+
+    Raises:
+        ConfigError: one cannot be.
+    """
+    parts = pattern.split(os.sep)
+    for at, part in enumerate(parts):
+        if WILDCARDS.search(_ESCAPED.sub("", part)):
+            looked_in = os.sep.join(parts[: at + (part == "**")])
+            for folder in glob.glob(f"{looked_in}{os.sep}" if looked_in or at else os.curdir, recursive=True):
+                if not os.access(folder, os.R_OK | os.X_OK):
+                    _refuse(PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder))
 
 
 def outside_runs(pattern: str, matches: list[str], runs: set[str]) -> list[str]:
@@ -134,7 +152,7 @@ def _names_below(folder: str, runs: set[str]) -> Iterator[str]:
     seen: set[str] = set()
     tops = [folder]
     for top in tops:
-        for place, folders, names in os.walk(top):
+        for place, folders, names in os.walk(top, onerror=_refuse):
             real = os.path.realpath(place)
             if real in seen:
                 folders.clear()
@@ -146,6 +164,12 @@ def _names_below(folder: str, runs: set[str]) -> Iterator[str]:
             folders[:] = [name for name in below if name not in found]
             tops += (path for path in (os.path.join(place, name) for name in folders) if os.path.islink(path))
             yield from (os.path.relpath(os.path.join(place, name), folder) for name in names)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise ConfigError(
+        f"cannot list the folder {error.filename} for its data: {error.strerror}; make it readable, or name only others"
+    )
 
 
 def _is_hidden(folder: str) -> bool:

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
 from batchinfer.data.folders import (
+    check_listed,
     files_in_folder,
     files_or_folders,
     holds_data,
@@ -163,6 +164,8 @@ def _matching_paths(pattern: str, runs: set[str], unread: set[str]) -> list[str]
     # a path that exists is meant as it stands, even when it holds glob characters
     is_plain = os.path.lexists(pattern)
     matches = [pattern] if is_plain else outside_runs(pattern, glob.glob(pattern, recursive=True), runs)
+    if not is_plain:
+        check_listed(pattern)
     matches = [os.path.abspath(match) for match in matches]
     folders = [f"{match}{os.sep}" for match in matches if os.path.isdir(match)]
     files = [match for match in matches if not os.path.isdir(match)]

@@ -28,6 +28,7 @@ from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.validate import ShardRows, tokenize_shard
 from batchinfer.records import ConfigError, InputError, Shard, sampling_from_json
 from support.open_encoders import encoders_of
+from support.other_user import as_user, open_folder
 
 SAMPLE = Path(__file__).parents[2] / "sample_data"
 LIMITS = PromptLimits(window=2048, vocab_size=1024)
@@ -110,6 +111,22 @@ def test_a_file_counts_once_however_it_is_reached(tmp_path):
     write(tmp_path / "data/a.parquet", {"prompt": ["x"]})
     (tmp_path / "link").symlink_to(tmp_path / "data")
     assert len(find_shards([f"{tmp_path}/data/*", f"{tmp_path}/link/*", f"{tmp_path}/data/../data/a.parquet"])) == 1
+
+
+@pytest.mark.parametrize("pattern", ["data", "data/*/*.parquet", "data/**/*.parquet", "data/**", "**", "[d]ata/*"])
+def test_a_folder_that_cannot_be_listed_is_not_passed_over(pattern):
+    with open_folder() as folder:
+        for day in ("day=1", "day=2"):
+            write(folder / "data" / day / "a.parquet", {"prompt": ["x"]})
+
+        def as_another():
+            os.chdir(folder)
+            with pytest.raises(ConfigError, match=r"cannot list the folder \S*data/day=2/? for its data: Permission d"):
+                find_shards([pattern])
+            assert len(find_shards(["data/day=1", "data/day=[13]/*"])) == 1
+
+        (folder / "data" / "day=2").chmod(0)
+        assert as_user(as_another) == 0
 
 
 def test_the_run_folder_is_not_input(tmp_path):
