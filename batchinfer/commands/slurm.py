@@ -57,7 +57,7 @@ def cancel(target: Path) -> None:
 
     run, config = planned_run(target, (), "sent")
     storage = storage_of(config)
-    end = {"slurm": lambda: slurm.cancel(run), "k8s": lambda: k8s.cancel(run), "ray": lambda: ray.cancel(storage)}
+    end = {"slurm": lambda: slurm.cancel(storage), "k8s": lambda: k8s.cancel(run), "ray": lambda: ray.cancel(storage)}
     ended = [name for launcher in launchers_of(run) for name in end[launcher]()]
     storage.keep_sent()
     click.echo(f"cancelled: {' '.join(ended)}" if ended else f"nothing of {run.shown} waits or runs in a cluster")

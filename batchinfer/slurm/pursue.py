@@ -91,6 +91,7 @@ def resize_and_keep(
     storage: Storage, size: ArraySize, busy: Container[str] = (), *, follower: str
 ) -> tuple[Submission | None, list[Task]]:
     """Set how many tasks wait or run, as `resize`; records of it are durable, also of the part before a refusal."""
+    storage.fetch("sent")  # that another node has cancelled the run, or follows it
     try:
         return resize(storage.run, size, busy, follower)
     finally:

@@ -20,6 +20,7 @@ from batchinfer import own_process
 from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
 from batchinfer.run.lock import turn_to_send
+from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
 from batchinfer.slurm import client
 from batchinfer.slurm.client import Task
@@ -164,13 +165,17 @@ def leaving(live: list[Task], count: int, busy: Container[str]) -> list[Task]:
     return by_need[:count]
 
 
-def cancel(run: RunDir) -> list[str]:
+def cancel(storage: Storage) -> list[str]:
     """End everything of a run that waits or runs, the job that finishes it too; returns the names of what was ended.
 
     A command that follows the run ends as well, at its next look.
     """
+    run = storage.run
+    # first of all: one on another node would send anew what ends here
+    dismiss(run)
+    storage.keep_sent()
+    storage.fetch("sent")
     with turn_to_send(run):
-        dismiss(run)
         live = live_tasks(run)
         finishing = _finishing(run)
         # the one that finishes first: it must not start because the tasks have ended

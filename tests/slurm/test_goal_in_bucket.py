@@ -8,14 +8,15 @@ import pytest
 
 from batchinfer.config import load_job
 from batchinfer.plan import packing
-from batchinfer.records import ConfigError
+from batchinfer.records import ConfigError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
 from batchinfer.run.open_storage import bucket_storage
+from batchinfer.slurm import client
 from batchinfer.slurm.follower import take_over
 from batchinfer.slurm.goal import Goal, read_goal, write_goal
 from batchinfer.slurm.meter import Meter
 from batchinfer.slurm.pursue import is_finished, resize_and_keep
-from batchinfer.slurm.submit import Shape, remember_shape, submissions
+from batchinfer.slurm.submit import Shape, cancel, remember_shape, submissions
 from batchinfer.submit.size import ArraySize
 from support.jobs import batchinfer, write_job, write_questions
 from support.object_store import s3_server
@@ -80,6 +81,25 @@ def test_what_was_sent_is_kept_also_where_slurm_refuses_what_comes_next(nodes, t
         resize_and_keep(first, ArraySize(1), follower=take_over(first.run))
     second, _ = nodes("second")
     assert [sent.shape.partition for sent in submissions(second.run)] == ["night"]
+
+
+def test_a_cancel_on_another_node_is_known_before_tasks_end(nodes, monkeypatch):
+    first, _ = nodes("first")
+    remember_shape(first.run, Shape())
+    name = take_over(first.run)
+    first.keep_sent()
+    second, _ = nodes("second")
+    looks = []
+
+    def look(jobs):
+        with pytest.raises(InterruptedRunError, match="was cancelled"):
+            resize_and_keep(first, ArraySize(1), follower=name)
+        looks.append(jobs)
+        return []
+
+    monkeypatch.setattr(client, "live_tasks", look)
+    assert cancel(second) == []
+    assert looks
 
 
 def test_a_dry_run_and_follow_say_what_they_do_by_the_uri_alone(nodes):
