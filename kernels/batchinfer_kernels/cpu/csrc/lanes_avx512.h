@@ -16,22 +16,33 @@ constexpr int64_t kTurnSteps = 4;          // after which it is the turn of what
 
 inline First lanes(int64_t count) { return count >= 16 ? 0xFFFF : count <= 0 ? 0 : (__mmask16)((1u << count) - 1); }
 
+// Masked loads wait for all earlier stores whose addresses end alike, and masked stores let no load pass; whole ones do not.
+inline bool is_whole(First first) { return __builtin_expect(first == 0xFFFF, true); }
+
 inline Floats floats(float value) { return _mm512_set1_ps(value); }
 inline Ints ints(int32_t value) { return _mm512_set1_epi32(value); }
 // 0, 1, … 15
 inline Ints steps() { return _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0); }
 
 inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
-inline Floats load(First first, const float* at) { return _mm512_maskz_loadu_ps(first, at); }  // 0 elsewhere
+inline Floats load(First first, const float* at) {  // 0 elsewhere
+  return is_whole(first) ? load(at) : _mm512_maskz_loadu_ps(first, at);
+}
 inline Floats load_or(First first, const float* at, float other) {
-  return first == 0xFFFF ? load(at) : _mm512_mask_loadu_ps(floats(other), first, at);
+  return is_whole(first) ? load(at) : _mm512_mask_loadu_ps(floats(other), first, at);
 }
 inline Ints load_ints(const void* at) { return _mm512_loadu_si512(at); }
-inline Ints load_ints(First first, const void* at) { return _mm512_maskz_loadu_epi32(first, at); }
+inline Ints load_ints(First first, const void* at) {
+  return is_whole(first) ? load_ints(at) : _mm512_maskz_loadu_epi32(first, at);
+}
 inline void store(float* at, Floats values) { _mm512_storeu_ps(at, values); }
-inline void store(float* at, First first, Floats values) { _mm512_mask_storeu_ps(at, first, values); }
+inline void store(float* at, First first, Floats values) {
+  is_whole(first) ? store(at, values) : _mm512_mask_storeu_ps(at, first, values);
+}
 inline void store_ints(void* at, Ints values) { _mm512_storeu_si512(at, values); }
-inline void store_ints(void* at, First first, Ints values) { _mm512_mask_storeu_epi32(at, first, values); }
+inline void store_ints(void* at, First first, Ints values) {
+  is_whole(first) ? store_ints(at, values) : _mm512_mask_storeu_epi32(at, first, values);
+}
 
 // a * b + c, a * b - c and c - a * b with one rounding.
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -139,10 +150,15 @@ inline Floats high_values(Ints pairs) {
   return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))));
 }
 inline Floats load_wide(First first, const bf16* at) {
-  return low_values(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, at)));
+  return low_values(is_whole(first) ? load_bits(at) : _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first, at)));
 }
 inline void store_rounded(bf16* at, First first, Floats values) {
-  _mm256_mask_storeu_epi16(at, first, rounded_halves(values));
+  const __m256i halves = rounded_halves(values);
+  if (is_whole(first)) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), halves);
+  } else {
+    _mm256_mask_storeu_epi16(at, first, halves);
+  }
 }
 
 // 32 values, whole lines, past the caches: what stood there is not read first.
