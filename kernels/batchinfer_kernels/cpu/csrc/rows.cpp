@@ -21,10 +21,21 @@ void for_rows(int64_t num_rows, int64_t width, Row row) {
   });
 }
 
-// 16 values of a token's sum over its experts, products and sums rounded one by one.
+// The places of the token behind this one, if there is one.
+inline const int64_t* next_place(const int64_t* place, int64_t token, int64_t num_tokens, int64_t topk) {
+  return place + std::min(token + 1, num_tokens - 1) * topk;
+}
+
+// 16 values of a token's sum over its experts, products and sums rounded one by one. Rows are all over memory and too short
+// for processors to look ahead in them, so those of the next token are asked for meanwhile.
 template <class Value>
-inline Floats weighted_sum(const Value* rows, const int64_t* place, const float* weights, int64_t topk, int64_t width,
-                           First first, int64_t column) {
+inline Floats weighted_sum(const Value* rows, const int64_t* place, const int64_t* next, const float* weights,
+                           int64_t topk, int64_t width, First first, int64_t column) {
+  if (column % (64 / int64_t{sizeof(Value)}) == 0) {
+    for (int64_t k = 0; k < topk; ++k) {
+      _mm_prefetch(reinterpret_cast<const char*>(rows + next[k] * width + column), _MM_HINT_T0);
+    }
+  }
   Floats sum = floats(0.0f);
   for (int64_t k = 0; k < topk; ++k) {
     sum = sum + load_wide(first, rows + place[k] * width + column) * floats(weights[k]);
@@ -117,9 +128,10 @@ template <class Value>
 void sum_per_token(const Value* rows, const int64_t* place, const float* weights, float* sums, int64_t num_tokens,
                    int64_t topk, int64_t width) {
   for_rows(num_tokens, width * topk, [&](int64_t token) {
+    const int64_t* const next = next_place(place, token, num_tokens, topk);
     for (int64_t i = 0; i < width; i += 16) {
       const First first = lanes(width - i);
-      const Floats sum = weighted_sum(rows, place + token * topk, weights + token * topk, topk, width, first, i);
+      const Floats sum = weighted_sum(rows, place + token * topk, next, weights + token * topk, topk, width, first, i);
       store(sums + token * width + i, first, sum);
     }
   });
@@ -129,9 +141,10 @@ template <class Value>
 void combine(const Value* hidden, const Value* rows, const int64_t* place, const float* weights, const Value* added,
              Value* out, int64_t num_tokens, int64_t topk, int64_t width) {
   for_rows(num_tokens, width * topk, [&](int64_t token) {
+    const int64_t* const next = next_place(place, token, num_tokens, topk);
     for (int64_t i = 0; i < width; i += 16) {
       const First first = lanes(width - i);
-      Floats sum = weighted_sum(rows, place + token * topk, weights + token * topk, topk, width, first, i);
+      Floats sum = weighted_sum(rows, place + token * topk, next, weights + token * topk, topk, width, first, i);
       if (added) sum = sum + load_wide(first, added + token * width + i);
       store_rounded(out + token * width + i, first, load_wide(first, hidden + token * width + i) + rounded<Value>(sum));
     }
