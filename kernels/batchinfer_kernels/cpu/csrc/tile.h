@@ -482,21 +482,35 @@ inline void multiply_strip(const Rows<Row>& x, int64_t first, int64_t num_rows, 
 }
 
 #ifdef BATCHINFER_TILES
+// sums [count, 64] = (or, unless it is the first block, +=) exact sums of a block in N tiles of columns, times their scales.
+template <int N>
+inline void add_scaled(const int32_t* exact, int64_t count, const float* x_scales, int64_t x_stride, const float* scales,
+                       bool is_first, float* sums) {
+  Floats column_scales[N];
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) column_scales[n] = floats(scales[n]);
+  for (int64_t r = 0; r < count; ++r, exact += kScratchColumns, x_scales += x_stride, sums += kPanelColumns) {
+    const Floats x_scale = floats(*x_scales);
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      const Floats sum = as_floats(load_ints(exact + 16 * n)), before = is_first ? floats(0.0f) : load(sums + 16 * n);
+      store(sums + 16 * n, multiply_add(sum, x_scale * column_scales[n], before));
+    }
+  }
+}
+
 inline void multiply_strip_in_tiles(const ByteRows& x, int64_t first, int64_t num_rows, const BytePanel& panel,
                                     int64_t chunks, int64_t num_blocks, float* sums, Ahead next_panel) {
   multiply_byte_tiles({x.data + first * num_blocks * kBlock, num_blocks * kBlock, num_rows},
                       {panel.values, 4 * kPanelColumns}, chunks, kBlock / 4, num_blocks, panel.starts, kPanelColumns,
                       next_panel,
                       [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, const int32_t* exact) {
-                        for (int64_t r = 0; r < count; ++r) {
-                          const Floats x_scale = floats(x.scales[(first + row + r) * num_blocks + block]);
-                          for (int64_t n = 0; n < number; ++n) {
-                            float* const at = sums + (row + r) * kPanelColumns + 16 * (tile + n);
-                            const Floats scale = x_scale * floats(panel.scales[block * kChunks + tile + n]);
-                            const Floats sum = as_floats(load_ints(exact + r * kScratchColumns + 16 * n));
-                            store(at, multiply_add(sum, scale, block ? load(at) : floats(0.0f)));
-                          }
-                        }
+                        const float* const x_scales = x.scales + (first + row) * num_blocks + block;
+                        const float* const scales = panel.scales + block * kChunks + tile;
+                        float* const at = sums + row * kPanelColumns + 16 * tile;
+                        up_to_four(number, [&](auto tiles) {
+                          add_scaled<tiles>(exact, count, x_scales, num_blocks, scales, block == 0, at);
+                        });
                       });
 }
 #endif
@@ -581,7 +595,8 @@ struct Cut {
     const int64_t rows = (num_rows + num_blocks - 1) / num_blocks;
     const int64_t fair = std::max<int64_t>(1, num_panels * num_blocks / wanted);
     const int64_t panels = std::max<int64_t>(1, (int64_t{64} << 10) / std::max<int64_t>(1, panel_bytes));
-    return {(rows + kTileRows - 1) / kTileRows * kTileRows, std::min(panels, fair), fair};
+    constexpr int64_t kTogether = kHasTiles ? 32 : kTileRows;  // pass a panel as fast as fewer
+    return {(rows + kTogether - 1) / kTogether * kTogether, std::min(panels, fair), fair};
   }
 };
 
