@@ -22,7 +22,7 @@ _SPARE = _PREFIX + "SPARE"  # set: the other variables of this prefix come on st
 _SOCKET = _PREFIX + "SOCKET"  # the number of an inherited socket
 # Memory that a step gives back is kept for the next one: the kernel would have to clear it again, page by page. Large
 # pages: reading weights and KV all over memory takes fewer address translations (a seventh of a decode step).
-_MALLOC = (
+MALLOC = (
     f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={2**40}:glibc.malloc.top_pad={2**26}"
 )
 
@@ -108,7 +108,7 @@ def rank_variables(environment: RankEnvironment, *, num_ranks: int) -> dict[str,
     # all run where they may, also where a quota leaves them less time than so many cores have
     num_threads = max(1, min(share, num_cores() // num_ranks))
     # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
-    settings = {"GLIBC_TUNABLES": _MALLOC, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    settings = {"GLIBC_TUNABLES": MALLOC, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     settings |= thread_settings(num_threads) | matrix_library_settings()
     return {**settings, **os.environ, **environment.variables(cores)}
 

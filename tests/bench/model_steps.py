@@ -1,10 +1,10 @@
 """Single steps of the bench models: seconds, the share of each operation, and of what the machine can do.
 
 A decode step of many requests (alone, and in groups that share most of their pages) and a prefill step, without the
-engine around them. The limit of a step is the larger of the time in which its weights can be read and the time in which
-its products can be multiplied (in bfloat16 or float32, whichever is quicker), both at rates measured in the same run.
-Under each decode step stand what its logits take, which is a part of it, and what sampling from them takes, which is
-not.
+engine around them, in a process that keeps memory as a rank does. The limit of a step is the larger of the time in
+which its weights can be read and the time in which its products can be multiplied (in bfloat16 or float32, whichever
+is quicker), both at rates measured in the same run. Under each decode step stand what its logits take, which is a part
+of it, and what sampling from them takes, which is not.
 
     python tests/bench/model_steps.py [--sizes tiny small] [--dtype bfloat16 fp8] [--threads N] [--ops]
 """
@@ -12,6 +12,7 @@ not.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -32,6 +33,7 @@ from bench_models import SIZES, make_model  # noqa: E402
 from engine import body_flops, gemm_flops, last_layer_flops, read_bytes_per_s  # noqa: E402
 
 from batchinfer.config import PAGE_TOKENS, SamplingConfig  # noqa: E402
+from batchinfer.launch.rank_process import MALLOC  # noqa: E402
 from batchinfer.model import transformer  # noqa: E402
 from batchinfer.model.mla import Attention  # noqa: E402
 from batchinfer.model.moe import MoeMlp  # noqa: E402
@@ -200,4 +202,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if "GLIBC_TUNABLES" not in os.environ:  # read when a process starts
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "GLIBC_TUNABLES": MALLOC})
     main()
