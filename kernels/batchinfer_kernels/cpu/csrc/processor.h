@@ -15,6 +15,8 @@ namespace batchinfer {
 // Asks for the line of values that come soon, into the second level: the first has fewer reads from memory under way at a
 // time. Asking for what is not there does no harm.
 inline void fetch(const void* at) { __builtin_prefetch(at, 0, 2); }
+// The same into the first level, of what comes next.
+inline void fetch_near(const void* at) { __builtin_prefetch(at, 0, 3); }
 
 // A moment of a thread that waits awake.
 inline void relax() {

@@ -32,9 +32,7 @@ template <class Value>
 inline Floats weighted_sum(const Value* rows, const int64_t* place, const int64_t* next, const float* weights,
                            int64_t topk, int64_t width, First first, int64_t column) {
   if (column % (64 / int64_t{sizeof(Value)}) == 0) {
-    for (int64_t k = 0; k < topk; ++k) {
-      _mm_prefetch(reinterpret_cast<const char*>(rows + next[k] * width + column), _MM_HINT_T0);
-    }
+    for (int64_t k = 0; k < topk; ++k) fetch_near(rows + next[k] * width + column);
   }
   Floats sum = floats(0.0f);
   for (int64_t k = 0; k < topk; ++k) {
