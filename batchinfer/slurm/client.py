@@ -141,7 +141,7 @@ def max_array_size() -> int:
     if found is None or int(found[1]) < 2:
         raise ConfigError("this Slurm cluster allows no job arrays (MaxArraySize); run `batchinfer work` under srun")
     fewer = re.search(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", config, re.MULTILINE)
-    return int(found[1]) if fewer is None else min(int(found[1]), int(fewer[1]))
+    return int(found[1]) if fewer is None else max(1, min(int(found[1]), int(fewer[1])))
 
 
 def send(command: list[str]) -> str:

@@ -134,6 +134,7 @@ def test_tiles_that_hang_are_left_too(plain_is_best, monkeypatch):
     build.library()
     assert build.instructions().name == "others"
     assert "its tiles cannot be relied on (the process took longer than 0.5 s" in build.explain_choice()
+    assert f"delete {build._refused(build.INSTRUCTION_SETS[0])} to have them tried again" in build.explain_choice()
 
 
 def test_tiles_of_a_processor_that_did_not_build_the_library_are_tried_when_it_is_loaded():

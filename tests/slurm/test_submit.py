@@ -103,7 +103,13 @@ def test_an_array_too_large_is_cut_and_the_limit_holds_over_all(job, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("parameters", "most"), [("(null)", 1001), ("bf_interval=1,max_array_tasks=4", 4), ("max_array_tasks=9999,x", 1001)]
+    ("parameters", "most"),
+    [
+        ("(null)", 1001),
+        ("bf_interval=1,max_array_tasks=4", 4),
+        ("max_array_tasks=9999,x", 1001),
+        ("max_array_tasks=0", 1),
+    ],
 )
 def test_the_most_tasks_of_an_array(fake_program, parameters, most):
     fake_program(f"echo 'MaxArraySize = 1001'; echo 'SchedulerParameters     = {parameters}'", "scontrol")

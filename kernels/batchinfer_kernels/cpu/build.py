@@ -92,7 +92,8 @@ def why_not_for(known: InstructionSet) -> str | None:
     if known.name in _UNKNOWN_TO_COMPILER:
         return f"the compiler does not know its instructions ({_UNKNOWN_TO_COMPILER[known.name]})"
     if known.tiles and (refused := _refused(known)).exists():
-        return f"its tiles cannot be relied on ({' '.join(refused.read_text(encoding='utf-8').split())})"
+        said = " ".join(refused.read_text(encoding="utf-8").split())
+        return f"its tiles cannot be relied on ({said}); delete {refused} to have them tried again"
     return None
 
 
