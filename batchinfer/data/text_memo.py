@@ -62,7 +62,8 @@ class _Memo:
         self._num_bytes = 0
 
     def missing(self, texts: list[list[str]]) -> set[str]:
-        return set().union(*texts) - self._ids.keys()
+        # asked one by one: a difference from the keys would go through all that is remembered
+        return {text for text in set().union(*texts) if text not in self._ids}
 
     def update(self, texts: list[str], ids: list[bytes]) -> None:
         self._ids.update(zip(texts, ids, strict=True))

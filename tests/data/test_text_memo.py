@@ -150,6 +150,23 @@ def test_a_shared_beginning_goes_through_the_tokenizer_once(monkeypatch):
     assert asked[num_asked:] == [" second"]
 
 
+class AskedByKey(dict):
+    """What is remembered, which nobody may go through: there are hundreds of thousands."""
+
+    def keys(self):
+        raise AssertionError("all that is remembered is gone through")
+
+    __iter__ = items = values = keys
+
+
+def test_a_batch_does_not_go_through_all_that_is_remembered():
+    encoder = TextEncoder(tokenizer_of("deepseek"))
+    for memo in (encoder._memo._stretches, encoder._memo._chunks):
+        memo._ids = AskedByKey()
+    expected = [ids_of(tokenizer_of("deepseek"), text) for text in ("one two", "two three")]
+    assert [encoder.encode([text], None, add_special_tokens=False)[0] for text in ("one two", "two three")] == expected
+
+
 def changed(**parts) -> Tokenizer:
     found = json.loads(tokenizer_of("deepseek").to_str())
     return Tokenizer.from_str(json.dumps(found | parts))
