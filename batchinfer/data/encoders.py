@@ -14,7 +14,6 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from types import TracebackType
 
@@ -140,10 +139,10 @@ class Encoders:
         return [self._pool.submit(self._encode, batch.slice(first, end - first)) for first, end in runs]
 
     def _encode(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        answer = self._together(batch) if len(batch) > 1 else None
+        answer = self._together(batch) if len(batch) > 1 or batch.nbytes <= LARGE_BYTES else None
         if answer is not None:
             return answer
-        with self._one_large if len(batch) > 1 or batch.nbytes > LARGE_BYTES else nullcontext():
+        with self._one_large:
             rows = pa.Table.from_batches(self._one_by_one(batch), schema=ENCODED)
             return rows.combine_chunks().to_batches()[0]
 

@@ -66,6 +66,16 @@ def test_each_row_has_its_own_ids_in_order():
     assert found["error"].null_count == 3000
 
 
+def test_rows_that_come_one_at_a_time_share_a_worker(monkeypatch):
+    """As the rows of many small shards do: each worker is a fork."""
+    fork, forked = TokenizerProcess.fork, []
+    monkeypatch.setattr(TokenizerProcess, "fork", lambda process: forked.append(process) or fork(process))
+    with Encoders(job_of(SAMPLE_MODEL), window=2048) as opened:
+        found = [encoded(opened, [f"row {number}"])["token_ids"][0].as_py() for number in range(20)]
+        assert len(forked) <= opened.num_workers
+    assert found == load_tokenizer(SAMPLE_MODEL).encode_prompts([f"row {number}" for number in range(20)])
+
+
 def test_a_bad_row_costs_nothing_but_itself(tmp_path):
     chats = [user(f"good {number}") for number in range(300)]
     for row, word in {7: "LOOP", 8: "HUGE", 9: "DEEP", 150: "LONG", 299: "LOOP"}.items():
