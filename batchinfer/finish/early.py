@@ -58,6 +58,7 @@ class EarlyRows:
             connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(self._run.duplicates)}")
             connection.execute(f"CREATE TABLE delivered AS {query('delivered')}")
             rows = OutputRows(connection, self._run, self._job, shards, pa.type_for_alias(state["id_type"]))
-            for shard in shards:
-                for table in rows.of(connection, shard, f"error IS DISTINCT FROM {literal(NOT_COMPUTED)}"):
+            has_ended = f"error IS DISTINCT FROM {literal(NOT_COMPUTED)}"
+            for shard, tables in rows.by_shard(connection, shards, has_ended):
+                for table in tables:
                     yield shard.index, table

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, partial
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 
 import duckdb
+import numpy as np
 import pyarrow as pa
 
 from batchinfer.config import JobConfig
@@ -14,6 +17,7 @@ from batchinfer.data.kept_fields import kept_fields
 from batchinfer.data.parquet import lines_writer, table_writer
 from batchinfer.data.schemas import asked_for, output_schema
 from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer, token_bytes
+from batchinfer.data.wide_rows import runs_of_rows
 from batchinfer.finish.join import output_rows, query
 from batchinfer.finish.json_lines import JsonLines, Lines
 from batchinfer.finish.kept_columns import KeptRows
@@ -52,17 +56,17 @@ def write_outputs(
     rows = OutputRows(connection, run, job, shards, id_type)
     token_of = _token_of(run, job)
     num_rows = num_errors = 0
+    readable = [shard for shard in shards if shard.problem is None]
     with Progress("finish", expected, "rows") as progress:
-        for shard in shards:
-            if shard.problem is not None:
-                continue
+        for shard, tables in rows.by_shard(connection, readable):
             target, *targets = output_files(run, shard.name, job.output.format)
+            open_table = partial(table_writer, scratch=run.finish_scratch, manifest=manifest)
+            open_lines = partial(lines_writer, scratch=run.finish_scratch, manifest=manifest)
             with ExitStack() as stack:
-                scratch = run.finish_scratch
-                writer = stack.enter_context(table_writer(target, rows.schema, scratch=scratch, manifest=manifest))
-                puts = [stack.enter_context(lines_writer(path, scratch=scratch, manifest=manifest)) for path in targets]
+                writer = stack.enter_context(open_table(target, rows.schema))
+                puts = [stack.enter_context(open_lines(path)) for path in targets]
                 lines = _lines(connection, run, job, shard, rows.num_own, token_of)
-                for table in rows.of(connection, shard):
+                for table in tables:
                     writer.write_table(table)
                     for file, data in lines.of(table):
                         puts[file](data)
@@ -82,7 +86,7 @@ def _lines(
     """What the files of lines beside the Parquet file hold, by output.format."""
     if job.output.format == "openai":
         bad = f"SELECT row::BIGINT AS row FROM {read_parquet(run.tokens(shard.index))} WHERE error IS NOT NULL"
-        refused = connection.sql(bad).to_arrow_table()["row"].combine_chunks()
+        refused = connection.cursor().sql(bad).to_arrow_table()["row"].combine_chunks()
         return OpenAIAnswers(job, shard, num_own, token_of, refused)
     return JsonLines(connection) if job.output.format == "jsonl" else Lines()
 
@@ -114,15 +118,30 @@ class OutputRows:
         """Columns in front of the kept ones."""
         return len(self._own.names)
 
-    def of(self, connection: duckdb.DuckDBPyConnection, shard: Shard, where: str = "true") -> Iterator[pa.Table]:
-        """One shard's rows in order, a table of up to BATCH_ROWS at a time, of fewer where kept columns are wide.
+    def by_shard(
+        self, connection: duckdb.DuckDBPyConnection, shards: list[Shard], where: str = "true"
+    ) -> Iterator[tuple[Shard, Iterator[pa.Table]]]:
+        """Each shard with its rows in order: tables of up to BATCH_ROWS, of fewer where kept columns are wide.
 
         Args:
             connection: with the view `delivered`.
-            where: SQL that says which.
+            shards: in the order of their indices, all readable.
+            where: SQL that says which rows.
         """
+        for first, end in runs_of_rows(np.array([shard.num_rows for shard in shards]), BATCH_ROWS, BATCH_ROWS):
+            neighbours = shards[first:end]
+            found = groupby(_output_reader(connection, self._run, neighbours, self._own, where), key=itemgetter(0))
+            index, batches = next(found, (None, iter(())))
+            for shard in neighbours:
+                if shard.index == index:
+                    yield shard, self._tables(shard, (batch for _, batch in batches))
+                    index, batches = next(found, (None, iter(())))
+                else:
+                    yield shard, iter(())
+
+    def _tables(self, shard: Shard, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         kept_rows = KeptRows(shard, self._kept, self._s3)
-        for batch in _output_reader(connection, self._run, shard, self._own, where):
+        for batch in batches:
             shown = batch if self._texts is None else self._texts.add(batch)
             for num_rows, kept in kept_rows.of(batch["row"]):
                 yield pa.table([*shown.slice(0, num_rows).columns, *kept], schema=self.schema)
@@ -147,18 +166,23 @@ def _token_of(run: RunDir, job: JobConfig) -> TokenOf:
 
 
 def _output_reader(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, shard: Shard, own: pa.Schema, where: str
-) -> Iterator[pa.RecordBatch]:
-    """One shard's output rows in order, without the kept columns and texts of tokens."""
-    rows = query("choices" if "choice" in own.names else "samples", output_rows=output_rows(run, [shard]))
+    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], own: pa.Schema, where: str
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """(shard, next output rows of it) in order, without the kept columns and texts of tokens."""
+    rows = query("choices" if "choice" in own.names else "samples", output_rows=output_rows(run, shards))
     columns = [_SQL_OF.get(name, name) for name in own.names]
     if own.field("id").type == pa.int64():
         columns[0] = "id::BIGINT AS id"
-    ordered = connection.sql(f"SELECT {', '.join(columns)} FROM ({rows}) WHERE {where} ORDER BY row, sample")
+    ordered = connection.sql(
+        f"SELECT shard, {', '.join(columns)} FROM ({rows}) WHERE {where} ORDER BY shard, row, sample"
+    )
     for batch in ordered.to_arrow_reader(BATCH_ROWS):
         calls = tool_calls(batch["text"], batch["finish_reason"]) if "tool_calls" in own.names else None
         found = [calls if name == "tool_calls" else batch[name] for name in own.names]
-        yield pa.RecordBatch.from_arrays(found, names=own.names).cast(own)
+        rows_of_all = pa.RecordBatch.from_arrays(found, names=own.names).cast(own)
+        indices, firsts = np.unique(batch["shard"].to_numpy(), return_index=True)
+        for index, (first, end) in zip(indices.tolist(), pairwise([*firsts.tolist(), len(batch)]), strict=True):
+            yield index, rows_of_all.slice(first, end - first)
 
 
 def _wants_prompt_logprobs(connection: duckdb.DuckDBPyConnection, run: RunDir, job: JobConfig) -> bool:
