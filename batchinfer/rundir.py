@@ -8,11 +8,14 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import xxhash
 
@@ -28,6 +31,8 @@ TEMPORARY = ".tmp"  # a file or folder that begins with a dot and ends so is nob
 NAME_BYTES = 100  # of what it is to become, in its name
 REMOVALS, REMOVAL_PAUSE_S = 5, 0.1  # of a folder in which others are still busy
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors of a limit of open files: no fault of a file or a request
+SYNCED_TOGETHER = 4  # files that a publisher syncs at the same time
+MOST_WAITING = 64  # that are written and not in their places yet: what a kill may undo
 LEFTOVER_S = 3600.0  # one that has not changed for so long was left by a process that has ended
 
 
@@ -215,13 +220,61 @@ def output_files(run: RunDir, shard_name: str, form: str) -> list[Path]:
     return [table, *(table.with_suffix(suffix) for suffix in LINE_FILES[form])]
 
 
+class Publisher:
+    """Puts files into their places while the next ones are written; a disk syncs several in the time of one.
+
+    At the end of its `with` statement all are in their places.
+
+    Args:
+        then: called with each file that is in its place.
+    """
+
+    def __init__(self, then: Callable[[Path], None] | None = None) -> None:
+        self._then = then
+        self._pool = ThreadPoolExecutor(SYNCED_TOGETHER)
+        self._waiting: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._pool:
+            if error is None:
+                self.wait()
+
+    def put(self, temporary: Path, target: Path) -> None:
+        """Take a file that is written; raises what an earlier one met."""
+        self._waiting.append(self._pool.submit(self._publish, temporary, target))
+        self.wait(MOST_WAITING)
+
+    def wait(self, most_waiting: int = 0) -> None:
+        """Return when no more than this many are not in their places.
+
+        Raises:
+            ConfigError: one cannot be written.
+        """
+        while len(self._waiting) > most_waiting:
+            self._waiting.popleft().result()
+
+    def _publish(self, temporary: Path, target: Path) -> None:
+        with _whole_or_absent(temporary, target):
+            _put_in_place(temporary, target)
+        if self._then is not None:
+            self._then(target)
+
+
 @contextmanager
-def published(target: Path, scratch: Path | None = None, *, mode: int = 0o666) -> Iterator[Path]:
+def published(
+    target: Path, scratch: Path | None = None, *, mode: int = 0o666, publisher: Publisher | None = None
+) -> Iterator[Path]:
     """A temporary path beside `target`; on success synced to disk and renamed, so that `target` is whole or absent.
 
     Args:
         scratch: folder for the temporary file instead, on the same file system (for folders that users list).
         mode: of the file from its first byte on, less what the umask takes.
+        publisher: does that later.
 
     Raises:
         ConfigError: the folder cannot be written (read only, full); the message names it.
@@ -233,17 +286,30 @@ def published(target: Path, scratch: Path | None = None, *, mode: int = 0o666) -
     except OSError as error:
         raise cannot_write(target, error) from None
     os.close(handle)
-    try:
+    with _whole_or_absent(temporary, target):
         yield temporary
-        sync_file(temporary)
-        temporary.rename(target)
-        sync_folder(target.parent)
+        if publisher is None:
+            _put_in_place(temporary, target)
+    if publisher is not None:
+        publisher.put(temporary, target)
+
+
+@contextmanager
+def _whole_or_absent(temporary: Path, target: Path) -> Iterator[None]:
+    try:
+        yield
     except BaseException as error:
         with suppress(OSError):  # a disk that fails: `remove_leftovers` comes later
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise cannot_write(target, error) from None
         raise
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    sync_file(temporary)
+    temporary.rename(target)
+    sync_folder(target.parent)
 
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:

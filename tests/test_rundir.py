@@ -3,18 +3,22 @@
 import errno
 import json
 import os
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from batchinfer.records import DamagedFileError
+from batchinfer import rundir
+from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import (
+    Publisher,
     RunDir,
     create_exclusively,
     publish_json,
     publish_text,
+    published,
     read_json,
     remove_folder,
     remove_leftovers,
@@ -122,6 +126,35 @@ def test_a_file_is_on_disk_before_it_gets_its_name_and_its_name_before_anybody_g
     calls.clear()
     assert create_exclusively(folder / "mark", "text")
     assert calls == [("fsync", "new"), ("link", "new", "mark"), ("fsync", "folder")]
+
+
+def put_all(folder, names, **options):
+    with Publisher(**options) as publisher:
+        for name in names:
+            with published(folder / name, publisher=publisher) as temporary:
+                temporary.write_text(name)
+
+
+def test_a_publisher_syncs_files_side_by_side_each_before_it_gets_its_name(tmp_path, calls, monkeypatch):
+    names = ["a", "b", "c", "d"]
+    together = threading.Barrier(len(names), timeout=60)  # broken unless all are synced at the same time
+    plain = rundir.sync_file
+    monkeypatch.setattr(rundir, "sync_file", lambda path: (together.wait(), plain(path)))
+    put_all(tmp_path, names, then=lambda path: calls.append(("then", path.name, path.read_text())))
+    for name in names:
+        synced, named = calls.index(("fsync", "new")), calls.index(("rename", "new", name))
+        assert synced < named < calls.index(("fsync", tmp_path.name), named) < calls.index(("then", name, name))
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_a_publisher_that_cannot_write_says_so_and_leaves_nothing_half(tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(rundir, "sync_file", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        put_all(tmp_path, [str(number) for number in range(200)])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_of_two_that_create_a_file_the_first_wins(tmp_path):

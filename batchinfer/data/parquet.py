@@ -11,7 +11,7 @@ import xxhash
 
 from batchinfer.manifest import ChecksummedWriter, Manifest
 from batchinfer.records import DamagedFileError
-from batchinfer.rundir import published
+from batchinfer.rundir import Publisher, published
 from batchinfer.sanitize import clip
 
 # In the metadata of a table that nobody vouches for: the checksum of the file as it is with _NO_SEAL there.
@@ -29,20 +29,21 @@ def table_writer(
     plain: str | None = None,
     scratch: Path | None = None,
     manifest: Manifest | None = None,
+    publisher: Publisher | None = None,
 ) -> Iterator[pq.ParquetWriter]:
     """Write `target` so that it appears whole or not at all; each batch or table handed in is a row group of its own.
 
     Args:
         plain: a column to store without a dictionary. For token ids, which hardly repeat, a dictionary doubles the
             time and hides common prefixes from the compression. All other columns must be flat ones then.
-        scratch: as `published` has it.
-        manifest: vouches for the file once it is there; None: the file does so itself, see `sealed_table`.
+        scratch, publisher: as `published` has them.
+        manifest: vouches for the file; None: the file does so itself, see `sealed_table`.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
     dictionary = [name for name in schema.names if name != plain] if plain is not None else True
-    with published(target, scratch=scratch) as temporary, open(temporary, "w+b") as file:
+    with published(target, scratch, publisher=publisher) as temporary, open(temporary, "w+b") as file:
         checked = None if manifest is None else ChecksummedWriter(file)
         with pq.ParquetWriter(checked or file, schema, compression="zstd", use_dictionary=dictionary) as writer:
             yield writer
@@ -50,20 +51,22 @@ def table_writer(
                 writer.add_key_value_metadata({_SEAL: _NO_SEAL})
         if checked is None:
             _seal(file)
-    if manifest is not None and checked is not None:
-        manifest.add(target, checked.checksums)
+        if manifest is not None and checked is not None:
+            manifest.add(target, checked.checksums)
 
 
 @contextmanager
-def lines_writer(target: Path, *, scratch: Path, manifest: Manifest) -> Iterator[Callable[[bytes], object]]:
+def lines_writer(
+    target: Path, *, scratch: Path, manifest: Manifest, publisher: Publisher
+) -> Iterator[Callable[[bytes], object]]:
     """Write a file of lines so that it appears whole or not at all; gives what takes the next bytes.
 
     Args, Raises: as `table_writer`.
     """
-    with published(target, scratch=scratch) as temporary, open(temporary, "wb") as file:
+    with published(target, scratch, publisher=publisher) as temporary, open(temporary, "wb") as file:
         checked = ChecksummedWriter(file)
         yield checked.write
-    manifest.add(target, checked.checksums)
+        manifest.add(target, checked.checksums)
 
 
 @contextmanager

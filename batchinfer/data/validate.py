@@ -27,6 +27,7 @@ from batchinfer.data.schemas import TOKENS
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
+from batchinfer.rundir import Publisher
 
 GROUP_ROWS = 16384  # rows per row group of tokens/<shard>.parquet
 GROUP_BYTES = 32 << 20
@@ -54,6 +55,7 @@ def tokenize_shard(
     known: Callable[[int], pa.RecordBatch | None] | None = None,
     kept: Sequence[pa.Field] = (),
     id_type: pa.DataType | None = None,
+    publisher: Publisher | None = None,
 ) -> ShardRows:
     """Write one checked row for every row of the shard, in its order.
 
@@ -64,6 +66,7 @@ def tokenize_shard(
         known: the next rows (how many) as ENCODED, if they need not be encoded.
         kept: the kept columns as the outputs will have them.
         id_type: the same of the ids.
+        publisher: puts the file into its place.
 
     Raises:
         InputError: the shard is damaged.
@@ -71,7 +74,7 @@ def tokenize_shard(
         ConfigError: the target cannot be written, or a value of a kept column does not fit.
     """
     checker = _RowChecker(shard, job, encoders, limits, known, kept, id_type)
-    with table_writer(target, TOKENS.schema, plain="token_ids", manifest=manifest) as writer:
+    with table_writer(target, TOKENS.schema, plain="token_ids", manifest=manifest, publisher=publisher) as writer:
         for table in _grouped(checker.checked_batches(progress)):
             writer.write_table(table)
     return checker.found

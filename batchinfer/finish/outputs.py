@@ -28,7 +28,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import IncompleteRunError, Shard
 from batchinfer.run.fingerprint import check_same
-from batchinfer.rundir import RunDir, output_files, read_state
+from batchinfer.rundir import Publisher, RunDir, output_files, read_state
 
 BATCH_ROWS = 4096  # at most
 _SQL_OF = {"tool_calls": "NULL AS tool_calls"}  # made of the text
@@ -57,11 +57,11 @@ def write_outputs(
     token_of = _token_of(run, job)
     num_rows = num_errors = 0
     readable = [shard for shard in shards if shard.problem is None]
-    with Progress("finish", expected, "rows") as progress:
+    with Progress("finish", expected, "rows") as progress, Publisher() as publisher:
         for shard, tables in rows.by_shard(connection, readable):
             target, *targets = output_files(run, shard.name, job.output.format)
-            open_table = partial(table_writer, scratch=run.finish_scratch, manifest=manifest)
-            open_lines = partial(lines_writer, scratch=run.finish_scratch, manifest=manifest)
+            open_table = partial(table_writer, scratch=run.finish_scratch, manifest=manifest, publisher=publisher)
+            open_lines = partial(lines_writer, scratch=run.finish_scratch, manifest=manifest, publisher=publisher)
             with ExitStack() as stack:
                 writer = stack.enter_context(open_table(target, rows.schema))
                 puts = [stack.enter_context(open_lines(path)) for path in targets]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
 from batchinfer.run.storage import MADE, Storage
 from batchinfer.run.trust import trust_run
-from batchinfer.rundir import RunDir, publish_json, read_json, read_state, refuse_bad_rows
+from batchinfer.rundir import Publisher, RunDir, publish_json, read_json, read_state, refuse_bad_rows
 
 PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
@@ -188,7 +189,12 @@ def _keep_sound_tokens(run: RunDir, manifest: Manifest, shards: list[Shard]) -> 
         except DamagedFileError as error:
             set_aside(run, path, error.reason)
         else:
-            publish_json(run.token_checksums(int(path.stem)), manifest[path].as_json())
+            _vouch_for_tokens(run, manifest, path)
+
+
+def _vouch_for_tokens(run: RunDir, manifest: Manifest, path: Path) -> None:
+    """Until run.json does so."""
+    publish_json(run.token_checksums(int(path.stem)), manifest[path].as_json())
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,14 +420,17 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
     ids = pa.type_for_alias(read_state(run)["id_type"])
     checked = []
     num_capped = 0
-    with Progress("tokenise", sum(shard.num_rows for shard in shards), "rows", phase="planning") as progress:
+    with (
+        Progress("tokenise", sum(shard.num_rows for shard in shards), "rows", phase="planning") as progress,
+        Publisher(partial(_vouch_for_tokens, run, prepared.manifest)) as publisher,
+    ):
         for shard in shards:
             if shard.problem is not None or _is_tokenized(prepared, shard):
                 progress.advance(shard.num_rows)
                 checked.append(shard)
                 continue
+            target = run.tokens(shard.index)
             try:
-                target = run.tokens(shard.index)
                 earlier = prepared.earlier.of(shard)
                 known = None if earlier is None else earlier.take
                 found = tokenize_shard(
@@ -435,6 +444,7 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
                     known,
                     prepared.kept,
                     ids,
+                    publisher,
                 )
             except InputError as error:
                 if strict:
@@ -443,12 +453,13 @@ def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list
                 problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
                 checked.append(_with_problem(shard, problem))
                 continue
-            publish_json(run.token_checksums(shard.index), prepared.manifest[run.tokens(shard.index)].as_json())
             num_capped += found.num_capped
             if found.num_bad:
                 note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
             if found.num_bad and strict:
-                run.tokens(shard.index).unlink()  # so that a strict rerun finds the row again
+                publisher.wait()
+                for file in (run.token_checksums(shard.index), target):  # so that a strict rerun finds the row again
+                    file.unlink()
                 raise InputError(f"{shard.path}: {found.first_error}; correct the row, or run without --strict")
             if found.id_missing and job.input.id != NO_IDS:
                 note(f"warning: {shard.path} has no column {job.input.id!r}; its rows have null ids")

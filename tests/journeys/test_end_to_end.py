@@ -137,6 +137,15 @@ def test_strict_stops_at_a_bad_row_before_the_model_loads(tmp_path):
         assert "1 bad rows" in batchinfer(command, tmp_path / "run", "--strict").err
 
 
+def test_a_strict_plan_that_is_run_again_stops_at_the_same_row_and_speaks_of_no_damage(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": ["good", ""]})
+    job = write_job(tmp_path)
+    first, again = batchinfer("plan", job, "--strict"), batchinfer("plan", job, "--strict")
+    assert (first.code, again.code) == (2, 2)
+    assert "row 1: prompt is empty" in first.err
+    assert again.err == first.err
+
+
 def test_samples_and_duplicates(tmp_path):
     prompts = [question(0), question(1), question(0)]
     write_shard(tmp_path / "prompts" / "a.parquet", {"id": ["x", "y", "x"], "prompt": prompts})
