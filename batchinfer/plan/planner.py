@@ -239,15 +239,14 @@ def _plan(
     shards = _tokenize(prepared, shards, strict=strict)
     prepared.encoders.close()
     _refuse_no_shard(shards)
-    sampling = job.sampling.to_sampling()
     with (
         Stage("planning", "ordering the requests"),
         PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=PREFIX_MEMORY_BYTES) as prefixes,
     ):
-        rows = load_rows(run, manifest, shards, sampling, prefixes.add)
+        rows = load_rows(run, manifest, shards, job.sampling.to_sampling(), prefixes.add)
         _check_memory(job, model, rows, shards)
-        requests = plan_requests(rows, prefixes.plan(), sampling)
-        keys = sampling_keys(run, manifest, shards, rows, requests, sampling)
+        requests = plan_requests(rows, prefixes.plan())
+        keys = sampling_keys(run, manifest, shards, rows, requests)
         work = write_plan(
             run,
             manifest,

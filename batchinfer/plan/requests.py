@@ -1,6 +1,5 @@
 """From ordered rows to ordered requests: equal greedy requests merged, samples expanded."""
 
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +8,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.plan.prefix import PrefixPlan
 from batchinfer.plan.prompt_groups import group_depths
 from batchinfer.plan.rows import RowTable, first_equal, load_ids
-from batchinfer.records import Sampling, Shard, sampling_from_json, sampling_key
+from batchinfer.records import Shard, sampling_key
 from batchinfer.rundir import RunDir
 
 
@@ -30,7 +29,7 @@ class PlannedRequests:
     distinct_tokens: int
 
 
-def plan_requests(rows: RowTable, prefixes: PrefixPlan, default: Sampling) -> PlannedRequests:
+def plan_requests(rows: RowTable, prefixes: PrefixPlan) -> PlannedRequests:
     """Expand the ordered rows to requests; compute equal greedy requests once.
 
     Greedy requests are equal when prompt, max_tokens, sampling and what is scored are; the first in input order is
@@ -38,7 +37,7 @@ def plan_requests(rows: RowTable, prefixes: PrefixPlan, default: Sampling) -> Pl
     its own draws.
     """
     order, lengths = prefixes.order, rows.num_tokens
-    greedy = _greedy_flags(rows, default)
+    greedy = rows.is_greedy[rows.sampling_code]
     original = _originals(rows, greedy, order, prefixes.shared_tokens)
     is_computed = ~greedy | (original == np.arange(len(lengths)))
     counts = np.where(greedy, 1, rows.n) * is_computed
@@ -72,14 +71,13 @@ def sampling_keys(
     shards: list[Shard],
     rows: RowTable,
     planned: PlannedRequests,
-    default: Sampling,
 ) -> np.ndarray:
     """[Q] uint64, the keys of the requests' random draws; 0 for greedy requests, which draw nothing."""
     keys = np.zeros(len(planned.row_index), dtype=np.uint64)
-    sampled = np.flatnonzero(~_greedy_flags(rows, default)[planned.row_index])
+    codes = rows.sampling_code[planned.row_index]
+    sampled = np.flatnonzero(~rows.is_greedy[codes])
     if len(sampled) == 0:
         return keys
-    seeds = np.array([default.seed, *(json.loads(text)["seed"] for text in rows.sampling_texts)], dtype=np.int64)
     names = {shard.index: shard.name for shard in shards}
     ids = load_ids(run, manifest, shards)
     for place in sampled:
@@ -87,14 +85,9 @@ def sampling_keys(
         row_id = ids.text[index].as_py()
         if row_id is None:
             row_id = f"{names[int(rows.shard[index])]}:{rows.row[index]}"
-        seed = int(seeds[rows.sampling_code[index] + 1])
+        seed = int(rows.seed[codes[place]])
         keys[place] = sampling_key(seed, row_id, int(ids.occurrence[index]), int(planned.sample[place]))
     return keys
-
-
-def _greedy_flags(rows: RowTable, default: Sampling) -> np.ndarray:
-    by_code = [default.is_greedy, *(sampling_from_json(text).is_greedy for text in rows.sampling_texts)]
-    return np.array(by_code)[rows.sampling_code + 1]
 
 
 def _originals(rows: RowTable, greedy: np.ndarray, order: np.ndarray, shared_tokens: np.ndarray) -> np.ndarray:

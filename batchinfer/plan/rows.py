@@ -1,6 +1,5 @@
 """The tokenised rows of a job column by column; their token ids are handed on and not kept."""
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from batchinfer.data.parquet import own_file
 from batchinfer.manifest import Manifest
 from batchinfer.plan.background import made_ahead
 from batchinfer.plan.choices import prompts_of
-from batchinfer.records import Sampling, Shard
+from batchinfer.records import Sampling, Shard, sampling_from_json
 from batchinfer.rundir import RunDir
 
 COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error", "control_tokens", "choices"]
@@ -59,6 +58,8 @@ class RowTable:
     max_tokens: np.ndarray  # [R] int32
     sampling_code: np.ndarray  # [R] int32, index into sampling_texts or NO_CODE
     sampling_texts: SamplingTexts  # distinct overrides, as JSON
+    is_greedy: np.ndarray  # [C + 1] bool, by sampling_code of the C overrides; NO_CODE finds the job's own
+    seed: np.ndarray  # [C + 1] int64, the same of seeds
     num_tokens: np.ndarray  # [R] int64
     choice: np.ndarray  # [R] int32, the row's choice that ends this prompt; 0 for a row without choices
     score_from: np.ndarray  # [R] int64, see records.Request
@@ -112,6 +113,7 @@ def load_rows(
             parts["choice"].append(prompts.choice)
             parts["score_from"].append(prompts.score_from)
     columns = {name: np.concatenate(arrays) if arrays else np.zeros(0, np.int64) for name, arrays in parts.items()}
+    is_greedy, seed, scores_prompt = _by_code(texts, default)
     return RowTable(
         shard=columns["shard"].astype(np.int32, copy=False),
         row=columns["row"],
@@ -119,20 +121,26 @@ def load_rows(
         max_tokens=columns["max_tokens"],
         sampling_code=columns["code"].astype(np.int32, copy=False),
         sampling_texts=texts,
+        is_greedy=is_greedy,
+        seed=seed,
         num_tokens=columns["length"],
         choice=columns["choice"].astype(np.int32, copy=False),
-        score_from=_score_from(columns["score_from"], columns["code"], texts, default),
+        # from the choice on, or from the second token on where the prompt's log-probabilities are wanted
+        score_from=np.where(columns["score_from"] == 0, scores_prompt[columns["code"]], columns["score_from"]),
         num_bad=num_bad,
         num_input_rows=num_input_rows,
         num_control=num_control,
     )
 
 
-def _score_from(of_choices: np.ndarray, codes: np.ndarray, texts: SamplingTexts, default: Sampling) -> np.ndarray:
-    """[R] int64: from the choice on, or from the second token on where the prompt's log-probabilities are wanted."""
-    wanted = [default.prompt_logprobs is not None]
-    wanted += [json.loads(text)["prompt_logprobs"] is not None for text in texts]
-    return np.where(of_choices == 0, np.array(wanted)[codes + 1], of_choices).astype(np.int64)
+def _by_code(texts: SamplingTexts, default: Sampling) -> Iterator[np.ndarray]:
+    """Whether nothing is drawn, the seed, and whether the prompt's log-probabilities are wanted: [C + 1] each."""
+    asked = (
+        (sampling.is_greedy, sampling.seed, sampling.prompt_logprobs is not None)
+        for sampling in (*map(sampling_from_json, texts), default)
+    )
+    found = np.fromiter(asked, dtype="bool,i8,bool")
+    return (found[name] for name in found.dtype.names or ())
 
 
 def load_ids(run: RunDir, manifest: Manifest, shards: list[Shard]) -> RowIds:
@@ -167,18 +175,21 @@ def _batches(
 ) -> Iterator[tuple[Shard, pa.RecordBatch]]:
     """The tokenised rows batch by batch, of one row group each; the next is read ahead."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        for shard in shards:
-            if shard.problem is None:
-                for batch in made_ahead(_batches_of(run, manifest, shard, columns), pool):
+        yield from made_ahead(_batches_read(run, manifest, shards, columns), pool)
+
+
+def _batches_read(
+    run: RunDir, manifest: Manifest, shards: list[Shard], columns: list[str]
+) -> Iterator[tuple[Shard, pa.RecordBatch]]:
+    for shard in shards:
+        if shard.problem is not None:
+            continue
+        path = run.tokens(shard.index)
+        with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
+            for group in range(file.num_row_groups):
+                # a row group at a time: over several, Arrow keeps what it has read of the earlier ones
+                for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
                     yield shard, batch
-
-
-def _batches_of(run: RunDir, manifest: Manifest, shard: Shard, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    path = run.tokens(shard.index)
-    with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
-        for group in range(file.num_row_groups):
-            # a row group at a time: over several, Arrow keeps what it has read of the earlier ones
-            yield from file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
 
 
 def _codes(texts: pa.Array, known_texts: SamplingTexts) -> np.ndarray:

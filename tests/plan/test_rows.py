@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from collections import Counter
 
 from batchinfer.config import SamplingConfig
 from batchinfer.plan.rows import SamplingTexts
 from batchinfer.records import sampling_to_json
+from support.jobs import batchinfer, question, write_job, write_shard
 
 KEYS = ['"structured": ', ', "temperature": ']
 
@@ -45,3 +47,14 @@ def test_a_schema_that_all_rows_have_is_held_once():
         tracemalloc.stop()
     assert num_bytes < num_rows * len(text) / 10
     assert [json.loads(one)["seed"] for one in texts] == list(range(num_rows))
+
+
+def test_planning_reads_the_sampling_of_each_row_once(tmp_path, monkeypatch):
+    samplings = [{"seed": row, "temperature": row % 2 / 2, "max_tokens": 2} for row in range(20)]
+    columns = {"id": list(range(20)), "prompt": list(map(question, range(20))), "how": samplings}
+    write_shard(tmp_path / "prompts" / "a.parquet", columns)
+    job = write_job(tmp_path, input={"sampling": "how"})
+    read, plain = Counter(), json.loads
+    monkeypatch.setattr(json, "loads", lambda text, **options: (read.update([text]), plain(text, **options))[1])
+    assert batchinfer("plan", job).code == 0
+    assert [times for text, times in read.items() if str(text).startswith('{"bad_words": ')] == [1] * 20

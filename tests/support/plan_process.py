@@ -34,8 +34,8 @@ def main(folder: Path, memory_bytes: int) -> None:
         seconds["read and sort"] = time.monotonic() - started
         plan = prefixes.plan()
         seconds["merge"] = time.monotonic() - started - sum(seconds.values())
-        planned = plan_requests(rows, plan, sampling)
-        keys = sampling_keys(run, manifest, shards, rows, planned, sampling)
+        planned = plan_requests(rows, plan)
+        keys = sampling_keys(run, manifest, shards, rows, planned)
         seconds["requests"] = time.monotonic() - started - sum(seconds.values())
         disk_bytes = sum(file.stat().st_size for file in run.plan_scratch.glob("*"))
         write_plan(
