@@ -122,4 +122,5 @@ class Controller:
         given_up = self.deaths.ranks_died(death)
         if given_up is not None:
             self.reports.give_up(given_up)
+        self.reports.commit(after_s=self.commit_s)
         note(f"warning: {death}; starting the ranks again, {self.units.num_unfinished:,} requests go on")

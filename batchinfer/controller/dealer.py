@@ -46,6 +46,10 @@ class Dealer:
     def num_waiting(self) -> int:
         return len(self._queues)
 
+    def has_waiting(self, rank: int) -> bool:
+        """Whether there is something for a rank when it asks next."""
+        return self._queues.has_waiting(rank)
+
     def add_unit(self, unit: int, requests: list[Request], *, is_fresh: bool = False, after_tokens: int = 0) -> None:
         """Open a unit.
 

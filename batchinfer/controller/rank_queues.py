@@ -38,6 +38,10 @@ class RankQueues:
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    def has_waiting(self, rank: int) -> bool:
+        """Whether anything waits for a rank."""
+        return bool(self._waiting[rank])
+
     def clear(self) -> None:
         """Nothing waits any more."""
         for waiting in self._waiting.values():

@@ -31,6 +31,7 @@ class Reports:
     experts: ExpertPlacer
     expert_statistics: ExpertStatistics
     _told: set[str] = field(default_factory=set)  # problems that ranks have found
+    _has_complete_unit: bool = False  # that is not marked done
 
     def take_step(self, rank: int, report: StepReport) -> None:
         """A rank has ended a step."""
@@ -73,12 +74,13 @@ class Reports:
         self.session.restarts += 1
 
     def commit(self, *, after_s: float = 0.0) -> None:
-        """Make what is finished durable, if the last time was this long ago."""
-        if time.monotonic() - self.results.last_commit_s >= after_s:
+        """Make what is finished durable, if the last time was this long ago or a unit is complete."""
+        if self._has_complete_unit or time.monotonic() - self.results.last_commit_s >= after_s:
             with self.tracer.span("commit", "controller"):
                 self.progress.committed()
                 self.results.commit()
                 self.expert_statistics.write()
+            self._has_complete_unit = False
 
     def _finish(self, completions: list[Completion]) -> None:
         for completion in completions:
@@ -87,5 +89,4 @@ class Reports:
             self.dealer.finish(completion.unit, completion.key)
             self.loads.finish(completion.key)
         self.progress.finished(completions)
-        if self.results.add(completions):
-            self.commit()
+        self._has_complete_unit = self.results.add(completions) or self._has_complete_unit

@@ -78,7 +78,7 @@ class WorkSender:
             self.group.send(holder, messages.FreeKv(read))
 
     def deal(self) -> None:
-        """Requests for the ranks that ask; opens the next unit when theirs have run out. Passes on and moves others.
+        """Requests for the ranks that ask; opens the next unit when one has got its last. Passes on and moves others.
 
         However much there is to say in a round, a rank gets at most one message of each kind.
         """
@@ -108,6 +108,8 @@ class WorkSender:
             asked.setdefault(rank, []).append(key)
         for rank, keys in asked.items():
             self.group.send(rank, messages.GiveAway(keys))
+        if not is_all_dealt and not all(map(self.dealer.has_waiting, fed)):
+            self.units.open_next()  # while the ranks run what they have got: reading and dealing a unit takes seconds
 
     def place_experts(self) -> None:
         """Ask the ranks for their counts now and then; when their experts are to be elsewhere, let them move."""

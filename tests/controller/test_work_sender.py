@@ -106,3 +106,13 @@ def test_where_nothing_is_left_a_round_asks_for_units_once():
     sender.deal()
     assert units.num_asked == 2
     assert not sent.take()
+
+
+def test_the_next_unit_is_opened_while_a_rank_runs_the_last_that_waited_for_it():
+    sender, sent, units = make_sender(1, 1)
+    sender.dealer.add_unit(0, requests(sender.cluster.decode_requests + 1))  # one more than it takes at a time
+    for num_asked in (0, 1):
+        sender.needs_work(0)
+        sender.deal()
+        assert sent.take()["Requests", 0] == 1
+        assert units.num_asked == num_asked
