@@ -165,19 +165,24 @@ def _state(client: Any, job: str) -> str | None:
     """What Ray says of a job; None: it has forgotten it."""
     try:
         return str(client.get_job_status(job).value)
-    except RuntimeError as error:
+    except _errors() as error:
         if "does not exist" in str(error):
             return None
-        raise ConfigError(_refusal(error)) from None
-    except ConnectionError as error:
         raise ConfigError(_refusal(error)) from None
 
 
 def _asked(call: Any, *arguments: Any, **named: Any) -> Any:
     try:
         return call(*arguments, **named)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except _errors() as error:
         raise ConfigError(_refusal(error)) from None
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What Ray's client raises; the library that it sends with has kinds of OSError."""
+    from ray.exceptions import RayError
+
+    return RayError, OSError, RuntimeError, ValueError
 
 
 def _refusal(error: Exception) -> str:
