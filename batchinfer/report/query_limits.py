@@ -90,19 +90,26 @@ class Deadline:
                 errors.append(error)
             ended.set()
 
-        # beside this thread, which a signal can reach and which can go on without it
-        threading.Thread(target=run, daemon=True).start()
         is_late = True
         try:
+            # beside this thread, which a signal can reach, also while it starts, and which can go on without it
+            threading.Thread(target=run, daemon=True).start()
             # in parts: a signal that comes right before a wait is noticed behind it
             while is_late and (left := self._end - time.monotonic()) > 0:
                 is_late = not ended.wait(min(left, LOOK_SECONDS))
         finally:  # also when a signal stops the command
             if is_late:
-                self._connection.interrupt()
-                self.is_stuck = not ended.wait(GRACE_SECONDS)
+                self.is_stuck = not self._stop(ended)
         if is_late:
             raise ConfigError(f"the SQL takes more than {self._seconds:g} s; give it more with --sql-seconds")
         if errors:
             raise errors[0]
         return results[0]
+
+    def _stop(self, ended: threading.Event) -> bool:
+        """Tell the query to stop, again and again: DuckDB forgets what comes before it begins. True: it has stopped."""
+        end = time.monotonic() + GRACE_SECONDS
+        while not ended.is_set() and time.monotonic() < end:
+            self._connection.interrupt()
+            ended.wait(LOOK_SECONDS)
+        return ended.is_set()

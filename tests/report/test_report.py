@@ -10,6 +10,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterable
@@ -561,6 +562,9 @@ def test_a_name_that_is_not_there_comes_with_what_was_meant(small_run, sql, told
     assert "\n" not in str(error.value)
 
 
+ENDLESS = "SELECT count(*) FROM range(1000000000000)"
+
+
 @pytest.mark.parametrize("wait_s", [0, 0.2])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM])
 def test_a_signal_stops_a_query(number, wait_s):
@@ -575,13 +579,42 @@ def test_a_signal_stops_a_query(number, wait_s):
             def query():
                 os.kill(os.getpid(), number)  # it comes before DuckDB has begun, or after
                 time.sleep(wait_s)
-                return connection.execute("SELECT count(*) FROM range(1000000000000)").fetchall()
+                return connection.execute(ENDLESS).fetchall()
 
             with pytest.raises(InterruptedRunError):
                 deadline.call(query)
             assert not deadline.is_stuck
     finally:
         signal.signal(number, before)
+
+
+def test_a_signal_stops_a_query_also_while_its_thread_starts(monkeypatch):
+    class Thread(threading.Thread):
+        def start(self) -> None:
+            super().start()
+            time.sleep(0.2)  # the query runs
+            raise InterruptedRunError("stopped")  # as a handler does
+
+    monkeypatch.setattr(threading, "Thread", Thread)
+    with duckdb.connect() as connection:
+        deadline = Deadline(connection, 60)
+
+        with pytest.raises(InterruptedRunError):
+            deadline.call(lambda: connection.execute(ENDLESS).fetchall())
+        assert not deadline.is_stuck
+
+
+def test_a_query_that_is_stopped_before_it_begins_stops():
+    with duckdb.connect() as connection:
+        deadline = Deadline(connection, 0)
+
+        def query():
+            time.sleep(0.1)  # DuckDB forgets what it was told before it begins
+            return connection.execute(ENDLESS).fetchall()
+
+        with pytest.raises(ConfigError, match="takes more than 0 s"):
+            deadline.call(query)
+        assert not deadline.is_stuck
 
 
 @pytest.mark.parametrize(

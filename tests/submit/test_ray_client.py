@@ -47,7 +47,9 @@ def failing_client(request, monkeypatch):
 
 
 def test_whatever_ray_raises_is_one_sentence_that_says_what_to_do(failing_client):
-    with pytest.raises(ConfigError, match=r"Ray says: .*; name the cluster's dashboard with --address http://HEAD:8265"):
+    with pytest.raises(
+        ConfigError, match=r"Ray says: .*; name the cluster's dashboard with --address http://HEAD:8265"
+    ):
         connect(Shape(address="127.0.0.1:8265"))
     with pytest.raises(ConfigError, match="Ray says: "):
         _state(connect(Shape()), "first-0")
