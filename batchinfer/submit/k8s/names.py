@@ -8,17 +8,36 @@ _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 LABEL = re.compile(_LABEL)
 SUBDOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*")
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
-QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
+_NUMBER = r"[0-9]+(\.[0-9]+)?"
+PROCESSORS = re.compile(rf"{_NUMBER}m?")
+MEMORY = re.compile(rf"{_NUMBER}(k|M|G|T|Ki|Mi|Gi|Ti)")
 
 
-def check_name(option: str, value: str, form: re.Pattern[str] = SUBDOMAIN) -> str:
-    """A namespace, queue, claim or secret.
+def check_name(option: str, value: str) -> str:
+    """A queue, claim or secret.
 
     Raises:
         ConfigError: Kubernetes has no such names.
     """
-    if len(value) > 253 or form.fullmatch(value) is None:
-        raise ConfigError(f"{option} is {value!r}; names in Kubernetes have a-z, 0-9 and - only, with dots between")
+    most = 63 if option == "--queue" else 253  # a queue is named by a label
+    if len(value) > most or SUBDOMAIN.fullmatch(value) is None:
+        raise ConfigError(
+            f"{option} is {value!r}; names in Kubernetes have a-z, 0-9 and - only, with dots between, and {most} "
+            "characters at most"
+        )
+    return value
+
+
+def check_namespace(value: str) -> str:
+    """A namespace, which is a part of the names of hosts.
+
+    Raises:
+        ConfigError: Kubernetes has no such namespaces.
+    """
+    if LABEL.fullmatch(value) is None:
+        raise ConfigError(
+            f"--namespace is {value!r}; namespaces have a-z, 0-9 and - only, no dots, 63 characters at most"
+        )
     return value
 
 
@@ -33,14 +52,25 @@ def check_image(value: str) -> str:
     return value
 
 
-def check_quantity(option: str, value: str) -> str:
-    """So many processors, or so much memory.
+def check_processors(value: str) -> str:
+    """So many processors.
 
     Raises:
-        ConfigError: it is no quantity.
+        ConfigError: it is no number of them.
     """
-    if QUANTITY.fullmatch(value) is None:
-        raise ConfigError(f"{option} is {value!r}; write a quantity of Kubernetes, for example 16 or 64Gi")
+    if PROCESSORS.fullmatch(value) is None:
+        raise ConfigError(f"--cpus is {value!r}; write a number of processors, for example 16")
+    return value
+
+
+def check_memory(value: str) -> str:
+    """So much memory. Kubernetes takes 64 for so many bytes and 64m for thousandths of one: nobody means these.
+
+    Raises:
+        ConfigError: it is no quantity with a unit.
+    """
+    if MEMORY.fullmatch(value) is None:
+        raise ConfigError(f"--memory is {value!r}; write a quantity of Kubernetes with its unit, for example 64Gi")
     return value
 
 
@@ -51,6 +81,12 @@ def split_volume(value: str) -> tuple[str, str]:
         ConfigError: it is something else.
     """
     claim, _, path = value.partition(":")
-    if not path.startswith("/") or path == "/" or ":" in path or not path.isprintable() or ".." in path.split("/"):
+    if (
+        not path.startswith("/")
+        or not path.strip("/")
+        or ":" in path
+        or not path.isprintable()
+        or ".." in path.split("/")
+    ):
         raise ConfigError(f"--pvc is {value!r}; write CLAIM:PATH, where PATH is the folder to mount it at in each pod")
     return check_name("--pvc", claim), path.rstrip("/")

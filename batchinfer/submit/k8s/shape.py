@@ -42,14 +42,17 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
             the nodes.
     """
     names.check_image(shape.image)
-    for option in ("namespace", "queue", "secret"):
-        if (value := getattr(shape, option)) is not None:
-            names.check_name(f"--{option}", value)
-    for option in ("cpus", "memory"):
-        if (value := getattr(shape, option)) is not None:
-            names.check_quantity(f"--{option}", value)
-    for name, own in ((shape.task_template, shape.template), ("k8s/finish.yaml", shape.finish_template)):
-        find_template(name, None if own is None else Path(own))
+    if shape.namespace is not None:
+        names.check_namespace(shape.namespace)
+    for option, name in (("--queue", shape.queue), ("--secret", shape.secret)):
+        if name is not None:
+            names.check_name(option, name)
+    if shape.cpus is not None:
+        names.check_processors(shape.cpus)
+    if shape.memory is not None:
+        names.check_memory(shape.memory)
+    for template, own in ((shape.task_template, shape.template), ("k8s/finish.yaml", shape.finish_template)):
+        find_template(template, None if own is None else Path(own))
     check_group(job.cluster, shape.nodes_per_group, shape.gpus_per_node)
     _check_volumes(job, shape)
 
