@@ -75,6 +75,11 @@ class RankStart:
             self._told.add("fp8 on a CPU")
             note("KV is in FP8: on a CPU each step widens it, and attention is not fused with what is around it")
         self._note_equal_rows([message.equal_rows for message in ready])
+        for reason in sorted({message.no_cpp for message in ready if message.no_cpp} - self._told):
+            self._told.add(reason)
+            note(
+                f"warning: the model runs in plain PyTorch, slower than the C++ operations, which cannot run: {reason}"
+            )
         for reason in sorted({message.no_drafts for message in ready if message.no_drafts} - self._told):
             self._told.add(reason)
             note(f"no tokens are drafted with the model's MTP layer: {reason}")

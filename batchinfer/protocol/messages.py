@@ -139,6 +139,7 @@ class Ready(Message, frozen=True):
     moe_layers: the decoder layers that mix experts.
     no_drafts: why no tokens are drafted although the model has a layer for it and the job leaves it open.
     graphs: whether decode steps run as CUDA graphs or why not, a sentence; None: nobody expects them of this rank.
+    no_cpp: why a model on a CPU runs in plain PyTorch although the job leaves the C++ operations open.
     """
 
     device: str
@@ -146,6 +147,7 @@ class Ready(Message, frozen=True):
     equal_rows: EqualRows
     no_drafts: str | None = None
     graphs: str | None = None
+    no_cpp: str | None = None
 
 
 # from a rank: while it works

@@ -42,6 +42,13 @@ def equal_rows(model: Transformer, backend: str = AUTO) -> EqualRows:
     )
 
 
+def why_no_cpp(model: Transformer, backend: str) -> str | None:
+    """Why a model on a CPU runs in plain PyTorch although its backend leaves the C++ operations open."""
+    if model.device.type != "cpu" or backend != AUTO or model.ops.has_fixed_sums:
+        return None
+    return cpu_build.why_not()
+
+
 def _remedy(backend: str) -> str:
     """What to do about plain PyTorch that depends on the batch."""
     if matrix_library_mode() and not matrix_library_settings():

@@ -63,7 +63,7 @@ from batchinfer.protocol.messages import (
     decode_from_controller,
 )
 from batchinfer.rank import may_draft
-from batchinfer.rank.bit_equality import equal_rows
+from batchinfer.rank.bit_equality import equal_rows, why_no_cpp
 from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.kv_budget import kv_budget
@@ -182,7 +182,12 @@ def _work(
     if model.mtp is not None and equality.bit_equal is not True:
         no_drafts = "answers may depend on what rows are batched with"
     ready = messages.Ready(
-        device_name(device), model.config.moe_layers, equality, no_drafts, _graphs(model, place, job)
+        device_name(device),
+        model.config.moe_layers,
+        equality,
+        no_drafts,
+        _graphs(model, place, job),
+        why_no_cpp(model, job.cluster.backend),
     )
     channel.send(ready)
     loaded = _Loaded(join, place, model, tokenizer, mesh, slots, drafts=model.mtp is not None and no_drafts is None)

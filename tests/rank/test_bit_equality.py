@@ -144,3 +144,15 @@ def test_several_nodes_have_what_the_ranks_of_all_say(tmp_path):
     session = Session("work", StopSignal())
     _take_over(FolderStorage(RunDir(tmp_path)), session, "first")
     assert session.equal_rows == UNEQUAL
+
+
+def test_a_run_without_the_cpp_operations_says_so_once_and_why(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", "/no/compiler")
+    warning = "warning: the model runs in plain PyTorch, slower than the C++ operations, which cannot run: "
+    ended = batchinfer("run", job, "--set", "cluster.backend=auto")
+    assert ended.code == 0, ended.err
+    (reason,) = re.findall(f"{re.escape(warning)}(.*)", ended.err)  # one of two ranks
+    assert reason.startswith(("no C++ compiler on this machine (/no/compiler)", "the processor"))
+    # who asks for plain PyTorch is told nothing
+    assert warning not in batchinfer("run", job, "--set", f"output.dir={tmp_path / 'asked'}").err
