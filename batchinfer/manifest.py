@@ -125,6 +125,7 @@ class VerifiedFile(io.RawIOBase):
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (closed by close)
         except OSError as error:
+            super().close()  # else Python closes, aloud, what was never opened
             raise self._damage(error.strerror or str(error)) from None
         num_bytes = self._file.seek(0, io.SEEK_END)
         if num_bytes != checksums.num_bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -69,3 +71,30 @@ def test_what_nobody_vouches_for_is_refused(vouched):
     known, path, _ = vouched
     with pytest.raises(DamagedFileError, match=r"run\.json does not vouch for it"):
         known.check(path.with_name("other"))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "manifest.VerifiedFile(Path('/nowhere'), manifest.Checksums(0, ()), remedy='')",
+        "stores.StoreFile('file:///nowhere', S3Config())",
+    ],
+)
+def test_a_file_that_cannot_be_opened_is_forgotten_in_silence(call):
+    """What goes wrong while Python forgets a file is printed from Python 3.13 on, before that in development mode."""
+    lines = (
+        "from pathlib import Path",
+        "from batchinfer import manifest",
+        "from batchinfer.config import S3Config",
+        "from batchinfer.data import stores",
+        "from batchinfer.records import BatchinferError",
+        "try:",
+        f"    {call}",
+        "except BatchinferError as error:",
+        "    print(error)",
+    )
+    ended = subprocess.run(
+        [sys.executable, "-X", "dev", "-c", "\n".join(lines)], check=True, capture_output=True, text=True
+    )
+    assert "/nowhere" in ended.stdout
+    assert "Exception ignored" not in ended.stderr

@@ -128,11 +128,15 @@ class StoreFile(io.RawIOBase):
 
     def __init__(self, uri: str, s3: S3Config) -> None:
         super().__init__()
-        self._place = place = locate(uri, s3)  # kept: an archive is closed when nobody has it any more
-        with store_errors(f"read {uri}"):
-            self._source = place.files.open_input_file(place.path)
-            self.size_bytes = self._source.size()
-            self.version = _version(place, self._source)
+        try:
+            self._place = place = locate(uri, s3)  # kept: an archive is closed when nobody has it any more
+            with store_errors(f"read {uri}"):
+                self._source = place.files.open_input_file(place.path)
+                self.size_bytes = self._source.size()
+                self.version = _version(place, self._source)
+        except BatchinferError:
+            super().close()  # else Python closes, aloud, what was never opened
+            raise
 
     def readable(self) -> bool:
         return True
