@@ -36,6 +36,19 @@ def test_a_unit_is_done_when_its_last_row_is_on_disk_and_not_before(tmp_path):
     assert set(found) == keys
 
 
+def test_folders_whose_names_say_a_value_change_no_row(tmp_path):
+    """A sweep names its run folders so; versions of pyarrow before 25 took the values for those of the rows."""
+    run = RunDir(tmp_path / "sample=4" / "row=7")
+    run.root.mkdir(parents=True)
+    with UnitClaims(run) as claims:
+        results = Results(run, Session("work", StopSignal()), claims)
+        results.open_unit(claims.try_claim(0), {RequestKey(0, 1, 0)})
+        results.add([completion(1)])
+        results.commit()
+        (path,) = done_mark(run, 0).files
+    assert result_keys(path) == [RequestKey(0, 1, 0)]
+
+
 def test_what_an_earlier_claim_has_on_disk_is_not_missing(tmp_path):
     run = RunDir(tmp_path)
     keys = {RequestKey(0, row, 0) for row in range(3)}
