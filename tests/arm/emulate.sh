@@ -1,5 +1,5 @@
 #!/bin/bash
-# Whether the C++ operations compute the same bits on 64-bit Arm as here with AVX2; Arm is emulated. Decides no test.
+# Whether the C++ operations compute the same bits on 64-bit Arm as here with AVX2; Arm is emulated.
 #
 #     tests/arm/emulate.sh FOLDER [SEED ...]
 #
@@ -44,5 +44,9 @@ for name in neon-i8mm neon; do
     arm=$(PYTHONPATH=$PYTHONPATH:$site XDG_CACHE_HOME=$folder/cache CXX=aarch64-linux-gnu-g++ BATCHINFER_CPU_FEATURES=$name \
         qemu-aarch64-static -cpu max -L "$root" "$root/usr/bin/python$version" \
         "$tree/tests/support/random_shapes.py" "$models" "${seeds[@]}")
-    if [ "$here" = "$arm" ]; then echo "$name: the same bits"; else echo "$name: other bits"; echo "$here"; echo "$arm"; fi
+    if [ "$here" != "$arm" ]; then
+        printf '%s: other bits\n%s\n%s\n' "$name" "$here" "$arm"
+        exit 1
+    fi
+    echo "$name: the same bits"
 done
