@@ -18,6 +18,9 @@ struct Step {
   const int64_t *page_table, *kv_tokens;
 
   int64_t page_of(int64_t request, int64_t page) const { return page_table[request * shape.table_pages + page]; }
+  Rows<Value> keys_of(int64_t request, int64_t page) const {
+    return {pages + page_of(request, page) * kPageTokens * shape.row_step, shape.row_step};
+  }
   int64_t num_pages(int64_t request) const { return (kv_tokens[request] + kPageTokens - 1) / kPageTokens; }
   int64_t whole_pages(int64_t request) const { return kv_tokens[request] / kPageTokens; }
 };
@@ -35,18 +38,16 @@ std::vector<int64_t> by_pages(const Step<Value>& step) {
   return order;
 }
 
-// The rows of some requests, `rows_each` of every one, from page `page` on.
+// The rows of some requests, `rows_each` of every one, from page `page` on. `coming` are the keys that this thread takes
+// next, if they are known.
 template <class Value>
 void attend(Attention<Value>& attention, const Step<Value>& step, const int64_t* requests, int64_t num_requests,
-            int64_t first_row, int64_t rows_each, int64_t page) {
-  const auto keys_of = [&](int64_t number) -> Rows<Value> {
-    return {step.pages + step.page_of(requests[0], number) * kPageTokens * step.shape.row_step, step.shape.row_step};
-  };
+            int64_t first_row, int64_t rows_each, int64_t page, Rows<Value> coming) {
   const auto add = [&](int64_t num_keys) {
-    const Rows<Value> keys = keys_of(page);
+    const Rows<Value> keys = step.keys_of(requests[0], page);
+    const bool is_last = page + 1 == step.num_pages(requests[0]);
     attention.add_page(first_row, first_row + num_requests * rows_each, keys, attention.values_of(keys, num_keys),
-                       page * kPageTokens, num_keys,
-                       page + 1 < step.num_pages(requests[0]) ? keys_of(page + 1) : Rows<Value>{});
+                       page * kPageTokens, num_keys, is_last ? coming : step.keys_of(requests[0], page + 1));
   };
   if (num_requests == 1) {
     for (; page < step.num_pages(requests[0]); ++page) {
@@ -67,7 +68,9 @@ void attend(Attention<Value>& attention, const Step<Value>& step, const int64_t*
            step.page_of(requests[end], page) == step.page_of(requests[begin], page)) {
       ++end;
     }
-    attend(attention, step, requests + begin, end - begin, first_row + begin * rows_each, rows_each, page);
+    const bool is_behind = end < num_requests && page < step.num_pages(requests[end]);
+    attend(attention, step, requests + begin, end - begin, first_row + begin * rows_each, rows_each, page,
+           is_behind ? step.keys_of(requests[end], page) : coming);
   }
 }
 
@@ -98,7 +101,7 @@ void mla_decode(const DecodeShape& shape, const Value* q, const Value* pages, co
       attention.load_queries(place, num_rows, {q + row * shape.width, shape.width});
       for (int64_t r = 0; r < num_rows; ++r) attention.set_position(place + r, positions[(row + r) / shape.num_heads]);
     }
-    attend(attention, step, requests, num_requests, 0, num_rows, 0);
+    attend(attention, step, requests, num_requests, 0, num_rows, 0, {});
     for (int64_t i = 0; i < num_requests * num_rows; ++i) {
       const int64_t row = requests[i / num_rows] * request_rows + first_row + i % num_rows;
       attention.finish(i, out + row * shape.latent_dim);
