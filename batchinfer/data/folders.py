@@ -69,18 +69,22 @@ def without_files(folders: Iterable[str], files: Iterable[str]) -> list[str]:
 
 
 def check_listed(pattern: str) -> None:
-    """See that all folders can be listed in which a pattern looks: `glob` passes over the others in silence.
+    """See that all folders can be read in which a pattern looks: `glob` passes over the others in silence.
 
     Raises:
         ConfigError: one cannot be.
     """
     parts = pattern.split(os.sep)
+    begun = False  # behind the first wildcard a name may be in some folders and not in others
     for at, part in enumerate(parts):
-        if WILDCARDS.search(_ESCAPED.sub("", part)):
-            looked_in = os.sep.join(parts[: at + (part == "**")])
-            for folder in glob.glob(f"{looked_in}{os.sep}" if looked_in or at else os.curdir, recursive=True):
-                if not os.access(folder, os.R_OK | os.X_OK):
-                    _refuse(PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder))
+        is_listed = WILDCARDS.search(_ESCAPED.sub("", part)) is not None
+        begun = begun or is_listed
+        if not begun:
+            continue
+        looked_in = os.sep.join(parts[: at + (part == "**")])
+        for folder in glob.glob(f"{looked_in}{os.sep}" if looked_in or at else os.curdir, recursive=True):
+            if not os.access(folder, os.X_OK | (os.R_OK if is_listed else 0)):
+                _refuse(PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder))
 
 
 def outside_runs(pattern: str, matches: list[str], runs: set[str]) -> list[str]:

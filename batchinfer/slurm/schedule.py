@@ -56,7 +56,7 @@ def follow(storage: Storage, entries: list[str], minute_now: Callable[[], int], 
         look_s: seconds between looks.
 
     Raises:
-        ConfigError: the job has no schedule, or Slurm refuses.
+        ConfigError: the job has no schedule, Slurm refuses, or a file of the run folder is damaged.
         IncompleteRunError: tasks end without results, or everything has ended and the run is not finished.
         InterruptedRunError: the run is cancelled, or another command follows it.
     """

@@ -113,7 +113,19 @@ def test_a_file_counts_once_however_it_is_reached(tmp_path):
     assert len(find_shards([f"{tmp_path}/data/*", f"{tmp_path}/link/*", f"{tmp_path}/data/../data/a.parquet"])) == 1
 
 
-@pytest.mark.parametrize("pattern", ["data", "data/*/*.parquet", "data/**/*.parquet", "data/**", "**", "[d]ata/*"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "data",
+        "data/*/*.parquet",
+        "data/**/*.parquet",
+        "data/**",
+        "**",
+        "[d]ata/*",
+        "data/*/a.parquet",
+        "data/day=[12]/a.parquet",
+    ],
+)
 def test_a_folder_that_cannot_be_listed_is_not_passed_over(pattern):
     with open_folder() as folder:
         for day in ("day=1", "day=2"):
