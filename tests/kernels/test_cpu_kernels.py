@@ -211,6 +211,27 @@ def test_experts_are_as_good_as_the_reference(random, hidden, intermediate):
 
 
 @pytest.mark.usefixtures("cpp")
+@pytest.mark.parametrize("is_int8", [False, True], ids=["16 bits", "8 bits"])
+def test_rows_that_meet_many_panels_have_the_bits_of_those_that_meet_one(is_int8, threads):
+    """Where products are in tiles the many are copied into tiles first (csrc/tile.h), from any place."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in [(83, 650), (1700, 650)])
+    gate_up, down = (torch.randn(shape, generator=generator).bfloat16() for shape in [(2, 1300, 650), (2, 650, 650)])
+    threads(1)
+    by_many = ops.linear(x, packed.pack(weight, is_int8=is_int8))
+    for start in range(0, 1700, 256):  # a block in 8 bits has 128 columns
+        by_few = ops.linear(x, packed.pack(weight[start : start + 256], is_int8=is_int8))
+        assert torch.equal(by_many[:, start : start + 256], by_few)
+    weights = packed.pack(gate_up, is_int8=is_int8, is_paired=True), packed.pack(down, is_int8=is_int8)
+    tokens, counts = torch.randint(83, (112,), generator=generator), torch.tensor([70, 42])
+    y = ops.grouped_mlp(x, counts, *weights, tokens)
+    assert torch.equal(y, ops.grouped_mlp(x[tokens], counts, *weights))
+    for row in (0, 15, 16, 69, 70, 111):
+        alone = torch.tensor([row < 70, row >= 70]).long()
+        assert torch.equal(ops.grouped_mlp(x, alone, *weights, tokens[row : row + 1])[0], y[row])
+
+
+@pytest.mark.usefixtures("cpp")
 @pytest.mark.parametrize("num_rows", [[3, 0, 17, 8, 1], [0, 0, 0, 0, 0], [20, 20, 20, 20, 20]])
 def test_both_layouts_of_experts_give_the_same_bits_in_any_company(random, num_rows, threads):
     gate_up, down = random(5, 2 * 72, 40, seed=1), random(5, 40, 72, seed=2)

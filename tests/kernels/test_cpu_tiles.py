@@ -87,7 +87,7 @@ def test_the_instructions_themselves_are_compiled(tmp_path):
         of_products = ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored")
         for instruction in of_products if target.stem in with_products else ("tilerelease",):
             assert instruction in said, (target.name, instruction)
-        assert ("tdpbusd" in said) == (target.stem in with_products and target.stem != "attention")
+        assert ("tdpbssd" in said) == (target.stem in with_products and target.stem != "attention")
 
 
 @pytest.fixture

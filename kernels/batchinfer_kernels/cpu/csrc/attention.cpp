@@ -338,7 +338,7 @@ void Attention<Value>::score_in_tiles(int64_t row_begin, int64_t row_end, Rows<V
   const int64_t first = row_begin / kTileSide * kTileSide, num_tiles = (row_end - first + kTileSide - 1) / kTileSide;
   const int64_t num_words = width_ / kWordValues<Value>, next_bytes = kPageTokens * next.stride * int64_t{sizeof(Value)};
   const bool is_ahead = next.data && !next.index;  // keys that an index names are not side by side
-  multiply_pair_tiles({keys.data, keys.stride * int64_t{sizeof(Value)}, num_keys},
+  multiply_pair_tiles(TileRows::apart(keys.data, keys.stride * int64_t{sizeof(Value)}, num_keys),
                       {queries_.data() + first, 4 * kAttentionRows}, num_tiles, num_words, true, scores_[0] + first,
                       kAttentionRows,
                       is_ahead ? Ahead(next.data, next_bytes, num_tile_turns(num_keys, num_tiles, num_words))
@@ -358,7 +358,7 @@ void Attention<Value>::sum_in_tiles(int64_t row_begin, int64_t row_end, PageValu
     float* const sums = sums_.data() + row * value_room_;
     for (int64_t c = 0; c < value_room_; c += 16) store(sums + c, load(sums + c) * floats(shrink_[row]));
   }
-  multiply_pair_tiles({weight_rows_[row_begin], 4 * kPageWords, row_end - row_begin},
+  multiply_pair_tiles(TileRows::apart(weight_rows_[row_begin], 4 * kPageWords, row_end - row_begin),
                       {values.data, values.stride * int64_t{sizeof(Value)}}, value_room_ / kTileSide, num_steps,
                       false, sums_.data() + row_begin * value_room_, value_room_);
 }

@@ -7,6 +7,7 @@
 
 #include "scratch.h"
 #include "tile.h"
+#include "tiled_rows.h"
 #include "vector_math.h"
 
 namespace batchinfer {
@@ -20,9 +21,10 @@ struct Part {
   int64_t expert, row_begin, row_end, panel_begin, panel_end;
 };
 
-// `copies_rows`: every task copies its rows first, so it takes as many panels as leave others enough to do.
-std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, const Weight& weight, int64_t row_bytes,
-                           bool copies_rows = false) {
+// Where tasks copy their rows first (with_rows_for) they take as many panels as leave others enough to do.
+template <class Source>
+std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, const Weight& weight) {
+  const int64_t row_bytes = weight.depth * (std::is_same_v<Source, ByteRows> ? 1 : sizeof(typename Source::Value));
   std::vector<Part> parts;
   int64_t num_busy = 0;
   for (int64_t expert = 0; expert < num_experts; ++expert) num_busy += experts[expert].num_rows > 0;
@@ -30,7 +32,7 @@ std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, const
     const ExpertRows& rows = experts[expert];
     if (rows.num_rows == 0) continue;
     const Cut cut = Cut::of(rows.num_rows, weight.num_panels() * num_busy, weight.panel_bytes(), row_bytes);
-    const int64_t end = rows.first + rows.num_rows, block_panels = copies_rows ? cut.fair_panels : cut.block_panels;
+    const int64_t end = rows.first + rows.num_rows, block_panels = panels_of_task<Source>(cut, weight);
     for (int64_t row = rows.first; row < end; row += cut.block_rows) {
       for (int64_t panel = 0; panel < weight.num_panels(); panel += block_panels) {
         parts.push_back({expert, row, std::min(row + cut.block_rows, end), panel,
@@ -53,65 +55,29 @@ const uint8_t* next_panel_of(const Weight& weights, const std::vector<Part>& par
   return panel_of(weights, parts[next].expert, parts[next].panel_begin);
 }
 
-// Rows that an index names, side by side in this thread's scratch memory: tiles take rows at equal distances.
-template <class Value>
-Rows<Value> copied(const Rows<Value>& x, int64_t first, int64_t num_rows, const Weight& weight) {
-  static thread_local Scratch<Value> values;
-  values.grow(num_rows * weight.depth);
-  for (int64_t row = 0; row < num_rows; ++row) {
-    std::copy_n(x.at(first + row), weight.depth, values.data() + row * weight.depth);
-  }
-  return {values.data(), weight.depth};
-}
-ByteRows copied(const ByteRows& x, int64_t first, int64_t num_rows, const Weight&) {
-  static thread_local Scratch<uint8_t> values;
-  static thread_local Scratch<float> scales;
-  const int64_t width = x.num_blocks * kBlock;
-  values.grow(num_rows * width);
-  scales.grow(num_rows * x.num_blocks);
-  for (int64_t row = 0; row < num_rows; ++row) {
-    std::copy_n(x.data + x.index[first + row] * width, width, values.data() + row * width);
-    std::copy_n(x.scales + x.index[first + row] * x.num_blocks, x.num_blocks, scales.data() + row * x.num_blocks);
-  }
-  return {values.data(), scales.data(), nullptr, x.num_blocks};
-}
-
-// Whether tasks copy their rows.
-template <class Source>
-bool are_copied(const Source& x, const Weight& weight) {
-  return kHasTiles && std::is_same_v<typename Source::Value, bf16> && x.index && weight.kind != WeightKind::kInt4;
-}
-
-// hidden [rows, stride] = silu(gate) * up, kept in float32 until the product is rounded; zeros behind them in a row.
+// hidden [rows, stride] = silu(gate) * up of one panel, kept in float32 until the product is rounded; zeros behind the last
+// one in a row. The part's first row is row `first` of x; `next` as in Pass.
 template <class Source, class Value>
-void activate(const Source& x, const std::vector<Part>& parts, const Weight& gate_up, Value* hidden, int64_t stride) {
+void activate_panel(const Source& x, int64_t first, const Part& part, const Weight& gate_up, int64_t panel,
+                    const void* next, Value* hidden, int64_t stride) {
+  alignas(64) float sums[kStripRows * kPanelColumns];
   const int64_t intermediate = gate_up.num_columns / 2;
-  run_tasks(parts.size(), [&](int64_t task) {
-    const Part& part = parts[task];
-    const bool is_copied = are_copied(x, gate_up);
-    const Source own = is_copied ? copied(x, part.row_begin, part.row_end - part.row_begin, gate_up) : x;
-    const int64_t first = is_copied ? part.row_begin : 0;  // of its rows
-    alignas(64) float sums[kStripRows * kPanelColumns];
-    for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
-      const int64_t column = panel * kPairs, columns = std::min(kPairs, intermediate - column);
-      const uint8_t* const next = next_panel_of(gate_up, parts, task, panel);
-      for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
-        const int64_t rows = std::min(kStripRows, part.row_end - row);
-        multiply_strip(own, row - first, rows, gate_up, panel_of(gate_up, part.expert, panel), kChunks, sums,
-                       pass_of(part.row_begin, part.row_end, row, next));
-        for (int64_t r = 0; r < rows; ++r) {
-          for (int64_t c = 0; c < columns; c += 16) {
-            const float* gate = sums + r * kPanelColumns + c;
-            store_rounded(hidden + (row + r) * stride + column + c, lanes(columns - c),
-                          silu_values(load(gate)) * load(gate + kPairs));
-          }
-          if (column + columns == intermediate) {
-            std::fill_n(hidden + (row + r) * stride + intermediate, stride - intermediate, Value{0});
-          }
-        }
+  const int64_t column = panel * kPairs, columns = std::min(kPairs, intermediate - column);
+  for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
+    const int64_t rows = std::min(kStripRows, part.row_end - row);
+    multiply_strip(x, first + row - part.row_begin, rows, gate_up, panel_of(gate_up, part.expert, panel), kChunks, sums,
+                   pass_of(part.row_begin, part.row_end, row, next));
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; c += 16) {
+        const float* gate = sums + r * kPanelColumns + c;
+        store_rounded(hidden + (row + r) * stride + column + c, lanes(columns - c),
+                      silu_values(load(gate)) * load(gate + kPairs));
+      }
+      if (column + columns == intermediate) {
+        std::fill_n(hidden + (row + r) * stride + intermediate, stride - intermediate, Value{0});
       }
     }
-  });
+  }
 }
 
 // Whether results are whole lines, and more than caches keep.
@@ -129,36 +95,43 @@ void write_past(const float* sums, Value* out) {
   for (int64_t c = 0; c < kPanelColumns; c += 32) store_past(out + c, load(sums + c), load(sums + c + 16));
 }
 
+// The same of the down product: rounded to out [rows, columns], added to `stream` unless that is null, or past the caches.
 template <class Source, class Value>
-void project_down(const Source& hidden, const std::vector<Part>& parts, const Weight& down, const Value* stream,
-                  Value* out) {
-  const bool goes_past = !stream && goes_past_caches(parts, down, out);
-  run_tasks(parts.size(), [&](int64_t task) {
-    const Part& part = parts[task];
-    alignas(64) float sums[kStripRows * kPanelColumns];
-    for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
-      const int64_t column = panel * kPanelColumns, columns = std::min(kPanelColumns, down.num_columns - column);
-      const uint8_t* const next = next_panel_of(down, parts, task, panel);
-      for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
-        const int64_t rows = std::min(kStripRows, part.row_end - row);
-        multiply_strip(hidden, row, rows, down, panel_of(down, part.expert, panel), num_chunks(down, panel), sums,
-                       pass_of(part.row_begin, part.row_end, row, next));
-        for (int64_t r = 0; r < rows; ++r) {
-          const int64_t at = (row + r) * down.num_columns + column;
-          if (goes_past) {
-            write_past(sums + r * kPanelColumns, out + at);
-            continue;
-          }
-          for (int64_t c = 0; c < columns; c += 16) {
-            const First first = lanes(columns - c);
-            Floats values = load(sums + r * kPanelColumns + c);
-            if (stream) values = load_wide(first, stream + at + c) + rounded<Value>(values);
-            store_rounded(out + at + c, first, values);
-          }
-        }
+void project_panel(const Source& x, int64_t first, const Part& part, const Weight& down, int64_t panel, const void* next,
+                   bool goes_past, const Value* stream, Value* out) {
+  alignas(64) float sums[kStripRows * kPanelColumns];
+  const int64_t column = panel * kPanelColumns, columns = std::min(kPanelColumns, down.num_columns - column);
+  for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
+    const int64_t rows = std::min(kStripRows, part.row_end - row);
+    multiply_strip(x, first + row - part.row_begin, rows, down, panel_of(down, part.expert, panel),
+                   num_chunks(down, panel), sums, pass_of(part.row_begin, part.row_end, row, next));
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t at = (row + r) * down.num_columns + column;
+      if (goes_past) {
+        write_past(sums + r * kPanelColumns, out + at);
+        continue;
+      }
+      for (int64_t c = 0; c < columns; c += 16) {
+        const First valid = lanes(columns - c);
+        Floats values = load(sums + r * kPanelColumns + c);
+        if (stream) values = load_wide(valid, stream + at + c) + rounded<Value>(values);
+        store_rounded(out + at + c, valid, values);
       }
     }
-    if (goes_past) finish_past();
+  }
+}
+
+// Calls multiply(own, first, part, panel, next) for all panels of all parts; arguments as above.
+template <class Source, class Multiply>
+void for_panels(const Source& x, const std::vector<Part>& parts, const Weight& weights, Multiply multiply) {
+  run_tasks(parts.size(), [&](int64_t task) {
+    const Part& part = parts[task];
+    with_rows_for(weights, part.panel_end - part.panel_begin, x, part.row_begin, part.row_end,
+                  [&](const auto& own, int64_t first) {
+                    for (int64_t panel = part.panel_begin; panel < part.panel_end; ++panel) {
+                      multiply(own, first, part, panel, next_panel_of(weights, parts, task, panel));
+                    }
+                  });
   });
 }
 
@@ -176,22 +149,28 @@ template <class Source, class Value>
 void expert_mlp(const Source& x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up,
                 const Weight& down, const Value* stream, Value* out) {
   constexpr bool kIsBytes = std::is_same_v<Source, ByteRows>;
-  const int64_t bytes_each = kIsBytes ? 1 : sizeof(Value);
   const int64_t intermediate = gate_up.num_columns / 2, stride = (intermediate + 1) / 2 * 2;
   const int64_t num_rows = total_rows(experts, num_experts);
   const Scratch<Value> hidden(num_rows * stride);
-  activate(x, parts_of(experts, num_experts, gate_up, bytes_each * gate_up.depth, are_copied(x, gate_up)), gate_up,
-           hidden.data(), stride);
-  const std::vector<Part> parts = parts_of(experts, num_experts, down, bytes_each * down.depth);
+  for_panels(x, parts_of<Source>(experts, num_experts, gate_up), gate_up,
+             [&](const auto& own, int64_t first, const Part& part, int64_t panel, const void* next) {
+               activate_panel(own, first, part, gate_up, panel, next, hidden.data(), stride);
+             });
+  const std::vector<Part> parts = parts_of<Source>(experts, num_experts, down);
+  const bool goes_past = !stream && goes_past_caches(parts, down, out);
+  const auto project = [&](const auto& own, int64_t first, const Part& part, int64_t panel, const void* next) {
+    project_panel(own, first, part, down, panel, next, goes_past, stream, out);
+    if (goes_past && panel + 1 == part.panel_end) finish_past();
+  };
   if constexpr (kIsBytes) {
     const Scratch<uint8_t> bytes(num_rows * down.num_blocks() * kBlock);
     const Scratch<float> scales(num_rows * down.num_blocks());
     Scratch<int32_t> starts;
     if (down.kind == WeightKind::kInt4) starts.grow(num_rows * down.num_blocks() * (kBlock / kGroup));
     to_bytes(Rows<bf16>{hidden.data(), stride}, bytes.data(), scales.data(), starts.data(), num_rows, intermediate);
-    project_down(ByteRows{bytes.data(), scales.data(), starts.data(), down.num_blocks()}, parts, down, stream, out);
+    for_panels(ByteRows{bytes.data(), scales.data(), starts.data(), down.num_blocks()}, parts, down, project);
   } else {
-    project_down(Rows<Value>{hidden.data(), stride}, parts, down, stream, out);
+    for_panels(Rows<Value>{hidden.data(), stride}, parts, down, project);
   }
 }
 

@@ -34,8 +34,9 @@ struct Rows {
   const V* at(int64_t row) const { return data + (index ? index[row] : row) * stride; }
 };
 
-// Rows rounded to 8 bits with one scale per kBlock values. For weights in 8 bits values are moved up by 128 to be unsigned;
-// for those in 4 bits, which are unsigned themselves, they are signed and come with what sums begin at.
+// Rows rounded to 8 bits with one scale per kBlock values. For weights in 8 bits values are signed where they are multiplied
+// in tiles, else moved up by 128 to be unsigned; for those in 4 bits, which are unsigned themselves, they are signed and come
+// with what sums begin at.
 struct ByteRows {
   using Value = bf16;  // that they were rounded from
 

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "tile.h"
+#include "tiled_rows.h"
 
 namespace batchinfer {
 namespace {
@@ -17,15 +18,15 @@ void write_row(const float* sums, int64_t count, const Value* stream, Value* out
   }
 }
 
-// Rows [row_begin, row_end) of the product with one panel; `next` as in Pass.
+// Rows [row_begin, row_end) of the product with one panel; row_begin is row `first` of x, `next` as in Pass.
 template <class Source, class Value>
-void panel_product(const Source& x, const Weight& weight, int64_t number, int64_t row_begin, int64_t row_end,
-                   const void* next, const Value* stream, Value* out, int64_t out_stride) {
+void panel_product(const Source& x, int64_t first, const Weight& weight, int64_t number, int64_t row_begin,
+                   int64_t row_end, const void* next, const Value* stream, Value* out, int64_t out_stride) {
   alignas(64) float sums[kStripRows * kPanelColumns];
   const int64_t column = number * kPanelColumns, columns = std::min(kPanelColumns, weight.num_columns - column);
   for (int64_t row = row_begin; row < row_end; row += kStripRows) {
     const int64_t rows = std::min(kStripRows, row_end - row);
-    multiply_strip(x, row, rows, weight, weight.panel(number), num_chunks(weight, number), sums,
+    multiply_strip(x, first + row - row_begin, rows, weight, weight.panel(number), num_chunks(weight, number), sums,
                    pass_of(row_begin, row_end, row, next));
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = (row + r) * out_stride + column;
@@ -50,17 +51,19 @@ template <class Source, class Value>
 void linear(const Source& x, const Weight& weight, const Value* stream, Value* out, int64_t num_rows) {
   if (num_rows == 0) return;
   const Cut cut = Cut::of(num_rows, weight.num_panels(), weight.panel_bytes(), row_bytes(x, weight));
-  const int64_t panel_blocks = (weight.num_panels() + cut.block_panels - 1) / cut.block_panels;
+  const int64_t each = panels_of_task<Source>(cut, weight);
+  const int64_t panel_blocks = (weight.num_panels() + each - 1) / each;
   const int64_t row_blocks = (num_rows + cut.block_rows - 1) / cut.block_rows;
   run_tasks(row_blocks * panel_blocks, nanoseconds_of(weight, num_rows), [&](int64_t task) {
-    const auto first_panel = [&](int64_t number) { return number % panel_blocks * cut.block_panels; };
-    const int64_t row = task / panel_blocks * cut.block_rows, first = first_panel(task);
-    const int64_t end = std::min(first + cut.block_panels, weight.num_panels());
-    for (int64_t panel = first; panel < end; ++panel) {
-      const int64_t next = panel + 1 < end ? panel + 1 : first_panel(task_after(task));
-      panel_product(x, weight, panel, row, std::min(row + cut.block_rows, num_rows), weight.panel(next), stream, out,
-                    weight.num_columns);
-    }
+    const auto first_panel = [&](int64_t number) { return number % panel_blocks * each; };
+    const int64_t row = task / panel_blocks * cut.block_rows, row_end = std::min(row + cut.block_rows, num_rows);
+    const int64_t begin = first_panel(task), end = std::min(begin + each, weight.num_panels());
+    with_rows_for(weight, end - begin, x, row, row_end, [&](const auto& own, int64_t first) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        const int64_t next = panel + 1 < end ? panel + 1 : first_panel(task_after(task));
+        panel_product(own, first, weight, panel, row, row_end, weight.panel(next), stream, out, weight.num_columns);
+      }
+    });
   });
 }
 
@@ -79,7 +82,7 @@ void batched_linear(Rows<Value> x, int64_t x_batch, const Weight& weights, Value
     const Rows<Value> rows{x.data + batch * x_batch, x.stride};
     for (int64_t panel = 0; panel < num_panels; ++panel) {
       const void* const next = panel + 1 < num_panels ? weight.panel(panel + 1) : weights.data + next_batch * weights.bytes();
-      panel_product<Rows<Value>, Value>(rows, weight, panel, row, std::min(row + cut.block_rows, num_rows), next,
+      panel_product<Rows<Value>, Value>(rows, row, weight, panel, row, std::min(row + cut.block_rows, num_rows), next,
                                         nullptr, out + batch * out_batch, out_stride);
     }
   });

@@ -7,7 +7,8 @@
 //
 // multiply_pairs adds to each sum (e + o), where e is the sum of the products of first values and o that of second ones,
 // each begun at zero and added up by fused multiply-adds in the order of words, e + o and the sum rounded one by one:
-// what the instruction tdpbf16ps does. A result depends on its own row and column alone. multiply_bytes is exact.
+// what the instruction tdpbf16ps does. A result depends on its own row and column alone. multiply_bytes is exact, of
+// signed values.
 //
 // BATCHINFER_TILES_IN_PLAIN asks for the plain version, so that layouts, edges and results can be tested anywhere.
 
@@ -27,6 +28,7 @@
 #ifdef BATCHINFER_TILES
 namespace batchinfer {
 
+constexpr bool kHasTiles = true;
 constexpr int64_t kTileSide = 16;  // rows, and words of a row
 
 // Tiles by number: sums of two tiles of rows with two tiles of columns, of one with four, or of four with one, where
@@ -133,7 +135,7 @@ void multiply_bytes() {
     std::memcpy(sums, tiles.words[Sums][row], sizeof(sums));
     for (int64_t word = 0; word < tiles.shapes.num_words[Rows]; ++word) {
       for (int64_t byte = 0; byte < 4; ++byte) {
-        const int32_t x = reinterpret_cast<const uint8_t*>(&tiles.words[Rows][row][word])[byte];
+        const int32_t x = reinterpret_cast<const int8_t*>(&tiles.words[Rows][row][word])[byte];
         const int8_t* const w = reinterpret_cast<const int8_t*>(tiles.words[Columns][word]) + byte;
         for (int64_t column = 0; column < kTileSide; ++column) sums[column] += x * w[4 * column];
       }
@@ -177,10 +179,9 @@ template <int Sums, int Rows, int Columns>
 inline __attribute__((always_inline)) void multiply_pairs() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Rows), "i"(Columns));
 }
-// Rows unsigned, columns signed.
 template <int Sums, int Rows, int Columns>
 inline __attribute__((always_inline)) void multiply_bytes() {
-  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Rows), "i"(Columns));
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Rows), "i"(Columns));
 }
 
 #endif
@@ -219,6 +220,8 @@ class UsesTiles {
 }  // namespace batchinfer
 #else
 namespace batchinfer {
+
+constexpr bool kHasTiles = false;
 
 struct UsesTiles {
   UsesTiles() {}  // not trivial, so that nobody is told of a variable without use

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "matrix_tiles.h"
 #include "vector_math.h"
 
 namespace batchinfer {
@@ -89,6 +90,7 @@ void add_sums(const Value* hidden, const float* sums, const Value* added, Value*
 
 void to_bytes(Rows<bf16> x, uint8_t* out, float* scales, int32_t* starts, int64_t num_rows, int64_t width) {
   const int64_t num_blocks = (width + kBlock - 1) / kBlock;
+  const bool is_signed = starts || kHasTiles;
   for_rows(num_rows, width, [&](int64_t row) {
     for (int64_t block = 0; block < num_blocks; ++block) {
       const bf16* values = x.at(row) + block * kBlock;
@@ -109,11 +111,13 @@ void to_bytes(Rows<bf16> x, uint8_t* out, float* scales, int32_t* starts, int64_
         const Floats value = i < count ? load_wide(lanes(count - i), values + i) : floats(0.0f);
         store_bytes(bytes + i, plus(nearest_ints(value * factor), ints(128)));
       }
+      if (is_signed) {
+        for (int64_t i = 0; i < kBlock; ++i) bytes[i] ^= 0x80;
+      }
       if (!starts) continue;
       for (int64_t group = 0; group < kBlock / kGroup; ++group) {
         int32_t sum = 0;
         for (int64_t i = group * kGroup; i < (group + 1) * kGroup; ++i) {
-          bytes[i] ^= 0x80;  // signed again
           sum += static_cast<int8_t>(bytes[i]);
         }
         starts[(row * num_blocks + block) * (kBlock / kGroup) + group] = -8 * sum;

@@ -33,11 +33,7 @@ constexpr int64_t kStripRows = 96;    // rows that pass a panel together
 constexpr int64_t kPartBlocks = 4;    // of a panel in 8 or 4 bits that rows pass at a time
 constexpr int64_t kWideValues = 128;  // of a row and of a panel's columns that are widened at a time
 constexpr int64_t kWidenPanel = 48;   // rows for which it is worth it to widen a panel in memory
-#ifdef BATCHINFER_TILES
-constexpr bool kHasTiles = true;
-#else
-constexpr bool kHasTiles = false;
-#endif
+constexpr int64_t kTilePartBytes = 384;  // of a row, that rows in tiles pass at a time
 
 // Values of rows and columns are loaded once more for the second part: the registers are for sums.
 inline void load_again() { asm volatile("" ::: "memory"); }
@@ -445,23 +441,25 @@ inline void multiply_strip_widened(const Rows<bf16>& x, int64_t first, int64_t n
 }
 
 #ifdef BATCHINFER_TILES
-// The same of rows that stand one after the other.
-inline void multiply_strip_in_tiles(const Rows<bf16>& x, int64_t first, int64_t num_rows, int64_t depth,
-                                    const bf16* panel, int64_t chunks, float* sums, Pass pass) {
-  for_parts(depth, kStepBytes / (kPanelColumns * int64_t{sizeof(bf16)}), [&](int64_t start, int64_t num_values) {
-    const int64_t num_words = (num_values + 1) / 2, num_bytes = 4 * num_words * kPanelColumns;
-    const int64_t turns = num_tile_turns(num_rows, chunks, num_words);
+// The same in tiles. Rows beyond two tiles pass the panel part by part, for the first-level cache.
+inline void multiply_strip_in_tiles(TileRows rows, int64_t depth, const bf16* panel, int64_t chunks, float* sums,
+                                    Pass pass) {
+  const int64_t most = rows.count > 2 * kTileSide ? kTilePartBytes / int64_t{sizeof(bf16)}
+                                                  : kStepBytes / (kPanelColumns * int64_t{sizeof(bf16)});
+  const auto bytes_of = [](int64_t num_values) { return (num_values + 1) / 2 * 4 * kPanelColumns; };
+  for_parts(depth, most, [&](int64_t start, int64_t num_values) {
+    const int64_t num_words = (num_values + 1) / 2, turns = num_tile_turns(rows.count, chunks, num_words);
+    const int64_t end = start + num_values, next_bytes = bytes_of(std::min(most, end == depth ? depth : depth - end));
     const bf16* const part = panel + start * kPanelColumns;
-    multiply_pair_tiles({x.at(first) + start, x.stride * int64_t{sizeof(bf16)}, num_rows}, {part, 4 * kPanelColumns},
-                        chunks, num_words, start == 0, sums, kPanelColumns,
-                        start + num_values == depth
-                            ? pass.next_panel(num_bytes, turns)
-                            : pass.next_part(part + 2 * num_words * kPanelColumns, num_bytes, turns));
+    const Ahead ahead = end == depth ? pass.next_panel(next_bytes, turns)
+                                     : pass.next_part(panel + end * kPanelColumns, next_bytes, turns);
+    multiply_pair_tiles(rows.behind(start / 2), {part, 4 * kPanelColumns}, chunks, num_words, start == 0, sums,
+                        kPanelColumns, ahead);
   });
 }
 #endif
 
-// As above, with a weight of any kind that rows of Row meet.
+// As above, with a weight of any kind that rows of Row meet; rows that meet in tiles have no index (tiled_rows.h).
 template <class Row>
 inline void multiply_strip(const Rows<Row>& x, int64_t first, int64_t num_rows, const Weight& weight,
                            const uint8_t* panel, int64_t chunks, float* sums, Pass pass = {}) {
@@ -470,12 +468,14 @@ inline void multiply_strip(const Rows<Row>& x, int64_t first, int64_t num_rows, 
     if (weight.kind == WeightKind::kBfloat16) {
       const bf16* values = reinterpret_cast<const bf16*>(panel);
 #ifdef BATCHINFER_TILES
-      if (!x.index) return multiply_strip_in_tiles(x, first, num_rows, depth, values, chunks, sums, pass);
-#endif
+      const TileRows rows = TileRows::apart(x.at(first), x.stride * int64_t{sizeof(bf16)}, num_rows);
+      return multiply_strip_in_tiles(rows, depth, values, chunks, sums, pass);
+#else
 #ifdef BATCHINFER_PAIR_PRODUCTS
       if (pairs_are_quick()) return multiply_strip_by<Pair>(x, first, num_rows, depth, values, chunks, sums, pass);
 #endif
       return multiply_strip_widened(x, first, num_rows, depth, values, chunks, sums, pass);
+#endif
     }
   }
   multiply_strip_by<Single<Row>>(x, first, num_rows, depth, reinterpret_cast<const float*>(panel), chunks, sums, pass);
@@ -499,19 +499,22 @@ inline void add_scaled(const int32_t* exact, int64_t count, const float* x_scale
   }
 }
 
-inline void multiply_strip_in_tiles(const ByteRows& x, int64_t first, int64_t num_rows, const BytePanel& panel,
-                                    int64_t chunks, int64_t num_blocks, float* sums, Ahead next_panel) {
-  multiply_byte_tiles({x.data + first * num_blocks * kBlock, num_blocks * kBlock, num_rows},
-                      {panel.values, 4 * kPanelColumns}, chunks, kBlock / 4, num_blocks, panel.starts, kPanelColumns,
-                      next_panel,
+// Sums of rows in 8 bits that have scales [num_rows, num_blocks].
+inline void multiply_strip_in_tiles(TileRows rows, const float* x_scales, const BytePanel& panel, int64_t chunks,
+                                    int64_t num_blocks, float* sums, Ahead next_panel) {
+  const int64_t part_blocks = rows.count > 2 * kTileSide ? kTilePartBytes / kBlock : std::max<int64_t>(1, num_blocks);
+  multiply_byte_tiles(rows, {panel.values, 4 * kPanelColumns}, chunks, kBlock / 4, num_blocks, part_blocks, next_panel,
                       [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, const int32_t* exact) {
-                        const float* const x_scales = x.scales + (first + row) * num_blocks + block;
                         const float* const scales = panel.scales + block * kChunks + tile;
                         float* const at = sums + row * kPanelColumns + 16 * tile;
                         up_to_four(number, [&](auto tiles) {
-                          add_scaled<tiles>(exact, count, x_scales, num_blocks, scales, block == 0, at);
+                          add_scaled<tiles>(exact, count, x_scales + row * num_blocks + block, num_blocks, scales,
+                                            block == 0, at);
                         });
                       });
+}
+inline Ahead next_byte_panel(const Weight& weight, int64_t num_rows, int64_t chunks, Pass pass) {
+  return pass.next_panel(weight.panel_bytes(), num_tile_turns(num_rows, chunks, weight.num_blocks() * kBlock / 4));
 }
 #endif
 
@@ -541,13 +544,10 @@ inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, c
   }
   const BytePanel parts(panel, weight.num_blocks());
 #ifdef BATCHINFER_TILES
-  if (!x.index) {
-    const int64_t num_blocks = weight.num_blocks();
-    return multiply_strip_in_tiles(x, first, num_rows, parts, chunks, num_blocks, sums,
-                                   pass.next_panel(weight.panel_bytes(),
-                                                   num_tile_turns(num_rows, chunks, num_blocks * kBlock / 4)));
-  }
-#endif
+  const int64_t num_blocks = x.num_blocks, width = num_blocks * kBlock;
+  multiply_strip_in_tiles(TileRows::apart(x.data + first * width, width, num_rows), x.scales + first * num_blocks, parts,
+                          chunks, num_blocks, sums, next_byte_panel(weight, num_rows, chunks, pass));
+#else
   for_parts(weight.num_blocks(), kPartBlocks, [&](int64_t block, int64_t num_blocks) {
     const int64_t end = block + num_blocks, num_bytes = num_blocks * kBlock * kPanelColumns;
     const int64_t turns = num_turns(num_rows, num_blocks * (kBlock / 4));
@@ -569,6 +569,7 @@ inline void multiply_strip(const ByteRows& x, int64_t first, int64_t num_rows, c
       });
     });
   });
+#endif
 }
 
 // The strip that begins at `row`, of rows begin … end - 1.

@@ -57,8 +57,8 @@ bool pairs_agree(std::mt19937& random, int64_t num_rows, int64_t num_tiles, int6
   fill(panel);
   std::vector<float> out(num_rows * kColumns, -1.0f);
   const int64_t stride = 2 * num_words + 6;
-  multiply_pair_tiles({rows.data(), 2 * stride, num_rows}, {panel.data(), 4 * kColumns}, num_tiles, num_words, true,
-                      out.data(), kColumns);
+  multiply_pair_tiles(TileRows::apart(rows.data(), 2 * stride, num_rows), {panel.data(), 4 * kColumns}, num_tiles,
+                      num_words, true, out.data(), kColumns);
   for (int64_t row = 0; row < num_rows; ++row) {
     for (int64_t column = 0; column < kColumns; ++column) {
       const float expected =
@@ -73,23 +73,21 @@ bool pairs_agree(std::mt19937& random, int64_t num_rows, int64_t num_tiles, int6
 
 bool bytes_agree(std::mt19937& random, int64_t num_rows, int64_t num_tiles, int64_t num_blocks) {
   constexpr int64_t kBlockWords = kBlock / 4;
-  std::uniform_int_distribution<int> byte(0, 255), start(-(1 << 20), 1 << 20);
-  std::vector<uint8_t> rows(num_rows * num_blocks * kBlock);
+  std::uniform_int_distribution<int> byte(-128, 127);
+  std::vector<int8_t> rows(num_rows * num_blocks * kBlock);
   std::vector<int8_t> panel(num_blocks * kBlock * kColumns);
-  std::vector<int32_t> starts(num_blocks * kColumns);
-  for (uint8_t& value : rows) value = static_cast<uint8_t>(byte(random));
-  for (int8_t& value : panel) value = static_cast<int8_t>(byte(random) - 128);
-  for (int32_t& value : starts) value = start(random);
+  for (int8_t& value : rows) value = static_cast<int8_t>(byte(random));
+  for (int8_t& value : panel) value = static_cast<int8_t>(byte(random));
   bool agree = true;
   int64_t num_seen = 0;
   multiply_byte_tiles(
-      {rows.data(), num_blocks * kBlock, num_rows}, {panel.data(), 4 * kColumns}, num_tiles, kBlockWords, num_blocks,
-      starts.data(), kColumns, Ahead::nothing(),
+      TileRows::apart(rows.data(), num_blocks * kBlock, num_rows), {panel.data(), 4 * kColumns}, num_tiles, kBlockWords,
+      num_blocks, 2, Ahead::nothing(),
       [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, const int32_t* sums) {
         for (int64_t r = 0; r < count; ++r) {
           for (int64_t c = 0; c < kTileSide * number; ++c, ++num_seen) {
             const int64_t column = kTileSide * tile + c;
-            int32_t expected = starts[block * kColumns + column];
+            int32_t expected = 0;
             for (int64_t i = 0; i < kBlock; ++i) {
               expected += int32_t{rows[((row + r) * num_blocks + block) * kBlock + i]} *
                           panel[((block * kBlockWords + i / 4) * kColumns + column) * 4 + i % 4];

@@ -16,14 +16,27 @@
 #ifdef BATCHINFER_TILES
 namespace batchinfer {
 
-// Rows of words: row r begins at data + r * stride_bytes.
+// Rows of words. A tile that begins with word w of row r, both multiples of 16, is at data + r * row_bytes + w * word_bytes,
+// and its next row stride_bytes behind.
 struct TileRows {
   const void* data;
-  int64_t stride_bytes, count;
+  int64_t row_bytes, word_bytes, stride_bytes, count;
+
+  // Each row's words side by side.
+  static TileRows apart(const void* data, int64_t stride_bytes, int64_t count) {
+    return {data, stride_bytes, 4, stride_bytes, count};
+  }
+  // Tile behind tile, those of the same rows first: lines that are read together are side by side, so that they do not meet
+  // in the same few places of a cache.
+  static TileRows in_tiles(const void* data, int64_t num_words, int64_t count) {
+    return {data, (num_words + kTileSide - 1) / kTileSide * kTileSide * 4, 4 * kTileSide, 4 * kTileSide, count};
+  }
 
   const char* at(int64_t row, int64_t word) const {
-    return static_cast<const char*>(data) + row * stride_bytes + 4 * word;
+    return static_cast<const char*>(data) + row * row_bytes + word * word_bytes;
   }
+  TileRows from(int64_t row, int64_t number) const { return {at(row, 0), row_bytes, word_bytes, stride_bytes, number}; }
+  TileRows behind(int64_t words) const { return {at(0, words), row_bytes, word_bytes, stride_bytes, count}; }
 };
 
 // Words of columns: word w of column c stands at data + w * stride_bytes + 4 * c.
@@ -41,7 +54,7 @@ struct PairProduct {
   bool begins_at_zero;
 
   template <int Sums>
-  void open(const float* at, int64_t stride_bytes, int64_t) const {
+  void open(const float* at, int64_t stride_bytes) const {
     begins_at_zero ? clear_tile<Sums>() : load_tile<Sums>(at, stride_bytes);
   }
   template <int Sums, int Rows, int Columns>
@@ -50,13 +63,11 @@ struct PairProduct {
   }
 };
 
-// Sums of 8-bit values begin at starts[column], the same for all rows.
+// Sums of signed 8-bit values begin at zero.
 struct ByteProduct {
-  const int32_t* starts;
-
   template <int Sums>
-  void open(const int32_t*, int64_t, int64_t column) const {
-    load_tile<Sums>(starts + column, 0);
+  void open(const int32_t*, int64_t) const {
+    clear_tile<Sums>();
   }
   template <int Sums, int Rows, int Columns>
   static void multiply() {
@@ -73,10 +84,10 @@ inline void multiply_two_by_two(const Product& product, TileRows rows, int64_t r
   const int64_t bytes = out_stride * int64_t{sizeof(Sum)};
   Sum* const low = out;
   Sum* const high = low + kTileSide * out_stride;
-  product.template open<kSums0>(low, bytes, column);
-  product.template open<kSums1>(low + kTileSide, bytes, column + kTileSide);
-  product.template open<kSums2>(high, bytes, column);
-  product.template open<kSums3>(high + kTileSide, bytes, column + kTileSide);
+  product.template open<kSums0>(low, bytes);
+  product.template open<kSums1>(low + kTileSide, bytes);
+  product.template open<kSums2>(high, bytes);
+  product.template open<kSums3>(high + kTileSide, bytes);
   for (int64_t step = 0; step < num_steps; ++step, word += step_words) {
     turns.turn();
     load_tile<kColumns0>(columns.at(word, column), columns.stride_bytes);
@@ -101,10 +112,10 @@ inline void multiply_column_by(const Product& product, TileRows rows, int64_t ro
                                Turns& turns) {
   const int64_t bytes = out_stride * int64_t{sizeof(Sum)}, tile_values = kTileSide * out_stride;
   Sum* const at = out;
-  product.template open<kSums0>(at, bytes, column);
-  if constexpr (N > 1) product.template open<kSums1>(at + tile_values, bytes, column);
-  if constexpr (N > 2) product.template open<kSums2>(at + 2 * tile_values, bytes, column);
-  if constexpr (N > 3) product.template open<kSums3>(at + 3 * tile_values, bytes, column);
+  product.template open<kSums0>(at, bytes);
+  if constexpr (N > 1) product.template open<kSums1>(at + tile_values, bytes);
+  if constexpr (N > 2) product.template open<kSums2>(at + 2 * tile_values, bytes);
+  if constexpr (N > 3) product.template open<kSums3>(at + 3 * tile_values, bytes);
   const auto multiply = [&]<int Sums, int Rows>() {
     load_tile<Rows>(rows.at(row + Sums * kTileSide, word), rows.stride_bytes);
     Product::template multiply<Sums, Rows, kColumns0>();
@@ -131,10 +142,10 @@ inline void multiply_one_by(const Product& product, TileRows rows, int64_t row, 
                             Turns& turns) {
   const int64_t bytes = out_stride * int64_t{sizeof(Sum)};
   Sum* const at = out;
-  product.template open<kSums0>(at, bytes, column);
-  if constexpr (N > 1) product.template open<kSums1>(at + kTileSide, bytes, column + kTileSide);
-  if constexpr (N > 2) product.template open<kSums2>(at + 2 * kTileSide, bytes, column + 2 * kTileSide);
-  if constexpr (N > 3) product.template open<kSums3>(at + 3 * kTileSide, bytes, column + 3 * kTileSide);
+  product.template open<kSums0>(at, bytes);
+  if constexpr (N > 1) product.template open<kSums1>(at + kTileSide, bytes);
+  if constexpr (N > 2) product.template open<kSums2>(at + 2 * kTileSide, bytes);
+  if constexpr (N > 3) product.template open<kSums3>(at + 3 * kTileSide, bytes);
   for (int64_t step = 0; step < num_steps; ++step, word += step_words) {
     turns.turn();
     load_tile<kRows0>(rows.at(row, word), rows.stride_bytes);
@@ -235,69 +246,71 @@ constexpr int64_t kScratchRows = 4 * kTileSide, kScratchColumns = 4 * kTileSide;
 
 // Exact sums of each block of `block_words` words (a multiple of 16) of four 8-bit values. Calls finish(row, count, tile,
 // number, block, sums) with those of rows row … row + count - 1 and some tiles of columns, sums [count][64]; blocks of a
-// part come in ascending order. They begin at starts [blocks][starts_stride]. While a block is multiplied, the one before
-// is finished, little by little: the two take different parts of the processor.
+// part come in ascending order. All rows pass `part_blocks` blocks before the next ones. While a block is multiplied, the one
+// before is finished, little by little: the two take different parts of the processor.
 template <class Finish>
 void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t block_words, int64_t num_blocks,
-                         const int32_t* starts, int64_t starts_stride, Ahead ahead, Finish finish) {
+                         int64_t part_blocks, Ahead ahead, Finish finish) {
   alignas(64) int32_t sums[2][kScratchRows * kScratchColumns];
   const int64_t num_steps = block_words / kTileSide;
 
-  struct Turns {  // between the steps of a block, from its first one on
+  struct Turns {  // between the steps of a block
     Ahead& ahead;
     Finish& finish;
-    int64_t row, count, tile, number, num_steps;
-    int64_t block = -1, done = 0;  // that is to be finished, and how many of its rows are
-    const int32_t* sums = nullptr;
+    int64_t num_steps;
+    struct {
+      int64_t row, count, tile, number, block;
+      const int32_t* sums;
+    } last{};          // that is to be finished
+    int64_t done = 0;  // of its rows
 
     void turn() {
       ahead.turn();
-      finish_until(std::min(count, done + (count + num_steps - 1) / num_steps));
+      finish_until(std::min(last.count, done + (last.count + num_steps - 1) / num_steps));
     }
     void finish_until(int64_t end) {
-      if (block >= 0 && done < end) finish(row + done, end - done, tile, number, block, sums + done * kScratchColumns);
+      if (done == end) return;
+      finish(last.row + done, end - done, last.tile, last.number, last.block, last.sums + done * kScratchColumns);
       done = end;
     }
-    void go_on(const int32_t* next_sums) {
-      finish_until(count);
-      ++block;
-      done = 0;
-      sums = next_sums;
-    }
   };
-  // multiply(product, word, sums, turns) for all blocks of some rows and tiles
-  const auto run = [&](int64_t row, int64_t count, int64_t tile, int64_t number, auto multiply) {
-    Turns turns{ahead, finish, row, count, tile, number, num_steps};
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      int32_t* const own = sums[block % 2];
-      multiply(ByteProduct{starts + block * starts_stride}, block * block_words, own, turns);
-      turns.go_on(own);
-    }
-    turns.finish_until(count);
-  };
-  for_tiles(
-      rows.count, num_tiles, kTileSide,
-      [&](int64_t row, int64_t tile) {
-        run(row, std::min(2 * kTileSide, rows.count - row), tile, 2,
-            [&](ByteProduct product, int64_t word, int32_t* out, Turns& turns) {
-              multiply_two_by_two(product, rows, row, columns, kTileSide * tile, word, kTileSide, num_steps, out,
-                                  kScratchColumns, turns);
-            });
-      },
-      [&](int64_t row, int64_t tile, auto number) {
-        run(row, std::min(kTileSide, rows.count - row), tile, number,
-            [&](ByteProduct product, int64_t word, int32_t* out, Turns& turns) {
-              multiply_one_by<number>(product, rows, row, columns, kTileSide * tile, word, kTileSide, num_steps, out,
-                                      kScratchColumns, turns);
-            });
-      },
-      [&](int64_t row, int64_t tile, auto number) {
-        run(row, std::min(number * kTileSide, rows.count - row), tile, 1,
-            [&](ByteProduct product, int64_t word, int32_t* out, Turns& turns) {
-              multiply_column_by<number>(product, rows, row, columns, kTileSide * tile, word, kTileSide, num_steps, out,
-                                         kScratchColumns, turns);
-            });
-      });
+  Turns turns{ahead, finish, num_steps};
+  for (int64_t first = 0, own = 0; first < num_blocks; first += part_blocks) {
+    const int64_t end = std::min(first + part_blocks, num_blocks);
+    // multiply(word, sums) for the part's blocks of some rows and tiles
+    const auto run = [&](int64_t row, int64_t count, int64_t tile, int64_t number, auto multiply) {
+      for (int64_t block = first; block < end; ++block, own = 1 - own) {
+        multiply(block * block_words, sums[own]);
+        turns.finish_until(turns.last.count);
+        turns.last = {row, count, tile, number, block, sums[own]};
+        turns.done = 0;
+      }
+    };
+    for_tiles(
+        rows.count, num_tiles, kTileSide,
+        [&](int64_t row, int64_t tile) {
+          run(row, std::min(2 * kTileSide, rows.count - row), tile, 2,
+              [&](int64_t word, int32_t* out) {
+                multiply_two_by_two(ByteProduct{}, rows, row, columns, kTileSide * tile, word, kTileSide, num_steps, out,
+                                    kScratchColumns, turns);
+              });
+        },
+        [&](int64_t row, int64_t tile, auto number) {
+          run(row, std::min(kTileSide, rows.count - row), tile, number,
+              [&](int64_t word, int32_t* out) {
+                multiply_one_by<number>(ByteProduct{}, rows, row, columns, kTileSide * tile, word, kTileSide, num_steps, out,
+                                        kScratchColumns, turns);
+              });
+        },
+        [&](int64_t row, int64_t tile, auto number) {
+          run(row, std::min(number * kTileSide, rows.count - row), tile, 1,
+              [&](int64_t word, int32_t* out) {
+                multiply_column_by<number>(ByteProduct{}, rows, row, columns, kTileSide * tile, word, kTileSide, num_steps,
+                                           out, kScratchColumns, turns);
+              });
+        });
+  }
+  turns.finish_until(turns.last.count);
 }
 
 }  // namespace batchinfer
