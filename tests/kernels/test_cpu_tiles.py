@@ -6,6 +6,7 @@ Where the processor has AMX, all other tests of the C++ operations run with the 
 from __future__ import annotations
 
 import json
+import platform
 import shutil
 import subprocess
 from dataclasses import replace
@@ -13,6 +14,7 @@ from dataclasses import replace
 import pytest
 
 from batchinfer_kernels.cpu import build
+from support import carried_out
 from support.instructions import OFTEN, OPERATIONS, run_code_with, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
 
@@ -88,6 +90,22 @@ def test_the_instructions_themselves_are_compiled(tmp_path):
         for instruction in of_products if target.stem in with_products else ("tilerelease",):
             assert instruction in said, (target.name, instruction)
         assert ("tdpbssd" in said) == (target.stem in with_products and target.stem != "attention")
+
+
+ASK_TILES = """
+#include <cstdio>
+namespace batchinfer { bool tiles_agree(bool is_one_chain); }
+int main() { std::printf("%d %d\\n", batchinfer::tiles_agree(false), batchinfer::tiles_agree(true)); }
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="not an x86-64 processor")
+def test_products_of_the_instructions_have_the_promised_order_of_sums(tmp_path):
+    """Carried out one by one where the processor has none of them."""
+    source, program = tmp_path / "ask_tiles.cpp", tmp_path / "ask_tiles"
+    source.write_text(ASK_TILES)
+    carried_out.compile_with(str(build.SOURCES / "tile_check.cpp"), str(source), "-o", str(program))
+    assert subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout == "1 0\n"
 
 
 @pytest.fixture

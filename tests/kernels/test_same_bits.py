@@ -15,6 +15,7 @@ import torch
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels.cpu import build, ops
 from batchinfer_kernels.cpu.instructions import FOR_X86, slowest
+from support import carried_out
 from support.instructions import run_code_with, variables_for
 from support.random_shapes import DTYPES, computed, make_model, make_prompts
 
@@ -65,6 +66,7 @@ def test_a_row_has_the_same_bits_at_every_place_among_up_to_seventy_others(dtype
 
 
 PROGRAM = "from support.random_shapes import program; program()"
+PERMITTED = f"from support.carried_out import permit; permit(); {PROGRAM}"
 
 
 def results_of_a_process(name, folder, seeds, **environment):
@@ -75,7 +77,7 @@ def results_of_a_process(name, folder, seeds, **environment):
 def results_with_preloaded(library, name, folder, seeds, **environment):
     """As results_of_a_process, with a library that must be there from the start."""
     ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), *map(str, seeds)],
+        [sys.executable, "-c", PERMITTED if name == carried_out.NAME else PROGRAM, str(folder), *map(str, seeds)],
         env=variables_for(name, LD_PRELOAD=str(library), **environment),
         capture_output=True,
         text=True,
@@ -131,6 +133,13 @@ def test_all_instruction_sets_compute_the_same_bits(name, results):
         assert of_dtype("bfloat16", found) != of_dtype("bfloat16", others)
     else:
         assert found == results(LEAST)
+
+
+@pytest.mark.slow  # the quick share: test_products_of_the_instructions_have_the_promised_order_of_sums
+def test_models_have_the_bits_of_plain_tiles_when_the_instructions_are_carried_out_one_by_one(results, tmp_path):
+    carries_out = tmp_path / "tile_instructions.so"
+    carried_out.compile_with("-shared", "-o", str(carries_out))
+    assert results(carried_out.NAME, preloaded=carries_out) == results("amx-plain")
 
 
 def test_pairs_by_their_instruction_and_in_float32_have_the_same_bits(results):
