@@ -18,6 +18,8 @@ GROUND = (
     "host_info",
     "ownership",
     "config",
+    "whole_files",
+    "checked_json",
     "rundir",
     "manifest",
     "stop",

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from batchinfer.data.columns import is_json, is_text, plain_type
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.records import ConfigError, InputError, RunMismatchError
-from batchinfer.rundir import cannot_write, published
+from batchinfer.whole_files import cannot_write, published
 
 KINDS = ("prompt", "messages", "token_ids")  # keys of [input]
 USE = "give a list of texts, of lists of messages or of lists of token ids, or a table"

@@ -39,7 +39,7 @@ def init(data: str, model: Path, target: Path) -> None:
     into this machine. The file has comments and what else is often set.
     """
     from batchinfer.plan.first_job import first_job
-    from batchinfer.rundir import create_exclusively
+    from batchinfer.whole_files import create_exclusively
 
     taken = click.UsageError(f"{target} is there already; name another file with -o")
     if target.exists():

@@ -9,11 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from batchinfer.checked_json import publish_json
 from batchinfer.finish.so_far import write_so_far
 from batchinfer.report.read import as_document, read_report
 from batchinfer.report.unfinished import KEY, Unfinished
 from batchinfer.run.planned import job_of
-from batchinfer.rundir import RunDir, publish_json, read_state
+from batchinfer.rundir import RunDir, read_state
 from batchinfer.slurm.status import StatusReader
 
 

@@ -20,13 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batchinfer.checked_json import document_of, json_text
 from batchinfer.controller.claims import Claim
 from batchinfer.controller.result_files import damage, own_files
 from batchinfer.data.bucket import Bucket, Found
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError
 from batchinfer.run.bucket_lease import Lease, Watch, holder
-from batchinfer.rundir import RunDir, document_of, json_text, published
+from batchinfer.rundir import RunDir
+from batchinfer.whole_files import published
 
 
 @dataclass

@@ -21,22 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from batchinfer.checked_json import json_text, publish_json, read_json
 from batchinfer.controller.lease_watch import LeaseWatch
 from batchinfer.controller.result_files import own_files, sound_files
 from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.liveness import is_dead, this_process
-from batchinfer.rundir import (
-    TEMPORARY,
-    RunDir,
-    cannot_write,
-    create_exclusively,
-    json_text,
-    publish_json,
-    read_json,
-    remove_leftovers,
-)
+from batchinfer.rundir import RunDir
+from batchinfer.whole_files import TEMPORARY, cannot_write, create_exclusively, remove_leftovers
 
 HEARTBEAT_S = 5.0
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchinfer.checked_json import document_of
 from batchinfer.records import DamagedFileError
 from batchinfer.run.liveness import is_dead
-from batchinfer.rundir import document_of
 
 LEASE_S = 60.0  # a lease whose date has not changed for this long, by the watcher's own clock, has expired
 _HOLDER = ("released", "host", "pid", "process")  # what a lease is asked for

@@ -13,7 +13,8 @@ from batchinfer.run.bit_equality import UNEQUAL, EqualRows, together
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
 from batchinfer.run.weights_digest import cache_folder, whole_weights_digest
-from batchinfer.rundir import RunDir, read_state, remove_folder
+from batchinfer.rundir import RunDir, read_state
+from batchinfer.whole_files import remove_folder
 
 
 class RankStart:

@@ -11,7 +11,8 @@ from batchinfer.manifest import ChecksummedWriter, file_checksums
 from batchinfer.progress import note
 from batchinfer.records import DamagedFileError, RequestKey
 from batchinfer.run.quarantine import set_aside
-from batchinfer.rundir import RunDir, published
+from batchinfer.rundir import RunDir
+from batchinfer.whole_files import published
 
 
 def write_results(folder: Path, number: int, table: pa.Table) -> Path:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchinfer.checked_json import publish_json
 from batchinfer.controller.claiming import offer_again
 from batchinfer.controller.claims import done_mark, is_released, last_claim, result_files
 from batchinfer.controller.result_files import damage, write_results
@@ -14,7 +15,7 @@ from batchinfer.data.schemas import RESULTS
 from batchinfer.manifest import Manifest
 from batchinfer.records import DamagedFileError
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import publish_json, read_state
+from batchinfer.rundir import read_state
 
 
 @dataclass(frozen=True, slots=True)

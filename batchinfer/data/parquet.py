@@ -11,8 +11,8 @@ import xxhash
 
 from batchinfer.manifest import ChecksummedWriter, Manifest
 from batchinfer.records import DamagedFileError
-from batchinfer.rundir import Publisher, published
 from batchinfer.sanitize import clip
+from batchinfer.whole_files import Publisher, published
 
 # In the metadata of a table that nobody vouches for: the checksum of the file as it is with _NO_SEAL there.
 _SEAL, _NO_SEAL = b"batchinfer.xxh3", b"0" * 32

@@ -27,7 +27,7 @@ from batchinfer.data.schemas import TOKENS
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
-from batchinfer.rundir import Publisher
+from batchinfer.whole_files import Publisher
 
 GROUP_ROWS = 16384  # rows per row group of tokens/<shard>.parquet
 GROUP_BYTES = 32 << 20

@@ -21,7 +21,8 @@ from batchinfer.data.schemas import OUTPUT_TABLES
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import Shard
-from batchinfer.rundir import RunDir, cannot_write, publish_text, sync_folder
+from batchinfer.rundir import RunDir
+from batchinfer.whole_files import cannot_write, publish_text, sync_folder
 
 # https://huggingface.co/docs/hub/datasets-cards: size_categories
 _SIZES = (

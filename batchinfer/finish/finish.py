@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import pyarrow as pa
 
+from batchinfer.checked_json import publish_json
 from batchinfer.config import JobConfig
 from batchinfer.controller.step_journal import keep_lost_steps
 from batchinfer.data.shards import refuse_changed
@@ -20,7 +21,8 @@ from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shar
 from batchinfer.run.open_storage import storage_of
 from batchinfer.run.publish import publish_run
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import LINE_FILES, RunDir, output_files, publish_json, read_state, remove_leftovers
+from batchinfer.rundir import LINE_FILES, RunDir, output_files, read_state
+from batchinfer.whole_files import remove_leftovers
 
 
 @dataclass(frozen=True, slots=True)

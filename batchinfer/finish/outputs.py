@@ -28,7 +28,8 @@ from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import IncompleteRunError, Shard
 from batchinfer.run.fingerprint import check_same
-from batchinfer.rundir import Publisher, RunDir, output_files, read_state
+from batchinfer.rundir import RunDir, output_files, read_state
+from batchinfer.whole_files import Publisher
 
 BATCH_ROWS = 4096  # at most
 _SQL_OF = {"tool_calls": "NULL AS tool_calls"}  # made of the text

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from batchinfer.checked_json import read_json
 from batchinfer.controller.claims import done_mark, last_claim, result_files
 from batchinfer.controller.result_files import damage
 from batchinfer.data.parquet import own_file, sealed_table
@@ -15,7 +16,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.job_file import REMEDY, recorded_job
-from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again, read_json, read_state, submission_records
+from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again, read_state, submission_records
 
 
 @dataclass(frozen=True, slots=True)

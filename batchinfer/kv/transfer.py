@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from batchinfer.records import PeerLostError
-from batchinfer.rundir import NO_DESCRIPTOR, cannot_write, too_many_files
+from batchinfer.whole_files import NO_DESCRIPTOR, cannot_write, too_many_files
 from batchinfer_kernels.transfer import host_buffer, put_pages, take_pages
 
 _LENGTH = struct.Struct("=q")

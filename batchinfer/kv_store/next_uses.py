@@ -12,7 +12,7 @@ import numpy as np
 
 from batchinfer.kv_store.blocks import SHORT_BYTES
 from batchinfer.kv_store.store_dir import StoreDir, list_folder, publish_private
-from batchinfer.rundir import file_system_s
+from batchinfer.whole_files import file_system_s
 
 LEASE_SECONDS = 300.0
 _RENEW_SECONDS = 60.0

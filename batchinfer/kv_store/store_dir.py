@@ -24,7 +24,7 @@ from batchinfer.kv_store.block_file import KEY_BYTES, FileName, file_bytes
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.ownership import check_folder, make_folder, share_file
 from batchinfer.records import ConfigError
-from batchinfer.rundir import TEMPORARY, create_exclusively, remove_leftovers
+from batchinfer.whole_files import TEMPORARY, create_exclusively, remove_leftovers
 
 STORE_VERSION = 2
 QUARANTINED_FILES = 16  # kept for a look at what happened

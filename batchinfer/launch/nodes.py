@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
+from batchinfer.checked_json import document_of, publish_json
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import document_of, publish_json
 from batchinfer.stop import StopSignal
 
 MEET_S = 600.0  # tasks of a job may start minutes apart

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from batchinfer.checked_json import json_text
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
 from batchinfer.model.ops import Ops
@@ -18,7 +19,7 @@ from batchinfer.model.tensor_names import why_no_mtp
 from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
 from batchinfer.model.weight_loading import open_loader, read_ends, read_mtp
 from batchinfer.records import ConfigError
-from batchinfer.rundir import TEMPORARY, cannot_write, json_text, sync_file, sync_folder
+from batchinfer.whole_files import TEMPORARY, cannot_write, sync_file, sync_folder
 
 _CARRIED = (".json", ".jinja", ".model", ".txt")  # tokenizer, templates, defaults; no weights and no code
 

@@ -12,8 +12,8 @@ Weights are in the order in which the C++ operations read them, the same on all 
 from dataclasses import dataclass
 from pathlib import Path
 
-from batchinfer.records import ModelError
-from batchinfer.rundir import DamagedFileError, read_json
+from batchinfer.checked_json import read_json
+from batchinfer.records import DamagedFileError, ModelError
 
 MANIFEST = "packed.json"
 LAYOUT = 1  # of panels (cpu/csrc/pack.cpp) and files (packed_files.py); whoever changes either raises it

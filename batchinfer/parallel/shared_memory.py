@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from batchinfer.parallel.exchange import MAX_UNDER_WAY, Counts, PendingRows, ReceivedRows
 from batchinfer.records import PeerLostError
-from batchinfer.rundir import NO_DESCRIPTOR, too_many_files
+from batchinfer.whole_files import NO_DESCRIPTOR, too_many_files
 
 # sequence number, sender's Unix time in ns, region bytes, offset of the first row, row bytes, number of counts
 _HEADER = struct.Struct("=6q")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.checked_json import read_json
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.parquet import check_sealed
@@ -18,7 +19,7 @@ from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.run.open_storage import bucket_storage
 from batchinfer.run.storage import FolderStorage, Storage, uri_of
-from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again, read_json
+from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again
 
 PHASES = ("prefill", "decode")
 NO_GROUP = 0  # of prompts that share no long start with enough others

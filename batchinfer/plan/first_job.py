@@ -25,7 +25,7 @@ from batchinfer.model.config import load_model_config
 from batchinfer.plan.first_dtype import choose_dtype, this_machine
 from batchinfer.plan.input_columns import no_columns
 from batchinfer.records import ConfigError, InputError, Shard
-from batchinfer.rundir import publish_text
+from batchinfer.whole_files import publish_text
 
 MAX_TOKENS = 512
 LOOK_ROWS = 100  # that say whether text is a chat as JSON, and which text is the longest

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.balance.request_load import RequestLoad
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import PAGE_TOKENS, JobConfig
 from batchinfer.config.model_files import config_file
 from batchinfer.data.column_checks import NO_IDS
@@ -57,7 +58,8 @@ from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
 from batchinfer.run.storage import MADE, Storage
 from batchinfer.run.trust import trust_run
-from batchinfer.rundir import Publisher, RunDir, publish_json, read_json, read_state, refuse_bad_rows
+from batchinfer.rundir import RunDir, read_state, refuse_bad_rows
+from batchinfer.whole_files import Publisher
 
 PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning

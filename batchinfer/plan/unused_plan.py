@@ -3,11 +3,12 @@
 import shutil
 from typing import Any
 
+from batchinfer.checked_json import publish_json
 from batchinfer.data.parquet import read_rows
 from batchinfer.records import RunMismatchError
 from batchinfer.run.heartbeat import Sign, signs_of_life
 from batchinfer.run.liveness import SILENT_S
-from batchinfer.rundir import RunDir, publish_json, submission_records
+from batchinfer.rundir import RunDir, submission_records
 
 
 def make_way(run: RunDir, state: dict[str, Any], mismatch: RunMismatchError) -> None:

@@ -8,7 +8,7 @@ import duckdb
 from batchinfer.data.duckdb_sql import literal
 from batchinfer.records import ConfigError
 from batchinfer.report.views import VIEWS, open_views
-from batchinfer.rundir import published
+from batchinfer.whole_files import published
 
 
 def export_views(run_folders: Sequence[Path], folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from batchinfer.checked_json import read_json
 from batchinfer.report.computed import Computed
 from batchinfer.report.figures import FIGURES, Values, changes, document
 from batchinfer.report.forms import Value
@@ -13,7 +14,7 @@ from batchinfer.report.price import margin
 from batchinfer.report.time_axis import time_axis
 from batchinfer.report.unfinished import KEY, OF_THE_WHOLE, Unfinished, known_so_far, read_unfinished, together
 from batchinfer.report.views import query_text
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir
 
 MAX_ERRORS = 5  # different texts that a report shows
 DECODE_STRETCHES = 8  # at most, of the time with decode steps

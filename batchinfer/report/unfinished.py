@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from batchinfer.checked_json import read_json
 from batchinfer.report.forms import Value, count
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir
 
 KEY = "unfinished"  # of run.json in a folder of statistics so far (finish/so_far.py), and of --json
 # They compare rows that are done with work for rows that are not, or with what the whole plan is to share

@@ -10,13 +10,14 @@ from typing import Any
 
 import duckdb
 
+from batchinfer.checked_json import read_json
 from batchinfer.data.duckdb_sql import literal, pattern, read_parquet
 from batchinfer.data.parquet import check_sealed
 from batchinfer.data.schemas import DECODE_STEPS, OUTPUTS, STATS_TABLES, Table
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError
 from batchinfer.report.query_limits import SQL_SECONDS, Deadline, query_bytes, too_much_memory
-from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again, read_json
+from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again
 
 TABLES = (OUTPUTS, *STATS_TABLES)
 VIEWS = (*TABLES, DECODE_STEPS)

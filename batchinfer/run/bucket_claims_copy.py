@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 from typing import Any
 
+from batchinfer.checked_json import document_of, json_text
 from batchinfer.data.bucket import Bucket, Listed
 from batchinfer.data.parquet import read_rows
 from batchinfer.manifest import Manifest, file_checksums
 from batchinfer.records import ConfigError, DamagedFileError
-from batchinfer.rundir import RunDir, document_of, json_text, published, read_state
+from batchinfer.rundir import RunDir, read_state
+from batchinfer.whole_files import published
 
 Each = Callable[[Callable[[Any], object], Iterable[Any]], None]
 OLD_S = 3600.0  # a worker that has not written for so long

@@ -15,7 +15,8 @@ from batchinfer.manifest import Checksums, file_checksums
 from batchinfer.ownership import check_folder, make_folder
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.storage import Part
-from batchinfer.rundir import LAUNCHERS, RunDir, launcher_folder, published
+from batchinfer.rundir import LAUNCHERS, RunDir, launcher_folder
+from batchinfer.whole_files import published
 
 TRANSFERS = 8  # at a time
 DIGEST_LETTERS = 16

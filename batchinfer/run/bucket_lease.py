@@ -18,12 +18,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from batchinfer.checked_json import document_of, json_text
 from batchinfer.data.bucket import Bucket, Found
 from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, StoreError
 from batchinfer.run.liveness import is_dead, this_process
-from batchinfer.rundir import document_of, json_text
 
 BEAT_S = 15.0
 LEASE_S = 60.0

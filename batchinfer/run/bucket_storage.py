@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from batchinfer.checked_json import publish_json
 from batchinfer.config import DEFAULT_S3, S3Config
 from batchinfer.data.bucket import Bucket
 from batchinfer.data.stores import s3_endpoint
@@ -33,7 +34,8 @@ from batchinfer.run.bucket_lease import locked_in
 from batchinfer.run.bucket_probe import check_bucket
 from batchinfer.run.lock import locked
 from batchinfer.run.storage import MADE, Part
-from batchinfer.rundir import RunDir, publish_json, published, read_state
+from batchinfer.rundir import RunDir, read_state
+from batchinfer.whole_files import published
 
 # of what a plan leaves that was killed, or that has not committed yet
 OWN_NAMES = {"job.toml", "plan", "tokens", "leases", "units", "done", "workers", "locks", "stats", "work", "quarantine"}

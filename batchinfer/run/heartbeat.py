@@ -11,12 +11,14 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from batchinfer.checked_json import json_text, read_json
 from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import note, under_way
 from batchinfer.records import DamagedFileError, StoreError
 from batchinfer.run.liveness import SILENT_S, is_dead, this_process
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import RunDir, file_system_s, json_text, read_json
+from batchinfer.rundir import RunDir
+from batchinfer.whole_files import file_system_s
 
 BEAT_S = 5.0
 

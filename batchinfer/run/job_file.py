@@ -6,9 +6,11 @@ from typing import Any
 
 import xxhash
 
+from batchinfer.checked_json import publish_json
 from batchinfer.config import JobConfig, dump_job, load_job
 from batchinfer.records import DamagedFileError
-from batchinfer.rundir import RunDir, publish_json, publish_text, read_state
+from batchinfer.rundir import RunDir, read_state
+from batchinfer.whole_files import publish_text
 
 JOB = "job"  # key of run.json
 REMEDY = "`batchinfer plan` with the job's own .toml file writes it again; other settings are given to it or by --set"

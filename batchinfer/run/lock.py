@@ -8,7 +8,8 @@ from typing import TextIO
 
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, cannot_write, send_lock
+from batchinfer.rundir import RunDir, send_lock
+from batchinfer.whole_files import cannot_write
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import tempfile
 from pathlib import Path
 
 from batchinfer.records import ConfigError
-from batchinfer.rundir import TEMPORARY, RunDir, cannot_write, remove_leftovers
+from batchinfer.rundir import RunDir
+from batchinfer.whole_files import TEMPORARY, cannot_write, remove_leftovers
 
 REMEDY = (
     "choose a folder on a local disk or a shared file system (NFS, Lustre, CephFS), and use output.publish for s3://"

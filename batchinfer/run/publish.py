@@ -13,12 +13,13 @@ from typing import Any
 
 from pyarrow import fs
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import JobConfig
 from batchinfer.data.stores import Place, locate, store_errors
 from batchinfer.progress import Progress, note
 from batchinfer.records import DamagedFileError, RunMismatchError, StoreError
 from batchinfer.run.fingerprint import Fingerprint
-from batchinfer.rundir import RunDir, publish_json, read_json, read_state
+from batchinfer.rundir import RunDir, read_state
 
 JOB, SUCCESS, PARTIAL = "_JOB", "_SUCCESS", "_PARTIAL"
 CHUNK_BYTES = 8 << 20

@@ -4,7 +4,8 @@ import itertools
 from pathlib import Path
 
 from batchinfer.progress import note
-from batchinfer.rundir import RunDir, cannot_write, sync_folder
+from batchinfer.rundir import RunDir
+from batchinfer.whole_files import cannot_write, sync_folder
 
 
 def set_aside(run: RunDir, path: Path, reason: str) -> bool:

@@ -16,7 +16,8 @@ from typing import Literal, Protocol
 
 from batchinfer.run.lock import locked
 from batchinfer.run.probe import check_file_system
-from batchinfer.rundir import RunDir, remove_folder
+from batchinfer.rundir import RunDir
+from batchinfer.whole_files import remove_folder
 
 # of a run folder: run.json and job.toml; plan/; tokens/; done marks and what they vouch for; claims of units that are
 # not done; stats/; outputs/ and dataset/; signs of life; what was sent to clusters

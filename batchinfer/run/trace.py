@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from batchinfer.checked_json import document_of
 from batchinfer.parallel.spans import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, Span
 from batchinfer.records import DamagedFileError
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import document_of, publish_text
+from batchinfer.whole_files import publish_text
 
 LANES = {COMPUTE: "computing", SEND: "computing", RECEIVE: "computing", KV: "KV"} | dict.fromkeys(
     (WAIT, FLIGHT), "communication"

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from xxhash import xxh3_128
 
+from batchinfer.checked_json import publish_json
 from batchinfer.ownership import check_folder, make_folder
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, ModelError
-from batchinfer.rundir import publish_json
 
 CHUNK_BYTES = 1 << 24
 NUM_THREADS = 4  # files read at a time

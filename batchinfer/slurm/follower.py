@@ -2,8 +2,9 @@
 
 from uuid import uuid4
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.records import InterruptedRunError
-from batchinfer.rundir import RunDir, follower_record, publish_json, read_json
+from batchinfer.rundir import RunDir, follower_record
 
 
 def take_over(run: RunDir) -> str:

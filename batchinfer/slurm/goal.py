@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 
 from batchinfer.balance.pace import Preview, Stretch, Terms, preview, tasks_now
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import JobConfig
 from batchinfer.progress import duration
 from batchinfer.records import ConfigError
 from batchinfer.report.price.price_list import CheapHours, PriceList
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir
 from batchinfer.slurm.meter import Measured
 
 MOST_DAYS = 366

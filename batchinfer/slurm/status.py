@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from batchinfer.checked_json import read_json
 from batchinfer.controller.claims import done_mark, last_claim, result_files
 from batchinfer.controller.lease_watch import LEASE_S, is_over
 from batchinfer.controller.planned_tokens import planned_tokens
@@ -18,13 +19,14 @@ from batchinfer.progress import duration
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.heartbeat import Sign, signs_of_life
 from batchinfer.run.storage import Part, Storage
-from batchinfer.rundir import RunDir, file_system_s, read_json, read_state
+from batchinfer.rundir import RunDir, read_state
 from batchinfer.slurm import client, submit
 from batchinfer.slurm.token_counts import left_s, token_counts, tokens_per_s
 from batchinfer.submit.k8s import tasks as k8s
 from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.ray import client as ray
 from batchinfer.submit.records import last_launcher
+from batchinfer.whole_files import file_system_s
 
 WINDOW_S = 300.0  # speeds are those of the last minutes
 # why tasks wait when nothing is wrong

@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer import own_process
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
 from batchinfer.run.lock import turn_to_send
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import RunDir, publish_json, publish_text, read_json
+from batchinfer.rundir import RunDir
 from batchinfer.slurm import client
 from batchinfer.slurm.client import Task
 from batchinfer.slurm.follower import check_follower, dismiss
 from batchinfer.submit.group import check_group
 from batchinfer.submit.size import MOST_TASKS, ArraySize
 from batchinfer.submit.template import find_template
+from batchinfer.whole_files import publish_text
 
 STOP_S = 120  # before the time limit, by --signal of jobs/array.sbatch
 _WHERE = ("partition", "account", "qos")

@@ -1,6 +1,7 @@
 """What was sent to clusters, by the records in a run folder."""
 
-from batchinfer.rundir import LAUNCHERS, RunDir, read_json, submission_records
+from batchinfer.checked_json import read_json
+from batchinfer.rundir import LAUNCHERS, RunDir, submission_records
 
 
 def last_launcher(run: RunDir) -> str | None:

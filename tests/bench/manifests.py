@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from batchinfer import manifest, rundir
+from batchinfer import checked_json, manifest
 from batchinfer.controller import result_files
 from support.jobs import batchinfer, write_job, write_shard
 from support.paths import SAMPLE_MODEL
@@ -45,7 +45,7 @@ def main(num_rows: int) -> None:
         (manifest.VerifiedFile, "read"),
         (manifest.VerifiedFile, "check"),
         (manifest.ChecksummedWriter, "write"),
-        (rundir, "_checksum"),
+        (checked_json, "_checksum"),
         (result_files, "damage"),
     ):
         setattr(holder, name, watch.around(getattr(holder, name)))

@@ -15,12 +15,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller import claims, lease_watch
 from batchinfer.controller.claims import UnitClaims, last_claim, result_files
 from batchinfer.controller.result_files import write_results
 from batchinfer.records import ConfigError
 from batchinfer.run import liveness
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir
 
 HOLD = """
 import sys, time

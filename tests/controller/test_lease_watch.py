@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller import lease_watch, open_units
 from batchinfer.controller.claims import HEARTBEAT_S, UnitClaims, last_claim
 from batchinfer.controller.lease_watch import LEASE_S
 from batchinfer.controller.open_units import MOST_WATCHED, OpenUnits
 from batchinfer.run.storage import FolderStorage
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir
 from support.claimants import Counter
 
 TICK_S = 1.0  # between two wishes for a unit

@@ -7,8 +7,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.api.job import Job
+from batchinfer.checked_json import document_of
 from batchinfer.data import bucket as bucket_module
-from batchinfer.rundir import document_of
 from support.faults import MIXED, plan_units
 from support.faulty_store import Faults, faulty_store
 from support.jobs import batchinfer, output_bytes, write_job, write_questions

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from batchinfer.checked_json import json_text
 from batchinfer.commands.convert import convert as command
 from batchinfer.config import load_job
 from batchinfer.config.job import VALUE_BYTES
@@ -30,7 +31,7 @@ from batchinfer.protocol.messages import Start
 from batchinfer.rank import kv_budget
 from batchinfer.rank.load import BITS, DTYPES
 from batchinfer.records import ConfigError, ModelError
-from batchinfer.rundir import TEMPORARY, json_text
+from batchinfer.whole_files import TEMPORARY
 from batchinfer_kernels.cpu import packed
 from support.checkpoints import make_checkpoint
 from support.jobs import batchinfer, output_bytes, write_job, write_questions

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from batchinfer.checked_json import publish_json
 from batchinfer.config import load_job
 from batchinfer.launch import rank_watcher
 from batchinfer.launch.can_run_here import refuse_what_cannot_run_here
@@ -19,7 +20,7 @@ from batchinfer.launch.rank_loader import join_message, open_ranks
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.preflight import check_job
 from batchinfer.records import ModelError
-from batchinfer.rundir import RunDir, publish_json, read_state
+from batchinfer.rundir import RunDir, read_state
 from batchinfer.stop import StopSignal
 from support.checkpoints import edit_config
 from support.hollow_weights import write_hollow_weights

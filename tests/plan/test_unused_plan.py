@@ -7,10 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.data.schemas import STATS_NODES
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.storage import FolderStorage
-from batchinfer.rundir import LAUNCHERS, RunDir, publish_json, read_json
+from batchinfer.rundir import LAUNCHERS, RunDir
 from support.jobs import answers, batchinfer, start, write_job, write_questions
 
 

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.checked_json import publish_json
 from batchinfer.data.parquet import check_sealed, table_writer
-from batchinfer.rundir import RunDir, publish_json, read_state
+from batchinfer.rundir import RunDir, read_state
 from support.damage import flip_bit, truncate
 from support.jobs import batchinfer, write_job, write_questions
 

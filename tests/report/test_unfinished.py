@@ -7,8 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchinfer
+from batchinfer.checked_json import publish_json
 from batchinfer.report.unfinished import NOT_KNOWN_YET
-from batchinfer.rundir import RunDir, publish_json, read_state
+from batchinfer.rundir import RunDir, read_state
 from support.faults import MIXED, SLOW, plan_units, wait_until
 from support.jobs import batchinfer as command
 from support.jobs import question, start, write_job, write_questions, write_shard

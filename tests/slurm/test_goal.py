@@ -9,13 +9,14 @@ from dataclasses import replace
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import load_job
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import CheapHours, PriceList
 from batchinfer.run.storage import FolderStorage
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir
 from batchinfer.slurm import client
 from batchinfer.slurm.client import AwayError
 from batchinfer.slurm.follower import dismiss, take_over

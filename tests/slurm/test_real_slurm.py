@@ -17,12 +17,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import load_job
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
 from batchinfer.run.storage import FolderStorage
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir
 from batchinfer.slurm import client
 from batchinfer.slurm.client import Task
 from batchinfer.slurm.goal import Goal, read_goal

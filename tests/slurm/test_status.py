@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.progress import Progress
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.storage import FolderStorage
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir
 from support.faults import fail_some, plan_units
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
 

@@ -145,7 +145,7 @@ class Workers:
 
 def mark_of(storage: Any, unit: int) -> dict[str, Any]:
     """What the mark of a unit says."""
-    from batchinfer.rundir import document_of
+    from batchinfer.checked_json import document_of
 
     return document_of(storage.bucket.read(f"done/{unit:06d}").data, "mark")
 

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchinfer.checked_json import read_json
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.report.computed import Computed
 from batchinfer.report.read import Report, report_of
 from batchinfer.report.time_axis import TimeAxis, time_axis
-from batchinfer.rundir import RunDir, read_json
+from batchinfer.rundir import RunDir
 
 MAX_BINS = 48
 TEXT_CHARS = 300  # of an answer or an error that are shown

@@ -17,8 +17,8 @@ from batchinfer.report.page.data import PageData, ShownRow, read_page_data
 from batchinfer.report.page.markup import Card, Section, Table, render, shown
 from batchinfer.report.read import Report, is_worth_showing, read_together
 from batchinfer.run.bit_equality import UNEQUAL
-from batchinfer.rundir import publish_text
 from batchinfer.sanitize import fit
+from batchinfer.whole_files import publish_text
 
 MAX_SHARDS = 50  # unreadable ones that are listed
 

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, launcher_folder, publish_json, read_json
+from batchinfer.rundir import RunDir, launcher_folder
 from batchinfer.submit.k8s.kubectl import Kubectl
 from batchinfer.submit.k8s.manifests import (
     PART_LABEL,

@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.records import ConfigError
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import RunDir, launcher_folder, publish_json, read_json
+from batchinfer.rundir import RunDir, launcher_folder
 from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.names import run_name
 from batchinfer.submit.ray.shape import Shape

@@ -6,9 +6,10 @@ ray/tasks.json    which there are
 
 from dataclasses import asdict, dataclass, field
 
+from batchinfer.checked_json import document_of, publish_json, read_json
 from batchinfer.records import DamagedFileError
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import RunDir, document_of, launcher_folder, publish_json, read_json
+from batchinfer.rundir import RunDir, launcher_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,6 @@
-"""Files of a run folder: their modes, and what dead processes left."""
+"""Files that are whole or absent: their modes, their order on disk, and what dead processes left."""
 
 import errno
-import json
 import os
 import threading
 import time
@@ -9,17 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer import rundir
-from batchinfer.records import ConfigError, DamagedFileError
+from batchinfer import whole_files
+from batchinfer.records import ConfigError
 from batchinfer.run.storage import FolderStorage
-from batchinfer.rundir import (
+from batchinfer.rundir import RunDir
+from batchinfer.whole_files import (
     Publisher,
-    RunDir,
     create_exclusively,
-    publish_json,
     publish_text,
     published,
-    read_json,
     remove_folder,
     remove_leftovers,
 )
@@ -138,8 +135,8 @@ def put_all(folder, names, **options):
 def test_a_publisher_syncs_files_side_by_side_each_before_it_gets_its_name(tmp_path, calls, monkeypatch):
     names = ["a", "b", "c", "d"]
     together = threading.Barrier(len(names), timeout=60)  # broken unless all are synced at the same time
-    plain = rundir.sync_file
-    monkeypatch.setattr(rundir, "sync_file", lambda path: (together.wait(), plain(path)))
+    plain = whole_files.sync_file
+    monkeypatch.setattr(whole_files, "sync_file", lambda path: (together.wait(), plain(path)))
     put_all(tmp_path, names, then=lambda path: calls.append(("then", path.name, path.read_text())))
     for name in names:
         synced, named = calls.index(("fsync", "new")), calls.index(("rename", "new", name))
@@ -151,7 +148,7 @@ def test_a_publisher_that_cannot_write_says_so_and_leaves_nothing_half(tmp_path,
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(rundir, "sync_file", full)
+    monkeypatch.setattr(whole_files, "sync_file", full)
     with pytest.raises(ConfigError, match="No space left on device"):
         put_all(tmp_path, [str(number) for number in range(200)])
     assert list(tmp_path.iterdir()) == []
@@ -162,34 +159,6 @@ def test_of_two_that_create_a_file_the_first_wins(tmp_path):
     assert not create_exclusively(tmp_path / "mark", "second")
     assert (tmp_path / "mark").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["mark"]
-
-
-def test_a_json_file_that_was_changed_is_refused(tmp_path):
-    path = tmp_path / "file.json"
-    publish_json(path, {"num_rows": 10})
-    assert read_json(path) == {"num_rows": 10}
-    path.write_text(path.read_text().replace("10", "11"))
-    with pytest.raises(DamagedFileError, match="its checksum does not fit what it says"):
-        read_json(path)
-
-
-def test_no_flipped_bit_in_a_json_file_changes_what_it_says(tmp_path):
-    """Not one in the name of the checksum, either: documents of earlier versions have none, and are believed."""
-    path, said = tmp_path / "goal.json", {"most_tasks": 3, "where": {"ünit": [1.5, None]}}
-    publish_json(path, said)
-    content = path.read_bytes()
-    for bit in range(8 * len(content)):
-        damaged = bytearray(content)
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        try:
-            assert read_json(path) == said
-        except DamagedFileError:
-            continue
-    path.write_text(json.dumps(said))
-    assert read_json(path) == said
-    path.write_text("{}")
-    assert read_json(path) == {}
 
 
 @pytest.mark.parametrize("remove", [remove_folder, FolderStorage(RunDir(Path())).forget_folder])
