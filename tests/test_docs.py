@@ -1,5 +1,6 @@
 """The documents are true to the tree: links lead somewhere, and files and commands that they name exist."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -16,8 +17,18 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in {".py", ".cpp", ".h", ".sql", ".j2"}
 ]
-# names of files that other projects or a person's machine have
-FOREIGN = {"llama.cpp", "prctl.h", "unistd_64.h", "elastic.py", "legacy.py", "flash_mla_interface.py", "dense_decode.h"}
+# names of files and classes that other projects or a person's machine have
+FOREIGN = {
+    "Event",
+    "Thread",
+    "llama.cpp",
+    "prctl.h",
+    "unistd_64.h",
+    "elastic.py",
+    "legacy.py",
+    "flash_mla_interface.py",
+    "dense_decode.h",
+}
 
 
 def names_of_files():
@@ -68,6 +79,25 @@ def test_files_that_sources_name_exist():
         for source in SOURCES
         for name in re.findall(r"(?<![\w*{}<>-])(\w+\.(?:py|sql|cpp|h))\b", comments_of(source))
         if name not in known
+    ]
+    assert stale == []
+
+
+def test_members_of_classes_that_sources_name_exist():
+    members = {}
+    for node in (node for path in SOURCES if path.suffix == ".py" for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.ClassDef) and not node.bases:
+            inside = list(ast.walk(node))
+            members.setdefault(node.name, set()).update(
+                {item.name for item in inside if isinstance(item, ast.FunctionDef)},
+                {item.id for item in inside if isinstance(item, ast.Name)},
+                {item.attr for item in inside if isinstance(item, ast.Attribute)},
+            )
+    stale = [
+        f"{source.relative_to(ROOT)} names {name}.{member}"
+        for source in SOURCES
+        for name, member in re.findall(r"\b([A-Z]\w+)\.([a-z_]\w*)\b", comments_of(source))
+        if name in members and member not in members[name] and name not in FOREIGN
     ]
     assert stale == []
 

@@ -214,7 +214,7 @@ def propose_moves(
     Args:
         rank_of_request: [N] ranks of the running requests.
         kv_tokens: [N] their KV tokens now.
-        remaining_tokens: [N] tokens still to come (`OutputLengths.remaining`).
+        remaining_tokens: [N] tokens still to come (`OutputLengths.remaining_each`).
         max_requests_of_rank: [R] slots of each rank.
         move_steps: sending a KV token takes as long as reading it in this many steps.
         request_load: what a request costs a step.

@@ -8,9 +8,8 @@ import numpy as np
 
 from batchinfer.data.expert_tables import ExpertTables
 
-START = (
-    0.02  # of the mean: so much more than promised, beyond chance, has the busiest rank when experts are placed again
-)
+# Experts are placed again when the busiest rank has this part of the mean more than promised, beyond chance.
+START = 0.02
 EXPERT_TIME = 0.3  # of a step, assumed: that the busiest rank's experts take
 BYTES_PER_S = 1e9  # at which a rank takes in other experts, until it has been measured
 MUST_PAY_TIMES = 2.0  # what moving costs
@@ -42,7 +41,7 @@ def propose(
     """A placement for a load [L, E]; None: the current one is about as good as it promised, or as any.
 
     Args:
-        chance: see ExpertLoads.chance.
+        chance: see ExpertLoads.of_groups.
         num_nodes: hosts that the group is spread over.
         num_router_groups: of the model; 1: its router knows no groups.
     """

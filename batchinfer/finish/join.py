@@ -23,7 +23,7 @@ NOT_COMPUTED = "not computed: the run was finished before this row was (--allow-
 
 
 def query(name: str, **parts: str | int) -> str:
-    """The SQL of queries/<name>.sql with its {parts}: numbers, and SQL made by data.duck."""
+    """The SQL of queries/<name>.sql with its {parts}: numbers, and SQL made by data/duckdb_sql.py."""
     text = (resources.files("batchinfer.finish") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
     return text.format(**parts)
 
