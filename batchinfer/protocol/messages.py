@@ -5,7 +5,7 @@ types: whatever else comes is a MalformedMessageError.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -13,8 +13,6 @@ from msgspec import Struct
 from batchinfer.parallel.spans import Span
 from batchinfer.records import Completion, Request, RequestKey, RequestTimes, TokenLogprob
 from batchinfer.run.bit_equality import EqualRows
-
-MessageT = TypeVar("MessageT")
 
 
 class MalformedMessageError(Exception):
@@ -26,9 +24,8 @@ class Message(Struct, frozen=True, tag=True):
 
 
 class StepRecord(Struct, frozen=True, array_like=True):
-    """What one model step of one rank did; a row of stats/steps."""
+    """What one model step of one rank did; a row of stats/steps, which the controller numbers."""
 
-    step: int
     kind: str
     start_s: float
     duration_s: float

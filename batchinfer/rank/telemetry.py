@@ -31,7 +31,6 @@ class Telemetry:
         self._model = model
         self._exchanges_rows = context.mesh.size > 1
         self._no_graphs = context.no_graphs
-        self._num_steps = 0
         self.placement = context.placement  # number of the one in force
         self._rows_L = model.expert_rows  # after the latest step
         self._num_fallbacks = registry.num_fallbacks()
@@ -63,9 +62,7 @@ class Telemetry:
         fallbacks_before, self._num_fallbacks = self._num_fallbacks, registry.num_fallbacks()
         self._tokens_LE[kind] += ran.expert_counts.cpu().numpy()
         self._new_rows_L[kind] += self._rows_L - before_L
-        self._num_steps += 1
         return StepRecord(
-            step=self._num_steps - 1,
             kind=kind,
             start_s=start_s,
             duration_s=time.time() - start_s,

@@ -43,7 +43,7 @@ LOGPROBS = (TokenLogprob(7, -math.inf, ((7, -math.inf), (8, -0.5))),)
 COMPLETION = Completion(KEY, 3, "a\x00 \U0001f600", [1, 2], "stop", "</s>", 5, 1, 2, 9, TIMES, LOGPROBS)
 SAMPLING = Sampling(16, 0.5, 1.0, 0, 0.0, 2, 0, ("\n",), (4, 5), False, None)
 REQUEST = Request(KEY, 3, [9, 8], SAMPLING, (1 << 64) - 1, last_units=(4,), expected_tokens=12.5)
-RECORD = StepRecord(0, "decode", 1.5, 0.25, 2, 2, 0, 2, 99, 60, 4, 1, 0, 16, 0.0, 0.0, None, 0.0, 0)
+RECORD = StepRecord("decode", 1.5, 0.25, 2, 2, 0, 2, 99, 60, 4, 1, 0, 16, 0.0, 0.0, None, 0.0, 0)
 HANDOVER = Handover(KEY, [1], [*LOGPROBS], [*LOGPROBS], TIMES, CachedTokens(1, 2, 3), "parcel", 10)
 HELLO = Hello(0, 1, "host")
 
