@@ -26,7 +26,7 @@ LINE_SECONDS = 30.0  # between plain lines
 BAR_SECONDS = 0.2  # between two pictures on a terminal
 TOLD_SECONDS = 0.1  # between two calls of a listener
 MOST_BARS = 2
-PHASES = ("planning: ", "loading: ", "prefill: ", "decode: ", "finish: ")  # with which lines of progress begin
+LINE_STARTS = ("planning: ", "loading: ", "prefill: ", "decode: ", "finish: ")  # of lines of progress
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}{postfix}"
 
 Listener = Callable[[str, int, int], None]  # told the title, how many are done, and of how many
@@ -55,7 +55,7 @@ class Meter:
     has_counted = False  # something worth a last line
 
     def line(self) -> str:
-        """It as text; begins with one of PHASES."""
+        """It as text; begins with one of LINE_STARTS."""
         raise NotImplementedError
 
     def bars(self) -> list[Bar]:
@@ -180,7 +180,7 @@ class LastWords(Meter):
 
     def hear(self, line: str) -> str:
         """Take note of a line that it wrote; returns it."""
-        if line.startswith(PHASES):
+        if line.startswith(LINE_STARTS):
             self._said = line.rstrip()
         return line
 

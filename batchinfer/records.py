@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+PHASES = ("prefill", "decode")  # the two kinds of steps of the model, which are counted apart
+
 
 class ExitCode:
     """What the shell sees when a command ends."""

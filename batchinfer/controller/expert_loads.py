@@ -9,8 +9,8 @@ import numpy as np
 
 from batchinfer.balance.expert_groups import group_loads
 from batchinfer.protocol.messages import ExpertCounts
+from batchinfer.records import PHASES
 
-PHASES = ("prefill", "decode")
 MEMORY = 4  # times longer than what says how much of each phase is run
 
 

@@ -14,9 +14,9 @@ from batchinfer.data.expert_tables import rows_of
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas import STATS_EXPERT_ROWS, STATS_EXPERTS, STATS_PLACEMENTS
 from batchinfer.protocol.messages import ExpertCounts
+from batchinfer.records import PHASES
 from batchinfer.rundir import RunDir
 
-PHASES = ("prefill", "decode")
 Key = tuple[int, int]  # rank and placement
 
 

@@ -7,9 +7,9 @@ import numpy as np
 
 from batchinfer.config import ClusterConfig
 from batchinfer.protocol.messages import StepRecord
+from batchinfer.records import PHASES
 
 SPEED_S = 5.0  # over which the speed that is shown is measured
-PHASES = ("prefill", "decode")
 
 
 @dataclass(slots=True)

@@ -15,13 +15,12 @@ from batchinfer.data.parquet import check_sealed
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig
 from batchinfer.progress import note
-from batchinfer.records import ConfigError
+from batchinfer.records import PHASES, ConfigError
 from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.run.open_storage import bucket_storage
 from batchinfer.run.storage import FolderStorage, Storage, uri_of
 from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again
 
-PHASES = ("prefill", "decode")
 NO_GROUP = 0  # of prompts that share no long start with enough others
 
 

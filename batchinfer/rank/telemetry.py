@@ -14,13 +14,11 @@ from batchinfer.rank.batch import StepResult
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.step_vote import Agreed
 from batchinfer.rank.stored_prefixes import StoredPrefixes
+from batchinfer.records import PHASES
 from batchinfer_kernels import registry
 
 STORE_S = 5.0  # between reports of what the KV store has done
 TRACED_STEPS = 50  # of each kind; enough to see the order of things, and a bound for the file
-
-
-PHASES = ("prefill", "decode")
 
 
 class Telemetry:
