@@ -26,7 +26,8 @@ LINE_SECONDS = 30.0  # between plain lines
 BAR_SECONDS = 0.2  # between two pictures on a terminal
 TOLD_SECONDS = 0.1  # between two calls of a listener
 MOST_BARS = 2
-LINE_STARTS = ("planning: ", "loading: ", "prefill: ", "decode: ", "finish: ")  # of lines of progress
+# of the lines of a job's progress, for who reads them among others
+LINE_STARTS = ("planning: ", "loading: ", "to come: ", "waiting: ", "prefill: ", "decode: ", "finish: ")
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}{postfix}"
 
 Listener = Callable[[str, int, int], None]  # told the title, how many are done, and of how many
@@ -55,7 +56,7 @@ class Meter:
     has_counted = False  # something worth a last line
 
     def line(self) -> str:
-        """It as text; begins with one of LINE_STARTS."""
+        """It as text; that of a job begins with one of LINE_STARTS."""
         raise NotImplementedError
 
     def bars(self) -> list[Bar]:

@@ -13,7 +13,7 @@ import pytest
 
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.work_progress import WorkProgress
-from batchinfer.progress import FIRST_SECONDS, LINE_SECONDS, Board, Progress, Stage
+from batchinfer.progress import FIRST_SECONDS, LINE_SECONDS, Board, LastWords, Progress, Stage
 from batchinfer.protocol.messages import StepRecord
 
 ROWS = [{"unit": 0, "num_requests": 4, "new_tokens": 1200, "max_output_tokens": 300}]
@@ -157,6 +157,20 @@ def test_a_line_says_what_the_bars_say():
     (bar,) = load.bars()
     assert (bar.title, bar.done, bar.total) == ("loading", 3_000_000, 12_000_000)
     assert load.line() == "loading: 25%, 3.00MB of 12.0MB, 0 s left"
+
+
+def test_another_process_hears_what_the_work_waits_for():
+    """`ask` shows the latest line of the job that it started: also while its ranks start, and start again."""
+    words, work = LastWords(), WorkProgress(ROWS, [0], COUNTS, ClusterConfig())
+    words.hear(work.line())
+    assert words.bars()[0].title.endswith(work.line())
+    work = working()
+    words.hear(work.line())
+    work.ranks_ended()
+    words.hear(work.line())
+    assert words.bars()[0].title.endswith(work.line())
+    words.hear("warning: rank 0 was killed\n")
+    assert words.bars()[0].title.endswith(work.line())
 
 
 def test_loading_says_how_long_it_took_and_what_is_left_by_its_clock():
