@@ -1,7 +1,7 @@
 """Progress on stderr: two bars at most on a terminal, plain lines elsewhere; and for whoever listens in this process.
 
 What goes on in a process is a list of meters: planning and loading at once, then the work, then finish. A line holds
-them all; it comes after FIRST_SECONDS and then every LINE_SECONDS, also while nothing can be counted. A meter that has
+them all; it comes after FIRST_S and then every LINE_S, also while nothing can be counted. A meter that has
 counted something ends with a line of its own.
 """
 
@@ -21,10 +21,10 @@ from tqdm import tqdm
 
 from batchinfer.sanitize import sanitize
 
-FIRST_SECONDS = 1.0  # until the first plain line
-LINE_SECONDS = 30.0  # between plain lines
-BAR_SECONDS = 0.2  # between two pictures on a terminal
-TOLD_SECONDS = 0.1  # between two calls of a listener
+FIRST_S = 1.0  # until the first plain line
+LINE_S = 30.0  # between plain lines
+BAR_S = 0.2  # between two pictures on a terminal
+TOLD_S = 0.1  # between two calls of a listener
 MOST_BARS = 2
 # of the lines of a job's progress, for who reads them among others
 LINE_STARTS = ("planning: ", "loading: ", "to come: ", "waiting: ", "prefill: ", "decode: ", "finish: ")
@@ -82,7 +82,7 @@ class Count:
 
     def __init__(self, title: str, total: int, *, done: int = 0) -> None:
         self.title, self.total, self.count = title, total, done
-        self._told = -TOLD_SECONDS
+        self._told = -TOLD_S
         self.tell()
 
     def advance(self, count: int) -> None:
@@ -96,7 +96,7 @@ class Count:
     def set(self, count: int, total: int) -> None:
         """This number is done now, of this total."""
         self.count, self.total = count, total
-        if time.monotonic() - self._told >= TOLD_SECONDS:
+        if time.monotonic() - self._told >= TOLD_S:
             self.tell()
 
     def tell(self) -> None:
@@ -226,14 +226,14 @@ class Board:
 
     def _draw(self, ended: threading.Event) -> None:
         is_terminal = _is_terminal()
-        wait_s = BAR_SECONDS if is_terminal else LINE_SECONDS if self._has_spoken else FIRST_SECONDS
+        wait_s = BAR_S if is_terminal else LINE_S if self._has_spoken else FIRST_S
         while not self._wait(ended, wait_s):
             with self._lock:
                 if is_terminal:
                     self._draw_bars()
                     continue
                 line = "; ".join(meter.line() for meter in self.meters)
-            wait_s, self._has_spoken = LINE_SECONDS, True
+            wait_s, self._has_spoken = LINE_S, True
             if line:
                 note(line)
 

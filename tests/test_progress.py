@@ -13,7 +13,7 @@ import pytest
 
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.work_progress import WorkProgress
-from batchinfer.progress import FIRST_SECONDS, LINE_SECONDS, Board, LastWords, Progress, Stage
+from batchinfer.progress import FIRST_S, LINE_S, Board, LastWords, Progress, Stage
 from batchinfer.protocol.messages import StepRecord
 
 ROWS = [{"unit": 0, "num_requests": 4, "new_tokens": 1200, "max_output_tokens": 300}]
@@ -129,13 +129,13 @@ def test_a_log_gets_a_line_after_a_second_and_then_every_30_s(capsys):
     load, work = loading(3_000_000, 12_000_000), working()
     board.add(load)
     board.add(work)
-    assert turns.asked() == FIRST_SECONDS == 1.0
+    assert turns.asked() == FIRST_S == 1.0
     assert capsys.readouterr().err == ""
-    assert turns.next() == LINE_SECONDS == 30.0
+    assert turns.next() == LINE_S == 30.0
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"{load.line()}; {work.line()}", "all that goes on, in one line"
     load.set(6_000_000, 12_000_000)
-    assert turns.next() == LINE_SECONDS
+    assert turns.next() == LINE_S
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("loading: 50%, 6.00MB of 12.0MB")
     board.remove(load)
@@ -144,7 +144,7 @@ def test_a_log_gets_a_line_after_a_second_and_then_every_30_s(capsys):
     assert len(ended) == 2, "each ends with a line of its own"
     stage = Stage("finish", "publishing")
     board.add(stage)
-    assert turns.asked() == LINE_SECONDS, "the first line comes early once only"
+    assert turns.asked() == LINE_S, "the first line comes early once only"
     board.remove(stage)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from batchinfer.report.query_limits import SQL_SECONDS
+from batchinfer.report.query_limits import SQL_S
 
 
 def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -26,7 +26,7 @@ def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Call
     "--sql-seconds",
     metavar="SECONDS",
     type=click.FloatRange(min=0, min_open=True),
-    default=SQL_SECONDS,
+    default=SQL_S,
     show_default=True,
     help="Stop the query after this time.",
 )

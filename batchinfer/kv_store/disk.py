@@ -13,17 +13,17 @@ from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.file_reader import FileReader
 from batchinfer.kv_store.file_writer import FileWriter
 from batchinfer.kv_store.index import BlockIndex, FileSpan
-from batchinfer.kv_store.next_uses import LEASE_SECONDS, BlockClaims
+from batchinfer.kv_store.next_uses import LEASE_S, BlockClaims
 from batchinfer.kv_store.second_tier import SecondTier
 from batchinfer.kv_store.session import StoreSession, publish_history
 from batchinfer.kv_store.store_dir import StoreDir, add_model, create_store, read_key
 from batchinfer.records import ConfigError
 
-TEND_SECONDS = 5.0  # what other processes did is learned, and claims and history told, at least this often apart
+TEND_S = 5.0  # what other processes did is learned, and claims and history told, at least this often apart
 MAX_TEND_SHARE = 0.05  # of the time
-MAX_PAUSE_SECONDS = LEASE_SECONDS / 4  # claims are renewed before they run out
-TIER_SECONDS = 60.0  # what other nodes have put into the second tier is learned at least this often apart
-CLOSE_SECONDS = 10.0  # a disk that hangs holds the job up no longer
+MAX_PAUSE_S = LEASE_S / 4  # claims are renewed before they run out
+TIER_S = 60.0  # what other nodes have put into the second tier is learned at least this often apart
+CLOSE_S = 10.0  # a disk that hangs holds the job up no longer
 
 
 class DiskStore:
@@ -116,7 +116,7 @@ class DiskStore:
         """Withdraw this run's claims and write its history; nothing is found or written afterwards."""
         self._is_closing.set()
         if self._keeper.is_alive():
-            self._keeper.join(CLOSE_SECONDS)
+            self._keeper.join(CLOSE_S)
         if not self._keeper.is_alive():
             self._tell(is_last=True)
         self.session.is_readable = self.session.is_writable = False
@@ -138,21 +138,21 @@ class DiskStore:
         if self.session.is_readable:
             if self._tier is not None:
                 self._tier.open()
-                self._tier_due_s = time.monotonic() + TIER_SECONDS
+                self._tier_due_s = time.monotonic() + TIER_S
             self._keeper.start()
 
     def _keep(self) -> None:
         """The background thread: count once, then refresh, tell, sleep."""
         self._writer.count_again()
-        pause_s = TEND_SECONDS
+        pause_s = TEND_S
         while not self._is_closing.wait(pause_s):
             started_s = time.monotonic()
             self.refresh()
             self._tell()
             if self._tier is not None and started_s >= self._tier_due_s:
                 self._tier.refresh()
-                self._tier_due_s = time.monotonic() + TIER_SECONDS
-            pause_s = max(TEND_SECONDS, min(MAX_PAUSE_SECONDS, (time.monotonic() - started_s) / MAX_TEND_SHARE))
+                self._tier_due_s = time.monotonic() + TIER_S
+            pause_s = max(TEND_S, min(MAX_PAUSE_S, (time.monotonic() - started_s) / MAX_TEND_SHARE))
 
     def _tell(self, *, is_last: bool = False) -> None:
         try:

@@ -15,7 +15,7 @@ from batchinfer.kv_store.store_dir import quarantine
 
 Keep = Callable[[FileName, Sequence[bytes], np.ndarray, str], bool]
 
-TOUCH_SECONDS = 10.0  # a file's last use is noted at most this often
+TOUCH_S = 10.0  # a file's last use is noted at most this often
 
 
 class FileReader:
@@ -97,7 +97,7 @@ class FileReader:
                 out=out,
             )
             self._note_run(span, header)
-            if time.time() - os.fstat(descriptor).st_mtime > TOUCH_SECONDS:
+            if time.time() - os.fstat(descriptor).st_mtime > TOUCH_S:
                 self._touch(descriptor)
         finally:
             os.close(descriptor)

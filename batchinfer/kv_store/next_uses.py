@@ -14,8 +14,8 @@ from batchinfer.kv_store.blocks import SHORT_BYTES
 from batchinfer.kv_store.store_dir import StoreDir, list_folder, publish_private
 from batchinfer.whole_files import file_system_s
 
-LEASE_SECONDS = 300.0
-_RENEW_SECONDS = 60.0
+LEASE_S = 300.0
+_RENEW_S = 60.0
 _RECORD = np.dtype([("block", "<u8"), ("next_use", "<i8")])
 
 
@@ -57,7 +57,7 @@ class BlockClaims:
         Raises:
             OSError: the file cannot be written.
         """
-        is_due = time.monotonic() - self._published_s > _RENEW_SECONDS
+        is_due = time.monotonic() - self._published_s > _RENEW_S
         if not self._has_changed and not (is_due and self._own):
             return
         self._has_changed, self._published_s = False, time.monotonic()
@@ -75,7 +75,7 @@ class BlockClaims:
         for name in names:
             path = self._store.claims / name
             try:
-                if now_s - path.stat().st_mtime > LEASE_SECONDS:
+                if now_s - path.stat().st_mtime > LEASE_S:
                     os.unlink(path)
                     continue
                 data = path.read_bytes()

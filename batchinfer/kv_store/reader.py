@@ -15,7 +15,7 @@ import numpy as np
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.index import FileSpan
 
-WAIT_SECONDS = 60.0  # a disk that does not answer within this time has failed
+WAIT_S = 60.0  # a disk that does not answer within this time has failed
 
 Allocate = Callable[[tuple[int, int]], np.ndarray]
 
@@ -44,7 +44,7 @@ class BlockRead:
         """Whether `wait` returns at once."""
         return self.num_finished == len(self.spans)
 
-    def wait(self, timeout_s: float = WAIT_SECONDS) -> np.ndarray:
+    def wait(self, timeout_s: float = WAIT_S) -> np.ndarray:
         """The blocks, from the first one asked for on, that were there and intact: [k, block_bytes] uint8.
 
         Valid until `close`. When the time is over there are none, and the store is given up.

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from batchinfer.kv_store.store_dir import StoreDir, list_folder, quarantined_files, stored_files
 from batchinfer.ownership import share_file
 
-LOCK_SECONDS = 10.0
-_POLL_SECONDS = 0.001
+LOCK_S = 10.0
+_POLL_S = 0.001
 
 
 class LockTimeoutError(Exception):
@@ -79,7 +79,7 @@ def open_ledger(store: StoreDir) -> Iterator[SpaceLedger]:
     """Hold the lock.
 
     Raises:
-        LockTimeoutError: not to be had within LOCK_SECONDS.
+        LockTimeoutError: not to be had within LOCK_S.
         OSError: the store is gone or cannot be written, or its file system has no locks.
     """
     try:
@@ -88,11 +88,11 @@ def open_ledger(store: StoreDir) -> Iterator[SpaceLedger]:
     except FileExistsError:
         descriptor = os.open(store.used_bytes, os.O_RDWR | os.O_CLOEXEC)
     try:
-        deadline = time.monotonic() + LOCK_SECONDS
+        deadline = time.monotonic() + LOCK_S
         while not _try_lock(descriptor):
             if time.monotonic() > deadline:
                 raise LockTimeoutError
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_S)
         yield SpaceLedger(store, descriptor)
     finally:
         os.close(descriptor)

@@ -11,7 +11,7 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
 
-MOST_SECONDS = 0.25  # that a step here may take
+MOST_S = 0.25  # that a step here may take
 _GROWTH = 8
 _CHUNK_TOKENS = 8 * PAGE_TOKENS
 _MOST_TOUCHED_TOKENS = 8192  # of a larger step the rest is touched when there is one
@@ -31,7 +31,7 @@ def warm_up(model: Transformer, most_tokens: int) -> None:
         step, num_pages = _idle_step(num_tokens)
         model.forward(step, model.new_pages(num_pages))
         took_s = time.monotonic() - started_s
-        if num_tokens == most_tokens or _GROWTH * took_s > MOST_SECONDS:
+        if num_tokens == most_tokens or _GROWTH * took_s > MOST_S:
             return
         num_tokens = min(_GROWTH * num_tokens, most_tokens)
 

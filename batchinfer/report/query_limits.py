@@ -17,9 +17,9 @@ from batchinfer.records import ConfigError
 if TYPE_CHECKING:
     import duckdb
 
-SQL_SECONDS = 600.0
-LOOK_SECONDS = 0.2
-GRACE_SECONDS = 2.0  # for DuckDB to stop: it does between parts of a query, but not inside one call of a function
+SQL_S = 600.0
+LOOK_S = 0.2
+GRACE_S = 2.0  # for DuckDB to stop: it does between parts of a query, but not inside one call of a function
 LEAST_BYTES = 1 << 30
 BESIDE_BYTES = 512 << 20  # for rows on their way out, beyond what DuckDB may hold
 
@@ -96,7 +96,7 @@ class Deadline:
             threading.Thread(target=run, daemon=True).start()
             # in parts: a signal that comes right before a wait is noticed behind it
             while is_late and (left := self._end - time.monotonic()) > 0:
-                is_late = not ended.wait(min(left, LOOK_SECONDS))
+                is_late = not ended.wait(min(left, LOOK_S))
         finally:  # also when a signal stops the command
             if is_late:
                 self.is_stuck = not self._stop(ended)
@@ -108,8 +108,8 @@ class Deadline:
 
     def _stop(self, ended: threading.Event) -> bool:
         """Tell the query to stop, again and again: DuckDB forgets what comes before it begins. True: it has stopped."""
-        end = time.monotonic() + GRACE_SECONDS
+        end = time.monotonic() + GRACE_S
         while not ended.is_set() and time.monotonic() < end:
             self._connection.interrupt()
-            ended.wait(LOOK_SECONDS)
+            ended.wait(LOOK_S)
         return ended.is_set()

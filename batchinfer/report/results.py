@@ -9,7 +9,7 @@ import duckdb
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.schemas import RESULTS
 from batchinfer.records import ConfigError
-from batchinfer.report.query_limits import SQL_SECONDS
+from batchinfer.report.query_limits import SQL_S
 from batchinfer.report.views import answer, connect
 from batchinfer.rundir import RunDir
 
@@ -29,7 +29,7 @@ ALL_ROWS = f"SELECT {FIRST_COLUMNS} FROM results ORDER BY finished_s, shard, row
 
 
 def query_results(
-    run: RunDir, files: list[Path], sql: str, *, seconds: float = SQL_SECONDS
+    run: RunDir, files: list[Path], sql: str, *, seconds: float = SQL_S
 ) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
     """Run one SELECT on the view `results`: schemas.RESULTS with the row's id in front.
 

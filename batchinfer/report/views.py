@@ -16,7 +16,7 @@ from batchinfer.data.parquet import check_sealed
 from batchinfer.data.schemas import DECODE_STEPS, OUTPUTS, STATS_TABLES, Table
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError
-from batchinfer.report.query_limits import SQL_SECONDS, Deadline, query_bytes, too_much_memory
+from batchinfer.report.query_limits import SQL_S, Deadline, query_bytes, too_much_memory
 from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again
 
 TABLES = (OUTPUTS, *STATS_TABLES)
@@ -91,7 +91,7 @@ def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
 
 
 def run_query(
-    run_folders: list[Path], sql: str, *, seconds: float = SQL_SECONDS
+    run_folders: list[Path], sql: str, *, seconds: float = SQL_S
 ) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
     """Run one SELECT on the views; it can read the runs' own tables and nothing else, and change nothing.
 

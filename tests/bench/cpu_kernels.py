@@ -23,7 +23,7 @@ from batchinfer_kernels.cpu import build, ops
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.mla import PagedKeys
 
-ROUND_SECONDS = 0.01
+ROUND_S = 0.01
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOPK = 1024, 512, 64, 6
 NUM_HEADS, LATENT, ROTARY, CONTEXT = 16, 256, 32, 490
 NUM_COPIES_BYTES = 96 << 20  # weights in turn from more memory than any cache holds
@@ -213,7 +213,7 @@ def side_by_side(case: Case, rounds: int) -> tuple[float, float]:
 
 def seconds_per_call(function: Callable[[int], torch.Tensor], num_copies: int) -> float:
     started, num_calls = time.perf_counter(), 0
-    while time.perf_counter() - started < ROUND_SECONDS:
+    while time.perf_counter() - started < ROUND_S:
         function(num_calls % num_copies)
         num_calls += 1
     return (time.perf_counter() - started) / num_calls

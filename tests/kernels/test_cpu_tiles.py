@@ -148,7 +148,7 @@ def test_tiles_that_bring_their_process_down_are_left_too(plain_is_best, monkeyp
 
 def test_tiles_that_hang_are_left_too(plain_is_best, monkeypatch):
     monkeypatch.setattr(build, "_ASK_TILES", "import time; time.sleep(600)")
-    monkeypatch.setattr(build, "CHECK_SECONDS", 0.5)
+    monkeypatch.setattr(build, "CHECK_S", 0.5)
     build.library()
     assert build.instructions().name == "others"
     assert "its tiles cannot be relied on (the process took longer than 0.5 s" in build.explain_choice()

@@ -105,7 +105,7 @@ def test_across_runs_the_least_recently_used_block_goes_first(tmp_path):
 
 
 def test_what_a_live_run_needs_goes_last_and_only_as_long_as_it_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "TEND_SECONDS", 0.02)
+    monkeypatch.setattr(disk, "TEND_S", 0.02)
     folder, bound = tmp_path / "kv", 2 * FILE_BYTES
     needed, others = chain_of("needed"), [chain_of(str(number)) for number in range(4)]
     with closing(open_store(folder, max_bytes=bound)) as other:

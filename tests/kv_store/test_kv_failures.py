@@ -126,7 +126,7 @@ def test_damage_on_a_read_only_disk_is_not_served_either(tmp_path):
 
 @pytest.mark.parametrize("first", ["read", "write", "refresh", "background"])
 def test_a_folder_that_is_deleted_while_it_is_used(tmp_path, monkeypatch, first):
-    monkeypatch.setattr(disk, "TEND_SECONDS", 0.05 if first == "background" else 60.0)
+    monkeypatch.setattr(disk, "TEND_S", 0.05 if first == "background" else 60.0)
     with closing(open_store(tmp_path / "kv")) as store:
         write_chain(store, chain_of(*"ab"))
         shutil.rmtree(tmp_path / "kv", ignore_errors=True)

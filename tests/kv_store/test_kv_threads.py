@@ -146,7 +146,7 @@ def test_a_full_buffer_drops_the_ends_of_chains_and_never_waits(tmp_path, store)
 
 
 def test_a_lock_that_is_never_given_back_costs_blocks_and_no_more(store, monkeypatch):
-    monkeypatch.setattr(space_ledger, "LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(space_ledger, "LOCK_S", 0.05)
     with open_ledger(store.store):
         assert write_chain(store, chain_of("a")) == 0
     assert store.counters.lock_timeouts in (1, 2)  # files are counted in the background as well

@@ -46,7 +46,7 @@ def test_steps_grow_while_they_are_short_and_leave_nothing_behind(most_tokens, s
     make_checkpoint(tmp_path)
     expected = first_logits(Transformer.load(tmp_path, dtype=torch.float32))
     watched = Watched(Transformer.load(tmp_path, dtype=torch.float32))
-    monkeypatch.setattr(warming, "MOST_SECONDS", seconds)
+    monkeypatch.setattr(warming, "MOST_S", seconds)
     warm_up(watched, most_tokens)
     assert watched.sizes == sizes
     assert torch.equal(first_logits(watched.model), expected)

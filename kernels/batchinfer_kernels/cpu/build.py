@@ -44,9 +44,9 @@ from batchinfer_kernels.cpu.instructions import (
 from batchinfer_kernels.cpu.trust import refuse_shared, why_not_trusted
 
 SOURCES = Path(__file__).parent / "csrc"
-COMPILE_SECONDS = 300
-CHECK_SECONDS = 120  # for the tiles of a new library; they take less than one, what they need to start some more
-_WAIT_SECONDS = 2 * COMPILE_SECONDS + CHECK_SECONDS
+COMPILE_S = 300
+CHECK_S = 120  # for the tiles of a new library; they take less than one, what they need to start some more
+_WAIT_S = 2 * COMPILE_S + CHECK_S
 
 # Pairs of bfloat16 are read as 32 bits, hence no strict aliasing.
 # Contraction off: where a product and a sum become one rounding is written down in the sources, not left to a compiler.
@@ -223,7 +223,7 @@ def _digest_of(*parts: object) -> str:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a build; a holder that was stopped does not hold up the others for ever."""
-    deadline = time.monotonic() + _WAIT_SECONDS
+    deadline = time.monotonic() + _WAIT_S
     with open(path, "a", encoding="utf-8") as file:  # not inherited by the compiler, so it goes with this process
         while True:
             try:
@@ -231,7 +231,7 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise BuildError(f"another process has held {path} for {_WAIT_SECONDS} s; end it") from None
+                    raise BuildError(f"another process has held {path} for {_WAIT_S} s; end it") from None
                 time.sleep(0.05)
         yield
 
@@ -296,10 +296,10 @@ def _said_against_tiles(built: Path) -> str | None:
             text=True,
             errors="replace",
             check=False,
-            timeout=CHECK_SECONDS,
+            timeout=CHECK_S,
         )
     except subprocess.TimeoutExpired:
-        return f"the process took longer than {CHECK_SECONDS} s"
+        return f"the process took longer than {CHECK_S} s"
     if done.returncode == 0:
         return None
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -343,7 +343,7 @@ def _run(commands: list[list[str]]) -> None:
     Raises:
         BuildError: one of them failed or took too long; the message ends with its first error line.
     """
-    deadline = time.monotonic() + COMPILE_SECONDS
+    deadline = time.monotonic() + COMPILE_S
     processes: list[subprocess.Popen[str]] = []
     try:
         for command in commands:
@@ -364,7 +364,7 @@ def _run(commands: list[list[str]]) -> None:
                 first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
                 raise BuildError(f"{command[0]} failed with code {process.returncode}: {first}")
     except subprocess.TimeoutExpired:
-        raise BuildError(f"{commands[0][0]} took longer than {COMPILE_SECONDS} s") from None
+        raise BuildError(f"{commands[0][0]} took longer than {COMPILE_S} s") from None
     except OSError as error:
         raise BuildError(f"{commands[0][0]} cannot be run: {error.strerror}") from error
     finally:
