@@ -44,8 +44,8 @@ class NameClashError(Exception):
     """A sound file holds another block of the same short name."""
 
 
-class DamagedFileError(Exception):
-    """A file is not what its name promises; its first `num_intact` blocks of those asked for are."""
+class DamagedBlocksError(Exception):
+    """A file of blocks is not what its name promises; its first `num_intact` blocks of those asked for are."""
 
     def __init__(self, reason: str, num_intact: int = 0) -> None:
         super().__init__(reason)
@@ -143,31 +143,31 @@ def parse_header(header: bytes, key: bytes) -> Header:
     """What a header says, once it is known to be whole and written by who knows the key.
 
     Raises:
-        DamagedFileError: cut short, not a block file, damaged or forged, or of another version.
+        DamagedBlocksError: cut short, not a block file, damaged or forged, or of another version.
     """
     if len(header) < HEADER_BYTES:
-        raise DamagedFileError(f"only {len(header)} bytes long")
+        raise DamagedBlocksError(f"only {len(header)} bytes long")
     magic, version, length, signature = _PREFIX.unpack_from(header)
     if magic != MAGIC:
-        raise DamagedFileError("not a block file")
+        raise DamagedBlocksError("not a block file")
     unsigned = _PREFIX.pack(magic, version, length, _ZEROS) + header[_PREFIX.size :]
     if not compare_digest(_sign(unsigned, key), signature):
-        raise DamagedFileError("the header's checksum does not match: damaged, or not written by this store's users")
+        raise DamagedBlocksError("the header's checksum does not match: damaged, or not written by this store's users")
     if version != LAYOUT_VERSION:
-        raise DamagedFileError(f"written in version {version} of the layout; this program knows {LAYOUT_VERSION}")
+        raise DamagedBlocksError(f"written in version {version} of the layout; this program knows {LAYOUT_VERSION}")
     try:
         document = json.loads(header[_PREFIX.size : _PREFIX.size + length])
         names, checksums = (list(map(bytes.fromhex, document[part])) for part in ("blocks", "checksums"))
         return Header(bytes.fromhex(document["identity"]), names, checksums, str(document.get("run", "")))
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedFileError(f"its header cannot be understood: {error}") from None
+        raise DamagedBlocksError(f"its header cannot be understood: {error}") from None
 
 
 def open_blocks(path: str) -> int:
     """A descriptor to read a file with.
 
     Raises:
-        DamagedFileError: a folder, a link or something else bears its name.
+        DamagedBlocksError: a folder, a link or something else bears its name.
         OSError: it cannot be opened.
     """
     try:
@@ -175,11 +175,11 @@ def open_blocks(path: str) -> int:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise DamagedFileError("a link instead of a file") from None
+            raise DamagedBlocksError("a link instead of a file") from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise DamagedFileError("not a file")
+        raise DamagedBlocksError("not a file")
     return descriptor
 
 
@@ -204,7 +204,7 @@ def read_blocks(
         out: [len(wanted), block_bytes] uint8, receives them.
 
     Raises:
-        DamagedFileError: the file is damaged or not what it should be; nothing in `out` but its first `num_intact`
+        DamagedBlocksError: the file is damaged or not what it should be; nothing in `out` but its first `num_intact`
             blocks may be used.
         NameClashError: it is sound, but what it holds is not what is wanted.
         OSError: it cannot be read.
@@ -217,23 +217,23 @@ def read_blocks(
     num_read = os.preadv(descriptor, parts, 0)
     found = parse_header(bytes(header[:num_read]), key)
     if found.identity != identity:
-        raise DamagedFileError("it belongs to another model, dtype, backend or salt")
+        raise DamagedBlocksError("it belongs to another model, dtype, backend or salt")
     stop = position + len(wanted)
     if tuple(block[:SHORT_BYTES] for block in found.blocks) != name.blocks:
-        raise DamagedFileError("it holds other blocks than its name says")
+        raise DamagedBlocksError("it holds other blocks than its name says")
     if found.blocks[position:stop] != list(wanted):
         raise NameClashError
     if os.fstat(descriptor).st_size != file_bytes(len(found.blocks), block_bytes):
-        raise DamagedFileError("it does not have the size that its header says")
+        raise DamagedBlocksError("it does not have the size that its header says")
     num_read = max(num_read - HEADER_BYTES, 0)
     while num_read < len(content):
         num_more = os.preadv(descriptor, [content[num_read:]], offset + num_read)
         if num_more == 0:
-            raise DamagedFileError("it became shorter while it was read")
+            raise DamagedBlocksError("it became shorter while it was read")
         num_read += num_more
     for index, expected in enumerate(found.checksums[position:stop]):
         if not compare_digest(checksum(out[index].data, key), expected):
-            raise DamagedFileError(f"the checksum of block {position + index} does not match", num_intact=index)
+            raise DamagedBlocksError(f"the checksum of block {position + index} does not match", num_intact=index)
     return found
 
 
@@ -241,14 +241,14 @@ def check_file(path: str, name: FileName, *, key: bytes, identity_start: str, bl
     """Read a whole file and check it against its name.
 
     Raises:
-        DamagedFileError: the first thing that is wrong with it.
+        DamagedBlocksError: the first thing that is wrong with it.
         OSError: it cannot be read.
     """
     descriptor = open_blocks(path)
     try:
         header, _ = read_whole(descriptor, name, key=key, identity=None, block_bytes=block_bytes)
         if not header.identity.hex().startswith(identity_start):
-            raise DamagedFileError("it belongs to another model, dtype, backend or salt")
+            raise DamagedBlocksError("it belongs to another model, dtype, backend or salt")
     finally:
         os.close(descriptor)
 
@@ -265,11 +265,11 @@ def read_whole(
         Its header, and its blocks: [n, block_bytes] uint8.
 
     Raises:
-        DamagedFileError, OSError: as in `read_blocks`.
+        DamagedBlocksError, OSError: as in `read_blocks`.
     """
     header = parse_header(os.pread(descriptor, HEADER_BYTES, 0), key)
     if os.fstat(descriptor).st_size != file_bytes(len(header.blocks), block_bytes):
-        raise DamagedFileError("it does not have the size that its header and folder say")
+        raise DamagedBlocksError("it does not have the size that its header and folder say")
     out = np.empty((len(header.blocks), block_bytes), np.uint8)
     read_blocks(
         descriptor,

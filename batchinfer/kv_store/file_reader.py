@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from batchinfer.kv_store.block_file import DamagedFileError, FileName, Header, NameClashError, open_blocks, read_blocks
+from batchinfer.kv_store.block_file import (
+    DamagedBlocksError,
+    FileName,
+    Header,
+    NameClashError,
+    open_blocks,
+    read_blocks,
+)
 from batchinfer.kv_store.index import BlockIndex, FileSpan, parsed_name
 from batchinfer.kv_store.second_tier import SecondTier
 from batchinfer.kv_store.session import StoreSession
@@ -47,7 +54,7 @@ class FileReader:
                 self._session.switch_off("read", error)
         except NameClashError:
             pass  # one in 2**48: counted below as missing, and computed
-        except DamagedFileError as error:
+        except DamagedBlocksError as error:
             num_intact = error.num_intact
             self._quarantine(span.file, path)
         except OSError as error:

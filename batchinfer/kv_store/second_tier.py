@@ -22,7 +22,7 @@ import numpy as np
 from batchinfer.data.bucket import Bucket
 from batchinfer.kv_store.block_file import (
     KEY_BYTES,
-    DamagedFileError,
+    DamagedBlocksError,
     FileName,
     Header,
     NameClashError,
@@ -119,7 +119,7 @@ class SecondTier:
             )
             self._session.counters.add(fetched_files=1, fetched_bytes=num_bytes)
             return found
-        except (DamagedFileError, NameClashError):
+        except (DamagedBlocksError, NameClashError):
             self._set_aside(name, os.pread(descriptor, num_bytes, 0))
             return None
         except StoreError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.config import load_job
-from batchinfer.kv_store.block_file import HEADER_BYTES, DamagedFileError, check_file, parse_header
+from batchinfer.kv_store.block_file import HEADER_BYTES, DamagedBlocksError, check_file, parse_header
 from batchinfer.kv_store.blocks import NAME_BYTES, SHORT_BYTES
 from batchinfer.kv_store.next_uses import BlockClaims
 from batchinfer.kv_store.session import Counters, read_history
@@ -223,7 +223,7 @@ def _holds(path: str, text: str, key: bytes) -> bool:
     try:
         with open(path, "rb") as file:
             return any(block.hex().startswith(text) for block in parse_header(file.read(HEADER_BYTES), key).blocks)
-    except (FileNotFoundError, DamagedFileError):
+    except (FileNotFoundError, DamagedBlocksError):
         return False
 
 
@@ -234,7 +234,7 @@ def _problem_of(file: StoredFile, key: bytes) -> str | None:
         check_file(file.path, file.name, key=key, identity_start=identity_start, block_bytes=int(block_bytes))
     except FileNotFoundError:  # evicted meanwhile
         return None
-    except DamagedFileError as error:
+    except DamagedBlocksError as error:
         return str(error)
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
