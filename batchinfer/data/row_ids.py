@@ -12,7 +12,7 @@ from batchinfer.data.prompts import RowBatch
 END = 1 << 53  # from here on several integers have one double
 
 
-class RowIds:
+class IdColumn:
     """Reads the column of ids, which may be missing.
 
     Args:

@@ -22,7 +22,7 @@ from batchinfer.data.kept_fields import conformed
 from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
-from batchinfer.data.row_ids import RowIds
+from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.schemas import TOKENS
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
@@ -138,7 +138,7 @@ class _RowChecker:
         self._prompts = PromptChecks(job, encoders, limits)
         self._choice_checks = ChoiceChecks(self._choices, encoders, limits) if self._choices is not None else None
         schema = shard_schema(shard, job.s3)
-        self._ids = RowIds(job, schema, id_type)
+        self._ids = IdColumn(job, schema, id_type)
         self.found = ShardRows(id_missing=self._ids.are_missing)
         problems = [self._ids.problem, *(column.problem(schema) for column in wanted_columns(job, encoders.columns))]
         self._problem = next((problem for problem in problems if problem is not None), None)  # of every row
