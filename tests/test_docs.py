@@ -83,6 +83,18 @@ def test_files_that_sources_name_exist():
     assert stale == []
 
 
+def test_docstrings_begin_with_what_a_thing_is_for():
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
+    headless = [
+        f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}"
+        for path in SOURCES
+        if path.suffix == ".py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, documented) and re.match(r"(Args|Returns|Raises|Yields):", ast.get_docstring(node) or "")
+    ]
+    assert headless == []
+
+
 def test_members_of_classes_that_sources_name_exist():
     members = {}
     for node in (node for path in SOURCES if path.suffix == ".py" for node in ast.walk(ast.parse(path.read_text()))):

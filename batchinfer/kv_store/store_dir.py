@@ -129,8 +129,10 @@ def read_key(store: StoreDir) -> bytes:
 
 
 def check_version(store: StoreDir) -> None:
-    """Raises:
-    ConfigError: the folder is no store, or one of another version.
+    """Refuse a folder of which this program cannot read the blocks.
+
+    Raises:
+        ConfigError: it is no store, or one of another version.
     """
     try:
         version = json.loads(store.marker.read_bytes())["version"]

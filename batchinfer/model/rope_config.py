@@ -87,7 +87,11 @@ def _refuse_partial(holder: ConfigReader) -> None:
 
 
 def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int, rotary_share: float | None) -> RopeConfig:
-    """Args: rotary_share: where queries are scaled by position, see read_rope."""
+    """What one of these sections says.
+
+    Args:
+        rotary_share: where queries are scaled by position, see read_rope; None: they are not.
+    """
     rope_type = rope.text("rope_type", "type", default="default")
     if rope_type not in ("default", "yarn"):
         raise rope.unsupported("rope_type", rope_type, '"default" or "yarn"')

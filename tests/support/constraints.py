@@ -85,9 +85,7 @@ def as_field(number: int) -> dict[str, Any]:
 
 
 def judge(number: int, text: str) -> None:
-    """Raises:
-    Exception: the text is not what was asked for.
-    """
+    """Fail, with some exception, unless a text is what its row has asked for."""
     kind, content = CONSTRAINTS[number % len(CONSTRAINTS)]
     if kind == "json":
         checker = jsonschema.Draft202012Validator(content, format_checker=jsonschema.FormatChecker())

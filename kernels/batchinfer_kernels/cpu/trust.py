@@ -10,8 +10,10 @@ from batchinfer_kernels.cpu.instructions import BuildError
 
 
 def refuse_shared(folder: Path) -> None:
-    """Raises:
-    BuildError: the cache folder is another user's, or others may write in it; the message says how to repair it.
+    """Refuse a cache folder in which others may have put code.
+
+    Raises:
+        BuildError: it is another user's, or others may write in it; the message says how to repair it.
     """
     reason = why_not_trusted(folder)
     if reason is not None:
