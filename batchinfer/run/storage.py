@@ -19,12 +19,10 @@ from batchinfer.run.probe import check_file_system
 from batchinfer.rundir import RunDir
 from batchinfer.whole_files import remove_folder
 
+MADE = "made"  # of run.json in an object store: tells one run from an earlier one in the same place
 # of a run folder: run.json and job.toml; plan/; tokens/; done marks and what they vouch for; claims of units that are
 # not done; stats/; outputs/ and dataset/; signs of life; what was sent to clusters
-MADE = "made"  # of run.json in an object store: tells one run from an earlier one in the same place
 Part = Literal["state", "plan", "tokens", "results", "claims", "stats", "outputs", "signs", "sent"]
-
-
 ALL_PARTS: tuple[Part, ...] = ("plan", "tokens", "results", "claims", "stats", "outputs", "signs")
 
 
