@@ -1,7 +1,7 @@
 """batchinfer: offline batch inference for DeepSeek-V3/R1-style models.
 
-A prompt's journey, one way: data (Parquet, tokenise, validate) -> plan (order, pack into work units) -> engine
-(prefill, decode) -> finish (outputs in input order, statistics) -> report.
+A prompt's journey, one way: data (Parquet, tokenise, validate) -> plan (order, pack into work units) -> work
+(a controller and its ranks: prefill, decode) -> finish (outputs in input order, statistics) -> report.
 
 From Python: `generate` for prompts that a program holds, `Model` for several calls, `Job` for what a job file says. The
 errors are those of records.py.

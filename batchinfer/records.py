@@ -223,7 +223,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine hands back for one request."""
+    """What a rank hands back for one request."""
 
     key: RequestKey
     unit: int

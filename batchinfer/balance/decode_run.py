@@ -1,7 +1,7 @@
 """Decode ranks on paper: the controller's own balancer (decode_loads.py) driven with output lengths that are known.
 
-Ranks step together, as the engine's do. Requests come and move between turns of some steps; where answers are short, a
-turn is one step. Prefill is quick enough: whatever may begin has run.
+Ranks step together, as those of a job do. Requests come and move between turns of some steps; where answers are short,
+a turn is one step. Prefill is quick enough: whatever may begin has run.
 """
 
 # N requests in the order in which they are prefilled, R ranks, S turns

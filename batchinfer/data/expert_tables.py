@@ -1,6 +1,6 @@
 """Where the experts of a group of ranks are, as plan/experts.parquet holds it, and how often each was asked for.
 
-Written by the planner (from an earlier run's loads) or by the engine (from a calibration or its own loads).
+Written by the planner (from an earlier run's loads) or by the controller (from a calibration or its ranks' loads).
 """
 
 # L MoE layers, E experts, R slots of all ranks of a group

@@ -1,6 +1,6 @@
 """The columns of every Parquet table in a run folder, with what they mean: the contract that `schema --stats` prints.
 
-Written by plan, engine and finish.
+Written by plan, work and finish.
 """
 
 from collections.abc import Sequence

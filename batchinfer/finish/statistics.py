@@ -114,7 +114,7 @@ def run_equality(run: RunDir) -> dict[str, Any]:
 
 
 def _expert_prediction(run: RunDir) -> dict[str, float | None]:
-    """How even the experts' work is to be by the placement that the plan, or the engine after a unit, has made."""
+    """How even the experts' work is to be by the placement that the plan, or else a controller, has made."""
     tables = read_expert_tables(run).values()
     tokens = sum(float(group.load_of_slot.sum()) for group in tables)
     if not tokens:

@@ -1,6 +1,6 @@
 """Where experts are to be, from the tokens per expert that an earlier run counted.
 
-A planner has a minute, so it searches longer than the engine does.
+A planner has a minute, so it searches longer than a controller does.
 """
 
 # L MoE layers, E experts

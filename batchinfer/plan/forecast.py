@@ -41,7 +41,7 @@ class PlannedWork:
 def balances(
     work: PlannedWork, cluster: ClusterConfig, *, request_load: RequestLoad = ONE_PER_TOKEN
 ) -> tuple[Balance, Balance]:
-    """(prefill, decode) when units are dealt out, and decoded, like the engine does it.
+    """(prefill, decode) when units are dealt out, and decoded, as a controller does it.
 
     Prefill: tokens that a rank runs, with its answers if it decodes. Decode: KV tokens over the steps of a run on paper
     (balance/decode_run.py), in which answers are as long as expected.

@@ -2,5 +2,5 @@
 
 In: tensors. Out: tensors; no state, no communication, no files. `registry.select` decides which implementation runs and
 `registry.explain` says why; `reference` has the plain PyTorch ones that every faster version is measured against.
-This package imports torch and nothing of the engine around it.
+This package imports torch and nothing of batchinfer around it.
 """
