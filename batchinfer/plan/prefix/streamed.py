@@ -29,16 +29,15 @@ class PrefixStream:
 
     Use as a context manager: files of an earlier process that was killed go at the start, its own at the end. The
     plan depends on the prompts only, not on the memory or on the pieces.
+
+    Args:
+        scratch: folder for the runs; made when they are needed, and deleted with all that is in it.
+        block_tokens: as for `plan_prefixes`.
+        memory_bytes: for token ids; besides these about 40 bytes per prompt are needed for the plan. A run has a
+            quarter of it (one is filled while others are sorted), a merge of all runs up to the whole.
     """
 
     def __init__(self, scratch: Path, *, block_tokens: int, memory_bytes: int) -> None:
-        """
-        Args:
-            scratch: folder for the runs; made when they are needed, and deleted with all that is in it.
-            block_tokens: as for `plan_prefixes`.
-            memory_bytes: for token ids; besides these about 40 bytes per prompt are needed for the plan. A run has a
-                quarter of it (one is filled while others are sorted), a merge of all runs up to the whole.
-        """
         self._scratch = scratch
         self._block_tokens = block_tokens
         self._run_bytes = memory_bytes // 4
