@@ -180,6 +180,13 @@ def last_claim(run: RunDir, unit: int) -> Path | None:
     return folders[-1] if folders else None
 
 
+def counted_files(mark: DoneMark | None, claim: Path | None) -> list[Path]:
+    """The result files that count for a unit: by its mark, or by its newest claim while it is not done."""
+    if mark is not None:
+        return list(mark.files)
+    return [] if claim is None else result_files(claim)
+
+
 def is_released(claim: Path) -> bool:
     """Whether its controller has given the unit back; with a damaged lease nobody knows: no."""
     try:

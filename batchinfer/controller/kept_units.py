@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.controller.claims import done_mark, last_claim, result_files
+from batchinfer.controller.claims import counted_files, done_mark, last_claim
 from batchinfer.controller.result_files import result_keys, sound_files
 from batchinfer.data.parquet import own_file
 from batchinfer.manifest import Manifest
@@ -35,9 +35,8 @@ def _is_same(run: RunDir, unit: int, planned: set[RequestKey]) -> bool:
     except DamagedFileError as error:
         set_aside(run, error.path, error.reason)
         mark = None
-    claim = last_claim(run, unit)
-    files = list(mark.files) if mark is not None else [] if claim is None else result_files(claim)
-    keys = {key for path in sound_files(run, files) for key in result_keys(path)}
+    files = sound_files(run, counted_files(mark, last_claim(run, unit)))
+    keys = {key for path in files for key in result_keys(path)}
     if mark is not None and (keys != planned or not planned):
         set_aside(run, run.done(unit), "the unit has other rows now, or results are gone")
     if planned and keys <= planned:

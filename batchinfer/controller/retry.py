@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.checked_json import publish_json
 from batchinfer.controller.claiming import offer_again
-from batchinfer.controller.claims import done_mark, is_released, last_claim, result_files
+from batchinfer.controller.claims import counted_files, done_mark, is_released, last_claim
 from batchinfer.controller.result_files import damage, write_results
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas import RESULTS
@@ -53,8 +53,7 @@ def _retry(storage: Storage) -> Retried:
         unit = row["unit"]
         done = done_mark(run, unit)
         claim = last_claim(run, unit) if done is None else done.claim
-        files = [] if claim is None else result_files(claim) if done is None else list(done.files)
-        failed = _failed_in(files)
+        failed = _failed_in(counted_files(done, claim))
         num_failed = sum(failed.values())
         num_open += done is None
         if claim is None or not num_failed:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from batchinfer.checked_json import read_json
-from batchinfer.controller.claims import done_mark, last_claim, result_files
+from batchinfer.controller.claims import counted_files, done_mark, last_claim
 from batchinfer.controller.result_files import damage
 from batchinfer.data.parquet import own_file, sealed_table
 from batchinfer.manifest import Manifest
@@ -88,8 +88,7 @@ def _unit_checks(run: RunDir) -> Iterator[Check]:
         except DamagedFileError:
             yield run.done(unit), partial(done_mark, run, unit), repair
         claim = last_claim(run, unit)
-        files = list(mark.files) if mark is not None else [] if claim is None else result_files(claim)
-        for path in files:
+        for path in counted_files(mark, claim):
             yield path, partial(_compare, path), repair
         if mark is None and claim is not None:
             for path, needs in ((claim / "lease.json", "released"), (claim / "claim.json", "inherited")):
