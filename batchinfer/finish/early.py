@@ -10,8 +10,8 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.controller.result_files import damage
-from batchinfer.data.duckdb_sql import literal, read_parquet
-from batchinfer.finish.join import NOT_COMPUTED, SORT_MEMORY, query
+from batchinfer.data.duckdb_sql import read_parquet
+from batchinfer.finish.join import HAS_ENDED, SORT_MEMORY, query
 from batchinfer.finish.outputs import OutputRows
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir, read_state
@@ -58,7 +58,6 @@ class EarlyRows:
             connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(self._run.duplicates)}")
             connection.execute(f"CREATE TABLE delivered AS {query('delivered')}")
             rows = OutputRows(connection, self._run, self._job, shards, pa.type_for_alias(state["id_type"]))
-            has_ended = f"error IS DISTINCT FROM {literal(NOT_COMPUTED)}"
-            for shard, tables in rows.by_shard(connection, shards, has_ended):
+            for shard, tables in rows.by_shard(connection, shards, HAS_ENDED):
                 for table in tables:
                     yield shard.index, table

@@ -20,6 +20,7 @@ from batchinfer.rundir import RunDir, plan_again
 
 SORT_MEMORY = "1GB"  # DuckDB spills to the run folder beyond this
 NOT_COMPUTED = "not computed: the run was finished before this row was (--allow-partial)"
+HAS_ENDED = f"error IS DISTINCT FROM {literal(NOT_COMPUTED)}"  # SQL, of an output row
 
 
 def query(name: str, **parts: str | int) -> str:

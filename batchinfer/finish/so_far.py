@@ -8,14 +8,13 @@ import pyarrow.parquet as pq
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.schemas import STATS_REQUESTS
-from batchinfer.finish.join import NOT_COMPUTED, create_results, open_database, output_rows, query
+from batchinfer.finish.join import HAS_ENDED, create_results, open_database, output_rows, query
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir, read_state
 
 # of an output row; answers' texts may be large, and `peek` shows them
 COLUMNS = "row, sample, id, status, NULL::VARCHAR AS text, error, finish_reason, completion_tokens"
-HAS_ENDED = f"error IS DISTINCT FROM {literal(NOT_COMPUTED)}"
 
 
 def write_so_far(run: RunDir, job: JobConfig, files: list[Path], folder: Path) -> int:
