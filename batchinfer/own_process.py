@@ -4,9 +4,12 @@ import gc
 import io
 import os
 import select
+import signal
 import sys
 from importlib.abc import MetaPathFinder
 from typing import Any, TextIO
+
+_PR_SET_PDEATHSIG = 1
 
 
 class _NoPandas(MetaPathFinder):
@@ -23,6 +26,13 @@ def command(module: str, *arguments: str) -> list[str]:
     That is wherever somebody keeps data: a file there may have the name of any module.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def end_with_parent(by: signal.Signals) -> None:
+    """Have this process get a signal when the one that started it ends; that it has ended before shows nowhere."""
+    import ctypes  # few processes need it
+
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
 def settle() -> None:

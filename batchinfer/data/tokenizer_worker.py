@@ -3,7 +3,6 @@
 Time is limited in processor time and memory relative to what a process holds, so that a busy machine changes nothing.
 """
 
-import ctypes
 import gc
 import json
 import math
@@ -32,15 +31,13 @@ from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
 from batchinfer.stop import leave_signals_to_controller
 
-_PR_SET_PDEATHSIG = 1
-
 Encode = Callable[[pa.Array], pa.RecordBatch]
 
 
 def serve(control: socket.socket) -> NoReturn:
     """Load what the first message asks for, then fork a worker, or wait for one's end, at each further message."""
     leave_signals_to_controller()
-    _end_with_parent()
+    own_process.end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, files, _, _ = socket.recv_fds(control, 64, 1)
@@ -61,7 +58,7 @@ def serve(control: socket.socket) -> NoReturn:
         pid = os.fork()
         if pid == 0:
             control.close()
-            _end_with_parent()
+            own_process.end_with_parent(signal.SIGKILL)
             os.dup2(descriptors[1], 2)
             _work(Connection(descriptors[0]), encoder, json.loads(settings))
         for descriptor in descriptors:
@@ -157,10 +154,6 @@ def _set_limit(name: int, value: int) -> None:
     hard = resource.getrlimit(name)[1]
     lower = [limit for limit in (value, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(name, (min(lower, default=resource.RLIM_INFINITY), hard))
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
