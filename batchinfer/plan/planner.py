@@ -9,8 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,37 +17,36 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.balance.request_load import RequestLoad
-from batchinfer.checked_json import publish_json, read_json
+from batchinfer.checked_json import publish_json
 from batchinfer.config import PAGE_TOKENS, JobConfig
 from batchinfer.config.model_files import config_file
-from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.formats.values import column_roles
 from batchinfer.data.inputs import id_type
 from batchinfer.data.overrides import check_thinking
-from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.schemas import PLAN_SUMMARY
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer_process import TokenizerProcess
-from batchinfer.data.validate import tokenize_shard
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.ownership import group_id, make_folder
-from batchinfer.plan.earlier_run import Learned, Speeds, earlier_run, learn
+from batchinfer.plan.earlier_run import earlier_run, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
-from batchinfer.plan.forecast import PlannedWork
+from batchinfer.plan.expected_speeds import expected_speeds
 from batchinfer.plan.input_columns import check_columns
 from batchinfer.plan.input_rows import check_rows
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.plan.preflight import check_job, check_names
+from batchinfer.plan.prepared import Prepared
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
+from batchinfer.plan.token_files import keep_sound_tokens, tokenize_shards
 from batchinfer.plan.unused_plan import make_way
-from batchinfer.progress import Progress, Stage, note
+from batchinfer.progress import Stage, note
 from batchinfer.records import ConfigError, DamagedFileError, InputError, RunMismatchError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
 from batchinfer.run.job_file import publish_job
@@ -59,7 +57,6 @@ from batchinfer.run.session import Session
 from batchinfer.run.storage import MADE, Storage
 from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_state, refuse_bad_rows
-from batchinfer.whole_files import Publisher
 
 PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
@@ -110,7 +107,7 @@ def plan_job(
             session.attach(storage)
             if state["state"] == "planning":
                 tokens = EarlierTokens(earlier, fingerprint)
-                prepared = _Prepared(job, run, Manifest(run.root), encoders, model, learned, tokens, kept)
+                prepared = Prepared(job, run, Manifest(run.root), encoders, model, learned, tokens, kept)
                 shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
                 if again is not None:
                     storage.fetch("results", "claims")
@@ -146,7 +143,7 @@ def _open_run(
                     return state
                 carried = {key: state[key] for key in (MADE, "id") if key in state}
                 storage.fetch("plan", "tokens")
-                _keep_sound_tokens(run, Manifest(run.root, state.get("files")), shards)
+                keep_sound_tokens(run, Manifest(run.root, state.get("files")), shards)
     state = {
         "id": secrets.token_hex(8),  # drawn: another run of the same job is another one
         **carried,
@@ -174,7 +171,7 @@ def _is_same(storage: Storage, state: dict[str, Any], fingerprint: dict[str, Any
     return True
 
 
-def _publish_state(prepared: _Prepared, state: dict[str, Any], shards: list[Shard]) -> None:
+def _publish_state(prepared: Prepared, state: dict[str, Any], shards: list[Shard]) -> None:
     """Say that the plan is made and vouch for its files; checksums of token files are there from now on."""
     run = prepared.run
     files = prepared.manifest.as_json()
@@ -183,37 +180,7 @@ def _publish_state(prepared: _Prepared, state: dict[str, Any], shards: list[Shar
         run.token_checksums(shard.index).unlink(missing_ok=True)
 
 
-def _keep_sound_tokens(run: RunDir, manifest: Manifest, shards: list[Shard]) -> None:
-    """Leave the token files that are not damaged to a plan that goes on with them."""
-    for path in [run.tokens(shard.index) for shard in shards]:
-        try:
-            manifest.check(path)
-        except DamagedFileError as error:
-            set_aside(run, path, error.reason)
-        else:
-            _vouch_for_tokens(run, manifest, path)
-
-
-def _vouch_for_tokens(run: RunDir, manifest: Manifest, path: Path) -> None:
-    """Until run.json does so."""
-    publish_json(run.token_checksums(int(path.stem)), manifest[path].as_json())
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """What planning works with."""
-
-    job: JobConfig
-    run: RunDir
-    manifest: Manifest  # of what it writes
-    encoders: Encoders
-    model: ModelConfig
-    learned: Learned
-    earlier: EarlierTokens
-    kept: list[pa.Field]  # input columns as the outputs will have them
-
-
-def _plan_experts(prepared: _Prepared) -> None:
+def _plan_experts(prepared: Prepared) -> None:
     """Place the experts by the loads of an earlier run, if there is one."""
     if prepared.learned.expert_loads is not None:
         # numba takes its time to load: jobs that learn nothing do without it
@@ -225,7 +192,7 @@ def _plan_experts(prepared: _Prepared) -> None:
 
 
 def _plan(
-    prepared: _Prepared, shards: list[Shard], session: Session, *, started: float, strict: bool
+    prepared: Prepared, shards: list[Shard], session: Session, *, started: float, strict: bool
 ) -> tuple[list[Shard], dict[str, Any]]:
     """Tokenise, order, cut, predict; returns the shards as they were found and the summary."""
     job, run, manifest, model = prepared.job, prepared.run, prepared.manifest, prepared.model
@@ -238,7 +205,7 @@ def _plan(
         note("KV is held in FP8 (kv.dtype): answers are other ones than with KV in bfloat16")
     _plan_experts(prepared)
     _remove_leftovers(run)
-    shards = _tokenize(prepared, shards, strict=strict)
+    shards = tokenize_shards(prepared, shards, strict=strict)
     prepared.encoders.close()
     _refuse_no_shard(shards)
     with (
@@ -260,7 +227,7 @@ def _plan(
             block_tokens=job.kv.block_tokens,
             answer_lengths=prepared.learned.answer_lengths,
         )
-    speeds, gpus_per_node = _speeds(prepared, work)
+    speeds, gpus_per_node = expected_speeds(prepared, work)
     plan_s = time.monotonic() - started
     held_before_s = plan_s if session.command == "run" else 0.0
     summary = {
@@ -279,50 +246,6 @@ def _plan(
         note(f"warning: no number of nodes finishes within {hours}: a work unit or the longest answer takes longer")
     write_rows(run.summary, manifest, PLAN_SUMMARY.schema, summary)
     return shards, summary
-
-
-def _speeds(prepared: _Prepared, work: PlannedWork) -> tuple[Speeds | None, int | None]:
-    """(speeds of the earlier run, or else of cluster.gpu on paper; GPUs of a node of those)."""
-    cluster, learned = prepared.job.cluster, prepared.learned.speeds
-    if cluster.gpu is None:
-        return learned, None
-    # the simulator takes its time to load: jobs that do not name a gpu do without it
-    from batchinfer.sim.hardware import accelerator
-    from batchinfer.sim.speeds import Ranks, paper_speeds
-
-    gpus_per_node = accelerator(cluster.gpu).gpus_per_node
-    if learned is not None or len(work.prompt_tokens) == 0:
-        return learned, gpus_per_node
-    if prepared.job.model.dtype != "fp8":
-        note(f"warning: no time is predicted for {cluster.gpu}: only dtype fp8 can be simulated")
-        return None, gpus_per_node
-    ranks = Ranks(
-        gpu=cluster.gpu,
-        prefill_ranks=cluster.num_prefill_ranks,
-        decode_ranks=cluster.num_decode_ranks,
-        redundant_experts=cluster.redundant_experts,
-        overlap=cluster.overlap is not False,
-        prefill_tokens=cluster.prefill_tokens,
-        decode_requests=cluster.decode_requests,
-        page_bytes=cluster.page_bytes,
-        pages=PageFormat.of(prepared.job),
-    )
-    answers = np.maximum(1, np.ceil(work.answer_tokens)).astype(np.int64)
-    cached = np.minimum(work.shared_tokens, work.prompt_tokens - 1)
-    try:
-        found = paper_speeds(work.prompt_tokens, cached, answers, prepared.model, ranks)
-    except ConfigError as error:
-        note(f"warning: no time is predicted for {cluster.gpu}: {error}")
-        return None, gpus_per_node
-    speeds = Speeds(
-        found.prefill_tokens_per_s,
-        found.decode_tokens_per_s,
-        seconds_per_busy_second=1.0,
-        startup_s=0.0,
-        longest_answer_s=found.longest_answer_s,
-        is_simulated=True,
-    )
-    return speeds, gpus_per_node
 
 
 @contextmanager
@@ -412,84 +335,6 @@ def _refuse_no_shard(shards: list[Shard]) -> None:
     if all(shard.problem is not None for shard in shards):
         first = f"{shards[0].path}: {shards[0].problem}"
         raise InputError(f"none of the {len(shards)} input shards can be read; the first: {first}")
-
-
-def _tokenize(prepared: _Prepared, shards: list[Shard], *, strict: bool) -> list[Shard]:
-    """Write tokens/<shard>.parquet for every shard that has none yet; a shard damaged in the middle gets a problem."""
-    job, run, model = prepared.job, prepared.run, prepared.model
-    limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
-    ids = pa.type_for_alias(read_state(run)["id_type"])
-    checked = []
-    num_capped = 0
-    with (
-        Progress("tokenise", sum(shard.num_rows for shard in shards), "rows", phase="planning") as progress,
-        Publisher(partial(_vouch_for_tokens, run, prepared.manifest)) as publisher,
-    ):
-        for shard in shards:
-            if shard.problem is not None or _is_tokenized(prepared, shard):
-                progress.advance(shard.num_rows)
-                checked.append(shard)
-                continue
-            target = run.tokens(shard.index)
-            try:
-                earlier = prepared.earlier.of(shard)
-                known = None if earlier is None else earlier.take
-                found = tokenize_shard(
-                    shard,
-                    job,
-                    prepared.encoders,
-                    limits,
-                    target,
-                    progress.advance,
-                    prepared.manifest,
-                    known,
-                    prepared.kept,
-                    ids,
-                    publisher,
-                )
-            except InputError as error:
-                if strict:
-                    raise
-                note(f"warning: {error}")
-                problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
-                checked.append(_with_problem(shard, problem))
-                continue
-            num_capped += found.num_capped
-            if found.num_bad:
-                note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
-            if found.num_bad and strict:
-                publisher.wait()
-                for file in (run.token_checksums(shard.index), target):  # so that a strict rerun finds the row again
-                    file.unlink()
-                raise InputError(f"{shard.path}: {found.first_error}; correct the row, or run without --strict")
-            if found.id_missing and job.input.id != NO_IDS:
-                note(f"warning: {shard.path} has no column {job.input.id!r}; its rows have null ids")
-            checked.append(shard)
-    if num_capped:
-        note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
-    return checked
-
-
-def _is_tokenized(prepared: _Prepared, shard: Shard) -> bool:
-    """Whether a plan that was interrupted has left a shard's token file, whole: then this one vouches for it."""
-    run = prepared.run
-    if not run.token_checksums(shard.index).exists():
-        return False
-    path = run.tokens(shard.index)
-    try:
-        found = Manifest(
-            run.root, {f"tokens/{path.name}": read_json(run.token_checksums(shard.index), "bytes", "xxh3")}
-        )
-        found.check(path)
-    except DamagedFileError as error:
-        note(f"warning: {error.path} is damaged ({error.reason}); {shard.path} is tokenised again")
-        return False
-    prepared.manifest.add(path, found[path])
-    return True
-
-
-def _with_problem(shard: Shard, problem: str) -> Shard:
-    return Shard(**{**asdict(shard), "problem": problem})
 
 
 def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: list[Shard]) -> None:

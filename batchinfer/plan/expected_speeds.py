@@ -1,0 +1,54 @@
+"""How fast a job's ranks are expected to be: as in an earlier run, or else on paper."""
+
+import numpy as np
+
+from batchinfer.model.page_format import PageFormat
+from batchinfer.plan.earlier_run import Speeds
+from batchinfer.plan.forecast import PlannedWork
+from batchinfer.plan.prepared import Prepared
+from batchinfer.progress import note
+from batchinfer.records import ConfigError
+
+
+def expected_speeds(prepared: Prepared, work: PlannedWork) -> tuple[Speeds | None, int | None]:
+    """(speeds of the earlier run, or else of cluster.gpu on paper; GPUs of a node of those)."""
+    cluster, learned = prepared.job.cluster, prepared.learned.speeds
+    if cluster.gpu is None:
+        return learned, None
+    # the simulator takes its time to load: jobs that do not name a gpu do without it
+    from batchinfer.sim.hardware import accelerator
+    from batchinfer.sim.speeds import Ranks, paper_speeds
+
+    gpus_per_node = accelerator(cluster.gpu).gpus_per_node
+    if learned is not None or len(work.prompt_tokens) == 0:
+        return learned, gpus_per_node
+    if prepared.job.model.dtype != "fp8":
+        note(f"warning: no time is predicted for {cluster.gpu}: only dtype fp8 can be simulated")
+        return None, gpus_per_node
+    ranks = Ranks(
+        gpu=cluster.gpu,
+        prefill_ranks=cluster.num_prefill_ranks,
+        decode_ranks=cluster.num_decode_ranks,
+        redundant_experts=cluster.redundant_experts,
+        overlap=cluster.overlap is not False,
+        prefill_tokens=cluster.prefill_tokens,
+        decode_requests=cluster.decode_requests,
+        page_bytes=cluster.page_bytes,
+        pages=PageFormat.of(prepared.job),
+    )
+    answers = np.maximum(1, np.ceil(work.answer_tokens)).astype(np.int64)
+    cached = np.minimum(work.shared_tokens, work.prompt_tokens - 1)
+    try:
+        found = paper_speeds(work.prompt_tokens, cached, answers, prepared.model, ranks)
+    except ConfigError as error:
+        note(f"warning: no time is predicted for {cluster.gpu}: {error}")
+        return None, gpus_per_node
+    speeds = Speeds(
+        found.prefill_tokens_per_s,
+        found.decode_tokens_per_s,
+        seconds_per_busy_second=1.0,
+        startup_s=0.0,
+        longest_answer_s=found.longest_answer_s,
+        is_simulated=True,
+    )
+    return speeds, gpus_per_node

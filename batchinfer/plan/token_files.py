@@ -1,0 +1,113 @@
+"""tokens/<shard>.parquet: written once, and gone on with by a plan that was interrupted or is made anew."""
+
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+
+from batchinfer.checked_json import publish_json, read_json
+from batchinfer.data.column_checks import NO_IDS
+from batchinfer.data.prompts import PromptLimits
+from batchinfer.data.validate import tokenize_shard
+from batchinfer.manifest import Manifest
+from batchinfer.plan.prepared import Prepared
+from batchinfer.progress import Progress, note
+from batchinfer.records import DamagedFileError, InputError, Shard
+from batchinfer.run.quarantine import set_aside
+from batchinfer.rundir import RunDir, read_state
+from batchinfer.whole_files import Publisher
+
+
+def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) -> list[Shard]:
+    """Write tokens/<shard>.parquet for every shard that has none yet; a shard damaged in the middle gets a problem."""
+    job, run, model = prepared.job, prepared.run, prepared.model
+    limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
+    ids = pa.type_for_alias(read_state(run)["id_type"])
+    checked = []
+    num_capped = 0
+    with (
+        Progress("tokenise", sum(shard.num_rows for shard in shards), "rows", phase="planning") as progress,
+        Publisher(partial(_vouch_for_tokens, run, prepared.manifest)) as publisher,
+    ):
+        for shard in shards:
+            if shard.problem is not None or _is_tokenized(prepared, shard):
+                progress.advance(shard.num_rows)
+                checked.append(shard)
+                continue
+            target = run.tokens(shard.index)
+            try:
+                earlier = prepared.earlier.of(shard)
+                known = None if earlier is None else earlier.take
+                found = tokenize_shard(
+                    shard,
+                    job,
+                    prepared.encoders,
+                    limits,
+                    target,
+                    progress.advance,
+                    prepared.manifest,
+                    known,
+                    prepared.kept,
+                    ids,
+                    publisher,
+                )
+            except InputError as error:
+                if strict:
+                    raise
+                note(f"warning: {error}")
+                problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
+                checked.append(_with_problem(shard, problem))
+                continue
+            num_capped += found.num_capped
+            if found.num_bad:
+                note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
+            if found.num_bad and strict:
+                publisher.wait()
+                for file in (run.token_checksums(shard.index), target):  # so that a strict rerun finds the row again
+                    file.unlink()
+                raise InputError(f"{shard.path}: {found.first_error}; correct the row, or run without --strict")
+            if found.id_missing and job.input.id != NO_IDS:
+                note(f"warning: {shard.path} has no column {job.input.id!r}; its rows have null ids")
+            checked.append(shard)
+    if num_capped:
+        note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
+    return checked
+
+
+def _is_tokenized(prepared: Prepared, shard: Shard) -> bool:
+    """Whether a plan that was interrupted has left a shard's token file, whole: then this one vouches for it."""
+    run = prepared.run
+    if not run.token_checksums(shard.index).exists():
+        return False
+    path = run.tokens(shard.index)
+    try:
+        found = Manifest(
+            run.root, {f"tokens/{path.name}": read_json(run.token_checksums(shard.index), "bytes", "xxh3")}
+        )
+        found.check(path)
+    except DamagedFileError as error:
+        note(f"warning: {error.path} is damaged ({error.reason}); {shard.path} is tokenised again")
+        return False
+    prepared.manifest.add(path, found[path])
+    return True
+
+
+def keep_sound_tokens(run: RunDir, manifest: Manifest, shards: list[Shard]) -> None:
+    """Leave the token files that are not damaged to a plan that goes on with them."""
+    for path in [run.tokens(shard.index) for shard in shards]:
+        try:
+            manifest.check(path)
+        except DamagedFileError as error:
+            set_aside(run, path, error.reason)
+        else:
+            _vouch_for_tokens(run, manifest, path)
+
+
+def _vouch_for_tokens(run: RunDir, manifest: Manifest, path: Path) -> None:
+    """Until run.json does so."""
+    publish_json(run.token_checksums(int(path.stem)), manifest[path].as_json())
+
+
+def _with_problem(shard: Shard, problem: str) -> Shard:
+    return Shard(**{**asdict(shard), "problem": problem})
