@@ -51,6 +51,7 @@ def tokenize_shard(
     limits: PromptLimits,
     target: Path,
     progress: Callable[[int], None],
+    *,
     manifest: Manifest | None = None,
     known: Callable[[int], pa.RecordBatch | None] | None = None,
     kept: Sequence[pa.Field] = (),

@@ -1,6 +1,6 @@
 """tokens/<shard>.parquet: written once, and gone on with by a plan that was interrupted or is made anew."""
 
-from dataclasses import asdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +21,9 @@ from batchinfer.whole_files import Publisher
 
 def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) -> list[Shard]:
     """Write tokens/<shard>.parquet for every shard that has none yet; a shard damaged in the middle gets a problem."""
-    job, run, model = prepared.job, prepared.run, prepared.model
+    run, model = prepared.run, prepared.model
     limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
-    ids = pa.type_for_alias(read_state(run)["id_type"])
+    id_type = pa.type_for_alias(read_state(run)["id_type"])
     checked = []
     num_capped = 0
     with (
@@ -35,29 +35,27 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
                 progress.advance(shard.num_rows)
                 checked.append(shard)
                 continue
-            target = run.tokens(shard.index)
+            target, earlier = run.tokens(shard.index), prepared.earlier.of(shard)
             try:
-                earlier = prepared.earlier.of(shard)
-                known = None if earlier is None else earlier.take
                 found = tokenize_shard(
                     shard,
-                    job,
+                    prepared.job,
                     prepared.encoders,
                     limits,
                     target,
                     progress.advance,
-                    prepared.manifest,
-                    known,
-                    prepared.kept,
-                    ids,
-                    publisher,
+                    manifest=prepared.manifest,
+                    known=None if earlier is None else earlier.take,
+                    kept=prepared.kept,
+                    id_type=id_type,
+                    publisher=publisher,
                 )
             except InputError as error:
                 if strict:
                     raise
                 note(f"warning: {error}")
                 problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
-                checked.append(_with_problem(shard, problem))
+                checked.append(replace(shard, problem=problem))
                 continue
             num_capped += found.num_capped
             if found.num_bad:
@@ -67,8 +65,8 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
                 for file in (run.token_checksums(shard.index), target):  # so that a strict rerun finds the row again
                     file.unlink()
                 raise InputError(f"{shard.path}: {found.first_error}; correct the row, or run without --strict")
-            if found.id_missing and job.input.id != NO_IDS:
-                note(f"warning: {shard.path} has no column {job.input.id!r}; its rows have null ids")
+            if found.id_missing and prepared.job.input.id != NO_IDS:
+                note(f"warning: {shard.path} has no column {prepared.job.input.id!r}; its rows have null ids")
             checked.append(shard)
     if num_capped:
         note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
@@ -107,7 +105,3 @@ def keep_sound_tokens(run: RunDir, manifest: Manifest, shards: list[Shard]) -> N
 def _vouch_for_tokens(run: RunDir, manifest: Manifest, path: Path) -> None:
     """Until run.json does so."""
     publish_json(run.token_checksums(int(path.stem)), manifest[path].as_json())
-
-
-def _with_problem(shard: Shard, problem: str) -> Shard:
-    return Shard(**{**asdict(shard), "problem": problem})
