@@ -1,6 +1,7 @@
 """What a rank holds: its share of the model, KV pages for the memory there is, and its view of the KV store."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
@@ -141,37 +142,42 @@ def _row_format(job: JobConfig, mesh: Mesh, device: torch.device) -> RowFormat:
     return RowFormat("fp8" if all_hold_fp8 else "bfloat16")
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedRank:
+    """A rank that has loaded its model: what stays from one job to the next."""
+
+    place: RankPlace
+    mesh: Mesh
+    model: Transformer
+    tokenizer: PromptTokenizer
+    slots: ExpertSlots | None  # with which every job begins; None: experts in order
+    can_draft: bool  # tokens, with the model's layer for that
+
+    @property
+    def placement(self) -> int:
+        """Number of the placement of experts with which every job begins."""
+        return 0 if self.slots is None else self.slots.placement
+
+
 def make_worker(
-    job: JobConfig,
-    model: Transformer,
-    tokenizer: PromptTokenizer,
-    mesh: Mesh,
-    place: RankPlace,
-    start: Start,
-    budget: KvBudget,
-    transfers: Path | BucketTransfers | None,
-    placement: int = 0,
-    *,
-    drafts: bool = False,
+    job: JobConfig, rank: LoadedRank, start: Start, budget: KvBudget, transfers: Path | BucketTransfers | None
 ) -> RankWorker:
     """Allocate the KV pages, and put the parts of this rank together.
 
     Args:
         transfers: place of this rank, for KV on its way between hosts; None: all ranks are on one host.
-        placement: number of the one with which the experts were loaded.
-        drafts: draft tokens; the model has its layer for that.
 
     Raises:
         ConfigError: there is no memory for the pages.
     """
-    cluster = job.cluster
+    cluster, model, mesh = job.cluster, rank.model, rank.mesh
     context = RankContext(
         model,
-        tokenizer,
+        rank.tokenizer,
         num_pages=budget.num_pages,
         prefill_tokens=cluster.prefill_tokens,
         decode_requests=cluster.decode_requests,
-        place=place,
+        place=rank.place,
         mesh=mesh,
         transfer_bytes=budget.transfer_bytes,
         transfers=transfers,
@@ -181,7 +187,7 @@ def make_worker(
         traced=start.traced,
         reasoning=job.output.reasoning,
         continues=bool(job.input.continue_final_message),
-        placement=placement,
+        placement=rank.placement,
     )
 
     def place_experts(slots: ExpertSlots) -> None:
@@ -195,7 +201,7 @@ def make_worker(
         context,
         place_experts=place_experts,
         open_prefixes=None if job.kv.dir is None else open_prefixes,
-        drafter=Drafter.of(context) if drafts else None,
+        drafter=Drafter.of(context) if rank.can_draft and cluster.speculate == "auto" else None,
     )
 
 

@@ -34,7 +34,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -43,7 +42,7 @@ import torch
 
 from batchinfer.config import JobConfig
 from batchinfer.data.bucket import Bucket
-from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
+from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.fused.graphs import ON_HOST, why_not_recorded
@@ -67,7 +66,7 @@ from batchinfer.rank.bit_equality import equal_rows, why_no_cpp
 from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.kv_budget import kv_budget
-from batchinfer.rank.load import first_placements, load_model, make_worker
+from batchinfer.rank.load import LoadedRank, first_placements, load_model, make_worker
 from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ExitCode
@@ -190,11 +189,11 @@ def _work(
         why_no_cpp(model, job.cluster.backend),
     )
     channel.send(ready)
-    loaded = _Loaded(join, place, model, tokenizer, mesh, slots, drafts=model.mtp is not None and no_drafts is None)
+    rank = LoadedRank(place, mesh, model, tokenizer, slots, can_draft=model.mtp is not None and no_drafts is None)
     while isinstance(start := received.get(), messages.Start):
         gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
         gc.enable()
-        if not _run_job(loaded, start, channel, received).stay:
+        if not _run_job(rank, join, start, channel, received).stay:
             mesh.close()
             return
         channel.send(messages.Bye())
@@ -202,30 +201,18 @@ def _work(
     assert isinstance(start, messages.Leave), start
 
 
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """What stays from one job to the next."""
-
-    join: messages.Join
-    place: RankPlace
-    model: Transformer
-    tokenizer: PromptTokenizer
-    mesh: Mesh
-    slots: messages.ExpertSlots | None  # with which every job begins
-    drafts: bool  # whether it can draft tokens
-
-
 def _run_job(
-    loaded: _Loaded, start: messages.Start, channel: RankChannel, received: queue.SimpleQueue[FromController]
+    rank: LoadedRank,
+    join: messages.Join,
+    start: messages.Start,
+    channel: RankChannel,
+    received: queue.SimpleQueue[FromController],
 ) -> messages.Leave:
     """Step until the controller says that the job is over."""
-    join, place, model, mesh, slots = loaded.join, loaded.place, loaded.model, loaded.mesh, loaded.slots
-    job = JobConfig.model_validate_json(start.job)
-    transfers = None if join.all_on_one_host else _transfers(job, Path(start.transfer_folder), place)
-    budget = kv_budget(job, model, place, start, join.num_local_ranks)
-    placement = 0 if slots is None else slots.placement
-    drafts = loaded.drafts and job.cluster.speculate == "auto"
-    worker = make_worker(job, model, loaded.tokenizer, mesh, place, start, budget, transfers, placement, drafts=drafts)
+    job, model = JobConfig.model_validate_json(start.job), rank.model
+    transfers = None if join.all_on_one_host else _transfers(job, Path(start.transfer_folder), rank.place)
+    budget = kv_budget(job, model, rank.place, start, join.num_local_ranks)
+    worker = make_worker(job, rank, start, budget, transfers)
     feed = Feed(channel, received, worker.telemetry.expert_counts, job.cluster.num_ranks)
     try:
         worker.run(feed)
@@ -233,8 +220,9 @@ def _run_job(
         feed.send_steps()
     feed.send_experts()
     leave = feed.wait_for_leave()
-    if leave.stay and worker.telemetry.placement != placement:
-        model.place_experts(Path(job.model.path), first_placements(job, model.config, slots, mesh), mesh.rank)
+    if leave.stay and worker.telemetry.placement != rank.placement:
+        placements = first_placements(job, model.config, rank.slots, rank.mesh)
+        model.place_experts(Path(job.model.path), placements, rank.mesh.rank)
     return leave
 
 
