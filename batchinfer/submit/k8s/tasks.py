@@ -142,7 +142,7 @@ def resize(run: RunDir, tasks: int, busy: Container[str] = ()) -> tuple[int, lis
             f"no tasks of {run.shown} wait or run; send some with `batchinfer submit {run.shown} --to k8s`"
         )
     if last.kind == GROUPS:
-        return _resize_groups(run, kubectl, last, live, tasks, busy)
+        return _resize_groups(kubectl, last, live, tasks, busy)
     (job,) = live
     before = _tasks_of(kubectl, run, job)
     # Kubernetes lets both change together alone
@@ -216,7 +216,7 @@ def what_to_watch(run: RunDir, sent: Submission) -> str:
 
 
 def _resize_groups(
-    run: RunDir, kubectl: Kubectl, last: Submission, live: list[str], tasks: int, busy: Container[str]
+    kubectl: Kubectl, last: Submission, live: list[str], tasks: int, busy: Container[str]
 ) -> tuple[int, list[str]]:
     missing = tasks - len(live)
     if missing > 0:
