@@ -59,7 +59,7 @@ class DenseMlp:
     def add_to(self, hidden_TD: torch.Tensor) -> torch.Tensor:
         """[T, D], the new residual."""
         x_TD = normed(self.ops, hidden_TD, self.norm_D, self.config.rms_norm_eps, self.weights.gate_up.weight)
-        return swiglu(self.ops, x_TD, self.weights, stream=hidden_TD)
+        return swiglu(self.ops, x_TD, self.weights, residual=hidden_TD)
 
 
 class MoeMlp:
@@ -206,17 +206,17 @@ def gate_rule(config: ModelConfig) -> GateRule:
 
 
 def swiglu(
-    ops: Ops, x_TD: torch.Tensor | ScaledRows, weights: MlpWeights, *, stream: torch.Tensor | None = None
+    ops: Ops, x_TD: torch.Tensor | ScaledRows, weights: MlpWeights, *, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """down(silu(gate(x)) × up(x)), [T, D] to [T, D], added to the residual when there is one."""
     gate_up, down = weights.gate_up, weights.down
     if isinstance(gate_up.weight, Packed) and gate_up.weight.is_paired:
         assert isinstance(down.weight, Packed)
         assert isinstance(x_TD, torch.Tensor)
-        return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, residual=stream)
+        return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, residual=residual)
     gate_up_TF = ops.linear(x_TD, *gate_up)
     if meets_fp8(gate_up_TF, down.weight):
         values, scales = ops.silu_mul_blocks(gate_up_TF[None], fp8=True)
-        return ops.linear(ScaledRows(values[0], scales[0]), *down, residual=stream)
+        return ops.linear(ScaledRows(values[0], scales[0]), *down, residual=residual)
     gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
-    return ops.linear(ops.silu_mul(gate_TF, up_TF), *down, residual=stream)
+    return ops.linear(ops.silu_mul(gate_TF, up_TF), *down, residual=residual)
