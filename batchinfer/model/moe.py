@@ -146,11 +146,6 @@ class MoeMlp:
             return self.ops.rms_norm_fp8(hidden_TD, self.norm_D, eps, keeps=True)
         return self.ops.rms_norm(hidden_TD, self.norm_D, eps), None
 
-    @property
-    def num_expert_rows(self) -> int:
-        """(token, expert) rows computed so far."""
-        return self.num_local_rows + (int(self.num_device_rows) if self.counts_on_device else 0)
-
     def _routed_experts(self, received: ExpertInput) -> ExpertRows:
         """The results for the rows that came, in their order; rows in FP8 meet weights in FP8 as they are."""
         x, weights, scales = received.x, self.weights, received.scales

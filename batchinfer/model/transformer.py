@@ -182,11 +182,6 @@ class Transformer:
             rows_L += torch.stack([mlp.num_device_rows for mlp in self.moe_mlps]).cpu().numpy()
         return rows_L
 
-    @property
-    def num_expert_rows(self) -> int:
-        """The sum of these."""
-        return int(self.expert_rows.sum())
-
 
 def _build_layer(
     config: ModelConfig, ops: Ops, weights: LayerWeights, dispatchers: Iterator[Dispatcher]

@@ -335,9 +335,9 @@ def test_experts_that_move_between_steps_compute_their_rows_on_their_new_rank(fo
         for placement in (before, after):
             if placement is after:
                 model.place_experts(folders(name), [after] * num_layers, exchange.rank)
-            num_before = model.num_expert_rows
+            num_before = model.expert_rows.sum()
             output = model.forward(requests.prefill(*requests.everything()), model.new_pages(NUM_PAGES))
-            steps.append((output, model.num_expert_rows - num_before))
+            steps.append((output, model.expert_rows.sum() - num_before))
         return steps
 
     ranks = ThreadedMesh(num_ranks).run(work)
