@@ -45,6 +45,12 @@ def wait_for(pattern, run, process):
         time.sleep(0.005)
 
 
+def holders(run):
+    """The processes that hold units."""
+    leases = [json.loads(path.read_text()) for path in run.glob("units/*/[0-9]*/lease.json")]
+    return {lease["pid"] for lease in leases if not lease["released"]}
+
+
 LONG = pytest.mark.slow  # what a quicker case shows, too
 
 
@@ -148,11 +154,16 @@ def test_a_second_controller_takes_over_from_a_killed_one(reference, monkeypatch
     first = start("work", run)
     wait_for("units/*/[0-9]*/part-*.parquet", run, first)
     second = start("work", run)
-    time.sleep(1)
+    deadline = time.monotonic() + 60
+    while not holders(run) >= {first.pid, second.pid}:
+        assert first.poll() is second.poll() is None, "both work"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     first.kill()
     first.communicate()
     _, err = second.communicate(timeout=120)
     assert second.returncode == 0, err
+    assert list(run.glob("units/*/0001")), "a unit was claimed by both, one after the other"
     assert batchinfer("finish", run).code == 0
     assert output_bytes(run) == reference[1]
 
