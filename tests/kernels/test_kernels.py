@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -311,14 +310,3 @@ def test_no_candidate_imports_the_registry_or_another_candidate():
                 for package, inner, *_ in (f"{node.module}.{name}".split(".") for name in names):
                     assert (package, inner) != ("batchinfer_kernels", "registry"), path
                     assert package != "batchinfer_kernels" or inner not in folders - {folder}, (path, inner)
-
-
-def test_the_kernels_import_only_torch_and_each_other():
-    for path in KERNELS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            for name in names:
-                root = name.split(".")[0]
-                allowed = {"torch", "batchinfer_kernels"} | ({"triton"} if path.parent.name == "triton" else set())
-                assert root in allowed or root in sys.stdlib_module_names, (path, name)
