@@ -1,7 +1,7 @@
 """The job file: its schema, every default and every check.
 
-job.py has the file and its parts, sampling.py how tokens are picked, structured_outputs.py what an answer must be,
-problems.py what to tell of a wrong file.
+job.py has the parts of the file, sampling.py how tokens are picked, structured_outputs.py what an answer must be;
+loading.py reads it, problems.py says what to tell of a wrong one.
 """
 
 from batchinfer.config.job import (
@@ -13,16 +13,12 @@ from batchinfer.config.job import (
     JobConfig,
     ModelPart,
     S3Config,
-    checked,
-    dump_job,
-    dump_parts,
-    is_uri,
-    job_of_table,
-    load_job,
-    read_toml,
 )
+from batchinfer.config.loading import checked, dump_job, job_of_table, load_job
 from batchinfer.config.problems import did_you_mean
 from batchinfer.config.sampling import SamplingConfig
+from batchinfer.config.toml_text import dump_parts, read_toml
+from batchinfer.config.uris import is_uri
 
 __all__ = [
     "DEFAULT_S3",

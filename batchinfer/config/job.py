@@ -1,21 +1,17 @@
-"""The job file as TOML: its parts, and how it is read, checked and kept."""
+"""The job file: its parts, their keys, and what each may say."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import tomllib
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
-from urllib.parse import unquote
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import Field, JsonValue, field_validator, model_validator
 
 from batchinfer.config.part import INT64_MAX, Part, Text
-from batchinfer.config.problems import sentences
-from batchinfer.config.sampling import NOTHING_SCORED, JobSampling, with_model_defaults
-from batchinfer.records import ConfigError, ConfigErrors
+from batchinfer.config.problems import first_line
+from batchinfer.config.sampling import NOTHING_SCORED, JobSampling
+from batchinfer.config.uris import is_uri
 
 # what data/formats/openai_batch.py makes of a line, as keys of [input]
 OPENAI_COLUMNS = {"id": "custom_id", "messages": "request", "sampling": "sampling"}
@@ -28,9 +24,7 @@ Count = Annotated[int, Field(ge=1, le=INT64_MAX)]
 RankCount = Annotated[int, Field(ge=1, le=4096)]
 Price = Annotated[float, Field(ge=0)]
 
-# a scheme of one letter would be a drive
 _FOLDER_IN_BUCKET = r"s3://[^/*?\[]+/[^*?\[]*[^*?\[/]/?"
-_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 class InputConfig(Part):
@@ -109,7 +103,7 @@ class InputConfig(Part):
         try:
             return json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"begins as JSON does, but is not valid JSON: {_first_line(error)}") from None
+            raise ValueError(f"begins as JSON does, but is not valid JSON: {first_line(error)}") from None
 
     @model_validator(mode="after")
     def _one_prompt_column(self) -> InputConfig:
@@ -463,226 +457,6 @@ class JobConfig(Part):
         return self
 
 
-Schema = TypeVar("Schema", bound=BaseModel)
-
-
-def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> JobConfig:
-    """Read a job file, apply `--set` overrides, check everything, make all paths absolute.
-
-    Args:
-        path: the TOML file; relative paths in it (and in overrides) count from its folder.
-        overrides: `part.key=value` with a TOML value, or a bare word for a string.
-
-    Raises:
-        ConfigError: sentences with the file, the key, the value and what it should be (see `checked`).
-    """
-    path = Path(path)
-    table = read_toml(path, "job file")
-    for text in overrides:
-        _apply_override(table, text)
-    return job_of_table(table, path, path.absolute().parent.resolve())
-
-
-def job_of_table(table: dict[str, Any], source: Path, folder: Path) -> JobConfig:
-    """The job that the table of a job file is.
-
-    Args:
-        source: where the table is from, for messages.
-        folder: from which relative paths count.
-
-    Raises:
-        ConfigError: one sentence with the source, the key, the value and what it should be.
-    """
-    job = _with_absolute_paths(checked(JobConfig, table, source), folder)
-    return job.model_copy(update={"sampling": with_model_defaults(job.sampling, Path(job.model.path))})
-
-
-def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """A TOML file as a table.
-
-    Args:
-        what: the kind of file, for messages.
-
-    Raises:
-        ConfigError: it is not there or no TOML.
-    """
-    try:
-        return tomllib.loads(path.read_bytes().decode("utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no {what} at {path}; give the path of a .toml file") from None
-    except (OSError, ValueError) as error:
-        # ValueError: not UTF-8, not TOML, or a path with a NUL in it
-        raise ConfigError(f"cannot read the {what} {path}: {_first_line(error)}") from None
-    except RecursionError:
-        raise ConfigError(f"cannot read the {what} {path}: its values are nested too deeply") from None
-
-
-def checked(schema: type[Schema], table: dict[str, Any], path: Path) -> Schema:
-    """A table of the file at `path` by its schema.
-
-    Raises:
-        ConfigErrors: for each problem a sentence with the file, the key, the value and what it should be.
-    """
-    try:
-        return schema.model_validate(table)
-    except ValidationError as error:
-        raise ConfigErrors(sentences(error, schema, path)) from None
-
-
-def is_uri(text: str) -> bool:
-    """Whether a path is on another file system, such as s3://bucket/key."""
-    return _URI.match(text) is not None
-
-
-def dump_job(job: JobConfig) -> str:
-    """The job as TOML that `load_job` reads back to the same config (unset keys are left out)."""
-    # a column of ids that nobody named may be missing
-    unset_id = {} if "id" in job.input.model_fields_set else {"input": {"id"}}
-    return dump_parts(job.model_dump(exclude_none=True, exclude=unset_id))
-
-
-def dump_parts(parts: dict[str, dict[str, Any]]) -> str:
-    """Parts of a job as TOML."""
-    lines = []
-    for part, values in parts.items():
-        lines.append(f"[{part}]")
-        for key, value in values.items():
-            text = json.dumps(value, ensure_ascii=False) if _has_null(value) else value
-            lines.append(f"{key} = {_toml_value(text)}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
-    for what, value in _paths(job):
-        if "\0" in value:
-            raise ConfigError(f"{what} holds a NUL character, which no path can; remove it")
-    for pattern in job.input.files:
-        _refuse_credentials("input.files", pattern)
-    _refuse_credentials("output.publish", job.output.publish or "")
-    _refuse_credentials("output.dir", job.output.dir)
-    _refuse_credentials("kv.second_tier", job.kv.second_tier or "")
-    for what, value in [("model.path", job.model.path), ("kv.dir", job.kv.dir or "")]:
-        if is_uri(value):
-            raise ConfigError(f"{what} is a URI, but must be a folder on a file system; copy what is there to one")
-    files = [_absolute_pattern(folder, pattern) for pattern in job.input.files]
-    output: dict[str, str] = {}
-    if not job.output.dir.startswith("s3:"):
-        output["dir"] = os.path.normpath(folder / _local_path("output.dir", job.output.dir))
-    if job.output.work_dir is not None:
-        output["work_dir"] = os.path.normpath(folder / job.output.work_dir)
-    update = {
-        "input": job.input.model_copy(update={"files": files}),
-        "output": job.output.model_copy(update=output),
-        "model": job.model.model_copy(update={"path": os.path.normpath(folder / job.model.path)}),
-    }
-    if job.kv.dir is not None:
-        update["kv"] = job.kv.model_copy(update={"dir": os.path.normpath(folder / job.kv.dir)})
-    job = job.model_copy(update=update)
-    # a job file cannot spell such a name, but the folder that it is in may have it
-    for what, value in _paths(job):
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"{what} is below {str(folder)!r}, which is not valid UTF-8; rename the folder") from None
-    return job
-
-
-def _paths(job: JobConfig) -> list[tuple[str, str]]:
-    """(key, value) of what names files and folders."""
-    return [
-        *(("input.files", pattern) for pattern in job.input.files),
-        ("output.dir", job.output.dir),
-        ("output.work_dir", job.output.work_dir or ""),
-        ("model.path", job.model.path),
-        ("kv.dir", job.kv.dir or ""),
-    ]
-
-
-def _absolute_pattern(folder: Path, pattern: str) -> str:
-    """A glob below `folder`; in the folder's own name, and in that of a file that exists, nothing is a wildcard."""
-    pattern = _local_path("input.files", pattern)
-    if is_uri(pattern):
-        return pattern
-    as_file = os.path.normpath(folder / pattern)
-    if os.path.lexists(as_file):
-        return _escape_glob(as_file)
-    return os.path.normpath(os.path.join(_escape_glob(str(folder)), pattern))
-
-
-def _local_path(what: str, text: str) -> str:
-    """The path in a file:// URI; anything else as it is."""
-    if not text.startswith("file://"):
-        return text
-    host = text.removeprefix("file://").partition("/")[0]
-    if host not in ("", "localhost"):
-        raise ConfigError(f"{what} names the host {host} in {text}; write file:///path, with three slashes")
-    return unquote(text.removeprefix(f"file://{host}"))
-
-
-def _refuse_credentials(what: str, text: str) -> None:
-    """They would be copied to the run folder and to messages."""
-    scheme, _, rest = text.partition("://")
-    host = rest.partition("/")[0]
-    # a secret key may hold a slash, and no bucket's name a colon
-    is_secret = set(host) & {":", "@"} if scheme in ("s3", "gs") else ":" in host.rpartition("@")[0]
-    if is_uri(text) and is_secret and scheme != "github":  # github://owner:repository@branch
-        raise ConfigError(
-            f"{what} holds credentials in a {scheme}:// URI; take them out: they belong into the environment or a "
-            "profile, for s3 into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        )
-
-
-def _escape_glob(text: str) -> str:
-    return "".join(f"[{char}]" if char in "*?[" else char for char in text)
-
-
-def _apply_override(table: dict[str, Any], text: str) -> None:
-    key, equals, raw = text.partition("=")
-    names = key.strip().split(".")
-    if not equals or len(names) != 2 or not all(names):
-        raise ConfigError(f"--set {text!r} is not of the form part.key=value, for example sampling.max_tokens=64")
-    part = table.setdefault(names[0], {})
-    if not isinstance(part, dict):
-        raise ConfigError(f"--set {text!r}: {names[0]} is not a table in the job file; write it as [{names[0]}]")
-    part[names[1]] = _override_value(raw.strip(), text)
-
-
-def _override_value(raw: str, text: str) -> Any:
-    try:
-        parsed = tomllib.loads(f"value = {raw}")
-    except (ValueError, RecursionError):
-        # ValueError: not TOML, or a number of thousands of digits
-        if raw[:1] in ("[", "{", '"', "'") or "\n" in raw:
-            raise ConfigError(f"--set {text!r}: the value is not valid TOML; quote it, or write a bare word") from None
-        return raw
-    if list(parsed) != ["value"]:
-        raise ConfigError(f"--set {text!r} sets more than one key; give each key a --set of its own")
-    return parsed["value"]
-
-
 def _is_json(text: str) -> bool:
     """Whether the value of a key that may also name a column is JSON."""
     return text.lstrip()[:1] in ("[", "{")
-
-
-def _has_null(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return value is None or any(map(_has_null, items))
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        # a JSON string is a TOML basic string but for DEL, which TOML wants escaped
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_value(key)} = {_toml_value(item)}" for key, item in value.items()) + "}"
-    return repr(value)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -1,0 +1,149 @@
+"""A job file read, changed by `--set`, checked, with all its paths absolute; and written again."""
+
+import glob
+import os
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from batchinfer.config.job import JobConfig
+from batchinfer.config.problems import sentences
+from batchinfer.config.sampling import with_model_defaults
+from batchinfer.config.toml_text import dump_parts, read_toml
+from batchinfer.config.uris import is_uri, local_path, refuse_credentials
+from batchinfer.records import ConfigError, ConfigErrors
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> JobConfig:
+    """Read a job file, apply `--set` overrides, check everything, make all paths absolute.
+
+    Args:
+        path: the TOML file; relative paths in it (and in overrides) count from its folder.
+        overrides: `part.key=value` with a TOML value, or a bare word for a string.
+
+    Raises:
+        ConfigError: sentences with the file, the key, the value and what it should be (see `checked`).
+    """
+    path = Path(path)
+    table = read_toml(path, "job file")
+    for text in overrides:
+        _apply_override(table, text)
+    return job_of_table(table, path, path.absolute().parent.resolve())
+
+
+def job_of_table(table: dict[str, Any], source: Path, folder: Path) -> JobConfig:
+    """The job that the table of a job file is.
+
+    Args:
+        source: where the table is from, for messages.
+        folder: from which relative paths count.
+
+    Raises:
+        ConfigError: one sentence with the source, the key, the value and what it should be.
+    """
+    job = _with_absolute_paths(checked(JobConfig, table, source), folder)
+    return job.model_copy(update={"sampling": with_model_defaults(job.sampling, Path(job.model.path))})
+
+
+def checked(schema: type[Schema], table: dict[str, Any], path: Path) -> Schema:
+    """A table of the file at `path` by its schema.
+
+    Raises:
+        ConfigErrors: for each problem a sentence with the file, the key, the value and what it should be.
+    """
+    try:
+        return schema.model_validate(table)
+    except ValidationError as error:
+        raise ConfigErrors(sentences(error, schema, path)) from None
+
+
+def dump_job(job: JobConfig) -> str:
+    """The job as TOML that `load_job` reads back to the same config (unset keys are left out)."""
+    # a column of ids that nobody named may be missing
+    unset_id = {} if "id" in job.input.model_fields_set else {"input": {"id"}}
+    return dump_parts(job.model_dump(exclude_none=True, exclude=unset_id))
+
+
+def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
+    for what, value in _paths(job):
+        if "\0" in value:
+            raise ConfigError(f"{what} holds a NUL character, which no path can; remove it")
+    for pattern in job.input.files:
+        refuse_credentials("input.files", pattern)
+    refuse_credentials("output.publish", job.output.publish or "")
+    refuse_credentials("output.dir", job.output.dir)
+    refuse_credentials("kv.second_tier", job.kv.second_tier or "")
+    for what, value in [("model.path", job.model.path), ("kv.dir", job.kv.dir or "")]:
+        if is_uri(value):
+            raise ConfigError(f"{what} is a URI, but must be a folder on a file system; copy what is there to one")
+    files = [_absolute_pattern(folder, pattern) for pattern in job.input.files]
+    output: dict[str, str] = {}
+    if not job.output.dir.startswith("s3:"):
+        output["dir"] = os.path.normpath(folder / local_path("output.dir", job.output.dir))
+    if job.output.work_dir is not None:
+        output["work_dir"] = os.path.normpath(folder / job.output.work_dir)
+    update = {
+        "input": job.input.model_copy(update={"files": files}),
+        "output": job.output.model_copy(update=output),
+        "model": job.model.model_copy(update={"path": os.path.normpath(folder / job.model.path)}),
+    }
+    if job.kv.dir is not None:
+        update["kv"] = job.kv.model_copy(update={"dir": os.path.normpath(folder / job.kv.dir)})
+    job = job.model_copy(update=update)
+    # a job file cannot spell such a name, but the folder that it is in may have it
+    for what, value in _paths(job):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{what} is below {str(folder)!r}, which is not valid UTF-8; rename the folder") from None
+    return job
+
+
+def _paths(job: JobConfig) -> list[tuple[str, str]]:
+    """(key, value) of what names files and folders."""
+    return [
+        *(("input.files", pattern) for pattern in job.input.files),
+        ("output.dir", job.output.dir),
+        ("output.work_dir", job.output.work_dir or ""),
+        ("model.path", job.model.path),
+        ("kv.dir", job.kv.dir or ""),
+    ]
+
+
+def _absolute_pattern(folder: Path, pattern: str) -> str:
+    """A glob below `folder`; in the folder's own name, and in that of a file that exists, nothing is a wildcard."""
+    pattern = local_path("input.files", pattern)
+    if is_uri(pattern):
+        return pattern
+    as_file = os.path.normpath(folder / pattern)
+    if os.path.lexists(as_file):
+        return glob.escape(as_file)
+    return os.path.normpath(os.path.join(glob.escape(str(folder)), pattern))
+
+
+def _apply_override(table: dict[str, Any], text: str) -> None:
+    key, equals, raw = text.partition("=")
+    names = key.strip().split(".")
+    if not equals or len(names) != 2 or not all(names):
+        raise ConfigError(f"--set {text!r} is not of the form part.key=value, for example sampling.max_tokens=64")
+    part = table.setdefault(names[0], {})
+    if not isinstance(part, dict):
+        raise ConfigError(f"--set {text!r}: {names[0]} is not a table in the job file; write it as [{names[0]}]")
+    part[names[1]] = _override_value(raw.strip(), text)
+
+
+def _override_value(raw: str, text: str) -> Any:
+    try:
+        parsed = tomllib.loads(f"value = {raw}")
+    except (ValueError, RecursionError):
+        # ValueError: not TOML, or a number of thousands of digits
+        if raw[:1] in ("[", "{", '"', "'") or "\n" in raw:
+            raise ConfigError(f"--set {text!r}: the value is not valid TOML; quote it, or write a bare word") from None
+        return raw
+    if list(parsed) != ["value"]:
+        raise ConfigError(f"--set {text!r} sets more than one key; give each key a --set of its own")
+    return parsed["value"]

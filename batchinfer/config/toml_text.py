@@ -1,0 +1,59 @@
+"""Settings as TOML: read from a file, and written so that they are read back."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from batchinfer.config.problems import first_line
+from batchinfer.records import ConfigError
+
+
+def read_toml(path: Path, what: str) -> dict[str, Any]:
+    """A TOML file as a table.
+
+    Args:
+        what: the kind of file, for messages.
+
+    Raises:
+        ConfigError: it is not there or no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no {what} at {path}; give the path of a .toml file") from None
+    except (OSError, ValueError) as error:
+        # ValueError: not UTF-8, not TOML, or a path with a NUL in it
+        raise ConfigError(f"cannot read the {what} {path}: {first_line(error)}") from None
+    except RecursionError:
+        raise ConfigError(f"cannot read the {what} {path}: its values are nested too deeply") from None
+
+
+def dump_parts(parts: dict[str, dict[str, Any]]) -> str:
+    """Parts of a job as TOML."""
+    lines = []
+    for part, values in parts.items():
+        lines.append(f"[{part}]")
+        for key, value in values.items():
+            text = json.dumps(value, ensure_ascii=False) if _has_null(value) else value
+            lines.append(f"{key} = {toml_value(text)}")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # a JSON string is a TOML basic string but for DEL, which TOML wants escaped
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{toml_value(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
+    return repr(value)
+
+
+def _has_null(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return value is None or any(map(_has_null, items))

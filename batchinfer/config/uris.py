@@ -1,0 +1,36 @@
+"""Places outside of this file system that a job file names."""
+
+import re
+from urllib.parse import unquote
+
+from batchinfer.records import ConfigError
+
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # a scheme of one letter would be a drive
+
+
+def is_uri(text: str) -> bool:
+    """Whether a path is on another file system, such as s3://bucket/key."""
+    return _URI.match(text) is not None
+
+
+def local_path(what: str, text: str) -> str:
+    """The path in a file:// URI; anything else as it is."""
+    if not text.startswith("file://"):
+        return text
+    host = text.removeprefix("file://").partition("/")[0]
+    if host not in ("", "localhost"):
+        raise ConfigError(f"{what} names the host {host} in {text}; write file:///path, with three slashes")
+    return unquote(text.removeprefix(f"file://{host}"))
+
+
+def refuse_credentials(what: str, text: str) -> None:
+    """They would be copied to the run folder and to messages."""
+    scheme, _, rest = text.partition("://")
+    host = rest.partition("/")[0]
+    # a secret key may hold a slash, and no bucket's name a colon
+    is_secret = set(host) & {":", "@"} if scheme in ("s3", "gs") else ":" in host.rpartition("@")[0]
+    if is_uri(text) and is_secret and scheme != "github":  # github://owner:repository@branch
+        raise ConfigError(
+            f"{what} holds credentials in a {scheme}:// URI; take them out: they belong into the environment or a "
+            "profile, for s3 into AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
