@@ -1,6 +1,5 @@
 """The job file's keys and the run folder's tables as text, from their definitions."""
 
-import json
 import textwrap
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -9,6 +8,7 @@ from pydantic import BaseModel
 from typing_extensions import is_typeddict
 
 from batchinfer.config import JobConfig
+from batchinfer.config.toml_text import toml_value
 from batchinfer.data.schemas import (
     DECODE_STEPS,
     OUTPUT_TABLES,
@@ -41,7 +41,7 @@ def job_schema_text() -> str:
             if info.is_required():
                 default = "required"
             else:
-                default = "unset" if info.default is None else f"default {_toml(info.default)}"
+                default = "unset" if info.default is None else f"default {toml_value(info.default)}"
             blocks.append(_entry(key, f"{_type_name(info.annotation)}, {default}", info.description or ""))
     return "\n".join(blocks)
 
@@ -81,7 +81,3 @@ def _type_name(annotation: Any) -> str:
     if origin is list:
         return f"list of {_type_name(arguments[0])}"
     return TYPE_NAMES[annotation]
-
-
-def _toml(value: Any) -> str:
-    return json.dumps(value)

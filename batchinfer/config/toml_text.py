@@ -42,6 +42,7 @@ def dump_parts(parts: dict[str, dict[str, Any]]) -> str:
 
 
 def toml_value(value: Any) -> str:
+    """A value as it stands behind a key."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, JobConfig, checked, dump_job, is_uri
+from batchinfer.config.toml_text import toml_value
 from batchinfer.data.column_checks import NO_IDS, prompt_settings
 from batchinfer.data.columns import is_id_type, python_values
 from batchinfer.data.formats.openai_batch import LINE_KEYS
@@ -69,11 +70,11 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     run = _free_folder(folder, target.stem)
     (dtype, why), max_tokens = choose_dtype(model, this_machine()), min(MAX_TOKENS, max(1, window // 2))
     text = _TEMPLATE.format(
-        files=_toml(files if is_uri(files) else _from(folder, files)),
+        files=toml_value(files if is_uri(files) else _from(folder, files)),
         inputs=inputs,
-        run=_toml(run),
+        run=toml_value(run),
         outputs=_BATCH_OUTPUTS if is_batch else "",
-        model=_toml(_from(folder, str(model.absolute()))),
+        model=toml_value(_from(folder, str(model.absolute()))),
         dtype=dtype,
         why=why,
         max_tokens=max_tokens,
@@ -99,9 +100,9 @@ def _of_columns(columns: _Columns, model: Path) -> tuple[str, list[tuple[str, st
     """
     keys, name, words = columns.prompts()
     ids = columns.ids(name)
-    lines = [f"{key} = {_toml(value)}" for key, value in keys.items()]
+    lines = [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     lines[-1] += f"    # {words}"
-    lines.append(f'id = {_toml(ids or NO_IDS)}    # a column of text or integers; "none": rows have no ids')
+    lines.append(f'id = {toml_value(ids or NO_IDS)}    # a column of text or integers; "none": rows have no ids')
     if "prompt" in keys and has_chat_template(model):
         lines.append(_CHAT_HINT.format(name=name))
     chosen = [
@@ -240,10 +241,6 @@ def _free_folder(folder: Path, stem: str) -> str:
     while (folder / name).exists():
         name, number = f"runs/{stem}-{number}", number + 1
     return name
-
-
-def _toml(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 _OF_BATCH = (
