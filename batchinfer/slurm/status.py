@@ -29,6 +29,7 @@ from batchinfer.submit.records import last_launcher
 from batchinfer.whole_files import file_system_s
 
 WINDOW_S = 300.0  # speeds are those of the last minutes
+MOST_ERRORS = 100  # different ones that are remembered of a file: three of all are told
 # why tasks wait when nothing is wrong
 USUAL_REASONS = {"None", "Resources", "Priority", "JobArrayTaskLimit", "BeginTime", "Dependency"}
 
@@ -97,7 +98,7 @@ class _File:
     written_s: float
     prompt_tokens: int = 0  # computed for its rows
     output_tokens: int = 0
-    errors: tuple[str, ...] = ()
+    errors: tuple[tuple[str, int], ...] = ()  # sentences, and how many rows have each
 
 
 STATUS_PARTS: tuple[Part, ...] = ("state", "plan", "results", "claims", "stats", "signs", "sent")
@@ -342,15 +343,16 @@ def _idle(state: str, was_begun: bool, num_done: int, num_units: int) -> str:
 
 
 def _read_file(path: Path) -> _File:
-    failed: tuple[str, ...] = ()
+    failed: list[str] = []
     with own_file(path):
         metadata = pq.read_metadata(path)
         if any(_may_hold_errors(metadata.row_group(group)) for group in range(metadata.num_row_groups)):
             table = pq.read_table(path, columns=["status", "error"]).to_pydict()
-            failed = tuple(error for status, error in zip(*table.values(), strict=True) if status == "error")
+            failed = [error for status, error in zip(*table.values(), strict=True) if status == "error"]
         counts = pq.read_table(path, columns=["computed_tokens", "completion_tokens"])
     prompt_tokens, output_tokens = (pc.sum(column).as_py() or 0 for column in counts.columns)
-    return _File(metadata.num_rows, len(failed), path.stat().st_mtime, prompt_tokens, output_tokens, errors=failed[:10])
+    errors = tuple(Counter(failed).most_common(MOST_ERRORS))
+    return _File(metadata.num_rows, len(failed), path.stat().st_mtime, prompt_tokens, output_tokens, errors)
 
 
 def _may_hold_errors(group: pq.RowGroupMetaData) -> bool:
@@ -383,7 +385,9 @@ def _problems(
     ]
     if failed_sessions:
         problems.append(f"{failed_sessions} `work` commands failed; what they said is in their logs")
-    errors = Counter(error for file in files for error in file.errors)
+    errors = Counter[str]()
+    for file in files:
+        errors.update(dict(file.errors))
     problems += [f"{count} x {error}" for error, count in errors.most_common(3)]
     if errors:
         problems.append(f"`batchinfer retry {run.shown}` gives failed requests another try")

@@ -11,12 +11,15 @@ import subprocess
 import sys
 import time
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller.claims import UnitClaims
+from batchinfer.controller.result_files import write_results
+from batchinfer.data.schemas import RESULTS
 from batchinfer.progress import Progress
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.storage import FolderStorage
@@ -175,6 +178,17 @@ def test_a_worker_that_is_silent_is_a_problem(planned):
         found = status(planned)
     assert (found["units_running"], found["activity"]) == (0, "interrupted")
     assert any("unit 0" in problem and "silent for 5 min" in problem for problem in found["problems"])
+
+
+def test_all_failed_requests_are_counted_however_many_a_file_holds(planned):
+    said = {"status": "error", "finish_reason": "error", "computed_tokens": 0, "completion_tokens": 0}
+    errors = ["the rank died"] * 25 + ["it fits no page"] * 12
+    rows = [{"unit": 0, "shard": 0, "row": row, "sample": 0, "error": text, **said} for row, text in enumerate(errors)]
+    with UnitClaims(RunDir(planned)) as claims:
+        write_results(claims.try_claim(0).folder, 0, pa.Table.from_pylist(rows, schema=RESULTS.schema))
+        found = status(planned)
+    assert found["requests_failed"] == 37
+    assert {"25 x the rank died", "12 x it fits no page"} <= set(found["problems"])
 
 
 def test_no_plan_and_no_run_are_sentences(tmp_path):
