@@ -229,7 +229,7 @@ def print_rows(ask: Callable[[], tuple[list[str], Iterator[tuple[Any, ...]]]], *
 
 
 def _print_query(runs: list[Path], sql: str, seconds: float, *, as_json: bool) -> None:
-    from batchinfer.report.views import run_query
+    from batchinfer.report.foreign_sql import run_query
 
     query = read_sql(sql)
     print_rows(lambda: run_query(runs, query, seconds=seconds), as_json=as_json)

@@ -9,8 +9,9 @@ import duckdb
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.schemas import RESULTS
 from batchinfer.records import ConfigError
+from batchinfer.report.foreign_sql import answer
 from batchinfer.report.query_limits import SQL_S
-from batchinfer.report.views import answer, connect
+from batchinfer.report.views import connect
 from batchinfer.rundir import RunDir
 
 # what a person looks at first; the text of a failed one is its error
@@ -37,10 +38,10 @@ def query_results(
         files: the result files that count.
 
     Returns:
-        As report.views.run_query.
+        As report.foreign_sql.run_query.
 
     Raises:
-        ConfigError: a file cannot be read, or as report.views.run_query.
+        ConfigError: a file cannot be read, or as report.foreign_sql.run_query.
     """
     tokens = sorted(path for path in run.tokens(0).parent.glob("*.parquet") if not path.name.startswith("."))
     connection = connect()

@@ -8,8 +8,9 @@ import random
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.report.foreign_sql import run_query
 from batchinfer.report.read import as_document, read_report, read_together
-from batchinfer.report.views import LATER_COLUMNS, run_query
+from batchinfer.report.views import LATER_COLUMNS
 from support.jobs import batchinfer
 from support.runs import error_request, request, write_run
 

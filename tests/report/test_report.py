@@ -26,6 +26,7 @@ import pytest
 from batchinfer.data.schemas import OUTPUTS
 from batchinfer.records import ConfigError, ExitCode, InterruptedRunError
 from batchinfer.report.figures import FIGURES, PARTS
+from batchinfer.report.foreign_sql import run_query
 from batchinfer.report.panel import panel as panel_parts
 from batchinfer.report.price import margin
 from batchinfer.report.query_limits import Deadline
@@ -33,7 +34,7 @@ from batchinfer.report.read import Prediction, Report, as_document, read_report
 from batchinfer.report.rows import json_records, json_value, table_of_rows
 from batchinfer.report.terminal import UNCUT, WARNING, drawn, text
 from batchinfer.report.terminal import table as drawn_table
-from batchinfer.report.views import VIEWS, open_views, run_query
+from batchinfer.report.views import VIEWS, open_views
 from batchinfer.sanitize import display_width, fit
 from support.jobs import start
 from support.runs import SCHEMAS, error_output, error_request, output, request, session, step, write_run
