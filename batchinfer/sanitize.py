@@ -59,3 +59,9 @@ def clip(text: str) -> str:
         return text
     end = MAX_CHARS // 4
     return f"{text[: MAX_CHARS - end]} … ({len(text)} characters) … {text[-end:]}"
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, for a sentence: its first line without a closing full stop; if it says nothing, its class."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return clip((text.strip().splitlines() or [type(error).__name__])[0].rstrip("."))

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from batchinfer.data.columns import is_json, is_text, plain_type
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.records import ConfigError, InputError, RunMismatchError
+from batchinfer.sanitize import first_line
 from batchinfer.whole_files import cannot_write, published
 
 KINDS = ("prompt", "messages", "token_ids")  # keys of [input]
@@ -47,7 +48,7 @@ def reader_of(
         else:
             raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {USE}")
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-        raise InputError(f"data cannot be read as Arrow columns: {str(error).splitlines()[0]}; {USE}") from None
+        raise InputError(f"data cannot be read as Arrow columns: {first_line(error)}; {USE}") from None
     return reader, dict(named) or _found(reader.schema, others, kept if isinstance(kept, list) else [])
 
 
@@ -79,7 +80,7 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
                     "give the same rows, or delete that folder"
                 )
     except (pa.ArrowException, ValueError, TypeError) as error:
-        raise InputError(f"data cannot be written as Parquet: {str(error).splitlines()[0]}; {USE}") from None
+        raise InputError(f"data cannot be written as Parquet: {first_line(error)}; {USE}") from None
 
 
 def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from batchinfer.config.part import INT64_MAX, Part, Text
-from batchinfer.config.problems import first_line
 from batchinfer.config.sampling import NOTHING_SCORED, JobSampling
 from batchinfer.config.uris import is_uri
+from batchinfer.sanitize import first_line
 
 # what data/formats/openai_batch.py makes of a line, as keys of [input]
 OPENAI_COLUMNS = {"id": "custom_id", "messages": "request", "sampling": "sampling"}

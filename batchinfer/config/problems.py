@@ -80,8 +80,3 @@ def _keys(schema: type[BaseModel], part: str, *, required: bool = False) -> list
     annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
     fields = getattr(annotation, "model_fields", {})
     return [name for name, field in fields.items() if field.is_required() or not required]
-
-
-def first_line(error: BaseException) -> str:
-    """What an exception says, as far as it fits into a sentence."""
-    return (str(error) or type(error).__name__).splitlines()[0]

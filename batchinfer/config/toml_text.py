@@ -5,8 +5,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from batchinfer.config.problems import first_line
 from batchinfer.records import ConfigError
+from batchinfer.sanitize import first_line
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:

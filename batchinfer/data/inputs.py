@@ -10,10 +10,11 @@ from batchinfer.data.columns import plain_type
 from batchinfer.data.folders import partition_values
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.first_bytes import HEAD_BYTES
-from batchinfer.data.parquet import DAMAGE, first_line
+from batchinfer.data.parquet import DAMAGE
 from batchinfer.data.stores import StoreFile
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.records import InputError, RunMismatchError, Shard
+from batchinfer.sanitize import first_line
 
 
 def shard_schema(shard: Shard, s3: S3Config = DEFAULT_S3) -> pa.Schema:

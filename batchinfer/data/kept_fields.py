@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 from batchinfer.config import DEFAULT_S3, S3Config
 from batchinfer.data.columns import is_json, is_text
 from batchinfer.data.inputs import column_type, readable_schemas
-from batchinfer.data.parquet import first_line
 from batchinfer.data.schemas import OUTPUTS, OUTPUTS_WITH_REASONING
 from batchinfer.records import ConfigError, Shard
+from batchinfer.sanitize import first_line
 
 _DIGITS = {8: 3, 16: 5, 32: 10}  # of integers by their bits
 _DIGITS_64 = {pa.int64(): 19, pa.uint64(): 20}

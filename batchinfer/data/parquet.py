@@ -11,7 +11,7 @@ import xxhash
 
 from batchinfer.manifest import ChecksummedWriter, Manifest
 from batchinfer.records import DamagedFileError
-from batchinfer.sanitize import clip
+from batchinfer.sanitize import first_line
 from batchinfer.whole_files import Publisher, published
 
 # In the metadata of a table that nobody vouches for: the checksum of the file as it is with _NO_SEAL there.
@@ -147,9 +147,3 @@ def _seal(file: BinaryIO) -> None:
     # the last place: columns' smallest and largest values come before it
     file.seek(content.rindex(_SEAL) + _VALUE_AT)
     file.write(xxhash.xxh3_128_hexdigest(content).encode())
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error, without its closing full stop."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return clip((text.strip().splitlines() or [type(error).__name__])[0].rstrip("."))

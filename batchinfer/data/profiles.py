@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from batchinfer.records import ConfigError
+from batchinfer.sanitize import first_line
 
 # what obstore itself finds; a key in the environment goes before a profile, as in AWS's own libraries
 _OTHER_SOURCES = (
@@ -53,7 +54,7 @@ def _profile(name: str) -> dict[str, str]:
         try:
             parser.read(path, encoding="utf-8")
         except (OSError, ValueError, configparser.Error) as error:
-            raise ConfigError(f"cannot read {path}: {str(error).splitlines()[0]}; correct the file") from None
+            raise ConfigError(f"cannot read {path}: {first_line(error)}; correct the file") from None
         if parser.has_section(section):
             found |= dict(parser.items(section))
     return found

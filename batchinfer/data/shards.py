@@ -25,10 +25,11 @@ from batchinfer.data.folders import (
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.lines import HashedBytes
 from batchinfer.data.formats.names import format_of, output_name
-from batchinfer.data.parquet import DAMAGE, first_line
+from batchinfer.data.parquet import DAMAGE
 from batchinfer.data.stores import StoreFile, matching_objects
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
+from batchinfer.sanitize import first_line
 
 INSPECTORS = 16  # files looked into at a time
 MOST_NAMED = 5  # files or folders, in a warning

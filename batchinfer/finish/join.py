@@ -17,6 +17,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError, DamagedFileError, IncompleteRunError, Shard
 from batchinfer.run.quarantine import set_aside
 from batchinfer.rundir import RunDir, plan_again
+from batchinfer.sanitize import first_line
 
 SORT_MEMORY = "1GB"  # DuckDB spills to the run folder beyond this
 NOT_COMPUTED = "not computed: the run was finished before this row was (--allow-partial)"
@@ -43,9 +44,9 @@ def open_database(run: RunDir) -> Iterator[duckdb.DuckDBPyConnection]:
         ) as connection:
             yield connection
     except duckdb.Error as error:
-        reason = str(error).strip().splitlines()[0]
         raise ConfigError(
-            f"cannot finish {run.shown}: {reason}; free space, or use another output.dir if a file is damaged"
+            f"cannot finish {run.shown}: {first_line(error)}; free space, or use another output.dir if a file is "
+            "damaged"
         ) from None
 
 

@@ -20,6 +20,7 @@ from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.run.open_storage import bucket_storage
 from batchinfer.run.storage import FolderStorage, Storage, uri_of
 from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again
+from batchinfer.sanitize import first_line
 
 NO_GROUP = 0  # of prompts that share no long start with enough others
 
@@ -196,5 +197,4 @@ def _query(run: RunDir, sql: str) -> list[tuple[Any, ...]]:
         with duckdb.connect() as connection:
             return connection.execute(sql).fetchall()
     except duckdb.Error as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"cannot read the statistics of {run.shown}: {reason}; name another run") from None
+        raise ConfigError(f"cannot read the statistics of {run.shown}: {first_line(error)}; name another run") from None

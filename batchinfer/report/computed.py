@@ -13,6 +13,7 @@ from batchinfer.balance.decode_series import balance_of_steps
 from batchinfer.records import ConfigError
 from batchinfer.report.time_axis import TimeAxis
 from batchinfer.report.views import open_views, query_text
+from batchinfer.sanitize import first_line
 
 # queries/<name>.sql in this order, each a table that the ones after it use
 QUERIES = (
@@ -115,7 +116,7 @@ class Computed:
         return " and ".join(map(str, self.folders))
 
     def _unreadable(self, error: duckdb.Error) -> ConfigError:
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
         return ConfigError(
-            f"cannot compute the report of {self._where}: {line}; run `batchinfer finish {self.folders[0]}` again"
+            f"cannot compute the report of {self._where}: {first_line(error)}; run "
+            f"`batchinfer finish {self.folders[0]}` again"
         )

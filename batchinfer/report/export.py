@@ -8,6 +8,7 @@ import duckdb
 from batchinfer.data.duckdb_sql import literal
 from batchinfer.records import ConfigError
 from batchinfer.report.views import VIEWS, open_views
+from batchinfer.sanitize import first_line
 from batchinfer.whole_files import published
 
 
@@ -33,9 +34,9 @@ def export_views(run_folders: Sequence[Path], folder: Path) -> list[Path]:
                 with published(target) as temporary:
                     connection.execute(f"COPY {table.name} TO {literal(temporary)} (FORMAT parquet)")
             except duckdb.Error as error:
-                line = str(error).splitlines()[0]
                 raise ConfigError(
-                    f"cannot write {target}: {line}; free space, choose another folder, or repeat `batchinfer finish`"
+                    f"cannot write {target}: {first_line(error)}; free space, choose another folder, or repeat "
+                    "`batchinfer finish`"
                 ) from None
             files.append(target)
     return files

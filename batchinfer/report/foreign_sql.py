@@ -7,12 +7,12 @@ from typing import Any
 
 import duckdb
 
-from batchinfer.config.problems import first_line
 from batchinfer.data.duckdb_sql import literal, pattern
 from batchinfer.records import ConfigError
 from batchinfer.report.query_limits import SQL_S, Deadline, query_bytes, too_much_memory
 from batchinfer.report.views import VIEWS, absolute_folder, open_views, run_files
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import first_line
 
 FETCH_ROWS = 1000
 

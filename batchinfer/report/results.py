@@ -13,6 +13,7 @@ from batchinfer.report.foreign_sql import answer
 from batchinfer.report.query_limits import SQL_S
 from batchinfer.report.views import connect
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import first_line
 
 # what a person looks at first; the text of a failed one is its error
 FIRST_COLUMNS = "coalesce(id, 'row ' || row) AS id, status, finish_reason, left(coalesce(error, text), 1000) AS text"
@@ -60,5 +61,5 @@ def query_results(
         )
     except (duckdb.Error, UnicodeEncodeError) as error:
         connection.close()
-        raise ConfigError(f"cannot read the answers in {run.root}: {str(error).strip().splitlines()[0]}") from None
+        raise ConfigError(f"cannot read the answers in {run.root}: {first_line(error)}") from None
     return answer(connection, [*files, *tokens], sql, seconds=seconds, views=["results"])

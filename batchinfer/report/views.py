@@ -8,13 +8,13 @@ from pathlib import Path
 import duckdb
 
 from batchinfer.checked_json import read_json
-from batchinfer.config.problems import first_line
 from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.parquet import check_sealed
 from batchinfer.data.schemas import DECODE_STEPS, OUTPUTS, STATS_TABLES, Table
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError
 from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again
+from batchinfer.sanitize import first_line
 
 TABLES = (OUTPUTS, *STATS_TABLES)
 VIEWS = (*TABLES, DECODE_STEPS)

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 from batchinfer.balance.prefill import attention_work
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
+from batchinfer.sanitize import first_line
 from batchinfer.sim.spec import WorkloadSpec
 
 DAY_S = 86_400.0
@@ -135,7 +136,7 @@ def _planned(run_folder: Path, part_tokens: int) -> Workload:
         duplicates = pq.read_table(run.duplicates, columns=["of_shard", "of_row", "of_sample"])
     except (OSError, pa.ArrowInvalid) as error:
         raise ConfigError(
-            f"workload.plan: cannot read {path} ({str(error).splitlines()[0]}); run `batchinfer plan` first"
+            f"workload.plan: cannot read {path} ({first_line(error)}); run `batchinfer plan` first"
         ) from None
     if not sum(map(len, batches)):
         raise ConfigError(f"workload.plan: {path} holds no request to simulate; plan a job with rows")
