@@ -78,12 +78,12 @@ class Asked:
 def expected_size(storage: Storage, config: JobConfig, goal: Goal) -> ArraySize | None:
     """Show what the rule would do by the plan; the tasks that it would begin with, if any."""
     from batchinfer.slurm.goal import clock, look_ahead, sentences
-    from batchinfer.slurm.meter import Meter
+    from batchinfer.slurm.meter import RunMeter
     from batchinfer.slurm.pursue import measure_seconds
     from batchinfer.submit.size import ArraySize
 
     now_s = time.time()
-    seen = Meter(storage, config, goal.prices, measure_seconds(goal)).look(now_s)
+    seen = RunMeter(storage, config, goal.prices, measure_seconds(goal)).look(now_s)
     outlook = look_ahead(goal, seen, 0, now_s)
     for line in sentences(goal, seen, outlook):
         click.echo(line)

@@ -36,7 +36,7 @@ class Measured:
     busy: frozenset[str] = frozenset()  # tasks of Slurm that hold units
 
 
-class Meter:
+class RunMeter:
     """Measures again and again.
 
     A task's speed is the work that became durable by the seconds from each session's first step to its last sign of

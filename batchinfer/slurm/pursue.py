@@ -14,7 +14,7 @@ from batchinfer.rundir import RunDir, read_state
 from batchinfer.slurm.client import AwayError, Task
 from batchinfer.slurm.follower import check_follower, take_over
 from batchinfer.slurm.goal import Goal, Outlook, look_ahead, sentences
-from batchinfer.slurm.meter import MEASURE_S, MEASURE_SHARE, Measured, Meter
+from batchinfer.slurm.meter import MEASURE_S, MEASURE_SHARE, Measured, RunMeter
 from batchinfer.slurm.submit import Submission, is_in_slurm, log_folder, num_tasks, resize
 from batchinfer.submit.size import ArraySize
 
@@ -36,7 +36,7 @@ def pursue(
         InterruptedRunError: the money is spent, the run is cancelled, or another command follows it.
     """
     run = storage.run
-    meter = Meter(storage, job, goal.prices, measure_seconds(goal))
+    meter = RunMeter(storage, job, goal.prices, measure_seconds(goal))
     reserve_s = look_s + LEAVE_S + job.cluster.commit_seconds
     follower = take_over(run)
     storage.keep_sent()

@@ -21,7 +21,7 @@ from batchinfer.slurm import client
 from batchinfer.slurm.client import AwayError
 from batchinfer.slurm.follower import dismiss, take_over
 from batchinfer.slurm.goal import Goal, clock, look_ahead, parse_deadline, read_goal, sentences, write_goal
-from batchinfer.slurm.meter import Measured, Meter
+from batchinfer.slurm.meter import Measured, RunMeter
 from batchinfer.slurm.pursue import is_finished, pursue
 from batchinfer.slurm.schedule import follow
 from batchinfer.slurm.submit import Shape, remember_shape
@@ -211,7 +211,7 @@ def test_without_a_known_speed_one_task_measures_it():
 
 def test_a_plan_and_then_results_say_what_is_left(planned):
     job = load_job(planned.job)
-    meter = Meter(FolderStorage(planned), job, PriceList(gpu_hour=36.0), measure_s=1e-3)
+    meter = RunMeter(FolderStorage(planned), job, PriceList(gpu_hour=36.0), measure_s=1e-3)
     before = meter.look(time.time())
     assert before.work_s == pytest.approx(10 * H)  # the plan's forecast
     assert (before.units_open, before.spent, before.num_ranks) == (12, 0.0, 1)
@@ -236,7 +236,7 @@ def test_a_forecast_counts_until_enough_is_measured(planned):
     work = [row["new_tokens"] + row["max_output_tokens"] for row in pq.read_table(planned.units).to_pylist()]
     job = load_job(planned.job)
     lefts = [
-        Meter(FolderStorage(planned), job, PriceList(), measure_s).look(time.time()).work_s
+        RunMeter(FolderStorage(planned), job, PriceList(), measure_s).look(time.time()).work_s
         for measure_s in (1e-3, 30.0, 1e9)
     ]
     assert lefts == sorted(lefts)
@@ -248,10 +248,10 @@ def test_without_a_forecast_a_speed_is_not_known_before_it_is_measured(planned):
     state = read_json(planned.run_json)
     publish_json(planned.run_json, {**state, "counts": {**state["counts"], "work_s": None}})
     job = load_job(planned.job)
-    assert Meter(FolderStorage(planned), job, PriceList(), 1e-3).look(time.time()).work_s is None
+    assert RunMeter(FolderStorage(planned), job, PriceList(), 1e-3).look(time.time()).work_s is None
     assert batchinfer("work", planned.root).code == 0
-    assert Meter(FolderStorage(planned), job, PriceList(), 1e-3).look(time.time()).work_s == 0.0
-    assert Meter(FolderStorage(planned), job, PriceList(), 1e9).look(time.time()).work_s is None
+    assert RunMeter(FolderStorage(planned), job, PriceList(), 1e-3).look(time.time()).work_s == 0.0
+    assert RunMeter(FolderStorage(planned), job, PriceList(), 1e9).look(time.time()).work_s is None
 
 
 def test_a_speed_is_not_forgotten_while_a_run_pauses(planned):
@@ -261,7 +261,7 @@ def test_a_speed_is_not_forgotten_while_a_run_pauses(planned):
     planned.done(3).unlink()
     for part in planned.unit(3).glob("*/part-*.parquet"):
         part.unlink()
-    meter, now = Meter(FolderStorage(planned), load_job(planned.job), PriceList(), 1e-3), time.time()
+    meter, now = RunMeter(FolderStorage(planned), load_job(planned.job), PriceList(), 1e-3), time.time()
     lefts = [meter.look(now + hours * H).work_s for hours in (0, 1, 2, 10, 11)]
     assert lefts[0] > 0
     assert set(lefts) == {lefts[0]}

@@ -14,7 +14,7 @@ from batchinfer.run.open_storage import bucket_storage
 from batchinfer.slurm import client
 from batchinfer.slurm.follower import take_over
 from batchinfer.slurm.goal import Goal, read_goal, write_goal
-from batchinfer.slurm.meter import Meter
+from batchinfer.slurm.meter import RunMeter
 from batchinfer.slurm.pursue import is_finished, resize_and_keep
 from batchinfer.slurm.submit import Shape, cancel, remember_shape, submissions
 from batchinfer.submit.size import ArraySize
@@ -51,7 +51,7 @@ def nodes(tmp_path, monkeypatch):
 
 def test_what_others_compute_and_cost_is_measured_from_afar(nodes, tmp_path):
     login, job = nodes("login")
-    meter = Meter(login, job, PriceList(gpu_hour=36.0), measure_s=1e-3)
+    meter = RunMeter(login, job, PriceList(gpu_hour=36.0), measure_s=1e-3)
     before = meter.look(time.time())
     assert (before.work_s, before.units_open, before.spent) == (None, 5, 0.0)  # no forecast: no speed is known
     assert batchinfer("work", tmp_path / "job.toml", "--set", f"output.work_dir={tmp_path / 'worker'}").code == 0
