@@ -202,8 +202,9 @@ class StatusReader:
         )
 
     def newest_file(self) -> Path | None:
-        """The results that became durable last."""
-        return max(self._files, key=lambda path: self._files[path].written_s, default=None)
+        """Of the results that counted when it was last read, those that became durable last; None: there are none."""
+        with_rows = (path for path in self.counted if self._files[path].rows)  # a retry may leave a file without
+        return max(with_rows, key=lambda path: self._files[path].written_s, default=None)
 
     def _done_files(self, unit: int) -> list[Path] | None:
         if unit in self._done and self._run.done(unit).exists():  # a retry opens units again

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import load_job
 from batchinfer.controller.claims import UnitClaims
+from batchinfer.controller.result_files import write_results
+from batchinfer.data.schemas import RESULTS
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import CheapHours, PriceList
@@ -265,6 +269,22 @@ def test_a_speed_is_not_forgotten_while_a_run_pauses(planned):
     lefts = [meter.look(now + hours * H).work_s for hours in (0, 1, 2, 10, 11)]
     assert lefts[0] > 0
     assert set(lefts) == {lefts[0]}
+
+
+def test_results_that_hold_nothing_or_are_gone_say_nothing_of_a_request(planned):
+    """A retry writes the good rows of a file anew, which may be none; damaged files are set aside."""
+    meter = RunMeter(FolderStorage(planned), load_job(planned.job), PriceList(), 1e-3)
+    times = {"admitted_s": 10.0, "finished_s": 12.5, "computed_tokens": 5, "completion_tokens": 5}
+    row = {"unit": 0, "shard": 0, "row": 0, "sample": 0, "status": "ok", **times}
+    with UnitClaims(planned) as claims:
+        folder = claims.try_claim(0).folder
+        write_results(folder, 0, pa.Table.from_pylist([row], schema=RESULTS.schema))
+        empty = write_results(folder, 1, RESULTS.schema.empty_table())
+        os.utime(empty, (time.time() + 60, time.time() + 60))
+        assert meter.look(time.time()).flight_s == 2.5
+        for path in folder.glob("part-*"):
+            path.unlink()
+        assert meter.look(time.time()).flight_s == 0.0
 
 
 def test_outputs_of_a_part_do_not_end_what_is_pursued(planned):
