@@ -84,7 +84,7 @@ def follow(storage: Storage, entries: list[str], minute_now: Callable[[], int], 
                 has = wanted
             elif wanted.tasks and status.units_waiting:
                 _make_up_for_dead_tasks(storage, wanted, status.units_waiting, lives, follower)
-            elif wanted.tasks and not is_in_slurm(run) and not is_finished(storage):
+            elif wanted.tasks and not status.units_running and not is_in_slurm(run) and not is_finished(storage):
                 raise IncompleteRunError(
                     f"all that was sent for {run.shown} has ended, but the run is not finished; `batchinfer status` "
                     f"and the logs in {log_folder(run)} say why"

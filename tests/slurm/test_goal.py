@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -377,6 +378,31 @@ def test_a_schedule_sends_no_tasks_for_units_that_others_hold(planned, monkeypat
         with pytest.raises(InterruptedRunError, match="was cancelled"):
             follow(FolderStorage(planned), ["08:00 4"], lambda: 0, look_s=0.0)
     assert sizes == [4, 2]  # for the unit that waits
+
+
+def test_a_schedule_waits_for_the_units_of_tasks_that_have_just_died(planned, monkeypatch):
+    """Nothing is left in Slurm, and what it held is free when its leases have run out."""
+    sizes, looks = [], itertools.count()
+
+    def resize(_, size, *__):
+        sizes.append(size.tasks)
+        if len(sizes) == 2:
+            dismiss(planned)
+        return None, []
+
+    def minute_now():
+        if next(looks) == 3:
+            for claim in held:
+                claims.release(claim)
+        return 0
+
+    monkeypatch.setattr("batchinfer.slurm.pursue.resize", resize)
+    monkeypatch.setattr(client, "live_tasks", lambda _: [])
+    with UnitClaims(planned) as claims:
+        held = [claims.try_claim(unit) for unit in range(pq.read_metadata(planned.units).num_rows)]
+        with pytest.raises(InterruptedRunError, match="was cancelled"):
+            follow(FolderStorage(planned), ["08:00 4"], minute_now, look_s=0.0)
+    assert sizes == [4, min(4, len(held))]
 
 
 def test_a_dry_run_shows_tasks_hours_and_cost_of_the_plan(planned):
