@@ -63,9 +63,9 @@ class Publisher:
         """Return when no more than this many are not in their places.
 
         Raises:
-            ConfigError: one cannot be written.
+            ConfigError: one could not be written.
         """
-        while len(self._waiting) > most_waiting:
+        while len(self._waiting) > most_waiting or (self._waiting and self._waiting[0].done()):
             self._waiting.popleft().result()
 
     def _publish(self, temporary: Path, target: Path) -> None:

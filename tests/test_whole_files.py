@@ -154,6 +154,25 @@ def test_a_publisher_that_cannot_write_says_so_and_leaves_nothing_half(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_publisher_does_not_take_many_more_files_when_one_could_not_be_written(tmp_path, monkeypatch):
+    """The next ones can take hours to make."""
+    begun = []
+
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def made_slowly():
+        for number in range(rundir.MOST_WAITING):
+            begun.append(number)
+            time.sleep(0.01)
+            yield str(number)
+
+    monkeypatch.setattr(rundir, "sync_file", fail)
+    with pytest.raises(ConfigError, match="Input/output error"):
+        put_all(tmp_path, made_slowly())
+    assert len(begun) < rundir.MOST_WAITING / 2
+
+
 def test_of_two_that_create_a_file_the_first_wins(tmp_path):
     assert create_exclusively(tmp_path / "mark", "first")
     assert not create_exclusively(tmp_path / "mark", "second")
