@@ -92,6 +92,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
         write_dataset(connection, run, manifest, job, shards, state["fingerprint"]["model.weights"])
         write_request_stats(connection, run, shards, manifest=manifest)
         write_unit_stats(connection, run, units, manifest)
+    refuse_changed(shards, job.s3)  # kept columns were read meanwhile
     keep_lost_steps(run)
     write_run_stats(run, job, shards, state["counts"], equality, manifest)
     unreadable = tuple(shard.path for shard in shards if shard.problem is not None)

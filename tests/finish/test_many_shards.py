@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from batchinfer.finish import finish
 from batchinfer.finish import outputs as outputs_module
 from support.jobs import batchinfer, outputs, question, write_job, write_shard
 
@@ -50,3 +51,33 @@ def test_each_small_shard_has_its_rows_in_order(job, monkeypatch, form):
         key = "custom_id" if form == "openai" else "id"
         ids = [row["id"] for row in rows if form == "jsonl" or (shard != BAD and row["sample"] == 0)]
         assert [json.loads(line)[key] for line in lines] == ids
+
+
+@pytest.mark.parametrize("name", ["in.parquet", "in.jsonl"])
+def test_a_shard_that_is_replaced_while_outputs_are_written_is_refused(tmp_path, monkeypatch, name):
+    """Its kept columns may be in the outputs already."""
+    first, second = ([{"prompt": question(row), "extra": extra} for row in range(3)] for extra in ("then", "now!"))
+
+    def write(rows):
+        if name.endswith(".jsonl"):
+            (tmp_path / name).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        else:
+            write_shard(tmp_path / name, {key: [row[key] for row in rows] for key in rows[0]})
+
+    def replace_and_write(*arguments):
+        write(second)
+        return plain(*arguments)
+
+    write(first)
+    job = write_job(tmp_path, input={"files": [name]}, output={"keep_columns": ["extra"]}, sampling={"max_tokens": 2})
+    assert batchinfer("plan", job).code == 0
+    assert batchinfer("work", job).code == 0
+    plain = finish.write_outputs
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "write_outputs", replace_and_write)
+        ended = batchinfer("finish", job)
+    assert ended.code == 2
+    assert f"{name} changed after it was planned" in ended.err
+    write(first)
+    assert batchinfer("finish", job).code == 0
+    assert [row["extra"] for row in outputs(tmp_path / "run")["in.parquet"]] == ["then"] * 3
