@@ -1,20 +1,17 @@
 """Folders of data: which files in them are shards (Hugging Face's layouts), and what their names say of all rows."""
 
 import bisect
-import errno
-import glob
 import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import NoReturn
 from urllib.parse import unquote
 
 from batchinfer.config import S3Config
 from batchinfer.data.formats.names import is_data_file
+from batchinfer.data.patterns import UnreadableFolderError, each_folder
 from batchinfer.data.stores import WILDCARDS, StoreFile, objects_below
 from batchinfer.records import ConfigError
 from batchinfer.rundir import is_run_folder
@@ -32,7 +29,7 @@ def files_in_folder(folder: str, runs: set[str]) -> list[str]:
         runs: gets the run folders below it, whose files are not among these.
 
     Raises:
-        ConfigError: there are none, or the list of a saved dataset cannot be read.
+        ConfigError: there are none, the list of a saved dataset cannot be read, or a folder below cannot be.
     """
     names = _data_files(folder, _names_below(folder, runs), lambda name: Path(folder, name).read_bytes())
     return [os.path.join(folder, name) for name in names]
@@ -55,10 +52,13 @@ def files_or_folders(
 
 
 def holds_data(folder: str) -> bool:
-    """Whether data files are in a folder or below it, those in run folders left out."""
-    with suppress(ConfigError):
+    """Whether data files are, or may be, in a folder or below it, those in run folders left out."""
+    try:
         return len(files_in_folder(folder, set())) > 0
-    return False
+    except UnreadableFolderError:
+        return True
+    except ConfigError:
+        return False
 
 
 def without_files(folders: Iterable[str], files: Iterable[str]) -> list[str]:
@@ -66,25 +66,6 @@ def without_files(folders: Iterable[str], files: Iterable[str]) -> list[str]:
     in_order = sorted(files)
     places = ((folder, bisect.bisect(in_order, folder)) for folder in folders)
     return [folder for folder, at in places if at == len(in_order) or not in_order[at].startswith(folder)]
-
-
-def check_listed(pattern: str) -> None:
-    """See that all folders can be read in which a pattern looks: `glob` passes over the others in silence.
-
-    Raises:
-        ConfigError: one cannot be.
-    """
-    parts = pattern.split(os.sep)
-    begun = False  # behind the first wildcard a name may be in some folders and not in others
-    for at, part in enumerate(parts):
-        is_listed = WILDCARDS.search(_ESCAPED.sub("", part)) is not None
-        begun = begun or is_listed
-        if not begun:
-            continue
-        looked_in = os.sep.join(parts[: at + (part == "**")])
-        for folder in glob.glob(f"{looked_in}{os.sep}" if looked_in or at else os.curdir, recursive=True):
-            if not os.access(folder, os.X_OK | (os.R_OK if is_listed else 0)):
-                _refuse(PermissionError(errno.EACCES, os.strerror(errno.EACCES), folder))
 
 
 def outside_runs(pattern: str, matches: list[str], runs: set[str]) -> list[str]:
@@ -152,28 +133,11 @@ def partition_values(path: str) -> dict[str, str | None]:
 
 
 def _names_below(folder: str, runs: set[str]) -> Iterator[str]:
-    """A folder that is reached twice counts once. Links come last: `latest` does not hide the key of `day=5`."""
-    seen: set[str] = set()
-    tops = [folder]
-    for top in tops:
-        for place, folders, names in os.walk(top, onerror=_refuse):
-            real = os.path.realpath(place)
-            if real in seen:
-                folders.clear()
-                continue
-            seen.add(real)
-            below = sorted(name for name in folders if not _is_hidden(name))
-            found = {name for name in below if is_run_folder(os.path.join(place, name))}
-            runs |= {os.path.abspath(os.path.join(place, name)) for name in found}
-            folders[:] = [name for name in below if name not in found]
-            tops += (path for path in (os.path.join(place, name) for name in folders) if os.path.islink(path))
-            yield from (os.path.relpath(os.path.join(place, name), folder) for name in names)
-
-
-def _refuse(error: OSError) -> NoReturn:
-    raise ConfigError(
-        f"cannot list the folder {error.filename} for its data: {error.strerror}; make it readable, or name only others"
-    )
+    for place, folders, names in each_folder(folder, _is_hidden):
+        found = {name for name in folders if is_run_folder(os.path.join(place, name))}
+        runs |= {os.path.abspath(os.path.join(place, name)) for name in found}
+        folders[:] = [name for name in folders if name not in found]
+        yield from (os.path.relpath(os.path.join(place, name), folder) for name in names)
 
 
 def _is_hidden(folder: str) -> bool:

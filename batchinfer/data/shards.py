@@ -14,7 +14,6 @@ import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
 from batchinfer.data.folders import (
-    check_listed,
     files_in_folder,
     files_or_folders,
     holds_data,
@@ -26,6 +25,7 @@ from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.lines import HashedBytes
 from batchinfer.data.formats.names import format_of, output_name
 from batchinfer.data.parquet import DAMAGE
+from batchinfer.data.patterns import matching_paths
 from batchinfer.data.stores import StoreFile, matching_objects
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
@@ -164,9 +164,7 @@ def _matching_uris(pattern: str, s3: S3Config, unread: set[str]) -> list[str]:
 def _matching_paths(pattern: str, runs: set[str], unread: set[str]) -> list[str]:
     # a path that exists is meant as it stands, even when it holds glob characters
     is_plain = os.path.lexists(pattern)
-    matches = [pattern] if is_plain else outside_runs(pattern, glob.glob(pattern, recursive=True), runs)
-    if not is_plain:
-        check_listed(pattern)
+    matches = [pattern] if is_plain else outside_runs(pattern, matching_paths(pattern), runs)
     matches = [os.path.abspath(match) for match in matches]
     folders = [f"{match}{os.sep}" for match in matches if os.path.isdir(match)]
     files = [match for match in matches if not os.path.isdir(match)]

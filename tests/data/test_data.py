@@ -141,6 +141,28 @@ def test_a_folder_that_cannot_be_listed_is_not_passed_over(pattern):
         assert as_user(as_another) == 0
 
 
+def test_a_folder_beside_files_that_cannot_be_listed_is_named_in_the_warning(capfd):
+    with open_folder() as folder:
+        write(folder / "data" / "a.parquet", {"prompt": ["x"]})
+        (folder / "data" / "closed").mkdir(mode=0)
+        (folder / "data" / "empty").mkdir()
+        assert as_user(lambda: find_shards([f"{folder}/data/*"])) == 0
+        said = capfd.readouterr().err
+        assert (
+            f"these folders beside them, which are not read; name the folders too if they are meant: {folder}/data/c"
+            in said
+        )
+        assert "empty" not in said
+
+
+@pytest.mark.parametrize("pattern", ["data", "data/**", "data/**/*.parquet", "data/**/a/**/x.parquet"])
+def test_links_that_lead_in_a_circle_end(tmp_path, pattern):
+    path = write(tmp_path / "data" / "a" / "x.parquet", {"prompt": ["x"]})
+    for link, target in {"here": ".", "also": "../data", "a/up": "..", "a/also": "../also/a"}.items():
+        (tmp_path / "data" / link).symlink_to(target)
+    assert [shard.path for shard in find_shards([f"{tmp_path}/{pattern}"])] == [str(path)]
+
+
 def test_the_run_folder_is_not_input(tmp_path):
     write(tmp_path / "a.parquet", {"prompt": ["x"]})
     write(tmp_path / "run/outputs/a.parquet", {"prompt": ["x"]})
