@@ -132,6 +132,27 @@ def test_a_worked_example_gives_every_figure(tmp_path):
         assert isinstance(metrics[key], int), key
 
 
+def test_a_killed_session_lasts_until_the_last_step_that_is_known_of_its_own_ranks(tmp_path):
+    # seconds      1000 1010     1030    1050   1060
+    # recorded      [--------------)                 killed behind its last commit
+    # rank 0             [-----------------)         from its journal
+    # rank 1             [------------------------)  of another node, by its clock
+    def shown(name, state, num_steps):
+        group = {"prefill_ranks": 2, "decode_ranks": 2, "num_ranks": 1, "first_rank": 0}
+        nodes = [session("a", 1000, 1030, prefill_s=1010, state=state, **group)]
+        steps = [
+            step("a", "prefill", 40, new=30, cached=0, output=2, start_s=1010.0),
+            step("a", "prefill", 50, new=30, cached=0, output=2, start_s=1010.0, rank=1),
+        ]
+        report = read_report(write_run(tmp_path / name, nodes=nodes, steps=steps[:num_steps], gpu_hour=36.0))
+        return {key: report.values[key] for key in ("wall_s", "startup_s", "busy_s", "idle_s", "cost_usd")}
+
+    parts = {"startup_s": 10, "busy_s": 40, "idle_s": 0}
+    assert shown("killed", "running", 1) == pytest.approx({"wall_s": 50, **parts, "cost_usd": 0.5})
+    assert shown("elsewhere", "running", 2)["wall_s"] == 50
+    assert shown("done", "done", 1)["wall_s"] == 30
+
+
 def test_the_published_day_gives_the_published_figures(tmp_path):
     # 278 nodes for 18 hours and 73 for the other 6: (278 * 18 + 73 * 6) / 24 = 226.75
     nodes = [
