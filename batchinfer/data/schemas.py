@@ -368,7 +368,7 @@ STATS_NODES = _table(
     ("placements", pa.int32(), "how often experts were placed while its ranks ran"),
     ("start_s", pa.float64(), "Unix time when the process started"),
     ("first_prefill_s", pa.float64(), "Unix time of the first prefill step; null when there was none"),
-    ("end_s", pa.float64(), "Unix time of its end (of one that was killed of its last commit)"),
+    ("end_s", pa.float64(), "Unix time of its end (or of its last sign of life)"),
     ("state", pa.string(), "'done', 'interrupted', 'failed' or 'running' (killed)"),
 )
 STATS_KV = _table(

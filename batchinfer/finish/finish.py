@@ -13,6 +13,7 @@ from batchinfer.controller.step_journal import keep_lost_steps
 from batchinfer.data.shards import refuse_changed
 from batchinfer.finish.dataset_folder import card_of, dataset_files, write_dataset
 from batchinfer.finish.join import counted_units, join_results, open_database
+from batchinfer.finish.killed_sessions import keep_last_signs
 from batchinfer.finish.outputs import write_outputs
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats, write_unit_stats
 from batchinfer.manifest import Manifest
@@ -49,7 +50,8 @@ def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> F
     """
     storage = storage_of(job)
     with _scratch(storage, is_last=not allow_partial):
-        storage.fetch("plan", "tokens", "results", "stats", "outputs", *(("claims",) if allow_partial else ()))
+        storage.fetch("plan", "tokens", "results", "stats", "outputs", "signs", *(("claims",) if allow_partial else ()))
+        keep_last_signs(storage)
         result = _finish(run, job, allow_partial=allow_partial)
         storage.commit()
         if job.output.publish is not None:

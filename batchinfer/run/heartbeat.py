@@ -42,7 +42,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Give one now. Where that fails a warning says so, once: others may take this session for dead."""
         about = {"command": self._command, "node": node_name(), "task": task_name(), "restarts": task_restarts()}
-        text = json_text({**this_process(), **about, "under_way": under_way()})
+        text = json_text({**this_process(), **about, "time_s": time.time(), "under_way": under_way()})
         with self._lock:
             if self._stopped.is_set():
                 return
@@ -87,7 +87,8 @@ class Sign:
     node: str
     task: str | None  # of a cluster
     restarts: int  # of that task
-    silent_s: float  # since then
+    time_s: float  # when, by its own clock
+    silent_s: float  # since then, by the file system's
     is_dead: bool  # known to have ended
     under_way: list[dict[str, Any]]  # its meters' figures (progress.py)
 
@@ -108,5 +109,6 @@ def signs_of_life(run: RunDir) -> dict[str, Sign]:
         except (DamagedFileError, FileNotFoundError):  # it ends just now
             continue
         about = {key: said[key] for key in ("command", "node", "task", "restarts", "under_way")}
-        found[path.stem] = Sign(session=path.stem, silent_s=silent_s, is_dead=is_dead(said), **about)
+        when = {"time_s": said.get("time_s", 0.0), "silent_s": silent_s}  # an earlier version's says none
+        found[path.stem] = Sign(session=path.stem, is_dead=is_dead(said), **when, **about)
     return found

@@ -64,6 +64,7 @@ class Session:
     def hold_ranks(self, cluster: ClusterConfig, ranks: range) -> None:
         """From now on the command holds these ranks of the job's on this node."""
         self._cluster, self._ranks = cluster, ranks
+        self.record("running")  # loading them may take long, and be the last that it does
 
     def record(self, state: str) -> None:
         """Publish the row with the end set to now."""

@@ -1,8 +1,8 @@
 -- sessions: one row per session of `nodes`, with its length and start-up.
 --   num_prefill, num_decode   of its ranks those that run prefill, and those that run decode; a disaggregated group
 --              counts its prefill ranks first
---   length_s   start of the process to its end; of one that was killed to its last commit, or to the last step of its own
---              ranks where that is known (those of other nodes have other clocks)
+--   length_s   start of the process to its end; of one that was killed to its last sign of life, or to the last step of
+--              its own ranks that is known (those of other nodes have other clocks)
 --   startup_s  until its first prefill step (import, plan, load, compile); all of it when there was none
 WITH last_steps AS (SELECT session, rank, max(start_s + duration_s) AS step_end_s FROM steps GROUP BY session, rank),
 killed AS (

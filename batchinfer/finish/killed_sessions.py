@@ -1,0 +1,25 @@
+"""How long sessions lasted that were killed: until their last sign of life."""
+
+import pyarrow as pa
+
+from batchinfer.data.parquet import read_rows, table_writer
+from batchinfer.data.schemas import STATS_NODES
+from batchinfer.run.heartbeat import signs_of_life
+from batchinfer.run.storage import Storage
+
+
+def keep_last_signs(storage: Storage) -> None:
+    """Have stats/nodes say it; the rows that they wrote end with their last commit, which may be long before.
+
+    Raises:
+        ConfigError: a file is damaged or cannot be written.
+    """
+    for session, sign in signs_of_life(storage.run).items():
+        path = storage.run.session_stats("nodes", session)
+        if sign.may_live or not path.exists():
+            continue
+        (row,) = read_rows(path)
+        if row["state"] == "running" and row["end_s"] < sign.time_s:
+            with table_writer(path, STATS_NODES.schema) as writer:
+                writer.write_table(pa.Table.from_pylist([{**row, "end_s": sign.time_s}], schema=STATS_NODES.schema))
+            storage.keep_statistics(session)
