@@ -92,6 +92,9 @@ def ask(question: str, model: Path, max_tokens: int, date: datetime | None) -> N
     if row["status"] != "ok":
         click.echo(sanitize(f"error: {row['error']}"), err=True)
         sys.exit(code)
+    for line in told.splitlines():
+        if line.startswith("warning: "):  # of the model: the answer is to say what it is like
+            click.echo(sanitize(line), err=True)
     click.echo(sanitize(row["text"]))
     if row["finish_reason"] == "length":
         click.echo(f"cut after {row['completion_tokens']} tokens; --max-tokens gives it more", err=True)

@@ -1,5 +1,6 @@
 """First steps as a newcomer takes them: init, then run; ask."""
 
+import json
 import os
 import pty
 import re
@@ -99,6 +100,16 @@ def test_ask_ends_with_a_sentence_where_the_model_cannot_answer(tmp_path):
     assert asked.code == 3
     assert asked.err.startswith("error: the prompt has ")
     assert asked.out == ""
+
+
+def test_ask_tells_what_a_run_warns_of(tmp_path):
+    model = shutil.copytree(SAMPLE_MODEL, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"attention_twist": 3}))
+    asked = batchinfer("ask", "Why?", "--model", model, "--max-tokens", "2")
+    assert asked.code == 0
+    (warning,) = (line for line in asked.err.splitlines() if line.startswith("warning: "))
+    assert "config.json has keys that are not known here and not used: attention_twist" in warning
 
 
 def test_ask_gives_a_template_that_writes_the_date_today_or_the_date_that_is_named(tmp_path):
