@@ -63,11 +63,11 @@ def _matching(folder: str, parts: list[str]) -> Iterator[str]:
     if not part:  # two slashes, or one at the end
         yield from _matching(folder, rest) if rest else [folder]
         return
-    for name in _names(folder, part) if WILDCARDS.search(part) else [part]:
-        path = folder + name
+    is_listed = WILDCARDS.search(part) is not None
+    for path in (folder + name for name in (_names(folder, part) if is_listed else [part])):
         if rest and _is_there(f"{path}{os.sep}", folder):
             yield from _matching(f"{path}{os.sep}", rest)
-        elif not rest and _is_there(path, folder):
+        elif not rest and (is_listed or _is_there(path, folder)):
             yield path
 
 
