@@ -1,7 +1,8 @@
 """A row's own sampling: the column of structs or JSON texts named by input.sampling, laid over [sampling]."""
 
+from dataclasses import replace
 from sys import getsizeof
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from pydantic import ValidationError
@@ -12,6 +13,19 @@ from batchinfer.records import ConfigError, Sampling, sampling_to_json
 
 KNOWN_BYTES = 32 << 20  # of resolved overrides that are remembered: few distinct ones, or one per row (seeds)
 ENTRY_BYTES = 1000  # of one beside its texts
+
+
+class RowSampling(NamedTuple):
+    """What becomes of a row's override.
+
+    sampling: the row's; of an impossible override the job's, with the number of samples that the row asks for.
+    as_json: it, where it is not the job's own.
+    problem: the sentence that says what is wrong; None: nothing.
+    """
+
+    sampling: Sampling
+    as_json: str | None = None
+    problem: str | None = None
 
 
 class SamplingOverrides:
@@ -36,11 +50,11 @@ class SamplingOverrides:
         self._job_values = job.model_dump(include=set(SamplingConfig.model_fields))
         self._job_sampling = job.to_sampling()
         self._column, self._vocab_size, self._has_choices = column, vocab_size, with_choices
-        self._known: dict[str, tuple[Sampling, str | None] | str] = {}
+        self._known: dict[str, RowSampling] = {}
         self._known_bytes = 0
 
-    def resolve(self, override: dict[str, Any] | None) -> tuple[Sampling, str | None] | str:
-        """The row's sampling and its JSON (None: it is the job's own), or the sentence that says what is wrong."""
+    def resolve(self, override: dict[str, Any] | None) -> RowSampling:
+        """The row's sampling, or what is wrong with it."""
         given = override or {}
         if not self._nulls_count:
             given = {key: value for key, value in given.items() if value is not None}
@@ -50,18 +64,18 @@ class SamplingOverrides:
             self._remember(text, self._check(given))
         return self._known[text]
 
-    def of_text(self, text: str) -> tuple[Sampling, str | None] | str:
+    def of_text(self, text: str) -> RowSampling:
         """The same of an override that is written as JSON."""
         try:
             override = msgspec.json.decode(text)
             if override is not None and not isinstance(override, dict):
-                return f"{self._column} is not an object of sampling keys"
+                return self._refused({}, f"{self._column} is not an object of sampling keys")
             return self.resolve(override)
         except (msgspec.DecodeError, RecursionError) as error:
-            return f"{self._column} is not valid JSON: {error}"
+            return self._refused({}, f"{self._column} is not valid JSON: {error}")
 
-    def _remember(self, text: str, found: tuple[Sampling, str | None] | str) -> None:
-        said = found if isinstance(found, str) else found[1] or text
+    def _remember(self, text: str, found: RowSampling) -> None:
+        said = found.problem or found.as_json or text
         num_bytes = getsizeof(text) + 2 * getsizeof(said) + ENTRY_BYTES  # a sampling's own texts are in its JSON, too
         if self._known_bytes + num_bytes > KNOWN_BYTES:
             self._known.clear()
@@ -69,18 +83,26 @@ class SamplingOverrides:
         self._known[text] = found
         self._known_bytes += num_bytes
 
-    def _check(self, given: dict[str, Any]) -> tuple[Sampling, str | None] | str:
+    def _check(self, given: dict[str, Any]) -> RowSampling:
         try:
             sampling = SamplingConfig.model_validate({**self._job_values, **given}).to_sampling()
             check_token_ids(sampling, self._vocab_size)
             check_thinking(sampling, self._ends_thinking)
             if not sampling.max_tokens and sampling.prompt_logprobs is None and not self._has_choices:
-                return f"{self._column}.max_tokens {NOTHING_SCORED}"
+                return self._refused(given, f"{self._column}.max_tokens {NOTHING_SCORED}")
         except ValidationError as error:
-            return self._sentence(error)
+            return self._refused(given, self._sentence(error))
         except ConfigError as error:
-            return f"{self._column}.{error}"
-        return sampling, None if sampling == self._job_sampling else sampling_to_json(sampling)
+            return self._refused(given, f"{self._column}.{error}")
+        return RowSampling(sampling, None if sampling == self._job_sampling else sampling_to_json(sampling))
+
+    def _refused(self, given: dict[str, Any], problem: str) -> RowSampling:
+        """A bad row, too, is as many output rows as it asks for."""
+        try:
+            asked = SamplingConfig.model_validate({"max_tokens": 1, "n": given.get("n", self._job_sampling.n)})
+        except ValidationError:
+            return RowSampling(self._job_sampling, problem=problem)
+        return RowSampling(replace(self._job_sampling, n=asked.n), problem=problem)
 
     def _sentence(self, error: ValidationError) -> str:
         problem = error.errors(include_url=False)[0]

@@ -26,7 +26,7 @@ from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.schemas import TOKENS
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
-from batchinfer.records import Shard
+from batchinfer.records import Sampling, Shard
 from batchinfer.whole_files import Publisher
 
 GROUP_ROWS = 16384  # rows per row group of tokens/<shard>.parquet
@@ -141,8 +141,10 @@ class _RowChecker:
         schema = shard_schema(shard, job.s3)
         self._ids = IdColumn(job, schema, id_type)
         self.found = ShardRows(id_missing=self._ids.are_missing)
-        problems = [self._ids.problem, *(column.problem(schema) for column in wanted_columns(job, encoders.columns))]
+        found = [(column.key, column.problem(schema)) for column in wanted_columns(job, encoders.columns)]
+        problems = [self._ids.problem, *(problem for _, problem in found)]
         self._problem = next((problem for problem in problems if problem is not None), None)  # of every row
+        self._has_sampling = ("sampling", None) in found
         named = (job.input.id, *self._of_prompts, self._sampling, self._choices)
         wanted = dict.fromkeys(name for name in named if name is not None)
         # kept columns are read here too: damage, or a value that does not fit, is found before anything is computed
@@ -196,7 +198,7 @@ class _RowChecker:
         if self._choice_checks is not None and started.choices is not None:
             choices = self._choice_checks.checked(batch, started.choices, lengths)
         for row in batch.errors:
-            n[row], max_tokens[row], sampling[row] = self._job_sampling.n, 0, None
+            max_tokens[row], sampling[row] = 0, None
         room = self._window - lengths
         is_bad = np.zeros(num_rows, dtype=bool)
         is_bad[list(batch.errors)] = True
@@ -224,7 +226,7 @@ class _RowChecker:
         n = np.full(batch.num_rows, job.n, dtype=np.int64)
         max_tokens = np.full(batch.num_rows, job.max_tokens, dtype=np.int64)
         texts: list[str | None] = [None] * batch.num_rows
-        if self._sampling is None or self._problem is not None:
+        if self._sampling is None or not self._has_sampling:
             return n, max_tokens, texts
         for row, override in enumerate(python_values(batch.columns[self._sampling])):
             if override is None:
@@ -232,19 +234,26 @@ class _RowChecker:
             if isinstance(override, UnicodeDecodeError):
                 batch.blame(row, f"{self._sampling} is not valid UTF-8")
                 continue
-            resolved = (
+            sampling, texts[row], problem = (
                 self._overrides.of_text(override) if isinstance(override, str) else self._overrides.resolve(override)
             )
-            if isinstance(resolved, str):
-                batch.blame(row, resolved)
-            elif self._choices is not None and (resolved[0].n, resolved[0].max_tokens) != (1, 0):
-                keys = f"{self._sampling}.n and .max_tokens"
-                batch.blame(row, f"{keys} must be 1 and 0: a job with input.choices generates nothing")
-            elif self._choices is not None and resolved[0].prompt_logprobs is not None:
-                batch.blame(row, f"{self._sampling}.prompt_logprobs does not go with input.choices; leave it out")
-            else:
-                n[row], max_tokens[row], texts[row] = resolved[0].n, resolved[0].max_tokens, resolved[1]
+            if self._choices is not None and problem is None:
+                problem = self._problem_of_scored(sampling)
+            if problem is not None:
+                batch.blame(row, problem)
+            if self._choices is None:
+                n[row] = sampling.n
+            max_tokens[row] = sampling.max_tokens
         return n, max_tokens, texts
+
+    def _problem_of_scored(self, sampling: Sampling) -> str | None:
+        """What is wrong with a row's sampling in a job with choices, which generates nothing."""
+        if (sampling.n, sampling.max_tokens) != (1, 0):
+            keys = f"{self._sampling}.n and .max_tokens"
+            return f"{keys} must be 1 and 0: a job with input.choices generates nothing"
+        if sampling.prompt_logprobs is not None:
+            return f"{self._sampling}.prompt_logprobs does not go with input.choices; leave it out"
+        return None
 
 
 def _without(lists: pa.Array, is_bad: np.ndarray) -> pa.Array:

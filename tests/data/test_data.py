@@ -849,6 +849,21 @@ def test_an_override_that_cannot_be_is_a_bad_row(tmp_path, override, told):
     assert found.first_error.startswith("row 1: s.")
 
 
+def test_a_bad_row_is_as_many_output_rows_as_it_asks_for(tmp_path):
+    overrides = [{"n": 3}, {"n": 3, "temperature": -0.5}, {"n": 0}, {"temperature": -0.5}, {"n": 5}, None]
+    columns = {"id": range(6), "prompt": ["", "hello", "hello", "hello", "hello", None], "s": overrides}
+    _, rows = check(tmp_path, columns, make_job(prompt="prompt", sampling="s"))
+    assert [row["error"] is None for row in rows] == [False] * 4 + [True, False]
+    assert [row["n"] for row in rows] == [3, 3, 2, 2, 5, 2]
+
+
+def test_rows_of_a_shard_with_a_wrong_column_are_as_many_as_they_ask_for(tmp_path):
+    columns = {"id": [1, 2, 3], "prompt": [1, 2, 3], "s": [{"n": 3}, None, {"n": 1}]}
+    _, rows = check(tmp_path, columns, make_job(prompt="prompt", sampling="s"))
+    assert [row["n"] for row in rows] == [3, 2, 1]
+    assert all("column 'prompt' is int64" in row["error"] for row in rows)
+
+
 def test_many_different_overrides_are_all_resolved(tmp_path):
     columns = {"id": range(3000), "prompt": ["hello"] * 3000, "s": [{"seed": row} for row in range(3000)]}
     _, rows = check(tmp_path, columns, make_job(prompt="prompt", sampling="s"))
