@@ -296,6 +296,39 @@ def test_what_a_named_choice_cannot_take_goes_on_to_the_reference_and_is_seen():
         linear(x, packed)
 
 
+def settings(value):
+    return torch.full((3,), value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+
+
+GATE = GateRule("noaux_tc", topk=2, num_groups=2, topk_groups=1, normalize=True, scale=2.5)
+OF_ANY_DTYPE = [
+    ("gate", lambda: [random(3, 8), random(8, seed=1), GATE]),
+    ("add_sums", lambda: [random(3, 8), random(3, 8, seed=1), random(3, 8, seed=2)]),
+    ("sum_per_token", lambda: [random(6, 8), torch.arange(6).flip(0), random(3, 2, seed=1)]),
+    ("cos_sin", lambda: [random(3, 4), 1.5]),
+    ("rms_norm", lambda: [random(3, 8), random(8, seed=1), 1e-6]),
+    ("draw", lambda: [random(3, 8), *map(settings, (1.0, 0, 1.0, 0.0, 0.5))]),
+]
+
+
+@pytest.mark.parametrize(("op", "arguments"), OF_ANY_DTYPE, ids=[op for op, _ in OF_ANY_DTYPE])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_operands_in_other_dtypes_go_on_to_the_reference(op, arguments, dtype):
+    given = arguments()
+    for place, operand in enumerate(given):
+        if isinstance(operand, torch.Tensor) and operand.is_floating_point():
+            changed = [*given[:place], operand.to(dtype), *given[place + 1 :]]
+            found, expected = registry.select(op)(*changed), getattr(reference, op)(*changed)
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("op", "arguments"), OF_ANY_DTYPE, ids=[op for op, _ in OF_ANY_DTYPE])
+def test_operands_with_gaps_in_memory_are_taken(op, arguments):
+    given = arguments()
+    gaps = [torch.stack([x, x], -1)[..., 0] if isinstance(x, torch.Tensor) else x for x in given]
+    torch.testing.assert_close(registry.select(op)(*gaps), registry.select(op)(*given))
+
+
 def test_every_candidate_says_what_it_does_not_take():
     for row in registry.explain():
         assert row.not_taken, (row.op, row.candidate)

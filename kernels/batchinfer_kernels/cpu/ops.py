@@ -59,10 +59,21 @@ def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
     return None if x.is_cpu else "tensors are not on the CPU"
 
 
-def _logits(logits_SV: torch.Tensor, *_: Any) -> str | None:
-    """Logits that are not in float32 on the CPU."""
-    is_taken = logits_SV.is_cpu and logits_SV.dtype is torch.float32
-    return None if is_taken else "logits are not in float32 on the CPU"
+def _float32(x: torch.Tensor, *_: Any) -> str | None:
+    """Values that are not in float32 on the CPU."""
+    return None if x.is_cpu and x.dtype is torch.float32 else "values are not in float32 on the CPU"
+
+
+def _gated(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *_: Any, **__: Any) -> str | None:
+    """Logits or biases that are not in float32 on the CPU."""
+    return _float32(logits_TE) or (None if bias_E is None else _float32(bias_E))
+
+
+def _drawn(logits_SV: torch.Tensor, temperature_S: torch.Tensor, top_k_S: torch.Tensor, *shares: Any) -> str | None:
+    """Logits that are not in float32 on the CPU; settings in other than the reference's dtypes."""
+    if top_k_S.dtype is not torch.int64 or any(share.dtype is not torch.float64 for share in (temperature_S, *shares)):
+        return "settings are not in float64 and int64"
+    return _float32(logits_SV)
 
 
 def _weight(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, **_: Any) -> str | None:
@@ -73,10 +84,16 @@ def _weight(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = F
 
 
 def _summed(rows: ExpertRows, _: torch.Tensor, weights_TK: torch.Tensor) -> str | None:
-    """Rows that are not in bfloat16 or float32 on the CPU, or not one for each token and expert, without gaps."""
+    """Rows that are not in bfloat16 or float32 on the CPU, or not one for each weight, without gaps; other weights."""
     if isinstance(rows, PlacedRows) or len(rows) != weights_TK.numel():
         return "there is not one row for each token and expert, without gaps"
-    return _mismatch(rows)
+    return _mismatch(rows) or _float32(weights_TK)
+
+
+def _added(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU; sums that are not in float32."""
+    others = () if added_TD is None else (added_TD,)
+    return _mismatch(hidden_TD, *others) or _float32(sums_TD)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> str | None:
@@ -175,8 +192,8 @@ def router(x: torch.Tensor, weight: torch.Tensor | PackedRouter) -> torch.Tensor
 @refusing(_norm)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dim() == 2:
-        return library().rms_norm(x, weight, eps)
-    return library().rms_norm(x.reshape(-1, x.shape[-1]), weight, eps).view(x.shape)
+        return library().rms_norm(x, weight.contiguous(), eps)
+    return library().rms_norm(x.reshape(-1, x.shape[-1]), weight.contiguous(), eps).view(x.shape)
 
 
 @refusing(_activation)
@@ -185,7 +202,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return library().silu_mul(gate, up)
 
 
-@refusing(_foreign)
+@refusing(_gated)
 def gate(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
@@ -193,7 +210,7 @@ def gate(
     counts_E: torch.Tensor | None = None,
     is_counted_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    bias_E = bias_E if rule.method == "noaux_tc" else None
+    bias_E = bias_E.contiguous() if bias_E is not None and rule.method == "noaux_tc" else None
     ids_TK, weights_TK = library().gate(logits_TE.contiguous(), bias_E, GATE_METHODS.index(rule.method), *rule[1:])
     if counts_E is not None:
         count_experts(ids_TK, counts_E, is_counted_T)
@@ -236,8 +253,9 @@ def grouped_mlp(
     if scales is not None:
         x = dequantize_fp8_rows(x, scales, torch.bfloat16)
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)
+    sources = None if tokens_M is None else tokens_M.contiguous()
     y = library().grouped_mlp(
-        whole_pairs(x), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, tokens_M, width, gate_up.kind
+        whole_pairs(x), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, sources, width, gate_up.kind
     )
     return y[..., : x.shape[-1]]
 
@@ -270,27 +288,27 @@ def sort_by_expert(ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
 @refusing(_summed)
 def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
     """Bit for bit that of the reference."""
-    return library().sum_per_token(sorted_MD.contiguous(), inverse_M, weights_TK.contiguous())
+    return library().sum_per_token(sorted_MD.contiguous(), inverse_M.contiguous(), weights_TK.contiguous())
 
 
-@refusing(at(_mismatch, 0))
+@refusing(_added)
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
     return library().add_sums(
         hidden_TD.contiguous(), sums_TD.contiguous(), None if added_TD is None else added_TD.contiguous()
     )
 
 
-@refusing(_logits)
+@refusing(_float32)
 def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return library().argmax(logits_SV.contiguous())
 
 
-@refusing(_foreign)
+@refusing(_float32)
 def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return library().cos_sin(angles.contiguous(), scale)
 
 
-@refusing(_logits)
+@refusing(_drawn)
 def draw(
     logits_SV: torch.Tensor,
     temperature_S: torch.Tensor,
@@ -303,7 +321,7 @@ def draw(
     return library().draw(logits_SV.contiguous(), *(values.contiguous() for values in settings))
 
 
-@refusing(_logits)
+@refusing(_float32)
 def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
     return library().log_sum_exp(logits_SV.contiguous())
 
