@@ -179,11 +179,13 @@ class Job:
 
 
 def plain(value: Any) -> Any:
-    """A value as TOML would have it: paths are texts, tuples lists, all mappings dicts."""
+    """A value as TOML would have it: paths are texts, tuples and arrays lists, all mappings dicts, numbers Python's."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
+    if hasattr(value, "tolist"):  # numpy's numbers and arrays
+        return value.tolist()
     return str(value) if isinstance(value, Path) else value
 
 

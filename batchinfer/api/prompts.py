@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def reader_of(
             return _of_list(data, named)
         if isinstance(data, ds.Dataset):
             reader = data.scanner().to_reader()
+        elif hasattr(getattr(data, "features", None), "arrow_schema"):
+            reader = _of_hugging_face(data)
         elif hasattr(data, "__arrow_c_stream__"):
             reader = pa.RecordBatchReader.from_stream(data)
         else:
@@ -83,8 +86,17 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
         raise InputError(f"data cannot be written as Parquet: {first_line(error)}; {USE}") from None
 
 
+def _of_hugging_face(data: Any) -> pa.RecordBatchReader:
+    """The rows of a Dataset of the library `datasets` in its own order, of which its table may hold others, too."""
+    schema = data.features.arrow_schema
+    tables = data.with_format("arrow").iter(BATCH_ROWS)
+    batches = (batch for table in tables for batch in table.cast(schema).to_batches())
+    return pa.RecordBatchReader.from_batches(schema, batches)
+
+
 def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:
     """Rows of one kind as a column, and their numbers as ids."""
+    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]  # arrays of numpy's, tensors
     kinds = {_kind(row, place) for place, row in enumerate(rows)} - {""}
     if len(kinds) > 1:
         raise InputError(f"data holds rows of several kinds ({' and '.join(sorted(kinds))}); give rows of one kind")
@@ -121,7 +133,7 @@ def _kind(row: Any, place: int) -> str:
     if isinstance(row, list | tuple):
         if all(isinstance(item, Mapping) for item in row):
             return "messages"
-        if all(isinstance(item, int) for item in row):
+        if all(isinstance(item, Integral) for item in row):
             return "token_ids"
     raise InputError(f"row {place} of data is a {type(row).__name__} that is no prompt; {USE}")
 

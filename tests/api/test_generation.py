@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
@@ -115,6 +116,24 @@ def test_a_list_is_what_its_rows_are(data, kind):
 
 def test_json_text_may_be_chats():
     assert kinds_of(['[{"role": "user", "content": "a"}]'], messages="chat")[:2] == ("messages", "chat")
+
+
+def test_numbers_and_arrays_of_numpy_are_those_of_python():
+    rows = [np.array([1, 2], np.int32), [np.int64(3)], (4,)]
+    assert kinds_of(rows) == ("token_ids", "token_ids", [[1, 2], [3], [4]])
+    settings = generation.parts_of({"top_k": np.int64(3), "ignore_eos": np.True_, "stop_token_ids": np.array([5, 6])})
+    assert settings["sampling"] == {"top_k": 3, "ignore_eos": True, "stop_token_ids": [5, 6]}
+    assert [type(value) for value in settings["sampling"].values()] == [int, bool, list]
+
+
+def test_a_dataset_of_hugging_face_has_the_rows_that_it_shows():
+    datasets = pytest.importorskip("datasets")
+    shown = datasets.Dataset.from_dict(table_of().to_pydict()).select([3, 0])
+    assert kinds_of(shown) == ("prompt", "question", [TEXTS[3], TEXTS[0]])
+    assert kinds_of(shown.select([])) == ("prompt", "question", [])
+    assert kinds_of(shown.to_iterable_dataset()) == ("prompt", "question", [TEXTS[3], TEXTS[0]])
+    with pytest.raises(batchinfer.InputError, match="data is a DatasetDict, which holds no prompts"):
+        prompts.reader_of(datasets.DatasetDict({"train": shown}), {}, set())
 
 
 @pytest.mark.parametrize("kind", ["table", "reader", "dataset", "pandas", "polars"])
