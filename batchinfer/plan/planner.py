@@ -137,7 +137,7 @@ def _open_run(
                 raise
             set_aside(run, error.path, error.reason)
         else:
-            if _is_same(storage, state, fingerprint, again=again):
+            if _is_same(storage, state, fingerprint, shards, again=again):
                 if not again:
                     storage.fetch("plan")
                     return state
@@ -156,11 +156,14 @@ def _open_run(
     return state
 
 
-def _is_same(storage: Storage, state: dict[str, Any], fingerprint: dict[str, Any], *, again: bool) -> bool:
+def _is_same(
+    storage: Storage, state: dict[str, Any], fingerprint: dict[str, Any], shards: list[Shard], *, again: bool
+) -> bool:
     """Whether the plan in the run folder is this job's; another one has made way for it."""
     run = storage.run
     try:
-        check_same(state["fingerprint"], fingerprint, run.shown)
+        paths = {shard["name"]: shard["path"] for shard in [*state["shards"], *map(asdict, shards)]}
+        check_same(state["fingerprint"], fingerprint, run.shown, paths)
     except RunMismatchError as mismatch:
         if again:
             raise

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Set
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,13 @@ def settings_fingerprint(job: JobConfig) -> Fingerprint:
     }
 
 
-def check_same(recorded: Fingerprint, current: Fingerprint, folder: Path | str) -> None:
+def check_same(
+    recorded: Fingerprint, current: Fingerprint, folder: Path | str, path_of_shard: Mapping[str, str] | None = None
+) -> None:
     """Refuse to go on in a run folder that another job made.
+
+    Args:
+        path_of_shard: of both jobs' shards by name, for messages: names are those of the outputs.
 
     Raises:
         RunMismatchError: names the first field that differs, with both values when they are short.
@@ -74,7 +79,7 @@ def check_same(recorded: Fingerprint, current: Fingerprint, folder: Path | str) 
             name, old, new = f"{name}.{key}", old.get(key, missing), new.get(key, missing)
         differs = f"{name} was {_short(old)} and is now {_short(new)}"
         if field == "input shards":
-            differs = _shards_differ(old or [], new)
+            differs = _shards_differ(old or [], new, path_of_shard or {})
         raise RunMismatchError(
             f"the run folder {folder} belongs to another job: {differs}; "
             "choose another output.dir, restore what changed, or delete that folder"
@@ -135,23 +140,24 @@ def _identity(shard: Shard) -> list[Any]:
     return [*of_file, shard.version] if shard.version else of_file
 
 
-def _shards_differ(old: list[Any], new: list[Any]) -> str:
+def _shards_differ(old: list[Any], new: list[Any], path_of: Mapping[str, str]) -> str:
     """What is different, in words; each shard is a list that begins with its name."""
     was, now = ({shard[0]: shard for shard in shards} for shards in (old, new))
     if added := now.keys() - was.keys():
-        verb = "is" if len(added) == 1 else "are"
-        return f"{_some(added)} {verb} new among its input shards (a job over new files alone gives their answers)"
+        are_new = f"{'is' if len(added) == 1 else 'are'} new among its input shards"
+        return f"{_some(added, path_of)} {are_new} (a job over new files alone gives their answers)"
     if gone := was.keys() - now.keys():
-        return f"{_some(gone)} {'is' if len(gone) == 1 else 'are'} missing from its input shards"
+        return f"{_some(gone, path_of)} {'is' if len(gone) == 1 else 'are'} missing from its input shards"
     for name, shard in now.items():
         if shard != was[name]:
             return f"input shards was {_short(was[name])} and is now {_short(shard)}"
     return "input shards are in another order"
 
 
-def _some(names: Set[str]) -> str:
-    """The first by name, and how many there are besides."""
-    return min(names) + (f" and {len(names) - 1:,} more" if len(names) > 1 else "")
+def _some(names: Iterable[str], path_of: Mapping[str, str]) -> str:
+    """The first shard by name, and how many there are besides."""
+    first, *others = sorted(names)
+    return path_of.get(first, first) + (f" and {len(others):,} more" if others else "")
 
 
 def _digest(data: bytes) -> str:
