@@ -1,8 +1,11 @@
 """What a work unit holds on disk: its requests as planned, its results as rows."""
 
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -17,6 +20,7 @@ COUNTS = (
     "prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "replicated_tokens", "recomputed_tokens",
     "computed_tokens", "reasoning_tokens", "kv_tokens_sum",
 )  # fmt: skip
+SCORED_TOKEN = {"token_id": np.int32, "logprob": np.float32}
 
 
 def read_unit(
@@ -71,14 +75,14 @@ def result_table(completions: list[Completion]) -> pa.Table:
     failed = [completion.error is not None for completion in completions]
     # what an error row has not: a text is null there, a count 0
     good = [None if completion.error is not None else completion for completion in completions]
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, list[Any] | pa.Array] = {
         "status": ["error" if is_failed else "ok" for is_failed in failed],
         "text": [item and item.text for item in good],
         "token_ids": [item and item.token_ids for item in good],
         "completion_tokens": [len(item.token_ids) if item else 0 for item in good],
         "reasoning": [item and item.reasoning for item in good],
-        "logprobs": [item and _plain_logprobs(item.logprobs) for item in good],
-        "prompt_logprobs": [item and _plain_logprobs(item.prompt_logprobs) for item in good],
+        "logprobs": _logprob_lists([item.logprobs if item else None for item in good]),
+        "prompt_logprobs": _logprob_lists([item.prompt_logprobs if item else None for item in good]),
     }
     for name in ("unit", "error", "finish_reason", "stop_reason", "structured_valid"):
         columns[name] = [getattr(completion, name) for completion in completions]
@@ -91,14 +95,28 @@ def result_table(completions: list[Completion]) -> pa.Table:
     return pa.table(columns, schema=RESULTS.schema)
 
 
-def _plain_logprobs(logprobs: tuple[TokenLogprob, ...] | None) -> list[dict[str, Any]] | None:
-    if logprobs is None:
-        return None
-    return [
-        {
-            "token_id": item.token_id,
-            "logprob": item.logprob,
-            "top": [{"token_id": token, "logprob": value} for token, value in item.top],
-        }
-        for item in logprobs
-    ]
+def _logprob_lists(of_each: list[tuple[TokenLogprob, ...] | None]) -> pa.Array:
+    """Log-probabilities as schemas.LOGPROBS, a list for each completion; flat, since alternatives may be millions."""
+    items = [item for scored in of_each for item in scored or ()]
+    num_top = [len(item.top) for item in items]
+    chosen = _scored_tokens(((item.token_id, item.logprob) for item in items), len(items))
+    alternatives = _scored_tokens(chain.from_iterable(item.top for item in items), sum(num_top))
+    top = pa.ListArray.from_arrays(
+        _offsets(num_top), pa.StructArray.from_arrays([*alternatives.values()], [*alternatives])
+    )
+    columns = {**chosen, "top": top}
+    return pa.ListArray.from_arrays(
+        _offsets([len(scored or ()) for scored in of_each]),
+        pa.StructArray.from_arrays([*columns.values()], [*columns]),
+        mask=pa.array([scored is None for scored in of_each]),
+    )
+
+
+def _scored_tokens(pairs: Iterable[tuple[int, float]], count: int) -> dict[str, pa.Array]:
+    """(token, log-probability) pairs as two columns."""
+    found = np.fromiter(pairs, np.dtype([*SCORED_TOKEN.items()]), count)
+    return {name: pa.array(found[name]) for name in SCORED_TOKEN}
+
+
+def _offsets(lengths: list[int]) -> pa.Array:
+    return pa.array(np.cumsum([0, *lengths]), pa.int32())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,8 @@ import pytest
 from batchinfer.controller.claims import UnitClaims, done_mark
 from batchinfer.controller.result_files import result_keys
 from batchinfer.controller.results import Results
-from batchinfer.records import Completion, ConfigError, RequestKey
+from batchinfer.controller.units import result_table
+from batchinfer.records import Completion, ConfigError, RequestKey, TokenLogprob
 from batchinfer.run.session import Session
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
@@ -34,6 +37,42 @@ def test_a_unit_is_done_when_its_last_row_is_on_disk_and_not_before(tmp_path):
     found = [key for path in files for key in result_keys(path)]
     assert len(found) == 3
     assert set(found) == keys
+
+
+def test_log_probabilities_are_those_of_their_rows():
+    scored = (
+        TokenLogprob(7, -0.5, ((7, -0.5), (2, -3.0))),
+        TokenLogprob(8, -math.inf),
+        TokenLogprob(9, -1.0, ((1, 0.0),)),
+    )
+    rows = [
+        replace(completion(0), logprobs=scored),
+        completion(1),  # did not ask
+        replace(completion(2), logprobs=scored, error="lost"),
+        replace(completion(3), logprobs=(), prompt_logprobs=scored[:1]),
+    ]
+    table = result_table(rows)
+    items = [
+        {"token_id": 7, "logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.5}, {"token_id": 2, "logprob": -3.0}]},
+        {"token_id": 8, "logprob": -math.inf, "top": []},
+        {"token_id": 9, "logprob": -1.0, "top": [{"token_id": 1, "logprob": 0.0}]},
+    ]
+    assert table["logprobs"].to_pylist() == [items, None, None, []]
+    assert table["prompt_logprobs"].to_pylist() == [None, None, None, items[:1]]
+
+
+def test_alternatives_take_no_object_each():
+    """Ranks wait for their controller while it makes the table, and a unit may hold millions of alternatives."""
+    num_tokens, num_top = 1000, 20
+    scored = (TokenLogprob(1, -1.0, tuple((token, -1.0) for token in range(num_top))),) * num_tokens
+    rows = [replace(completion(row), logprobs=scored) for row in range(10)]
+    tracemalloc.start()
+    try:
+        result_table(rows)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak / (len(rows) * num_tokens * num_top) < 24  # bytes; an object would be 60 and more
 
 
 def test_folders_whose_names_say_a_value_change_no_row(tmp_path):
