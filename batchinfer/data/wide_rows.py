@@ -116,6 +116,8 @@ def bytes_of_rows(array: pa.Array) -> np.ndarray:
         return pc.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
         return _bytes_of_views(array)
+    if pa.types.is_primitive(kind) and kind.bit_width >= 8:
+        return np.full(len(array), kind.bit_width // 8)
     return np.full(len(array), array.nbytes // max(1, len(array)))
 
 

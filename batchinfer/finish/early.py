@@ -11,7 +11,8 @@ import pyarrow as pa
 from batchinfer.config import JobConfig
 from batchinfer.controller.result_files import damage
 from batchinfer.data.duckdb_sql import read_parquet
-from batchinfer.finish.join import HAS_ENDED, SORT_MEMORY, query
+from batchinfer.finish.join import HAS_ENDED, SORT_MEMORY, create_results, query
+from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import OutputRows
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir, read_state
@@ -54,10 +55,11 @@ class EarlyRows:
             tempfile.TemporaryDirectory(prefix="batchinfer-") as spill,
             duckdb.connect(config={"memory_limit": SORT_MEMORY, "temp_directory": spill}) as connection,
         ):
-            connection.execute(f"CREATE VIEW results AS SELECT * FROM {read_parquet(*files)}")
+            answers = LongAnswers(Path(spill))
+            create_results(connection, files, answers)
             connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(self._run.duplicates)}")
             connection.execute(f"CREATE TABLE delivered AS {query('delivered')}")
-            rows = OutputRows(connection, self._run, self._job, shards, pa.type_for_alias(state["id_type"]))
+            rows = OutputRows(connection, self._run, self._job, shards, pa.type_for_alias(state["id_type"]), answers)
             for shard, tables in rows.by_shard(connection, shards, HAS_ENDED):
                 for table in tables:
                     yield shard.index, table

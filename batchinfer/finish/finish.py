@@ -14,6 +14,7 @@ from batchinfer.data.shards import refuse_changed
 from batchinfer.finish.dataset_folder import card_of, dataset_files, write_dataset
 from batchinfer.finish.join import counted_units, join_results, open_database
 from batchinfer.finish.killed_sessions import keep_last_signs
+from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import write_outputs
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats, write_unit_stats
 from batchinfer.manifest import Manifest
@@ -87,10 +88,15 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     manifest.check(run.requests, run.duplicates, *(run.tokens(shard.index) for shard in shards if not shard.problem))
     units = counted_units(run, manifest, allow_partial=allow_partial)
     with open_database(run) as connection:
-        num_missing = join_results(connection, run, units, allow_partial=allow_partial)
+        answers = LongAnswers(run.finish_scratch)
+        # what is scored of choices is added up first
+        apart = answers if job.input.choices is None else None
+        num_missing = join_results(connection, run, units, apart, allow_partial=allow_partial)
         _remove_other_formats(run, job, manifest, shards)
         id_type = pa.type_for_alias(state["id_type"])
-        num_rows, num_errors = write_outputs(connection, run, manifest, job, shards, id_type, state["counts"]["rows"])
+        num_rows, num_errors = write_outputs(
+            connection, run, manifest, job, shards, id_type, answers, state["counts"]["rows"]
+        )
         write_dataset(connection, run, manifest, job, shards, state["fingerprint"]["model.weights"])
         write_request_stats(connection, run, shards, manifest=manifest)
         write_unit_stats(connection, run, units, manifest)

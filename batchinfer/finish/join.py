@@ -13,6 +13,7 @@ from batchinfer.controller.result_files import sound_files
 from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas import RESULTS
+from batchinfer.finish.long_answers import LongAnswers, all_rows
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError, DamagedFileError, IncompleteRunError, Shard
 from batchinfer.run.quarantine import set_aside
@@ -99,14 +100,22 @@ def counted_units(run: RunDir, manifest: Manifest, *, allow_partial: bool) -> di
 
 
 def join_results(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, units: dict[int, CountedUnit], *, allow_partial: bool
+    connection: duckdb.DuckDBPyConnection,
+    run: RunDir,
+    units: dict[int, CountedUnit],
+    answers: LongAnswers | None = None,
+    *,
+    allow_partial: bool,
 ) -> int:
     """Make the views `results` and `delivered` (queries/delivered.sql); returns the number of missing results.
+
+    Args:
+        answers: takes the long ones out of the views; None: they stay.
 
     Raises:
         IncompleteRunError: results are missing (without `allow_partial`), double, or were never planned.
     """
-    create_results(connection, [path for unit in units.values() for path in unit.files])
+    create_results(connection, [path for unit in units.values() for path in unit.files], answers)
     connection.execute(f"CREATE VIEW planned AS SELECT shard, row, sample FROM {read_parquet(run.requests)}")
     connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(run.duplicates)}")
     missing = _number(connection, "SELECT count(*) FROM planned ANTI JOIN results USING (shard, row, sample)")
@@ -126,13 +135,22 @@ def join_results(
     return missing
 
 
-def create_results(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
-    """Make the view `results` of result files."""
-    if files:
-        connection.execute(f"CREATE VIEW results AS SELECT * FROM {read_parquet(*files)}")
-    else:
+def create_results(
+    connection: duckdb.DuckDBPyConnection, files: list[Path], answers: LongAnswers | None = None
+) -> None:
+    """Make the view `results` of result files.
+
+    Args:
+        answers: see `join_results`.
+    """
+    if not files:
         connection.register("no_results", RESULTS.schema.empty_table())
-        connection.execute("CREATE VIEW results AS SELECT * FROM no_results")
+        rows = all_rows("no_results")
+    elif answers is None:
+        rows = all_rows(read_parquet(*files))
+    else:
+        rows = answers.set_apart(connection, files)
+    connection.execute(f"CREATE VIEW results AS {rows}")
 
 
 def output_rows(run: RunDir, shards: list[Shard]) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache, partial
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from batchinfer.data.wide_rows import runs_of_rows
 from batchinfer.finish.join import output_rows, query
 from batchinfer.finish.json_lines import JsonLines, Lines
 from batchinfer.finish.kept_columns import KeptRows
+from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.openai_answers import OpenAIAnswers, TokenOf
 from batchinfer.finish.token_texts import TokenTexts
 from batchinfer.finish.tool_calls import tool_calls
@@ -42,19 +43,21 @@ def write_outputs(
     job: JobConfig,
     shards: list[Shard],
     id_type: pa.DataType,
+    answers: LongAnswers,
     expected: int,
 ) -> tuple[int, int]:
     """Write outputs/<name> for every readable shard; returns the number of rows and of error rows.
 
     Args:
         manifest: vouches for the outputs afterwards.
+        answers: those that are not in the view `delivered`.
         expected: output rows that the plan counted.
 
     Raises:
         ModelError: texts of tokens are asked for, and the model has no tokenizer that can be read.
         RunMismatchError: its tokenizer is another one than the plan's.
     """
-    rows = OutputRows(connection, run, job, shards, id_type)
+    rows = OutputRows(connection, run, job, shards, id_type, answers)
     token_of = _token_of(run, job)
     num_rows = num_errors = 0
     readable = [shard for shard in shards if shard.problem is None]
@@ -106,8 +109,9 @@ class OutputRows:
         job: JobConfig,
         shards: list[Shard],
         id_type: pa.DataType,
+        answers: LongAnswers,
     ) -> None:
-        self._run, self._s3 = run, job.s3
+        self._run, self._s3, self._answers = run, job.s3, answers
         self._kept = kept_fields(shards, job.output.keep_columns, job.s3)
         tables = asked_for(job, prompt_logprobs=_wants_prompt_logprobs(connection, run, job))
         self._own = output_schema(id_type, [], tables)
@@ -131,7 +135,8 @@ class OutputRows:
         """
         for first, end in runs_of_rows(np.array([shard.num_rows for shard in shards]), BATCH_ROWS, BATCH_ROWS):
             neighbours = shards[first:end]
-            found = groupby(_output_reader(connection, self._run, neighbours, self._own, where), key=itemgetter(0))
+            reader = _output_reader(connection, self._run, neighbours, self._own, self._answers, where)
+            found = groupby(reader, key=itemgetter(0))
             index, batches = next(found, (None, iter(())))
             for shard in neighbours:
                 if shard.index == index:
@@ -167,7 +172,12 @@ def _token_of(run: RunDir, job: JobConfig) -> TokenOf:
 
 
 def _output_reader(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard], own: pa.Schema, where: str
+    connection: duckdb.DuckDBPyConnection,
+    run: RunDir,
+    shards: list[Shard],
+    own: pa.Schema,
+    answers: LongAnswers,
+    where: str,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """(shard, next output rows of it) in order, without the kept columns and texts of tokens."""
     rows = query("choices" if "choice" in own.names else "samples", output_rows=output_rows(run, shards))
@@ -175,9 +185,9 @@ def _output_reader(
     if own.field("id").type == pa.int64():
         columns[0] = "id::BIGINT AS id"
     ordered = connection.sql(
-        f"SELECT shard, {', '.join(columns)} FROM ({rows}) WHERE {where} ORDER BY shard, row, sample"
+        f"SELECT shard, answer_place, {', '.join(columns)} FROM ({rows}) WHERE {where} ORDER BY shard, row, sample"
     )
-    for batch in ordered.to_arrow_reader(BATCH_ROWS):
+    for batch in chain.from_iterable(map(answers.filled, ordered.to_arrow_reader(BATCH_ROWS))):
         calls = tool_calls(batch["text"], batch["finish_reason"]) if "tool_calls" in own.names else None
         found = [calls if name == "tool_calls" else batch[name] for name in own.names]
         rows_of_all = pa.RecordBatch.from_arrays(found, names=own.names).cast(own)

@@ -22,6 +22,7 @@ SELECT * REPLACE (
        CASE WHEN status = 'ok' THEN '' END AS text, CASE WHEN status = 'ok' THEN []::INTEGER[] END AS token_ids,
        CASE WHEN status = 'ok' THEN 'length' ELSE 'error' END AS finish_reason, NULL::VARCHAR AS stop_reason,
        0 AS completion_tokens, NULL AS logprobs, NULL::VARCHAR AS reasoning, 0 AS reasoning_tokens,
+       NULL::BIGINT AS answer_place,
        CASE WHEN status = 'ok' THEN list_position(choice_logprobs, list_max(choice_logprobs)) - 1 END AS choice,
        CASE WHEN status = 'ok' THEN
            list_position([x / choice_num_tokens[i] for x, i in choice_logprobs],

@@ -17,7 +17,7 @@ SELECT wanted.shard, wanted.row, CASE WHEN choices IS NULL THEN wanted.sample EL
        CASE WHEN is_duplicate THEN 0 ELSE coalesce(delivered.kv_tokens_sum, 0) END AS kv_tokens_sum,
        delivered.reasoning, coalesce(delivered.reasoning_tokens, 0) AS reasoning_tokens,
        delivered.structured_valid, delivered.prompt_logprobs,
-       delivered.logprobs, list_avg(list_transform(delivered.logprobs, lambda token: token.logprob)) AS mean_logprob,
+       delivered.logprobs, delivered.mean_logprob, delivered.answer_place,
        delivered.unit,
        CASE WHEN NOT is_duplicate THEN admitted_s END AS admitted_s,
        CASE WHEN NOT is_duplicate THEN first_token_s END AS first_token_s,

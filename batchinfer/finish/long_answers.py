@@ -1,0 +1,170 @@
+"""Long answers on their way from results to outputs: apart from their rows, which are sorted without them.
+
+    results ─┬─ rows, short answers with them ──► sorted and joined by DuckDB ──┬─► output rows, a few at a time
+             └─ long answers, in a file of their own ─────────── by place ──────┘
+
+DuckDB holds thousands of rows at a time whatever is in them: answers of 32,000 tokens, or log-probabilities of many
+alternatives, would fill any memory.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import duckdb
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchinfer.data.duckdb_sql import read_parquet
+from batchinfer.data.parquet import own_file
+from batchinfer.data.schemas import RESULTS
+from batchinfer.data.wide_rows import bytes_of_rows, runs_of_rows
+from batchinfer.rundir import cannot_write
+
+LONG_BYTES = 16 << 10  # an answer of more goes into the file
+BATCH_BYTES = 16 << 20  # that are read at a time, about
+VALUE_BYTES = 8  # of a value of a list and what else goes with it, about
+GROUP_ROWS = 2048  # of the rows without their long answers
+FILLED_BYTES = 128 << 20  # of long answers that output rows get at a time; a longer one comes alone
+
+ANSWER = pa.schema(
+    [RESULTS.schema.field(name) for name in ("text", "token_ids", "reasoning", "logprobs", "prompt_logprobs")]
+)
+SHORT_ROWS = RESULTS.schema.append(pa.field("answer_place", pa.int64())).append(pa.field("mean_logprob", pa.float64()))
+_MEAN = "list_avg(list_transform(logprobs, lambda token: token.logprob)) AS mean_logprob"
+
+
+def all_rows(rows: str) -> str:
+    """SQL for results (SQL, too) with all their answers in them, `answer_place` null."""
+    return f"SELECT *, NULL::BIGINT AS answer_place, {_MEAN} FROM {rows}"
+
+
+class LongAnswers:
+    """A file of answers, and the rows that they were taken out of.
+
+    Args:
+        folder: where it may write.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._answers, self._rows = folder / "long_answers.arrow", folder / "short_rows.parquet"
+        self._num_bytes: list[int] = []  # by place
+        self._reader: pa.RecordBatchFileReader
+
+    def set_apart(self, connection: duckdb.DuckDBPyConnection, files: list[Path]) -> str:
+        """Take the long answers out of result files; SQL for the rows, with `answer_place` and `mean_logprob`.
+
+        Args:
+            files: at least one.
+
+        Raises:
+            DamagedFileError: a file cannot be read.
+            ConfigError: the folder cannot be written.
+        """
+        mixed = [path for path in files if _has_long(path)]
+        if not mixed:
+            return all_rows(read_parquet(*files))
+        try:
+            self._write(connection, mixed)
+            self._reader = pa.ipc.open_file(pa.OSFile(str(self._answers)))
+        except OSError as error:
+            raise cannot_write(self._answers, error) from None
+        others = set(files).difference(mixed)
+        parts = [f"SELECT * FROM {read_parquet(self._rows)}"]
+        if others:
+            parts.append(all_rows(read_parquet(*sorted(others))))
+        return " UNION ALL BY NAME ".join(parts)
+
+    def filled(self, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+        """Rows of samples.sql with their long answers: the same rows in order, fewer at a time."""
+        places = rows["answer_place"]
+        if places.null_count == len(rows):
+            yield rows
+            return
+        is_long = places.is_valid().to_numpy(zero_copy_only=False)
+        num_bytes = np.zeros(len(rows), dtype=np.int64)
+        num_bytes[is_long] = np.array(self._num_bytes)[places.drop_null().to_numpy()]
+        for first, end in runs_of_rows(num_bytes, FILLED_BYTES, len(rows)):
+            yield self._filled(rows.slice(first, end - first), np.flatnonzero(is_long[first:end]))
+
+    def _write(self, connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
+        """Both files, of the rows of these result files."""
+        compressed = pa.ipc.IpcWriteOptions(compression="lz4")
+        with (
+            pa.OSFile(str(self._answers), "w") as file,
+            pa.ipc.new_file(file, ANSWER, options=compressed) as answers,
+            pq.ParquetWriter(self._rows, SHORT_ROWS) as rows,
+        ):
+            pending: list[pa.RecordBatch] = []
+            for path in files:
+                for batch in _batches(path, RESULTS.schema.names):
+                    pending.append(self._without_long(batch, answers, connection.cursor()))
+                    if sum(map(len, pending)) >= GROUP_ROWS:
+                        rows.write_table(pa.Table.from_batches(pending))
+                        pending.clear()
+            rows.write_table(pa.Table.from_batches(pending, SHORT_ROWS))
+
+    def _without_long(
+        self, batch: pa.RecordBatch, answers: pa.RecordBatchFileWriter, connection: duckdb.DuckDBPyConnection
+    ) -> pa.RecordBatch:
+        """Put the long answers of result rows into the file; the rows, of SHORT_ROWS."""
+        num_bytes = _answer_bytes(batch)
+        is_long = num_bytes > LONG_BYTES
+        places = np.cumsum(is_long) - 1 + len(self._num_bytes)
+        for row in np.flatnonzero(is_long).tolist():
+            answers.write_batch(_as_delivered(batch.slice(row, 1)))
+        self._num_bytes += num_bytes[is_long].tolist()
+        connection.register("answers", batch.select(["logprobs"]))
+        means = connection.sql(f"SELECT {_MEAN} FROM answers").to_arrow_table()["mean_logprob"].combine_chunks()
+        without = pa.array(np.arange(len(batch)), mask=is_long)
+        columns = {name: batch[name] for name in batch.schema.names}
+        columns |= {name: batch[name].take(without) for name in ANSWER.names}
+        columns |= {"answer_place": pa.array(places, mask=~is_long), "mean_logprob": means}
+        return pa.RecordBatch.from_pydict(columns, SHORT_ROWS)
+
+    def _filled(self, rows: pa.RecordBatch, long_rows: np.ndarray) -> pa.RecordBatch:
+        if not len(long_rows):
+            return rows
+        places = rows["answer_place"].drop_null().to_pylist()
+        answers = pa.Table.from_batches([self._reader.get_batch(place) for place in places])
+        is_first = rows["sample"].to_numpy()[long_rows] == 0
+        for index, name in enumerate(rows.schema.names):
+            if name in ANSWER.names:
+                field = ANSWER.field(name)
+                source = np.arange(len(rows))
+                source[long_rows] = len(rows) + np.arange(len(long_rows))
+                if name == "prompt_logprobs":  # of the first sample only
+                    source[long_rows[~is_first]] = long_rows[~is_first]
+                column = pa.concat_arrays([rows[name].cast(field.type), *answers[name].chunks])
+                rows = rows.set_column(index, field, column.take(pa.array(source)))
+        return rows
+
+
+def _has_long(path: Path) -> bool:
+    return any((_answer_bytes(batch) > LONG_BYTES).any() for batch in _batches(path, ANSWER.names))
+
+
+def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """The rows of a result file in batches of about BATCH_BYTES."""
+    with own_file(path), pq.ParquetFile(path) as file:
+        metadata = file.metadata
+        chunks = [group.column(place) for group in map(metadata.row_group, range(metadata.num_row_groups))
+                  for place in range(metadata.num_columns)]  # fmt: skip
+        num_bytes = VALUE_BYTES * sum(chunk.num_values for chunk in chunks)
+        rows = max(1, BATCH_BYTES * metadata.num_rows // max(1, num_bytes))
+        yield from file.iter_batches(rows, columns=columns, use_threads=False)
+
+
+def _answer_bytes(batch: pa.RecordBatch) -> np.ndarray:
+    """[N] int64, decoded bytes of each row's answer."""
+    return np.sum([bytes_of_rows(batch[name]) for name in ANSWER.names], axis=0)
+
+
+def _as_delivered(row: pa.RecordBatch) -> pa.RecordBatch:
+    """The answer of one result row as samples.sql has it: nothing is known of the first token of its prompt."""
+    columns = {name: row[name] for name in ANSWER.names}
+    scored = columns["prompt_logprobs"]
+    if scored.null_count == 0:
+        values = pa.concat_arrays([pa.nulls(1, scored.type.value_type), scored.flatten()])
+        columns["prompt_logprobs"] = pa.ListArray.from_arrays([0, len(values)], values)
+    return pa.RecordBatch.from_pydict(columns, ANSWER)

@@ -1,0 +1,105 @@
+"""Long answers pass by the sort of their rows: outputs are the same, and memory does not grow with the answers."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.controller.result_files import write_results
+from batchinfer.data.schemas import RESULTS
+from batchinfer.finish import join, long_answers
+from batchinfer.finish.long_answers import LongAnswers
+from batchinfer.records import ConfigError
+from batchinfer.rundir import RunDir, publish_json, read_json
+from support.damage import make_computed_run
+from support.jobs import batchinfer, output_bytes, outputs, question, write_job, write_shard
+
+FORMS = ("parquet", "jsonl", "openai")
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """A run with duplicates, several samples, bad rows and all that an answer may have, not finished yet."""
+    folder = tmp_path_factory.mktemp("computed")
+    prompts = [*map(question, range(7)), question(0), "", question(1)]
+    sampling = [{"prompt_logprobs": 2 if row % 3 else None, "max_tokens": 2 + row % 4} for row in range(len(prompts))]
+    columns = {"id": list(range(len(prompts))), "prompt": prompts, "sampling": sampling}
+    write_shard(folder / "prompts" / "a.parquet", columns)
+    write_shard(folder / "prompts" / "b.parquet", columns)
+    job = write_job(
+        folder,
+        input={"sampling": "sampling"},
+        output={"reasoning": "auto"},
+        sampling={"max_tokens": 4, "n": 2, "logprobs": 2},
+    )
+    assert batchinfer("plan", job).code == 0
+    assert batchinfer("work", job).code == 0
+    return folder / "run"
+
+
+def finish(computed, target, form):
+    shutil.copytree(computed, target)
+    assert batchinfer("finish", target, "--set", f"output.format={form}").code == 3  # of bad rows
+    return output_bytes(target), pq.read_table(target / "stats" / "requests.parquet")
+
+
+@pytest.mark.parametrize(("form", "long_bytes"), [*itertools.product(FORMS, (0, 150))])
+def test_outputs_are_the_same_wherever_answers_wait(computed, tmp_path, monkeypatch, form, long_bytes):
+    plain_files, plain_stats = finish(computed, tmp_path / "plain", form)
+    written = []
+    as_delivered = long_answers._as_delivered
+    monkeypatch.setattr(long_answers, "LONG_BYTES", long_bytes)
+    monkeypatch.setattr(long_answers, "BATCH_BYTES", 1 << 10)
+    monkeypatch.setattr(long_answers, "GROUP_ROWS", 3)
+    monkeypatch.setattr(long_answers, "_as_delivered", lambda row: written.append(row) or as_delivered(row))
+    files, stats = finish(computed, tmp_path / "long", form)
+    assert files == plain_files
+    assert stats.equals(plain_stats)
+    num_results = sum(pq.read_metadata(path).num_rows for path in computed.glob("units/*/*/part-*.parquet"))
+    assert len(written) == num_results if long_bytes == 0 else 0 < len(written) < num_results
+
+
+def test_rows_come_fewer_at_a_time_with_long_answers(computed, tmp_path, monkeypatch):
+    finish(computed, tmp_path / "plain", "parquet")
+    monkeypatch.setattr(long_answers, "LONG_BYTES", 0)
+    monkeypatch.setattr(long_answers, "FILLED_BYTES", 1 << 10)
+    finish(computed, tmp_path / "long", "parquet")
+    assert outputs(tmp_path / "long") == outputs(tmp_path / "plain")
+    file = pq.ParquetFile(tmp_path / "long" / "outputs" / "a.parquet")
+    assert file.num_row_groups > 3
+
+
+def test_answers_of_any_length_fit_into_the_memory_of_the_sort(tmp_path, monkeypatch):
+    """13 answers of 4 MiB each, and 48 MB for all of DuckDB."""
+    run = RunDir(make_computed_run(tmp_path))
+    for mark in run.done_marks.iterdir():
+        files = {}
+        for name in read_json(mark)["files"]:
+            table = pq.read_table(run.root / name)
+            place = table.schema.get_field_index("text")
+            text = pc.binary_repeat(table["text"].combine_chunks(), (4 << 20) // 8)
+            table = table.set_column(place, "text", text.cast(pa.string()))
+            path = write_results((run.root / name).parent, 90, table.cast(RESULTS.schema))
+            files[str(path.relative_to(run.root))] = path.stat().st_size
+        publish_json(mark, {**read_json(mark), "files": files})
+    monkeypatch.setattr(join, "SORT_MEMORY", "48MB")
+    ended = batchinfer("finish", run.root)
+    assert ended.code == 0, ended.err
+    texts = [row["text"] for rows in outputs(run.root).values() for row in rows]
+    assert len(texts) == 13
+    assert min(map(len, texts)) >= 1 << 20
+
+
+def test_a_folder_that_cannot_be_written_is_named(computed, tmp_path, monkeypatch):
+    monkeypatch.setattr(long_answers, "LONG_BYTES", 0)
+    files = list(computed.glob("units/*/*/part-*.parquet"))
+    with (
+        join.open_database(RunDir(tmp_path)) as connection,
+        pytest.raises(ConfigError, match=r"cannot write .*missing"),
+    ):
+        LongAnswers(tmp_path / "missing").set_apart(connection, files)
