@@ -26,7 +26,7 @@ from batchinfer.finish.kept_columns import KeptRows
 from batchinfer.finish.tool_calls import before_calls, call_ids
 from batchinfer.records import Shard
 
-SLICE_ROWS = 64  # that are Python objects at a time: log-probabilities are large
+SLICE_ROWS, SLICE_BYTES = 64, 1 << 20  # that are Python objects at a time: log-probabilities are 50 times as large
 LEAST_LOGPROB = -9999.0  # OpenAI's word for everything below
 _PARAM = re.compile(r"\bbody\.([A-Za-z_]+)")
 
@@ -61,8 +61,9 @@ class OpenAIAnswers(Lines):
                 for name, values in (*zip(("url", "model"), named, strict=False), ("has_tools", has_tools)):
                     part = part.append_column(f"\0{name}", values)
             part = part.append_column("\0refused", pc.is_in(part["row"], value_set=self._refused))
-            for first in range(0, num_rows, SLICE_ROWS):
-                for sample in part.slice(first, SLICE_ROWS).to_pylist():
+            slice_rows = max(1, min(SLICE_ROWS, SLICE_BYTES * num_rows // max(1, part.nbytes)))
+            for first in range(0, num_rows, slice_rows):
+                for sample in part.slice(first, slice_rows).to_pylist():
                     if self._samples and self._samples[0]["row"] != sample["row"]:
                         yield from self.rest()
                     self._samples.append(sample)

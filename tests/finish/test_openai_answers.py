@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,30 @@ def test_log_probabilities_are_never_below_the_least_that_openai_tells_and_bytes
     (token,) = answer.choices[0].logprobs.content
     assert (token.logprob, token.bytes, token.top_logprobs[0].logprob) == (-9999.0, [0xC3], -9999.0)
     assert token.top_logprobs[0].bytes is None
+
+
+def test_rows_of_many_log_probabilities_are_taken_one_at_a_time():
+    item = {"token_id": 5, "logprob": -1.0, "top": [{"token_id": 5, "logprob": -1.0}] * 20}
+    row = pa.Table.from_pylist([ROW | {"logprobs": [item] * 1000}])
+
+    def peak_bytes(num_rows: int) -> int:
+        answers = OpenAIAnswers(
+            make_job("a", messages="m"),
+            Shard(0, "a", "a.parquet", 1, "", 1),
+            len(ROW),
+            lambda _: ("x", b"x"),
+            pa.array([], pa.int64()),
+        )
+        rows = pa.concat_tables([row] * num_rows)
+        rows = rows.set_column(1, "row", pa.array(range(num_rows)))
+        tracemalloc.start()
+        try:
+            assert sum(1 for _ in answers.of(rows)) == num_rows - 1
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak_bytes(30) < 2 * peak_bytes(10)
 
 
 def test_the_documented_batch_is_answered(tmp_path):
