@@ -162,15 +162,15 @@ def test_a_publisher_does_not_take_many_more_files_when_one_could_not_be_written
         raise OSError(errno.EIO, "Input/output error")
 
     def made_slowly():
-        for number in range(rundir.MOST_WAITING):
+        for number in range(whole_files.MOST_WAITING):
             begun.append(number)
             time.sleep(0.01)
             yield str(number)
 
-    monkeypatch.setattr(rundir, "sync_file", fail)
+    monkeypatch.setattr(whole_files, "sync_file", fail)
     with pytest.raises(ConfigError, match="Input/output error"):
         put_all(tmp_path, made_slowly())
-    assert len(begun) < rundir.MOST_WAITING / 2
+    assert len(begun) < whole_files.MOST_WAITING / 2
 
 
 def test_of_two_that_create_a_file_the_first_wins(tmp_path):

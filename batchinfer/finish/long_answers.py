@@ -19,7 +19,7 @@ from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.parquet import own_file
 from batchinfer.data.schemas import RESULTS
 from batchinfer.data.wide_rows import bytes_of_rows, runs_of_rows
-from batchinfer.rundir import cannot_write
+from batchinfer.whole_files import cannot_write
 
 LONG_BYTES = 16 << 10  # an answer of more goes into the file
 BATCH_BYTES = 16 << 20  # that are read at a time, about

@@ -10,12 +10,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller.result_files import write_results
 from batchinfer.data.schemas import RESULTS
 from batchinfer.finish import join, long_answers
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir, publish_json, read_json
+from batchinfer.rundir import RunDir
 from support.damage import make_computed_run
 from support.jobs import batchinfer, output_bytes, outputs, question, write_job, write_shard
 
