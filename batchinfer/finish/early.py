@@ -11,7 +11,7 @@ import pyarrow as pa
 from batchinfer.config import JobConfig
 from batchinfer.controller.result_files import damage
 from batchinfer.data.duckdb_sql import read_parquet
-from batchinfer.finish.join import HAS_ENDED, SORT_MEMORY, create_results, query
+from batchinfer.finish.join import HAS_ENDED, SORT_BYTES, create_results, query, sort_limit
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import OutputRows
 from batchinfer.records import Shard
@@ -53,7 +53,7 @@ class EarlyRows:
         shards = [Shard(**shard) for shard in state["shards"] if shard["problem"] is None]
         with (
             tempfile.TemporaryDirectory(prefix="batchinfer-") as spill,
-            duckdb.connect(config={"memory_limit": SORT_MEMORY, "temp_directory": spill}) as connection,
+            duckdb.connect(config={"memory_limit": sort_limit(SORT_BYTES), "temp_directory": spill}) as connection,
         ):
             answers = LongAnswers(Path(spill))
             create_results(connection, files, answers)

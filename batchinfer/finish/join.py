@@ -14,13 +14,15 @@ from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas import RESULTS
 from batchinfer.finish.long_answers import LongAnswers, all_rows
+from batchinfer.host_info import free_memory_bytes
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError, DamagedFileError, IncompleteRunError, Shard
 from batchinfer.run.quarantine import set_aside
 from batchinfer.rundir import RunDir, plan_again
 from batchinfer.sanitize import first_line
 
-SORT_MEMORY = "1GB"  # DuckDB spills to the run folder beyond this
+SORT_BYTES = 1 << 30  # that DuckDB may hold before it spills to the run folder, on any machine
+MOST_SORT_BYTES = 8 << 30  # where a quarter of the memory that is free is more
 NOT_COMPUTED = "not computed: the run was finished before this row was (--allow-partial)"
 HAS_ENDED = f"error IS DISTINCT FROM {literal(NOT_COMPUTED)}"  # SQL, of an output row
 
@@ -36,19 +38,30 @@ def open_database(run: RunDir) -> Iterator[duckdb.DuckDBPyConnection]:
     """DuckDB for sorting and joining, with its scratch files in the run folder.
 
     Raises:
-        ConfigError: a file of the run folder is damaged, or the disk is full.
+        ConfigError: a file of the run folder is damaged, the disk is full, or rows are too wide for the memory.
     """
+    limit = sort_limit(max(SORT_BYTES, min(free_memory_bytes() // 4, MOST_SORT_BYTES)))
     try:
         run.finish_scratch.mkdir(parents=True, exist_ok=True)
-        with duckdb.connect(
-            config={"memory_limit": SORT_MEMORY, "temp_directory": str(run.finish_scratch / "spill")}
-        ) as connection:
+        config = {"memory_limit": limit, "temp_directory": str(run.finish_scratch / "spill")}
+        with duckdb.connect(config=config) as connection:
             yield connection
     except duckdb.Error as error:
+        # the same is said of a disk that has no room for what would leave the memory
+        if isinstance(error, duckdb.OutOfMemoryException) and "temp_directory" not in str(error):
+            raise ConfigError(
+                f"cannot finish {run.shown}: its rows are too wide to be sorted in {limit}; repeat `batchinfer finish "
+                f"{run.shown}` where more memory is free: it takes a quarter of that"
+            ) from None
         raise ConfigError(
             f"cannot finish {run.shown}: {first_line(error)}; free space, or use another output.dir if a file is "
             "damaged"
         ) from None
+
+
+def sort_limit(num_bytes: int) -> str:
+    """As DuckDB takes it, and people read it."""
+    return f"{num_bytes >> 20} MiB"
 
 
 @dataclass(frozen=True, slots=True)

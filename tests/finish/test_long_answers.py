@@ -75,8 +75,9 @@ def test_rows_come_fewer_at_a_time_with_long_answers(computed, tmp_path, monkeyp
     assert file.num_row_groups > 3
 
 
-def test_answers_of_any_length_fit_into_the_memory_of_the_sort(tmp_path, monkeypatch):
-    """13 answers of 4 MiB each, and 48 MB for all of DuckDB."""
+@pytest.fixture
+def run_of_wide_rows(tmp_path, monkeypatch):
+    """13 answers of 4 MiB each, and 48 MiB for all of DuckDB."""
     run = RunDir(make_computed_run(tmp_path))
     for mark in run.done_marks.iterdir():
         files = {}
@@ -88,12 +89,24 @@ def test_answers_of_any_length_fit_into_the_memory_of_the_sort(tmp_path, monkeyp
             path = write_results((run.root / name).parent, 90, table.cast(RESULTS.schema))
             files[str(path.relative_to(run.root))] = path.stat().st_size
         publish_json(mark, {**read_json(mark), "files": files})
-    monkeypatch.setattr(join, "SORT_MEMORY", "48MB")
-    ended = batchinfer("finish", run.root)
+    for name in ("SORT_BYTES", "MOST_SORT_BYTES"):
+        monkeypatch.setattr(join, name, 48 << 20)
+    return run.root
+
+
+def test_answers_of_any_length_fit_into_the_memory_of_the_sort(run_of_wide_rows):
+    ended = batchinfer("finish", run_of_wide_rows)
     assert ended.code == 0, ended.err
-    texts = [row["text"] for rows in outputs(run.root).values() for row in rows]
+    texts = [row["text"] for rows in outputs(run_of_wide_rows).values() for row in rows]
     assert len(texts) == 13
     assert min(map(len, texts)) >= 1 << 20
+
+
+def test_rows_that_do_not_fit_are_said_to_be_too_wide(run_of_wide_rows, monkeypatch):
+    monkeypatch.setattr(long_answers, "LONG_BYTES", 1 << 40)  # as if none were long
+    ended = batchinfer("finish", run_of_wide_rows)
+    assert ended.code == 2
+    assert "its rows are too wide to be sorted in 48 MiB; repeat `batchinfer finish" in ended.err
 
 
 def test_a_folder_that_cannot_be_written_is_named(computed, tmp_path, monkeypatch):
