@@ -43,8 +43,9 @@ def open_database(run: RunDir) -> Iterator[duckdb.DuckDBPyConnection]:
     limit = sort_limit(max(SORT_BYTES, min(free_memory_bytes() // 4, MOST_SORT_BYTES)))
     try:
         run.finish_scratch.mkdir(parents=True, exist_ok=True)
-        config = {"memory_limit": limit, "temp_directory": str(run.finish_scratch / "spill")}
-        with duckdb.connect(config=config) as connection:
+        with duckdb.connect(
+            config={"memory_limit": limit, "temp_directory": str(run.finish_scratch / "spill")}
+        ) as connection:
             yield connection
     except duckdb.Error as error:
         # the same is said of a disk that has no room for what would leave the memory

@@ -4,7 +4,7 @@
              └─ long answers, in a file of their own ─────────── by place ──────┘
 
 DuckDB holds thousands of rows at a time whatever is in them: answers of 32,000 tokens, or log-probabilities of many
-alternatives, would fill any memory.
+alternatives, would fill any memory. No threads are begun: callers of the Python door read through this, too.
 """
 
 from collections.abc import Iterator
@@ -66,7 +66,9 @@ class LongAnswers:
             return all_rows(read_parquet(*files))
         try:
             self._write(connection, mixed)
-            self._reader = pa.ipc.open_file(pa.OSFile(str(self._answers)))
+            self._reader = pa.ipc.open_file(
+                pa.OSFile(str(self._answers)), options=pa.ipc.IpcReadOptions(use_threads=False)
+            )
         except OSError as error:
             raise cannot_write(self._answers, error) from None
         others = set(files).difference(mixed)
@@ -89,7 +91,7 @@ class LongAnswers:
 
     def _write(self, connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
         """Both files, of the rows of these result files."""
-        compressed = pa.ipc.IpcWriteOptions(compression="lz4")
+        compressed = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
         with (
             pa.OSFile(str(self._answers), "w") as file,
             pa.ipc.new_file(file, ANSWER, options=compressed) as answers,
@@ -146,7 +148,7 @@ def _has_long(path: Path) -> bool:
 
 def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """The rows of a result file in batches of about BATCH_BYTES."""
-    with own_file(path), pq.ParquetFile(path) as file:
+    with own_file(path), pq.ParquetFile(path, pre_buffer=False) as file:
         metadata = file.metadata
         chunks = [group.column(place) for group in map(metadata.row_group, range(metadata.num_row_groups))
                   for place in range(metadata.num_columns)]  # fmt: skip
