@@ -1,5 +1,6 @@
 """Where the sample data is, and a model with random weights for tests that want noise instead of answers."""
 
+import os
 import shutil
 import tempfile
 from atexit import register
@@ -13,6 +14,17 @@ SAMPLE_MODEL = ROOT / "sample_data" / "model"
 SAMPLE_PROMPTS = ROOT / "sample_data" / "prompts"
 DEMO_JOB = ROOT / "jobs" / "demo.toml"
 
-_SCRATCH = Path(tempfile.mkdtemp(prefix="batchinfer-tests-"))
-register(shutil.rmtree, _SCRATCH, ignore_errors=True)
-RANDOM_MODEL = make_random_twin(SAMPLE_MODEL, _SCRATCH / "model")
+_MADE = "BATCHINFER_TESTS_RANDOM_MODEL"  # by the process that has started this one, which may be killed any time
+
+
+def _random_model() -> Path:
+    if made := os.environ.get(_MADE):
+        return Path(made)
+    scratch = Path(tempfile.mkdtemp(prefix="batchinfer-tests-"))
+    register(shutil.rmtree, scratch, ignore_errors=True)
+    model = make_random_twin(SAMPLE_MODEL, scratch / "model")
+    os.environ[_MADE] = str(model)
+    return model
+
+
+RANDOM_MODEL = _random_model()
