@@ -3,6 +3,7 @@
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import duckdb
@@ -54,8 +55,8 @@ class EarlyRows:
         with (
             tempfile.TemporaryDirectory(prefix="batchinfer-") as spill,
             duckdb.connect(config={"memory_limit": sort_limit(SORT_BYTES), "temp_directory": spill}) as connection,
+            closing(LongAnswers(Path(spill))) as answers,
         ):
-            answers = LongAnswers(Path(spill))
             create_results(connection, files, answers)
             connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(self._run.duplicates)}")
             connection.execute(f"CREATE TABLE delivered AS {query('delivered')}")

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 import pyarrow as pa
@@ -87,8 +87,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     refuse_changed(shards, job.s3)
     manifest.check(run.requests, run.duplicates, *(run.tokens(shard.index) for shard in shards if not shard.problem))
     units = counted_units(run, manifest, allow_partial=allow_partial)
-    with open_database(run) as connection:
-        answers = LongAnswers(run.finish_scratch)
+    with open_database(run) as connection, closing(LongAnswers(run.finish_scratch)) as answers:
         # what is scored of choices is added up first
         apart = answers if job.input.choices is None else None
         num_missing = join_results(connection, run, units, apart, allow_partial=allow_partial)

@@ -40,7 +40,7 @@ def all_rows(rows: str) -> str:
 
 
 class LongAnswers:
-    """A file of answers, and the rows that they were taken out of.
+    """A file of answers, and the rows that they were taken out of; to be closed before its folder is deleted.
 
     Args:
         folder: where it may write.
@@ -49,7 +49,13 @@ class LongAnswers:
     def __init__(self, folder: Path) -> None:
         self._answers, self._rows = folder / "long_answers.arrow", folder / "short_rows.parquet"
         self._num_bytes: list[int] = []  # by place
+        self._file: pa.OSFile | None = None  # of answers, once they are all in it
         self._reader: pa.RecordBatchFileReader
+
+    def close(self) -> None:
+        """Let go of the file: NFS keeps the folder of one that is open."""
+        if self._file is not None:
+            self._file.close()
 
     def set_apart(self, connection: duckdb.DuckDBPyConnection, files: list[Path]) -> str:
         """Take the long answers out of result files; SQL for the rows, with `answer_place` and `mean_logprob`.
@@ -66,9 +72,8 @@ class LongAnswers:
             return all_rows(read_parquet(*files))
         try:
             self._write(connection, mixed)
-            self._reader = pa.ipc.open_file(
-                pa.OSFile(str(self._answers)), options=pa.ipc.IpcReadOptions(use_threads=False)
-            )
+            self._file = pa.OSFile(str(self._answers))
+            self._reader = pa.ipc.open_file(self._file, options=pa.ipc.IpcReadOptions(use_threads=False))
         except OSError as error:
             raise cannot_write(self._answers, error) from None
         others = set(files).difference(mixed)
