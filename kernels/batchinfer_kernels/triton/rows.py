@@ -18,8 +18,9 @@ from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_
 
 _BLOCK = BLOCK
 _TILE_VALUES = 1024
-_TILE_HEADS = 16
+_TILE_HEADS = 32
 _PROGRAM_VALUES = 4096  # narrow rows share a program
+_LATENT_VALUES = 1024  # of latents that share one: few, for a step of decode has few tokens
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -79,8 +80,9 @@ def _rotate_and_write(
     latent_dim, rotary = len(norm_C), 2 * cos.shape[-1]
     if num_tokens:
         latent_tile = triton.next_power_of_2(latent_dim)
-        rows = max(1, _PROGRAM_VALUES // latent_tile)
-        _rope_and_cache[(triton.cdiv(num_tokens, rows),)](
+        rows = max(1, _LATENT_VALUES // latent_tile)
+        heads = min(_TILE_HEADS, triton.next_power_of_2(num_heads))
+        _rope_and_cache[(triton.cdiv(num_tokens, rows), 1 + triton.cdiv(num_heads, heads))](
             q_THA,
             latents_TW,
             norm_C,
@@ -101,7 +103,7 @@ def _rotate_and_write(
             LATENT_TILE=latent_tile,
             PAIRS_TILE=triton.next_power_of_2(rotary // 2),
             ROWS=rows,
-            HEADS=min(_TILE_HEADS, triton.next_power_of_2(num_heads)),
+            HEADS=heads,
             INTERLEAVED=interleaved,
         )
     return q_THA
@@ -182,13 +184,62 @@ def _rotated(first, second, cos, sin):
 
 
 @triton.jit
+def _rotate(
+    from_at, to_at, cos_at, sin_at, is_row, PAIRS: tl.constexpr, PAIRS_TILE: tl.constexpr, INTERLEAVED: tl.constexpr
+):  # fmt: skip
+    """Rotate rows of pairs, each [M, 1] of pointers; `is_row` [M, 1]."""
+    pairs = tl.arange(0, PAIRS_TILE)[None, :]
+    is_pair = is_row & (pairs < PAIRS)
+    cos = tl.load(cos_at + pairs, mask=is_pair, other=0.0)
+    sin = tl.load(sin_at + pairs, mask=is_pair, other=0.0)
+    if INTERLEAVED:  # read and written as they lie, one behind the other
+        columns = tl.arange(0, 2 * PAIRS_TILE)[None, :]
+        is_column = is_row & (columns < 2 * PAIRS)
+        x = tl.load(from_at + columns, mask=is_column, other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(x, (x.shape[0], PAIRS_TILE, 2)))
+        first, second = _rotated(first, second, cos, sin)
+        tl.store(to_at + columns, tl.reshape(tl.join(first, second), (x.shape[0], 2 * PAIRS_TILE)), mask=is_column)
+    else:
+        first = tl.load(from_at + pairs, mask=is_pair, other=0.0).to(tl.float32)
+        second = tl.load(from_at + PAIRS + pairs, mask=is_pair, other=0.0).to(tl.float32)
+        first, second = _rotated(first, second, cos, sin)
+        tl.store(to_at + pairs, first, mask=is_pair)
+        tl.store(to_at + PAIRS + pairs, second, mask=is_pair)
+
+
+@triton.jit
 def _rope_and_cache(
     q_ptr, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, page_scales_ptr, page_rotary_ptr, slots_ptr, eps,
     num_tokens, num_heads, q_width, page_step, latent_stride,
     LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    """Of ROWS tokens the latents and rotary keys (programs 0 of the second axis), or HEADS heads of their queries."""
+    first_token, tile = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
+    if tile == 0:
+        _cache(
+            first_token, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, page_scales_ptr, page_rotary_ptr,
+            slots_ptr, eps, num_tokens, page_step, latent_stride,
+            LATENT, PAIRS, LATENT_TILE, PAIRS_TILE, ROWS, INTERLEAVED,
+        )  # fmt: skip
+    else:
+        in_tile = tl.arange(0, ROWS * HEADS)
+        token, head = first_token + in_tile // HEADS, (tile - 1) * HEADS + in_tile % HEADS
+        is_row = (token < num_tokens) & (head < num_heads)
+        q_at = (q_ptr + (token * num_heads + head) * q_width + (q_width - 2 * PAIRS))[:, None]
+        angles = (token * PAIRS)[:, None]
+        _rotate(q_at, q_at, cos_ptr + angles, sin_ptr + angles, is_row[:, None], PAIRS, PAIRS_TILE, INTERLEAVED)
+
+
+@triton.jit
+def _cache(
+    first_token, latents_ptr, norm_ptr, cos_ptr, sin_ptr, pages_ptr, page_scales_ptr, page_rotary_ptr,
+    slots_ptr, eps, num_tokens, page_step, latent_stride,
+    LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
+    ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """The normed latents of ROWS tokens and their rotated keys to the tokens' places in the pages."""
+    token = first_token + tl.arange(0, ROWS)
     is_token = token < num_tokens
     slot_step = tl.load(slots_ptr + token, mask=is_token, other=0)[:, None] * page_step
     page_at = pages_ptr + slot_step
@@ -214,29 +265,11 @@ def _rope_and_cache(
         rotary_at = page_rotary_ptr + (slot_step + rotary_byte(LATENT)) // 2
     tl.store(page_at + columns, normed, mask=is_latent)
 
-    pairs = tl.arange(0, PAIRS_TILE)[None, :]
-    if INTERLEAVED:
-        first, second = 2 * pairs, 2 * pairs + 1
-    else:
-        first, second = pairs, pairs + PAIRS
-    is_pair = is_token[:, None] & (pairs < PAIRS)
-    cos = tl.load(cos_ptr + token[:, None] * PAIRS + pairs, mask=is_pair, other=0.0)
-    sin = tl.load(sin_ptr + token[:, None] * PAIRS + pairs, mask=is_pair, other=0.0)
-    key_first = tl.load(latent_at + LATENT + first, mask=is_pair, other=0.0).to(tl.float32)
-    key_second = tl.load(latent_at + LATENT + second, mask=is_pair, other=0.0).to(tl.float32)
-    rotated_first, rotated_second = _rotated(key_first, key_second, cos, sin)
-    tl.store(rotary_at + first, rotated_first, mask=is_pair)
-    tl.store(rotary_at + second, rotated_second, mask=is_pair)
-
-    for start in range(0, num_heads, HEADS):
-        heads = (start + tl.arange(0, HEADS))[None, :, None]
-        is_inside = is_pair[:, None, :] & (heads < num_heads)
-        q_at = q_ptr + (token[:, None, None] * num_heads + heads) * q_width + (q_width - 2 * PAIRS)
-        q_first = tl.load(q_at + first[:, None, :], mask=is_inside, other=0.0).to(tl.float32)
-        q_second = tl.load(q_at + second[:, None, :], mask=is_inside, other=0.0).to(tl.float32)
-        new_first, new_second = _rotated(q_first, q_second, cos[:, None, :], sin[:, None, :])
-        tl.store(q_at + first[:, None, :], new_first, mask=is_inside)
-        tl.store(q_at + second[:, None, :], new_second, mask=is_inside)
+    angles = (token * PAIRS)[:, None]
+    _rotate(
+        latent_at + LATENT, rotary_at, cos_ptr + angles, sin_ptr + angles, is_token[:, None],
+        PAIRS, PAIRS_TILE, INTERLEAVED,
+    )  # fmt: skip
 
 
 @triton.jit
