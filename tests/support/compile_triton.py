@@ -87,8 +87,7 @@ def compile_all():
     compile_sparse()
     tiles = of(128, 4, dtype=INT)  # made from lengths, which these tensors have not
     prefill._attend(
-        of(T, H, 192), of(T, 16, 256), of(1000, 64, 576), of(256, dtype=INT), tiles, of(T, dtype=INT), of(T, H, 128),
-        0, 512, 0.1352,
+        of(T, H, 192), of(T, 16, 256), of(T, 64), tiles, of(T, dtype=INT), of(T, H, 128), 0, 0.1352
     )  # fmt: skip
 
 

@@ -3,7 +3,9 @@
 DeepSeek-V2 report section 2.1; the running softmax is that of FlashAttention (arXiv 2205.14135). Keys and values are
 made from the latents by one product for as many heads at a time as fit, so memory does not grow with the context. Keys
 come in tiles of a page from the first one on, and a tile that a row does not see changes none of its bits: where a
-prompt was cut does not matter. Only tiles that some row of the program does not see whole are masked.
+prompt was cut does not matter. Only tiles that some row of the program does not see whole are masked. The keys' rotary
+values, the same for all heads, are gathered before: so what the loop reads lies where it is known ahead, and two tiles
+are on their way while one is worked on.
 """
 
 # T tokens, H heads, N query/key width without position, R rotary width, A = N + R, V value width, Z = N + V
@@ -32,8 +34,7 @@ _SOURCE = "triton prefill from"  # there: the slots of rows that are widened
 class _Work:
     """How a step's attention is cut, the same in all layers."""
 
-    page_ids: torch.Tensor  # [X / 64] int64, all requests' pages one behind the other
-    slots_X: torch.Tensor  # int64, of their tokens
+    slots_X: torch.Tensor  # int64, of the tokens of all requests' pages, one page behind the other
     tiles: torch.Tensor  # [tiles, 4] int64: first row, behind the request's last row, place of its first page, context
 
 
@@ -64,13 +65,14 @@ def mla_prefill(
     assert source is num_tokens_B, "a schedule serves one step: another one has other chunks"
     slots_X = work.slots_X
     z_dim, latent_dim = kv_b_HZC.shape[1:]
-    latents = pages.view(-1, pages.shape[-1])[:, :latent_dim]
+    rows_W = pages.view(-1, pages.shape[-1])
+    rotary_XR = rows_W[:, latent_dim:].index_select(0, slots_X)
     heads_at_once = max(1, _MAX_KEY_BYTES // (len(slots_X) * z_dim * 2))
     for first in range(0, num_heads, heads_at_once):
         kv_b = kv_b_HZC[first : first + heads_at_once]
         kv_XHZ = torch.empty(len(slots_X), len(kv_b), z_dim, dtype=q_THA.dtype, device=q_THA.device)
-        product(latents, kv_b.flatten(0, 1), out=kv_XHZ.flatten(1), rows=slots_X)
-        _attend(q_THA, kv_XHZ, pages, work.page_ids, work.tiles, positions_T, out_THV, first, latent_dim, scale)
+        product(rows_W[:, :latent_dim], kv_b.flatten(0, 1), out=kv_XHZ.flatten(1), rows=slots_X)
+        _attend(q_THA, kv_XHZ, rotary_XR, work.tiles, positions_T, out_THV, first, scale)
     return out_THV
 
 
@@ -92,9 +94,8 @@ def mla_prefill_fp8(
     schedule = {} if keys.schedule is None else keys.schedule
     if SCHEDULE not in schedule:
         work = _cut(keys.page_table_BP, num_tokens_B, keys.kv_tokens_B, q_THA.device)
-        num_pages = len(work.page_ids)
-        ids, slots = (torch.arange(count, device=q_THA.device) for count in (num_pages, num_pages * PAGE_TOKENS))
-        schedule[SCHEDULE] = num_tokens_B, _Work(ids, slots, work.tiles)
+        places_X = torch.arange(len(work.slots_X), device=q_THA.device)
+        schedule[SCHEDULE] = num_tokens_B, _Work(places_X, work.tiles)
         schedule[_SOURCE] = work.slots_X
     wide = widen_rows(keys.pages, schedule[_SOURCE], kv_b_HZC.shape[-1])
     wide_keys = keys._replace(pages=wide.unflatten(0, (-1, PAGE_TOKENS)), schedule=schedule)
@@ -121,64 +122,58 @@ def _cut(
     places_X, tiles_N4 = in_one_copy(on_host, device)
     page_ids = page_table_BP.flatten().index_select(0, places_X)
     slots_X = (page_ids[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten()
-    return _Work(page_ids, slots_X, tiles_N4)
+    return _Work(slots_X, tiles_N4)
 
 
 def _attend(
     q_THA: torch.Tensor,
     kv_XHZ: torch.Tensor,
-    pages: torch.Tensor,
-    page_ids: torch.Tensor,
+    rotary_XR: torch.Tensor,
     tiles: torch.Tensor,
     positions_T: torch.Tensor,
     out_THV: torch.Tensor,
     first_head: int,
-    latent_dim: int,
     scale: float,
 ) -> None:
     """Attention of heads [first_head, first_head + heads of kv_XHZ) into their part of `out_THV`."""
-    (_, num_heads, q_dim), v_dim = q_THA.shape, out_THV.shape[-1]
-    rotary = pages.shape[-1] - latent_dim
+    (_, num_heads, q_dim), v_dim, rotary = q_THA.shape, out_THV.shape[-1], rotary_XR.shape[-1]
     nope = q_dim - rotary
     _attend_tile[(len(tiles), kv_XHZ.shape[1])](
         q_THA,
         kv_XHZ,
-        pages,
-        page_ids,
+        rotary_XR,
         tiles,
         positions_T,
         out_THV,
         first_head,
         num_heads,
         kv_XHZ.shape[1],
-        pages.stride(1),
         scale * _LOG2_E,
         NOPE=nope,
         ROTARY=rotary,
         VALUE=v_dim,
-        LATENT=latent_dim,
         NOPE_TILE=max(16, triton.next_power_of_2(nope)),
         ROTARY_TILE=max(16, triton.next_power_of_2(rotary)),
         VALUE_TILE=max(16, triton.next_power_of_2(v_dim)),
         ROWS=_TILE_ROWS,
         PAGE=PAGE_TOKENS,
         num_warps=8,
-        num_stages=2,
+        num_stages=3,
     )
 
 
 @triton.jit
 def _attend_tile(
-    q_ptr, kv_ptr, pages_ptr, page_ids_ptr, tiles_ptr, positions_ptr, out_ptr,
-    first_head, num_heads, heads_at_once, page_step, scale,
-    NOPE: tl.constexpr, ROTARY: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr,
+    q_ptr, kv_ptr, rotary_ptr, tiles_ptr, positions_ptr, out_ptr,
+    first_head, num_heads, heads_at_once, scale,
+    NOPE: tl.constexpr, ROTARY: tl.constexpr, VALUE: tl.constexpr,
     NOPE_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
     ROWS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """One head of ROWS queries of one request over all keys that they see; scores in powers of two."""
     tile_at = tiles_ptr + tl.program_id(0) * 4
     start, end = tl.load(tile_at).to(tl.int32), tl.load(tile_at + 1).to(tl.int32)
-    first_page, context = tl.load(tile_at + 2).to(tl.int32), tl.load(tile_at + 3).to(tl.int32)
+    first_row, context = tl.load(tile_at + 2).to(tl.int32) * PAGE, tl.load(tile_at + 3).to(tl.int32)
     head = tl.program_id(1)
     row = start + tl.arange(0, ROWS)
     is_row = row < end
@@ -201,15 +196,15 @@ def _attend_tile(
     first_masked = num_seen // PAGE * PAGE
     for first_key in range(0, first_masked, PAGE):
         peak, total, sums = _attend_page(
-            kv_ptr, pages_ptr, page_ids_ptr, q_nope, q_rotary, positions, peak, total, sums,
-            first_key, first_page, context, head, heads_at_once, page_step, scale,
-            NOPE, ROTARY, VALUE, LATENT, NOPE_TILE, ROTARY_TILE, VALUE_TILE, ROWS, PAGE, False,
+            kv_ptr, rotary_ptr, q_nope, q_rotary, positions, peak, total, sums,
+            first_key, first_row, context, head, heads_at_once, scale,
+            NOPE, ROTARY, VALUE, NOPE_TILE, ROTARY_TILE, VALUE_TILE, ROWS, PAGE, False,
         )  # fmt: skip
     for first_key in range(first_masked, stop, PAGE):
         peak, total, sums = _attend_page(
-            kv_ptr, pages_ptr, page_ids_ptr, q_nope, q_rotary, positions, peak, total, sums,
-            first_key, first_page, context, head, heads_at_once, page_step, scale,
-            NOPE, ROTARY, VALUE, LATENT, NOPE_TILE, ROTARY_TILE, VALUE_TILE, ROWS, PAGE, True,
+            kv_ptr, rotary_ptr, q_nope, q_rotary, positions, peak, total, sums,
+            first_key, first_row, context, head, heads_at_once, scale,
+            NOPE, ROTARY, VALUE, NOPE_TILE, ROTARY_TILE, VALUE_TILE, ROWS, PAGE, True,
         )  # fmt: skip
 
     out_at = out_ptr + (row * num_heads + first_head + head)[:, None] * VALUE + value[None, :]
@@ -218,9 +213,9 @@ def _attend_tile(
 
 @triton.jit
 def _attend_page(
-    kv_ptr, pages_ptr, page_ids_ptr, q_nope, q_rotary, positions, peak, total, sums,
-    first_key, first_page, context, head, heads_at_once, page_step, scale,
-    NOPE: tl.constexpr, ROTARY: tl.constexpr, VALUE: tl.constexpr, LATENT: tl.constexpr,
+    kv_ptr, rotary_ptr, q_nope, q_rotary, positions, peak, total, sums,
+    first_key, first_row, context, head, heads_at_once, scale,
+    NOPE: tl.constexpr, ROTARY: tl.constexpr, VALUE: tl.constexpr,
     NOPE_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
     ROWS: tl.constexpr, PAGE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -230,15 +225,14 @@ def _attend_page(
     """
     nope, rotary, value = tl.arange(0, NOPE_TILE), tl.arange(0, ROTARY_TILE), tl.arange(0, VALUE_TILE)
     is_nope, is_rotary, is_value = (nope < NOPE)[None, :], (rotary < ROTARY)[None, :], (value < VALUE)[None, :]
-    place = first_page + first_key // PAGE
+    page_row = (first_row + first_key).to(tl.int64)
     in_page = tl.arange(0, PAGE)
     token = in_page
     if IS_MASKED:
         # values behind the last token may be anything, even infinite: there that token comes again, unseen
         token = tl.minimum(in_page, context - 1 - first_key)
-    page_at = pages_ptr + tl.load(page_ids_ptr + place).to(tl.int64) * (PAGE * page_step) + LATENT
-    kv_at = kv_ptr + (place.to(tl.int64) * PAGE * heads_at_once + head) * (NOPE + VALUE)
-    rotary_at = page_at + token[:, None] * page_step + rotary[None, :]
+    kv_at = kv_ptr + (page_row * heads_at_once + head) * (NOPE + VALUE)
+    rotary_at = rotary_ptr + page_row * ROTARY + token[:, None] * ROTARY + rotary[None, :]
     key_at = kv_at + token[:, None] * (heads_at_once * (NOPE + VALUE))
     k_nope = load_columns(key_at + nope[None, :], is_nope, NOPE == NOPE_TILE)
     k_rotary = load_columns(rotary_at, is_rotary, ROTARY == ROTARY_TILE)
