@@ -132,8 +132,11 @@ class Attention:
         q · (U c) = (Uᵀ q) · c moves the key up-projection U to the query.
         """
         q_nope_THN, q_rope_THR = q_THA.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
-        q_latent_HTC = self.ops.batched_linear(q_nope_THN.transpose(0, 1), self.weights.key_up_HCN)
-        return torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR], dim=-1)
+        q_THW = q_THA.new_empty(*q_THA.shape[:2], self.config.latent_dim)
+        q_latent_THC, q_rotary_THR = q_THW.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1)
+        self.ops.batched_linear(q_nope_THN.transpose(0, 1), self.weights.key_up_HCN, q_latent_THC.transpose(0, 1))
+        q_rotary_THR.copy_(q_rope_THR)
+        return q_THW
 
     def values(self, out_THC: torch.Tensor) -> torch.Tensor:
         """[T, H, V] of sums of latents: the value up-projection follows the sum."""

@@ -149,6 +149,11 @@ def test_a_batched_product_is_the_exact_one_rounded_once_in_any_company(
         threads(num_threads)
         assert torch.equal(ops.batched_linear(x[:, start:stop], weight), whole[:, start:stop])
         assert torch.equal(ops.batched_linear(x[1:2, start:stop], weight[1:2]), whole[1:2, start:stop])
+    wider = torch.full((65, 3, num_out + 5), 7, dtype=whole.dtype)
+    for function in (ops.batched_linear, reference.batched_linear):
+        function(x, weight, wider[..., :num_out].transpose(0, 1))
+        assert torch.equal(wider[..., :num_out].transpose(0, 1), function(x, weight))
+        assert (wider[..., num_out:] == 7).all()
 
 
 @pytest.mark.parametrize(("depth", "half"), [(64, 48), (7, 33), (256, 128)])

@@ -99,6 +99,10 @@ def test_a_batched_product_is_close_to_float64_and_keeps_its_bits(num_in, num_ou
     assert relative_error(whole, x.double() @ weight.double().mT) < TOLERANCE["bf16"]
     for start, stop in [(0, 1), (3, 10), (64, 65), (0, 0)]:
         assert torch.equal(ops.batched_linear(x[:, start:stop], weight), whole[:, start:stop])
+    wider = torch.full((65, 3, num_out + 5), 7.0, dtype=torch.bfloat16)
+    ops.batched_linear(x, weight, wider[..., :num_out].transpose(0, 1))
+    assert torch.equal(wider[..., :num_out].transpose(0, 1), whole)
+    assert (wider[..., num_out:] == 7).all()
 
 
 @pytest.mark.parametrize(("hidden", "experts"), [(33, 5), (256, 64), (1100, 130)])

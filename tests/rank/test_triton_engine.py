@@ -200,8 +200,18 @@ def test_every_kernel_compiles_for_hopper_at_the_shapes_of_v3(compiled):
         # products on Hopper's own matrix unit, not on the older one or on none
         assert bool(kernel["matrix_instructions"]) == (kernel["name"] in MATRIX_KERNELS), kernel
     # experts' rows meet the same instruction in tiles of 64 and of 128 rows: both layouts give the same bits
-    products = {word for kernel in compiled if kernel["name"] == "_product" for word in kernel["matrix_instructions"]}
-    assert {word.split(".")[4] for word in products} <= {"m64n64k16", "m64n128k16", "m64n64k32", "m64n128k32"}
+    products = [kernel for kernel in compiled if kernel["name"] == "_product"]
+    shapes = {
+        is_wide: {
+            word.split(".")[4]
+            for kernel in products
+            if ("COLUMNS=256" in kernel["key"]) is is_wide
+            for word in kernel["matrix_instructions"]
+        }
+        for is_wide in (False, True)
+    }
+    assert shapes[False] <= {"m64n64k16", "m64n128k16", "m64n64k32", "m64n128k32"}
+    assert shapes[True] == {"m64n256k16"}  # of the vocabulary
 
 
 @needs_triton

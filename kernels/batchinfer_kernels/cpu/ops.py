@@ -178,9 +178,10 @@ def linear(
 
 
 @refusing(at(_mismatch, 0, 1))
-def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed) -> torch.Tensor:
+def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed, out: torch.Tensor | None = None) -> torch.Tensor:
     weight = weight if isinstance(weight, Packed) else packed.pack(weight)
-    return library().batched_linear(whole_pairs(x), *weight.plain)
+    y = library().batched_linear(whole_pairs(x), *weight.plain)
+    return y if out is None else out.copy_(y)
 
 
 @refusing(at(_mismatch, 0))

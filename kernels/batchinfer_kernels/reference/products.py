@@ -74,9 +74,14 @@ def linear(
     return y.float() if float32_out else y
 
 
-def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x · weightᵀ for every batch: [B, T, M] and [B, N, M] to [B, T, N], any T."""
-    return batched_matmul(x, weight.transpose(1, 2))
+def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x · weightᵀ for every batch: [B, T, M] and [B, N, M] to [B, T, N], any T.
+
+    Args:
+        out: [B, T, N], where the result goes, for example a part of wider rows; its last dim must have no gaps.
+    """
+    y = batched_matmul(x, weight.transpose(1, 2))
+    return y if out is None else out.copy_(y)
 
 
 def router(x: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from batchinfer_kernels.triton.numbers import dot, to_bfloat16
 from batchinfer_kernels.triton.quantize import quantize_rows
 from batchinfer_kernels.triton.tiles import RowTiles, num_warps, tile_shape
 
-_DENSE_ROWS = 128
+_FEW_ROWS, _DENSE_ROWS = 64, 128
 _SWIZZLE = 8  # row tiles that go through the columns together, so that both operands stay in the cache
 
 
@@ -44,9 +44,10 @@ def linear(
     return product(dense(x), weight, scales, out=out, bias=bias, residual=residual)
 
 
-def batched_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The batches of a row follow each other in memory."""
-    out = torch.empty(x.shape[1], x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device).transpose(0, 1)
+def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The batches of a row follow each other in memory, unless `out` says otherwise."""
+    if out is None:
+        out = torch.empty(x.shape[1], x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device).transpose(0, 1)
     return product(dense(x), dense(weight), out=out)
 
 
@@ -85,7 +86,7 @@ def product(
         return out
     shape = tile_shape(num_columns, depth, fp8=scales is not None)
     num_rows = out.shape[-2]
-    tile_rows = tiles.rows if tiles else _DENSE_ROWS
+    tile_rows = tiles.rows if tiles else _FEW_ROWS if num_rows <= _FEW_ROWS else _DENSE_ROWS
     column_tiles = triton.cdiv(num_columns, shape.columns)
     row_programs = tiles.num_programs if tiles else triton.cdiv(num_rows, tile_rows)
     is_batched = x.dim() == 3

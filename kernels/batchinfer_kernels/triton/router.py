@@ -14,7 +14,9 @@ import triton.language as tl
 from batchinfer_kernels.triton.numbers import dot
 
 _PART = 1024
-_ROWS, _COLUMNS, _DEPTH = 64, 64, 64
+_DEPTH = 64
+_FEW_TILE, _MANY_TILE = (64, 64, 4), (128, 128, 8)  # rows, columns, warps; each row gets the same instructions in both
+_MANY_ROWS = 1024  # whose larger tiles keep a GPU busy, and read less
 _TILE_VALUES = 1024
 NUM_TERMS = 3
 
@@ -37,10 +39,11 @@ def router(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     parts = torch.empty(num_parts, num_rows, num_experts, dtype=torch.float32, device=x.device)
     if parts.numel() == 0:
         return parts.sum(0)
-    columns = min(_COLUMNS, max(16, triton.next_power_of_2(num_experts)))
-    _part_of_logits[(triton.cdiv(num_rows, _ROWS), triton.cdiv(num_experts, columns), num_parts)](
+    rows, columns, num_warps = _MANY_TILE if num_rows >= _MANY_ROWS else _FEW_TILE
+    columns = min(columns, max(16, triton.next_power_of_2(num_experts)))
+    _part_of_logits[(triton.cdiv(num_rows, rows), triton.cdiv(num_experts, columns), num_parts)](
         x, terms_3ED.contiguous(), parts, num_rows, num_experts, depth, x.stride(0),
-        ROWS=_ROWS, COLUMNS=columns, DEPTH=_DEPTH, PART=_PART, TERMS=NUM_TERMS, num_warps=4, num_stages=4,
+        ROWS=rows, COLUMNS=columns, DEPTH=_DEPTH, PART=_PART, TERMS=NUM_TERMS, num_warps=num_warps, num_stages=3,
     )  # fmt: skip
     if num_parts == 1:
         return parts[0]

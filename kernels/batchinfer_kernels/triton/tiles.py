@@ -14,6 +14,8 @@ from batchinfer_kernels.reference.block_scaled import BLOCK
 # tiles than that keep a GPU busy for many rounds, and in the masked layout most of the room is empty.
 _MAX_PROGRAMS = 64
 _MANY_COLUMNS = 2048  # fewer are cut into narrower tiles, so that more programs share them
+_VOCABULARY = 32768  # a weight of so many columns is read once per step, in wide tiles
+_SHALLOW = 1024  # a depth that is soon gone through: two programs side by side do more than loads further ahead
 _FEW_ROWS, _MANY_ROWS = 64, 128
 _MAP_TILES = 128
 
@@ -47,12 +49,16 @@ def tile_shape(num_columns: int, depth: int, *, fp8: bool) -> TileShape:
     """The tile for products with a weight [num_columns, depth].
 
     128 columns and 128 bytes of depth suit Hopper's matrix instruction (64 rows × up to 256 columns × 32 bytes of
-    depth) with four stages of 32 KB in 227 KB of shared memory. FP8 tiles are one block of scales deep and lie within
-    one block of columns.
+    depth) with four stages of 32 KB in 227 KB of shared memory; with three, two programs fit side by side. FP8 tiles
+    are one block of scales deep and lie within one block of columns.
     """
     columns = 128 if num_columns >= _MANY_COLUMNS else 64
     columns = min(columns, max(16, triton.next_power_of_2(num_columns)))
-    return TileShape(columns, BLOCK if fp8 else min(64, max(16, triton.next_power_of_2(depth))), 4)
+    if fp8:
+        return TileShape(columns, BLOCK, 4)
+    if num_columns >= _VOCABULARY:
+        columns = 256
+    return TileShape(columns, min(64, max(16, triton.next_power_of_2(depth))), 3 if depth <= _SHALLOW else 4)
 
 
 def num_warps(tile_rows: int) -> int:
