@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu import ops as cpu_ops
+from batchinfer_kernels.reference import fp8_pages, group_scaled
 from batchinfer_kernels.reference.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK, block_product
 
@@ -218,3 +220,21 @@ def test_weights_above_each_other_keep_their_blocks():
     assert torch.equal(reference.linear(torch.nn.functional.pad(x, (0, 56)), wider), reference.linear(x, upper))
     with pytest.raises(AssertionError, match="not those of blocks"):
         upper.padded(129, 200)
+
+
+def test_scales_are_divided_by_what_lies_on_the_same_device():
+    """By a plain number PyTorch multiplies on a GPU, with a rounded inverse: scales were other ones than on a CPU."""
+
+    class Divisors(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket is torch.ops.aten.div:
+                divisors.append(args[1])
+            return function(*args, **kwargs or {})
+
+    divisors = []
+    with Divisors():
+        reference.quantize_fp8_block(random(130, 200))
+        fp8_pages.scales_of(random(3, 4).float().abs())
+        group_scaled.quantize_int8_rows(random(3, 130))
+    assert len(divisors) >= 5
+    assert all(isinstance(divisor, torch.Tensor) for divisor in divisors), divisors

@@ -59,9 +59,16 @@ def quantize_fp8_block(
     rows, columns = weight.shape
     padded = F.pad(weight.float(), (0, -columns % block[1], 0, -rows % block[0]))
     blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))
-    scale = blocks.abs().amax(dim=(1, 3)).clamp_min(_FP8_MIN_AMAX) / _FP8_MAX
+    scale = divided(blocks.abs().amax(dim=(1, 3)).clamp_min(_FP8_MIN_AMAX), _FP8_MAX)
     quantised = (weight.float() / _spread(scale, weight.shape, block)).clamp(-_FP8_MAX, _FP8_MAX)
     return quantised.to(FP8), scale
+
+
+def divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """x ÷ by, rounded once on any device: by a plain number PyTorch divides on a CPU, but on a GPU it multiplies with
+    the number's rounded inverse.
+    """
+    return x / torch.full((), by, dtype=x.dtype, device=x.device)
 
 
 def quantize_fp8_rows(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from batchinfer_kernels.reference import mla, rows
-from batchinfer_kernels.reference.fp8 import FP8
+from batchinfer_kernels.reference.fp8 import FP8, divided
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
 
@@ -69,7 +69,7 @@ def narrow(rows_TW: torch.Tensor, latent_dim: int) -> torch.Tensor:
 
 def scales_of(amax: torch.Tensor) -> torch.Tensor:
     """The smallest power of two with which nothing is beyond 448, float32; not a number where amax is not finite."""
-    least = (amax / LARGEST).clamp_min(LEAST_SCALE)
+    least = divided(amax, LARGEST).clamp_min(LEAST_SCALE)
     mantissa, exponent = torch.frexp(least)  # a mantissa of 1/2 is a power of two
     scales = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
     return torch.where(torch.isfinite(amax), scales, torch.nan)

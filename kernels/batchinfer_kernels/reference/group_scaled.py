@@ -16,7 +16,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels.reference.fp8 import BLOCK
+from batchinfer_kernels.reference.fp8 import BLOCK, divided
 
 GROUP = 32
 _MOST_INT8 = 127.0
@@ -107,4 +107,4 @@ def quantize_int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     peaks = blocks.abs().amax(-1)
     factors = torch.where((peaks > 0) & peaks.isfinite(), torch.full_like(peaks, _MOST_INT8) / peaks, 0.0)
     values = (blocks * factors[..., None]).round().nan_to_num(0).flatten(-2)[:, : x.shape[-1]]
-    return values, torch.where(peaks.isfinite(), peaks / _MOST_INT8, torch.nan)
+    return values, torch.where(peaks.isfinite(), divided(peaks, _MOST_INT8), torch.nan)
