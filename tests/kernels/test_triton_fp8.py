@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,3 +122,23 @@ def test_a_row_rounds_alone_as_among_others():
         alone, scale = ops.quantize_fp8_block(x[row : row + 1], (1, 128))
         assert torch.equal(alone[0].float(), values[row].float())
         assert torch.equal(scale[0], scales[row])
+
+
+def test_a_quotient_by_a_blocks_inverse_and_what_it_leaves_is_the_nearest():
+    """As compiled kernels divide; the interpreter's fma rounds twice, so it is worked out here."""
+    generator = np.random.default_rng(0)
+
+    def bfloat16(x):
+        return (x.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+
+    largest = bfloat16(np.abs(generator.standard_normal(10**6)) * 10.0 ** generator.uniform(-5, 30, 10**6))
+    scale = np.maximum(largest, np.float32(1e-4)) / np.float32(448)
+    x = bfloat16(largest * generator.uniform(-1, 1, 10**6))
+    inverse = np.float32(1) / scale
+    y = x * inverse
+    left = (x.astype(np.float64) - y.astype(np.float64) * scale.astype(np.float64)).astype(np.float32)
+    corrected = (y.astype(np.longdouble) + left.astype(np.longdouble) * inverse.astype(np.longdouble)).astype(
+        np.float32
+    )
+    assert not np.array_equal(y, x / scale)
+    assert np.array_equal(corrected, x / scale)
