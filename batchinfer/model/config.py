@@ -197,13 +197,14 @@ def load_model_config(folder: Path) -> ModelConfig:
     name = _read_family(reader)
     family = FAMILIES[name]
     heads = reader.size("num_attention_heads")
-    reader.expect("num_key_value_heads", heads, "equal to num_attention_heads, since MLA has no grouped heads")
-    reader.expect("hidden_act", "silu", '"silu"')
+    as_heads = "equal to num_attention_heads, since MLA has no grouped heads"
+    reader.expect("num_key_value_heads", heads, supported=as_heads)
+    reader.expect("hidden_act", "silu", supported='"silu"')
     layers = reader.size("num_hidden_layers", maximum=_MAX_LAYERS)
     moe = _read_moe(reader, name, layers)
     rope_dim = _read_rope_dim(reader)
     nope_dim = reader.size("qk_nope_head_dim")
-    reader.expect("qk_head_dim", nope_dim + rope_dim, "qk_nope_head_dim + qk_rope_head_dim")
+    reader.expect("qk_head_dim", nope_dim + rope_dim, supported="qk_nope_head_dim + qk_rope_head_dim")
     vocab_size = reader.size("vocab_size", maximum=MAX_VOCABULARY)
     max_positions = reader.size("max_position_embeddings")
     quantization = reader.section("quantization_config")
@@ -393,15 +394,18 @@ def _read_rope_dim(reader: ConfigReader) -> int:
 def _check_layer_types(reader: ConfigReader, config: ModelConfig) -> None:
     """Lists of what each layer is, as newer libraries write them, must say what the other keys say."""
     layers = range(config.num_hidden_layers)
-    kind = "full_attention" if config.indexer is None else "indexed_attention"
-    reader.expect("layer_types", [kind] * len(layers), f'"{kind}" for every layer')
+    # the second name of the same is transformers' own from before it had the first
+    kinds = ("full_attention",) if config.indexer is None else ("indexed_attention", "deepseek_sparse_attention")
+    expected = [[kind] * len(layers) for kind in kinds]
+    reader.expect("layer_types", *expected, supported=f'"{kinds[0]}" for every layer')
     mlps = ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]
-    reader.expect("mlp_layer_types", mlps, '"dense" for the layers without experts and "sparse" for the others')
+    as_layers = '"dense" for the layers without experts and "sparse" for the others'
+    reader.expect("mlp_layer_types", mlps, supported=as_layers)
 
 
 def _read_flag(reader: ConfigReader, family: Family, key: str, *, default: bool) -> bool:
     """A flag that some families do not have: there it must stay as it is."""
     if key in family.fixed:
-        reader.expect(key, family.fixed[key], f"{str(family.fixed[key]).lower()} for this model_type")
+        reader.expect(key, family.fixed[key], supported=f"{str(family.fixed[key]).lower()} for this model_type")
         return family.fixed[key]
     return reader.flag(key, default=default)

@@ -182,14 +182,14 @@ class ConfigReader:
         inherited = {name: self._values[name] for name in inherits if self.has(name)}
         return ConfigReader(self.path, inherited | value, self.name(key))
 
-    def expect(self, key: str, expected: object, supported: str, *, needed: bool = False) -> None:
-        """Raise unless the key, where it is given (or always, when `needed`), has this one value of this JSON type."""
+    def expect(self, key: str, *expected: object, supported: str, needed: bool = False) -> None:
+        """Raise unless the key, where it is given (or always, when `needed`), has one of these JSON values."""
         value = self._value(key)
         if value is None:
             if needed:
                 raise self._missing(key, supported)
             return
-        if value != expected or _json_kind(value) != _json_kind(expected):
+        if not any(value == one and _json_kind(value) == _json_kind(one) for one in expected):
             raise self.unsupported(key, value, supported)
 
     def _value(self, key: str) -> Any:

@@ -38,7 +38,7 @@ def read_indexer(reader: ConfigReader, family: Indexer | None, num_layers: int, 
     if not reader.has("q_lora_rank"):
         raise reader.unsupported("q_lora_rank", None, "a whole number, since the indexer's queries are made of it")
     interleave = family.rope_interleave
-    reader.expect("indexer_rope_interleave", interleave, f"{str(interleave).lower()} for this model_type")
+    reader.expect("indexer_rope_interleave", interleave, supported=f"{str(interleave).lower()} for this model_type")
     return IndexerConfig(
         num_heads=reader.size("index_n_heads"),
         head_dim=reader.size("index_head_dim", minimum=rope_dim),

@@ -74,39 +74,39 @@ def _has_fp8_blocks(section: ConfigReader) -> bool:
     Where inputs have fixed scales (static) weights have one each, too; inputs are rounded by their own values here.
     """
     supported = '"fp8" with blocks of [128, 128]; "compressed-tensors", "awq", "gptq" or "auto-round" in 4 bits'
-    section.expect("quant_method", "fp8", supported, needed=True)
-    section.expect("fmt", "e4m3", '"e4m3"')
+    section.expect("quant_method", "fp8", supported=supported, needed=True)
+    section.expect("fmt", "e4m3", supported='"e4m3"')
     section.pass_over(*_FP8_NOTES)
     if not section.has("weight_block_size") and section.text("activation_scheme", default="") == "static":
         return False
-    section.expect("activation_scheme", "dynamic", '"dynamic"')
-    section.expect("weight_block_size", list(_FP8_BLOCK), "[128, 128]", needed=True)
+    section.expect("activation_scheme", "dynamic", supported='"dynamic"')
+    section.expect("weight_block_size", list(_FP8_BLOCK), supported="[128, 128]", needed=True)
     return True
 
 
 def _check_fp8_groups(section: ConfigReader) -> None:
     """Blocks of FP8 as compressed-tensors describes them, inputs rounded by their own values."""
     scheme, weights = _one_group(section)
-    scheme.expect("format", FP8_FORMAT, f'"{FP8_FORMAT}"')
-    weights.expect("num_bits", 8, "8", needed=True)
-    weights.expect("type", "float", '"float"', needed=True)
-    weights.expect("strategy", "block", '"block"', needed=True)
-    weights.expect("block_structure", list(_FP8_BLOCK), "[128, 128]", needed=True)
-    weights.expect("symmetric", True, "true: there are no zero points")
+    scheme.expect("format", FP8_FORMAT, supported=f'"{FP8_FORMAT}"')
+    weights.expect("num_bits", 8, supported="8", needed=True)
+    weights.expect("type", "float", supported='"float"', needed=True)
+    weights.expect("strategy", "block", supported='"block"', needed=True)
+    weights.expect("block_structure", list(_FP8_BLOCK), supported="[128, 128]", needed=True)
+    weights.expect("symmetric", True, supported="true: there are no zero points")
     if (inputs := scheme.section("input_activations")) is not None:
-        inputs.expect("dynamic", True, "true: inputs are rounded by their own values")
+        inputs.expect("dynamic", True, supported="true: inputs are rounded by their own values")
     _judge_groups(section, scheme, weights)
 
 
 def _read_compressed_tensors(section: ConfigReader) -> IntegerForm:
     """All quantised weights are symmetric 4-bit integers."""
-    section.expect("format", INT4_FORMAT, f'"{INT4_FORMAT}" or "{FP8_FORMAT}"', needed=True)
+    section.expect("format", INT4_FORMAT, supported=f'"{INT4_FORMAT}" or "{FP8_FORMAT}"', needed=True)
     scheme, weights = _one_group(section)
-    scheme.expect("format", INT4_FORMAT, f'"{INT4_FORMAT}"')
-    weights.expect("num_bits", 4, "4", needed=True)
-    weights.expect("type", "int", '"int"')
-    weights.expect("symmetric", True, "true: there are no zero points")
-    weights.expect("strategy", "group", '"group"')
+    scheme.expect("format", INT4_FORMAT, supported=f'"{INT4_FORMAT}"')
+    weights.expect("num_bits", 4, supported="4", needed=True)
+    weights.expect("type", "int", supported='"int"')
+    weights.expect("symmetric", True, supported="true: there are no zero points")
+    weights.expect("strategy", "group", supported='"group"')
     group = weights.size("group_size")
     _judge_groups(section, scheme, weights)
     return IntegerForm("compressed-tensors", group)
@@ -114,7 +114,7 @@ def _read_compressed_tensors(section: ConfigReader) -> IntegerForm:
 
 def _one_group(section: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
     """The only scheme of compressed-tensors, and what it says of weights."""
-    section.expect("quantization_status", "compressed", '"compressed"')
+    section.expect("quantization_status", "compressed", supported='"compressed"')
     groups = section.section("config_groups")
     names = [] if groups is None else list(groups.unread())
     scheme = groups.section(names[0]) if groups is not None and len(names) == 1 else None
@@ -138,9 +138,9 @@ def _judge_groups(section: ConfigReader, scheme: ConfigReader, weights: ConfigRe
 
 def _check_gptqmodel_keys(section: ConfigReader, method: str) -> None:
     """Refuse what GPTQModel's configuration may say of weights of both methods beside what is supported."""
-    section.expect("method", method, f'"{method}"')
-    section.expect("bits", 4, "4", needed=True)
-    section.expect("pack_dtype", "int32", '"int32"')
+    section.expect("method", method, supported=f'"{method}"')
+    section.expect("bits", 4, supported="4", needed=True)
+    section.expect("pack_dtype", "int32", supported='"int32"')
     exceptions = section.section("dynamic")  # by pattern of modules; "-:" leaves them as they are
     if exceptions is not None and not all(pattern.startswith("-:") for pattern in exceptions.unread()):
         raise section.unsupported("dynamic", list(exceptions.unread()), 'patterns that begin with "-:"')
@@ -150,8 +150,8 @@ def _read_awq(section: ConfigReader) -> IntegerForm:
     """AutoAWQ's and GPTQModel's: with zero points, packed in AutoAWQ's "gemm" order."""
     _check_gptqmodel_keys(section, "awq")
     for name in ("version", "format", "checkpoint_format"):
-        section.expect(name, "gemm", '"gemm"')
-    section.expect("desc_act", False, "false")
+        section.expect(name, "gemm", supported='"gemm"')
+    section.expect("desc_act", False, supported="false")
     group = section.size("group_size")
     _pass_over_autoround(section)
     section.pass_over("zero_point", *_AWQ_NOTES)  # AutoRound stores zero points that are all 8, too
@@ -162,7 +162,7 @@ def _read_awq(section: ConfigReader) -> IntegerForm:
 def _read_gptq(section: ConfigReader) -> IntegerForm:
     """AutoGPTQ's and GPTQModel's; their first format keeps zero points less one."""
     _check_gptqmodel_keys(section, "gptq")
-    section.expect("is_marlin_format", False, "false")
+    section.expect("is_marlin_format", False, supported="false")
     known = {"gptq": 1, "gptq_v2": 0}
     name = section.text("checkpoint_format", "format", default="gptq")  # GPTQModel writes both from its version 5 on
     if name not in known:
@@ -177,7 +177,7 @@ def _read_gptq(section: ConfigReader) -> IntegerForm:
 
 def _read_autoround(section: ConfigReader) -> IntegerForm:
     """AutoRound's own form: packed as GPTQ or AWQ packs."""
-    section.expect("bits", 4, "4", needed=True)
+    section.expect("bits", 4, supported="4", needed=True)
     name = section.text("packing_format", default="")
     if name not in _AUTOROUND_PACKINGS:
         supported = ", ".join(f'"{packing}"' for packing in _AUTOROUND_PACKINGS)
@@ -195,7 +195,7 @@ def _read_autoround(section: ConfigReader) -> IntegerForm:
 
 def _pass_over_autoround(section: ConfigReader) -> None:
     """AutoRound's keys, which may not say that inputs are rounded, too."""
-    section.expect("data_type", "int", '"int"')
+    section.expect("data_type", "int", supported='"int"')
     section.size("act_bits", default=16, minimum=16)
     section.pass_over(*_AUTOROUND_NOTES)
 

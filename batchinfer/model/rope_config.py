@@ -129,7 +129,7 @@ def _parse_query_scale(rope: ConfigReader, rope_type: str, max_positions: int, r
 def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_positions: int) -> RopeConfig:
     rope.pass_over("finetuned")
     original = rope.size("original_max_position_embeddings")
-    reader.expect("original_max_position_embeddings", original, f"the same as in {rope.prefix}")
+    reader.expect("original_max_position_embeddings", original, supported=f"the same as in {rope.prefix}")
     if original > max_positions:
         supported = f"at most max_position_embeddings = {max_positions}"
         raise rope.unsupported("original_max_position_embeddings", original, supported)

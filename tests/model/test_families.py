@@ -247,6 +247,10 @@ ACCEPTED = {
         GLM_5 | {"layer_types": ["indexed_attention"] * 78, "indexer_types": ["full"] * 78, "index_topk_freq": 1},
         {"indexer": indexer(32, rope_interleave=True)},
     ),
+    "v3.2-as-older-libraries-name-layers": (
+        V32 | {"layer_types": ["deepseek_sparse_attention"] * 61},
+        {"indexer": indexer(64)},
+    ),
     "glm-5.2-frequency": (GLM_5 | {"index_topk_freq": 4}, {"indexer": SHARED}),
     "glm-5.2-pattern": (GLM_5 | {"index_topk_pattern": "F" + 19 * "FSSS" + "F"}, {"indexer": SHARED}),
     "mistral-small-4": (
@@ -265,6 +269,10 @@ REFUSED = {
     "v3.2-shares": (V32 | {"indexer_types": ["full"] * 61}, ["indexer_types", "changes what the model computes"]),
     "glm-5-half-split": (GLM_5 | {"indexer_rope_interleave": False}, ["indexer_rope_interleave is false"]),
     "glm-5-full-attention": (GLM_5 | {"layer_types": ["full_attention"] * 78}, ["layer_types", "indexed_attention"]),
+    "v3.2-of-two-names": (
+        V32 | {"layer_types": ["deepseek_sparse_attention"] * 60 + ["indexed_attention"]},
+        ["layer_types", '"indexed_attention" for every layer'],
+    ),
     "glm-5-shares-from-nobody": (GLM_5 | {"indexer_types": ["shared"] * 78}, ["indexer_types", "the first one"]),
     "glm-5-pattern-of-others": (GLM_5 | {"index_topk_pattern": "FX" * 39}, ["indexer_types", '"X"']),
     "v4": (V3 | {"model_type": "deepseek_v4"}, ["deepseek_v4", "compressed caches"]),
