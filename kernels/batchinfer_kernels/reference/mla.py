@@ -129,7 +129,11 @@ def _prefill_chunk(
     latent_dim, rope_dim = kv_b_HZC.shape[-1], pages.shape[-1] - kv_b_HZC.shape[-1]
     latent_XW = pages[page_ids_P].flatten(0, 1)
     latent_XW[context_tokens:] = 0  # leftovers of earlier owners; even inf must not reach a product
-    kv_XHZ = linear(latent_XW[:, :latent_dim], kv_b_HZC.flatten(0, 1)).unflatten(-1, (num_heads, -1)).float()
+    # nor what is not finite: with AMX one such row has changed others of PyTorch's products in bfloat16
+    is_odd_X1 = ~torch.isfinite(latent_XW[:, :latent_dim]).all(-1, keepdim=True)
+    compressed_XC = latent_XW[:, :latent_dim].masked_fill(is_odd_X1, 0)
+    kv_XHZ = linear(compressed_XC, kv_b_HZC.flatten(0, 1)).masked_fill_(is_odd_X1, torch.nan)
+    kv_XHZ = kv_XHZ.unflatten(-1, (num_heads, -1)).float()
     k_nope_XHN, v_XHV = kv_XHZ.split([kv_XHZ.shape[-1] - v_dim, v_dim], dim=-1)
     k_rope_XHR = latent_XW[:, None, latent_dim:].float().expand(-1, num_heads, rope_dim)
     k_HXA = torch.cat([k_nope_XHN, k_rope_XHR], dim=-1).transpose(0, 1).contiguous()
