@@ -3,7 +3,8 @@
 For a bare machine: it needs torch, triton and a CUDA toolkit, and this repository as it lies. Wheels of deep_gemm and
 flash_mla may stand in a folder; nothing is installed. docs/hopper.md explains the columns.
 
-    python tests/gpu/check.py [--wheels FOLDER] [--quick] [--only OPERATION …] [--out FILE] [--minutes M] [--json]
+    python tests/gpu/check.py [--wheels FOLDER] [--quick] [--only OPERATION …] [--part I/N] [--out FILE] [--minutes M]
+                              [--json]
     python tests/gpu/check.py --rehearse       on the CPU, tiny shapes, Triton's interpreter, no times
 
 The checks run in a child process (supervised.py): a kernel that brings it down fails its own row alone.
@@ -231,6 +232,14 @@ def _print(described: dict[str, str], limits: Limits | None, rows: list[Row], sk
     print(f"{len(rows)} checks, {num_failed} failed")
 
 
+def _part(words: str) -> tuple[int, int]:
+    """I and N of "I/N"."""
+    first, _, count = words.partition("/")
+    if not (first.isdecimal() and count.isdecimal() and 1 <= int(first) <= int(count)):
+        raise argparse.ArgumentTypeError(f'"{words}" is no part like 2/4')
+    return int(first), int(count)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Check and time the operations for Hopper GPUs.")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU in Triton's interpreter, tiny shapes")
@@ -238,6 +247,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to unpack onto sys.path")
     parser.add_argument("--only", nargs="+", metavar="OPERATION", help="these operations alone")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="I/N", help="each N-th check, from the I-th on")
     parser.add_argument("--out", type=Path, help="JSON lines as checks are done; what the file has is not run again")
     parser.add_argument("--minutes", type=float, help="stop after this time; the same command with --out goes on")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)  # this is the child; its file
@@ -285,6 +295,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"--only: there is no operation {', '.join(sorted(unknown))}; known are {known}.", file=sys.stderr)
         return UNUSABLE
     jobs = jobs_of([case for case in cases if case.op in (options.only or [case.op])])
+    first, step = options.part
+    jobs = {key: jobs[key] for key in list(jobs)[first - 1 :: step]}
     if options.work is not None:
         return work(options, jobs)
     reason = None if options.rehearse else why_no_hopper()

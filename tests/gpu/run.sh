@@ -4,12 +4,13 @@
 #   tests/gpu/run.sh [--call 1|2|3] [--quick | --rehearse] [--minutes M] [--only SECTION]... [--archive FILE]
 #                    [RESULTS [WHEELS]]
 #
-# RESULTS: gpu-results; WHEELS: a folder of wheels to unpack. Sections: tests-operations, slice, check, tests-engine,
-# profile, counters; each is a process of its own, and what goes wrong in one leaves the others alone. --minutes ends
+# RESULTS: gpu-results; WHEELS: a folder of wheels to unpack. Sections: compile, tests-operations, slice, check,
+# tests-engine, profile, counters; each is a process of its own, and what goes wrong in one leaves the others alone.
+# compile runs all the others at once, small, for what they compile and what fails; it keeps no times. --minutes ends
 # after so many (510 seconds: 8.5); the same command goes on with what is not done. --call: a third of all that, in 8.5
-# minutes unless --minutes says otherwise: 1 tests of operations, decode of 128 requests, quick checks; 2 the other
-# figures of the slice, all checks; 3 tests of the engine, profile, counters. --rehearse: tiny shapes on the CPU, no
-# times. PYTHON names the interpreter (python3).
+# minutes unless --minutes says otherwise: 1 compile, tests of operations, decode of 128 requests, quick checks; 2 the
+# other figures of the slice, all checks; 3 tests of the engine, profile, counters. --rehearse: tiny shapes on the CPU,
+# no times. PYTHON names the interpreter (python3).
 #
 # RESULTS has a folder per GPU model, and caches, what kernels were compiled to. All of it is packed into one archive
 # (--archive; RESULTS.tar.xz) after each section: what was done is there even if the machine goes away. Where RESULTS is
@@ -20,7 +21,7 @@ set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 usage="usage: tests/gpu/run.sh [--call 1|2|3] [--quick | --rehearse] [--minutes M] [--only SECTION]... [--archive FILE] \
 [RESULTS [WHEELS]]"
-sections=" tests-operations slice check tests-engine profile counters "
+sections=" compile tests-operations slice check tests-engine profile counters "
 
 refuse() {
   echo "$1; $usage" >&2
@@ -137,6 +138,46 @@ run() {
   pack
 }
 
+# compile LIMIT: on a fresh machine compiling takes most of the time, and in one process after the other one core alone
+compile() {
+  local limit=$1 seconds name pid scratch pids=() names=()
+  if ((${#only[@]})) && [[ " ${only[*]} " != *" compile "* ]]; then return; fi
+  if ((end && end - SECONDS < 30)); then
+    echo "== compile: not run, time is up; the same command goes on with it"
+    note 3
+    return
+  fi
+  seconds=$(left "$limit")
+  scratch=$(mktemp -d)
+  echo "== compile, all at once$( ((seconds)) && echo ", at most $seconds s")"
+  # at_once NAME COMMAND…: in the background, its output in a file
+  at_once() {
+    local name=$1
+    shift
+    timeout --signal=INT --kill-after=15 "$seconds" "$@" >"$folder/compile-$name.txt" 2>&1 &
+    pids+=($!) names+=("$name")
+  }
+  at_once tests-operations "${pytest[@]}" "$here/test_hopper_gpu.py"
+  at_once tests-engine "${pytest[@]}" "$here/test_engine_gpu.py"
+  for part in 1 2 3 4; do
+    at_once "check-$part" "$python" "$here/check.py" "${size[@]:---quick}" --part "$part/4" --out "$scratch/$part.jsonl"
+  done
+  for requests in 32 64 96 128; do
+    at_once "decode-$requests" "$python" "$here/trace_step.py" "${rehearse[@]}" --unit decode --layers 4 --requests "$requests"
+  done
+  at_once prefill "$python" "$here/trace_step.py" "${rehearse[@]}" --unit prefill --layers 5
+  for place in "${!pids[@]}"; do
+    wait "${pids[place]}"
+    own=$? name=${names[place]}
+    if [[ $own -eq 124 || $own -eq 137 ]]; then own=3; fi
+    if [[ $name == tests-* && $own -eq 5 ]]; then own=3; fi
+    echo "  $name: exit code $own after at most $SECONDS s; compile-$name.txt"
+    note "$own"
+  done
+  rm -rf "$scratch"
+  pack
+}
+
 # script NAME LIMIT FILE ARGUMENT…: one that ends by itself, a little before it would be ended
 script() {
   local name=$1 limit=$2 file=$3 seconds minutes=()
@@ -164,13 +205,15 @@ counters() {
 }
 
 if ((${#rehearse[@]})); then export GPU_TESTS=rehearse; fi
-pytest=(env "PYTHONPATH=$root/kernels:$root${PYTHONPATH:+:$PYTHONPATH}"
-  "$python" -m pytest -v --tb=short -rs -m gpu --noconftest -p no:cacheprovider)
+# failures are told when they happen, and where a test hangs
+pytest=(env "PYTHONPATH=$root/kernels:$root:$here${PYTHONPATH:+:$PYTHONPATH}"
+  "$python" -m pytest -v --tb=short -rs -m gpu --noconftest -p no:cacheprovider -p told_at_once -o faulthandler_timeout=90)
 if ! has pytest; then pytest=(sh -c 'echo "no pytest here: tests of the GPU were not run"; exit 5'); fi
 case $call in
   1)
-    operations 120
-    slices 240 --decode --requests 128
+    compile 220
+    operations 60
+    slices 150 --decode --requests 128
     checks 0 "${size[@]:---quick}"
     ;;
   2)
@@ -184,6 +227,7 @@ case $call in
     checks 0 "${size[@]}" --only mla_prefill mla_decode
     ;;
   *)
+    compile 0
     operations 0
     if [[ "${size[*]}" == --quick ]]; then slices 0 --requests 128; else slices 0 --requests 64 128 192 256; fi
     checks 0 "${size[@]}"

@@ -120,6 +120,7 @@ def _choose(
     positions = torch.arange(num_keys - num_queries, num_keys, device=device).repeat(num_requests)
     positions[num_rows // 2] = min(5, sizes.topk - 2)
     lengths = torch.full((num_requests,), num_keys) if num_queries > 1 else None  # on the host
+    scale = 1 / 8 if has_ties else sizes.width**-0.5  # by a power of two sums stay exact
     schedule: dict = {}
 
     def operands(rows: slice) -> tuple[IndexQueries, IndexedKeys]:
@@ -146,7 +147,7 @@ def _choose(
         return torch.stack(found)
 
     def run(function: Function, rows: slice) -> torch.Tensor:
-        chosen = function(*operands(rows), topk=sizes.topk, scale=sizes.width**-0.5)
+        chosen = function(*operands(rows), topk=sizes.topk, scale=scale)
         return chosen if has_ties else best_scores(chosen, range(num_rows)[rows])
 
     def expected() -> torch.Tensor:
@@ -169,7 +170,7 @@ def _choose(
         parts=parts_of(num_rows),
         flops=2 * num_rows * num_keys * sizes.heads * sizes.width,
         num_bytes=2 * num_requests * num_keys * sizes.width + bytes_of(q) + 4 * num_rows * sizes.topk,
-        timed=lambda function: function(*operands(slice(None)), topk=sizes.topk, scale=sizes.width**-0.5),
+        timed=lambda function: function(*operands(slice(None)), topk=sizes.topk, scale=scale),
         is_fp8=is_fp8,
     )
 

@@ -1,6 +1,7 @@
 """Which kernels a step is made of: one replay of a decode graph and one prefill step under torch's profiler.
 
-    python tests/gpu/trace_step.py [--wheels FOLDER] [--out FOLDER] [--layers 13] [--requests 128]
+    python tests/gpu/trace_step.py [--wheels FOLDER] [--out FOLDER] [--unit decode | prefill] [--layers 13]
+                                   [--requests 128]
     python tests/gpu/trace_step.py --attention     Triton's attention kernels, twice each: for `ncu` before it
     python tests/gpu/trace_step.py --rehearse      on the CPU, a tiny model, PyTorch's operations instead of kernels
 
@@ -33,6 +34,7 @@ from torch.autograd import DeviceType  # noqa: E402
 from wheels import WheelError, unpack_wheels  # noqa: E402
 
 from batchinfer.config import PAGE_TOKENS  # noqa: E402
+from batchinfer.model.config import ModelConfig  # noqa: E402
 
 OK, UNUSABLE = 0, 2
 _MOST_ROWS = 40
@@ -130,14 +132,23 @@ def profiled(name: str, stepper: Stepper, num_layers: int, out: Path | None) -> 
 
 
 def trace_units(options: argparse.Namespace, accelerator: Accelerator) -> None:
-    """Both units of the slice, one after the other."""
-    from share import DECODE, DEEPSEEK_V3, PREFILL, TINY, Share, config_of
+    """Both units of the slice, one after the other, or one of them."""
+    from share import DEEPSEEK_V3, TINY, config_of
 
-    is_tiny = accelerator.is_rehearsal
-    config = config_of(TINY if is_tiny else DEEPSEEK_V3 | {"num_hidden_layers": options.layers})
-    requests, kv_tokens, prompts, prompt_tokens = (2, 70, 1, 20) if is_tiny else (options.requests, _KV_TOKENS, 2, 4096)
-    layers, per_request = config.num_hidden_layers, -(-kv_tokens // PAGE_TOKENS)
+    config = config_of(TINY if accelerator.is_rehearsal else DEEPSEEK_V3 | {"num_hidden_layers": options.layers})
+    if options.unit != "prefill":
+        trace_decode(options, accelerator, config)
+        accelerator.release()
+    if options.unit != "decode":
+        trace_prefill(options, accelerator, config)
 
+
+def trace_decode(options: argparse.Namespace, accelerator: Accelerator, config: ModelConfig) -> None:
+    """One replay of a graph."""
+    from share import DECODE, Share
+
+    requests, kv_tokens = (2, 70) if accelerator.is_rehearsal else (options.requests, _KV_TOKENS)
+    per_request = -(-kv_tokens // PAGE_TOKENS)
     share = Share(DECODE, config, accelerator.device)
     pages = share.model.new_pages(requests * per_request)
     for layer_pages in pages:
@@ -145,14 +156,20 @@ def trace_units(options: argparse.Namespace, accelerator: Accelerator) -> None:
     step = decode_step(share, torch.arange(len(pages[0])).view(-1, per_request), kv_tokens)
     print(f"operations: {share.origin}")
     stepper = Stepper(share, step, pages, accelerator)
-    print(table(profiled(f"decode of {requests} requests", stepper, layers, options.out)), flush=True)
-    del stepper, share, pages, layer_pages
-    accelerator.release()
+    title = f"decode of {requests} requests"
+    print(table(profiled(title, stepper, config.num_hidden_layers, options.out)), flush=True)
 
+
+def trace_prefill(options: argparse.Namespace, accelerator: Accelerator, config: ModelConfig) -> None:
+    """One step of whole prompts."""
+    from share import PREFILL, Share
+
+    prompts, prompt_tokens = (1, 20) if accelerator.is_rehearsal else (2, 4096)
     share = Share(PREFILL, config, accelerator.device)
     pages = share.model.new_pages(prompts * -(-prompt_tokens // PAGE_TOKENS))
     stepper = Stepper(share, prefill_step(share, prompts, prompt_tokens), pages, accelerator)
-    print(table(profiled(f"prefill of {prompts * prompt_tokens} tokens", stepper, layers, options.out)))
+    title = f"prefill of {prompts * prompt_tokens} tokens"
+    print(table(profiled(title, stepper, config.num_hidden_layers, options.out)), flush=True)
 
 
 def run_attention(accelerator: Accelerator) -> None:
@@ -176,6 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Profile one step of DeepSeek-V3's deployment units.")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU in Triton's interpreter, a tiny model")
     parser.add_argument("--attention", action="store_true", help="run Triton's attention alone")
+    parser.add_argument("--unit", choices=("decode", "prefill"), help="this one alone")
     parser.add_argument("--layers", type=int, default=13, help="of the model, from 4 on")
     parser.add_argument("--requests", type=int, default=128, help="of the decode step")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to unpack onto sys.path")

@@ -64,7 +64,7 @@ def test_options_that_are_wrong_are_named(tmp_path):
 def test_it_says_what_time_did_not_allow_and_packs_what_there_is(tmp_path):
     done = bash("run.sh", "--rehearse", "--minutes", "0.1", tmp_path / "results")
     assert done.returncode == UNFINISHED, done.stderr
-    for section in ("tests-operations", "slice", "check", "tests-engine", "profile", "counters"):
+    for section in ("compile", "tests-operations", "slice", "check", "tests-engine", "profile", "counters"):
         assert f"== {section}: not run, time is up" in done.stdout
     assert (tmp_path / "results" / "rehearsal" / "summary.md").read_text() == "Nothing has been measured.\n"
     parcel.unpack(tmp_path / "results.tar.xz", tmp_path / "back")
