@@ -233,10 +233,11 @@ class ClusterConfig(Part):
         description="draft tokens with the model's own layer for multi-token prediction and run them with those that "
         "are due; results stay the same to the byte; auto: in steps where it is quicker, by what was measured",
     )
-    backend: Literal["auto", "hopper", "triton", "sdpa", "cpu", "reference"] = Field(
+    backend: Literal["auto", "hopper", "hopper-whole", "triton", "sdpa", "cpu", "reference"] = Field(
         "auto",
-        description="kernels; `batchinfer doctor` says which run here; cpu: C++; sdpa: as auto, but "
-        "PyTorch's own attention for prefill, on GPUs",
+        description="kernels; `batchinfer doctor` says which run here; cpu: C++; on GPUs sdpa: as auto, but PyTorch's "
+        "own attention for prefill; hopper-whole: as auto, but flash_mla attends to each request in one piece, so "
+        "that its bits do not depend on what is decoded beside it",
     )
     exchange: Literal["auto", "shared", "tls", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
         "auto",

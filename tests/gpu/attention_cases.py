@@ -38,7 +38,10 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
                 words = f"{num_requests} x {own.heads} heads, KV {kv_tokens}{', mixed' if is_mixed else ''}"
                 make = partial(_decode, own, num_requests, kv_tokens, is_mixed, is_fp8=is_fp8)
                 published = None if is_tiny or is_fp8 else MLA_DECODE
-                cases.append(Case("mla_decode_fp8" if is_fp8 else "mla_decode", words, make, both, published))
+                if is_fp8:
+                    cases.append(Case("mla_decode_fp8", words, make, both, published))
+                else:
+                    cases.append(Case("mla_decode", words, make, ("hopper-whole", *both), published))
     words = f"{prompts[0]} prompts of {prompts[1]}, {dims.heads} heads"
     return [
         *cases,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from batchinfer_kernels import registry
-from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import libraries, whole
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import probe
 
@@ -41,13 +41,16 @@ def has(name: str, op: str) -> bool:
     """Whether the candidate has a version of this operation at all."""
     if op in PLAIN:
         return False
-    return {"hopper": op in _HOPPER_PROBES, "sdpa": op == "mla_prefill"}.get(name, True)
+    only = {registry.SDPA: ("mla_prefill",), registry.WHOLE: ("mla_decode",), "hopper": _HOPPER_PROBES}
+    return op in only.get(name, (op,))
 
 
 def why_not(name: str, op: str) -> str | None:
     """Why the candidate's version cannot run here, or None."""
     if name == registry.SDPA:
         return None
+    if name == registry.WHOLE:
+        return whole.why_not()
     return probe.why_not() if name == "triton" else _HOPPER_PROBES[op]()
 
 

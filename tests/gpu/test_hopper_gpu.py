@@ -14,6 +14,7 @@ import torch
 
 from batchinfer_kernels import reference, registry
 from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import whole as hopper_whole
 from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
@@ -25,6 +26,7 @@ from batchinfer_kernels.reference.places import in_order
 TOLERANCE = {"bfloat16": 2**-6, "fp8": 2**-4}
 OPS = ("linear", "grouped_mlp", "masked_mlp", "mla_decode", "mla_decode_fp8")
 hopper = SimpleNamespace(**{op: registry.bind(op, ["hopper", "triton", "reference"]) for op in OPS})
+whole = registry.bind("mla_decode", [registry.WHOLE, "reference"])
 pytestmark = pytest.mark.gpu
 REHEARSES = os.environ.get("GPU_TESTS") == "rehearse"
 DEVICE = torch.device("cpu" if REHEARSES else "cuda")
@@ -39,9 +41,11 @@ if REHEARSES:
 
     hopper_on_the_cpu(pytest.MonkeyPatch())
     needs_deep_gemm, needs_flash_mla = needs("deep_gemm", None), needs("flash_mla", None)
+    needs_whole_requests = needs("flash_mla", None)
 else:
     needs_deep_gemm = needs("deep_gemm", libraries.why_not_deep_gemm())
     needs_flash_mla = needs("flash_mla", libraries.why_not_flash_mla())
+    needs_whole_requests = needs("flash_mla", hopper_whole.why_not())
 
 
 def random(*shape, seed=0):
@@ -73,6 +77,24 @@ def test_decode_attention(heads, num_queries):
         y = hopper.mla_decode(gpu(q), on_gpu, latent_dim=512, scale=0.1352)
         expected = reference_mla.mla_decode(q, keys, latent_dim=512, scale=0.1352)
         assert_close(y, expected, "bfloat16")
+
+
+@needs_whole_requests
+@pytest.mark.parametrize("heads", [16, 128])
+def test_requests_in_one_piece_have_their_bits_in_any_company(heads):
+    pages, table = random(600, 64, 576), torch.randperm(600, generator=torch.Generator().manual_seed(0)).view(12, 50)
+    lengths = torch.tensor([1, 64, 65, 3000, 1000, 7, 3200, 128, 2000, 2999, 500, 640])
+    q = random(12, heads, 576, seed=1)
+
+    def attend(some):
+        keys = PagedKeys(pages, table[some], lengths[some], lengths[some] - 1)
+        y = whole(gpu(q[some]), PagedKeys(*map(gpu, keys[:4]), schedule={}), latent_dim=512, scale=0.1352)
+        assert_close(y, reference_mla.mla_decode(q[some], keys, latent_dim=512, scale=0.1352), "bfloat16")
+        return y
+
+    among_all = attend(slice(0, 12))
+    for some in (slice(3, 4), slice(2, 9), slice(11, 12), slice(0, 6)):
+        assert torch.equal(attend(some), among_all[some])
 
 
 @needs_flash_mla

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -23,7 +23,7 @@ from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import ModelError
 from batchinfer_kernels import reference, registry
-from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import libraries, whole
 from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import to_blocks
@@ -34,6 +34,7 @@ from batchinfer_kernels.triton import probe as triton_probe
 from batchinfer_kernels.triton.ops import Kernel
 from support import hopper_stand_ins as stand_ins
 from support.checkpoints import make_checkpoint
+from support.cuda_stand_ins import whole_requests_on_the_cpu
 from support.paged_steps import PagedRequests
 from support.paths import ROOT
 from support.placed_rows import in_tiles
@@ -79,6 +80,13 @@ def gpu(monkeypatch, install):
     monkeypatch.setattr(hopper, "is_on_gpu", lambda *tensors: True)
     stand_ins.COPIED.clear()
     return install
+
+
+@pytest.fixture
+def one_hopper(monkeypatch):
+    whole_requests_on_the_cpu(monkeypatch)
+    yield
+    whole._check_layout.cache_clear()
 
 
 def with_reference(op):
@@ -391,6 +399,55 @@ def test_metadata_is_made_once_per_schedule_and_never_used_for_other_lengths(gpu
     assert flash_mla.num_schedules == 2
     with pytest.raises(AssertionError, match="serves one step"):
         hopper.mla_decode(q, longer._replace(schedule=schedule), **options)
+
+
+# ---- decode attention with each request in one piece
+
+
+@pytest.mark.parametrize("num_parts", [1, 33, 66, 132])
+def test_parts_get_whole_requests_and_none_much_more_than_its_share(num_parts):
+    generator = torch.Generator().manual_seed(num_parts)
+    for count, longest in ((1, 9000), (5, 1), (128, 4989), (128, 40_000), (300, 2000)):
+        lengths = torch.randint(0, longest + 1, (count,), generator=generator, dtype=torch.int32)
+        cuts, splits = whole.whole_requests(lengths, num_parts)
+        assert (cuts.dtype, cuts.shape, splits.tolist()) == (torch.int32, (num_parts, 8), list(range(count + 1)))
+        pages = [-(-length // 64) for length in lengths.tolist()]
+        assert stand_ins.pieces_of(cuts, splits, lengths) == [[(0, number)] for number in pages]
+        costs = [max(1, number) + 5 for number in pages]
+        loads = [sum(costs[begin : end + 1]) for begin, end, *_ in cuts.tolist() if begin < count]
+        assert max(loads) <= sum(costs) / num_parts + max(costs)
+
+
+@pytest.mark.parametrize("num_queries", [1, 3])
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("library", ["later", "sgl"])
+def test_each_request_is_one_piece_and_the_result_that_of_the_reference(gpu, one_hopper, library, heads, num_queries):
+    flash_mla = gpu(FLASH_MLA[library]())
+    q, keys, options = decode_case(num_queries, heads)
+    schedule = {}
+    keys = keys._replace(schedule=schedule)
+    for layer in range(2):
+        y = whole.mla_decode(q * layer, keys, **options)
+        assert close(y, reference_mla.mla_decode(q * layer, keys, **options))
+    metadata, _ = schedule["hopper"][-1]
+    assert all(len(pieces) == 1 for pieces in metadata.pieces)
+    assert flash_mla.num_schedules == 2  # one of them to see how the library describes its cuts
+    equal = torch.full((3,), 40 * 64, dtype=torch.int32)  # left to itself it cuts the one in the middle
+    assert [len(one) for one in stand_ins.pieces_of(*stand_ins.equal_shares(equal, 2), equal)] == [1, 2, 1]
+
+
+def test_cuts_that_are_described_otherwise_are_not_given(gpu, one_hopper, monkeypatch):
+    gpu(stand_ins.flash_mla_sgl())
+    shares = stand_ins.equal_shares
+    monkeypatch.setattr(stand_ins, "equal_shares", lambda *given: (shares(*given)[0].flip(0), shares(*given)[1]))
+    q, keys, options = decode_case()
+    with pytest.raises(
+        RuntimeError, match=r"describes its cuts otherwise than hopper-whole knows; set cluster\.backend"
+    ):
+        whole.mla_decode(q, keys, **options)
+    gpu(stand_ins.flash_mla_first())
+    monkeypatch.setattr(libraries, "why_not_flash_mla", cache(lambda: None))
+    assert whole.why_not() == "flash_mla 1.0.0 describes its cuts otherwise"
 
 
 @pytest.mark.parametrize("change", ["width", "latent", "float32"])

@@ -15,6 +15,7 @@ from batchinfer_kernels.hopper import fp8_pages as hopper_fp8_pages
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.hopper import sparse as hopper_sparse
+from batchinfer_kernels.hopper import whole as hopper_whole
 from batchinfer_kernels.triton import probe
 from support import hopper_stand_ins as stand_ins
 
@@ -80,6 +81,13 @@ def events_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Capture.is_under_way)
 
 
+def whole_requests_on_the_cpu(monkeypatch):
+    """A CPU counts as a Hopper GPU, of whose library it is not known how it describes its cuts."""
+    parts_of = lambda _, rows: max(1, stand_ins.NUM_SMS // -(-rows // 64))  # noqa: E731
+    monkeypatch.setattr(hopper_whole, "_num_parts", parts_of)
+    hopper_whole._check_layout.cache_clear()
+
+
 def hopper_on_the_cpu(monkeypatch):
     """Stand-ins in the places of deep_gemm and flash_mla; tensors here count as a GPU's."""
     for module in (stand_ins.deep_gemm_sgl(), stand_ins.flash_mla_sgl()):
@@ -90,4 +98,6 @@ def hopper_on_the_cpu(monkeypatch):
     libraries.makes_own_metadata.cache_clear()
     for module in (hopper, hopper_fp8_pages, hopper_sparse):
         monkeypatch.setattr(module, "is_on_gpu", lambda *tensors: True)
+    whole_requests_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(hopper_whole, "why_not", lambda: None)
     monkeypatch.setattr(candidates, "_HOPPER_PROBES", dict.fromkeys(candidates._HOPPER_PROBES, lambda: None))

@@ -295,18 +295,82 @@ def flash_mla_first():
     return module
 
 
+NUM_SMS = 132  # of a Hopper GPU
+
+
+def equal_shares(lengths, num_parts, page=64, overhead=5):
+    """FlashMLA's own cuts (get_mla_metadata_kernel): each part of the GPU gets as many pages as the others."""
+    pages = [max(1, -(-length // page)) for length in lengths.tolist()]
+    share = -(-sum(count + overhead for count in pages) // num_parts) + overhead
+    request = block = split = num_splits = 0
+    parts, splits = [], [0]
+    for _ in range(num_parts):
+        begin, begin_block, begin_split, is_first_cut, left = request, block, split, block != 0, share
+        while request < len(pages):
+            rest = pages[request] - block
+            if left < rest + overhead:
+                if left > overhead:
+                    block, split = block + left - overhead, split + 1
+                break
+            num_splits += split + 1
+            splits.append(num_splits)
+            left -= rest + overhead
+            request, block, split = request + 1, 0, 0
+        end = request if block else request - 1
+        end_block = block or (0 if lengths[end] == 0 else pages[end])
+        is_last_cut = end_block != pages[end] and int(lengths[end]) != 0
+        if begin == end:
+            is_first_cut = is_last_cut = is_first_cut or is_last_cut
+        parts.append([begin, end, begin_block, end_block, begin_split, is_first_cut, is_last_cut, -1])
+    assert (request, block, split) == (len(pages), 0, 0)
+    return torch.tensor(parts, dtype=torch.int32), torch.tensor(splits, dtype=torch.int32)
+
+
+def pieces_of(cuts, splits, lengths, page=64):
+    """Which pages of each request are one piece, in the order of its pieces, as the kernels read the cuts."""
+    pieces = [{} for _ in lengths]
+    for begin, end, begin_block, end_block, begin_split, is_first_cut, is_last_cut, _ in cuts.tolist():
+        if begin >= len(pieces):
+            continue
+        for request in range(begin, end + 1):
+            first = begin_block if request == begin else 0
+            behind = end_block if request == end else -(-int(lengths[request]) // page)
+            is_cut = is_first_cut if request == begin else is_last_cut if request == end else False
+            piece = begin_split if request == begin else 0
+            assert piece not in pieces[request], "two parts write one piece"
+            assert is_cut == (splits[request + 1] - splits[request] > 1), "whole and in pieces at once"
+            pieces[request][piece] = (first, behind)
+    for request, found in enumerate(pieces):
+        assert sorted(found) == list(range(int(splits[request + 1] - splits[request]))), "a piece is missing"
+        ordered = [found[piece] for piece in sorted(found)]
+        covered = [page for first, behind in ordered for page in range(first, behind)]
+        assert covered == list(range(-(-int(lengths[request]) // page))), "a page is read twice, or never"
+        pieces[request] = ordered
+    return pieces
+
+
 @dataclasses.dataclass
 class FlashMLASchedMeta:
     config: tuple | None = None
     tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
+    lengths: torch.Tensor | None = None
+    pieces: list | None = None  # for tests
 
     def use(self, q, k_cache, lengths, causal, topk=None):
         """Made at the first call; later ones must be of the same shapes (checked by the library) and lengths (not)."""
         config = (*q.shape, *k_cache.shape[1:], causal, topk)
         if self.config is None:
-            self.config, self.tile_scheduler_metadata = config, lengths.clone()
+            self.config, self.lengths = config, lengths.clone()
+            if topk is None and not lengths.is_meta:
+                num_parts = max(1, NUM_SMS // -(-q.shape[1] * q.shape[2] // 64))
+                if self.tile_scheduler_metadata is None:
+                    self.tile_scheduler_metadata, self.num_splits = equal_shares(lengths, num_parts)
+                assert self.tile_scheduler_metadata.shape == (num_parts, 8)
+                assert self.tile_scheduler_metadata.dtype == self.num_splits.dtype == torch.int32
+                self.pieces = pieces_of(self.tile_scheduler_metadata, self.num_splits, lengths)
         assert self.config == config, "Your input arguments are inconsistent with sched_meta"
-        assert torch.equal(self.tile_scheduler_metadata, lengths), "metadata of other lengths"
+        assert torch.equal(self.lengths, lengths), "metadata of other lengths"
 
     def decode(self, q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal, is_fp8, indices):
         """Dense where there are no lists, sparse over rows in FP8 where there are."""

@@ -37,7 +37,7 @@ from batchinfer_kernels.reference.places import ExpertPlaces, ExpertRows, Placed
 _SCHEDULE = "hopper"  # what it keeps in a step's schedule
 _TILE_ROWS = 128  # a tile must not have rows of two experts, and the last one of a block is written whole
 _COLUMN_MULTIPLE, _DEPTH_MULTIPLE = 64, 128
-_LATENT_DIM, _WIDTH = 512, 576
+LATENT_DIM, WIDTH = 512, 576
 
 Weight = torch.Tensor | BlockScaled
 Rows = tuple[torch.Tensor, torch.Tensor | None]  # rows, with their scales in FP8
@@ -80,14 +80,14 @@ def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None
     return _no_experts(x, scales, gate_up, down, libraries.BF16_MASKED)
 
 
-def _decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
+def refuses_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
     """Queries or pages that are not in bfloat16 on a GPU, other widths than 512 + 64."""
     pages = keys.pages
     if not is_on_gpu(q_THW, pages):
         return "tensors are not on a GPU"
     if not q_THW.dtype is pages.dtype is torch.bfloat16:
         return "queries or pages are not in bfloat16"
-    is_fitting = (q_THW.shape[-1], latent_dim, pages.shape[1]) == (_WIDTH, _LATENT_DIM, PAGE_TOKENS)
+    is_fitting = (q_THW.shape[-1], latent_dim, pages.shape[1]) == (WIDTH, LATENT_DIM, PAGE_TOKENS)
     return None if is_fitting else "heads are not of 512 + 64 latent values"
 
 
@@ -209,38 +209,65 @@ def masked_mlp(
     return product(active, active_scales, down_EDF)[:, :room]
 
 
-@refusing(_decode)
+@refusing(refuses_decode)
 def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """flash_mla takes a request's queries for its last Q tokens, which they are in every decode step.
 
     Positions are not looked at. A request without tokens gives zeros. How the work is split over the GPU depends on
     `kv_tokens_B`: it is found out once per `schedule`, which is therefore that of one step (and micro-batch).
     """
+    return decode(q_THW, keys, latent_dim, scale, _library_cuts)
+
+
+def decode(
+    q_THW: torch.Tensor,
+    keys: PagedKeys,
+    latent_dim: int,
+    scale: float,
+    cuts_of: Callable[[torch.Tensor, int], tuple[Any, Any]],
+) -> torch.Tensor:
+    """Decode attention with cuts by `cuts_of(kv_tokens_B, queries of a request x heads)`, in the library's form."""
     pages, page_table_BP, kv_tokens_B, _, schedule = keys
     num_requests, (num_rows, num_heads, _) = len(page_table_BP), q_THW.shape
     if num_rows == 0:
         return q_THW.new_empty(0, num_heads, latent_dim)
     q_BQHW = q_THW.contiguous().unflatten(0, (num_requests, -1))
-    library, schedule = libraries.flash_mla(), {} if schedule is None else schedule
+    schedule = {} if schedule is None else schedule
     if _SCHEDULE not in schedule:
         kv_tokens = kv_tokens_B.to(torch.int32).contiguous()
-        metadata = library.get_mla_metadata(kv_tokens, q_BQHW.shape[1] * num_heads, 1)  # one head of keys for all
-        schedule[_SCHEDULE] = kv_tokens_B, page_table_BP.to(torch.int32).contiguous(), kv_tokens, *metadata
-    source, page_table, kv_tokens, metadata, num_splits = schedule[_SCHEDULE]
+        cuts = cuts_of(kv_tokens, q_BQHW.shape[1] * num_heads)
+        schedule[_SCHEDULE] = kv_tokens_B, page_table_BP.to(torch.int32).contiguous(), kv_tokens, cuts
+    source, page_table, kv_tokens, cuts = schedule[_SCHEDULE]
     assert source is kv_tokens_B, "a schedule serves one step: another one has other lengths"
-    out_BQHC, _ = library.flash_mla_with_kvcache(
+    return call_decode(q_BQHW, pages, page_table, kv_tokens, cuts, scale).flatten(0, 1)
+
+
+def call_decode(
+    q_BQHW: torch.Tensor,
+    pages: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    kv_tokens_B: torch.Tensor,
+    cuts: tuple[Any, Any],
+    scale: float,
+) -> torch.Tensor:
+    """[B, Q, H, C] by the library; table and lengths int32."""
+    out_BQHC, _ = libraries.flash_mla().flash_mla_with_kvcache(
         q_BQHW,
         pages[:, :, None],
-        page_table,
-        kv_tokens,
-        latent_dim,
-        metadata,
-        num_splits,
+        page_table_BP,
+        kv_tokens_B,
+        LATENT_DIM,
+        *cuts,
         softmax_scale=scale,
         causal=True,
         **({"use_legacy": True} if "use_legacy" in libraries.decode_parameters() else {}),
     )
-    return out_BQHC.flatten(0, 1)
+    return out_BQHC
+
+
+def _library_cuts(kv_tokens_B: torch.Tensor, rows_per_request: int) -> tuple[Any, Any]:
+    """As flash_mla cuts a step itself, with one head of keys for all."""
+    return libraries.flash_mla().get_mla_metadata(kv_tokens_B, rows_per_request, 1)
 
 
 def _product_by_expert(
