@@ -169,8 +169,7 @@ compile() {
   for place in "${!pids[@]}"; do
     wait "${pids[place]}"
     own=$? name=${names[place]}
-    if [[ $own -eq 124 || $own -eq 137 ]]; then own=3; fi
-    if [[ $name == tests-* && $own -eq 5 ]]; then own=3; fi
+    case $name/$own in */124 | */137 | tests-*/5) own=3 ;; esac
     echo "  $name: exit code $own after at most $SECONDS s; compile-$name.txt"
     note "$own"
   done
