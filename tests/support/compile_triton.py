@@ -42,7 +42,11 @@ def compile_all():
         for weight in (of(columns, 1536), blocks(columns, 1536)):
             ops.linear(of(T, 1536), weight, residual=of(T, columns))
     ops.linear(of(128, D), of(129280, D), float32_out=True)
-    ops.batched_linear(of(128, H, 128).transpose(0, 1), of(H, 512, 128))
+    for tokens in (128, 64):
+        ops.batched_linear(of(tokens, H, 128).transpose(0, 1), of(H, 512, 128))
+        ops.batched_linear(of(tokens, H, 512).transpose(0, 1), of(H, 128, 512))
+    for weight in (of(24576, 1536), blocks(24576, 1536)):
+        ops.linear(of(64, 1536), weight)
     for gate_up, down in ((of(HELD, 2 * F, D), of(HELD, D, F)), (blocks(HELD, 2 * F, D), blocks(HELD, D, F))):
         ops.grouped_mlp(x, counts, gate_up, down, of(8 * T, dtype=INT))
         ops.grouped_mlp(of(8 * T, D), counts, gate_up, down, tile_rows=128)
@@ -53,7 +57,8 @@ def compile_all():
         ops.silu_mul_blocks(of(2, 18432, 2 * F), of(2, dtype=torch.int32), fp8=fp8)
     ops.quantize_fp8_rows(x)
     ops.quantize_fp8_rows(of(2, 18432, D), of(2, dtype=torch.int32))
-    ops.router(x, of(3, E, D))
+    for tokens in (T, 128):
+        ops.router(of(tokens, D), of(3, E, D))
     ops.rms_norm(x, of(D), 1e-6)
     for width in (D, 1536):
         ops.rms_norm_fp8(of(128, 2112)[:, :width] if width < D else of(128, D), of(width), 1e-6, keeps=width == D)
