@@ -23,6 +23,7 @@ from batchinfer.rundir import RunDir, read_state
 
 # A thread of Arrow's that lets go of bytes of Python while the caller's interpreter ends would abort the process.
 WITHOUT_THREADS = {"use_threads": False}
+SLICE_BYTES = 1 << 20  # of rows that are Python objects at a time: log-probabilities are 50 times as large
 
 Start = Callable[[str, JobConfig, Progress | None], AbstractContextManager[CommandProcess]]
 
@@ -123,8 +124,8 @@ class Job:
                 for shard, table in early.new():
                     yield from _not_given(table, shard, given)
         for shard, file in self._output_files():
-            for batch in file.iter_batches(**WITHOUT_THREADS):
-                yield from _not_given(batch, shard, given)
+            for group in range(file.num_row_groups):
+                yield from _not_given(file.read_row_group(group, **WITHOUT_THREADS), shard, given)
 
     def status(self) -> dict[str, Any]:
         """How far it is, also while another process runs it: `batchinfer status --json`.
@@ -189,11 +190,14 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _not_given(
-    table: pa.Table | pa.RecordBatch, shard: int, given: set[tuple[int, int, int]]
-) -> Iterator[dict[str, Any]]:
-    for row in table.to_pylist():
-        key = (shard, row["row"], row["sample"])
-        if key not in given:
-            given.add(key)
-            yield row
+def _not_given(table: pa.Table, shard: int, given: set[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
+    slice_rows = max(1, SLICE_BYTES * len(table) // max(1, table.nbytes))
+    for first in range(0, len(table), slice_rows):
+        rows = table.slice(first, slice_rows)
+        keys = [(shard, *key) for key in zip(rows["row"].to_pylist(), rows["sample"].to_pylist(), strict=True)]
+        if given.issuperset(keys):
+            continue
+        for key, row in zip(keys, rows.to_pylist(), strict=True):
+            if key not in given:
+                given.add(key)
+                yield row

@@ -5,13 +5,15 @@ import os
 import subprocess
 import sys
 import tomllib
+import tracemalloc
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 import batchinfer
 from support.jobs import batchinfer as command
-from support.jobs import write_job, write_questions
+from support.jobs import write_job, write_questions, write_shard
 
 
 @pytest.fixture
@@ -37,6 +39,24 @@ def test_a_job_is_planned_run_and_read(path):
     assert sorted((row["id"], row["sample"]) for row in rows) == sorted(
         (row["id"], row["sample"]) for file in files for row in file.to_pylist()
     )
+
+
+def test_of_wide_rows_few_are_python_objects_at_a_time(tmp_path):
+    num_rows, values = 40, 20_000
+    wide = np.arange(1000, 1000 + num_rows * values).reshape(num_rows, values)
+    columns = {"id": list(range(num_rows)), "prompt": [f"Row {row}" for row in range(num_rows)], "wide": list(wide)}
+    write_shard(tmp_path / "prompts" / "a.parquet", columns)
+    job = batchinfer.Job.from_toml(write_job(tmp_path, output={"keep_columns": ["wide"]}, sampling={"max_tokens": 1}))
+    job.run()
+    tracemalloc.start()
+    try:
+        found = {row["id"]: row["wide"][-1] for row in job.rows()}
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == dict(enumerate(wide[:, -1].tolist()))
+    all_bytes = wide.size * (sys.getsizeof(1000) + 8)
+    assert peak_bytes < all_bytes / 2
 
 
 READ = """
