@@ -34,28 +34,33 @@ def query(name: str, **parts: str | int) -> str:
 
 
 @contextmanager
-def open_database(run: RunDir) -> Iterator[duckdb.DuckDBPyConnection]:
+def open_database(
+    run: RunDir, command: str = "finish", scratch: Path | None = None
+) -> Iterator[duckdb.DuckDBPyConnection]:
     """DuckDB for sorting and joining, with its scratch files in the run folder.
+
+    Args:
+        command: what it is for, in messages.
+        scratch: folder for them instead.
 
     Raises:
         ConfigError: a file of the run folder is damaged, the disk is full, or rows are too wide for the memory.
     """
     limit = sort_limit(max(SORT_BYTES, min(free_memory_bytes() // 4, MOST_SORT_BYTES)))
+    scratch = scratch or run.finish_scratch
     try:
-        run.finish_scratch.mkdir(parents=True, exist_ok=True)
-        with duckdb.connect(
-            config={"memory_limit": limit, "temp_directory": str(run.finish_scratch / "spill")}
-        ) as connection:
+        scratch.mkdir(parents=True, exist_ok=True)
+        with duckdb.connect(config={"memory_limit": limit, "temp_directory": str(scratch / "spill")}) as connection:
             yield connection
     except duckdb.Error as error:
         # the same is said of a disk that has no room for what would leave the memory
         if isinstance(error, duckdb.OutOfMemoryException) and "temp_directory" not in str(error):
             raise ConfigError(
-                f"cannot finish {run.shown}: its rows are too wide to be sorted in {limit}; repeat `batchinfer finish "
-                f"{run.shown}` where more memory is free: it takes a quarter of that"
+                f"cannot {command} {run.shown}: its rows are too wide to be sorted in {limit}; repeat "
+                f"`batchinfer {command} {run.shown}` where more memory is free: it takes a quarter of that"
             ) from None
         raise ConfigError(
-            f"cannot finish {run.shown}: {first_line(error)}; free space, or use another output.dir if a file is "
+            f"cannot {command} {run.shown}: {first_line(error)}; free space, or use another output.dir if a file is "
             "damaged"
         ) from None
 

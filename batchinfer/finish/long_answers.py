@@ -44,9 +44,11 @@ class LongAnswers:
 
     Args:
         folder: where it may write.
+        keeps: whether rows are to get their answers again (`filled`).
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._answers, self._rows = folder / "long_answers.arrow", folder / "short_rows.parquet"
         self._num_bytes: list[int] = []  # by place
         self._file: pa.OSFile | None = None  # of answers, once they are all in it
@@ -118,7 +120,7 @@ class LongAnswers:
         num_bytes = _answer_bytes(batch)
         is_long = num_bytes > LONG_BYTES
         places = np.cumsum(is_long) - 1 + len(self._num_bytes)
-        for row in np.flatnonzero(is_long).tolist():
+        for row in np.flatnonzero(is_long).tolist() if self._keeps else ():
             answers.write_batch(_as_delivered(batch.slice(row, 1)))
         self._num_bytes += num_bytes[is_long].tolist()
         connection.register("answers", batch.select(["logprobs"]))

@@ -1,6 +1,7 @@
 """Statistics of what is durable so far, for the report of a run that is not finished: in a folder of their own."""
 
 from collections import defaultdict
+from contextlib import closing
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,6 +10,7 @@ from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.schemas import STATS_REQUESTS
 from batchinfer.finish.join import HAS_ENDED, create_results, open_database, output_rows, query
+from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir, read_state
@@ -56,8 +58,11 @@ def _write_rows(run: RunDir, job: JobConfig, target: RunDir, shards: list[Shard]
     """stats/requests.parquet and outputs/, of the rows that have ended; returns their number."""
     num_rows = 0
     rows = "samples" if job.input.choices is None else "choices"
-    with open_database(target) as connection:
-        create_results(connection, files)
+    with (
+        open_database(run, "report", target.finish_scratch) as connection,
+        closing(LongAnswers(target.finish_scratch, keeps=False)) as answers,  # no column here is made of them
+    ):
+        create_results(connection, files, answers)
         connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(run.duplicates)}")
         connection.execute(f"CREATE VIEW delivered AS {query('delivered')}")
         write_request_stats(connection, target, shards, HAS_ENDED)

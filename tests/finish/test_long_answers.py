@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -75,9 +77,24 @@ def test_rows_come_fewer_at_a_time_with_long_answers(computed, tmp_path, monkeyp
     assert file.num_row_groups > 3
 
 
+def scored(num_rows, num_tokens=200_000, num_top=2):
+    """Log-probabilities of so many answers."""
+
+    def tokens(number, **more):
+        columns = {"token_id": pa.array(np.zeros(number, np.int32)), "logprob": pa.array(np.ones(number, np.float32))}
+        columns |= more
+        return pa.StructArray.from_arrays([*columns.values()], [*columns])
+
+    def lists(number, length, values):
+        return pa.ListArray.from_arrays(pa.array(np.arange(number + 1) * length, pa.int32()), values)
+
+    number = num_rows * num_tokens
+    return lists(num_rows, num_tokens, tokens(number, top=lists(number, num_top, tokens(number * num_top))))
+
+
 @pytest.fixture
 def run_of_wide_rows(tmp_path, monkeypatch):
-    """13 answers of 4 MiB each, and 48 MiB for all of DuckDB."""
+    """13 answers of 4 MiB each, their log-probabilities of 5 MB, and 48 MiB for all of DuckDB."""
     run = RunDir(make_computed_run(tmp_path))
     for mark in run.done_marks.iterdir():
         files = {}
@@ -86,6 +103,8 @@ def run_of_wide_rows(tmp_path, monkeypatch):
             place = table.schema.get_field_index("text")
             text = pc.binary_repeat(table["text"].combine_chunks(), (4 << 20) // 8)
             table = table.set_column(place, "text", text.cast(pa.string()))
+            place = table.schema.get_field_index("logprobs")
+            table = table.set_column(place, "logprobs", scored(len(table)))
             path = write_results((run.root / name).parent, 90, table.cast(RESULTS.schema))
             files[str(path.relative_to(run.root))] = path.stat().st_size
         publish_json(mark, {**read_json(mark), "files": files})
@@ -100,6 +119,19 @@ def test_answers_of_any_length_fit_into_the_memory_of_the_sort(run_of_wide_rows)
     texts = [row["text"] for rows in outputs(run_of_wide_rows).values() for row in rows]
     assert len(texts) == 13
     assert min(map(len, texts)) >= 1 << 20
+
+
+def test_a_report_of_what_is_computed_takes_no_more_memory(run_of_wide_rows):
+    ended = batchinfer("report", run_of_wide_rows, "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["rows"] == 13
+
+
+def test_a_report_that_has_too_little_memory_names_the_run(run_of_wide_rows, monkeypatch):
+    monkeypatch.setattr(long_answers, "LONG_BYTES", 1 << 40)
+    ended = batchinfer("report", run_of_wide_rows)
+    assert ended.code == 2
+    assert f"cannot report {run_of_wide_rows}: its rows are too wide" in ended.err
 
 
 def test_rows_that_do_not_fit_are_said_to_be_too_wide(run_of_wide_rows, monkeypatch):
