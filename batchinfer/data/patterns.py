@@ -7,7 +7,6 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from fnmatch import filter as names_like
-from typing import NoReturn
 
 from batchinfer.data.stores import WILDCARDS
 from batchinfer.records import ConfigError
@@ -43,7 +42,7 @@ def each_folder(top: str, is_left_out: Callable[[str], bool]) -> Iterator[tuple[
     seen: set[str] = set()
     tops = [top]
     for start in tops:
-        for place, folders, names in os.walk(start, onerror=_refuse):
+        for place, folders, names in os.walk(start, onerror=_refuse_unless_gone):
             real = os.path.realpath(place)
             if real in seen:
                 folders.clear()
@@ -85,7 +84,8 @@ def _names(folder: str, part: str) -> list[str]:
     try:
         found = names_like(os.listdir(folder or os.curdir), part)
     except OSError as error:
-        _refuse(error, folder)
+        _refuse_unless_gone(error, folder)
+        return []
     return found if _has_dot(part) else [name for name in found if not _has_dot(name)]
 
 
@@ -96,8 +96,7 @@ def _is_there(path: str, folder: str) -> bool:
     except ValueError:  # no name at all
         return False
     except OSError as error:
-        if error.errno not in _ABSENT:
-            _refuse(error, folder)
+        _refuse_unless_gone(error, folder)
         return False
     return True
 
@@ -106,8 +105,10 @@ def _has_dot(name: str) -> bool:
     return name.startswith(".")
 
 
-def _refuse(error: OSError, folder: str | None = None) -> NoReturn:
-    raise UnreadableFolderError(
-        f"cannot list the folder {folder or error.filename} for its data: {error.strerror}; make it readable, or name "
-        "only others"
-    ) from None
+def _refuse_unless_gone(error: OSError, folder: str | None = None) -> None:
+    """Where nothing is, nothing is passed over: another job's run folder may lose folders while we look."""
+    if error.errno not in _ABSENT:
+        raise UnreadableFolderError(
+            f"cannot list the folder {folder or error.filename} for its data: {error.strerror}; make it readable, or "
+            "name only others"
+        ) from None
