@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -199,6 +200,11 @@ def test_every_kernel_compiles_for_hopper_at_the_shapes_of_v3(compiled):
         assert kernel["shared_bytes"] <= SHARED_BYTES, kernel
         # products on Hopper's own matrix unit, not on the older one or on none
         assert bool(kernel["matrix_instructions"]) == (kernel["name"] in MATRIX_KERNELS), kernel
+    # steps of few rows take other tiles than those of many
+    dense = [kernel for kernel in compiled if not re.search(r"\bi32\b", kernel["key"])]  # without a list of tiles
+    for name in ("_product", "_part_of_logits"):
+        heights = {re.search(r" ROWS=(\d+)", kernel["key"]).group(1) for kernel in dense if kernel["name"] == name}
+        assert heights == {"64", "128"}, name
     # experts' rows meet the same instruction in tiles of 64 and of 128 rows: both layouts give the same bits
     products = [kernel for kernel in compiled if kernel["name"] == "_product"]
     shapes = {

@@ -40,13 +40,12 @@ def compile_all():
     x, counts = of(T, D), of(HELD, dtype=INT)
     for columns in (24576, 576):
         for weight in (of(columns, 1536), blocks(columns, 1536)):
-            ops.linear(of(T, 1536), weight, residual=of(T, columns))
-    ops.linear(of(128, D), of(129280, D), float32_out=True)
-    for tokens in (128, 64):
-        ops.batched_linear(of(tokens, H, 128).transpose(0, 1), of(H, 512, 128))
-        ops.batched_linear(of(tokens, H, 512).transpose(0, 1), of(H, 128, 512))
-    for weight in (of(24576, 1536), blocks(24576, 1536)):
-        ops.linear(of(64, 1536), weight)
+            for rows in (T, 64):  # few rows have tiles of their own
+                ops.linear(of(rows, 1536), weight, residual=of(rows, columns))
+    for rows in (64, 128):
+        ops.linear(of(rows, D), of(129280, D), float32_out=True)
+        ops.batched_linear(of(rows, H, 128).transpose(0, 1), of(H, 512, 128))
+        ops.batched_linear(of(rows, H, 512).transpose(0, 1), of(H, 128, 512))
     for gate_up, down in ((of(HELD, 2 * F, D), of(HELD, D, F)), (blocks(HELD, 2 * F, D), blocks(HELD, D, F))):
         ops.grouped_mlp(x, counts, gate_up, down, of(8 * T, dtype=INT))
         ops.grouped_mlp(of(8 * T, D), counts, gate_up, down, tile_rows=128)
@@ -57,8 +56,8 @@ def compile_all():
         ops.silu_mul_blocks(of(2, 18432, 2 * F), of(2, dtype=torch.int32), fp8=fp8)
     ops.quantize_fp8_rows(x)
     ops.quantize_fp8_rows(of(2, 18432, D), of(2, dtype=torch.int32))
-    for tokens in (T, 128):
-        ops.router(of(tokens, D), of(3, E, D))
+    for rows in (T, 128):
+        ops.router(of(rows, D), of(3, E, D))
     ops.rms_norm(x, of(D), 1e-6)
     for width in (D, 1536):
         ops.rms_norm_fp8(of(128, 2112)[:, :width] if width < D else of(128, D), of(width), 1e-6, keeps=width == D)
@@ -90,6 +89,7 @@ def compile_all():
     )
     compile_fp8_pages()
     compile_sparse()
+    gemm.product(of(T, 576)[:, :512], of(16 * 256, 512), out=of(T, 16 * 256), rows=of(T, dtype=INT))
     tiles = of(128, 4, dtype=INT)  # made from lengths, which these tensors have not
     prefill._attend(
         of(T, H, 192), of(T, 16, 256), of(T, 64), tiles, of(T, dtype=INT), of(T, H, 128), 0, 0.1352
@@ -287,7 +287,7 @@ if __name__ == "__main__":
     from batchinfer_kernels.reference.places import PlacedRows
     from batchinfer_kernels.reference.rows import NewKeys
     from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
-    from batchinfer_kernels.triton import decode, fp8_pages, index_fp8, indexer, ops, prefill, topk
+    from batchinfer_kernels.triton import decode, fp8_pages, gemm, index_fp8, indexer, ops, prefill, topk
 
     T, D, F, H, E = 16384, 7168, 2048, 128, 256
     HELD = 9  # experts of a rank
