@@ -9,7 +9,7 @@ _CPU_BACKENDS = ("cpu", "reference")
 
 
 def rank_device(backend: str, local_rank: int) -> torch.device:
-    """The device of a rank, which becomes this process's current one.
+    """The device of a rank, which becomes this process's current one; its products in float32 are not shortened.
 
     Args:
         backend: cluster.backend; "cpu" and "reference" keep to the CPU, and so does Triton's interpreter.
@@ -18,6 +18,8 @@ def rank_device(backend: str, local_rank: int) -> torch.device:
     Raises:
         ConfigError: the host has fewer GPUs than ranks.
     """
+    # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, with which operands would have 10 bits behind the point
+    torch.set_float32_matmul_precision("highest")
     is_interpreted = backend == "triton" and triton_probe.interprets()
     if backend in _CPU_BACKENDS or is_interpreted or not torch.cuda.is_available():
         return torch.device("cpu")

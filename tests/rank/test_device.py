@@ -6,6 +6,9 @@ the host that was not put on the device.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -172,6 +175,13 @@ def test_a_rank_gets_a_gpu_of_its_own_where_the_backend_wants_one(monkeypatch):
     assert rank_device("triton", 0) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert rank_device("auto", 0) == rank_device("hopper", 0) == torch.device("cpu")
+
+
+def test_products_in_float32_are_whole_whatever_a_container_sets():
+    ask = "print(torch.backends.cuda.matmul.allow_tf32)"
+    code = f"import torch; from batchinfer.rank.device import rank_device; {ask}; rank_device('auto', 0); {ask}"
+    variables = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    assert subprocess.check_output([sys.executable, "-c", code], env=variables).split() == [b"True", b"False"]
 
 
 def test_ranks_of_a_host_are_numbered_for_their_gpus(monkeypatch):
