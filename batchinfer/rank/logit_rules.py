@@ -21,6 +21,7 @@ from batchinfer.data.tokenizer import PromptTokenizer
 from batchinfer.model.sampling import Changes
 from batchinfer.rank.thinking import Thinking
 from batchinfer.records import Request, Sampling
+from batchinfer_kernels.reference.fp8 import divided
 from batchinfer_kernels.transfer import moved
 
 if TYPE_CHECKING:
@@ -108,10 +109,8 @@ class LogitRules:
             logits_V[moved(self._biased, logits_V.device)] += moved(self._bias, logits_V.device)
         if sampling.repetition_penalty != 1.0:
             seen, _ = self._repeated.on(logits_V.device)
-            values = logits_V[seen]
-            logits_V[seen] = torch.where(
-                values < 0, values * sampling.repetition_penalty, values / sampling.repetition_penalty
-            )
+            values, penalty = logits_V[seen], sampling.repetition_penalty
+            logits_V[seen] = torch.where(values < 0, values * penalty, divided(values, penalty))
         if sampling.presence_penalty or sampling.frequency_penalty:
             seen, counts = self._generated.on(logits_V.device)
             logits_V[seen] -= sampling.frequency_penalty * counts

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchinfer_kernels import reference, registry
 from batchinfer_kernels.cpu import build
@@ -14,6 +13,7 @@ from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.reference import fp8_pages, group_scaled
 from batchinfer_kernels.reference.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK, block_product
+from support.divisors import Divisors
 
 TOLERANCE = {"float32": 1e-6}
 GRID = sorted(
@@ -225,16 +225,9 @@ def test_weights_above_each_other_keep_their_blocks():
 def test_scales_are_divided_by_what_lies_on_the_same_device():
     """By a plain number PyTorch multiplies on a GPU, with a rounded inverse: scales were other ones than on a CPU."""
 
-    class Divisors(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function.overloadpacket is torch.ops.aten.div:
-                divisors.append(args[1])
-            return function(*args, **kwargs or {})
-
-    divisors = []
-    with Divisors():
+    with Divisors() as found:
         reference.quantize_fp8_block(random(130, 200))
         fp8_pages.scales_of(random(3, 4).float().abs())
         group_scaled.quantize_int8_rows(random(3, 130))
-    assert len(divisors) >= 5
-    assert all(isinstance(divisor, torch.Tensor) for divisor in divisors), divisors
+    assert len(found.divisors) >= 5
+    assert all(isinstance(divisor, torch.Tensor) for divisor in found.divisors), found.divisors

@@ -20,6 +20,7 @@ from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.rank.logit_rules import NEVER, LogitRules, RuleMaker, bad_word_tokens
 from batchinfer.rank.thinking import Thinking, ThinkingTokens
 from batchinfer.records import Request, RequestKey
+from support.divisors import Divisors
 from support.paths import SAMPLE_MODEL
 
 VOCABULARY, EOS = 257, 3
@@ -55,6 +56,14 @@ def by_transformers(case, processor, *, with_prompt=True):
 def test_repetition_is_penalised_as_in_transformers(case, penalty):
     expected = by_transformers(case, RepetitionPenaltyLogitsProcessor(penalty))
     assert torch.equal(changed(case, repetition_penalty=penalty), expected)
+
+
+def test_a_penalty_divides_alike_on_any_device(case):
+    """By a plain number PyTorch multiplies on a GPU, with a rounded inverse."""
+    with Divisors() as found:
+        changed(case, repetition_penalty=1.3)
+    assert found.divisors
+    assert all(isinstance(divisor, torch.Tensor) for divisor in found.divisors)
 
 
 @pytest.mark.parametrize(("presence", "frequency"), [(0.5, 0.0), (0.0, -0.25), (1.5, 0.75)])

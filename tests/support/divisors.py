@@ -1,0 +1,19 @@
+"""What tensors are divided by: a plain number is another divisor on a GPU than on a CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Divisors(TorchDispatchMode):
+    """Collects the divisors of all divisions while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.divisors = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket is torch.ops.aten.div:
+            self.divisors.append(args[1])
+        return function(*args, **kwargs or {})
