@@ -8,7 +8,7 @@ import torch
 from batchinfer_kernels import reference, registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.fp8 import ScaledRows
-from batchinfer_kernels.triton import ops
+from batchinfer_kernels.triton import ops, router, tiles
 from support.placed_rows import in_tiles
 from support.triton_device import DEVICE, TOLERANCE, calc_diff, needs_triton, random, relative_error
 
@@ -105,8 +105,17 @@ def test_a_batched_product_is_close_to_float64_and_keeps_its_bits(num_in, num_ou
     assert (wider[..., num_out:] == 7).all()
 
 
+def test_a_vocabulary_has_wider_tiles(monkeypatch):
+    x, weight = random(70, 40), random(300, 40, seed=1)
+    narrow = ops.linear(x, weight, float32_out=True)
+    monkeypatch.setattr(tiles, "_VOCABULARY", 300)
+    assert torch.allclose(ops.linear(x, weight, float32_out=True), narrow, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("many_rows", [1024, 8])  # from so many on tiles are larger
 @pytest.mark.parametrize(("hidden", "experts"), [(33, 5), (256, 64), (1100, 130)])
-def test_router_logits_are_those_of_float32(hidden, experts):
+def test_router_logits_are_those_of_float32(hidden, experts, many_rows, monkeypatch):
+    monkeypatch.setattr(router, "_MANY_ROWS", many_rows)
     x, weight = random(70, hidden), random(experts, hidden, seed=1, dtype=torch.float32) / hidden**0.5
     logits = ops.router(x, ops.pack_router(weight))
     terms = x.double().abs() @ weight.double().abs().T
