@@ -10,7 +10,7 @@
 # after so many (510 seconds: 8.5); the same command goes on with what is not done. --call: a third of all that, in 8.5
 # minutes unless --minutes says otherwise: 1 compile, tests of operations, decode of 128 requests, quick checks; 2 the
 # other figures of the slice, all checks; 3 tests of the engine, profile, counters. --rehearse: tiny shapes on the CPU,
-# no times. PYTHON names the interpreter (python3).
+# no times and, without --minutes, no clock. PYTHON names the interpreter (python3).
 #
 # RESULTS has a folder per GPU model, and caches, what kernels were compiled to. All of it is packed into one archive
 # (--archive; RESULTS.tar.xz) after each section: what was done is there even if the machine goes away. Where RESULTS is
@@ -64,7 +64,7 @@ while [[ "${1:-}" == --* ]]; do
 done
 results=${1:-gpu-results}
 wheels=${2:-}
-if ((call && !end)); then end=510; fi
+if ((call && !end && !${#rehearse[@]})); then end=510; fi
 python=${PYTHON:-python3}
 here=$root/tests/gpu
 # has NAME: whether the interpreter has this package
@@ -104,9 +104,10 @@ pack() {
   packed=yes
 }
 
-# left LIMIT: seconds for a section of at most so many (0: any number), 0: without end
+# left LIMIT: seconds for a section of at most so many (0: any number) on a GPU, 0: without end
 left() {
   local most=$1 rest=$((end - SECONDS))
+  if ((${#rehearse[@]})); then most=0; fi
   if ((!end)); then rest=0; fi
   if ((most && (!rest || most < rest))); then rest=$most; fi
   echo "$rest"
@@ -157,8 +158,10 @@ compile() {
     timeout --signal=INT --kill-after=15 "$seconds" "$@" >"$folder/compile-$name.txt" 2>&1 &
     pids+=($!) names+=("$name")
   }
-  at_once tests-operations "${pytest[@]}" "$here/test_hopper_gpu.py"
-  at_once tests-engine "${pytest[@]}" "$here/test_engine_gpu.py"
+  if ((!${#rehearse[@]})); then # nothing would be compiled, and on a CPU they take minutes
+    at_once tests-operations "${pytest[@]}" "$here/test_hopper_gpu.py"
+    at_once tests-engine "${pytest[@]}" "$here/test_engine_gpu.py"
+  fi
   for part in 1 2 3 4; do
     at_once "check-$part" "$python" "$here/check.py" "${size[@]:---quick}" --part "$part/4" --out "$scratch/$part.jsonl"
   done
