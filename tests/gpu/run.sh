@@ -113,11 +113,14 @@ left() {
   echo "$rest"
 }
 
+# is_wanted NAME: whether --only leaves the section in
+is_wanted() { ((!${#only[@]})) || [[ " ${only[*]} " == *" $1 "* ]]; }
+
 # run NAME LIMIT COMMAND…: its output on the screen and in a file
 run() {
   local name=$1 limit=$2 seconds own
   shift 2
-  if ((${#only[@]})) && [[ " ${only[*]} " != *" $name "* ]]; then return; fi
+  if ! is_wanted "$name"; then return; fi
   if ((end && end - SECONDS < 30)); then
     echo "== $name: not run, time is up; the same command goes on with it"
     note 3
@@ -142,7 +145,7 @@ run() {
 # compile LIMIT: on a fresh machine compiling takes most of the time, and in one process after the other one core alone
 compile() {
   local limit=$1 seconds name pid scratch pids=() names=()
-  if ((${#only[@]})) && [[ " ${only[*]} " != *" compile "* ]]; then return; fi
+  if ! is_wanted compile; then return; fi
   if ((end && end - SECONDS < 30)); then
     echo "== compile: not run, time is up; the same command goes on with it"
     note 3
@@ -195,6 +198,7 @@ checks() { script check "$1" check.py "${@:2}" --out "$folder/check.jsonl"; }
 slices() { script slice "$1" slice.py "${@:2}" "${rehearse[@]}" --out "$folder/slice.jsonl"; }
 profile() { run profile "$1" "$python" "$here/trace_step.py" "${rehearse[@]}" --out "$folder"; }
 counters() {
+  if ! is_wanted counters; then return; fi
   local attention=("$python" "$here/trace_step.py" "${rehearse[@]}" --attention)
   if ! command -v ncu >/dev/null || ((${#rehearse[@]})); then
     run counters "$1" "${attention[@]}"

@@ -72,6 +72,13 @@ def test_it_says_what_time_did_not_allow_and_packs_what_there_is(tmp_path):
 
 
 @needs_interpreter
+def test_sections_that_nobody_asked_for_say_nothing(tmp_path):
+    done = bash("run.sh", "--rehearse", "--minutes", "0.1", "--only", "slice", tmp_path / "results")
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("==")] == ["== slice"]
+    assert not (tmp_path / "results" / "rehearsal" / "counters.txt").exists()
+
+
+@needs_interpreter
 def test_tests_that_cannot_run_count_as_not_run(tmp_path):
     """pytest says 5 where a module that is missing skips all tests."""
     (tmp_path / "msgspec.py").write_text("raise ModuleNotFoundError('msgspec')")
