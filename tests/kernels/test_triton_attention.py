@@ -122,7 +122,10 @@ def test_prefill_attention_is_close_to_float64_and_cut_anywhere_gives_the_same_b
     assert torch.equal(attend(0, context), whole)
 
 
-def test_chunks_of_several_requests_do_not_meet():
+@pytest.mark.parametrize("most_keys", [prefill._MAX_KEYS, 200, 1])
+def test_chunks_of_several_requests_do_not_meet(most_keys, monkeypatch):
+    """Whether their keys are made together, or those of some, or of each alone."""
+    monkeypatch.setattr(prefill, "_MAX_KEYS", most_keys)
     pages, table, _ = paged([150, 70, 64], 24)
     num_tokens, context = [90, 0, 3], [150, 70, 64]  # the first and the last continue earlier chunks
     q, kv_b = random(93, 2, 12, seed=1), random(2, 12, 16, seed=2)
@@ -142,6 +145,8 @@ def test_chunks_of_several_requests_do_not_meet():
             **options,
         )
         assert torch.equal(alone, whole[rows])
+    works = prefill._cut(table, *lengths, torch.device("cpu"))
+    assert max(len(work.slots_X) for work in works) <= max(most_keys, 192)  # whole pages of the longest
     # the work is cut once per step: a second layer finds it, another step must not
     schedule = {}
     again = [

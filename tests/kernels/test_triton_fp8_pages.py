@@ -94,4 +94,4 @@ def test_prefill_is_that_over_widened_pages_to_the_bit(latent_dim, rotary):
     plain = ops.mla_prefill(q, keys._replace(pages=wide, schedule=None), kv_b, chunks, **options)
     for _ in range(2):  # a layer, and one that finds the step's work cut already
         assert torch.equal(ops.mla_prefill_fp8(q, keys, kv_b, chunks, **options), plain)
-    assert set(schedule) == {prefill.SCHEDULE, prefill._SOURCE}
+    assert set(schedule) == {prefill.SCHEDULE}

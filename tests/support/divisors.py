@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -9,11 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Divisors(TorchDispatchMode):
     """Collects the divisors of all divisions while it is entered."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.divisors = []
+        self.divisors: list[Any] = []
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.overloadpacket is torch.ops.aten.div:
             self.divisors.append(args[1])
         return function(*args, **kwargs or {})

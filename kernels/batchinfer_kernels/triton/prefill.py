@@ -1,17 +1,19 @@
 """Causal latent attention over pages for prefill, in Triton: keys and values per head, softmax tile by tile.
 
 DeepSeek-V2 report section 2.1; the running softmax is that of FlashAttention (arXiv 2205.14135). Keys and values are
-made from the latents by one product for as many heads at a time as fit, so memory does not grow with the context. Keys
-come in tiles of a page from the first one on, and a tile that a row does not see changes none of its bits: where a
-prompt was cut does not matter. Only tiles that some row of the program does not see whole are masked. The keys' rotary
-values, the same for all heads, are gathered before: so what the loop reads lies where it is known ahead, and two tiles
-are on their way while one is worked on.
+made from the latents by one product for as many heads at a time as fit, and for some requests after the other: where
+many share a long prefix, memory does not grow with their number. Keys come in tiles of a page from the first one on,
+and a tile that a row does not see changes none of its bits: where a prompt was cut does not matter. Only tiles that
+some row of the program does not see whole are masked. The keys' rotary values, the same for all heads, are gathered
+before: so what the loop reads lies where it is known ahead, and two tiles are on their way while one is worked on.
 """
 
 # T tokens, H heads, N query/key width without position, R rotary width, A = N + R, V value width, Z = N + V
 # C latent width, W = C + R, B requests, P pages, X keys (whole pages of all requests)
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,18 +26,26 @@ from batchinfer_kernels.triton.gemm import product
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
 
 _MAX_KEY_BYTES = 2**30  # keys and values at a time
+_MAX_KEYS = 2**18  # of several requests at a time: where many share a long prefix, each has all of it
 _TILE_ROWS = 128
 _LOG2_E = 1.4426950408889634
 SCHEDULE = "triton prefill"  # its entry in a step's schedule
-_SOURCE = "triton prefill from"  # there: the slots of rows that are widened
 
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """How a step's attention is cut, the same in all layers."""
+    """How the attention of some of a step's requests is cut, the same in all layers."""
 
-    slots_X: torch.Tensor  # int64, of the tokens of all requests' pages, one page behind the other
+    slots_X: torch.Tensor  # int64, of the tokens of these requests' pages, one page behind the other
     tiles: torch.Tensor  # [tiles, 4] int64: first row, behind the request's last row, place of its first page, context
+
+
+class _Keys(NamedTuple):
+    """Rows of latents, those of them that are keys (None: all), and the keys' rotary values [X, R]."""
+
+    latents: torch.Tensor
+    rows_X: torch.Tensor | None
+    rotary_XR: torch.Tensor
 
 
 def mla_prefill(
@@ -51,29 +61,13 @@ def mla_prefill(
 
     How the chunks are cut into tiles is found out once per `schedule`, which is that of one step (and micro-batch).
     """
-    pages, page_table_BP, context_tokens_B, positions_T, schedule = keys
-    num_tokens, num_heads, _ = q_THA.shape
-    out_THV = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THA.dtype, device=q_THA.device)
-    if out_THV.numel() == 0:
-        return out_THV
-    assert scale > 0, "the largest score is looked for before scores are scaled"
-    q_THA, kv_b_HZC = q_THA.contiguous(), kv_b_HZC.contiguous()
-    schedule = {} if schedule is None else schedule
-    if SCHEDULE not in schedule:
-        schedule[SCHEDULE] = num_tokens_B, _cut(page_table_BP, num_tokens_B, context_tokens_B, q_THA.device)
-    source, work = schedule[SCHEDULE]
-    assert source is num_tokens_B, "a schedule serves one step: another one has other chunks"
-    slots_X = work.slots_X
-    z_dim, latent_dim = kv_b_HZC.shape[1:]
-    rows_W = pages.view(-1, pages.shape[-1])
-    rotary_XR = rows_W[:, latent_dim:].index_select(0, slots_X)
-    heads_at_once = max(1, _MAX_KEY_BYTES // (len(slots_X) * z_dim * 2))
-    for first in range(0, num_heads, heads_at_once):
-        kv_b = kv_b_HZC[first : first + heads_at_once]
-        kv_XHZ = torch.empty(len(slots_X), len(kv_b), z_dim, dtype=q_THA.dtype, device=q_THA.device)
-        product(rows_W[:, :latent_dim], kv_b.flatten(0, 1), out=kv_XHZ.flatten(1), rows=slots_X)
-        _attend(q_THA, kv_XHZ, rotary_XR, work.tiles, positions_T, out_THV, first, scale)
-    return out_THV
+    rows_W, latent_dim = keys.pages.view(-1, keys.pages.shape[-1]), kv_b_HZC.shape[-1]
+
+    def keys_of(work: _Work) -> _Keys:
+        rotary_XR = rows_W[:, latent_dim:].index_select(0, work.slots_X)
+        return _Keys(rows_W[:, :latent_dim], work.slots_X, rotary_XR)
+
+    return _prefill(q_THA, keys, keys_of, kv_b_HZC, num_tokens_B, v_dim, scale)
 
 
 def mla_prefill_fp8(
@@ -89,40 +83,74 @@ def mla_prefill_fp8(
 
     Each is read by all heads and many queries, and its keys and values are made from it by a product anyway.
     """
-    if q_THA.numel() == 0 or v_dim == 0:
-        return torch.empty(*q_THA.shape[:2], v_dim, dtype=q_THA.dtype, device=q_THA.device)
+    latent_dim = kv_b_HZC.shape[-1]
+
+    def keys_of(work: _Work) -> _Keys:
+        wide_XW = widen_rows(keys.pages, work.slots_X, latent_dim)
+        return _Keys(wide_XW[:, :latent_dim], None, wide_XW[:, latent_dim:].contiguous())
+
+    return _prefill(q_THA, keys, keys_of, kv_b_HZC, num_tokens_B, v_dim, scale)
+
+
+def _prefill(
+    q_THA: torch.Tensor,
+    keys: PagedKeys,
+    keys_of: Callable[[_Work], _Keys],
+    kv_b_HZC: torch.Tensor,
+    num_tokens_B: torch.Tensor,
+    v_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """Some requests after the other, and of these some heads, so that memory is bounded."""
+    num_tokens, num_heads, _ = q_THA.shape
+    out_THV = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THA.dtype, device=q_THA.device)
+    if out_THV.numel() == 0:
+        return out_THV
+    assert scale > 0, "the largest score is looked for before scores are scaled"
+    q_THA, kv_b_HZC = q_THA.contiguous(), kv_b_HZC.contiguous()
     schedule = {} if keys.schedule is None else keys.schedule
     if SCHEDULE not in schedule:
-        work = _cut(keys.page_table_BP, num_tokens_B, keys.kv_tokens_B, q_THA.device)
-        places_X = torch.arange(len(work.slots_X), device=q_THA.device)
-        schedule[SCHEDULE] = num_tokens_B, _Work(places_X, work.tiles)
-        schedule[_SOURCE] = work.slots_X
-    wide = widen_rows(keys.pages, schedule[_SOURCE], kv_b_HZC.shape[-1])
-    wide_keys = keys._replace(pages=wide.unflatten(0, (-1, PAGE_TOKENS)), schedule=schedule)
-    return mla_prefill(q_THA, wide_keys, kv_b_HZC, num_tokens_B, v_dim=v_dim, scale=scale)
+        schedule[SCHEDULE] = num_tokens_B, _cut(keys.page_table_BP, num_tokens_B, keys.kv_tokens_B, q_THA.device)
+    source, works = schedule[SCHEDULE]
+    assert source is num_tokens_B, "a schedule serves one step: another one has other chunks"
+    z_dim = kv_b_HZC.shape[1]
+    for work in works:
+        latents, rows, rotary_XR = keys_of(work)
+        heads_at_once = max(1, _MAX_KEY_BYTES // (len(rotary_XR) * z_dim * 2))
+        for first in range(0, num_heads, heads_at_once):
+            kv_b = kv_b_HZC[first : first + heads_at_once]
+            kv_XHZ = torch.empty(len(rotary_XR), len(kv_b), z_dim, dtype=q_THA.dtype, device=q_THA.device)
+            product(latents, kv_b.flatten(0, 1), out=kv_XHZ.flatten(1), rows=rows)
+            _attend(q_THA, kv_XHZ, rotary_XR, work.tiles, keys.positions_T, out_THV, first, scale)
+    return out_THV
 
 
 def _cut(
     page_table_BP: torch.Tensor, num_tokens_B: torch.Tensor, context_tokens_B: torch.Tensor, device: torch.device
-) -> _Work:
-    """The work of all requests, made on the host, which knows the lengths."""
-    places, tiles = [], []
-    start, num_pages_before = 0, 0
+) -> list[_Work]:
+    """The work of all requests, some of them at a time; made on the host, which knows the lengths."""
+    pieces: list[tuple[list[int], list[tuple[int, ...]]]] = []
+    start = 0
     for request, (num_tokens, context) in enumerate(zip(num_tokens_B.tolist(), context_tokens_B.tolist(), strict=True)):
         num_pages = triton.cdiv(context, PAGE_TOKENS)
         stop = start + num_tokens
         if num_tokens:
+            if not pieces or (len(pieces[-1][0]) + num_pages) * PAGE_TOKENS > _MAX_KEYS:
+                pieces.append(([], []))
+            places, tiles = pieces[-1]
+            tiles += [(row, stop, len(places), context) for row in range(start, stop, _TILE_ROWS)]
             places += [request * page_table_BP.shape[1] + page for page in range(num_pages)]
-            tiles += [(row, stop, num_pages_before, context) for row in range(start, stop, _TILE_ROWS)]
-            num_pages_before += num_pages
         start = stop
-    # those that see most keys first, so that no long one starts late
-    tiles.sort(key=lambda tile: min(tile[0] + _TILE_ROWS, tile[1]) - tile[1] + tile[3], reverse=True)
-    on_host = [torch.tensor(values, dtype=torch.int64) for values in (places, tiles)]
-    places_X, tiles_N4 = in_one_copy(on_host, device)
-    page_ids = page_table_BP.flatten().index_select(0, places_X)
-    slots_X = (page_ids[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten()
-    return _Work(slots_X, tiles_N4)
+    for _, tiles in pieces:  # those that see most keys first, so that no long one starts late
+        tiles.sort(key=lambda tile: min(tile[0] + _TILE_ROWS, tile[1]) - tile[1] + tile[3], reverse=True)
+    on_host = [torch.tensor(values, dtype=torch.int64) for piece in pieces for values in piece]
+    on_device = in_one_copy(on_host, device)
+    works = []
+    for places_X, tiles_N4 in zip(on_device[::2], on_device[1::2], strict=True):
+        page_ids = page_table_BP.flatten().index_select(0, places_X)
+        slots_X = (page_ids[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten()
+        works.append(_Work(slots_X, tiles_N4))
+    return works
 
 
 def _attend(
