@@ -12,7 +12,7 @@ import torch
 from cases import SCALE, Case, Dims, Function, Work, bytes_of, normal, parts_of, weight
 from published import MLA_DECODE
 
-from batchinfer_kernels import reference
+from batchinfer_kernels import reference, registry
 from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
@@ -41,7 +41,7 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
                 if is_fp8:
                     cases.append(Case("mla_decode_fp8", words, make, both, published))
                 else:
-                    cases.append(Case("mla_decode", words, make, ("hopper-whole", *both), published))
+                    cases.append(Case("mla_decode", words, make, (registry.WHOLE, *both), published))
     words = f"{prompts[0]} prompts of {prompts[1]}, {dims.heads} heads"
     return [
         *cases,

@@ -75,8 +75,9 @@ TIE = 2**-5
 # Where an expert or a group of them is as good as another to a gate, rounding chooses, and logits move far. On a CPU: 2
 # of 234 tokens, C++ beside plain PyTorch in bfloat16; 5 of them, prefill beside decode of plain PyTorch in FP8.
 MOST_BEYOND_TIES = 0.05
-# The same in the random model's logits, whose experts are much alike. On a CPU, C++ beside plain PyTorch: 0.17.
-MOST_MOVED = 0.3
+# The same in the random model's logits, whose experts are much alike. C++ beside plain PyTorch, on a CPU: 0.17, with a
+# median of 0.017 of the largest logit; an H200 beside the same: 0.21, 0.017.
+MOST_MOVED = 0.25
 
 
 @needs_gpu_or_rehearsal

@@ -83,8 +83,7 @@ def events_on_the_cpu(monkeypatch):
 
 def whole_requests_on_the_cpu(monkeypatch):
     """A CPU counts as a Hopper GPU, of whose library it is not known how it describes its cuts."""
-    parts_of = lambda _, rows: max(1, stand_ins.NUM_SMS // -(-rows // 64))  # noqa: E731
-    monkeypatch.setattr(hopper_whole, "_num_parts", parts_of)
+    monkeypatch.setattr(hopper_whole, "_num_parts", lambda _, rows: max(1, stand_ins.NUM_SMS // -(-rows // 64)))
     hopper_whole._check_layout.cache_clear()
 
 
