@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -240,6 +243,30 @@ def test_a_build_that_was_killed_leaves_nothing_in_the_way(tmp_path):
     assert any("building" in path.name for path in (tmp_path / "batchinfer/kernels").iterdir())
     assert answer(start(MAKE, tmp_path, CXX=write_compiler(tmp_path, "touch $out"))).endswith(".so")
     assert entries(tmp_path) == [".lock", ".so"]
+
+
+REFUSE = """
+import pathlib, sys, torch
+from batchinfer_kernels.cpu import build
+build.SOURCES = pathlib.Path(sys.argv[1])
+torch.ops.load_library(str(build._compile(build._compiler(), build.SOURCES)))
+try:
+    torch.ops.batchinfer_refusal.refuse(7)
+except RuntimeError as error:
+    print(str(error).splitlines()[0])
+"""
+
+
+@pytest.mark.usefixtures("supported")
+def test_a_compiler_with_a_standard_library_of_its_own_does_not_bring_it_along(tmp_path, monkeypatch):
+    """Some link it statically, and with two in a process messages lack their numbers, or bring it down."""
+    shutil.copy(ROOT / "tests/support/refusal.cpp", tmp_path)
+    monkeypatch.delenv("CXX", raising=False)
+    own = shlex.join([*build._compiler(), "-static-libstdc++"])
+    command = [sys.executable, "-c", REFUSE, str(tmp_path)]
+    environment = {**os.environ, "CXX": own, "PYTHONPATH": str(KERNELS)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "it has 7 rows\n"), done.stderr
 
 
 @pytest.mark.usefixtures("supported", "cpp")

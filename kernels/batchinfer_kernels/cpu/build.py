@@ -51,7 +51,7 @@ _WAIT_S = 2 * COMPILE_S + CHECK_S
 # Pairs of bfloat16 are read as 32 bits, hence no strict aliasing.
 # Contraction off: where a product and a sum become one rounding is written down in the sources, not left to a compiler.
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w")
-_LIBRARIES = ("-lc10", "-ltorch_cpu")
+_TORCH = ("-lc10", "-ltorch_cpu")
 
 
 class _UnfitError(RuntimeError):
@@ -201,7 +201,7 @@ def numerics(dtype: torch.dtype | None = None) -> str:
 def _digest(chosen: InstructionSet) -> str:
     """Names everything that decides what the library does and where it can be loaded."""
     abi = sysconfig.get_config_var("SOABI")
-    return _digest_of(torch.__version__, abi, platform.machine(), *_FLAGS, *chosen.flags, *_LIBRARIES)
+    return _digest_of(torch.__version__, abi, platform.machine(), *_FLAGS, *chosen.flags, *_libraries())
 
 
 def _refused(chosen: InstructionSet) -> Path:
@@ -332,9 +332,24 @@ def _compile(compiler: list[str], folder: Path) -> Path:
     compiling = [*compiler, *flags, *includes, "-c"]
     _run([[*compiling, str(source), "-o", str(target)] for source, target in objects.items()])
     built = folder / "kernels.so"
-    linking = [*compiler, "-shared", *map(str, objects.values()), f"-L{torch_folder / 'lib'}", *_LIBRARIES]
+    linking = [*compiler, "-shared", *map(str, objects.values()), f"-L{torch_folder / 'lib'}", *_libraries()]
     _run([[*linking, "-o", str(built)]])
     return built
+
+
+@functools.cache
+def _libraries() -> tuple[str, ...]:
+    """What the library is linked with: torch, and the C++ library that torch has loaded into this process.
+
+    Some compilers link a C++ library of their own, statically. Two of them in one process share some of their state:
+    where an error's message is put together, numbers are missing from it or the process ends.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:  # no Linux; elsewhere there is but one
+        maps = []
+    loaded = (line[line.index("/") :] for line in maps if "/libstdc++.so" in line)
+    return (*_TORCH, *[path for path in dict.fromkeys(loaded) if Path(path).is_file()][:1])
 
 
 def _run(commands: list[list[str]]) -> None:
