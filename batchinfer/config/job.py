@@ -236,8 +236,8 @@ class ClusterConfig(Part):
     backend: Literal["auto", "hopper", "hopper-whole", "triton", "sdpa", "cpu", "reference"] = Field(
         "auto",
         description="kernels; `batchinfer doctor` says which run here; cpu: C++; on GPUs sdpa: as auto, but PyTorch's "
-        "own attention for prefill; hopper-whole: as auto, but flash_mla attends to each request in one piece, so "
-        "that its bits do not depend on what is decoded beside it",
+        "own attention for prefill; hopper: as auto, but flash_mla cuts a decode step as it likes, which is quicker "
+        "where requests differ in length, and a request's last bits depend on what is decoded beside it",
     )
     exchange: Literal["auto", "shared", "tls", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
         "auto",

@@ -179,8 +179,18 @@ def _are_among(tokens: np.ndarray, few: np.ndarray) -> np.ndarray:
 
 
 def _halve_sequences(kv_tokens: np.ndarray) -> tuple[np.ndarray, int]:
-    """[S] rows, those of micro-batch 0 first, and how many these are: longest first, 0 1 1 0 0 1 1 0 …"""
+    """[S] rows, those of micro-batch 0 first, and how many these are: longest first, 0 1 1 0 0 1 1 0 …
+
+    In each, long and short ones by turns: a GPU's parts get requests that lie together, and so all about as much.
+    """
     longest_first = np.argsort(-kv_tokens, kind="stable")
     micro_batch = (np.arange(len(kv_tokens)) + 1) // 2 % 2
-    halves = [longest_first[micro_batch == half] for half in (0, 1)]
+    halves = [_by_turns(longest_first[micro_batch == half]) for half in (0, 1)]
     return np.concatenate(halves), len(halves[0])
+
+
+def _by_turns(rows: np.ndarray) -> np.ndarray:
+    """The first, the last, the second, the last but one, and so on to the one in the middle."""
+    order = np.empty_like(rows)
+    order[::2], order[1::2] = rows[: (len(rows) + 1) // 2], rows[::-1][: len(rows) // 2]
+    return order

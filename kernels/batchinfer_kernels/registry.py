@@ -216,15 +216,13 @@ _TRITON = _listed(
 _FASTER = (
     *_of_library("deep_gemm", libraries.why_not_deep_gemm, ("linear", "grouped_mlp", "masked_mlp")),
     *_of_library("deep_gemm", libraries.why_not_deep_gemm, ("choose_keys",), hopper_sparse),
-    *_of_library("flash_mla", libraries.why_not_flash_mla, ("mla_decode",)),
     *(
-        replace(
-            candidate,
-            name=WHOLE,
-            probe_auto=hopper_whole.why_not_auto,
-            origin=lambda _: f"{WHOLE}-flash_mla-{libraries.version('flash_mla')}",
-        )
+        replace(candidate, name=WHOLE, origin=lambda _: f"{WHOLE}-flash_mla-{libraries.version('flash_mla')}")
         for candidate in _of_library("flash_mla", hopper_whole.why_not, ("mla_decode",), hopper_whole)
+    ),
+    *(
+        replace(candidate, probe_auto=hopper_ops.why_not_auto_decode)
+        for candidate in _of_library("flash_mla", libraries.why_not_flash_mla, ("mla_decode",))
     ),
     *_of_library("flash_mla", libraries.why_not_flash_mla, ("mla_sparse",), hopper_sparse),
     *(

@@ -19,7 +19,7 @@ from batchinfer_kernels.hopper import libraries, whole
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import probe
 
-NAMES = ("hopper", "triton")
+NAMES = (registry.WHOLE, "hopper", "triton")
 # A few values per token: plain PyTorch on GPUs, too.
 PLAIN = {"cos_sin", "log_sum_exp"}
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"

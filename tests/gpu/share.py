@@ -114,7 +114,7 @@ def usable_ops(names: Sequence[str] = NAMES) -> tuple[Ops, str]:
         usable = (name for name in names if has(name, op) and why_not(name, op) is None)
         name = "plain" if op in PLAIN else next(usable)
         chosen[op], origin[op] = function(name, op), name
-    from_hopper = [op for op, name in origin.items() if name == "hopper"]
+    from_hopper = [op for op, name in origin.items() if name.startswith("hopper")]
     words = f"{', '.join(from_hopper)} from hopper, the rest from triton" if from_hopper else "all from triton"
     return Ops(**chosen, eight_bit=True), words
 

@@ -97,6 +97,27 @@ def test_requests_in_one_piece_have_their_bits_in_any_company(heads):
         assert torch.equal(attend(some), among_all[some])
 
 
+@needs_whole_requests
+@pytest.mark.skipif(REHEARSES, reason="NO GPU: a graph has not been captured")
+def test_requests_in_one_piece_have_their_bits_in_a_graph_whose_lengths_change():
+    pages, table = random(600, 64, 576), torch.randperm(600, generator=torch.Generator().manual_seed(0)).view(12, 50)
+    q, lengths = gpu(random(12, 128, 576, seed=1)), gpu(torch.full((12,), 3000))
+    keys = PagedKeys(gpu(pages), gpu(table), lengths, lengths - 1)
+
+    def attend():
+        return whole(q, keys._replace(positions_T=lengths - 1, schedule={}), latent_dim=512, scale=0.1352)
+
+    attend()  # compares the cuts, once
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = attend()
+    for changed in ([1, 64, 65, 3000, 1000, 7, 3200, 128, 2000, 2999, 500, 640], [3200, *11 * [1]]):
+        lengths.copy_(torch.tensor(changed))
+        graph.replay()
+        in_graph = y.clone()
+        assert torch.equal(in_graph, attend())
+
+
 @needs_flash_mla
 @pytest.mark.parametrize("num_queries", [1, 2])
 @pytest.mark.parametrize("heads", [64, 128])

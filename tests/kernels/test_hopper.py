@@ -55,7 +55,13 @@ def random(*shape, seed=0):
 
 
 def forget():
-    for function in (libraries.why_not_deep_gemm, libraries.why_not_flash_mla, libraries.decode_parameters):
+    for function in (
+        libraries.why_not_deep_gemm,
+        libraries.why_not_flash_mla,
+        libraries.decode_parameters,
+        libraries.makes_own_metadata,
+        libraries.sparse_parameters,
+    ):
         function.cache_clear()
 
 
@@ -589,9 +595,17 @@ def test_a_probe_says_what_is_missing(machine, changes, deep_gemm, flash_mla):
     if flash_mla is None:
         assert "longest one of its step, so only by name" in over_fp8_pages.reason
         assert registry.select("mla_decode_fp8", "hopper", torch.bfloat16, "cuda").name == "hopper"
-    assert set(rows) == {*OPS, "choose_keys", "mla_sparse"}
+    own_cuts = rows.pop("mla_decode")
+    assert not own_cuts.chosen
+    if flash_mla is None:
+        assert "depend on what is decoded beside it, so only by name" in own_cuts.reason
+        assert registry.select("mla_decode", "hopper", torch.bfloat16, "cuda").name == "hopper"
+    assert set(rows) == {*OPS, "choose_keys", "mla_sparse"} - {"mla_decode"}
     for op, row in rows.items():
-        assert row.chosen == ((flash_mla if op in ("mla_decode", "mla_sparse") else deep_gemm) is None)
+        assert row.chosen == ((flash_mla if op == "mla_sparse" else deep_gemm) is None)
+    chosen = registry.select("mla_decode", dtype=torch.bfloat16, device="cuda")
+    assert (chosen.name == "hopper-whole") == (whole.why_not() is None)
+    assert chosen.name != "hopper"
 
 
 def test_a_library_that_cannot_be_imported_is_named_with_its_error(machine, tmp_path, monkeypatch):
@@ -630,9 +644,10 @@ def test_a_cpu_user_pays_nothing(monkeypatch):
 def test_a_hopper_gpu_gets_its_libraries_first(machine):
     machine()
     ops = Ops.select("auto", torch.bfloat16, eight_bit=True, device="cuda")
-    assert [getattr(ops, name).implementation for name in OPS] == [getattr(hopper, name) for name in OPS]
+    expected = [whole.mla_decode if name == "mla_decode" else getattr(hopper, name) for name in OPS]
+    assert [getattr(ops, name).implementation for name in OPS] == expected
     assert "hopper-deep_gemm-0.1.2" in ops.names()
-    assert "hopper-flash_mla-1.0.0" in ops.names()
+    assert "hopper-whole-flash_mla-1.0.0" in ops.names()
     assert ops.reads_on_host, "without Triton what these do not take goes to the reference"
     assert Ops.select("auto", torch.float32, device="cuda").linear.name == "reference"
     assert [candidate.name for candidate in ops.linear.candidates] == ["hopper", "reference"]
@@ -660,7 +675,8 @@ def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeyp
         for op, candidates in registry._CANDIDATES.items()
     }
     monkeypatch.setattr(registry, "_CANDIDATES", listed)
-    for device, names in (("cpu", {"cpu", "reference"}), ("cuda:1", {"hopper", "triton"}), ("meta", {"reference"})):
+    on_gpus = {"hopper-whole", "hopper", "triton"}
+    for device, names in (("cpu", {"cpu", "reference"}), ("cuda:1", on_gpus), ("meta", {"reference"})):
         chosen = {op: registry.select(op, dtype=torch.bfloat16, device=device).name for op in registry.ops()}
         assert {name for op, name in chosen.items() if op not in PLAIN} <= names, device
         assert {row.candidate for row in registry.explain(device=device) if row.chosen} <= names | {"reference"}

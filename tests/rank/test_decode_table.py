@@ -121,3 +121,7 @@ def test_halves_are_equal_in_number_and_nearly_equal_in_kv_tokens(count):
     tokens = [*halves.first.tokens.tolist(), *halves.second.tokens.tolist()]
     assert tokens == table.next_step().tokens.tolist() == [one.token_ids[-1] for one in table.sequences]
     assert sizes[0] + sizes[1] == [one.kv_tokens for one in table.sequences]
+    for half in sizes:  # long and short by turns: what lies together adds up to about the same everywhere
+        longest_first = sorted(half, reverse=True)
+        middle = (len(half) + 1) // 2
+        assert (half[::2], half[1::2]) == (longest_first[:middle], longest_first[middle:][::-1])

@@ -91,6 +91,11 @@ def refuses_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_
     return None if is_fitting else "heads are not of 512 + 64 latent values"
 
 
+def why_not_auto_decode() -> str:
+    """The reason why "auto" passes flash_mla's own cuts over."""
+    return "a request's last bits would depend on what is decoded beside it, so only by name"
+
+
 def _no_experts(
     x: torch.Tensor, scales: torch.Tensor | None, gate_up: Any, down: Any, bfloat16_names: tuple[str, ...]
 ) -> str | None:

@@ -31,11 +31,6 @@ def why_not() -> str | None:
     return reason
 
 
-def why_not_auto() -> str:
-    """The reason why "auto" passes it over."""
-    return "it has not run on a GPU yet, so only by name"
-
-
 @refusing(ops.refuses_decode)
 def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """As ops.mla_decode with cuts between requests alone, made once per `schedule`."""
@@ -108,5 +103,5 @@ def _check_layout(rows_per_request: int, num_parts: int, device: torch.device) -
     if not is_same:
         raise RuntimeError(
             f"flash_mla {libraries.version('flash_mla')} describes its cuts otherwise than hopper-whole knows; set "
-            "cluster.backend to auto, or to triton for rows that do not depend on others"
+            "cluster.backend to triton, or to hopper for its own cuts, with which rows depend on others"
         )
