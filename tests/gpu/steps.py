@@ -61,11 +61,11 @@ class Stepper:
     ):
         self.accelerator = accelerator
         self.stages = StageEvents(is_timed=with_stages and not accelerator.is_rehearsal)
-        tensors = StepTensors.of(step, accelerator.device)
+        self._tensors = StepTensors.of(step, accelerator.device)  # a graph reads them again each time
 
         def run() -> None:
             self.stages.events.clear()
-            self.output = run_to_end(share.model.points(tensors, pages, self.stages))
+            self.output = run_to_end(share.model.points(self._tensors, pages, self.stages))
 
         run()  # compiles
         self._run: Callable[[], Any] = run

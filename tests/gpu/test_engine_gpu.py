@@ -73,8 +73,10 @@ TOLERANCE = {"bfloat16": 2**-5}  # of the largest logit, after all layers
 # How far a token that ties with the best one may lie below it, of the largest logit: both were rounded at other places.
 TIE = 2**-5
 # Where an expert or a group of them is as good as another to a gate, rounding chooses, and logits move far. On a CPU: 2
-# of 234 tokens, C++ beside plain PyTorch in bfloat16; 5 of them, prefill beside decode of plain PyTorch in FP8.
-MOST_BEYOND_TIES = 0.05
+# of 234 tokens, C++ beside plain PyTorch in bfloat16. In FP8 rows are rounded again at every product, and a last bit
+# often becomes a step of an eighth: 11 to 20 of 234 tokens of plain PyTorch alone, when half of the embedding's values
+# move by their last bit. An H100 beside plain PyTorch: 15 of 232.
+MOST_BEYOND_TIES = {"bfloat16": 0.05, "fp8": 0.085}
 # The same in the random model's logits, whose experts are much alike. C++ beside plain PyTorch, on a CPU: 0.17, with a
 # median of 0.017 of the largest logit; an H200 beside the same: 0.21, 0.017.
 MOST_MOVED = 0.25
@@ -151,7 +153,7 @@ def test_tokens_of_the_sample_job_are_the_best_to_the_cpu_or_tie_with_it(tmp_pat
             for place in below.nonzero().flatten().tolist()
         ]
     print(*(f"row {row}, token {place}: {token} is {share:.4f} below" for row, place, token, share in ties), sep="\n")
-    assert sum(share > TIE for *_, share in ties) <= MOST_BEYOND_TIES * num_tokens
+    assert sum(share > TIE for *_, share in ties) <= MOST_BEYOND_TIES[dtype] * num_tokens
 
 
 def decode_step(lengths):
