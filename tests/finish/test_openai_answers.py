@@ -371,7 +371,7 @@ def test_log_probabilities_are_never_below_the_least_that_openai_tells_and_bytes
 
 def test_rows_of_many_log_probabilities_are_taken_one_at_a_time():
     item = {"token_id": 5, "logprob": -1.0, "top": [{"token_id": 5, "logprob": -1.0}] * 20}
-    row = pa.Table.from_pylist([ROW | {"logprobs": [item] * 1000}])
+    row = pa.Table.from_pylist([ROW | {"logprobs": [item] * 300}])
 
     def peak_bytes(num_rows: int) -> int:
         answers = OpenAIAnswers(
