@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +23,8 @@ LIMITS = PromptLimits(window=2048, vocab_size=1024)
 MESSAGE = pa.struct([("role", pa.string()), ("content", pa.string())])
 
 
-def write(path: Path, columns: dict, **options) -> Path:
+def write(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    """A Parquet file of these columns; options of pyarrow's."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.table(columns), path, **options)
     return path
@@ -33,10 +36,12 @@ def map_of(kind: pa.DataType) -> pa.MapType:
 
 
 def one_shard(path: Path) -> Shard:
+    """The only shard that this path is."""
     return find_shards([str(path)])[0]
 
 
-def make_job(sampling: dict | None = None, /, **columns: str) -> JobConfig:
+def make_job(sampling: dict[str, Any] | None = None, /, **columns: str) -> JobConfig:
+    """A job whose prompts are in these columns; sampling beside 16 tokens and two samples."""
     return JobConfig.model_validate(
         {
             "input": {"files": ["unused"], **(columns or {"prompt": "prompt"})},
@@ -47,11 +52,18 @@ def make_job(sampling: dict | None = None, /, **columns: str) -> JobConfig:
     )
 
 
-def tokenize(shard: Shard, target: Path, job: JobConfig, limits=LIMITS, progress=lambda rows: None) -> ShardRows:
+def tokenize(
+    shard: Shard,
+    target: Path,
+    job: JobConfig,
+    limits: PromptLimits = LIMITS,
+    progress: Callable[[int], object] = lambda rows: None,
+) -> ShardRows:
+    """As a plan does it, into this file."""
     return tokenize_shard(shard, job, encoders_of(job, window=limits.window), limits, target, progress)
 
 
-def copy_with(tmp_path: Path, tokenizer_parts: dict) -> Path:
+def copy_with(tmp_path: Path, tokenizer_parts: dict[str, Any]) -> Path:
     """The sample model folder with another tokenizer.json."""
     folder = shutil.copytree(SAMPLE / "model", tmp_path / "model")
     parts = json.loads((folder / "tokenizer.json").read_text())
@@ -59,10 +71,12 @@ def copy_with(tmp_path: Path, tokenizer_parts: dict) -> Path:
     return folder
 
 
-def check(tmp_path, columns: dict, job: JobConfig | None = None, limits: PromptLimits = LIMITS):
+def check(
+    tmp_path: Path, columns: dict[str, Any], job: JobConfig | None = None, limits: PromptLimits = LIMITS
+) -> tuple[ShardRows, list[dict[str, Any]]]:
     """(what was found, rows of tokens/<shard>.parquet) for a shard of these columns."""
     shard = one_shard(write(tmp_path / "in.parquet", columns))
-    done = []
+    done: list[int] = []
     found = tokenize(shard, tmp_path / "tokens.parquet", job or make_job(), limits, done.append)
     rows = pq.read_table(tmp_path / "tokens.parquet").to_pylist()
     assert sum(done) == found.num_rows == len(rows) == shard.num_rows
