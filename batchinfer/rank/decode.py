@@ -44,6 +44,8 @@ def decode_step(
         if ran is not None:
             return ran
         drafts = drafter.next_drafts(table, num_guesses)
+    if not in_pairs and drafts is None and context.model.device.type == "cuda":
+        table.arrange()
     sequences, kv_lengths = table.sequences, table.kv_lengths.copy()
     count = len(sequences)
     due = _due(table, in_pairs=in_pairs) if drafts is None else _due_with(drafts, table)

@@ -52,6 +52,7 @@ class DecodeTable:
         self._held = np.zeros((0, HELD_STEPS), dtype=np.int64)  # [S, HELD_STEPS] new tokens
         self._num_held = 0  # columns of it that are filled
         self._num_first: int | None = None  # sequences of micro-batch 0; None: not halved since one came or went
+        self._is_arranged = False  # since one came or went
         self.sampling = SamplingRows.of([], [])
 
     @property
@@ -95,7 +96,7 @@ class DecodeTable:
         self._pages = pages
         self._held = np.concatenate([self._held, np.zeros((len(sequences), HELD_STEPS), dtype=np.int64)])
         self.sampling = self.sampling.and_also(sampling_rows(sequences))
-        self._num_first = None
+        self._num_first, self._is_arranged = None, False
 
     def remove(self, keys: Container[RequestKey]) -> list[Sequence]:
         """Take those of these requests that are here out."""
@@ -104,11 +105,21 @@ class DecodeTable:
             self._hand_over(row)
         return self._take_out(rows)
 
+    def arrange(self) -> None:
+        """Put long and short sequences by turns: what lies together adds up to about the same everywhere.
+
+        A GPU's parts get sequences that lie together.
+        """
+        if not self._is_arranged:
+            self._keep(_by_turns(np.argsort(-self._rows["kv_tokens"], kind="stable")))
+            self._num_first, self._is_arranged = None, True
+
     def next_halves(self) -> StepHalves:
-        """As `next_step`, in two micro-batches, equal in number and nearly equal in KV tokens."""
+        """As `next_step`, in two micro-batches, equal in number and nearly equal in KV tokens, each as by `arrange`."""
         if self._num_first is None:
             order, self._num_first = _halve_sequences(self._rows["kv_tokens"])
             self._keep(order)
+            self._is_arranged = False
         return StepHalves(self.next_step(slice(self._num_first)), self.next_step(slice(self._num_first, None)))
 
     def next_step(self, rows: slice = _ALL) -> StepInput:
@@ -148,7 +159,7 @@ class DecodeTable:
         taken = [self.sequences[row] for row in rows]
         if taken:
             self._keep(np.delete(np.arange(len(self.sequences)), rows))
-            self._num_first = None
+            self._num_first, self._is_arranged = None, False
         return taken
 
     def _keep(self, rows: np.ndarray) -> None:
@@ -179,10 +190,7 @@ def _are_among(tokens: np.ndarray, few: np.ndarray) -> np.ndarray:
 
 
 def _halve_sequences(kv_tokens: np.ndarray) -> tuple[np.ndarray, int]:
-    """[S] rows, those of micro-batch 0 first, and how many these are: longest first, 0 1 1 0 0 1 1 0 …
-
-    In each, long and short ones by turns: a GPU's parts get requests that lie together, and so all about as much.
-    """
+    """[S] rows, those of micro-batch 0 first, and how many these are: longest first, 0 1 1 0 0 1 1 0 …"""
     longest_first = np.argsort(-kv_tokens, kind="stable")
     micro_batch = (np.arange(len(kv_tokens)) + 1) // 2 % 2
     halves = [_by_turns(longest_first[micro_batch == half]) for half in (0, 1)]

@@ -121,7 +121,32 @@ def test_halves_are_equal_in_number_and_nearly_equal_in_kv_tokens(count):
     tokens = [*halves.first.tokens.tolist(), *halves.second.tokens.tolist()]
     assert tokens == table.next_step().tokens.tolist() == [one.token_ids[-1] for one in table.sequences]
     assert sizes[0] + sizes[1] == [one.kv_tokens for one in table.sequences]
-    for half in sizes:  # long and short by turns: what lies together adds up to about the same everywhere
-        longest_first = sorted(half, reverse=True)
-        middle = (len(half) + 1) // 2
-        assert (half[::2], half[1::2]) == (longest_first[:middle], longest_first[middle:][::-1])
+    assert all(map(is_by_turns, sizes))
+
+
+def is_by_turns(lengths):
+    """Whether long and short ones are: the longest, the shortest, the second longest and so on."""
+    longest_first, middle = sorted(lengths, reverse=True), (len(lengths) + 1) // 2
+    return (lengths[::2], lengths[1::2]) == (longest_first[:middle], longest_first[middle:][::-1])
+
+
+def test_arranged_sequences_are_by_turns_with_all_that_is_theirs_until_one_comes_or_goes():
+    rng = np.random.default_rng(0)
+    table = DecodeTable(EOS)
+    new = [sequence(row, rng) for row in range(9)]
+    table.add(new[:7])
+    table.arrange()
+    step = table.next_step()
+    assert is_by_turns(step.kv_tokens.tolist())
+    assert step.tokens.tolist() == [one.token_ids[-1] for one in table.sequences]
+    assert step.kv_tokens.tolist() == [one.kv_tokens for one in table.sequences]
+    table.accept(Sampled(np.arange(50, 57), np.ones(7, dtype=bool)))
+    table.arrange()  # nobody has come or gone
+    assert table.next_step().tokens.tolist() == list(range(50, 57))
+    table.add(new[7:])
+    table.arrange()
+    assert is_by_turns(table.next_step().kv_tokens.tolist())
+    halves = table.next_halves()
+    assert is_by_turns(halves.first.kv_tokens.tolist())
+    table.arrange()
+    assert is_by_turns(table.next_step().kv_tokens.tolist())
