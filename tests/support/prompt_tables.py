@@ -57,7 +57,7 @@ def tokenize(
     target: Path,
     job: JobConfig,
     limits: PromptLimits = LIMITS,
-    progress: Callable[[int], object] = lambda rows: None,
+    progress: Callable[[int], None] = lambda rows: None,
 ) -> ShardRows:
     """As a plan does it, into this file."""
     return tokenize_shard(shard, job, encoders_of(job, window=limits.window), limits, target, progress)
