@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -61,6 +61,7 @@ def forget():
         libraries.decode_parameters,
         libraries.makes_own_metadata,
         libraries.sparse_parameters,
+        whole.why_not,
     ):
         function.cache_clear()
 
@@ -91,8 +92,6 @@ def gpu(monkeypatch, install):
 @pytest.fixture
 def one_hopper(monkeypatch):
     whole_requests_on_the_cpu(monkeypatch)
-    yield
-    whole._check_layout.cache_clear()
 
 
 def with_reference(op):
@@ -437,23 +436,31 @@ def test_each_request_is_one_piece_and_the_result_that_of_the_reference(gpu, one
         assert close(y, reference_mla.mla_decode(q * layer, keys, **options))
     metadata, _ = schedule["hopper"][-1]
     assert all(len(pieces) == 1 for pieces in metadata.pieces)
-    assert flash_mla.num_schedules == 2  # one of them to see how the library describes its cuts
+    assert flash_mla.num_schedules == 1
     equal = torch.full((3,), 40 * 64, dtype=torch.int32)  # left to itself it cuts the one in the middle
     assert [len(one) for one in stand_ins.pieces_of(*stand_ins.equal_shares(equal, 2), equal)] == [1, 2, 1]
 
 
-def test_cuts_that_are_described_otherwise_are_not_given(gpu, one_hopper, monkeypatch):
-    gpu(stand_ins.flash_mla_sgl())
+def test_cuts_that_are_described_otherwise_are_never_given(machine, monkeypatch):
+    """ "auto" finds that out before a model is loaded, and takes the next one."""
     shares = stand_ins.equal_shares
+    machine()
+    assert registry.select("mla_decode", dtype=torch.bfloat16, device="cuda").name == "hopper-whole"
     monkeypatch.setattr(stand_ins, "equal_shares", lambda *given: (shares(*given)[0].flip(0), shares(*given)[1]))
-    q, keys, options = decode_case()
+    machine()
+    assert registry.select("mla_decode", dtype=torch.bfloat16, device="cuda").name == "reference"
     with pytest.raises(
-        RuntimeError, match=r"describes its cuts otherwise than hopper-whole knows; set cluster\.backend"
+        ModelError, match=r"hopper-whole cannot run here: flash_mla 1\.0\.0 describes its cuts otherwise"
     ):
-        whole.mla_decode(q, keys, **options)
-    gpu(stand_ins.flash_mla_first())
-    monkeypatch.setattr(libraries, "why_not_flash_mla", cache(lambda: None))
-    assert whole.why_not() == "flash_mla 1.0.0 describes its cuts otherwise"
+        Ops.select("hopper-whole", torch.bfloat16, device="cuda")
+    machine(flash_mla=stand_ins.flash_mla_first)
+    assert whole.why_not().startswith("flash_mla 1.0.0 describes its cuts otherwise; another version is needed")
+
+
+def test_a_library_that_fails_when_it_is_asked_for_its_cuts_is_passed_over(machine, monkeypatch):
+    monkeypatch.setattr(stand_ins, "dense_decode", lambda *_: 1 // 0)
+    machine()
+    assert whole.why_not().startswith("flash_mla 1.0.0 cannot be asked for its cuts here (ZeroDivisionError: ")
 
 
 @pytest.mark.parametrize("change", ["width", "latent", "float32"])
@@ -545,6 +552,7 @@ def machine(monkeypatch, install, tmp_path):
 
     def make(**changes):
         facts = GPU | changes
+        whole_requests_on_the_cpu(monkeypatch)
         monkeypatch.setattr(torch.version, "cuda", facts["cuda"])
         monkeypatch.setattr(torch.cuda, "is_available", lambda: facts["available"])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: facts["capability"])

@@ -82,9 +82,9 @@ def events_on_the_cpu(monkeypatch):
 
 
 def whole_requests_on_the_cpu(monkeypatch):
-    """A CPU counts as a Hopper GPU, of whose library it is not known how it describes its cuts."""
+    """A CPU counts as a Hopper GPU."""
     monkeypatch.setattr(hopper_whole, "_num_parts", lambda _, rows: max(1, stand_ins.NUM_SMS // -(-rows // 64)))
-    hopper_whole._check_layout.cache_clear()
+    monkeypatch.setattr(hopper_whole, "_device", lambda: torch.device("cpu"))
 
 
 def hopper_on_the_cpu(monkeypatch):

@@ -23,12 +23,19 @@ _HEADS_AT_ONCE = 64  # rows of queries that a multiprocessor works on
 _OVERHEAD_PAGES = 5  # what a request costs beside its pages, as flash_mla counts it
 
 
+@functools.cache
 def why_not() -> str | None:
-    """None where cuts can be given, else the reason."""
+    """None where cuts can be given, else the reason; the library is asked for some of its own first."""
     reason = libraries.why_not_flash_mla()
-    if reason is None and not libraries.makes_own_metadata():
-        reason = f"flash_mla {libraries.version('flash_mla')} describes its cuts otherwise"
-    return reason
+    if reason is not None:
+        return reason
+    named = f"flash_mla {libraries.version('flash_mla')}"
+    try:
+        is_known = libraries.makes_own_metadata() and all(_has_known_cuts(tiles * _HEADS_AT_ONCE) for tiles in (1, 2))
+    except Exception as error:  # of the library, which asserts, or of CUDA
+        message = " ".join(str(error).split()) or "no message"
+        return f"{named} cannot be asked for its cuts here ({type(error).__name__}: {message})"
+    return None if is_known else f"{named} describes its cuts otherwise; another version is needed, see docs/gpus.md"
 
 
 @refusing(ops.refuses_decode)
@@ -66,9 +73,8 @@ def whole_requests(kv_tokens_B: torch.Tensor, num_parts: int) -> tuple[torch.Ten
 
 def _cuts(kv_tokens_B: torch.Tensor, rows_per_request: int) -> tuple[Any, None]:
     """In the library's own form, for requests of so many queries times heads."""
-    num_parts = _num_parts(kv_tokens_B.device, rows_per_request)
-    _check_layout(rows_per_request, num_parts, kv_tokens_B.device)
     metadata, _ = libraries.flash_mla().get_mla_metadata()
+    num_parts = _num_parts(kv_tokens_B.device, rows_per_request)
     metadata.tile_scheduler_metadata, metadata.num_splits = whole_requests(kv_tokens_B, num_parts)
     return metadata, None
 
@@ -79,13 +85,10 @@ def _num_parts(device: torch.device, rows_per_request: int) -> int:
     return max(1, num_sms // -(-rows_per_request // _HEADS_AT_ONCE))
 
 
-@functools.cache
-def _check_layout(rows_per_request: int, num_parts: int, device: torch.device) -> None:
-    """Compare with the library's own cuts of as many equal requests as there are parts: one for each.
-
-    Raises:
-        RuntimeError: it describes them otherwise.
-    """
+def _has_known_cuts(rows_per_request: int) -> bool:
+    """Whether the library cuts as many equal requests as there are parts as `whole_requests` does: one for each."""
+    device = _device()
+    num_parts = _num_parts(device, rows_per_request)
     lengths = torch.full((num_parts,), PAGE_TOKENS, dtype=torch.int32, device=device)
     q_BQHW = torch.zeros(num_parts, 1, rows_per_request, ops.WIDTH, dtype=torch.bfloat16, device=device)
     pages = torch.zeros(1, PAGE_TOKENS, ops.WIDTH, dtype=torch.bfloat16, device=device)
@@ -94,14 +97,14 @@ def _check_layout(rows_per_request: int, num_parts: int, device: torch.device) -
     ops.call_decode(q_BQHW, pages, table, lengths, (metadata, splits), 1.0)
     cuts_P8, splits_B = whole_requests(lengths, num_parts)
     own_P8, own_B = metadata.tile_scheduler_metadata, metadata.num_splits
-    is_same = (
+    return (
         own_P8.shape == cuts_P8.shape
         and own_B.shape == splits_B.shape
         and torch.equal(own_P8[:, :7], cuts_P8[:, :7])
         and torch.equal(own_B, splits_B)
     )
-    if not is_same:
-        raise RuntimeError(
-            f"flash_mla {libraries.version('flash_mla')} describes its cuts otherwise than hopper-whole knows; set "
-            "cluster.backend to triton, or to hopper for its own cuts, with which rows depend on others"
-        )
+
+
+def _device() -> torch.device:
+    """The GPU on which the library is tried: this process's current one."""
+    return torch.device("cuda", torch.cuda.current_device())
