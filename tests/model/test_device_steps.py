@@ -88,6 +88,7 @@ def test_the_host_waits_for_nothing_inside_a_step(folder, with_hopper, eight_bit
             output = model.forward(step, pages)
             assert calls.waits == []
             assert calls.kernels["_product"], "kernels for GPUs have not been counted"
+            assert bool(calls.kernels["searchsorted"]) == with_hopper, "parts of a Hopper GPU get whole requests"
             assert output.logits.device == META
         assert calls.in_triton <= watched_kernels()
 

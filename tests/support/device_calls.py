@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from batchinfer_kernels import registry
-from batchinfer_kernels.hopper import libraries
+from batchinfer_kernels.hopper import libraries, whole
 from batchinfer_kernels.hopper import ops as hopper
 
 META = torch.device("meta")
@@ -146,9 +146,8 @@ def counted_calls(*, with_hopper: bool) -> Iterator[DeviceCalls]:
 
         return product
 
-    def metadata(*args: Any) -> tuple[Any, Any]:
-        calls.kernels["get_mla_metadata"] += 1
-        return (), ()
+    def metadata() -> tuple[Any, None]:
+        return SimpleNamespace(), None
 
     def attention(
         q_BQHW: torch.Tensor, pages: Any, table: Any, kv_tokens: Any, latent_dim: int, *_: Any, **__: Any
@@ -159,7 +158,7 @@ def counted_calls(*, with_hopper: bool) -> Iterator[DeviceCalls]:
     def for_any_device(candidate: registry.Candidate) -> registry.Candidate:
         return replace(candidate, probe=lambda: None, probe_auto=lambda: None, device_types=None)
 
-    names = (registry.HOPPER, registry.TRITON) if with_hopper else (registry.TRITON,)
+    names = (registry.WHOLE, registry.HOPPER, registry.TRITON) if with_hopper else (registry.TRITON,)
     candidates = {
         op: tuple(
             for_any_device(candidate) if candidate.name in names else candidate
@@ -177,4 +176,5 @@ def counted_calls(*, with_hopper: bool) -> Iterator[DeviceCalls]:
         patch.setattr(libraries, "deep_gemm", gemm)
         patch.setattr(libraries, "flash_mla", lambda: library)
         patch.setattr(libraries, "decode_parameters", lambda: frozenset({"use_legacy"}))
+        patch.setattr(whole, "_num_parts", lambda *_: 66)
         yield calls
