@@ -214,7 +214,7 @@ def _digest_of(*parts: object) -> str:
     """Of the sources and of these."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(f"{part}\0".encode())
+        digest.update(os.fsencode(f"{part}\0"))
     for source in sorted(SOURCES.iterdir()):
         digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
@@ -345,7 +345,7 @@ def _libraries() -> tuple[str, ...]:
     where an error's message is put together, numbers are missing from it or the process ends.
     """
     try:
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        maps = os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")
     except OSError:  # no Linux; elsewhere there is but one
         maps = []
     loaded = (line[line.index("/") :] for line in maps if "/libstdc++.so" in line)
