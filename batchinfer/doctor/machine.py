@@ -94,7 +94,7 @@ def _row_line(found: Surveyed) -> str:
 def _kernel_lines(device: str) -> list[str]:
     lines = []
     for row in registry.explain(device=device):
-        lines.append(f"  {'*' if row.chosen else ' '} {row.op:<22} {row.candidate:<10} {row.reason}")
+        lines.append(f"  {'*' if row.chosen else ' '} {row.op:<22} {row.candidate:<12} {row.reason}")
         if row.candidate != registry.REFERENCE:
             lines.append(f"{'':<28}does not take: {row.not_taken}")
     return lines
