@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,6 +86,21 @@ def test_a_step_that_is_timed_has_no_events_inside(card):
         assert stepper.stages.names()["MLP"] == 2
         assert {start is not None for _, start, _ in stepper.stages.events} == {with_stages}
         assert bool(stepper.seconds()[1]) == with_stages
+
+
+def test_what_a_graph_reads_stays_as_long_as_it_may_be_replayed(card):
+    given = []
+
+    def points(tensors, pages, stages):
+        given.append(weakref.ref(tensors.tokens))
+        return SimpleNamespace(logits=torch.zeros(2, 3))
+        yield
+
+    share = SimpleNamespace(config=SimpleNamespace(vocab_size=9), model=SimpleNamespace(points=points))
+    stepper = steps.Stepper(share, steps.decode_step(share, torch.arange(4).view(2, 2), 70), torch.zeros(0), card)
+    assert len(given) == 3, "twice as it is, and once for the graph"
+    assert all(read() is not None for read in given)
+    stepper.run()
 
 
 def test_logits_of_the_whole_batch_are_looked_at(card):
