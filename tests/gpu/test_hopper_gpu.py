@@ -79,6 +79,13 @@ def test_decode_attention(heads, num_queries):
         assert_close(y, expected, "bfloat16")
 
 
+@needs_flash_mla
+def test_how_this_library_describes_its_cuts_is_known():
+    """Otherwise the tests of requests in one piece would only be left out."""
+    if libraries.makes_own_metadata():
+        assert hopper_whole.why_not() is None
+
+
 @needs_whole_requests
 @pytest.mark.parametrize("heads", [16, 128])
 def test_requests_in_one_piece_have_their_bits_in_any_company(heads):
