@@ -237,7 +237,7 @@ class ClusterConfig(Part):
         "auto",
         description="kernels; `batchinfer doctor` says which run here; cpu: C++; on GPUs sdpa: as auto, but PyTorch's "
         "own attention for prefill; hopper: as auto, but flash_mla cuts a decode step as it likes, which is quicker "
-        "where requests differ in length, and a request's last bits depend on what is decoded beside it",
+        "where requests are few or differ in length, and a request's last bits depend on what is decoded beside it",
     )
     exchange: Literal["auto", "shared", "tls", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
         "auto",

@@ -423,6 +423,29 @@ def test_parts_get_whole_requests_and_none_much_more_than_its_share(num_parts):
         assert max(loads) <= sum(costs) / num_parts + max(costs)
 
 
+@pytest.mark.parametrize(
+    ("count", "length", "times"),
+    [(1, 32_768, 40), (1, 4989, 12), (16, 4989, 3.2), (32, 4989, 1.8), (128, 4989, 1.0), (133, 4989, 1.44)],
+)
+def test_what_whole_requests_cost_is_as_the_docs_say(count, length, times):
+    """The part that has most, beside the library's own cuts: it counts five pages for each piece."""
+    lengths, num_pages = torch.full((count,), length, dtype=torch.int32), -(-length // 64)
+
+    def most(cuts):
+        return max(
+            sum(
+                (end_page if request == end else num_pages) - (first_page if request == begin else 0) + 5
+                for request in range(begin, end + 1)
+            )
+            for begin, end, first_page, end_page, *_ in cuts.tolist()
+            if begin < count
+        )
+
+    own, _ = stand_ins.equal_shares(lengths, 66)
+    ours, _ = whole.whole_requests(lengths, 66)
+    assert most(ours) / most(own) == pytest.approx(times, rel=0.03)
+
+
 @pytest.mark.parametrize("num_queries", [1, 3])
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("library", ["later", "sgl"])
