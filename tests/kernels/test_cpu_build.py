@@ -269,25 +269,47 @@ def test_a_compiler_with_a_standard_library_of_its_own_does_not_bring_it_along(t
     assert (done.returncode, done.stdout) == (0, "it has 7 rows\n"), done.stderr
 
 
-@pytest.mark.usefixtures("supported")
-def test_the_standard_library_may_lie_in_a_folder_of_any_name(tmp_path):
-    loaded = next((path for path in build._libraries() if path.startswith("/")), None)
-    if loaded is None:
+@pytest.fixture
+def other_cpp_library(tmp_path):
+    """A copy of the C++ library that is loaded here, in a folder of an odd name."""
+    if (loaded := build._loaded_cpp_library()) is None:
         pytest.skip("there is no libstdc++ in this process")
     # no UTF-8, and what only Python takes for the end of a line
     folder = tmp_path / os.fsdecode(b"named\xff\xe2\x80\xa8so")
+    folder.mkdir()
+    return shutil.copy(loaded, folder / "libstdc++.so.6.0.99")
+
+
+@pytest.mark.usefixtures("supported")
+def test_the_standard_library_may_lie_in_a_folder_of_any_name(tmp_path, other_cpp_library):
     sources = tmp_path / "sources"
-    for place in (folder, sources):
-        place.mkdir()
-    shutil.copy(loaded, folder / "libstdc++.so.6")
+    sources.mkdir()
     shutil.copy(ROOT / "tests/support/refusal.cpp", sources)
-    ask = f"{REFUSE}\nprint(ascii(build._libraries()[-1])); print(len(build._digest(build.instructions())))"
-    environment = {**os.environ, "LD_PRELOAD": str(folder / "libstdc++.so.6"), "PYTHONPATH": str(KERNELS)}
+    ask = f"{REFUSE}\nprint(ascii(build._loaded_cpp_library()))"
+    environment = {**os.environ, "LD_PRELOAD": str(other_cpp_library), "PYTHONPATH": str(KERNELS)}
     done = subprocess.run(
         [sys.executable, "-c", ask, str(sources)], env=environment, capture_output=True, text=True, check=False
     )
-    expected = ["it has 7 rows", ascii(str(folder / "libstdc++.so.6")), "32"]
+    expected = ["it has 7 rows", ascii(str(other_cpp_library))]
     assert (done.returncode, done.stdout.splitlines()) == (0, expected), done.stderr
+
+
+@pytest.mark.usefixtures("supported", "cpp")
+def test_a_built_library_stays_good_when_the_standard_library_is_another_one(tmp_path, other_cpp_library):
+    """A system was updated, or another node of the cluster has another one; there may be no compiler any more."""
+    built = build.library()
+    folder = tmp_path / "batchinfer/kernels"
+    folder.mkdir(parents=True)
+    shutil.copy(built, folder / built.name)
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(other_cpp_library),
+        "PYTHONPATH": str(KERNELS),
+        "CXX": "/nowhere/c++",
+    }
+    environment["XDG_CACHE_HOME"] = str(tmp_path)
+    done = subprocess.run([sys.executable, "-c", ASK], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "None\n", done.stderr
 
 
 @pytest.mark.usefixtures("supported", "cpp")

@@ -201,7 +201,8 @@ def numerics(dtype: torch.dtype | None = None) -> str:
 def _digest(chosen: InstructionSet) -> str:
     """Names everything that decides what the library does and where it can be loaded."""
     abi = sysconfig.get_config_var("SOABI")
-    return _digest_of(torch.__version__, abi, platform.machine(), *_FLAGS, *chosen.flags, *_libraries())
+    linked = (*_TORCH, _loaded_cpp_library() is not None)  # wherever that lies: an update of it changes nothing
+    return _digest_of(torch.__version__, abi, platform.machine(), *_FLAGS, *chosen.flags, *linked)
 
 
 def _refused(chosen: InstructionSet) -> Path:
@@ -214,7 +215,7 @@ def _digest_of(*parts: object) -> str:
     """Of the sources and of these."""
     digest = hashlib.sha256()
     for part in parts:
-        digest.update(os.fsencode(f"{part}\0"))
+        digest.update(f"{part}\0".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(f"{source.name}\0".encode() + source.read_bytes() + b"\0")
     return digest.hexdigest()[:32]
@@ -332,14 +333,15 @@ def _compile(compiler: list[str], folder: Path) -> Path:
     compiling = [*compiler, *flags, *includes, "-c"]
     _run([[*compiling, str(source), "-o", str(target)] for source, target in objects.items()])
     built = folder / "kernels.so"
-    linking = [*compiler, "-shared", *map(str, objects.values()), f"-L{torch_folder / 'lib'}", *_libraries()]
+    libraries = [*_TORCH, *([loaded] if (loaded := _loaded_cpp_library()) is not None else [])]
+    linking = [*compiler, "-shared", *map(str, objects.values()), f"-L{torch_folder / 'lib'}", *libraries]
     _run([[*linking, "-o", str(built)]])
     return built
 
 
 @functools.cache
-def _libraries() -> tuple[str, ...]:
-    """What the library is linked with: torch, and the C++ library that torch has loaded into this process.
+def _loaded_cpp_library() -> str | None:
+    """The C++ library that torch has loaded into this process, which the operations are linked with.
 
     Some compilers link a C++ library of their own, statically. Two of them in one process share some of their state:
     where an error's message is put together, numbers are missing from it or the process ends.
@@ -347,9 +349,9 @@ def _libraries() -> tuple[str, ...]:
     try:
         maps = os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")
     except OSError:  # no Linux; elsewhere there is but one
-        maps = []
+        return None
     loaded = (line[line.index("/") :] for line in maps if "/libstdc++.so" in line)
-    return (*_TORCH, *[path for path in dict.fromkeys(loaded) if Path(path).is_file()][:1])
+    return next((path for path in loaded if Path(path).is_file()), None)
 
 
 def _run(commands: list[list[str]]) -> None:
