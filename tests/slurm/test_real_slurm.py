@@ -433,7 +433,10 @@ def test_a_task_works_with_all_processors_that_it_has(tmp_path, options, process
     log = tmp_path / "log"
     command = ["sbatch", "--wait", "--array=0", "--nodes=1", f"--output={log}", *options]
     template = ROOT / "jobs" / "array.sbatch"
-    subprocess.run([*command, template, tmp_path, program], check=True, capture_output=True)
+    ended = subprocess.run([*command, template, tmp_path, program], check=False, capture_output=True, text=True)
+    if "node configuration is not available" in ended.stderr and not log.exists():
+        pytest.skip(f"NOT TESTED: this Slurm has no node for {' '.join(options)} (23.11.4 has none for --mincpus)")
+    assert ended.returncode == 0, ended.stderr
     assert f"TRES=cpu={processors}," in log.read_text()
 
 
