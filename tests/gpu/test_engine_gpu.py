@@ -8,7 +8,9 @@ With GPU_TESTS=rehearse in the environment the sample job alone is run, on the C
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -73,10 +75,10 @@ TOLERANCE = {"bfloat16": 2**-5}  # of the largest logit, after all layers
 # How far a token that ties with the best one may lie below it, of the largest logit: both were rounded at other places.
 TIE = 2**-5
 # Where an expert or a group of them is as good as another to a gate, rounding chooses, and logits move far. On a CPU: 2
-# of 234 tokens, C++ beside plain PyTorch in bfloat16. In FP8 rows are rounded again at every product, and a last bit
-# often becomes a step of an eighth: 9 to 21 of 234 tokens of plain PyTorch alone, when half of the embedding's values
-# move by their last bit (60 such moves, 14.5 in the mean). An H100 beside plain PyTorch: 15 of 232.
-MOST_BEYOND_TIES = {"bfloat16": 0.05, "fp8": 0.1}
+# of 234 tokens, C++ beside plain PyTorch in bfloat16; 5 of them, prefill beside decode of plain PyTorch in FP8. An H100
+# beside plain PyTorch is above it in FP8: 15 of 232. Plain PyTorch alone is at 9 to 21 of 234 there (60 times, 14.5 in
+# the mean) when half of the embedding's values move by their last bit.
+MOST_BEYOND_TIES = 0.05
 # The same in the random model's logits, whose experts are much alike. C++ beside plain PyTorch, on a CPU: 0.17, with a
 # median of 0.017 of the largest logit; an H200 beside the same: 0.21, 0.017.
 MOST_MOVED = 0.25
@@ -102,19 +104,38 @@ def prompts():
     return [torch.randint(0, 96, (length,), generator=generator) for length in (70, 3, 130)]
 
 
+def logits_of(model):
+    """Of the prompts and four more tokens of each, on the CPU."""
+    requests = PagedRequests(model, prompts(), max_new_tokens=4)
+    requests.prefill([2, 0, 1], (64, 7, 64))
+    for tokens in requests.tokens:
+        tokens += [3, 5]
+    for _ in range(2):
+        requests.decode_step([1, 2, 0])
+    return torch.cat([requests.all_logits(i).cpu() for i in range(3)])
+
+
+def how_far(folder, **options):
+    """Per token how far logits are from those of plain PyTorch on the CPU, of the largest logit."""
+    ours, plain = (
+        logits_of(Transformer.load(folder, dtype=torch.bfloat16, **some))
+        for some in (options, {"backend": "reference"})
+    )
+    return (ours - plain).abs().amax(dim=-1) / plain.abs().max()
+
+
 @needs_gpu
-def test_logits_are_those_of_the_cpu(model):
-    plain = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, backend="reference")
-    logits = []
-    for one in (model, plain):
-        requests = PagedRequests(one, prompts(), max_new_tokens=4)
-        requests.prefill([2, 0, 1], (64, 7, 64))
-        for tokens in requests.tokens:
-            tokens += [3, 5]
-        for _ in range(2):
-            requests.decode_step([1, 2, 0])
-        logits.append(torch.cat([requests.all_logits(i).cpu() for i in range(3)]))
-    off = (logits[0] - logits[1]).abs().amax(dim=-1) / logits[1].abs().max()
+def test_logits_are_those_of_the_cpu_for_every_token_where_all_experts_are_taken(tmp_path):
+    folder = shutil.copytree(RANDOM_MODEL, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    every = {"num_experts_per_tok": config["n_routed_experts"], "topk_group": config["n_group"]}
+    (folder / "config.json").write_text(json.dumps(config | every))
+    assert how_far(folder, device="cuda").max() <= TOLERANCE["bfloat16"]
+
+
+@needs_gpu
+def test_logits_are_those_of_the_cpu_but_where_experts_tie():
+    off = how_far(RANDOM_MODEL, device="cuda")
     share = float((off > TOLERANCE["bfloat16"]).float().mean())
     print(f"of {len(off)} tokens {share:.0%} are off by more than the tolerance; median {off.median():.4f}")
     assert off.median() <= TOLERANCE["bfloat16"]
@@ -153,7 +174,7 @@ def test_tokens_of_the_sample_job_are_the_best_to_the_cpu_or_tie_with_it(tmp_pat
             for place in below.nonzero().flatten().tolist()
         ]
     print(*(f"row {row}, token {place}: {token} is {share:.4f} below" for row, place, token, share in ties), sep="\n")
-    assert sum(share > TIE for *_, share in ties) <= MOST_BEYOND_TIES[dtype] * num_tokens
+    assert sum(share > TIE for *_, share in ties) <= MOST_BEYOND_TIES * num_tokens
 
 
 def decode_step(lengths):
