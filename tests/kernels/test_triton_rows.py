@@ -176,9 +176,11 @@ def test_the_largest_logit_is_the_first_among_equals(width):
 
 @pytest.mark.parametrize(("width", "rounding"), [(1, 1.0), (150, 0.5), (200, 1e-9)])
 def test_draws_are_those_of_the_reference_without_a_sort(width, rounding, monkeypatch):
-    monkeypatch.setattr(draw, "_TILE", 64)  # several tiles, and one that is not full
+    monkeypatch.setattr(draw, "_TILE", 32)  # several tiles, and one that is not full
+    monkeypatch.setattr(draw, "_PART", 64)
     logits = (3 * random(24, width, dtype=torch.float32) / rounding).round() * rounding  # 0.5: many equals
     logits[[3, 8]], logits[4, width // 2] = 1.0, 30.0  # all alike; nothing beside one
+    logits[12:18] *= 1e-3  # weights of few buckets
     row = torch.arange(24, device=DEVICE)
     top_k = (row % 3) * (1 + row % 7)  # of every third row none, and more than there are
     top_p = torch.tensor([1.0, 0.9, 0.3, 1e-9, 0.0, 2.0], device=DEVICE)[row % 6]

@@ -1,12 +1,19 @@
 """A token of each row, drawn after temperature, top_k, top_p and min_p, in Triton and without sorting the vocabulary.
 
-What stays of a row ordered by weight is its first tokens: all whose weight is above some number, and the first few of
-those that have just this weight. The number is found three bits at a time, from how many weights are at least as large
-as each of eight candidates (top_k), or from their sum (top_p). Weights are whole numbers and all sums exact, so what is
-kept and drawn is what `reference.draw` keeps and draws.
+What stays of a row ordered by weight is its first tokens: all whose weight is above some number, the edge, and the
+first few of those that have just this weight. Four kernels find and use it:
+
+    weigh     the tokens' weights; in rows with a filter also how many (top_k) or how much (top_p) there is in each
+              bucket of similar ones
+    keep      the bucket in which a filter's limit is reached, from the largest weights on; its tokens alone are looked
+              at for the edge, three bits at a time
+    add up    the weights that stay, by parts of the vocabulary
+    pick      the part of the drawn token, then the token
+
+Weights are whole numbers and all sums exact, so what is kept and drawn is what `reference.draw` keeps and draws.
 """
 
-# S rows of logits, V vocabulary
+# S rows of logits, V vocabulary, B buckets, P parts of the vocabulary
 
 import torch
 import triton
@@ -15,7 +22,13 @@ import triton.language as tl
 from batchinfer_kernels.reference.rows import WEIGHT_UNIT, check_vocabulary
 
 _TILE = 1024
-_BITS = 45  # of the largest weight, 2**44
+_PART = 4096
+
+# Weights whose exponent and first six bits behind the leading one are alike share a bucket; 0 is that of weight 0.
+_DROPPED = tl.constexpr(52 - 6)  # bits of a float64
+_ONE = tl.constexpr(1023 << 6)  # what is left of the float64 1
+_BITS = tl.constexpr(39)  # in which weights of a bucket differ, in whole steps of three: 44 - 6 at most
+_BUCKETS = 4096  # of which the 2**44 of the largest weight is number 44 * 64 + 1
 
 
 def draw(
@@ -29,24 +42,39 @@ def draw(
     """Rows that are not finite get some token; nothing is read on the host."""
     num_rows, width = logits_SV.shape
     check_vocabulary(width)
-    tokens_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
+    device = logits_SV.device
+    tokens_S = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows:
         logits_SV = logits_SV if logits_SV.stride(1) == 1 else logits_SV.contiguous()
-        weights_SV = torch.empty(num_rows, width, dtype=torch.int64, device=logits_SV.device)
+        top_k_S, top_p_S = top_k_S.contiguous(), top_p_S.contiguous()
+        weights_SV = torch.empty(num_rows, width, dtype=torch.int64, device=device)
+        counts_SB, sums_SB = torch.zeros(2, num_rows, _BUCKETS, dtype=torch.int64, device=device)
         _weigh[(num_rows, triton.cdiv(width, _TILE))](
-            logits_SV, logits_SV.amax(dim=-1), temperature_S.contiguous(), weights_SV, width, logits_SV.stride(0),
-            UNIT=WEIGHT_UNIT, TILE=_TILE,
+            logits_SV, logits_SV.amax(dim=-1), temperature_S.contiguous(), top_k_S, top_p_S,
+            weights_SV, counts_SB, sums_SB, width, logits_SV.stride(0),
+            UNIT=WEIGHT_UNIT, TILE=_TILE, BUCKETS=_BUCKETS,
         )  # fmt: skip
-        settings = (values.contiguous() for values in (top_k_S, top_p_S, min_p_S, uniform_S))
-        _draw_row[(num_rows,)](
-            weights_SV, *settings, tokens_S, width, UNIT=WEIGHT_UNIT, BITS=_BITS, TILE=_TILE, num_warps=8
-        )
+        edges_S, equals_S = torch.empty(2, num_rows, dtype=torch.int64, device=device)
+        columns_SV = torch.empty(num_rows, width, dtype=torch.int32, device=device)
+        _keep[(num_rows,)](
+            weights_SV, counts_SB, sums_SB, columns_SV, top_k_S, top_p_S, min_p_S.contiguous(),
+            edges_S, equals_S, width,
+            UNIT=WEIGHT_UNIT, TILE=_TILE, PART=_PART, BUCKETS=_BUCKETS, num_warps=16,
+        )  # fmt: skip
+        num_parts = triton.cdiv(width, _PART)
+        above_SP, level_SP = torch.empty(2, num_rows, num_parts, dtype=torch.int64, device=device)
+        _add_up[(num_rows, num_parts)](weights_SV, edges_S, above_SP, level_SP, width, PART=_PART, num_warps=8)
+        _pick[(num_rows,)](
+            weights_SV, edges_S, equals_S, above_SP, level_SP, uniform_S.contiguous(), tokens_S, width, num_parts,
+            PART=_PART, PARTS=triton.next_power_of_2(num_parts), num_warps=8,
+        )  # fmt: skip
     return tokens_S
 
 
 @triton.jit
 def _weigh(
-    logits_ptr, peaks_ptr, temperature_ptr, weights_ptr, width, stride, UNIT: tl.constexpr, TILE: tl.constexpr
+    logits_ptr, peaks_ptr, temperature_ptr, top_k_ptr, top_p_ptr, weights_ptr, counts_ptr, sums_ptr, width, stride,
+    UNIT: tl.constexpr, TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Probabilities in units of the largest one's 2**-44, in float64 and rounded once, halves to even."""
     row = tl.program_id(0).to(tl.int64)
@@ -57,87 +85,165 @@ def _weigh(
     sizes = tl.exp(below / tl.load(temperature_ptr + row)) * UNIT
     # adding 1.5 * 2**52 leaves no bits behind the point
     rounded = (sizes + 6755399441055744.0) - 6755399441055744.0
-    weights = tl.where(rounded == rounded, rounded, 0.0).to(tl.int64)
+    rounded = tl.where(rounded == rounded, rounded, 0.0)
+    weights = rounded.to(tl.int64)
     tl.store(weights_ptr + row * width + columns, weights, mask=is_inside)
+
+    is_inside = is_inside & (weights > 0)
+    buckets = row * BUCKETS + tl.where(weights > 0, (rounded.to(tl.int64, bitcast=True) >> _DROPPED) - _ONE + 1, 0)
+    if tl.load(top_k_ptr + row) > 0:
+        tl.atomic_add(counts_ptr + buckets, tl.full((TILE,), 1, tl.int64), mask=is_inside, sem="relaxed")
+    if tl.load(top_p_ptr + row) < 1.0:
+        tl.atomic_add(sums_ptr + buckets, weights, mask=is_inside, sem="relaxed")
 
 
 @triton.jit
-def _from(weights_at, width, least, IS_SUM: tl.constexpr, TILE: tl.constexpr):
-    """Of the weights from each of `least` on: how many there are, or their sum; [8] int64."""
+def _least_of(bucket):
+    """The smallest weight of a bucket; 1 for that of weight 0."""
+    return tl.ceil(((bucket - 1 + _ONE) << _DROPPED).to(tl.float64, bitcast=True)).to(tl.int64)
+
+
+@triton.jit
+def _gather(weights_at, columns_at, width, least, end, PART: tl.constexpr):
+    """Where the weights from `least` to below `end` are, one behind the other; how many they are."""
+    length = 0
+    tl.debug_barrier()  # what was gathered before is read to its end
+    for start in range(0, width, PART):
+        columns = start + tl.arange(0, PART)
+        weights = tl.load(weights_at + columns, mask=columns < width, other=0)
+        is_inside = (weights >= least) & (weights < end)
+        num_inside = tl.sum(is_inside.to(tl.int32), 0)
+        if num_inside > 0:
+            places = length + tl.cumsum(is_inside.to(tl.int32), 0) - 1
+            tl.store(columns_at + places, columns, mask=is_inside)
+        length += num_inside
+    tl.debug_barrier()
+    return length
+
+
+@triton.jit
+def _gathered(weights_at, columns_at, start, length, TILE: tl.constexpr):
+    """A tile of the gathered weights; behind their end -1."""
+    places = start + tl.arange(0, TILE)
+    columns = tl.load(columns_at + places, mask=places < length, other=0)
+    return tl.load(weights_at + columns, mask=places < length, other=-1)
+
+
+@triton.jit
+def _from(weights_at, columns_at, length, least, IS_SUM: tl.constexpr, TILE: tl.constexpr):
+    """Of the gathered weights from each of `least` on: how many there are, or their sum; [8] int64."""
     found = tl.zeros((8,), tl.int64)
-    for start in range(0, width, TILE):
-        columns = start + tl.arange(0, TILE)
-        weights = tl.load(weights_at + columns, mask=columns < width, other=-1)[:, None]
+    for start in range(0, length, TILE):
+        weights = _gathered(weights_at, columns_at, start, length, TILE)[:, None]
         counted = weights if IS_SUM else tl.full((TILE, 1), 1, tl.int64)
         found += tl.sum(tl.where(weights >= least[None, :], counted, 0), 0)
     return found
 
 
 @triton.jit
-def _last_kept(weights_at, width, limit, IS_SUM: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr):
-    """The least weight above which there are fewer than `limit` weights, or less than `limit` in sum."""
-    weight = limit * 0
-    places = tl.arange(0, 8).to(tl.int64)
-    for step in range(3, BITS + 1, 3):
-        least = weight + (places << (BITS - step))
-        is_below = (places > 0) & (_from(weights_at, width, least, IS_SUM, TILE) >= limit)
-        weight += tl.sum(is_below.to(tl.int64), 0) << (BITS - step)
-    return weight
+def _last_kept(
+    weights_at, columns_at, measures_at, width, limit,
+    IS_SUM: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
+    """The least weight above which there are fewer than `limit` weights, or less than `limit` in sum; 0 for all.
+
+    With it its bucket and how many weights of the bucket were gathered.
+    """
+    buckets = tl.arange(0, BUCKETS).to(tl.int64)
+    measures = tl.load(measures_at + buckets)
+    above = tl.sum(measures, 0) - tl.cumsum(measures, 0)  # of larger buckets
+    bucket = tl.max(tl.where(above + measures >= limit, buckets, 0), 0)
+    limit -= tl.sum(tl.where(buckets > bucket, measures, 0), 0)
+    weight = _least_of(bucket)
+    length = _gather(weights_at, columns_at, width, weight, _least_of(bucket + 1), PART)
+    digits = tl.arange(0, 8).to(tl.int64)
+    for step in range(3, _BITS + 1, 3):
+        least = weight + (digits << (_BITS - step))
+        is_below = (digits > 0) & (_from(weights_at, columns_at, length, least, IS_SUM, TILE) >= limit)
+        weight += tl.sum(is_below.to(tl.int64), 0) << (_BITS - step)
+    return tl.where(bucket > 0, weight, 0), bucket, length
 
 
 @triton.jit
-def _above(weights_at, width, weight, TILE: tl.constexpr):
-    """How many weights there are above this one, and their sum."""
-    counts, sums = tl.zeros((TILE,), tl.int64), tl.zeros((TILE,), tl.int64)
-    for start in range(0, width, TILE):
-        columns = start + tl.arange(0, TILE)
-        weights = tl.load(weights_at + columns, mask=columns < width, other=-1)
-        is_above = weights > weight
-        counts += is_above.to(tl.int64)
-        sums += tl.where(is_above, weights, 0)
-    return tl.sum(counts, 0), tl.sum(sums, 0)
+def _above(
+    weights_at, columns_at, measures_at, bucket, length, weight,
+    IS_SUM: tl.constexpr, TILE: tl.constexpr, BUCKETS: tl.constexpr,
+):  # fmt: skip
+    """How many weights are above this one of a bucket that was gathered, or their sum."""
+    buckets = tl.arange(0, BUCKETS)
+    found = tl.sum(tl.where(buckets > bucket, tl.load(measures_at + buckets), 0), 0)
+    for start in range(0, length, TILE):
+        weights = _gathered(weights_at, columns_at, start, length, TILE)
+        counted = weights if IS_SUM else tl.full((TILE,), 1, tl.int64)
+        found += tl.sum(tl.where(weights > weight, counted, 0), 0)
+    return found
 
 
 @triton.jit
-def _draw_row(
-    weights_ptr, top_k_ptr, top_p_ptr, min_p_ptr, uniform_ptr, tokens_ptr, width,
-    UNIT: tl.constexpr, BITS: tl.constexpr, TILE: tl.constexpr,
+def _keep(
+    weights_ptr, counts_ptr, sums_ptr, columns_ptr, top_k_ptr, top_p_ptr, min_p_ptr, edges_ptr, equals_ptr, width,
+    UNIT: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """Tokens stay whose weight is above `edge`, and the first `num_equal` of those that have this weight."""
     row = tl.program_id(0).to(tl.int64)
-    weights_at = weights_ptr + row * width
+    weights_at, columns_at = weights_ptr + row * width, columns_ptr + row * width
+    counts_at, sums_at = counts_ptr + row * BUCKETS, sums_ptr + row * BUCKETS
     top_k, top_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row)
     edge, num_equal = row * 0, row * 0
+    total = tl.sum(tl.load(sums_at + tl.arange(0, BUCKETS)), 0)  # 0 where no top_p asks for it
     if top_k > 0:
-        edge = _last_kept(weights_at, width, top_k, False, BITS, TILE)
-        count, _ = _above(weights_at, width, edge, TILE)
-        num_equal = top_k - count
+        edge, bucket, length = _last_kept(weights_at, columns_at, counts_at, width, top_k, False, TILE, PART, BUCKETS)
+        num_equal = top_k - _above(weights_at, columns_at, counts_at, bucket, length, edge, False, TILE, BUCKETS)
+        total = _above(weights_at, columns_at, sums_at, bucket, length, edge, True, TILE, BUCKETS) + num_equal * edge
     if top_p < 1.0:
-        _, total = _above(weights_at, width, edge, TILE)
-        total += num_equal * edge
         limit = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)  # the first one always stays
-        last = _last_kept(weights_at, width, limit, True, BITS, TILE)
-        _, before = _above(weights_at, width, last, TILE)
+        last, bucket, length = _last_kept(weights_at, columns_at, sums_at, width, limit, True, TILE, PART, BUCKETS)
+        before = _above(weights_at, columns_at, sums_at, bucket, length, last, True, TILE, BUCKETS)
         # each of them stays that has less than the limit before it
         num_last = tl.cdiv(limit - before, tl.maximum(last, 1))
         num_equal = tl.where(last > edge, num_last, tl.where(last == edge, tl.minimum(num_equal, num_last), num_equal))
         edge = tl.maximum(edge, last)
     below_floor = tl.ceil(tl.load(min_p_ptr + row) * UNIT).to(tl.int64) - 1
     num_equal = tl.where(below_floor >= edge, 0, num_equal)
-    edge = tl.maximum(edge, below_floor)
+    tl.store(edges_ptr + row, tl.maximum(edge, below_floor))
+    tl.store(equals_ptr + row, num_equal)
 
-    _, total = _above(weights_at, width, edge, TILE)
-    total += num_equal * edge
+
+@triton.jit
+def _add_up(weights_ptr, edges_ptr, above_ptr, level_ptr, width, PART: tl.constexpr):
+    """Of one part: the sum of the weights above the edge, and how many are level with it."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = part * PART + tl.arange(0, PART)
+    weights = tl.load(weights_ptr + row * width + columns, mask=columns < width, other=-2)
+    edge = tl.load(edges_ptr + row)
+    at = row * tl.num_programs(1) + part
+    tl.store(above_ptr + at, tl.sum(tl.where(weights > edge, weights, 0), 0))
+    tl.store(level_ptr + at, tl.sum((weights == edge).to(tl.int64), 0))
+
+
+@triton.jit
+def _pick(
+    weights_ptr, edges_ptr, equals_ptr, above_ptr, level_ptr, uniform_ptr, tokens_ptr, width, num_parts,
+    PART: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The first token up to which the weights that stay are more than a share of them all."""
+    row = tl.program_id(0).to(tl.int64)
+    edge, num_equal = tl.load(edges_ptr + row), tl.load(equals_ptr + row)
+    parts = tl.arange(0, PARTS)
+    above = tl.load(above_ptr + row * num_parts + parts, mask=parts < num_parts, other=0)
+    level = tl.load(level_ptr + row * num_parts + parts, mask=parts < num_parts, other=0)
+    num_kept = tl.minimum(tl.maximum(num_equal - (tl.cumsum(level, 0) - level), 0), level)
+    sums = above + num_kept * edge
+    total = tl.sum(sums, 0)
     target = tl.minimum((tl.load(uniform_ptr + row) * total.to(tl.float64)).to(tl.int64), total - 1)
-    token, running, equals = width - 1, row * 0, row * 0
-    for start in range(0, width, TILE):
-        columns = start + tl.arange(0, TILE)
-        weights = tl.load(weights_at + columns, mask=columns < width, other=-1)
-        is_equal = (weights == edge).to(tl.int64)
-        is_kept = (weights > edge) | ((is_equal > 0) & (equals + tl.cumsum(is_equal, 0) <= num_equal))
-        kept = tl.where(is_kept, weights, 0)
-        is_behind = (running + tl.cumsum(kept, 0) > target) & (columns < width)
-        token = tl.minimum(token, tl.min(tl.where(is_behind, columns, width - 1), 0))
-        running += tl.sum(kept, 0)
-        equals += tl.sum(is_equal, 0)
+    is_behind = (tl.cumsum(sums, 0) > target) & (parts < num_parts)
+    part = tl.min(tl.where(is_behind, parts, num_parts - 1), 0)
+
+    columns = part * PART + tl.arange(0, PART)
+    weights = tl.load(weights_ptr + row * width + columns, mask=columns < width, other=-2)
+    is_equal = (weights == edge).to(tl.int64)
+    earlier = tl.cumsum(is_equal, 0) + tl.sum(tl.where(parts < part, level, 0), 0)
+    is_kept = (weights > edge) | ((is_equal > 0) & (earlier <= num_equal))
+    running = tl.cumsum(tl.where(is_kept, weights, 0), 0) + tl.sum(tl.where(parts < part, sums, 0), 0)
+    token = tl.min(tl.where((running > target) & (columns < width), columns, width - 1), 0)
     tl.store(tokens_ptr + row, token.to(tl.int64))
