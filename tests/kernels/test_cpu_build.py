@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from batchinfer_kernels.cpu import build
+from batchinfer_kernels.cpu import build, compilers
 from batchinfer_kernels.cpu.instructions import FOR_ARM, FOR_X86
 from support.forked_python import ForkedPython
 
@@ -69,6 +69,30 @@ def write_compiler(folder, body):
     )
     path.chmod(0o755)
     return str(path)
+
+
+# A compiler whose work is done by a process that it starts.
+SLOW = "sleep 600 & echo $! >> {}/numbers; wait"
+
+
+def numbers_in(folder, count):
+    """The processes that so many slow compilers have started."""
+    wait_until(lambda: (folder / "numbers").exists() and len((folder / "numbers").read_text().split()) == count)
+    return (folder / "numbers").read_text().split()
+
+
+def is_running(number):
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def num_calls(folder):
@@ -234,15 +258,29 @@ def test_a_build_that_failed_while_others_waited_is_not_tried_again(tmp_path, mo
 
 @pytest.mark.usefixtures("supported")
 def test_a_build_that_was_killed_leaves_nothing_in_the_way(tmp_path):
-    slow = start(MAKE, tmp_path, CXX=write_compiler(tmp_path, "sleep 60"))
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "calls").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    slow = start(MAKE, tmp_path, CXX=write_compiler(tmp_path, SLOW.format(tmp_path)))
+    workers = numbers_in(tmp_path, NUM_COMMANDS - 1)
     slow.send_signal(signal.SIGKILL)
     slow.communicate(timeout=60)
+    wait_until(lambda: not any(map(is_running, workers)))
     assert any("building" in path.name for path in (tmp_path / "batchinfer/kernels").iterdir())
     assert answer(start(MAKE, tmp_path, CXX=write_compiler(tmp_path, "touch $out"))).endswith(".so")
     assert entries(tmp_path) == [".lock", ".so"]
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
+    compiler = write_compiler(tmp_path, SLOW.format(tmp_path))
+    with pytest.raises(build.BuildError, match=r"^/.*/compiler took longer than 3 s$"):
+        compilers.run([[compiler, "-o", "none"]], 3)
+    wait_until(lambda: not any(map(is_running, numbers_in(tmp_path, 1))))
+
+
+def test_a_compiler_that_is_none_is_the_reason(tmp_path):
+    path = tmp_path / "compiler"
+    path.write_bytes(b"\x7fELF")
+    path.chmod(0o755)
+    with pytest.raises(build.BuildError, match=r"compiler failed with code 1: it cannot be run: Exec format error$"):
+        compilers.run([[str(path)]], 60)
 
 
 REFUSE = """

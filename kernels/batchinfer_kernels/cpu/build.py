@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+from batchinfer_kernels.cpu import compilers
 from batchinfer_kernels.cpu import instructions as instruction_sets
 from batchinfer_kernels.cpu.instructions import (
     CHOICE,
@@ -331,11 +332,11 @@ def _compile(compiler: list[str], folder: Path) -> Path:
     includes = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     objects = {source: folder / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
     compiling = [*compiler, *flags, *includes, "-c"]
-    _run([[*compiling, str(source), "-o", str(target)] for source, target in objects.items()])
+    compilers.run([[*compiling, str(source), "-o", str(target)] for source, target in objects.items()], COMPILE_S)
     built = folder / "kernels.so"
     libraries = [*_TORCH, *([loaded] if (loaded := _loaded_cpp_library()) is not None else [])]
     linking = [*compiler, "-shared", *map(str, objects.values()), f"-L{torch_folder / 'lib'}", *libraries]
-    _run([[*linking, "-o", str(built)]])
+    compilers.run([[*linking, "-o", str(built)]], COMPILE_S)
     return built
 
 
@@ -352,45 +353,6 @@ def _loaded_cpp_library() -> str | None:
         return None
     loaded = (line[line.index("/") :] for line in maps if "/libstdc++.so" in line)
     return next((path for path in loaded if Path(path).is_file()), None)
-
-
-def _run(commands: list[list[str]]) -> None:
-    """Run the commands side by side to their end.
-
-    Raises:
-        BuildError: one of them failed or took too long; the message ends with its first error line.
-    """
-    deadline = time.monotonic() + COMPILE_S
-    processes: list[subprocess.Popen[str]] = []
-    try:
-        for command in commands:
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    errors="replace",
-                )
-            )
-        for process, command in zip(processes, commands, strict=True):
-            _, errors = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            if process.returncode:
-                lines = [line.strip() for line in errors.splitlines() if line.strip()]
-                first = next((line for line in lines if "error" in line.lower()), lines[0] if lines else "no message")
-                raise BuildError(f"{command[0]} failed with code {process.returncode}: {first}")
-    except subprocess.TimeoutExpired:
-        raise BuildError(f"{commands[0][0]} took longer than {COMPILE_S} s") from None
-    except OSError as error:
-        raise BuildError(f"{commands[0][0]} cannot be run: {error.strerror}") from error
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            if process.stderr is not None:
-                process.stderr.close()
 
 
 def _sync(path: Path) -> None:
