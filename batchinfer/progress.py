@@ -250,8 +250,14 @@ class Board:
             _draw_bar(self._bars[place], bar)
 
 
+class _OwnBar(tqdm):
+    """With a lock of this process. That of tqdm is for several: a semaphore, which Python 3.14 warns of at the end."""
+
+    _lock = threading.RLock()
+
+
 def _new_bar(place: int, title: str) -> tqdm[Any]:
-    return tqdm(file=sys.stderr, position=place, leave=False, dynamic_ncols=True, bar_format="{desc}", desc=title)
+    return _OwnBar(file=sys.stderr, position=place, leave=False, dynamic_ncols=True, bar_format="{desc}", desc=title)
 
 
 def _draw_bar(shown: tqdm[Any], bar: Bar) -> None:
@@ -298,4 +304,4 @@ def _left(seconds: float | None) -> str:
 
 def note(text: str) -> None:
     """A line of information or a warning on stderr, without tearing a running bar."""
-    tqdm.write(sanitize(text), file=sys.stderr)
+    _OwnBar.write(sanitize(text), file=sys.stderr)

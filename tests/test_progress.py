@@ -5,6 +5,7 @@ import os
 import queue
 import re
 import struct
+import subprocess
 import sys
 import termios
 import threading
@@ -199,3 +200,20 @@ def test_a_terminal_may_have_no_columns_or_a_few(terminal, columns):
     assert ("loading: 25%, 3.00MB of 12.0MB" in shown) == (columns == 0), "plain lines where there is no room for a bar"
     for meter in meters:
         board.remove(meter)
+
+
+DRAW = """
+import sys
+from batchinfer.progress import Bar, _draw_bar, _new_bar, note
+bar = _new_bar(0, "planning")
+_draw_bar(bar, Bar("planning", 1, 2))
+note("a line")
+bar.close()
+print([name for name in sys.modules if name.startswith("multiprocessing.synchronize")])
+"""
+
+
+def test_progress_makes_no_semaphore_that_python_would_have_to_clean_up():
+    done = subprocess.run([sys.executable, "-c", DRAW], capture_output=True, text=True, check=True)
+    assert "a line" in done.stderr
+    assert done.stdout == "[]\n"
