@@ -7,6 +7,7 @@ from typing import Any
 import xxhash
 
 from batchinfer.records import DamagedFileError
+from batchinfer.sanitize import words_of
 from batchinfer.whole_files import publish_text
 
 CHECKSUM = "checksum"  # key of a document's own checksum
@@ -45,7 +46,7 @@ def document_of(data: bytes, path: Path | str, *needs: str, **remedy: str) -> di
     try:
         value = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise DamagedFileError(path, str(error), **remedy) from None
+        raise DamagedFileError(path, words_of(error), **remedy) from None
     if not isinstance(value, dict):
         raise DamagedFileError(path, "it is not a JSON object", **remedy)
     checksum = value.pop(CHECKSUM, None)

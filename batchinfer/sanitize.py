@@ -53,6 +53,11 @@ def display_width(content: str) -> int:
     )
 
 
+def words_of(error: BaseException) -> str:
+    """An error of somebody's text; what Python says of one that is nested too deeply differs between its versions."""
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
 def clip(text: str) -> str:
     """A sentence for a row or a person; of one that is too long the middle is left out."""
     if len(text) <= MAX_CHARS:
@@ -63,5 +68,5 @@ def clip(text: str) -> str:
 
 def first_line(error: BaseException) -> str:
     """What an error says, for a sentence: its first line without a closing full stop; if it says nothing, its class."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    text = error.strerror if isinstance(error, OSError) and error.strerror else words_of(error)
     return clip((text.strip().splitlines() or [type(error).__name__])[0].rstrip("."))

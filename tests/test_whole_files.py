@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -184,14 +185,15 @@ def test_of_two_that_create_a_file_the_first_wins(tmp_path):
 def test_a_folder_goes_although_others_still_write_there(tmp_path, monkeypatch, remove):
     folder = tmp_path / "session"
     (folder / "rank-3").mkdir(parents=True)
-    plain = os.rmdir
+    plain = shutil.rmtree
 
     def meanwhile(*arguments, **options):
-        monkeypatch.setattr(os, "rmdir", plain)
-        (folder / "rank-3" / "0-1-0.kv").touch()
+        monkeypatch.setattr(shutil, "rmtree", plain)
         plain(*arguments, **options)
+        (folder / "rank-3").mkdir(parents=True)
+        (folder / "rank-3" / "0-1-0.kv").touch()
 
-    monkeypatch.setattr(os, "rmdir", meanwhile)
+    monkeypatch.setattr(shutil, "rmtree", meanwhile)
     remove(folder)
     assert not folder.exists()
     remove(folder)  # nothing is there

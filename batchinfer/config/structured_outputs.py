@@ -5,6 +5,8 @@ import json
 
 from llguidance import LLMatcher, grammar_from
 
+from batchinfer.sanitize import words_of
+
 # between any two parts of JSON: enough to indent, and no model can go on with blanks for ever
 _BLANKS = r"[\x20\x0A\x0D\x09]{0,32}"
 _ANY_OBJECT = '{"type": "object"}'
@@ -37,5 +39,5 @@ def problem_of(kind: str, text: str) -> str | None:
     try:
         is_error, said = LLMatcher.validate_grammar_with_warnings(grammar_of(kind, text))
     except (ValueError, RecursionError) as error:
-        return " ".join(str(error).split())
+        return " ".join(words_of(error).split())
     return " ".join(said[0].split()) if is_error else None

@@ -17,6 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchinfer.data.call_ids import NINE_CHARACTERS, WITH_NAME, IdForm, with_ids
 from batchinfer.records import ModelError
+from batchinfer.sanitize import words_of
 
 MAX_CHARS = 1 << 26  # of one rendered chat; only a template gone wild writes more
 _TRIAL_ARGUMENTS = {"city": "Rome on the Tiber"}  # of a call by which a template is tried
@@ -286,4 +287,4 @@ def _failure(error: Exception) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(words_of(error).split()) or type(error).__name__

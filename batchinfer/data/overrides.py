@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from batchinfer.config import SamplingConfig
 from batchinfer.config.sampling import NOTHING_SCORED
 from batchinfer.records import ConfigError, Sampling, sampling_to_json
+from batchinfer.sanitize import words_of
 
 KNOWN_BYTES = 32 << 20  # of resolved overrides that are remembered: few distinct ones, or one per row (seeds)
 ENTRY_BYTES = 1000  # of one beside its texts
@@ -72,7 +73,7 @@ class SamplingOverrides:
                 return self._refused({}, f"{self._column} is not an object of sampling keys")
             return self.resolve(override)
         except (msgspec.DecodeError, RecursionError) as error:
-            return self._refused({}, f"{self._column} is not valid JSON: {error}")
+            return self._refused({}, f"{self._column} is not valid JSON: {words_of(error)}")
 
     def _remember(self, text: str, found: RowSampling) -> None:
         said = found.problem or found.as_json or text

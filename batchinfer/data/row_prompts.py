@@ -16,6 +16,7 @@ import pyarrow as pa
 from batchinfer.data.chat import ChatError, RowTemplate
 from batchinfer.data.columns import python_values
 from batchinfer.records import ModelError
+from batchinfer.sanitize import words_of
 
 _OWN_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 _DATE = "strftime_now"  # transformers' name for the function by which templates write the date
@@ -145,7 +146,7 @@ def _json(column: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{column} is not valid JSON: {error}") from None
+        raise RowError(f"{column} is not valid JSON: {words_of(error)}") from None
 
 
 def _messages(column: str, messages: Any, form: str) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from batchinfer.data import tekken_file, tiktoken_model
 from batchinfer.data.control_tokens import ControlTokenError, ControlTokens
 from batchinfer.data.text_encoder import TextEncoder
 from batchinfer.records import ModelError
+from batchinfer.sanitize import words_of
 
 if TYPE_CHECKING:
     from batchinfer.data.chat import ChatTemplate
@@ -320,7 +321,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {file}: {error}; restore the file") from None
+        raise ModelError(f"cannot read {file}: {words_of(error)}; restore the file") from None
     if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object; restore the file")
     return value

@@ -215,7 +215,7 @@ GOOD = b'{"prompt": "What?"}'
         (b"null", "line 2 is null, not an object"),
         (b'"text"', "line 2 is text, not an object"),
         (b"12", "line 2 is a number, not an object"),
-        (b"[" * 100_000, "line 2 is not valid JSON: maximum recursion depth"),
+        (b"[" * 100_000, "line 2 is not valid JSON: it is nested too deeply"),
         (b'{"prompt": "x", "n": 1e999}', "line 2 is not valid JSON: Number out of range"),
         (b'{"prompt": "x", "n": NaN}', "line 2 is not valid JSON: "),
         (b'{"prompt": "\xff"}', "line 2 is not valid UTF-8"),

@@ -367,7 +367,7 @@ def test_no_depth_of_nesting_is_more_than_an_error_row(tmp_path, place):
     path = write_batch(tmp_path / "batch.jsonl", [chat("first", model="m"), *lines, chat("last", model="m")])
     found = errors(path, job_for(path))
     assert [found[0], found[-1]] == [None, None]
-    assert "line 132 is not valid JSON: maximum recursion depth" in found[-2]
+    assert "line 132 is not valid JSON: it is nested too deeply" in found[-2]
 
 
 def test_every_second_line_that_was_there_before_is_an_error_and_the_first_is_not(tmp_path):

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from batchinfer.data.formats.lines import Record, numbered_lines, too_long
 from batchinfer.data.formats.values import INT64, MOST_NAMES, in_words
+from batchinfer.sanitize import words_of
 
 _DECODER = msgspec.json.Decoder()
 _SPACE = b" \t\r\n"
@@ -119,5 +120,5 @@ def _object(number: int, text: bytes) -> dict[str, Any] | str:
     except UnicodeDecodeError:
         return f"line {number} is not valid UTF-8"
     except (msgspec.DecodeError, RecursionError) as error:
-        return f"line {number} is not valid JSON: {str(error).removeprefix('JSON is malformed: ')}"
+        return f"line {number} is not valid JSON: {words_of(error).removeprefix('JSON is malformed: ')}"
     return value if isinstance(value, dict) else f"line {number} is {in_words(value)}, not an object"

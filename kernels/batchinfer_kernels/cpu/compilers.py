@@ -39,7 +39,7 @@ def run(commands: list[list[str]], limit_s: float) -> None:
         for command in commands:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _LEADER, *command],
+                    [sys.executable, "-P", "-I", "-S", "-c", _LEADER, *command],
                     stdin=other_end,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
