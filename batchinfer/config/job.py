@@ -233,11 +233,11 @@ class ClusterConfig(Part):
         description="draft tokens with the model's own layer for multi-token prediction and run them with those that "
         "are due; results stay the same to the byte; auto: in steps where it is quicker, by what was measured",
     )
-    backend: Literal["auto", "hopper", "hopper-whole", "triton", "sdpa", "cpu", "reference"] = Field(
+    backend: Literal["auto", "hopper", "hopper-invariant", "triton", "sdpa", "cpu", "reference"] = Field(
         "auto",
         description="kernels; `batchinfer doctor` says which run here; cpu: C++; on GPUs sdpa: as auto, but PyTorch's "
         "own attention for prefill; hopper: as auto, but flash_mla cuts a decode step as it likes, which is quicker "
-        "where requests are few or differ in length, and a request's last bits depend on what is decoded beside it",
+        "where requests are few, and a request's last bits depend on what is decoded beside it",
     )
     exchange: Literal["auto", "shared", "tls", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
         "auto",

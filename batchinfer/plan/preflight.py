@@ -19,7 +19,7 @@ from batchinfer.records import ConfigError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, output_files
 
 # The device of ranks with these backends, wherever they are; of the others it depends on the machine.
-DEVICE_OF_BACKEND = {"cpu": "cpu", "reference": "cpu", "hopper": "cuda", "hopper-whole": "cuda", "sdpa": "cuda"}
+DEVICE_OF_BACKEND = {"cpu": "cpu", "reference": "cpu", "hopper": "cuda", "hopper-invariant": "cuda", "sdpa": "cuda"}
 
 
 def check_job(job: JobConfig, model: ModelConfig) -> None:

@@ -24,10 +24,10 @@ from batchinfer_kernels.cpu import fp8_pages as cpu_fp8_pages
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter
 from batchinfer_kernels.hopper import fp8_pages as hopper_fp8_pages
+from batchinfer_kernels.hopper import invariant as hopper_invariant
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper import ops as hopper_ops
 from batchinfer_kernels.hopper import sparse as hopper_sparse
-from batchinfer_kernels.hopper import whole as hopper_whole
 from batchinfer_kernels.implementation import Implementation
 from batchinfer_kernels.triton import ops as triton_ops
 from batchinfer_kernels.triton import probe as triton_probe
@@ -36,7 +36,7 @@ AUTO = "auto"
 CPU = "cpu"  # a type of devices, and the name of the C++ candidates
 GPU = "cuda"
 HOPPER, TRITON, SDPA, REFERENCE = "hopper", "triton", "sdpa", "reference"
-WHOLE = "hopper-whole"  # decode attention with each request in one piece
+INVARIANT = "hopper-invariant"  # decode attention whose cuts do not depend on the batch
 Device = torch.device | str
 _OF_ANY_DTYPE = ("quantize_fp8_block", "quantize_fp8_rows", "dequantize_fp8_block")  # in Triton
 
@@ -217,8 +217,8 @@ _FASTER = (
     *_of_library("deep_gemm", libraries.why_not_deep_gemm, ("linear", "grouped_mlp", "masked_mlp")),
     *_of_library("deep_gemm", libraries.why_not_deep_gemm, ("choose_keys",), hopper_sparse),
     *(
-        replace(candidate, name=WHOLE, origin=lambda _: f"{WHOLE}-flash_mla-{libraries.version('flash_mla')}")
-        for candidate in _of_library("flash_mla", hopper_whole.why_not, ("mla_decode",), hopper_whole)
+        replace(candidate, name=INVARIANT, origin=lambda _: f"{INVARIANT}-flash_mla-{libraries.version('flash_mla')}")
+        for candidate in _of_library("flash_mla", hopper_invariant.why_not, ("mla_decode",), hopper_invariant)
     ),
     *(
         replace(candidate, probe_auto=hopper_ops.why_not_auto_decode)
@@ -266,7 +266,7 @@ def select(op: str, choice: str = AUTO, dtype: torch.dtype | None = None, device
             if reason is not None:
                 raise BackendError(f"{op}: {choice} cannot run here: {reason}.")
             # behind a candidate for GPUs is what GPUs have, even where Triton's interpreter runs it on a CPU
-            where = GPU if named.name in (HOPPER, WHOLE, TRITON, SDPA) else device
+            where = GPU if named.name in (HOPPER, INVARIANT, TRITON, SDPA) else device
             behind = [later for later in listed[place + 1 :] if later.can_run(named.dtype or dtype, where)]
             return Operation((named, *behind))
     if choice != AUTO and choice not in {candidate.name for some in _CANDIDATES.values() for candidate in some}:

@@ -13,6 +13,7 @@ from cases import SCALE, Case, Dims, Function, Work, bytes_of, normal, parts_of,
 from published import MLA_DECODE
 
 from batchinfer_kernels import reference, registry
+from batchinfer_kernels.hopper import cuts
 from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
@@ -29,22 +30,28 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
         decode, prompts, tokens = [(128, 4096), (128, _KV_TOKENS), (32, 32768)], (4, 4096), 16384
         if is_quick:
             decode, prompts = decode[1:2], (1, 4096)
+    # so long that requests are cut
+    long = (2, 8300) if is_tiny else (64, 16384)
     cases = []
     for is_mixed in (False, True):
-        for num_requests, kv_tokens in decode[:1] if is_mixed else decode:
-            for is_fp8 in (False, True):
+        for num_requests, kv_tokens in [decode[0], long] if is_mixed else decode:
+            is_long = (num_requests, kv_tokens) == long
+            for is_fp8 in (False,) if is_long else (False, True):
                 # as few heads as flash_mla takes over FP8 pages
                 own = replace(dims, heads=64) if is_tiny and is_fp8 else dims
                 words = f"{num_requests} x {own.heads} heads, KV {kv_tokens}{', mixed' if is_mixed else ''}"
                 make = partial(_decode, own, num_requests, kv_tokens, is_mixed, is_fp8=is_fp8)
-                published = None if is_tiny or is_fp8 else MLA_DECODE
+                published = None if is_tiny or is_fp8 or is_long else MLA_DECODE
                 if is_fp8:
                     cases.append(Case("mla_decode_fp8", words, make, both, published))
                 else:
-                    cases.append(Case("mla_decode", words, make, (registry.WHOLE, *both), published))
+                    cases.append(Case("mla_decode", words, make, (registry.INVARIANT, *both), published))
     words = f"{prompts[0]} prompts of {prompts[1]}, {dims.heads} heads"
+    pieces = f"{long[0]} x {dims.heads} heads, KV {long[1]}, mixed"
     return [
         *cases,
+        Case("spread_queries", pieces, partial(_spread, dims, *long)),
+        Case("merge_pieces", pieces, partial(_merge, dims, *long)),
         Case("mla_prefill", words, partial(_prefill, dims, *prompts), ("triton", "sdpa")),
         Case("mla_prefill_fp8", words, partial(_prefill, dims, *prompts, is_fp8=True)),
         Case("rope_and_cache", f"{tokens} x {dims.heads} heads", partial(_positions, dims, tokens)),
@@ -71,9 +78,7 @@ def _held(pages: torch.Tensor, dims: Dims, is_fp8: bool) -> tuple[torch.Tensor, 
 def _decode(
     dims: Dims, num_requests: int, kv_tokens: int, is_mixed: bool, device: torch.device, *, is_fp8: bool = False
 ) -> Work:
-    lengths = [kv_tokens] * num_requests
-    if is_mixed:
-        lengths = [max(1, kv_tokens * (place + 1) // num_requests) for place in range(num_requests)]
+    lengths = _mixed(num_requests, kv_tokens) if is_mixed else [kv_tokens] * num_requests
     pages, table = _pages(dims, num_requests, kv_tokens, device)
     held, pages = _held(pages, dims, is_fp8)
     q = normal(num_requests, dims.heads, dims.width, device=device)
@@ -97,6 +102,47 @@ def _decode(
         flops=2 * sum(lengths) * dims.heads * (dims.width + dims.latent),
         num_bytes=bytes_of(held[0, :1]) * sum(lengths) + bytes_of(q) + 2 * num_requests * dims.heads * dims.latent,
         timed=timed,
+    )
+
+
+def _mixed(num_requests: int, kv_tokens: int) -> list[int]:
+    return [max(1, kv_tokens * (place + 1) // num_requests) for place in range(num_requests)]
+
+
+def _pieces(num_requests: int, kv_tokens: int, device: torch.device) -> cuts.Pieces:
+    """As a GPU with 66 parts has them."""
+    table = torch.zeros(num_requests, -(-kv_tokens // exact.PAGE), dtype=torch.int64, device=device)
+    return cuts.own_pieces(torch.tensor(_mixed(num_requests, kv_tokens), device=device), table, 66)
+
+
+def _spread(dims: Dims, num_requests: int, kv_tokens: int, device: torch.device) -> Work:
+    q = normal(num_requests, dims.heads, dims.width, device=device)
+    request_V = _pieces(num_requests, kv_tokens, device).request_V
+    (taken,) = torch.where(request_V >= 0)
+    return Work(
+        run=lambda function, pieces: function(q, request_V[taken[pieces]]),
+        expected=lambda: q[request_V[taken].long()],
+        measure="unequal",
+        parts=parts_of(len(taken)),
+        flops=0,
+        num_bytes=2 * len(taken) * bytes_of(q[:1]),
+        timed=lambda function: function(q, request_V),
+    )
+
+
+def _merge(dims: Dims, num_requests: int, kv_tokens: int, device: torch.device) -> Work:
+    place_BK, request_V, *_ = _pieces(num_requests, kv_tokens, device)
+    parts = normal(len(request_V), dims.heads, dims.latent, device=device)
+    log_sums = 3 * normal(len(request_V), dims.heads, device=device, seed=1, dtype=torch.float32)
+    parts[request_V < 0] = log_sums[request_V < 0] = torch.nan  # nobody's
+    num_pieces = int((request_V >= 0).sum())
+    return Work(
+        run=lambda function, requests: function(parts, log_sums, place_BK[requests]),
+        expected=lambda: reference.merge_pieces(parts.double(), log_sums, place_BK),
+        measure="relative",
+        parts=parts_of(num_requests),
+        flops=0,
+        num_bytes=(num_pieces + num_requests) * bytes_of(parts[:1]),
     )
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from batchinfer_kernels import registry
-from batchinfer_kernels.hopper import libraries, whole
+from batchinfer_kernels.hopper import invariant, libraries
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import probe
 
-NAMES = (registry.WHOLE, "hopper", "triton")
+NAMES = (registry.INVARIANT, "hopper", "triton")
 # A few values per token: plain PyTorch on GPUs, too.
 PLAIN = {"cos_sin", "log_sum_exp"}
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
@@ -41,7 +41,7 @@ def has(name: str, op: str) -> bool:
     """Whether the candidate has a version of this operation at all."""
     if op in PLAIN:
         return False
-    only = {registry.SDPA: ("mla_prefill",), registry.WHOLE: ("mla_decode",), "hopper": _HOPPER_PROBES}
+    only = {registry.SDPA: ("mla_prefill",), registry.INVARIANT: ("mla_decode",), "hopper": _HOPPER_PROBES}
     return op in only.get(name, (op,))
 
 
@@ -49,8 +49,8 @@ def why_not(name: str, op: str) -> str | None:
     """Why the candidate's version cannot run here, or None."""
     if name == registry.SDPA:
         return None
-    if name == registry.WHOLE:
-        return whole.why_not()
+    if name == registry.INVARIANT:
+        return invariant.why_not()
     return probe.why_not() if name == "triton" else _HOPPER_PROBES[op]()
 
 

@@ -57,7 +57,7 @@ def _check(record: Record) -> Iterator[str]:
 
 def _named(key: str) -> tuple[str, str, str]:
     """Operation, candidate and shape of a check; see check.jobs_of."""
-    for candidate in ("hopper", "hopper-whole", "triton", "sdpa"):
+    for candidate in ("hopper", "hopper-invariant", "triton", "sdpa"):
         op, found, shape = key.partition(f", {candidate}, ")
         if found:
             return op, candidate, shape

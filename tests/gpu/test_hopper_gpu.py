@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from batchinfer_kernels import reference, registry
+from batchinfer_kernels.hopper import invariant as hopper_invariant
 from batchinfer_kernels.hopper import libraries
-from batchinfer_kernels.hopper import whole as hopper_whole
 from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
@@ -26,7 +26,7 @@ from batchinfer_kernels.reference.places import in_order
 TOLERANCE = {"bfloat16": 2**-6, "fp8": 2**-4}
 OPS = ("linear", "grouped_mlp", "masked_mlp", "mla_decode", "mla_decode_fp8")
 hopper = SimpleNamespace(**{op: registry.bind(op, ["hopper", "triton", "reference"]) for op in OPS})
-whole = registry.bind("mla_decode", [registry.WHOLE, "reference"])
+invariant = registry.bind("mla_decode", [registry.INVARIANT, "triton", "reference"])
 pytestmark = pytest.mark.gpu
 REHEARSES = os.environ.get("GPU_TESTS") == "rehearse"
 DEVICE = torch.device("cpu" if REHEARSES else "cuda")
@@ -41,11 +41,11 @@ if REHEARSES:
 
     hopper_on_the_cpu(pytest.MonkeyPatch())
     needs_deep_gemm, needs_flash_mla = needs("deep_gemm", None), needs("flash_mla", None)
-    needs_whole_requests = needs("flash_mla", None)
+    needs_own_cuts = needs("flash_mla", None)
 else:
     needs_deep_gemm = needs("deep_gemm", libraries.why_not_deep_gemm())
     needs_flash_mla = needs("flash_mla", libraries.why_not_flash_mla())
-    needs_whole_requests = needs("flash_mla", hopper_whole.why_not())
+    needs_own_cuts = needs("flash_mla", hopper_invariant.why_not())
 
 
 def random(*shape, seed=0):
@@ -81,44 +81,61 @@ def test_decode_attention(heads, num_queries):
 
 @needs_flash_mla
 def test_how_this_library_describes_its_cuts_is_known():
-    """Otherwise the tests of requests in one piece would only be left out."""
+    """Otherwise the tests of requests in any company would only be left out."""
     if libraries.makes_own_metadata():
-        assert hopper_whole.why_not() is None
+        assert hopper_invariant.why_not() is None
 
 
-@needs_whole_requests
+# the longer ones are cut into pieces
+LENGTHS = {
+    "whole": [1, 64, 65, 3000, 1000, 7, 3200, 128, 2000, 2999, 500, 640],
+    "cut": [1, 8192, 8193, 20_000, 1000, 7, 12_000, 128, 16_385, 2999, 500, 640],
+}
+
+
+def paged(lengths):
+    """Pages that requests share, as the tokens of prefixes are."""
+    generator = torch.Generator().manual_seed(0)
+    pages = random(600, 64, 576)
+    return pages, torch.randint(600, (len(lengths), -(-max(lengths) // 64)), generator=generator)
+
+
+@needs_own_cuts
 @pytest.mark.parametrize("heads", [16, 128])
-def test_requests_in_one_piece_have_their_bits_in_any_company(heads):
-    pages, table = random(600, 64, 576), torch.randperm(600, generator=torch.Generator().manual_seed(0)).view(12, 50)
-    lengths = torch.tensor([1, 64, 65, 3000, 1000, 7, 3200, 128, 2000, 2999, 500, 640])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_requests_have_their_bits_in_any_company(kind, heads):
+    pages, table = paged(LENGTHS[kind])
+    lengths = torch.tensor(LENGTHS[kind])
     q = random(12, heads, 576, seed=1)
 
     def attend(some):
-        keys = PagedKeys(pages, table[some], lengths[some], lengths[some] - 1)
-        y = whole(gpu(q[some]), PagedKeys(*map(gpu, keys[:4]), schedule={}), latent_dim=512, scale=0.1352)
+        most_pages = -(-int(lengths[some].max()) // 64)  # where no request is cut nothing is
+        keys = PagedKeys(pages, table[some, :most_pages], lengths[some], lengths[some] - 1)
+        y = invariant(gpu(q[some]), PagedKeys(*map(gpu, keys[:4]), schedule={}), latent_dim=512, scale=0.1352)
         assert_close(y, reference_mla.mla_decode(q[some], keys, latent_dim=512, scale=0.1352), "bfloat16")
         return y
 
     among_all = attend(slice(0, 12))
-    for some in (slice(3, 4), slice(2, 9), slice(11, 12), slice(0, 6)):
+    for some in (slice(3, 4), slice(2, 9), slice(11, 12), slice(0, 6), slice(9, 12)):
         assert torch.equal(attend(some), among_all[some])
 
 
-@needs_whole_requests
+@needs_own_cuts
 @pytest.mark.skipif(REHEARSES, reason="NO GPU: a graph has not been captured")
-def test_requests_in_one_piece_have_their_bits_in_a_graph_whose_lengths_change():
-    pages, table = random(600, 64, 576), torch.randperm(600, generator=torch.Generator().manual_seed(0)).view(12, 50)
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_requests_have_their_bits_in_a_graph_whose_lengths_change(kind):
+    pages, table = paged(LENGTHS[kind])
     q, lengths = gpu(random(12, 128, 576, seed=1)), gpu(torch.full((12,), 3000))
     keys = PagedKeys(gpu(pages), gpu(table), lengths, lengths - 1)
 
     def attend():
-        return whole(q, keys._replace(positions_T=lengths - 1, schedule={}), latent_dim=512, scale=0.1352)
+        return invariant(q, keys._replace(positions_T=lengths - 1, schedule={}), latent_dim=512, scale=0.1352)
 
     attend()  # compares the cuts, once
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = attend()
-    for changed in ([1, 64, 65, 3000, 1000, 7, 3200, 128, 2000, 2999, 500, 640], [3200, *11 * [1]]):
+    for changed in (LENGTHS[kind], [max(LENGTHS[kind]), *11 * [1]]):
         lengths.copy_(torch.tensor(changed))
         graph.replay()
         in_graph = y.clone()

@@ -23,7 +23,8 @@ from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import ModelError
 from batchinfer_kernels import reference, registry
-from batchinfer_kernels.hopper import libraries, whole
+from batchinfer_kernels.hopper import cuts as hopper_cuts
+from batchinfer_kernels.hopper import invariant, libraries
 from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.block_scaled import to_blocks
@@ -34,7 +35,7 @@ from batchinfer_kernels.triton import probe as triton_probe
 from batchinfer_kernels.triton.ops import Kernel
 from support import hopper_stand_ins as stand_ins
 from support.checkpoints import make_checkpoint
-from support.cuda_stand_ins import whole_requests_on_the_cpu
+from support.cuda_stand_ins import own_cuts_on_the_cpu
 from support.paged_steps import PagedRequests
 from support.paths import ROOT
 from support.placed_rows import in_tiles
@@ -61,7 +62,7 @@ def forget():
         libraries.decode_parameters,
         libraries.makes_own_metadata,
         libraries.sparse_parameters,
-        whole.why_not,
+        invariant.why_not,
     ):
         function.cache_clear()
 
@@ -91,7 +92,7 @@ def gpu(monkeypatch, install):
 
 @pytest.fixture
 def one_hopper(monkeypatch):
-    whole_requests_on_the_cpu(monkeypatch)
+    own_cuts_on_the_cpu(monkeypatch)
 
 
 def with_reference(op):
@@ -414,36 +415,13 @@ def test_parts_get_whole_requests_and_none_much_more_than_its_share(num_parts):
     generator = torch.Generator().manual_seed(num_parts)
     for count, longest in ((1, 9000), (5, 1), (128, 4989), (128, 40_000), (300, 2000)):
         lengths = torch.randint(0, longest + 1, (count,), generator=generator, dtype=torch.int32)
-        cuts, splits = whole.whole_requests(lengths, num_parts)
+        cuts, splits = hopper_cuts.whole_requests(lengths, num_parts)
         assert (cuts.dtype, cuts.shape, splits.tolist()) == (torch.int32, (num_parts, 8), list(range(count + 1)))
         pages = [-(-length // 64) for length in lengths.tolist()]
         assert stand_ins.pieces_of(cuts, splits, lengths) == [[(0, number)] for number in pages]
         costs = [max(1, number) + 5 for number in pages]
         loads = [sum(costs[begin : end + 1]) for begin, end, *_ in cuts.tolist() if begin < count]
         assert max(loads) <= sum(costs) / num_parts + max(costs)
-
-
-@pytest.mark.parametrize(
-    ("count", "length", "times"),
-    [(1, 32_768, 40), (1, 4989, 12), (16, 4989, 3.2), (32, 4989, 1.8), (128, 4989, 1.0), (133, 4989, 1.44)],
-)
-def test_what_whole_requests_cost_is_as_the_docs_say(count, length, times):
-    """The part that has most, beside the library's own cuts: it counts five pages for each piece."""
-    lengths, num_pages = torch.full((count,), length, dtype=torch.int32), -(-length // 64)
-
-    def most(cuts):
-        return max(
-            sum(
-                (end_page if request == end else num_pages) - (first_page if request == begin else 0) + 5
-                for request in range(begin, end + 1)
-            )
-            for begin, end, first_page, end_page, *_ in cuts.tolist()
-            if begin < count
-        )
-
-    own, _ = stand_ins.equal_shares(lengths, 66)
-    ours, _ = whole.whole_requests(lengths, 66)
-    assert most(ours) / most(own) == pytest.approx(times, rel=0.03)
 
 
 @pytest.mark.parametrize("num_queries", [1, 3])
@@ -455,7 +433,7 @@ def test_each_request_is_one_piece_and_the_result_that_of_the_reference(gpu, one
     schedule = {}
     keys = keys._replace(schedule=schedule)
     for layer in range(2):
-        y = whole.mla_decode(q * layer, keys, **options)
+        y = invariant.mla_decode(q * layer, keys, **options)
         assert close(y, reference_mla.mla_decode(q * layer, keys, **options))
     metadata, _ = schedule["hopper"][-1]
     assert all(len(pieces) == 1 for pieces in metadata.pieces)
@@ -468,22 +446,22 @@ def test_cuts_that_are_described_otherwise_are_never_given(machine, monkeypatch)
     """ "auto" finds that out before a model is loaded, and takes the next one."""
     shares = stand_ins.equal_shares
     machine()
-    assert registry.select("mla_decode", dtype=torch.bfloat16, device="cuda").name == "hopper-whole"
+    assert registry.select("mla_decode", dtype=torch.bfloat16, device="cuda").name == "hopper-invariant"
     monkeypatch.setattr(stand_ins, "equal_shares", lambda *given: (shares(*given)[0].flip(0), shares(*given)[1]))
     machine()
     assert registry.select("mla_decode", dtype=torch.bfloat16, device="cuda").name == "reference"
     with pytest.raises(
-        ModelError, match=r"hopper-whole cannot run here: flash_mla 1\.0\.0 describes its cuts otherwise"
+        ModelError, match=r"hopper-invariant cannot run here: flash_mla 1\.0\.0 describes its cuts otherwise"
     ):
-        Ops.select("hopper-whole", torch.bfloat16, device="cuda")
+        Ops.select("hopper-invariant", torch.bfloat16, device="cuda")
     machine(flash_mla=stand_ins.flash_mla_first)
-    assert whole.why_not().startswith("flash_mla 1.0.0 describes its cuts otherwise; another version is needed")
+    assert invariant.why_not().startswith("flash_mla 1.0.0 describes its cuts otherwise; another version is needed")
 
 
 def test_a_library_that_fails_when_it_is_asked_for_its_cuts_is_passed_over(machine, monkeypatch):
     monkeypatch.setattr(stand_ins, "dense_decode", lambda *_: 1 // 0)
     machine()
-    assert whole.why_not().startswith("flash_mla 1.0.0 cannot be asked for its cuts here (ZeroDivisionError: ")
+    assert invariant.why_not().startswith("flash_mla 1.0.0 cannot be asked for its cuts here (ZeroDivisionError: ")
 
 
 @pytest.mark.parametrize("change", ["width", "latent", "float32"])
@@ -575,7 +553,7 @@ def machine(monkeypatch, install, tmp_path):
 
     def make(**changes):
         facts = GPU | changes
-        whole_requests_on_the_cpu(monkeypatch)
+        own_cuts_on_the_cpu(monkeypatch)
         monkeypatch.setattr(torch.version, "cuda", facts["cuda"])
         monkeypatch.setattr(torch.cuda, "is_available", lambda: facts["available"])
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: facts["capability"])
@@ -635,7 +613,7 @@ def test_a_probe_says_what_is_missing(machine, changes, deep_gemm, flash_mla):
     for op, row in rows.items():
         assert row.chosen == ((flash_mla if op == "mla_sparse" else deep_gemm) is None)
     chosen = registry.select("mla_decode", dtype=torch.bfloat16, device="cuda")
-    assert (chosen.name == "hopper-whole") == (whole.why_not() is None)
+    assert (chosen.name == "hopper-invariant") == (invariant.why_not() is None)
     assert chosen.name != "hopper"
 
 
@@ -675,10 +653,10 @@ def test_a_cpu_user_pays_nothing(monkeypatch):
 def test_a_hopper_gpu_gets_its_libraries_first(machine):
     machine()
     ops = Ops.select("auto", torch.bfloat16, eight_bit=True, device="cuda")
-    expected = [whole.mla_decode if name == "mla_decode" else getattr(hopper, name) for name in OPS]
+    expected = [invariant.mla_decode if name == "mla_decode" else getattr(hopper, name) for name in OPS]
     assert [getattr(ops, name).implementation for name in OPS] == expected
     assert "hopper-deep_gemm-0.1.2" in ops.names()
-    assert "hopper-whole-flash_mla-1.0.0" in ops.names()
+    assert "hopper-invariant-flash_mla-1.0.0" in ops.names()
     assert ops.reads_on_host, "without Triton what these do not take goes to the reference"
     assert Ops.select("auto", torch.float32, device="cuda").linear.name == "reference"
     assert [candidate.name for candidate in ops.linear.candidates] == ["hopper", "reference"]
@@ -706,7 +684,7 @@ def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeyp
         for op, candidates in registry._CANDIDATES.items()
     }
     monkeypatch.setattr(registry, "_CANDIDATES", listed)
-    on_gpus = {"hopper-whole", "hopper", "triton"}
+    on_gpus = {"hopper-invariant", "hopper", "triton"}
     for device, names in (("cpu", {"cpu", "reference"}), ("cuda:1", on_gpus), ("meta", {"reference"})):
         chosen = {op: registry.select(op, dtype=torch.bfloat16, device=device).name for op in registry.ops()}
         assert {name for op, name in chosen.items() if op not in PLAIN} <= names, device

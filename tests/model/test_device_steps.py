@@ -40,14 +40,14 @@ SIZES = {
 }
 
 
-def decode_input(count=3):
+def decode_input(count=3, most_pages=2):
     kv_tokens = torch.arange(count) + 70
     return StepInput(
         tokens=torch.arange(count),
         positions=kv_tokens - 1,
         slots=torch.arange(count) * 64 + 5,
         logit_rows=torch.arange(count),
-        page_table=torch.arange(4 * count).view(count, 4)[:, :2],
+        page_table=(torch.arange(4 * count).view(count, 4)[:, :2]).repeat(1, most_pages // 2),
         kv_tokens=kv_tokens,
     )
 
@@ -83,12 +83,14 @@ def test_the_host_waits_for_nothing_inside_a_step(folder, with_hopper, eight_bit
     with device_calls.counted_calls(with_hopper=with_hopper) as calls:
         model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit, device=META)
         pages = model.new_pages(12)
-        for step in (decode_input(), prefill_input(), prefill_input(**scored)):
+        long_ones = decode_input(most_pages=200)  # as where one is so long that it is cut
+        for step in (decode_input(), long_ones, prefill_input(), prefill_input(**scored)):
             calls.clear()
             output = model.forward(step, pages)
             assert calls.waits == []
             assert calls.kernels["_product"], "kernels for GPUs have not been counted"
-            assert bool(calls.kernels["searchsorted"]) == with_hopper, "parts of a Hopper GPU get whole requests"
+            made = "_merge_pieces" if step is long_ones else "searchsorted"
+            assert bool(calls.kernels[made]) == with_hopper, "parts of a Hopper GPU get whole requests, or their pieces"
             assert output.logits.device == META
         assert calls.in_triton <= watched_kernels()
 

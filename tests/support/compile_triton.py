@@ -87,6 +87,9 @@ def compile_all():
         latent_dim=512,
         scale=0.1352,
     )
+    parts, places = of(264, H, 512), of(128, 2, dtype=torch.int32)
+    ops.spread_queries(of(128, H, 576), of(264, dtype=torch.int32))
+    ops.merge_pieces(parts, of(264, H, dtype=FLOAT), places)
     compile_fp8_pages()
     compile_sparse()
     gemm.product(of(T, 576)[:, :512], of(16 * 256, 512), out=of(T, 16 * 256), rows=of(T, dtype=INT))

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from batchinfer_kernels.hopper import fp8_pages as hopper_fp8_pages
+from batchinfer_kernels.hopper import invariant as hopper_invariant
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.hopper import sparse as hopper_sparse
-from batchinfer_kernels.hopper import whole as hopper_whole
 from batchinfer_kernels.triton import probe
 from support import hopper_stand_ins as stand_ins
 
@@ -81,10 +81,10 @@ def events_on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Capture.is_under_way)
 
 
-def whole_requests_on_the_cpu(monkeypatch):
+def own_cuts_on_the_cpu(monkeypatch):
     """A CPU counts as a Hopper GPU."""
-    monkeypatch.setattr(hopper_whole, "_num_parts", lambda _, rows: max(1, stand_ins.NUM_SMS // -(-rows // 64)))
-    monkeypatch.setattr(hopper_whole, "_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(hopper_invariant, "_num_parts", lambda _, rows: max(1, stand_ins.NUM_SMS // -(-rows // 64)))
+    monkeypatch.setattr(hopper_invariant, "_device", lambda: torch.device("cpu"))
 
 
 def hopper_on_the_cpu(monkeypatch):
@@ -97,6 +97,6 @@ def hopper_on_the_cpu(monkeypatch):
     libraries.makes_own_metadata.cache_clear()
     for module in (hopper, hopper_fp8_pages, hopper_sparse):
         monkeypatch.setattr(module, "is_on_gpu", lambda *tensors: True)
-    whole_requests_on_the_cpu(monkeypatch)
-    monkeypatch.setattr(hopper_whole, "why_not", lambda: None)
+    own_cuts_on_the_cpu(monkeypatch)
+    monkeypatch.setattr(hopper_invariant, "why_not", lambda: None)
     monkeypatch.setattr(candidates, "_HOPPER_PROBES", dict.fromkeys(candidates._HOPPER_PROBES, lambda: None))

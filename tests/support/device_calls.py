@@ -23,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
 from batchinfer_kernels import registry
-from batchinfer_kernels.hopper import libraries, whole
+from batchinfer_kernels.hopper import invariant, libraries
 from batchinfer_kernels.hopper import ops as hopper
 
 META = torch.device("meta")
@@ -153,12 +153,14 @@ def counted_calls(*, with_hopper: bool) -> Iterator[DeviceCalls]:
         q_BQHW: torch.Tensor, pages: Any, table: Any, kv_tokens: Any, latent_dim: int, *_: Any, **__: Any
     ) -> Any:
         calls.kernels["flash_mla"] += 2  # splits, then their sum
-        return q_BQHW.new_empty(*q_BQHW.shape[:-1], latent_dim), None
+        num_requests, num_queries, num_heads = q_BQHW.shape[:3]
+        log_sums_BHQ = q_BQHW.new_empty(num_requests, num_heads, num_queries, dtype=torch.float32)
+        return q_BQHW.new_empty(num_requests, num_queries, num_heads, latent_dim), log_sums_BHQ
 
     def for_any_device(candidate: registry.Candidate) -> registry.Candidate:
         return replace(candidate, probe=lambda: None, probe_auto=lambda: None, device_types=None)
 
-    names = (registry.WHOLE, registry.HOPPER, registry.TRITON) if with_hopper else (registry.TRITON,)
+    names = (registry.INVARIANT, registry.HOPPER, registry.TRITON) if with_hopper else (registry.TRITON,)
     candidates = {
         op: tuple(
             for_any_device(candidate) if candidate.name in names else candidate
@@ -176,5 +178,5 @@ def counted_calls(*, with_hopper: bool) -> Iterator[DeviceCalls]:
         patch.setattr(libraries, "deep_gemm", gemm)
         patch.setattr(libraries, "flash_mla", lambda: library)
         patch.setattr(libraries, "decode_parameters", lambda: frozenset({"use_legacy"}))
-        patch.setattr(whole, "_num_parts", lambda *_: 66)
+        patch.setattr(invariant, "_num_parts", lambda *_: 66)
         yield calls

@@ -262,14 +262,16 @@ def dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_sca
         assert len(index) == num_requests
     assert softmax_scale is not None, "its own default is not that of the model"
     out = torch.zeros(*q.shape[:-1], head_dim_v)
+    log_sums = torch.full((num_requests, q.shape[2], num_queries), torch.inf)
     for request, count in enumerate(cache_seqlens.tolist()):
         pages = block_table[request, : ceil_div(count, 64)].long()
         keys = k_cache[pages].flatten(0, 2)[:count].float()
         for query in range(num_queries if count else 0):
             seen = keys[: count - num_queries + query + 1 if causal else count]
-            weights = torch.softmax(q[request, query].float() @ seen.T * softmax_scale, dim=-1)
-            out[request, query] = weights @ seen[:, :head_dim_v]
-    return out.bfloat16(), torch.zeros(num_requests, q.shape[2], num_queries)
+            scores = q[request, query].float() @ seen.T * softmax_scale
+            out[request, query] = torch.softmax(scores, dim=-1) @ seen[:, :head_dim_v]
+            log_sums[request, :, query] = torch.logsumexp(scores, dim=-1)
+    return out.bfloat16(), log_sums
 
 
 def flash_mla_first():
@@ -341,6 +343,9 @@ def pieces_of(cuts, splits, lengths, page=64):
             assert is_cut == (splits[request + 1] - splits[request] > 1), "whole and in pieces at once"
             pieces[request][piece] = (first, behind)
     for request, found in enumerate(pieces):
+        if not found and not lengths[request]:  # there is nobody: what comes out may be anything
+            pieces[request] = []
+            continue
         assert sorted(found) == list(range(int(splits[request + 1] - splits[request]))), "a piece is missing"
         ordered = [found[piece] for piece in sorted(found)]
         covered = [page for first, behind in ordered for page in range(first, behind)]
@@ -377,7 +382,12 @@ class FlashMLASchedMeta:
         if indices is None:
             assert not is_fp8
             self.use(q, k_cache, cache_seqlens, causal)
-            return dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
+            results = dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, scale, causal)
+            for request, pieces in enumerate(self.pieces or []):
+                if not pieces:
+                    for result in results:
+                        result[request] = torch.nan
+            return results
         assert not causal, "causal must be False when sparse attention is enabled"
         assert is_fp8
         assert scale is not None, "its own default is not that of the model"

@@ -244,7 +244,8 @@ def decode(
         schedule[_SCHEDULE] = kv_tokens_B, page_table_BP.to(torch.int32).contiguous(), kv_tokens, cuts
     source, page_table, kv_tokens, cuts = schedule[_SCHEDULE]
     assert source is kv_tokens_B, "a schedule serves one step: another one has other lengths"
-    return call_decode(q_BQHW, pages, page_table, kv_tokens, cuts, scale).flatten(0, 1)
+    out_BQHC, _ = call_decode(q_BQHW, pages, page_table, kv_tokens, cuts, scale)
+    return out_BQHC.flatten(0, 1)
 
 
 def call_decode(
@@ -254,9 +255,9 @@ def call_decode(
     kv_tokens_B: torch.Tensor,
     cuts: tuple[Any, Any],
     scale: float,
-) -> torch.Tensor:
-    """[B, Q, H, C] by the library; table and lengths int32."""
-    out_BQHC, _ = libraries.flash_mla().flash_mla_with_kvcache(
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, Q, H, C] and [B, H, Q] float32, the logarithms of the sums of exp(score); table and lengths int32."""
+    out_BQHC, log_sums_BHQ = libraries.flash_mla().flash_mla_with_kvcache(
         q_BQHW,
         pages[:, :, None],
         page_table_BP,
@@ -267,7 +268,7 @@ def call_decode(
         causal=True,
         **({"use_legacy": True} if "use_legacy" in libraries.decode_parameters() else {}),
     )
-    return out_BQHC
+    return out_BQHC, log_sums_BHQ
 
 
 def _library_cuts(kv_tokens_B: torch.Tensor, rows_per_request: int) -> tuple[Any, Any]:

@@ -19,6 +19,7 @@ from batchinfer_kernels.reference.fp8_pages import mla_decode_fp8, mla_prefill_f
 from batchinfer_kernels.reference.gating import gate
 from batchinfer_kernels.reference.index_fp8 import hadamard_fp8
 from batchinfer_kernels.reference.mla import mla_decode, mla_prefill
+from batchinfer_kernels.reference.pieces import merge_pieces, spread_queries
 from batchinfer_kernels.reference.places import expert_places
 from batchinfer_kernels.reference.pointwise import rms_norm, rms_norm_fp8, silu_mul
 from batchinfer_kernels.reference.products import batched_linear, linear, pack, pack_router, router
@@ -58,6 +59,8 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     log_sum_exp,
     mla_prefill,
     mla_decode,
+    spread_queries,
+    merge_pieces,
     rope_and_cache_fp8,
     mla_prefill_fp8,
     mla_decode_fp8,

@@ -1,0 +1,127 @@
+"""Cuts of decode attention that depend on no other request: between requests, and within one by its own length alone.
+
+A request of up to PIECE_PAGES pages is one piece. A longer one is cut into pieces of so many pages, or into MOST_PIECES
+equal ones where these would be more. The library takes a piece for a request of its own. Pieces are dealt to the parts
+of the GPU, the largest first, to and fro:
+
+    parts          0  1  2
+    first turn     a  b  c
+    second         f  e  d
+    third          g  h  -
+
+Nothing is read on the host: there is room for as many pieces as the page table allows.
+
+Layout of the cuts: DecodingSchedMeta and get_mla_metadata_kernel of FlashMLA, version of 2026-04.
+"""
+
+# B requests, M pages of one at most, P parts of the GPU, K pieces of a request at most, R pieces of a part at most,
+# V = P x R places of pieces, W pages of a piece at most
+
+from typing import NamedTuple
+
+import torch
+
+from batchinfer_kernels.reference.mla import PAGE_TOKENS
+
+# Below this a piece's queries and result would be more than a tenth of its keys.
+PIECE_PAGES = 128
+MOST_PIECES = 8  # for each there is room in memory
+_OVERHEAD_PAGES = 5  # what a request costs beside its pages, as flash_mla counts it
+
+
+class Cuts(NamedTuple):
+    """Which requests, or pieces, each part of the GPU works on, as the library reads it.
+
+    parts_P8: [P, 8] int32: first and last request, first page of the one and page behind the other, number of the first
+        piece, whether first and last are cut (never), nothing; a part without requests begins behind the last one.
+    pieces_B: [B + 1] int32, where each request's pieces begin.
+    """
+
+    parts_P8: torch.Tensor
+    pieces_B: torch.Tensor
+
+
+class Pieces(NamedTuple):
+    """Pieces as requests of their own.
+
+    place_BK: [B, K] int32, the places of each request's pieces, the first tokens' first; -1 behind the last.
+    request_V: [V] int32, whose piece lies there; -1: nobody's.
+    kv_tokens_V: [V] int32, 0 of nobody's.
+    page_table_VW: [V, W] int32.
+    """
+
+    place_BK: torch.Tensor
+    request_V: torch.Tensor
+    kv_tokens_V: torch.Tensor
+    page_table_VW: torch.Tensor
+    cuts: Cuts
+
+
+def whole_requests(kv_tokens_B: torch.Tensor, num_parts: int) -> Cuts:
+    """Cuts between requests alone: a part gets those whose middle lies in its share."""
+    pages_B = _pages(kv_tokens_B)
+    cost_B = pages_B.clamp_min(1) + _OVERHEAD_PAGES
+    behind_B = cost_B.cumsum(0)
+    part_B = (2 * behind_B - cost_B) * num_parts // (2 * behind_B[-1:])  # where the middle lies
+    parts_P = torch.arange(num_parts, device=kv_tokens_B.device)
+    first_P = torch.searchsorted(part_B, parts_P)
+    behind_P = torch.searchsorted(part_B, parts_P, right=True)
+    return _cuts(first_P, behind_P, pages_B)
+
+
+def own_pieces(kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_parts: int) -> Pieces:
+    """Requests cut by their own lengths, dealt to the parts."""
+    device, (num_requests, most_pages) = kv_tokens_B.device, page_table_BM.shape
+    most_pieces = min(MOST_PIECES, -(-most_pages // PIECE_PAGES))
+    num_pieces = num_requests * most_pieces
+    turns = -(-num_pieces // num_parts)
+    pages_B1 = _pages(kv_tokens_B)[:, None].clamp_min(1)
+    size_B1 = ((pages_B1 + MOST_PIECES - 1) // MOST_PIECES).clamp_min(PIECE_PAGES)
+    first_BK = torch.arange(most_pieces, device=device) * size_B1
+    pages_BK = torch.minimum(pages_B1 - first_BK, size_B1).clamp_min(0)
+    tokens_BK = torch.minimum(kv_tokens_B[:, None].long() - first_BK * PAGE_TOKENS, pages_BK * PAGE_TOKENS)
+
+    by_size_N = pages_BK.flatten().argsort(descending=True, stable=True)
+    rank_N = torch.empty_like(by_size_N).scatter_(0, by_size_N, torch.arange(num_pieces, device=device))
+    turn_BK = (rank_N // num_parts).view(num_requests, most_pieces)
+    place_BK = _to_and_fro(turn_BK, rank_N.view_as(turn_BK) % num_parts, num_parts) * turns + turn_BK
+
+    place_V = torch.arange(num_parts * turns, device=device)
+    part_V, turn_V = place_V // turns, place_V % turns
+    rank_V = turn_V * num_parts + _to_and_fro(turn_V, part_V, num_parts)
+    num_taken = (pages_BK > 0).sum()
+    is_taken_V = rank_V < num_taken
+    piece_V = by_size_N[rank_V.clamp_max(num_pieces - 1)]
+    request_V = piece_V // most_pieces
+    kv_tokens_V = torch.where(is_taken_V, tokens_BK.flatten()[piece_V], 0)
+    most_pages_of_piece = max(PIECE_PAGES, -(-most_pages // MOST_PIECES))
+    pages_VW = first_BK.flatten()[piece_V][:, None] + torch.arange(most_pages_of_piece, device=device)
+
+    parts_P = torch.arange(num_parts, device=device)
+    full_turns = num_taken // num_parts
+    number_P = full_turns + (_to_and_fro(full_turns, parts_P, num_parts) < num_taken % num_parts)
+    return Pieces(
+        torch.where(pages_BK > 0, place_BK, -1).int(),
+        torch.where(is_taken_V, request_V, -1).int(),
+        kv_tokens_V.int(),
+        page_table_BM[request_V[:, None], pages_VW.clamp_max(most_pages - 1)].int(),
+        _cuts(parts_P * turns, parts_P * turns + number_P, _pages(kv_tokens_V)),
+    )
+
+
+def _to_and_fro(turn: torch.Tensor, place: torch.Tensor, num_parts: int) -> torch.Tensor:
+    """The part that is at this place of a turn, and the place that this part has in it."""
+    return torch.where(turn % 2 == 0, place, num_parts - 1 - place)
+
+
+def _pages(kv_tokens: torch.Tensor) -> torch.Tensor:
+    return (kv_tokens.long() + PAGE_TOKENS - 1) // PAGE_TOKENS
+
+
+def _cuts(first_P: torch.Tensor, behind_P: torch.Tensor, pages_B: torch.Tensor) -> Cuts:
+    """For parts that each work on the whole requests from one to before another."""
+    last_P = (behind_P - 1).clamp_min(0)
+    first_P = first_P.masked_fill(first_P == behind_P, len(pages_B))
+    nothing_P = torch.zeros_like(first_P)
+    parts_P8 = torch.stack([first_P, last_P, nothing_P, pages_B[last_P], *4 * [nothing_P]], dim=1)
+    return Cuts(parts_P8.int(), torch.arange(len(pages_B) + 1, dtype=torch.int32, device=pages_B.device))
