@@ -180,13 +180,13 @@ def test_draws_are_those_of_the_reference_without_a_sort(width, rounding, monkey
     monkeypatch.setattr(draw, "_PART", 64)
     logits = (3 * random(24, width, dtype=torch.float32) / rounding).round() * rounding  # 0.5: many equals
     logits[[3, 8]], logits[4, width // 2] = 1.0, 30.0  # all alike; nothing beside one
-    logits[12:18] *= 1e-3  # weights of few buckets
+    logits[12:18] *= torch.tensor([1e-3, 1e-2], device=DEVICE).repeat(3)[:, None]  # weights of few buckets
     row = torch.arange(24, device=DEVICE)
     top_k = (row % 3) * (1 + row % 7)  # of every third row none, and more than there are
     top_p = torch.tensor([1.0, 0.9, 0.3, 1e-9, 0.0, 2.0], device=DEVICE)[row % 6]
     min_p = torch.tensor([0.0, 0.0, 0.1, 1.0], device=DEVICE)[row % 4]
     uniform = (row / 24).double()
-    uniform[[5, 8, 9]] = 1 - 2**-53
+    uniform[row % 4 == 1] = uniform[8] = 1 - 2**-53  # the last one that stays
     settings = (0.5 + row % 4).double(), top_k, top_p.double(), min_p.double(), uniform
     drawn = ops.draw(logits, *settings)
     assert torch.equal(drawn, reference_rows.draw(logits, *settings))
