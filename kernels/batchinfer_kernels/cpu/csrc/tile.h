@@ -111,6 +111,8 @@ struct RowList {
   const Row* next() { return *rows++; }
 };
 template <class Row>
+RowList(const Row* const*) -> RowList<Row>;  // clang before 17 does not find it by itself
+template <class Row>
 struct RowsApart {
   const Row* row;
   int64_t stride;
