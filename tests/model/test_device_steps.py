@@ -105,21 +105,32 @@ def watched_kernels():
 BUDGET = {("hopper", True): 29, ("hopper", False): 26, ("triton", True): 26, ("triton", False): 25}
 
 
+def kernels_by_layer(calls, folder, given, eight_bit):
+    """Of the first layer of a step, which cuts its work, and of the next."""
+    model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit, device=META)
+    tensors = StepTensors.fixed(given, torch.ones(3, dtype=torch.int64), META, given.position_range())
+    step = AttentionStep.with_angles(tensors, *model.angles.at(tensors.positions))
+    counts = torch.zeros(model.config.n_routed_experts, dtype=torch.int64, device=META)
+    hidden = torch.zeros(3, model.config.hidden_size, dtype=torch.bfloat16, device=META)
+    pages = model.new_pages(12)[-1]
+    for _ in range(2):
+        calls.clear()
+        run_to_end(model.layers[-1].points(hidden, step, pages, counts, MicroBatchSpans(SpanLog())))
+        yield calls.kernels.copy()
+
+
 @pytest.mark.parametrize("eight_bit", [False, True], ids=["bfloat16", "fp8"])
 def test_a_layer_of_decode_starts_few_kernels(folder, with_hopper, eight_bit):
     with device_calls.counted_calls(with_hopper=with_hopper) as calls:
-        model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit, device=META)
-        given = decode_input()
-        tensors = StepTensors.fixed(given, torch.ones(3, dtype=torch.int64), META, given.position_range())
-        step = AttentionStep.with_angles(tensors, *model.angles.at(tensors.positions))
-        counts = torch.zeros(model.config.n_routed_experts, dtype=torch.int64, device=META)
-        hidden = torch.zeros(3, model.config.hidden_size, dtype=torch.bfloat16, device=META)
-        for _ in range(2):  # the first one cuts the step's work
-            calls.clear()
-            points = model.layers[-1].points(hidden, step, model.new_pages(12)[-1], counts, MicroBatchSpans(SpanLog()))
-            run_to_end(points)
-        calls.kernels.pop("zeros")  # the pages
-        assert sum(calls.kernels.values()) <= BUDGET["hopper" if with_hopper else "triton", eight_bit], calls.kernels
+        _, kernels = kernels_by_layer(calls, folder, decode_input(), eight_bit)
+        assert kernels.total() <= BUDGET["hopper" if with_hopper else "triton", eight_bit], kernels
+
+
+@pytest.mark.parametrize(("most_pages", "most_kernels"), [(2, 25), (400, 60)])
+def test_own_cuts_of_a_step_start_few_kernels(folder, most_pages, most_kernels):
+    with device_calls.counted_calls(with_hopper=True) as calls:
+        first, second = kernels_by_layer(calls, folder, decode_input(most_pages=most_pages), eight_bit=True)
+        assert (first - second).total() <= most_kernels, first - second
 
 
 def test_the_host_waits_for_nothing_when_a_step_starts_again_in_fixed_memory(folder, with_hopper):

@@ -20,6 +20,7 @@ Layout of the cuts: DecodingSchedMeta and get_mla_metadata_kernel of FlashMLA, v
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from batchinfer_kernels.reference.mla import PAGE_TOKENS
 
@@ -75,47 +76,38 @@ def own_pieces(kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_parts
     most_pieces = min(MOST_PIECES, -(-most_pages // PIECE_PAGES))
     num_pieces = num_requests * most_pieces
     turns = -(-num_pieces // num_parts)
+    num_places = num_parts * turns
     pages_B1 = _pages(kv_tokens_B)[:, None].clamp_min(1)
-    size_B1 = ((pages_B1 + MOST_PIECES - 1) // MOST_PIECES).clamp_min(PIECE_PAGES)
+    size_B1 = ((pages_B1 + (MOST_PIECES - 1)) // MOST_PIECES).clamp_min(PIECE_PAGES)
     first_BK = torch.arange(most_pieces, device=device) * size_B1
     pages_BK = torch.minimum(pages_B1 - first_BK, size_B1).clamp_min(0)
-    tokens_BK = torch.minimum(kv_tokens_B[:, None].long() - first_BK * PAGE_TOKENS, pages_BK * PAGE_TOKENS)
 
-    by_size_N = pages_BK.flatten().argsort(descending=True, stable=True)
-    rank_N = torch.empty_like(by_size_N).scatter_(0, by_size_N, torch.arange(num_pieces, device=device))
-    turn_BK = (rank_N // num_parts).view(num_requests, most_pieces)
-    place_BK = _to_and_fro(turn_BK, rank_N.view_as(turn_BK) % num_parts, num_parts) * turns + turn_BK
+    # in the order of places, those of one part behind each other; pieces without pages, and nobody's places, come last
+    pages_N = F.pad(pages_BK.flatten(), (0, num_places - num_pieces))
+    piece_RP = pages_N.argsort(descending=True, stable=True).view(turns, num_parts)
+    piece_RP[1::2] = piece_RP[1::2].flip(1)
+    piece_V = piece_RP.T.flatten()
+    place_N = torch.empty_like(piece_V).scatter_(0, piece_V, torch.arange(num_places, device=device))
+    pages_V = pages_N[piece_V]
+    is_taken_V = pages_V > 0
 
-    place_V = torch.arange(num_parts * turns, device=device)
-    part_V, turn_V = place_V // turns, place_V % turns
-    rank_V = turn_V * num_parts + _to_and_fro(turn_V, part_V, num_parts)
-    num_taken = (pages_BK > 0).sum()
-    is_taken_V = rank_V < num_taken
-    piece_V = by_size_N[rank_V.clamp_max(num_pieces - 1)]
-    request_V = piece_V // most_pieces
-    kv_tokens_V = torch.where(is_taken_V, tokens_BK.flatten()[piece_V], 0)
+    piece_V = piece_V.clamp_max(num_pieces - 1)
+    request_V, first_V = piece_V // most_pieces, first_BK.flatten()[piece_V]
+    tokens_V = torch.minimum(kv_tokens_B[request_V] - first_V * PAGE_TOKENS, pages_V * PAGE_TOKENS).clamp_min(0)
     most_pages_of_piece = max(PIECE_PAGES, -(-most_pages // MOST_PIECES))
-    pages_VW = first_BK.flatten()[piece_V][:, None] + torch.arange(most_pages_of_piece, device=device)
-
-    parts_P = torch.arange(num_parts, device=device)
-    full_turns = num_taken // num_parts
-    number_P = full_turns + (_to_and_fro(full_turns, parts_P, num_parts) < num_taken % num_parts)
+    pages_VW = first_V[:, None] + torch.arange(most_pages_of_piece, device=device)
+    first_P = torch.arange(0, num_places, turns, device=device)
     return Pieces(
-        torch.where(pages_BK > 0, place_BK, -1).int(),
-        torch.where(is_taken_V, request_V, -1).int(),
-        kv_tokens_V.int(),
+        place_N[:num_pieces].view_as(pages_BK).masked_fill(pages_BK == 0, -1).int(),
+        request_V.masked_fill(~is_taken_V, -1).int(),
+        tokens_V.int(),
         page_table_BM[request_V[:, None], pages_VW.clamp_max(most_pages - 1)].int(),
-        _cuts(parts_P * turns, parts_P * turns + number_P, _pages(kv_tokens_V)),
+        _cuts(first_P, first_P + is_taken_V.view(num_parts, turns).sum(dim=1), _pages(tokens_V)),
     )
 
 
-def _to_and_fro(turn: torch.Tensor, place: torch.Tensor, num_parts: int) -> torch.Tensor:
-    """The part that is at this place of a turn, and the place that this part has in it."""
-    return torch.where(turn % 2 == 0, place, num_parts - 1 - place)
-
-
 def _pages(kv_tokens: torch.Tensor) -> torch.Tensor:
-    return (kv_tokens.long() + PAGE_TOKENS - 1) // PAGE_TOKENS
+    return (kv_tokens.long() + (PAGE_TOKENS - 1)) // PAGE_TOKENS
 
 
 def _cuts(first_P: torch.Tensor, behind_P: torch.Tensor, pages_B: torch.Tensor) -> Cuts:
