@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batchinfer_kernels import reference, registry
+from batchinfer_kernels.hopper import ops
 from batchinfer_kernels.hopper.cuts import MOST_PIECES, PIECE_PAGES, Cuts, own_pieces, whole_requests
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.mla import PagedKeys
@@ -153,6 +154,25 @@ def test_results_are_those_of_the_reference_and_keep_their_bits_in_any_company(a
         assert torch.equal(attend(2 * q[some], own, **OPTIONS), together[some])
     with pytest.raises(AssertionError, match="serves one step"):
         attend(q, keys._replace(kv_tokens_B=keys.kv_tokens_B + 1), **OPTIONS)
+
+
+def test_of_many_requests_in_long_tables_some_go_after_others_as_memory_has_room(attend, monkeypatch):
+    """As the rows of a prompt whose tokens are scored, in the last layer of its prefill."""
+    num_requests, given, plain = 600, [], ops.call_decode
+
+    def call_decode(q_VQHW, *arguments):
+        given.append(len(q_VQHW))
+        return plain(q_VQHW, *arguments)
+
+    q, keys = decode_case([*range(1, num_requests), 8193], heads=2)
+    keys = keys._replace(page_table_BP=torch.nn.functional.pad(keys.page_table_BP, (0, 1000)))
+    monkeypatch.setattr(ops, "call_decode", call_decode)
+    together = attend(q, keys, **OPTIONS)
+    assert len(given) == 3
+    assert max(given) < 2048 + stand_ins.NUM_SMS
+    some = [0, 255, 256, num_requests - 1]
+    own = PagedKeys(keys.pages, keys.page_table_BP[some], keys.kv_tokens_B[some], None, {})
+    assert torch.equal(attend(q[some], own, **OPTIONS), together[some])
 
 
 def test_a_request_of_several_pieces_that_is_not_finite_stays_so_and_alone(attend):

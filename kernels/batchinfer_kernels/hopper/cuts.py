@@ -9,7 +9,7 @@ of the GPU, the largest first, to and fro:
     second         f  e  d
     third          g  h  -
 
-Nothing is read on the host: there is room for as many pieces as the page table allows.
+Nothing is read on the host: there is room for as many pieces as the page table allows, _AT_ONCE in a call.
 
 Layout of the cuts: DecodingSchedMeta and get_mla_metadata_kernel of FlashMLA, version of 2026-04.
 """
@@ -27,6 +27,7 @@ from batchinfer_kernels.reference.mla import PAGE_TOKENS
 # Below this a piece's queries and result would be more than a tenth of its keys.
 PIECE_PAGES = 128
 MOST_PIECES = 8  # for each there is room in memory
+_AT_ONCE = 2048  # pieces; each takes 0.54 MB with 128 heads, half of it what the library has for sums in float32
 _OVERHEAD_PAGES = 5  # what a request costs beside its pages, as flash_mla counts it
 
 
@@ -70,10 +71,15 @@ def whole_requests(kv_tokens_B: torch.Tensor, num_parts: int) -> Cuts:
     return _cuts(first_P, behind_P, pages_B)
 
 
+def requests_at_once(most_pages: int) -> int:
+    """As many requests with up to so many pages as there is room for."""
+    return _AT_ONCE // _most_pieces(most_pages)
+
+
 def own_pieces(kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_parts: int) -> Pieces:
     """Requests cut by their own lengths, dealt to the parts."""
     device, (num_requests, most_pages) = kv_tokens_B.device, page_table_BM.shape
-    most_pieces = min(MOST_PIECES, -(-most_pages // PIECE_PAGES))
+    most_pieces = _most_pieces(most_pages)
     num_pieces = num_requests * most_pieces
     turns = -(-num_pieces // num_parts)
     num_places = num_parts * turns
@@ -104,6 +110,10 @@ def own_pieces(kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_parts
         page_table_BM[request_V[:, None], pages_VW.clamp_max(most_pages - 1)].int(),
         _cuts(first_P, first_P + is_taken_V.view(num_parts, turns).sum(dim=1), _pages(tokens_V)),
     )
+
+
+def _most_pieces(most_pages: int) -> int:
+    return min(MOST_PIECES, -(-most_pages // PIECE_PAGES))
 
 
 def _pages(kv_tokens: torch.Tensor) -> torch.Tensor:

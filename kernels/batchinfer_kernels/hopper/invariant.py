@@ -14,7 +14,7 @@ import torch
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.hopper import libraries, ops
-from batchinfer_kernels.hopper.cuts import PIECE_PAGES, Cuts, own_pieces, whole_requests
+from batchinfer_kernels.hopper.cuts import PIECE_PAGES, Cuts, own_pieces, requests_at_once, whole_requests
 from batchinfer_kernels.implementation import refusing
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 
@@ -54,18 +54,23 @@ def mla_decode(
     num_requests, most_pages = keys.page_table_BP.shape
     if most_pages <= PIECE_PAGES or len(q_THW) != num_requests:
         return ops.decode(q_THW, keys, latent_dim, scale, _whole_requests)
+    at_once = requests_at_once(most_pages)
     schedule = {} if keys.schedule is None else keys.schedule
     if _PIECES not in schedule:
         num_parts = _num_parts(q_THW.device, q_THW.shape[1])
-        pieces = own_pieces(keys.kv_tokens_B, keys.page_table_BP, num_parts)
-        schedule[_PIECES] = keys.kv_tokens_B, pieces, _metadata(pieces.cuts)
-    source, pieces, metadata = schedule[_PIECES]
+        requests = zip(keys.kv_tokens_B.split(at_once), keys.page_table_BP.split(at_once), strict=True)
+        cut = [own_pieces(*some, num_parts) for some in requests]
+        schedule[_PIECES] = keys.kv_tokens_B, [(pieces, _metadata(pieces.cuts)) for pieces in cut]
+    source, cut_requests = schedule[_PIECES]
     assert source is keys.kv_tokens_B, "a schedule serves one step: another one has other lengths"
-    q_V1HW = spread_queries(q_THW, pieces.request_V)[:, None]
-    parts_V1HC, log_sums_VH1 = ops.call_decode(
-        q_V1HW, keys.pages, pieces.page_table_VW, pieces.kv_tokens_V, metadata, scale
-    )
-    return merge_pieces(parts_V1HC[:, 0], log_sums_VH1[..., 0], pieces.place_BK)
+    merged = []
+    for q_BHW, (pieces, metadata) in zip(q_THW.split(at_once), cut_requests, strict=True):
+        q_V1HW = spread_queries(q_BHW, pieces.request_V)[:, None]
+        parts_V1HC, log_sums_VH1 = ops.call_decode(
+            q_V1HW, keys.pages, pieces.page_table_VW, pieces.kv_tokens_V, metadata, scale
+        )
+        merged.append(merge_pieces(parts_V1HC[:, 0], log_sums_VH1[..., 0], pieces.place_BK))
+    return merged[0] if len(merged) == 1 else torch.cat(merged)
 
 
 def _whole_requests(kv_tokens_B: torch.Tensor, rows_per_request: int) -> tuple[Any, None]:
