@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shlex
@@ -281,6 +282,15 @@ def test_a_compiler_that_is_none_is_the_reason(tmp_path):
     path.chmod(0o755)
     with pytest.raises(build.BuildError, match=r"compiler failed with code 1: it cannot be run: Exec format error$"):
         compilers.run([[str(path)]], 60)
+
+
+def test_a_compiler_that_gets_no_process_is_the_reason_and_not_the_cache(monkeypatch):
+    def refuse(*_, **__):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(compilers.subprocess, "Popen", refuse)
+    with pytest.raises(build.BuildError, match=r"^c\+\+ cannot be run: Resource temporarily unavailable$"):
+        compilers.run([["c++"]], 60)
 
 
 REFUSE = """

@@ -56,6 +56,8 @@ def run(commands: list[list[str]], limit_s: float) -> None:
                 raise BuildError(f"{command[0]} failed with code {process.returncode}: {first}")
     except subprocess.TimeoutExpired:
         raise BuildError(f"{commands[0][0]} took longer than {limit_s:.0f} s") from None
+    except OSError as error:
+        raise BuildError(f"{commands[0][0]} cannot be run: {error.strerror}") from error
     finally:
         os.close(other_end)
         os.close(pipe)
