@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.scores import Scores
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.transfer import in_one_copy, refill
@@ -235,6 +236,7 @@ class AttentionStep(StepTensors):
         if kept not in self.schedule:
             seen_T = torch.where(self.positions < position, self.positions + 1, 0)
             table = self.page_table if len(self.page_table) == len(seen_T) else self.page_table[self.request_of_row()]
+            table = table[:, : -(-position // PAGE_TOKENS)].contiguous()
             self.schedule[kept] = replace(self, page_table=table, kv_tokens=seen_T, schedule={})
         found: AttentionStep = self.schedule[kept]
         return found

@@ -18,7 +18,7 @@ import torch
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.launch.rank_watcher import LocalRanks
-from batchinfer.model.step import PrefillSpan, StepInput, StepTensors
+from batchinfer.model.step import AttentionStep, PrefillSpan, StepInput, StepTensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh, Seat
 from batchinfer.rank.batch import prefill_step
@@ -100,6 +100,18 @@ def test_sparse_attention_reads_nothing_on_the_host(tmp_path, topk, step):
     output = model.forward(step, model.new_pages(12))
     assert output.logits.device == META
     assert output.logits.shape == (len(step.logit_rows), model.config.vocab_size)
+
+
+def test_rows_that_see_all_keys_come_with_pages_of_so_many_keys_alone():
+    """Also beside rows with far more pages, for which attention would have to make room."""
+    step = decode_input()
+    step = replace(step, page_table=step.page_table.repeat(1, 100))
+    nothing = torch.empty(0)
+    whole = AttentionStep.with_angles(StepTensors.of(step, torch.device("cpu")), nothing, nothing, None)
+    near = whole.of_rows_before(70)
+    assert near.kv_tokens.tolist() == [70, 0, 0]
+    assert torch.equal(near.page_table, step.page_table[:, :2])
+    assert near.page_table.is_contiguous()
 
 
 def test_the_plain_reference_would_read_on_the_host():
