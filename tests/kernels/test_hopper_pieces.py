@@ -156,6 +156,12 @@ def test_results_are_those_of_the_reference_and_keep_their_bits_in_any_company(a
         attend(q, keys._replace(kv_tokens_B=keys.kv_tokens_B + 1), **OPTIONS)
 
 
+def test_there_may_be_no_request(attend):
+    q, keys = decode_case([9000])
+    nobody = PagedKeys(keys.pages, keys.page_table_BP[:0], keys.kv_tokens_B[:0], keys.positions_T[:0], {})
+    assert attend(q[:0], nobody, **OPTIONS).shape == (0, 16, 512)
+
+
 def test_of_many_requests_in_long_tables_some_go_after_others_as_memory_has_room(attend, monkeypatch):
     """As the rows of a prompt whose tokens are scored, in the last layer of its prefill."""
     num_requests, given, plain = 600, [], ops.call_decode

@@ -251,6 +251,7 @@ def deep_gemm_1_0():
 def dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal):
     """csrc/api/dense_decode.h: what it checks, and what it computes."""
     num_requests, num_queries, _, width = q.shape
+    assert num_requests > 0, "batch size must be positive"
     assert q.dtype == k_cache.dtype == torch.bfloat16
     assert (width, head_dim_v) == (576, 512)
     assert k_cache.shape[1:] == (64, 1, width)
@@ -270,7 +271,7 @@ def dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_sca
             seen = keys[: count - num_queries + query + 1 if causal else count]
             scores = q[request, query].float() @ seen.T * softmax_scale
             out[request, query] = torch.softmax(scores, dim=-1) @ seen[:, :head_dim_v]
-            log_sums[request, :, query] = torch.logsumexp(scores, dim=-1)
+            log_sums[request, :, query] = torch.logsumexp(scores, dim=-1).nan_to_num(nan=torch.inf)
     return out.bfloat16(), log_sums
 
 

@@ -52,7 +52,7 @@ def mla_decode(
     Requests with several queries are not cut: their bits are those of steps with as many.
     """
     num_requests, most_pages = keys.page_table_BP.shape
-    if most_pages <= PIECE_PAGES or len(q_THW) != num_requests:
+    if most_pages <= PIECE_PAGES or len(q_THW) != num_requests or num_requests == 0:
         return ops.decode(q_THW, keys, latent_dim, scale, _whole_requests)
     at_once = requests_at_once(most_pages)
     schedule = {} if keys.schedule is None else keys.schedule
