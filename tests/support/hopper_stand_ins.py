@@ -303,6 +303,7 @@ NUM_SMS = 132  # of a Hopper GPU
 
 def equal_shares(lengths, num_parts, page=64, overhead=5):
     """FlashMLA's own cuts (get_mla_metadata_kernel): each part of the GPU gets as many pages as the others."""
+    assert 4 * (5 * len(lengths) + 1) <= 227 * 1024, "cudaFuncSetAttribute fails, and the process exits"
     pages = [max(1, -(-length // page)) for length in lengths.tolist()]
     share = -(-sum(count + overhead for count in pages) // num_parts) + overhead
     request = block = split = num_splits = 0

@@ -15,7 +15,7 @@ Layout of the cuts: DecodingSchedMeta and get_mla_metadata_kernel of FlashMLA, v
 """
 
 # B requests, M pages of one at most, P parts of the GPU, K pieces of a request at most, R pieces of a part at most,
-# V = P x R places of pieces, W pages of a piece at most
+# V = P x R places of pieces, W pages of a piece at most, N = V pieces by request, those behind the last one's of nobody
 
 from typing import NamedTuple
 

@@ -37,6 +37,8 @@ from batchinfer_kernels.reference.places import ExpertPlaces, ExpertRows, Placed
 _SCHEDULE = "hopper"  # what it keeps in a step's schedule
 _TILE_ROWS = 128  # a tile must not have rows of two experts, and the last one of a block is written whole
 _COLUMN_MULTIPLE, _DEPTH_MULTIPLE = 64, 128
+# flash_mla's own cuts take five numbers per request, and one, of a block's 227 KiB of shared memory; else it exits
+_MOST_REQUESTS = (227 * 1024 // 4 - 1) // 5
 LATENT_DIM, WIDTH = 512, 576
 
 Weight = torch.Tensor | BlockScaled
@@ -89,6 +91,13 @@ def refuses_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_
         return "queries or pages are not in bfloat16"
     is_fitting = (q_THW.shape[-1], latent_dim, pages.shape[1]) == (WIDTH, LATENT_DIM, PAGE_TOKENS)
     return None if is_fitting else "heads are not of 512 + 64 latent values"
+
+
+def _decode_in_library_cuts(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
+    """Queries or pages that are not in bfloat16 on a GPU, other widths than 512 + 64, more than 11,622 requests."""
+    if len(keys.page_table_BP) > _MOST_REQUESTS:
+        return "there are more requests than flash_mla can cut a step for"
+    return refuses_decode(q_THW, keys, latent_dim=latent_dim)
 
 
 def why_not_auto_decode() -> str:
@@ -214,7 +223,7 @@ def masked_mlp(
     return product(active, active_scales, down_EDF)[:, :room]
 
 
-@refusing(refuses_decode)
+@refusing(_decode_in_library_cuts)
 def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """flash_mla takes a request's queries for its last Q tokens, which they are in every decode step.
 
