@@ -215,6 +215,20 @@ def test_a_row_of_other_operations_does_not_depend_on_the_other_rows(width):
             assert torch.equal(operation(x[start:stop]), whole[start:stop]), name
 
 
+@pytest.mark.parametrize("width", [1, 2, 3, 1003, 50257, 129280])
+def test_the_logarithm_of_a_sum_of_powers_does_not_depend_on_the_other_rows_or_the_threads(width, threads):
+    threads(2)
+    for seed in range(6):
+        logits = 3 * random(9, width, seed=seed)
+        whole = reference.log_sum_exp(logits)
+        assert torch.allclose(whole, logits.double().logsumexp(dim=-1), rtol=1e-15, atol=1e-14)
+        for start, stop in [(row, row + 1) for row in range(9)] + [(0, 5), (3, 9)]:
+            assert torch.equal(reference.log_sum_exp(logits[start:stop]), whole[start:stop])
+        threads(1)
+        assert torch.equal(reference.log_sum_exp(logits), whole)
+        threads(2)
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (300, 130), (127, 513)])
 def test_fp8_blocks_keep_three_bits_after_the_leading_one(shape):
     weight = random(*shape) * torch.logspace(-6, 2, shape[0])[:, None]

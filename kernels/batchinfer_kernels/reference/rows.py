@@ -170,8 +170,19 @@ def kept_weights(
 
 
 def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
-    """[S] float64, the logarithm of the sum of e to each logit: a logit less it is the logarithm of a probability."""
-    return logits_SV.double().logsumexp(dim=-1)
+    """[S] float64, the logarithm of the sum of e to each logit: a logit less it is the logarithm of a probability.
+
+    torch's own sum has an order that depends on the number of rows and of threads. Here halves are added to each other
+    until one value is left, so that the vocabulary's size alone decides.
+    """
+    largest_S = logits_SV.amax(dim=-1).double()
+    powers_SV = logits_SV.double().sub_(largest_S[:, None]).exp_()
+    width = powers_SV.shape[-1]
+    while width > 1:
+        half = (width + 1) // 2
+        powers_SV[:, : width - half] += powers_SV[:, half:width]
+        width = half
+    return largest_S + powers_SV[:, 0].log()
 
 
 def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
