@@ -210,9 +210,9 @@ def _text(place: str, content: Any) -> str | None:
 
 
 def _tool_list(column: str, value: Any) -> list[dict[str, Any]] | None:
-    if value is None:
-        return None
     tools = _json(column, value) if isinstance(value, str) else _without_nulls(value)
+    if tools is None:
+        return None
     tools = [tools] if isinstance(tools, dict) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise RowError(f"{column} is not a list of tools, each an object")
@@ -220,9 +220,9 @@ def _tool_list(column: str, value: Any) -> list[dict[str, Any]] | None:
 
 
 def _keywords(column: str, value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
     found = _json(column, value) if isinstance(value, str) else _without_nulls(value)
+    if found is None:
+        return None
     if not isinstance(found, dict):
         raise RowError(f"{column} is not an object of variables for the chat template")
     return _variables(column, found)

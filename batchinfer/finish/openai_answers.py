@@ -28,6 +28,7 @@ from batchinfer.records import Shard
 
 SLICE_ROWS, SLICE_BYTES = 64, 1 << 20  # that are Python objects at a time: log-probabilities are 50 times as large
 LEAST_LOGPROB = -9999.0  # OpenAI's word for everything below
+_NO_TOOLS = r"\A\s*(\[\s*\]|null)\s*\z"  # as JSON text, in the form of Arrow's expressions
 _PARAM = re.compile(r"\bbody\.([A-Za-z_]+)")
 
 Row = dict[str, Any]
@@ -205,7 +206,7 @@ def _of_requests(requests: pa.ChunkedArray) -> pa.Array:
 def _of_tools(tools: pa.ChunkedArray) -> pa.ChunkedArray:
     """Whether there are any in each row, be they a list, JSON text or a struct."""
     if is_text(tools.type):
-        return pc.fill_null(pc.not_equal(tools, "[]"), False)
+        return pc.fill_null(pc.invert(pc.match_substring_regex(tools, _NO_TOOLS)), False)
     is_list = pa.types.is_list(tools.type) or pa.types.is_large_list(tools.type)
     return pc.fill_null(pc.greater(pc.list_value_length(tools), 0), False) if is_list else pc.is_valid(tools)
 

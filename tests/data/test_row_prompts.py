@@ -190,6 +190,12 @@ def test_tools_and_variables_differ_by_row(folders):
     ]
 
 
+def test_null_as_json_text_is_null(folders):
+    columns = {"messages": "m", "tools": "t", "chat_template_kwargs": "k"}
+    found = encoded({"m": [[HELLO]] * 2, "t": ["null", None], "k": [" null", None]}, folders["v31"], **columns)
+    assert found == [expected([HELLO], folders["v31"])] * 2
+
+
 @pytest.mark.parametrize(
     ("tools", "kwargs", "told"),
     [

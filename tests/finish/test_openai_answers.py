@@ -243,6 +243,19 @@ def test_rows_of_other_formats_without_tools_call_none_and_keep_their_text(tmp_p
     assert [choice.finish_reason for choice in found] == ["tool_calls", "stop", "stop"]
 
 
+def test_rows_whose_tools_are_the_text_of_an_empty_list_or_of_null_call_none(tmp_path):
+    tools = [json.dumps([WEATHER]), "[]", "[ ]", "\n[\t] ", "null"]
+    asked = {"structured_outputs": {"choice": [f"So: {CALL}"]}, "max_tokens": 200}
+    messages, rows = chat("one")["body"]["messages"], range(len(tools))
+    columns = {"id": [*rows], "m": [messages for _ in rows], "t": tools, "s": [asked for _ in rows]}
+    write_shard(tmp_path / "prompts" / "a.parquet", columns)
+    keys = {"prompt": None, "messages": "m", "tools": "t", "sampling": "s"}
+    assert batchinfer("run", write_job(tmp_path, input=keys, output={"format": "openai"})).code == 0
+    found = [answer.choices[0] for answer in answered(tmp_path / "run" / "outputs" / "a.jsonl").values()]
+    assert [choice.message.content for choice in found] == ["So: "] + [f"So: {CALL}"] * 4
+    assert [choice.finish_reason for choice in found] == ["tool_calls"] + ["stop"] * 4
+
+
 def test_rows_that_could_not_be_computed_are_errors_of_the_server_and_others_have_expired(tmp_path):
     write_batch(tmp_path / "batch.jsonl", [chat(f"row {row}", f"Hello {row}", n=2) for row in range(4)])
     job = write_job(tmp_path, **PARTS)
