@@ -100,10 +100,12 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
         run, config = planned_run(target, overrides)
         if strict:
             refuse_bad_rows(run)
-        session.attach(storage_of(config))
+        storage, tracer = storage_of(config), tracer_of(trace)
+        session.attach(storage)
+        tracer.go_on(storage)
         if task_name() is not None:
             click.echo(f"{launcher_name()} task {task_name()} on {node_name()}, restart {task_restarts()}", err=True)
-        _work(run, config, session, stop, tracer_of(trace))
+        _work(run, config, session, stop, tracer)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -241,6 +243,7 @@ def plan_here(
     from batchinfer.plan.planner import plan_job
     from batchinfer.plan.summary import foreseen_end, format_summary, read_summary
     from batchinfer.progress import note
+    from batchinfer.run.open_storage import storage_of
 
     with tracer.span("plan", "controller"):
         run_dir = plan_job(
@@ -253,6 +256,7 @@ def plan_here(
             again=again,
             tokenizer=tokenizer,
         )
+        tracer.go_on(storage_of(config))
     tracer.write(run_dir.trace)
     summary = format_summary(read_summary(run_dir), config.cluster.num_ranks)
     if session.command == "run":

@@ -27,11 +27,12 @@ def make_way(run: RunDir, state: dict[str, Any], mismatch: RunMismatchError) -> 
         raise RunMismatchError(f"{mismatch}{lost}")
     # first of all, so that whoever comes after a crash here plans, whichever job it has
     publish_json(run.run_json, {**state, "state": "planning"})
-    # statistics and signs of life of its sessions go with it: they are another job's
+    # statistics, signs of life and the trace of its sessions go with it: they are another job's
     of_plan = (run.tokens(0).parent, run.requests.parent, run.unit_folders, run.done_marks, run.stats, run.work)
     for folder in of_plan:
         if folder.exists():
             shutil.rmtree(folder)
+    run.trace.unlink(missing_ok=True)
 
 
 def _what_is_there(run: RunDir, state: dict[str, Any]) -> str | None:

@@ -331,6 +331,35 @@ def test_finish_adds_its_span_to_what_is_there(run_of):
         assert "delete it" in ended.err
 
 
+def test_every_command_adds_its_spans_to_those_of_the_commands_before(tmp_path):
+    write_questions(tmp_path / "prompts", (3,))
+    job, run = write_job(tmp_path), tmp_path / "run"
+    before: dict[str, list[Event]] = {}
+    added = {"plan": {"plan"}, "work": {"load", "commit"}, "finish": {"finish"}, "run": {"plan", "finish"}}
+    for command in ("plan", "work", "finish", "run"):
+        assert batchinfer(command, job, "--trace").code == 0
+        after = Trace.read(run).lanes
+        for lane, events in before.items():
+            assert after[lane][: len(events)] == events
+        new = after["controller"][len(before.get("controller", ())) :]
+        assert {event.name for event in new} == added[command]
+        before = after
+    assert batchinfer("work", job, "--trace").code == 0  # nothing is left
+    assert Trace.read(run).lanes == before
+    (run / "trace.json").write_text("{")
+    for command in ("plan", "work", "run"):
+        ended = batchinfer(command, job, "--trace")
+        assert ended.code == 2
+        assert f"{run}/trace.json is damaged: " in ended.err
+
+
+def test_the_trace_of_another_job_goes_with_its_plan(tmp_path):
+    write_questions(tmp_path / "prompts", (3,))
+    for max_tokens in (3, 4):
+        assert batchinfer("plan", write_job(tmp_path, sampling={"max_tokens": max_tokens}), "--trace").code == 0
+        assert [event.name for event in Trace.read(tmp_path / "run").lanes["controller"]] == ["plan"]
+
+
 def test_spans_that_an_earlier_command_has_dropped_stay_counted(monkeypatch, tmp_path):
     monkeypatch.setattr("batchinfer.run.trace.MAX_EVENTS", 2)
     for dropped in (1, 2):  # three spans, then one more
