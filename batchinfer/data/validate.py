@@ -3,13 +3,15 @@
 A bad row becomes a sentence, never a crash. One row in gives one row of tokens/<shard>.parquet (schemas.TOKENS).
 """
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from batchinfer.config import JobConfig
 from batchinfer.data.choices import ChoiceChecks, Choices
@@ -20,7 +22,7 @@ from batchinfer.data.formats.line_rows import bad_lines
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.data.kept_fields import conformed
 from batchinfer.data.overrides import SamplingOverrides
-from batchinfer.data.parquet import table_writer
+from batchinfer.data.parquet import own_file, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
 from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.schemas import TOKENS
@@ -31,6 +33,7 @@ from batchinfer.whole_files import Publisher
 
 GROUP_ROWS = 16384  # rows per row group of tokens/<shard>.parquet
 GROUP_BYTES = 32 << 20
+_FOUND = b"batchinfer.found"  # key of the file's metadata that has ShardRows as JSON
 
 
 @dataclass(slots=True)
@@ -78,7 +81,19 @@ def tokenize_shard(
     with table_writer(target, TOKENS.schema, plain="token_ids", manifest=manifest, publisher=publisher) as writer:
         for table in _grouped(checker.checked_batches(progress)):
             writer.write_table(table)
+        writer.add_key_value_metadata({_FOUND: json.dumps(asdict(checker.found))})
     return checker.found
+
+
+def rows_found(path: Path, manifest: Manifest) -> ShardRows | None:
+    """What `tokenize_shard` has found in the shard of this file; None: the file does not say.
+
+    Raises:
+        DamagedFileError: the file is missing or damaged.
+    """
+    with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
+        noted = (file.metadata.metadata or {}).get(_FOUND)
+    return None if noted is None else ShardRows(**json.loads(noted))
 
 
 def _grouped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:

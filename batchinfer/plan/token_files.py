@@ -9,7 +9,7 @@ import pyarrow as pa
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.prompts import PromptLimits
-from batchinfer.data.validate import tokenize_shard
+from batchinfer.data.validate import ShardRows, rows_found, tokenize_shard
 from batchinfer.manifest import Manifest
 from batchinfer.plan.prepared import Prepared
 from batchinfer.progress import Progress, note
@@ -31,32 +31,36 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
         Publisher(partial(_vouch_for_tokens, run, prepared.manifest)) as publisher,
     ):
         for shard in shards:
-            if shard.problem is not None or _is_tokenized(prepared, shard):
+            if shard.problem is not None:
                 progress.advance(shard.num_rows)
                 checked.append(shard)
                 continue
-            target, earlier = run.tokens(shard.index), prepared.earlier.of(shard)
-            try:
-                found = tokenize_shard(
-                    shard,
-                    prepared.job,
-                    prepared.encoders,
-                    limits,
-                    target,
-                    progress.advance,
-                    manifest=prepared.manifest,
-                    known=None if earlier is None else earlier.take,
-                    kept=prepared.kept,
-                    id_type=id_type,
-                    publisher=publisher,
-                )
-            except InputError as error:
-                if strict:
-                    raise
-                note(f"warning: {error}")
-                problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
-                checked.append(replace(shard, problem=problem))
-                continue
+            target = run.tokens(shard.index)
+            if (found := _found_before(prepared, shard)) is not None:
+                progress.advance(shard.num_rows)
+            else:
+                earlier = prepared.earlier.of(shard)
+                try:
+                    found = tokenize_shard(
+                        shard,
+                        prepared.job,
+                        prepared.encoders,
+                        limits,
+                        target,
+                        progress.advance,
+                        manifest=prepared.manifest,
+                        known=None if earlier is None else earlier.take,
+                        kept=prepared.kept,
+                        id_type=id_type,
+                        publisher=publisher,
+                    )
+                except InputError as error:
+                    if strict:
+                        raise
+                    note(f"warning: {error}")
+                    problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
+                    checked.append(replace(shard, problem=problem))
+                    continue
             num_capped += found.num_capped
             if found.num_bad:
                 note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
@@ -73,22 +77,24 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
     return checked
 
 
-def _is_tokenized(prepared: Prepared, shard: Shard) -> bool:
-    """Whether a plan that was interrupted has left a shard's token file, whole: then this one vouches for it."""
+def _found_before(prepared: Prepared, shard: Shard) -> ShardRows | None:
+    """What is in a shard whose token file a plan that was interrupted has left, whole: this one vouches for it then."""
     run = prepared.run
     if not run.token_checksums(shard.index).exists():
-        return False
+        return None
     path = run.tokens(shard.index)
     try:
-        found = Manifest(
+        manifest = Manifest(
             run.root, {f"tokens/{path.name}": read_json(run.token_checksums(shard.index), "bytes", "xxh3")}
         )
-        found.check(path)
+        manifest.check(path)
+        found = rows_found(path, manifest)
     except DamagedFileError as error:
         note(f"warning: {error.path} is damaged ({error.reason}); {shard.path} is tokenised again")
-        return False
-    prepared.manifest.add(path, found[path])
-    return True
+        return None
+    if found is not None:
+        prepared.manifest.add(path, manifest[path])
+    return found
 
 
 def keep_sound_tokens(run: RunDir, manifest: Manifest, shards: list[Shard]) -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.plan import packing
+from batchinfer.plan import packing, planner, token_files
 from batchinfer.plan.packing import MAX_PROMPT_TOKENS, MIN_UNIT_TOKENS, cut_units
 from batchinfer.plan.prefix.in_memory import last_units, plan_prefixes
 from batchinfer.records import sampling_key
@@ -181,6 +181,37 @@ def test_a_plan_says_what_keeps_the_run_from_exit_code_0(tmp_path):
     (tmp_path / "prompts" / "b.parquet").unlink()
     ended = batchinfer("plan", job, "--set", "output.dir=good")
     assert (ended.code, "exit code" in ended.err) == (0, False)
+
+
+def test_a_plan_that_goes_on_warns_of_the_shards_that_were_read_before(tmp_path, monkeypatch):
+    def dies(*_):
+        raise OSError("the disk is gone")
+
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": [1, 2], "prompt": [question(0), None]})
+    write_shard(tmp_path / "prompts" / "b.parquet", {"prompt": [question(1)]})
+    job = write_job(tmp_path, sampling={"max_tokens": 10**6})
+    monkeypatch.setattr(planner, "load_rows", dies)
+    first = batchinfer("plan", job)
+    monkeypatch.undo()
+    going_on = batchinfer("plan", job)
+    assert (first.code, going_on.code) == (1, 0)
+    monkeypatch.setattr(token_files, "tokenize_shard", dies)
+    again = batchinfer("plan", job, "--again")
+    assert again.code == 0, again.err
+    warnings = [[line for line in ended.err.splitlines() if "warning" in line] for ended in (first, going_on, again)]
+    for said in warnings:
+        assert said[:3] == [
+            f"warning: 1 bad rows in {tmp_path}/prompts/a.parquet; the first: row 1: prompt is null",
+            f"warning: {tmp_path}/prompts/b.parquet has no column 'id'; its rows have null ids",
+            "warning: 2 rows leave less room than max_tokens in the window of 2,048 tokens",
+        ]
+    write_job(tmp_path, sampling={"max_tokens": 10**6}, output={"dir": "strict"})
+    monkeypatch.undo()
+    monkeypatch.setattr(planner, "load_rows", dies)
+    assert batchinfer("plan", job).code == 1
+    refused = batchinfer("plan", job, "--strict")
+    assert refused.code == 2
+    assert f"{tmp_path}/prompts/a.parquet: row 1: prompt is null; correct the row" in refused.err
 
 
 def test_the_same_inputs_give_the_same_plan(tmp_path):
