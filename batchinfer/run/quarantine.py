@@ -18,6 +18,8 @@ def set_aside(run: RunDir, path: Path, reason: str) -> bool:
         ConfigError: the folder cannot be written.
     """
     target = run.quarantine / path.relative_to(run.root)
+    if not path.exists():
+        return False
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(2):
