@@ -34,22 +34,30 @@ WITH_NAME = IdForm(_names_function, lambda name, number: f"functions.{name}:{num
 
 
 def with_ids(messages: Messages, form: IdForm) -> Messages:
-    """The messages; where the id of a call is not of this form, all calls and results that name them have new ones."""
-    if all(form.takes(_id(call), name) for message in messages for call, name in _calls(message)):
+    """The messages; where the id of a call is not of this form or occurs twice, all calls and results have new ones.
+
+    Of calls with one id, results have those of the latest message that calls, in the order of its calls.
+    """
+    all_calls = [(_id(call), name) for message in messages for call, name in _calls(message)]
+    if len({own for own, _ in all_calls}) == len(all_calls) and all(form.takes(own, name) for own, name in all_calls):
         return messages
-    new_ids: dict[str, str] = {}  # by the id so far; one that is used again is that of the latest call
+    new_ids: dict[str, list[str]] = {}  # by the id so far; the last one is for all further results
     changed = []
     number = 0
     for message in messages:
         calls = []
+        of_message: dict[str, list[str]] = {}
         for call, name in _calls(message):
             made = form.make(name, number)
-            if own := _id(call):
-                new_ids[own] = made
+            of_message.setdefault(_id(call), []).append(made)
             calls.append({**call, "id": made})
             number += 1
-        of_call = _id(message, "tool_call_id")
-        new = {"tool_calls": calls} if calls else {"tool_call_id": new_ids[of_call]} if of_call in new_ids else {}
+        new_ids |= of_message
+        new: dict[str, Any] = {}
+        if calls:
+            new = {"tool_calls": calls}
+        elif message.get("role") == "tool" and (left := new_ids.get(_id(message, "tool_call_id"))):
+            new = {"tool_call_id": left.pop(0) if len(left) > 1 else left[0]}
         changed.append({**message, **new})
     return changed
 

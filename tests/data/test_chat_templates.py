@@ -146,6 +146,26 @@ def test_calls_without_ids_get_some_and_odd_ones_are_left_to_the_template():
     assert found == [{**chat[0], "tool_calls": [{**named, "id": "functions.tide:0"}]}, *chat[1:]]
 
 
+@pytest.mark.parametrize(
+    ("ids", "of_results"),
+    [
+        (["functions.tide:0", "functions.wait:1", "functions.tide:0"], ["tide:0", "wait:1", "tide:2"]),
+        (["x", "x", "x"], ["tide:0", "wait:1", "tide:2"]),
+        ([None, None, None], ["tide:0", "wait:1", "tide:2"]),
+        (["wait", "wait", "tide"], ["tide:0", "wait:1", "tide:2"]),
+    ],
+)
+def test_each_result_has_the_id_of_its_own_call_where_calls_had_one_id_or_none(ids, of_results):
+    found = of_family(KIMI_K2).with_ids(tool_chat(ids))
+    assert ids_of(found) == ([f"functions.{own}" for own in of_results],) * 2
+
+
+def test_a_call_with_several_results_is_named_by_all_of_them():
+    _, called, result, *_ = tool_chat(["x", "x", "x"])
+    found = of_family(KIMI_K2).with_ids([called, result, result, result])
+    assert ids_of(found)[1] == ["functions.tide:0", "functions.wait:1", "functions.wait:1"]
+
+
 @pytest.fixture(scope="module")
 def v32():
     return ChatTemplate((OWN_TEMPLATES / "deepseek_v32.jinja").read_text(), {})
