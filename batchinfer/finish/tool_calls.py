@@ -46,7 +46,8 @@ class _Form:
     calls: Callable[[str], list[Call] | None]  # at least one of a block; None: not in this form
     inner: str  # begins a call, which outside a block is none
     before: str = ""  # between the words of an answer and its first block, which the chat template writes again
-    has_ids: bool = False  # of its own, which the chat template needs when the call comes back in a chat
+    # of name, key and place, where the chat template needs ids of its own when calls come back in a chat
+    make_id: Callable[[str, str, int], str] | None = None
     needs_end: bool = False  # otherwise a stop string may have cut off the block's end, but not that of a call
 
 
@@ -80,15 +81,21 @@ def call_ids(text: str, keys: list[str]) -> list[str]:
     """An id for each call in an answer, one that the model's chat template takes when the call comes back in a chat.
 
     Kimi-K2's template writes the id alone, without the name, so the model's own (functions.NAME:0) stays. Mistral's
-    templates take ids of nine letters and digits only.
+    templates take ids of nine letters and digits only. Where the model wrote one id twice, all calls have new ones.
 
     Args:
         keys: of each call, different for each.
     """
     form = _form_of(text)
-    if form is None or not form.has_ids:
+    if form is None or form.make_id is None:
         return [f"call_{key}" for key in keys]
-    return [call.get("id") or _nine_characters(key) for key, call in zip(keys, _calls(text) or [], strict=True)]
+    calls = _calls(text) or []
+    own_ids = [call.get("id") for call in calls]
+    are_apart = len(set(own_ids)) == len(own_ids)
+    return [
+        own if own is not None and are_apart else form.make_id(call["name"], key, place)
+        for place, (key, call, own) in enumerate(zip(keys, calls, own_ids, strict=True))
+    ]
 
 
 def _calls(text: str, is_cut: bool = False) -> list[Call] | None:
@@ -281,8 +288,8 @@ _FORMS = (
         "<|tool_calls_section_end|>",
         _calls_of_kimi,
         "<|tool_call_begin|>",
-        has_ids=True,
+        make_id=lambda name, key, place: f"functions.{name}:{place}",
     ),
-    _Form("[TOOL_CALLS]", "</s>", _calls_of_mistral, "[ARGS]", has_ids=True),
+    _Form("[TOOL_CALLS]", "</s>", _calls_of_mistral, "[ARGS]", make_id=lambda name, key, place: _nine_characters(key)),
     _Form("<tool_call>", "</tool_call>", _calls_in_marks, "<arg_key>", needs_end=True),
 )

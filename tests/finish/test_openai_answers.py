@@ -343,6 +343,16 @@ def test_calls_of_kimi_go_back_into_a_chat_as_the_model_wrote_them():
     assert of_results == "functions.weather:0\nRain## Return of functions.weather:1\nRain"
 
 
+def test_calls_for_which_the_model_wrote_one_id_have_ids_of_their_own():
+    calls = [{"name": "weather", "arguments": json.dumps({"city": city})} for city in ("Rome", "Oslo")]
+    called = "".join(f"[TOOL_CALLS]weather[CALL_ID]aB3dEfGh9[ARGS]{call['arguments']}" for call in calls)
+    for text, form in ((KIMI_CALLS.replace(":1", ":0"), r"functions\.weather:\d"), (called, r"\w{9}")):
+        (choice,) = answer_of(ROW | {"text": text, "tool_calls": calls}).choices
+        ids = [call.id for call in choice.message.tool_calls]
+        assert len(set(ids)) == 2
+        assert all(re.fullmatch(form, own) for own in ids)
+
+
 @pytest.mark.parametrize("words", ["", "I look it up."])
 def test_calls_of_v32_go_back_into_a_chat_as_the_model_wrote_them(words):
     text = f"""{words}
