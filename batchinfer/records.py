@@ -180,6 +180,7 @@ class Request:
     cached_tokens: int = 0  # prompt tokens that the plan has computed by an earlier request
     shared_tokens: int = 0  # prompt tokens that the request before it has, in the order of all ranks together
     replicated_tokens: int = 0  # of these, what its own rank is not expected to have: it computes them again
+    counted_tokens: int = 0  # leading prompt tokens that earlier requests and results count; at least shared_tokens
     kept_tokens: int = 0  # leading prompt tokens that another request has, too: worth a place in a KV store
     # for each block from the first on that no earlier request computes: the last unit that needs it, if a later one
     last_units: tuple[int, ...] = ()

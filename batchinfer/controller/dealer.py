@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from batchinfer.balance.output_lengths import OutputLengths
+from batchinfer.controller.counted_prefixes import CountedPrompt
 from batchinfer.controller.rank_queues import RankQueues
 from batchinfer.records import Request, RequestKey
 
@@ -21,12 +22,22 @@ class Dealer:
 
     Args:
         ranks, lengths, with_decode: see RankQueues.
+        with_store: requests say what they find, in memory and in a KV store: prompts with results are kept for this.
     """
 
-    def __init__(self, ranks: Iterable[int], lengths: OutputLengths | None = None, *, with_decode: bool = True) -> None:
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        lengths: OutputLengths | None = None,
+        *,
+        with_decode: bool = True,
+        with_store: bool = False,
+    ) -> None:
         self._open: dict[int, dict[RequestKey, Request]] = {}  # unit -> unfinished requests in the plan's order
         self._queues = RankQueues(list(ranks), lengths or OutputLengths(), with_decode=with_decode)
         self._running: dict[RequestKey, Request] = {}
+        self._with_store = with_store
+        self._results: dict[int, list[CountedPrompt]] = {}  # of open units
         self._suspects = Suspects()
 
     @property
@@ -50,17 +61,28 @@ class Dealer:
         """Whether there is something for a rank when it asks next."""
         return self._queues.has_waiting(rank)
 
-    def add_unit(self, unit: int, requests: list[Request], *, is_fresh: bool = False, after_tokens: int = 0) -> None:
+    def add_unit(
+        self,
+        unit: int,
+        requests: list[Request],
+        *,
+        is_fresh: bool = False,
+        after_tokens: int = 0,
+        results: Iterable[CountedPrompt] = (),
+    ) -> None:
         """Open a unit.
 
         Args:
             requests: in the plan's order.
             is_fresh: nobody has run any of them: what its first request shares with the unit before was computed there.
             after_tokens: what the last request shares with the first of the next unit.
+            results: those that the unit has, and what its first prompt shares with the unit before.
         """
         self._open[unit] = {request.key: request for request in requests}
+        self._results[unit] = list(results) if self._with_store else []
         if not self._suspects:
-            self._note(self._queues.add(requests, is_fresh=is_fresh, after_tokens=after_tokens))
+            known = [] if is_fresh else self._results[unit]
+            self._note(self._queues.add(requests, is_fresh=is_fresh, after_tokens=after_tokens, results=known))
 
     def take(self, rank: int, count: int, num_tokens: int | None = None) -> list[Request]:
         """The next requests of a rank; they run from now on.
@@ -84,11 +106,18 @@ class Dealer:
         """The request that a rank got under this key."""
         return self._running[key]
 
-    def finish(self, unit: int, key: RequestKey) -> None:
-        """A request has its result."""
-        del self._running[key], self._open[unit][key]
+    def finish(self, unit: int, key: RequestKey, counted_from: int | None = None) -> None:
+        """A request has its result.
+
+        Args:
+            counted_from: prompt tokens that it found counted by others; None: it failed and counts nothing.
+        """
+        del self._open[unit][key]
+        request = self._running.pop(key)
+        if self._with_store and counted_from is not None:
+            self._results[unit].append(CountedPrompt(request.token_ids, counted_from))
         if not self._open[unit]:
-            del self._open[unit]
+            del self._open[unit], self._results[unit]
         if self._suspects and self._suspects.clear_finished(self._is_open):
             self._deal_anew()
 
@@ -112,10 +141,13 @@ class Dealer:
     def _deal_anew(self) -> None:
         self._queues.clear()
         if self._suspects:
-            self._note(self._queues.add(list(filter(self._is_open, self._suspects.next))))
+            suspects = list(filter(self._is_open, self._suspects.next))
+            results = [result for unit in {request.unit for request in suspects} for result in self._results[unit]]
+            self._note(self._queues.add(suspects, results=results))
             return
-        for requests in self._open.values():
-            self._note(self._queues.add([request for key, request in requests.items() if key not in self._running]))
+        for unit, requests in self._open.items():
+            waiting = [request for key, request in requests.items() if key not in self._running]
+            self._note(self._queues.add(waiting, results=self._results[unit]))
 
     def _is_open(self, request: Request) -> bool:
         return request.key in self._open.get(request.unit, {})

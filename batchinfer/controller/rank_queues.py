@@ -13,9 +13,8 @@ from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.prefill import attention_work
 from batchinfer.balance.prefix_groups import deal_prefixes, num_kept
 from batchinfer.balance.prefix_order import longest_first
+from batchinfer.controller.counted_prefixes import CountedPrompt, common_tokens, counted_tokens
 from batchinfer.records import Request
-
-STRETCH = 128  # tokens compared at once
 
 
 class RankQueues:
@@ -52,20 +51,29 @@ class RankQueues:
         self._last_of_rank.clear()
         self._last_dealt = None
 
-    def add(self, requests: list[Request], *, is_fresh: bool = False, after_tokens: int = 0) -> list[Request]:
+    def add(
+        self,
+        requests: list[Request],
+        *,
+        is_fresh: bool = False,
+        after_tokens: int = 0,
+        results: list[CountedPrompt] | None = None,
+    ) -> list[Request]:
         """Put requests behind what waits; returns them with what each shares with the one before it.
 
         Args:
             requests: in the plan's order.
             is_fresh, after_tokens: see Dealer.add_unit.
+            results: of their units, which count what they share with them.
         """
         if not requests:
             return []
+        prompts = [request.token_ids for request in requests]
         before = _shared_tokens(self._last_dealt, requests[0]) if self._last_dealt is not None else 0
         if is_fresh:
             before = requests[0].cached_tokens
         order = longest_first(
-            np.array([0, *map(_common_tokens, requests, requests[1:])]),
+            np.array([0, *map(common_tokens, prompts, prompts[1:])]),
             np.array([self._expected(request) for request in requests]),
             most_cached_tokens=np.array([request.most_cached_tokens for request in requests]),
             before_tokens=before,
@@ -81,11 +89,13 @@ class RankQueues:
             num_ranks=len(self._ranks),
             load_of_rank=np.array([self._load(rank) for rank in self._ranks]),
         )
+        counted = counted_tokens([request.token_ids for request in ordered], shared, results or [])
         dealt = []
-        for request, shared_tokens, index in zip(ordered, shared, choices.tolist(), strict=True):
+        for request, shared_tokens, end, index in zip(ordered, shared, counted, choices.tolist(), strict=True):
             rank = self._ranks[index]
             replicated = max(0, shared_tokens - self._found(rank, request))
-            dealt.append(replace(request, shared_tokens=shared_tokens, replicated_tokens=replicated))
+            changes = {"replicated_tokens": replicated, "counted_tokens": min(end, request.most_cached_tokens)}
+            dealt.append(replace(request, shared_tokens=shared_tokens, **changes))
             self._waiting[rank].append(dealt[-1])
             self._last_of_rank[rank] = dealt[-1]
         return dealt
@@ -149,18 +159,4 @@ def _new_tokens(request: Request) -> int:
 
 def _shared_tokens(first: Request, second: Request) -> int:
     """Tokens that the second prompt finds in memory after the first."""
-    return _common_tokens(first, second, most=second.most_cached_tokens)
-
-
-def _common_tokens(first: Request, second: Request, most: int | None = None) -> int:
-    """Leading tokens that two prompts have in common, no more than `most` of them."""
-    ours, others = first.token_ids, second.token_ids
-    end = min(len(ours), len(others) if most is None else most)
-    begin = 0
-    # a stretch at a time: prompts with long common starts would take seconds token by token
-    while begin + STRETCH <= end and ours[begin : begin + STRETCH] == others[begin : begin + STRETCH]:
-        begin += STRETCH
-    for index in range(begin, end):
-        if ours[index] != others[index]:
-            return index
-    return end
+    return common_tokens(first.token_ids, second.token_ids, second.most_cached_tokens)

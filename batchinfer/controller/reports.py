@@ -86,7 +86,8 @@ class Reports:
         for completion in completions:
             request = self.dealer.running_request(completion.key)
             self.lengths.finish(request.prompt_group, len(completion.token_ids))
-            self.dealer.finish(completion.unit, completion.key)
+            counted_from = None if completion.error is not None else completion.cached_memory_tokens
+            self.dealer.finish(completion.unit, completion.key, counted_from)
             self.loads.finish(completion.key)
         self.progress.finished(completions)
         self._has_complete_unit = self.results.add(completions) or self._has_complete_unit

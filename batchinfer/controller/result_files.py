@@ -61,3 +61,14 @@ def result_keys(path: Path) -> list[RequestKey]:
     with own_file(path):
         table = pq.read_table(path, columns=["shard", "row", "sample"])
     return [RequestKey(item["shard"], item["row"], item["sample"]) for item in table.to_pylist()]
+
+
+def memory_tokens(path: Path) -> dict[RequestKey, int]:
+    """Prompt tokens that each ok result of a result file has from memory."""
+    with own_file(path):
+        table = pq.read_table(path, columns=["shard", "row", "sample", "status", "cached_memory_tokens"])
+    return {
+        RequestKey(item["shard"], item["row"], item["sample"]): item["cached_memory_tokens"]
+        for item in table.to_pylist()
+        if item["status"] == "ok"
+    }

@@ -4,14 +4,17 @@ from dataclasses import dataclass
 
 from batchinfer.controller.calibration import MOST_UNITS, num_calibration_tokens, prompt_pieces, spread
 from batchinfer.controller.claiming import Claims
+from batchinfer.controller.claims import Claim
+from batchinfer.controller.counted_prefixes import CountedPrompt
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.open_units import OpenUnits
+from batchinfer.controller.result_files import memory_tokens
 from batchinfer.controller.results import Results
 from batchinfer.controller.units import read_unit
 from batchinfer.controller.work_progress import WorkProgress
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
-from batchinfer.records import Sampling
+from batchinfer.records import Request, Sampling
 from batchinfer.rundir import RunDir
 
 
@@ -54,6 +57,7 @@ class UnitQueue:
                     [request for request in requests if request.key in missing],
                     is_fresh=len(missing) == len(requests),
                     after_tokens=after_tokens,
+                    results=_results(requests, claim),
                 )
                 return True
         return False
@@ -79,3 +83,17 @@ class UnitQueue:
             note(f"{self.units.num_open} units are held by other controllers; waiting for them")
             self._has_told_of_waiting = True
         return False
+
+
+def _results(requests: list[Request], claim: Claim) -> list[CountedPrompt]:
+    """The results of a unit's earlier claims, and what its first prompt shares with the unit before, as counted."""
+    counted_from = {key: first for path in claim.inherited for key, first in memory_tokens(path).items()}
+    first = requests[0]
+    return [
+        CountedPrompt(first.token_ids[: first.cached_tokens], 0),
+        *(
+            CountedPrompt(request.token_ids, counted_from[request.key])
+            for request in requests
+            if request.key in counted_from
+        ),
+    ]

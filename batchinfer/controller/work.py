@@ -146,6 +146,7 @@ def _controller(
         (place.rank for place in group.places if place.runs_prefill),
         lengths,
         with_decode=cluster.mode == "colocated",
+        with_store=job.kv.dir is not None,
     )
     loads: DecodeLoads[RequestKey] = DecodeLoads(
         [place.rank for place in group.places if place.runs_decode],

@@ -89,17 +89,20 @@ class PrefillQueue:
         then it was needed once, and is no hit. What is computed again is replicated where only another rank has had it,
         and recomputed where this one has had it:
 
-          prompt   [ found           )[ replicated )[ recomputed )[ new    )
-                   0              known             ^ any order   shared   end
+          prompt   [ found           )[ replicated )[ recomputed )[ of results )[ new    )
+                   0              known             ^ any order   shared        counted  end
+
+        What results of killed ranks and sessions count beyond that is no more needed: where it runs again it is wasted.
         """
-        shared = request.shared_tokens
-        missing = shared - max(num_known, min(num_stored, shared))  # below 0: memory has more than was expected
+        shared, counted = request.shared_tokens, max(request.shared_tokens, request.counted_tokens)
+        # below 0: memory has more than was expected
+        missing = max(shared, min(num_known, counted)) - max(num_known, min(num_stored, shared))
         replicated = min(request.replicated_tokens, missing)
         stored = self._stored
         return CachedTokens(
             # without a store a row says what the plan says, so that it is the same after any restart
-            memory=request.cached_tokens if stored is None else shared,
-            disk=0 if stored is None else stored.older_tokens(request, max(num_known, shared), num_stored),
+            memory=request.cached_tokens if stored is None else counted,
+            disk=0 if stored is None else stored.older_tokens(request, max(num_known, counted), num_stored),
             replicated=replicated,
             recomputed=missing - replicated,
             computed=len(request.token_ids) - max(num_known, num_stored),

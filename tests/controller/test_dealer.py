@@ -8,8 +8,8 @@ import random
 import pytest
 
 from batchinfer.config import SamplingConfig
+from batchinfer.controller.counted_prefixes import STRETCH, CountedPrompt, counted_tokens
 from batchinfer.controller.dealer import Dealer
-from batchinfer.controller.rank_queues import STRETCH
 from batchinfer.records import Request, RequestKey
 
 GREEDY = SamplingConfig(max_tokens=4).to_sampling()
@@ -107,6 +107,58 @@ def test_what_prompts_share_is_counted_to_the_token(num):
     first, second = [7] * num + [1, 2], [7] * num + [3] * STRETCH
     dealer.add_unit(0, [request(0, first), request(1, second), request(2, second)])
     assert [taken.shared_tokens for taken in dealer.take(0, 3)] == [0, num, len(second) - 1]
+
+
+def test_what_results_count_is_counted_by_no_request_that_goes_on():
+    """The first result counts all of its prompt, the second what it does not share with the first."""
+    results = [CountedPrompt([1, 2, 3, 4], 0), CountedPrompt([1, 2, 5, 6, 7], 2)]
+    found = {
+        (1, 2, 3, 9): 3,  # as far as the first result
+        (1, 2, 5, 6, 9): 4,  # by the first up to 2, by the second from there
+        (1, 9): 1,
+        (8, 9): 0,
+        (1, 2, 5, 6, 7): 5,
+    }
+    assert counted_tokens([*map(list, found)], [0] * len(found), results) == [*found.values()]
+    # of a result that had found [1, 2] counted by a request without one, nothing before that is counted
+    assert counted_tokens([[1, 2, 5, 9], [1, 2, 5, 9]], [0, 2], results[1:]) == [0, 3]
+    assert counted_tokens([[1, 2, 5, 9]], [1], []) == [1]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_prompt_tokens_are_counted_once_whatever_is_killed(seed):
+    """Sessions with results for some requests, each of which may lose its ranks; the last one ends."""
+    rng = random.Random(seed)
+    prompts = sorted({tuple(rng.choices(range(3), k=rng.randint(1, 12))) for _ in range(60)})
+    shared = [0, *(common(*pair) for pair in itertools.pairwise(prompts))]
+    cut = rng.randrange(1, len(prompts))
+    requests = [
+        request(row, prompt, cached=min(shared[row], len(prompt) - 1), unit=int(row >= cut))
+        for row, prompt in enumerate(prompts)
+    ]
+    ranks, counted_from = range(rng.randint(1, 3)), {}
+    for num_rounds in (*(rng.randrange(1, 30) for _ in range(rng.randint(1, 3))), 10**6):
+        dealer = Dealer(ranks, with_store=True)
+        for unit in (requests[:cut], requests[cut:]):
+            missing = [item for item in unit if item.key not in counted_from]
+            results = [CountedPrompt(unit[0].token_ids[: unit[0].cached_tokens], 0)]
+            results += [CountedPrompt(item.token_ids, counted_from[item.key]) for item in unit if item not in missing]
+            if missing:
+                dealer.add_unit(missing[0].unit, missing, is_fresh=missing == unit, results=results)
+        for _ in range(num_rounds):
+            for rank in ranks:
+                dealer.take(rank, rng.randint(1, 5))
+            for item in rng.sample([*dealer._running.values()], rng.randint(0, dealer.num_running)):
+                counted_from[item.key] = item.counted_tokens
+                dealer.finish(item.unit, item.key, item.counted_tokens)
+            if not dealer.num_unfinished:
+                break
+            if rng.random() < 0.1 and not dealer.is_isolating:
+                dealer.ranks_died()
+    needed = sum(len(item.token_ids) - item.cached_tokens for item in requests)
+    counted = sum(len(item.token_ids) - counted_from[item.key] for item in requests)
+    # of a prompt that is dealt first, what is counted behind a gap counts again
+    assert needed <= counted <= 1.02 * needed
 
 
 def test_what_a_cut_makes_both_sides_compute_is_counted_once():
