@@ -51,9 +51,12 @@ def row_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
             partial(_silu_blocks, filled, room, dims.expert),
         )
     )
-    picked = f"{last} x {dims.vocabulary}"
-    cases.append(Case("argmax", picked, partial(_argmax, last, dims.vocabulary)))
-    return [*cases, Case("draw", picked, partial(_draw, last, dims.vocabulary))]
+    drawn = 12 if is_tiny else last  # of each kind of filters one
+    return [
+        *cases,
+        Case("argmax", f"{last} x {dims.vocabulary}", partial(_argmax, last, dims.vocabulary)),
+        Case("draw", f"{drawn} x {dims.vocabulary}", partial(_draw, drawn, dims.vocabulary)),
+    ]
 
 
 def _norm(num_rows: int, width: int, device: torch.device) -> Work:

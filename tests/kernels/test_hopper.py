@@ -478,17 +478,16 @@ def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, ch
     assert torch.equal(y, reference_mla.mla_decode(q, keys, **options))
 
 
-@pytest.mark.parametrize("too_many", [0, 1])
-def test_more_requests_than_the_library_can_cut_for_go_to_the_implementation_behind(gpu, too_many):
+def test_more_requests_than_the_library_can_cut_for_are_refused(gpu):
     """As the rows of a prompt that is scored, in the last layer of its prefill."""
     gpu(stand_ins.flash_mla_sgl())
     q, keys, options = decode_case(heads=1, kv_tokens=(1,))
-    count = 11_622 + too_many
-    many = PagedKeys(keys.pages, *(tensor.expand(count, *tensor.shape[1:]) for tensor in keys[1:4]))
-    before = registry.num_fallbacks()
-    y = with_reference("mla_decode")(q.expand(count, -1, -1), many, **options)
-    assert close(y, keys.pages[keys.page_table_BP[0, 0], 0, :512].expand(count, 1, 512))
-    assert registry.num_fallbacks() - before == too_many
+    for count, reason in ((11_622, None), (11_623, "there are more requests than flash_mla can cut a step for")):
+        many = PagedKeys(keys.pages, *(tensor.expand(count, *tensor.shape[1:]) for tensor in keys[1:4]))
+        assert hopper.mla_decode.refuses(q.expand(count, -1, -1), many, **options) == reason
+    stand_ins.equal_shares(torch.ones(11_622, dtype=torch.int32), 66)  # as the library would
+    with pytest.raises(AssertionError, match="the process exits"):
+        stand_ins.equal_shares(torch.ones(11_623, dtype=torch.int32), 66)
 
 
 # ---- a model
