@@ -1,5 +1,6 @@
 """Units claimed one after the other, with what is left to do in them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from batchinfer.controller.calibration import MOST_UNITS, num_calibration_tokens, prompt_pieces, spread
@@ -85,15 +86,14 @@ class UnitQueue:
         return False
 
 
-def _results(requests: list[Request], claim: Claim) -> list[CountedPrompt]:
-    """The results of a unit's earlier claims, and what its first prompt shares with the unit before, as counted."""
-    counted_from = {key: first for path in claim.inherited for key, first in memory_tokens(path).items()}
+def _results(requests: list[Request], claim: Claim) -> Iterator[CountedPrompt]:
+    """What a unit's first prompt shares with the unit before, as counted, and the results of its earlier claims.
+
+    Their files are read when somebody asks.
+    """
     first = requests[0]
-    return [
-        CountedPrompt(first.token_ids[: first.cached_tokens], 0),
-        *(
-            CountedPrompt(request.token_ids, counted_from[request.key])
-            for request in requests
-            if request.key in counted_from
-        ),
-    ]
+    yield CountedPrompt(first.token_ids[: first.cached_tokens], 0)
+    counted_from = {key: count for path in claim.inherited for key, count in memory_tokens(path).items()}
+    for request in requests:
+        if request.key in counted_from:
+            yield CountedPrompt(request.token_ids, counted_from[request.key])

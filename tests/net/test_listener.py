@@ -135,7 +135,10 @@ def test_what_is_changed_on_its_way_ends_the_connection(ends):
     records += kept.recv(1000)
     records[-1] ^= 1
     far._coming.write(records)
-    with pytest.raises(ssl.SSLError, match=r"BAD_RECORD_MAC|bad record mac|RECORD_LAYER_FAILURE"):
+    said = r"BAD_RECORD_MAC|bad record mac"
+    if ssl.OPENSSL_VERSION_INFO >= (3, 2):  # whose record layer is another one
+        said += "|RECORD_LAYER_FAILURE"
+    with pytest.raises(ssl.SSLError, match=said):
         far.receive(1)
 
 

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from batchinfer_kernels.reference.mla import PAGE_TOKENS
 
-# Below this a piece's queries and result would be more than a tenth of its keys.
+# A piece's queries and results, with 128 heads, are a twentieth of the bytes of so many pages.
 PIECE_PAGES = 128
 MOST_PIECES = 8  # for each there is room in memory
 _AT_ONCE = 2048  # pieces; each takes 0.54 MB with 128 heads, half of it what the library has for sums in float32
