@@ -199,15 +199,15 @@ def settings_of_draws(num_rows, seed):
     uniform[::7], uniform[1::7] = 0, 1 - 2**-53
     return (
         column(1e-310, 1e-9, 0.3, 0.7, 1.0, 5.0, 1000.0),
-        column(0, 0, 1, 2, 40, 1000, 10**6),
+        column(0, 0, 1, 2, 40, 64, 65, 1000, 10**6),
         column(1e-12, 0.1, 0.5, 0.95, 1 - 2**-53, 1.0, 1.0),
         column(0.0, 0.0, 0.001, 0.3, 1.0),
         uniform,
     )
 
 
-@pytest.mark.parametrize("width", [1, 2, 15, 16, 17, 500, 512, 513, 1003, 4097, 129280])
-@pytest.mark.parametrize("kind", ["different", "many equal", "all equal", "one above all"])
+@pytest.mark.parametrize("width", [1, 2, 15, 16, 17, 500, 512, 513, 1003, 4097, 8191, 8193, 129280])
+@pytest.mark.parametrize("kind", ["different", "many equal", "all equal", "one above all", "some above all"])
 def test_drawn_tokens_are_those_of_the_reference_alone_and_among_others(kind, width, threads):
     num_rows = 300 if width < 5000 else 30
     for seed in range(3 if width < 5000 else 1):
@@ -218,6 +218,8 @@ def test_drawn_tokens_are_those_of_the_reference_alone_and_among_others(kind, wi
             logits[:] = logits[:, :1].clone()
         elif kind == "one above all":
             logits[:, width // 2] += 60
+        elif kind == "some above all":
+            logits[:, ::97] += 20
         settings = settings_of_draws(num_rows, seed)
         threads(2)
         tokens = ops.draw(logits, *settings)

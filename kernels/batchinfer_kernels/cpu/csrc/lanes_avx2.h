@@ -139,6 +139,7 @@ inline Doubles wide(__m256 a) {
 }
 inline Doubles low_doubles(Floats a) { return wide(a.low); }
 inline Doubles high_doubles(Floats a) { return wide(a.high); }
+inline Doubles load_doubles(const double* at) { return {_mm256_loadu_pd(at), _mm256_loadu_pd(at + 4)}; }
 inline void store(double* at, Doubles values) {
   _mm256_storeu_pd(at, values.low);
   _mm256_storeu_pd(at + 4, values.high);
@@ -169,16 +170,6 @@ inline Doubles scaled(Doubles a, Doubles n) { return {scaled(a.low, n.low), scal
 inline Doubles zero_below(Doubles limit, Doubles x, Doubles a) {
   return {_mm256_and_pd(_mm256_cmp_pd(x.low, limit.low, _CMP_NLT_UQ), a.low),
           _mm256_and_pd(_mm256_cmp_pd(x.high, limit.high, _CMP_NLT_UQ), a.high)};
-}
-// The nearest whole numbers, to even in the middle, of values from 0 to 2^51: adding 2^52 leaves no bit behind the point.
-inline __m256i nearest_longs(__m256d a) {
-  const __m256d moved = _mm256_set1_pd(0x1p52);
-  return _mm256_sub_epi64(_mm256_castpd_si256(a + moved), _mm256_castpd_si256(moved));
-}
-inline void store_nearest(int64_t* at, Doubles a) {
-  __m256i* halves = reinterpret_cast<__m256i*>(at);
-  _mm256_storeu_si256(halves, nearest_longs(a.low));
-  _mm256_storeu_si256(halves + 1, nearest_longs(a.high));
 }
 // Halves are added to halves.
 inline double sum_of(Doubles a) {

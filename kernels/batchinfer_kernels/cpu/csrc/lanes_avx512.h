@@ -71,6 +71,7 @@ inline float largest_of(Floats a) { return _mm512_reduce_max_ps(a); }
 inline Doubles doubles(double value) { return _mm512_set1_pd(value); }
 inline Doubles low_doubles(Floats a) { return _mm512_cvtps_pd(_mm512_castps512_ps256(a)); }
 inline Doubles high_doubles(Floats a) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(a, 1)); }
+inline Doubles load_doubles(const double* at) { return _mm512_loadu_pd(at); }
 inline void store(double* at, Doubles values) { _mm512_storeu_pd(at, values); }
 inline Doubles multiply_add(Doubles a, Doubles b, Doubles c) { return _mm512_fmadd_pd(a, b, c); }
 inline Doubles subtract_product(Doubles c, Doubles a, Doubles b) { return _mm512_fnmadd_pd(a, b, c); }
@@ -85,8 +86,6 @@ inline Doubles scaled(Doubles a, Doubles n) { return _mm512_scalef_pd(a, n); }
 inline Doubles zero_below(Doubles limit, Doubles x, Doubles a) {
   return _mm512_maskz_mov_pd(_mm512_cmp_pd_mask(x, limit, _CMP_NLT_UQ), a);
 }
-// The nearest whole numbers, to even in the middle, of values from 0 to 2^51.
-inline void store_nearest(int64_t* at, Doubles a) { _mm512_storeu_si512(at, _mm512_cvtpd_epi64(a)); }
 // Halves are added to halves.
 inline double sum_of(Doubles a) {
   const __m256d four = _mm512_castpd512_pd256(a) + _mm512_extractf64x4_pd(a, 1);

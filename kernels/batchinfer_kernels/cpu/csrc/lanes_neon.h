@@ -163,6 +163,9 @@ inline Doubles wide(float32x4_t low, float32x4_t high) {
 }
 inline Doubles low_doubles(Floats a) { return wide(a.at[0], a.at[1]); }
 inline Doubles high_doubles(Floats a) { return wide(a.at[2], a.at[3]); }
+inline Doubles load_doubles(const double* at) {
+  return each<Doubles>([&](int i) { return vld1q_f64(at + 2 * i); });
+}
 inline void store(double* at, Doubles values) {
   for (int i = 0; i < 4; ++i) vst1q_f64(at + 2 * i, values.at[i]);
 }
@@ -204,10 +207,6 @@ inline Doubles zero_below(Doubles limit, Doubles x, Doubles a) {
   return each<Doubles>([&](int i) {
     return vbslq_f64(vcltq_f64(x.at[i], limit.at[i]), vdupq_n_f64(0.0), a.at[i]);
   });
-}
-// The nearest whole numbers, to even in the middle.
-inline void store_nearest(int64_t* at, Doubles a) {
-  for (int i = 0; i < 4; ++i) vst1q_s64(at + 2 * i, vcvtnq_s64_f64(a.at[i]));
 }
 // Halves are added to halves.
 inline double sum_of(Doubles a) {
