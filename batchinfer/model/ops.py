@@ -45,6 +45,7 @@ class Ops:
     argmax: Operation
     draw: Operation
     log_sum_exp: Operation
+    most_likely: Operation
     eight_bit: bool = False  # projections and experts are packed in 8 bits with a scale per block, and multiplied so
     four_bit: bool = False  # routed experts are packed in 4 bits with a scale per group instead
     fp8_pages: bool = False  # pages hold latents in FP8, as reference/fp8_pages.py of the kernels lays them out

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from batchinfer.model.scores import most_likely
 from batchinfer.records import Sampling
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.transfer import moved, to_host
@@ -27,6 +26,7 @@ class LogitOps:
     argmax: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = reference_rows.argmax
     draw: Callable[..., torch.Tensor] = reference_rows.draw
     log_sum_exp: Callable[[torch.Tensor], torch.Tensor] = reference_rows.log_sum_exp
+    most_likely: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = reference_rows.most_likely
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def sample(
     if num_logprobs < 0:
         return Sampled(tokens, is_finite)
     total_S = ops.log_sum_exp(logits_SV)
-    top_tokens, top_logits = most_likely(logits_SV, num_logprobs)
+    top_tokens, top_logits = ops.most_likely(logits_SV, num_logprobs)
     of_tokens = logits_SV.gather(1, _on(tokens, logits_SV)[:, None])[:, 0].double() - total_S
     lists = (values.tolist() for values in to_host(of_tokens, top_tokens, top_logits.double() - total_S[:, None]))
     return Sampled(tokens, is_finite, *lists)

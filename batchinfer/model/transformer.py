@@ -129,7 +129,7 @@ class Transformer:
     @property
     def logit_ops(self) -> LogitOps:
         """What `sample` asks about logits."""
-        return LogitOps(self.ops.argmax, self.ops.draw, self.ops.log_sum_exp)
+        return LogitOps(self.ops.argmax, self.ops.draw, self.ops.log_sum_exp, self.ops.most_likely)
 
     @property
     def kernels(self) -> str:
@@ -210,5 +210,5 @@ def _output(model: Transformer, hidden_SD: torch.Tensor, step: StepTensors, expe
         return StepOutput(logits_of(slice(end)), expert_counts, states=hidden_SD)
     first = end - len(step.scored)
     most = min(step.num_alternatives, model.config.vocab_size)
-    scores = score(logits_of, first, step.scored, model.ops.log_sum_exp, most)
+    scores = score(logits_of, first, step.scored, most, model.logit_ops)
     return StepOutput(logits_of(slice(first)), expert_counts, scores, hidden_SD)

@@ -21,7 +21,7 @@ from batchinfer_kernels.triton import probe
 
 NAMES = (registry.INVARIANT, "hopper", "triton")
 # A few values per token: plain PyTorch on GPUs, too.
-PLAIN = {"cos_sin", "log_sum_exp"}
+PLAIN = {"cos_sin", "log_sum_exp", "most_likely"}
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
 _HOPPER_PROBES = {
     "linear": libraries.why_not_deep_gemm,

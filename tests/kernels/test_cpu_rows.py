@@ -188,6 +188,27 @@ def test_the_logarithm_of_a_sum_of_powers_is_that_of_float64():
         assert torch.equal(ops.log_sum_exp(logits[row : row + 1])[0], total[row])
 
 
+@pytest.mark.parametrize("count", [0, 1, 5, 20, 129, 5000])
+@pytest.mark.parametrize("width", [1, 17, 128, 129, 4097, 129280])
+def test_the_most_likely_tokens_are_those_of_the_reference(width, count, threads):
+    logits = 3 * random(12, width, dtype=torch.float32)
+    logits[1:3] = (4 * logits[1:3]).round() / 4  # many equal
+    logits[3], logits[4, ::2] = logits[3, 0].clone(), -torch.inf
+    logits[5], logits[5, ::3] = 0.0, -0.0
+    in_order = reference_rows.most_likely(logits, count)
+    for num_threads in (1, 2):
+        threads(num_threads)
+        for ours, expected in zip(ops.most_likely(logits, count), in_order, strict=True):
+            assert torch.equal(ours, expected)
+    # what is not a number comes last: its row means nothing, but has tokens
+    logits[6], logits[7, ::2] = torch.nan, torch.nan
+    tokens, values = ops.most_likely(logits, count)
+    for row in range(12):
+        assert len(set(tokens[row].tolist())) == min(count, width)
+        torch.testing.assert_close(values[row], logits[row, tokens[row]], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(tokens[8:], in_order[0][8:])
+
+
 def settings_of_draws(num_rows, seed):
     """Temperature, top_k, top_p, min_p and uniform of each row, from none to the extremes, in all combinations."""
     draw = np.random.default_rng(seed)

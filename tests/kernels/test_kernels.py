@@ -13,6 +13,7 @@ from batchinfer_kernels import reference, registry, row_check
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.implementation import Implementation, nothing
 from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
 from support.plain_rows import skip_unless_equal
@@ -357,3 +358,29 @@ def test_no_candidate_imports_the_registry_or_another_candidate():
                 for package, inner, *_ in (f"{node.module}.{name}".split(".") for name in names):
                     assert (package, inner) != ("batchinfer_kernels", "registry"), path
                     assert package != "batchinfer_kernels" or inner not in folders - {folder}, (path, inner)
+
+
+@pytest.mark.parametrize("count", range(0, 9))
+def test_equal_logits_are_told_by_their_ids_however_many_are_asked_for(count):
+    generator = torch.Generator().manual_seed(count)
+    logits = torch.randint(3, (50, 8), generator=generator).float()
+    tokens, values = reference.most_likely(logits, count)
+    for row, (of_row, chosen) in enumerate(zip(tokens.tolist(), values.tolist(), strict=True)):
+        in_order = sorted(range(8), key=lambda token: (-logits[row, token].item(), token))
+        assert of_row == in_order[:count]
+        assert chosen == logits[row, of_row].tolist()
+
+
+def test_no_more_tokens_are_told_than_there_are():
+    assert reference.most_likely(torch.zeros(2, 3), 9)[0].tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 40])
+def test_on_a_device_they_are_found_by_keys_and_are_the_same(count):
+    generator = torch.Generator().manual_seed(count)
+    logits = torch.cat([torch.randn(20, 40, generator=generator), torch.randint(-2, 3, (20, 40)) * 1.5])
+    logits[3, 7], logits[4, 2], logits[5] = -torch.inf, torch.inf, 0.0
+    logits[6], logits[6, ::2] = 0.0, -0.0
+    by_keys = reference_rows._largest_keys(logits, count)
+    for ours, expected in zip(by_keys, reference.most_likely(logits, count), strict=True):
+        assert torch.equal(ours, expected)

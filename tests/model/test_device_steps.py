@@ -173,7 +173,7 @@ def test_greedy_and_drawn_tokens_are_read_together(monkeypatch):
     monkeypatch.setattr(sampling, "to_host", to_host)
     with device_calls.counted_calls(with_hopper=False) as calls:
         ops = Ops.select("auto", torch.bfloat16, device=META)
-        logit_ops = sampling.LogitOps(ops.argmax, ops.draw, ops.log_sum_exp)
+        logit_ops = sampling.LogitOps(ops.argmax, ops.draw, ops.log_sum_exp, ops.most_likely)
         sampling.sample(torch.zeros(3, 40, device=META), rows, np.arange(3), logit_ops)
         assert (calls.waits, reads) == ([], [3])
         assert "sort" not in calls.kernels

@@ -104,7 +104,7 @@ def logits_of(prompt, folder=RANDOM_MODEL, **options):
 
 
 # no kernels of their own on GPUs
-PLAIN = {"cos_sin", "log_sum_exp"}
+PLAIN = {"cos_sin", "log_sum_exp", "most_likely"}
 
 
 @needs_triton

@@ -138,6 +138,7 @@ def extreme_results() -> Iterator[torch.Tensor]:
         yield ops.mla_decode(q, PagedKeys(keys, torch.arange(40)[None], tokens, tokens - 1), latent_dim=16, scale=1.0)
     logits = 30 * normal(4, 1001).float()
     yield ops.log_sum_exp(logits)
+    yield from ops.most_likely(logits, 7)
     rows = torch.arange(600)
     shares = [
         torch.tensor(some, dtype=torch.float64) for some in ((1.0, 0.1, 30.0, 1e-9), (1.0, 0.9, 0.01), (0.0, 0.2))

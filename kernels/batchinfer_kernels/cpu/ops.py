@@ -327,6 +327,11 @@ def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
     return library().log_sum_exp(logits_SV.contiguous())
 
 
+@refusing(_float32)
+def most_likely(logits_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return library().most_likely(logits_SV.contiguous(), count)
+
+
 @refusing(_attention)
 def mla_prefill(
     q_THA: torch.Tensor, keys: PagedKeys, kv_b_HZC: Weight, num_tokens_B: torch.Tensor, *, v_dim: int, scale: float

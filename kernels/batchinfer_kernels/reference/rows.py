@@ -4,7 +4,7 @@ A row's result does not depend on the rows it is computed with.
 """
 
 # T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, E experts, K experts per token
-# M (token, expert) entries, S rows of logits, V vocabulary
+# M (token, expert) entries, S rows of logits, V vocabulary, A tokens asked for
 
 import math
 from typing import NamedTuple
@@ -194,3 +194,47 @@ def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if math.isfinite(float(logits_SV.sum())):
         return tokens, torch.ones(len(logits_SV), dtype=torch.bool)
     return tokens, torch.isfinite(logits_SV).all(dim=-1)
+
+
+def most_likely(logits_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of the largest logits, largest first and the lowest id first among equals.
+
+    So a row's first tokens do not depend on how many are asked for, which its company decides; torch.topk's may. The
+    host waits for nothing on a device.
+
+    Args:
+        logits_SV: float32.
+
+    Returns:
+        ([S, A] int64 tokens, [S, A] their logits); A is `count`, or V if that is less. What stands in a row that is not
+        finite means nothing.
+    """
+    if not logits_SV.is_cpu:
+        return _largest_keys(logits_SV, min(count, logits_SV.shape[1]))
+    values_SA, tokens_SA = torch.topk(logits_SV, min(count, logits_SV.shape[1]), dim=-1)
+    if not values_SA.shape[1]:
+        return tokens_SA, values_SA
+    tokens_SA, order_SA = tokens_SA.sort(dim=1)
+    values_SA, order_2_SA = values_SA.gather(1, order_SA).sort(dim=1, descending=True, stable=True)
+    tokens_SA = tokens_SA.gather(1, order_2_SA)
+    # more tokens than there is room for may be as likely as the last one
+    is_cut_S = (logits_SV >= values_SA[:, -1:]).sum(dim=1) > values_SA.shape[1]
+    for row in is_cut_S.nonzero()[:, 0].tolist():
+        tokens = (logits_SV[row] >= values_SA[row, -1]).nonzero()[:, 0]
+        first = logits_SV[row, tokens].sort(descending=True, stable=True).indices[: values_SA.shape[1]]
+        tokens_SA[row] = tokens[first]
+    return tokens_SA, values_SA
+
+
+def _largest_keys(logits_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same by keys of 64 bits that are all different; on a CPU many times slower.
+
+    A key has the bits of a logit above, turned so that they are in the order of the logits, and below how many tokens
+    come behind this one.
+    """
+    last = logits_SV.shape[1] - 1
+    bits_SV = (logits_SV + 0.0).view(torch.int32)  # the two zeros are equals
+    ordered_SV = (bits_SV ^ ((bits_SV >> 31) & 0x7FFFFFFF)).long()
+    keys_SV = (ordered_SV << 32) + torch.arange(last, -1, -1, device=logits_SV.device)
+    tokens_SA = last - (keys_SV.topk(count, dim=-1).values & 0xFFFFFFFF)
+    return tokens_SA, logits_SV.gather(1, tokens_SA)

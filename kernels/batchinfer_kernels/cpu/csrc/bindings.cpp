@@ -483,6 +483,17 @@ Tensor log_sum_exp(const Tensor& logits) {
   return out;
 }
 
+std::tuple<Tensor, Tensor> most_likely(const Tensor& logits, int64_t count) {
+  check_logits(logits);
+  TORCH_CHECK(count >= 0, count, " tokens");
+  count = std::min(count, logits.size(1));
+  Tensor tokens = at::empty({logits.size(0), count}, logits.options().dtype(at::kLong));
+  Tensor largest = at::empty({logits.size(0), count}, logits.options());
+  batchinfer::most_likely(read<float>(logits), logits.size(0), logits.size(1), count, write<int64_t>(tokens),
+                          write<float>(largest));
+  return {tokens, largest};
+}
+
 std::tuple<Tensor, Tensor> cos_sin(const Tensor& angles, double scale) {
   TORCH_CHECK(angles.scalar_type() == at::kFloat && angles.is_contiguous(), "angles must be contiguous float32");
   Tensor cos = at::empty(angles.sizes(), angles.options()), sin = at::empty(angles.sizes(), angles.options());
@@ -525,6 +536,7 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
   m.def("argmax", argmax);
   m.def("draw", draw);
   m.def("log_sum_exp", log_sum_exp);
+  m.def("most_likely", most_likely);
   m.def("cos_sin", cos_sin);
   m.def("tiles_agree", batchinfer::tiles_agree);
   m.def("pairs_are_quick", batchinfer::pairs_are_quick);

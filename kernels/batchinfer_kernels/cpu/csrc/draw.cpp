@@ -15,15 +15,11 @@
 // Milliseconds for 64 rows of 129,280 logits on one core of an AMD EPYC (Zen 5): 1.4 with top_k (50), 1.8 with top_p behind
 // it, 0.5 to 7 with min_p, 7 without filters, 7 with top_p where few tokens are its share, 15 where most of them are.
 
-#include <algorithm>
 #include <bit>
 #include <cfloat>
-#include <cmath>
-#include <functional>
 #include <numeric>
-#include <vector>
 
-#include "vector_math.h"
+#include "group_largest.h"
 
 namespace batchinfer {
 namespace {
@@ -31,7 +27,7 @@ namespace {
 constexpr int kUnitBits = 44;
 constexpr double kUnit = 1ll << kUnitBits;
 static_assert(kMostTokens <= 1ll << (62 - kUnitBits));
-constexpr int64_t kGroupTokens = 128, kGroupsOfBlock = 4;
+constexpr int64_t kGroupsOfBlock = 4;
 static_assert(kGroupTokens <= 1ll << (53 - kUnitBits));  // so that a group's sum is exact in float64
 constexpr int64_t kFewGroups = 64;  // whose largest weights are mostly enough
 // Of two logits the larger one may weigh less by this much where a rounding lies between.
@@ -76,22 +72,17 @@ class Row {
   void begin(const float* logits, int64_t num_tokens, double temperature) {
     logits_ = logits;
     num_tokens_ = num_tokens;
-    num_groups_ = (num_tokens + kGroupTokens - 1) / kGroupTokens;
     temperature_ = std::max(temperature, DBL_MIN);  // smaller ones would count as zero
-    weights_.resize(num_groups_ * kGroupTokens);
-    is_weighed_.assign(num_groups_, false);
-    sums_.resize((num_groups_ + kGroupsOfBlock - 1) / kGroupsOfBlock);
-    group_most_.resize((num_groups_ + 15) / 16 * 16);
-    group_logits_.assign(group_most_.size(), -INFINITY);
-    for (int64_t group = 0; group < num_groups_; ++group) {
-      const int64_t start = group * kGroupTokens;
-      group_logits_[group] = largest_value(logits + start, std::min(kGroupTokens, num_tokens - start));
+    groups_.find(logits, num_tokens);
+    largest_ = groups_.of_row();
+    const int64_t num_groups = groups_.size();
+    weights_.resize(num_groups * kGroupTokens);
+    is_weighed_.assign(num_groups, false);
+    sums_.resize((num_groups + kGroupsOfBlock - 1) / kGroupsOfBlock);
+    group_most_.resize((num_groups + 15) / 16 * 16);
+    for (int64_t group = 0; group < num_groups; group += 16) {
+      weigh_16(groups_.data() + group, num_groups - group, group_most_.data() + group);
     }
-    largest_ = largest_value(group_logits_.data(), std::ssize(group_logits_));
-    for (int64_t group = 0; group < num_groups_; group += 16) {
-      weigh_16(group_logits_.data() + group, 16, group_most_.data() + group);
-    }
-    group_most_.resize(num_groups_);
     for (double& most : group_most_) most += kUneven;
   }
 
@@ -114,7 +105,7 @@ class Row {
     int64_t left = std::min(static_cast<int64_t>(uniform * static_cast<double>(total)), total - 1);
     int64_t block = 0;
     while (block + 1 < std::ssize(sums_) && sums_[block] <= left) left -= sums_[block++];
-    for (int64_t group = block * kGroupsOfBlock; group < num_groups_; ++group) {
+    for (int64_t group = block * kGroupsOfBlock; group < groups_.size(); ++group) {
       if (group_most_[group] < last.weight) continue;
       const double* const weights = weights_of(group);
       const int64_t start = group * kGroupTokens, count = std::min(kGroupTokens, num_tokens_ - start);
@@ -130,7 +121,7 @@ class Row {
  private:
   Place end() const { return {0, num_tokens_ - 1}; }
 
-  // The weights of up to 16 logits; behind them zeros.
+  // The weights of the first 16 of `count` logits; behind them zeros.
   void weigh_16(const float* logits, int64_t count, double* out) const {
     const Floats part = load_or(lanes(count), logits, -INFINITY);
     const Doubles largest = doubles(largest_), divisor = doubles(temperature_);
@@ -141,6 +132,12 @@ class Row {
     };
     store(out, weight(low_doubles(part)));
     store(out + 8, weight(high_doubles(part)));
+  }
+
+  double weight_of(float logit) const {
+    double weights[16];
+    weigh_16(&logit, 1, weights);
+    return weights[0];
   }
 
   // The weights of a group's tokens; behind the last token zeros.
@@ -164,8 +161,8 @@ class Row {
   // all those with at least this weight do not. At least `num_groups` tokens are tried first.
   template <int64_t (*measure)(int64_t)>
   Place reaching(int64_t limit, double least, int64_t num_groups) {
-    if (num_groups <= num_groups_) {
-      gather(std::max(least, nth_most(num_groups) - kUneven), INFINITY);
+    if (num_groups <= groups_.size()) {
+      gather(std::max(least, weight_of(groups_.nth(num_groups)) - kUneven), INFINITY);
       if (sum_of_places<measure>(places_.begin(), places_.end()) >= limit) return reaching_within<measure>(limit);
     }
     fill_buckets<measure>(least);
@@ -179,19 +176,12 @@ class Row {
     return end();
   }
 
-  // The number-th largest of group_most_.
-  double nth_most(int64_t number) {
-    ordered_ = group_most_;
-    std::nth_element(ordered_.begin(), ordered_.begin() + number - 1, ordered_.end(), std::greater<>());
-    return ordered_[number - 1];
-  }
-
   template <int64_t (*measure)(int64_t)>
   __attribute__((noinline)) void fill_buckets(double least) {  // where it is part of others compilers make no vectors
     buckets_.assign(kNumBuckets + kNumRest, 0);
     // the compiler cannot know that buckets do not overlap with these members
     int64_t* const buckets = buckets_.data();
-    for (int64_t group = 0; group < num_groups_; ++group) {
+    for (int64_t group = 0; group < groups_.size(); ++group) {
       if (group_most_[group] < least) continue;
       const double* const weights = weights_of(group);
       int64_t places[kGroupTokens], measures[kGroupTokens];
@@ -233,7 +223,7 @@ class Row {
   void gather(double least, double end) {
     places_.clear();
     const uint64_t first = bits(least), width = bits(end) - first;
-    for (int64_t group = 0; group < num_groups_; ++group) {
+    for (int64_t group = 0; group < groups_.size(); ++group) {
       if (group_most_[group] < least) continue;
       const double* const weights = weights_of(group);
       const auto is_inside = [&](int64_t i) { return bits(weights[i]) - first < width; };
@@ -251,7 +241,7 @@ class Row {
   // The sum of the weights up to `last` in the order; sums_ are those of each block.
   int64_t add_up(Place last) {
     std::fill(sums_.begin(), sums_.end(), 0);
-    for (int64_t group = 0; group < num_groups_; ++group) {
+    for (int64_t group = 0; group < groups_.size(); ++group) {
       if (group_most_[group] >= last.weight) sums_[group / kGroupsOfBlock] += sum_of_group(group, last);
     }
     return std::accumulate(sums_.begin(), sums_.end(), int64_t{0});
@@ -277,11 +267,11 @@ class Row {
   }
 
   const float* logits_ = nullptr;
-  int64_t num_tokens_ = 0, num_groups_ = 0;
+  int64_t num_tokens_ = 0;
   double temperature_ = 1;
   float largest_ = 0;
-  std::vector<float> group_logits_;
-  std::vector<double> weights_, group_most_, ordered_;  // of a group no weight is more
+  GroupLargest groups_;
+  std::vector<double> weights_, group_most_;  // of a group no weight is more
   std::vector<uint8_t> is_weighed_;
   std::vector<int64_t> buckets_, sums_;
   std::vector<Place> places_;

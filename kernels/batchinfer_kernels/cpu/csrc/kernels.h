@@ -189,6 +189,10 @@ void argmax(const float* logits, int64_t num_rows, int64_t num_columns, int64_t*
 // The logarithm of the sum of e to each logit of a row.
 void log_sum_exp(const float* logits, int64_t num_rows, int64_t num_columns, double* out);
 
+// most_likely.cpp: the tokens of the `count` largest logits of each row, which has as many, and these logits.
+void most_likely(const float* logits, int64_t num_rows, int64_t num_columns, int64_t count, int64_t* tokens,
+                 float* largest);
+
 // draw.cpp: see reference_rows.draw; each of these has one value per row.
 struct DrawSettings {
   const double* temperature;
