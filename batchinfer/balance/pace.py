@@ -41,14 +41,6 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Tasks in each stretch, as fractions, and the work that found no room in any."""
-
-    tasks: tuple[float, ...]
-    unplaced_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Preview:
     """What the rule would do if tasks ran as expected and nobody died."""
 
@@ -56,12 +48,8 @@ class Preview:
     end_s: float
     cost: float  # $
 
-    @property
-    def task_hours(self) -> float:
-        return sum((end - start) * tasks for start, end, tasks in self.stretches) / 3600
 
-
-def spread(work_s: float, stretches: Sequence[Stretch], terms: Terms, running: int = 0) -> Spread:
+def spread(work_s: float, stretches: Sequence[Stretch], terms: Terms, running: int = 0) -> tuple[float, ...]:
     """Place work in the cheapest stretches, evenly over those of one price.
 
     A task that runs over a whole stretch works for all of it but its start-up; those that run already start no more.
@@ -71,6 +59,9 @@ def spread(work_s: float, stretches: Sequence[Stretch], terms: Terms, running: i
         work_s: seconds that one task would need.
         stretches: from now to the deadline, one after the other.
         running: tasks that are there now.
+
+    Returns:
+        Tasks in each stretch, as fractions; what finds no room in any is in none.
     """
     tasks, left_s = [0.0] * len(stretches), work_s
     for price in sorted({stretch.price for stretch in stretches}):
@@ -87,7 +78,7 @@ def spread(work_s: float, stretches: Sequence[Stretch], terms: Terms, running: i
         for index in same:
             tasks[index] = number
         left_s -= number * usable_s + min(number, running) * ahead_s
-    return Spread(tuple(tasks), max(0.0, left_s) if left_s > _ROUNDING else 0.0)
+    return tuple(tasks)
 
 
 def tasks_now(work_s: float, stretches: Sequence[Stretch], terms: Terms, has: int = 0) -> int:
@@ -147,7 +138,7 @@ def after(stretches: Sequence[Stretch], now_s: float) -> list[Stretch]:
 
 def _number_now(work_s: float, stretches: Sequence[Stretch], terms: Terms, has: int) -> float:
     """Tasks in the first stretch."""
-    return spread(work_s, stretches, terms, has).tasks[0] if stretches else float(terms.most)
+    return spread(work_s, stretches, terms, has)[0] if stretches else float(terms.most)
 
 
 def _without_end(stretches: Sequence[Stretch], free_s: float) -> list[Stretch]:
