@@ -31,7 +31,7 @@ def decode_bound(kv_tokens: np.ndarray, *, num_ranks: int) -> float:
 
     The larger of an even share, and the largest request together with the smallest that have to be beside it.
     """
-    ascending = np.sort(_counts("kv_tokens", kv_tokens, num_ranks))
+    ascending = np.sort(_counts(kv_tokens, num_ranks))
     num_beside = max(0, len(ascending) // num_ranks - 1)
     return max(float(ascending.sum()) / num_ranks, float(ascending[-1:].sum() + ascending[:num_beside].sum()))
 
@@ -53,20 +53,20 @@ def assign_decode(kv_tokens: np.ndarray, *, num_ranks: int) -> np.ndarray:
     Raises:
         ConfigError: num_ranks < 1 or a negative count.
     """
-    kv_N = _counts("kv_tokens", kv_tokens, num_ranks)
+    kv_N = _counts(kv_tokens, num_ranks)
     num_each, num_extra = divmod(len(kv_N), num_ranks)
     slots_R = np.full(num_ranks, num_each)
     return _place(kv_N, np.zeros(num_ranks), slots_R, num_extra, goal=LEVEL * decode_bound(kv_N, num_ranks=num_ranks))
 
 
-def _counts(name: str, values: np.ndarray, num_ranks: int) -> np.ndarray:
+def _counts(kv_tokens: np.ndarray, num_ranks: int) -> np.ndarray:
     """Checked int64 counts."""
     if num_ranks < 1:
         raise ConfigError(f"num_ranks is {num_ranks}, but requests need at least 1 rank; use 1 or more")
-    counts = np.asarray(values).astype(np.int64)
+    counts = np.asarray(kv_tokens).astype(np.int64)
     if (counts < 0).any():
         first = int(np.argmax(counts < 0))
-        raise ConfigError(f"{name}[{first}] is {counts[first]}, but a count is at least 0; correct the count")
+        raise ConfigError(f"kv_tokens[{first}] is {counts[first]}, but a count is at least 0; correct the count")
     return counts
 
 
@@ -176,7 +176,7 @@ def admit(
     Raises:
         ConfigError: arrays that should have the same length have not, or there is no rank.
     """
-    kv_W = _counts("kv_tokens", kv_tokens, len(load_of_rank))
+    kv_W = _counts(kv_tokens, len(load_of_rank))
     _check_lengths(kv_tokens=kv_W, expected_tokens=expected_tokens)
     _check_lengths(load_of_rank=load_of_rank, free_slots_of_rank=free_slots_of_rank)
     free_R = np.maximum(free_slots_of_rank, 0)
@@ -223,7 +223,7 @@ def propose_moves(
         ConfigError: arrays that should have the same length have not, or there is no rank.
     """
     num_ranks = len(max_requests_of_rank)
-    kv_N, rank_N = _counts("kv_tokens", kv_tokens, num_ranks), np.array(rank_of_request, dtype=np.int64)
+    kv_N, rank_N = _counts(kv_tokens, num_ranks), np.array(rank_of_request, dtype=np.int64)
     _check_lengths(kv_tokens=kv_N, rank_of_request=rank_N, remaining_tokens=remaining_tokens)
     size_N = request_load.of(kv_N)
     load_R = np.bincount(rank_N, weights=size_N, minlength=num_ranks)

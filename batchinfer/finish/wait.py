@@ -8,15 +8,11 @@ from batchinfer.progress import note
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import read_state
 
-LOOK_S = 5.0
+LOOK_S = 5.0  # between looks: one listing of a folder
 
 
-def wait_for_units(storage: Storage, look_s: float = LOOK_S) -> None:
-    """Return when every unit of the plan is done; a signal ends the command before.
-
-    Args:
-        look_s: seconds between looks: one listing of a folder.
-    """
+def wait_for_units(storage: Storage) -> None:
+    """Return when every unit of the plan is done; a signal ends the command before."""
     storage.fetch("state", "plan")
     run = storage.run
     rows = read_rows(run.units, Manifest(run.root, read_state(run).get("files")))
@@ -26,4 +22,4 @@ def wait_for_units(storage: Storage, look_s: float = LOOK_S) -> None:
         if left != told:
             note(f"waiting: {left:,} of {len(wanted):,} units are not done yet")
             told = left
-        time.sleep(look_s)
+        time.sleep(LOOK_S)

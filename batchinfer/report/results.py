@@ -30,9 +30,7 @@ def newest_rows(num_rows: int) -> str:
 ALL_ROWS = f"SELECT {FIRST_COLUMNS} FROM results ORDER BY finished_s, shard, row, sample"
 
 
-def query_results(
-    run: RunDir, files: list[Path], sql: str, *, seconds: float = SQL_S
-) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
+def query_results(run: RunDir, files: list[Path], sql: str) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
     """Run one SELECT on the view `results`: schemas.RESULTS with the row's id in front.
 
     Args:
@@ -62,4 +60,4 @@ def query_results(
     except (duckdb.Error, UnicodeEncodeError) as error:
         connection.close()
         raise ConfigError(f"cannot read the answers in {run.root}: {first_line(error)}") from None
-    return answer(connection, [*files, *tokens], sql, seconds=seconds, views=["results"])
+    return answer(connection, [*files, *tokens], sql, seconds=SQL_S, views=["results"])

@@ -182,7 +182,7 @@ def _cluster(job: _Job, nodes: int) -> Cluster:
         if best is None or seconds < best[0]:
             best = seconds, num_prefill, num_decode
     if best is None:
-        least = nodes_for(1, job.gpu.gpus_per_node, job.prefill) + nodes_for(1, job.gpu.gpus_per_node, job.decode)
+        least = sum(nodes_for(unit, job.gpu.gpus_per_node) for unit in (job.prefill, job.decode))
         raise ConfigError(
             f"cluster.nodes is {nodes}, but a prefill and a decode unit take {least}; give that or a smaller ep_size"
         )

@@ -307,6 +307,6 @@ def _rounded(value: float) -> float:
     return exp(round(log(value) * 100) / 100)
 
 
-def nodes_for(units: int, gpus_per_node: int, unit: Unit) -> int:
-    """Nodes that the units take."""
-    return ceil(units * unit.ep_size / gpus_per_node)
+def nodes_for(unit: Unit, gpus_per_node: int) -> int:
+    """Nodes that one unit takes."""
+    return ceil(unit.ep_size / gpus_per_node)
