@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from batchinfer.model.moe_config import MAX_EXPERTS
+
 _FP8 = "F8_E4M3"
 _BLOCK_ROWS = 128  # of one FP8 scale
-_MAX_EXPERTS = 4096
 
 _OUTSIDE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _IN_LAYERS = {
@@ -94,7 +95,7 @@ def _of_mistral(name: str) -> str:
 def _taken_apart(name: str, info: TensorInfo, infos: dict[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
     """A tensor of all experts of a layer as the weights, or scales, of each."""
     stacked = _STACKED.fullmatch(name)
-    if stacked is None or len(info.shape) != 3 or info.shape[0] > _MAX_EXPERTS:
+    if stacked is None or len(info.shape) != 3 or info.shape[0] > MAX_EXPERTS:
         yield name, info
         return
     experts, kind, scale = stacked[1], stacked[2], stacked[3] or ""

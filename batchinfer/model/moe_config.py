@@ -1,0 +1,109 @@
+"""Experts as config.json describes them: how many there are, in which layers, and how a token gets its own."""
+
+from typing import Any
+
+from batchinfer.model.config_reader import ConfigReader
+from batchinfer.model.families import FAMILIES
+
+# The tensors of a checkpoint are listed before they are read: this keeps that list finite for any config.json.
+MAX_EXPERTS = 4096
+
+# They say nothing where all layers are dense.
+_MOE_KEYS = (
+    "n_shared_experts",
+    "moe_intermediate_size",
+    "routed_scaling_factor",
+    "num_experts_per_tok",
+    "n_group",
+    "topk_group",
+)
+
+
+def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[str, Any]:
+    """The MoE fields of ModelConfig; zeros where all layers are dense.
+
+    They are where there are no experts (0, or null as in the original release), and where no layer is behind the dense
+    ones. The other MoE keys say nothing then.
+    """
+    family = FAMILIES[family_name]
+    dense_layers = reader.size(
+        "first_k_dense_replace", default=_first_sparse_layer(reader, family.num_dense_layers), minimum=0
+    )
+    if dense_layers > num_layers:
+        raise reader.unsupported("first_k_dense_replace", dense_layers, f"at most num_hidden_layers = {num_layers}")
+    frequency = reader.size("moe_layer_freq", default=1)
+    can_mix = family.has_experts and any(layer % frequency == 0 for layer in range(dense_layers, num_layers))
+    num_experts = reader.size(
+        "n_routed_experts",
+        "num_local_experts",
+        "num_experts",
+        default=None if can_mix else 0,
+        minimum=0,
+        maximum=MAX_EXPERTS if family.has_experts else 0,
+        null=0,
+    )
+    topk_method, scoring_func = _read_gate(reader, family_name)
+    fields = {
+        "n_routed_experts": num_experts if can_mix else 0,
+        "n_shared_experts": 0,
+        "num_experts_per_tok": 0,
+        "moe_intermediate_size": 0,
+        "first_k_dense_replace": dense_layers,
+        "moe_layer_freq": frequency,
+        "scoring_func": scoring_func,
+        "topk_method": topk_method,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": reader.flag("norm_topk_prob", default=family.norm_topk_prob),
+        "routed_scaling_factor": 1.0,
+    }
+    if fields["n_routed_experts"]:
+        fields |= {
+            "n_shared_experts": reader.size("n_shared_experts", default=0, minimum=0, maximum=MAX_EXPERTS),
+            "moe_intermediate_size": reader.size("moe_intermediate_size"),
+            "routed_scaling_factor": reader.number("routed_scaling_factor", above=0.0),
+        }
+        fields |= _read_groups(reader, num_experts, topk_method)
+    else:
+        reader.pass_over(*_MOE_KEYS)
+    return fields
+
+
+def _first_sparse_layer(reader: ConfigReader, default: int) -> int:
+    """How many layers a list of what each one is begins with that have no experts."""
+    kinds = reader.texts("mlp_layer_types")
+    return next((layer for layer, kind in enumerate(kinds) if kind == "sparse"), len(kinds)) if kinds else default
+
+
+def _read_gate(reader: ConfigReader, family_name: str) -> tuple[str, str]:
+    """How experts are chosen and scored; the original V2 and V3 differ and cannot be mixed."""
+    family = FAMILIES[family_name]
+    topk_method = reader.text("topk_method", default=family.topk_methods[0])
+    if topk_method not in family.topk_methods:
+        raise reader.unsupported("topk_method", topk_method, f"{' or '.join(family.topk_methods)} for {family_name}")
+    scoring_func = reader.text("scoring_func", default=family.scoring_func)
+    if scoring_func != family.scoring_func:
+        supported = f"{family.scoring_func} for {family_name} with topk_method {topk_method}"
+        raise reader.unsupported("scoring_func", scoring_func, supported)
+    return topk_method, scoring_func
+
+
+def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> dict[str, int]:
+    """Expert groups and top-k, checked so that the gate always finds enough experts."""
+    group_default = None if topk_method == "group_limited_greedy" else 1
+    num_groups = reader.size("n_group", default=group_default, maximum=MAX_EXPERTS)
+    topk_group = reader.size("topk_group", default=group_default, maximum=MAX_EXPERTS)
+    topk = reader.size("num_experts_per_tok", maximum=MAX_EXPERTS)
+    if num_experts % num_groups:
+        raise reader.unsupported("n_group", num_groups, f"a divisor of n_routed_experts = {num_experts}")
+    if topk_group > num_groups:
+        raise reader.unsupported("topk_group", topk_group, f"at most n_group = {num_groups}")
+    group_size = num_experts // num_groups
+    if topk_method in ("noaux_tc", "group_top2") and num_groups > 1 and group_size < 2:
+        supported = f"groups of at least 2 of the {num_experts} experts, since a group scores by its best two"
+        raise reader.unsupported("n_group", num_groups, supported)
+    choosable = num_experts if topk_method == "greedy" else topk_group * group_size
+    if topk > choosable:
+        supported = f"at most the {choosable} experts that can be chosen from"
+        raise reader.unsupported("num_experts_per_tok", topk, supported)
+    return {"n_group": num_groups, "topk_group": topk_group, "num_experts_per_tok": topk}
