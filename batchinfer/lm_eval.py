@@ -21,7 +21,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchinfer import own_process
 from batchinfer.config import JobConfig, SamplingConfig, checked, dump_job
-from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
+from batchinfer.data.prompt_tokenizer import PromptTokenizer
+from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, ConfigError, ExitCode

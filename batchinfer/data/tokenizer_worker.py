@@ -23,9 +23,10 @@ import pyarrow as pa
 
 from batchinfer import own_process
 from batchinfer.data import chat  # noqa: F401  (the template engine, before it is asked for)
+from batchinfer.data.prompt_tokenizer import thinking_tokens
 from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
-from batchinfer.data.tokenizer import load_tokenizer, thinking_tokens
+from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip

@@ -15,8 +15,9 @@ from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.kept_fields import kept_fields
 from batchinfer.data.parquet import lines_writer, table_writer
+from batchinfer.data.prompt_tokenizer import PromptTokenizer, token_bytes
 from batchinfer.data.schemas import asked_for, output_schema
-from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer, token_bytes
+from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.wide_rows import runs_of_rows
 from batchinfer.finish.join import output_rows, query
 from batchinfer.finish.json_lines import JsonLines, Lines

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.model.fused.graph_size import num_filler_pages
 from batchinfer.model.fused.graphs import DecodeGraphs, has_memory, why_not_recorded
 from batchinfer.model.fused.stack import FusedDecode

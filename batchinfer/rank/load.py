@@ -9,7 +9,7 @@ import torch
 
 from batchinfer.config import JobConfig
 from batchinfer.data.bucket import Bucket
-from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.host_info import matrix_library_mode, processor_kind
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.model.sampling import Changes
 from batchinfer.rank.thinking import Thinking
 from batchinfer.records import Request, Sampling

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from batchinfer.data.tokenizer import PromptTokenizer, TextStream
+from batchinfer.data.prompt_tokenizer import PromptTokenizer, TextStream
 from batchinfer.kv.pages import pages_for
 from batchinfer.protocol.messages import CachedTokens
 from batchinfer.rank.logit_rules import LogitRules

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from batchinfer.data.tokenizer import PromptTokenizer, thinking_tokens
+from batchinfer.data.prompt_tokenizer import PromptTokenizer, thinking_tokens
 
 Mode = Literal["none", "auto", "deepseek_r1"]
 

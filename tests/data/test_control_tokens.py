@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from batchinfer.data.tokenizer import PromptTokenizer, load_tokenizer
+from batchinfer.data.prompt_tokenizer import PromptTokenizer
+from batchinfer.data.tokenizer import load_tokenizer
 
 SAMPLE = Path(__file__).parents[2] / "sample_data" / "model"
 BOS, EOS, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"

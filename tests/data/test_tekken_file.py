@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
 
+from batchinfer.data.prompt_tokenizer import thinking_tokens
 from batchinfer.data.tekken_file import FILE
-from batchinfer.data.tokenizer import load_tokenizer, thinking_tokens
+from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.records import ModelError
 from support.checkpoints import make_checkpoint
 from support.jobs import batchinfer, outputs, write_job, write_shard

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from batchinfer.data.chat import MAX_CHARS, ChatError, ChatTemplate
-from batchinfer.data.tokenizer import load_tokenizer, thinking_tokens
+from batchinfer.data.prompt_tokenizer import thinking_tokens
+from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.records import ModelError
 
 SAMPLE = Path(__file__).parents[2] / "sample_data"

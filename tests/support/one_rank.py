@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from batchinfer.data.tokenizer import PromptTokenizer
+from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.feed import Inbox
 from batchinfer.protocol.messages import StepRecord
