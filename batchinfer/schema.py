@@ -9,13 +9,10 @@ from typing_extensions import is_typeddict
 
 from batchinfer.config import JobConfig
 from batchinfer.config.toml_text import toml_value
-from batchinfer.data.schemas import (
-    DECODE_STEPS,
-    OUTPUT_TABLES,
-    RESULTS,
-    STATS_TABLES,
-    Table,
-)
+from batchinfer.data.schemas.internal import RESULTS
+from batchinfer.data.schemas.outputs import OUTPUT_TABLES
+from batchinfer.data.schemas.statistics import DECODE_STEPS, STATS_TABLES
+from batchinfer.data.schemas.table import Table
 
 WIDTH = 110
 TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true | false"}

@@ -12,7 +12,7 @@ import pyarrow as pa
 from batchinfer.controller.expert_history import ExpertHistory
 from batchinfer.data.expert_tables import rows_of
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas import STATS_EXPERT_ROWS, STATS_EXPERTS, STATS_PLACEMENTS
+from batchinfer.data.schemas.statistics import STATS_EXPERT_ROWS, STATS_EXPERTS, STATS_PLACEMENTS
 from batchinfer.protocol.messages import ExpertCounts
 from batchinfer.records import PHASES
 from batchinfer.rundir import RunDir

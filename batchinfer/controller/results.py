@@ -11,7 +11,7 @@ from batchinfer.controller.result_files import result_keys, write_results
 from batchinfer.controller.step_journal import StepJournal
 from batchinfer.controller.units import result_table
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas import STATS_KV, STATS_STEPS
+from batchinfer.data.schemas.statistics import STATS_KV, STATS_STEPS
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.session import Session

@@ -11,7 +11,7 @@ from batchinfer.controller.claiming import offer_again
 from batchinfer.controller.claims import counted_files, done_mark, is_released, last_claim
 from batchinfer.controller.result_files import damage, write_results
 from batchinfer.data.parquet import read_rows
-from batchinfer.data.schemas import RESULTS
+from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.manifest import Manifest
 from batchinfer.records import DamagedFileError
 from batchinfer.run.storage import Storage

@@ -18,7 +18,7 @@ import xxhash
 from msgspec.structs import asdict
 
 from batchinfer.data.parquet import own_file, sealed_table, table_writer
-from batchinfer.data.schemas import STATS_STEPS
+from batchinfer.data.schemas.statistics import STATS_STEPS
 from batchinfer.progress import note
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.rundir import RunDir

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.parquet import own_file
-from batchinfer.data.schemas import RESULTS
+from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.manifest import Manifest
 from batchinfer.records import Completion, Request, RequestKey, Sampling, TokenLogprob, sampling_from_json
 from batchinfer.rundir import RunDir

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.data.parquet import read_rows, table_writer
-from batchinfer.data.schemas import PLAN_EXPERTS
+from batchinfer.data.schemas.internal import PLAN_EXPERTS
 from batchinfer.manifest import Manifest
 from batchinfer.rundir import RunDir
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from batchinfer.config import DEFAULT_S3, S3Config
 from batchinfer.data.columns import is_json, is_text
 from batchinfer.data.inputs import column_type, readable_schemas
-from batchinfer.data.schemas import OUTPUTS, OUTPUTS_WITH_REASONING
+from batchinfer.data.schemas.outputs import OUTPUTS, OUTPUTS_WITH_REASONING
 from batchinfer.records import ConfigError, Shard
 from batchinfer.sanitize import first_line
 

@@ -25,7 +25,7 @@ from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import own_file, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
 from batchinfer.data.row_ids import IdColumn
-from batchinfer.data.schemas import TOKENS
+from batchinfer.data.schemas.internal import TOKENS
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
 from batchinfer.records import Sampling, Shard

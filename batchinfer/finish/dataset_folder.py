@@ -17,7 +17,7 @@ import xxhash
 
 from batchinfer.config import JobConfig, dump_parts
 from batchinfer.data.duckdb_sql import read_parquet
-from batchinfer.data.schemas import OUTPUT_TABLES
+from batchinfer.data.schemas.outputs import OUTPUT_TABLES
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import Shard

@@ -12,7 +12,7 @@ from batchinfer.controller.claims import done_mark, last_claim, result_files
 from batchinfer.controller.result_files import sound_files
 from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.parquet import read_rows
-from batchinfer.data.schemas import RESULTS
+from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.finish.long_answers import LongAnswers, all_rows
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.manifest import Manifest

@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 from batchinfer.data.parquet import read_rows, table_writer
-from batchinfer.data.schemas import STATS_NODES
+from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.run.heartbeat import signs_of_life
 from batchinfer.run.storage import Storage
 

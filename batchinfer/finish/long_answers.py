@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.parquet import own_file
-from batchinfer.data.schemas import RESULTS
+from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.data.wide_rows import bytes_of_rows, runs_of_rows
 from batchinfer.whole_files import cannot_write
 

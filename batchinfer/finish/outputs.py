@@ -16,7 +16,7 @@ from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.kept_fields import kept_fields
 from batchinfer.data.parquet import lines_writer, table_writer
 from batchinfer.data.prompt_tokenizer import PromptTokenizer, token_bytes
-from batchinfer.data.schemas import asked_for, output_schema
+from batchinfer.data.schemas.outputs import asked_for, output_schema
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.wide_rows import runs_of_rows
 from batchinfer.finish.join import output_rows, query

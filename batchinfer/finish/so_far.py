@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import literal, read_parquet
-from batchinfer.data.schemas import STATS_REQUESTS
+from batchinfer.data.schemas.statistics import STATS_REQUESTS
 from batchinfer.finish.join import HAS_ENDED, create_results, open_database, output_rows, query
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats

@@ -15,7 +15,8 @@ from batchinfer.controller.claims import num_claims
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.data.parquet import own_file, read_rows, table_writer
-from batchinfer.data.schemas import PREDICTIONS, STATS_REQUESTS, STATS_RUN, STATS_UNITS
+from batchinfer.data.schemas.internal import PREDICTIONS
+from batchinfer.data.schemas.statistics import STATS_REQUESTS, STATS_RUN, STATS_UNITS
 from batchinfer.finish.join import CountedUnit, output_rows, query
 from batchinfer.manifest import Manifest
 from batchinfer.records import Shard

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinfer.data.schemas import LOGPROBS, LOGPROBS_WITH_TEXTS
+from batchinfer.data.schemas.table import LOGPROBS, LOGPROBS_WITH_TEXTS
 
 
 class TokenTexts:

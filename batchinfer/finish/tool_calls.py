@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import msgspec
 import pyarrow as pa
 
-from batchinfer.data.schemas import TOOL_CALLS
+from batchinfer.data.schemas.outputs import TOOL_CALLS
 
 Call = dict[str, str]  # name, arguments as JSON text of an object, and the id where the model wrote one
 

@@ -11,7 +11,7 @@ from batchinfer.data.formats.first_bytes import advice
 from batchinfer.data.formats.openai_batch import LINE_KEYS
 from batchinfer.data.inputs import column_type, first_bytes, shard_schema
 from batchinfer.data.kept_fields import kept_fields
-from batchinfer.data.schemas import asked_for
+from batchinfer.data.schemas.outputs import asked_for
 from batchinfer.records import ConfigError, ConfigErrors, Shard
 
 NAMED_COLUMNS = 20  # in a message

@@ -9,7 +9,8 @@ import pyarrow as pa
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas import DUPLICATES, PLAN_UNITS, REQUESTS, TOKEN_IDS
+from batchinfer.data.schemas.internal import DUPLICATES, PLAN_UNITS, REQUESTS
+from batchinfer.data.schemas.table import TOKEN_IDS
 from batchinfer.manifest import Manifest
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.packing import cut_units

@@ -25,7 +25,7 @@ from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.formats.values import column_roles
 from batchinfer.data.inputs import id_type
 from batchinfer.data.overrides import check_thinking
-from batchinfer.data.schemas import PLAN_SUMMARY
+from batchinfer.data.schemas.internal import PLAN_SUMMARY
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.manifest import Manifest

@@ -7,7 +7,7 @@ from typing import Any
 import duckdb
 
 from batchinfer.data.duckdb_sql import read_parquet
-from batchinfer.data.schemas import RESULTS
+from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.records import ConfigError
 from batchinfer.report.foreign_sql import answer
 from batchinfer.report.query_limits import SQL_S

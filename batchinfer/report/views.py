@@ -10,7 +10,9 @@ import duckdb
 from batchinfer.checked_json import read_json
 from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.parquet import check_sealed
-from batchinfer.data.schemas import DECODE_STEPS, OUTPUTS, STATS_TABLES, Table
+from batchinfer.data.schemas.outputs import OUTPUTS
+from batchinfer.data.schemas.statistics import DECODE_STEPS, STATS_TABLES
+from batchinfer.data.schemas.table import Table
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError
 from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again

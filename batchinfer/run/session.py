@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from batchinfer.config import ClusterConfig
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas import STATS_NODES
+from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.host_info import node_name
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, InterruptedRunError

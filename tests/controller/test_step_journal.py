@@ -9,7 +9,7 @@ import pytest
 from batchinfer.controller import step_journal
 from batchinfer.controller.step_journal import StepJournal, keep_lost_steps
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas import STATS_STEPS
+from batchinfer.data.schemas.statistics import STATS_STEPS
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.rundir import RunDir
 

@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller.result_files import write_results
-from batchinfer.data.schemas import RESULTS
+from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.finish import join, long_answers
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.records import ConfigError

@@ -8,7 +8,7 @@ import shutil
 import pyarrow as pa
 import pytest
 
-from batchinfer.data.schemas import LOGPROBS, LOGPROBS_WITH_TEXTS
+from batchinfer.data.schemas.table import LOGPROBS, LOGPROBS_WITH_TEXTS
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.finish.token_texts import TokenTexts
 from support.jobs import batchinfer, output_bytes, outputs, write_job, write_shard

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pytest
 
-from batchinfer.data.schemas import TOKEN_IDS
+from batchinfer.data.schemas.table import TOKEN_IDS
 from batchinfer.plan import choices as plan_choices
 from batchinfer.plan.choices import prompts_of
 from support.jobs import answers, batchinfer, write_job, write_shard

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.checked_json import publish_json, read_json
-from batchinfer.data.schemas import STATS_NODES
+from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import LAUNCHERS, RunDir

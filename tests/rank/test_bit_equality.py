@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.schemas import STATS_NODES
+from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.launch.agent import _take_over
 from batchinfer.run.bit_equality import EqualRows, together
 from batchinfer.run.session import Session

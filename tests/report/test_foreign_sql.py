@@ -16,7 +16,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
-from batchinfer.data.schemas import OUTPUTS
+from batchinfer.data.schemas.outputs import OUTPUTS
 from batchinfer.records import ConfigError, InterruptedRunError
 from batchinfer.report.foreign_sql import run_query
 from batchinfer.report.query_limits import Deadline

@@ -12,7 +12,7 @@ import pytest
 from batchinfer.controller import result_files
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.data.parquet import read_rows
-from batchinfer.data.schemas import RESULTS
+from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.report.panel import panel as panel_parts
 from batchinfer.report.read import read_report
 from batchinfer.report.terminal import drawn

@@ -16,7 +16,7 @@ from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import load_job
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.result_files import write_results
-from batchinfer.data.schemas import RESULTS
+from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import CheapHours, PriceList

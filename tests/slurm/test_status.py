@@ -19,7 +19,7 @@ import pytest
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.result_files import write_results
-from batchinfer.data.schemas import RESULTS
+from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.progress import Progress
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.storage import FolderStorage

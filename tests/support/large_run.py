@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.schemas import STATS_TABLES, output_schema
+from batchinfer.data.schemas.outputs import output_schema
+from batchinfer.data.schemas.statistics import STATS_TABLES
 from support.runs import session, write_table
 
 SCHEMAS = {table.name: table.schema for table in STATS_TABLES}

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas import TOKENS
+from batchinfer.data.schemas.internal import TOKENS
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir
 

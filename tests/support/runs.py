@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.schemas import STATS_TABLES, output_schema
+from batchinfer.data.schemas.outputs import output_schema
+from batchinfer.data.schemas.statistics import STATS_TABLES
 
 SCHEMAS = {table.name: table.schema for table in STATS_TABLES}
 

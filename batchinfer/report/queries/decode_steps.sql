@@ -1,4 +1,4 @@
--- decode_steps: a view; one row per decode step of a group with several decode ranks (data/schemas.py says what is in it).
+-- decode_steps: a view; one row per decode step of a group with several decode ranks (see schemas/statistics.py).
 -- With several runs it has the column `run`, which views.py puts in.
 SELECT
     /* run, */

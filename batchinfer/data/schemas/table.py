@@ -1,0 +1,45 @@
+"""What a table is, and the types and columns that several have."""
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+TOKEN_IDS = pa.list_(pa.int32())
+_TOKEN, _TEXT, _LOGPROB = ("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())
+LOGPROBS = pa.list_(pa.struct([_TOKEN, _LOGPROB, ("top", pa.list_(pa.struct([_TOKEN, _LOGPROB])))]))
+LOGPROBS_WITH_TEXTS = pa.list_(
+    pa.struct([_TOKEN, _TEXT, _LOGPROB, ("top", pa.list_(pa.struct([_TOKEN, _TEXT, _LOGPROB])))])
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: name, Arrow type and what it holds (with its unit)."""
+
+    name: str
+    type: pa.DataType
+    doc: str
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One table of the run folder."""
+
+    name: str
+    doc: str
+    columns: tuple[Column, ...]
+
+    @property
+    def schema(self) -> pa.Schema:
+        return pa.schema([(column.name, column.type) for column in self.columns])
+
+
+def table(name: str, doc: str, *columns: tuple[str, pa.DataType, str]) -> Table:
+    return Table(name, doc, tuple(Column(*column) for column in columns))
+
+
+KEY = (
+    ("shard", pa.int32(), "index of the input shard in run.json"),
+    ("row", pa.int64(), "position of the row in its shard, from 0"),
+    ("sample", pa.int32(), "0 .. n - 1"),
+)
