@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 INT64_MAX = 2**63 - 1
 
 Text = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=1, le=INT64_MAX)]
 
 
 class Part(BaseModel):

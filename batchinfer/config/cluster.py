@@ -1,0 +1,106 @@
+"""[cluster] of a job file: ranks, and what each of them does with its time and memory."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from batchinfer.config.part import Count, Part
+
+FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
+RankCount = Annotated[int, Field(ge=1, le=4096)]
+
+
+class ClusterConfig(Part):
+    """Ranks, memory and how often results become durable."""
+
+    mode: Literal["colocated", "disaggregated"] = Field("colocated", description="same ranks for both phases, or apart")
+    prefill_ranks: RankCount | None = Field(None, description="expert-parallel size of prefill")
+    decode_ranks: RankCount | None = Field(None, description="expert-parallel size of decode (colocated: the same)")
+    redundant_experts: int = Field(0, ge=0, le=65536, description="extra expert slots, over all ranks of a group")
+    nodes: RankCount | None = Field(
+        None, description="hosts that the ranks are spread over, evenly and in order; unset: as Slurm or the ranks say"
+    )
+    overlap: bool | None = Field(
+        None, description="two micro-batches, one computes while the other's rows travel; unset: when EP size > 1"
+    )
+    speculate: Literal["auto", "off"] = Field(
+        "off",
+        description="draft tokens with the model's own layer for multi-token prediction and run them with those that "
+        "are due; results stay the same to the byte; auto: in steps where it is quicker, by what was measured",
+    )
+    backend: Literal["auto", "hopper", "hopper-invariant", "triton", "sdpa", "cpu", "reference"] = Field(
+        "auto",
+        description="kernels; `batchinfer doctor` says which run here; cpu: C++; on GPUs sdpa: as auto, but PyTorch's "
+        "own attention for prefill; hopper: as auto, but flash_mla cuts a decode step as it likes, which is quicker "
+        "where requests are few, and a request's last bits depend on what is decoded beside it",
+    )
+    exchange: Literal["auto", "shared", "tls", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
+        "auto",
+        description="how expert rows travel; auto: shared memory on one host, tls between hosts, nccl on GPUs; "
+        "deepep-low-latency is for decode, ranks that do prefill alone take deepep-v1",
+    )
+    graphs: Literal["auto", "off"] = Field(
+        "auto",
+        description="decode steps as CUDA graphs where GPU, exchange and operations allow it; off: never, for drivers "
+        "with which they fail; results stay the same",
+    )
+    collective_seconds: float = Field(
+        300.0, gt=0, le=86400, description="a rank that does not answer for this long has failed"
+    )
+    page_bytes: Count | None = Field(None, description="KV page budget per rank in bytes; measured when unset")
+    commit_seconds: float = Field(30.0, gt=0, le=86400, description="a finished request is durable within this time")
+    prefill_tokens: int = Field(
+        4096, ge=1, le=2**20, description="prompt tokens per prefill step and rank (long prompts are cut)"
+    )
+    decode_requests: int = Field(256, ge=1, le=2**16, description="requests that decode together on one rank")
+    gpu: Literal["H800", "H100", "H200", "B200"] | None = Field(
+        None, description="accelerator of each rank, in nodes of eight; the plan then predicts without an earlier run"
+    )
+    finish_hours: float | None = Field(
+        None, gt=0, description="with gpu: the plan also says how many nodes finish within this time"
+    )
+
+    @model_validator(mode="after")
+    def _ranks_fit_the_mode(self) -> ClusterConfig:
+        if self.mode == "disaggregated":
+            for name in ("prefill_ranks", "decode_ranks"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"{name} is not set; disaggregated ranks need both prefill_ranks and decode_ranks")
+        elif None not in (self.prefill_ranks, self.decode_ranks) and self.prefill_ranks != self.decode_ranks:
+            raise ValueError(
+                f"decode_ranks is {self.decode_ranks} and prefill_ranks {self.prefill_ranks}, but colocated ranks do "
+                "both; make them equal, leave one out, or set mode = 'disaggregated'"
+            )
+        if self.finish_hours is not None and self.gpu is None:
+            raise ValueError("finish_hours is set, but not gpu; name the gpu whose nodes are to be counted")
+        return self
+
+    @property
+    def num_prefill_ranks(self) -> int:
+        return self.prefill_ranks or self.decode_ranks or 1
+
+    @property
+    def num_decode_ranks(self) -> int:
+        return self.decode_ranks or self.prefill_ranks or 1
+
+    @property
+    def expert_groups(self) -> dict[str, int]:
+        """The groups of ranks over which experts are spread: what they run -> how many ranks, where that is several."""
+        if self.mode == "colocated":
+            groups = {"both": self.num_prefill_ranks}
+        else:
+            groups = {"prefill": self.num_prefill_ranks, "decode": self.num_decode_ranks}
+        return {phase: num_ranks for phase, num_ranks in groups.items() if num_ranks > 1}
+
+    def hosts_of(self, phase: str, nodes: int) -> list[str]:
+        """The host of each rank of an expert group, if all ranks are spread over `nodes` hosts, evenly and in order."""
+        first = self.num_prefill_ranks if phase == "decode" else 0
+        return [str(rank * nodes // self.num_ranks) for rank in range(first, first + self.expert_groups[phase])]
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes in all: colocated ranks do both phases."""
+        both = self.num_prefill_ranks
+        return both + self.num_decode_ranks if self.mode == "disaggregated" else both

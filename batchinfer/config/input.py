@@ -1,0 +1,129 @@
+"""[input] of a job file: where the prompts are, and which columns say what."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import Field, JsonValue, field_validator, model_validator
+
+from batchinfer.config.part import Part, Text
+from batchinfer.sanitize import first_line
+
+# what data/formats/openai_batch.py makes of a line, as keys of [input]
+OPENAI_COLUMNS = {"id": "custom_id", "messages": "request", "sampling": "sampling"}
+
+
+class InputConfig(Part):
+    """Where the prompts are and which columns hold what."""
+
+    files: list[Text] = Field(
+        min_length=1,
+        description="shards: paths, folders or URIs (s3://bucket/a.parquet), globs too (`*`, `**`), in sorted order",
+    )
+    format: Literal["parquet", "jsonl", "csv", "arrow", "sharegpt", "openai"] | None = Field(
+        None,
+        description="of the files; unset: by extension, as jsonl.gz or tsv, else Parquet; sharegpt: by extension, and "
+        "messages (unset: conversations) holds {from: human | gpt | system, value}; openai: lines of its batch files",
+    )
+    id: Text = Field(
+        "id",
+        description="column with the row's id (text or integer), which may repeat or be null; none: rows have no ids",
+    )
+    prompt: Text | None = Field(None, description="column with raw prompt text (or messages, template, token_ids)")
+    messages: Text | None = Field(
+        None, description="column with a list of {role, content}, or JSON text of it, put through the chat template"
+    )
+    template: Text | None = Field(
+        None,
+        description="Jinja over the row's columns that writes the raw prompt text; with system: the user's message",
+    )
+    system: Text | None = Field(None, description="text of the system message of chats that have none")
+    chat_template_kwargs: dict[str, JsonValue] | Text | None = Field(
+        None,
+        description="variables for the chat template, such as enable_thinking, or JSON text of them ({...}); or a "
+        "column: structs or JSON text",
+    )
+    tools: list[dict[str, JsonValue]] | dict[str, JsonValue] | Text | None = Field(
+        None,
+        description="tools for the chat template, or JSON text of them ([...]), or a column with them: structs or JSON "
+        "text; outputs get tool_calls",
+    )
+    continue_final_message: bool = Field(
+        False, description="the answer goes on where the last message ends, as with transformers"
+    )
+    token_ids: Text | None = Field(None, description="column with ready token ids")
+    control_tokens: Literal["parse", "text", "error"] = Field(
+        "parse",
+        description="prompts that spell control tokens such as <|User|>: parse: they are these tokens, as with "
+        "transformers; text: ordinary text; error: the row is bad",
+    )
+    choices: Text | None = Field(
+        None,
+        description="column with a list of texts (or of lists of token ids), each scored as the prompt's continuation; "
+        "sampling.max_tokens must be 0",
+    )
+    sampling: Text | None = Field(
+        None, description="column with a struct, or JSON text of one, that overrides [sampling] row by row"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_columns_of_format(cls, table: Any) -> Any:
+        form = table.get("format") if isinstance(table, dict) else None
+        if form != "openai":
+            return {"messages": "conversations", **table} if form == "sharegpt" else table
+        for name in ("id", "prompt", "messages", "template", "token_ids", "tools", "choices", "sampling"):
+            if table.get(name, OPENAI_COLUMNS.get(name)) != OPENAI_COLUMNS.get(name):
+                raise ValueError(f"{name} does not go with format = 'openai', whose lines say all that; leave it out")
+        kwargs = table.get("chat_template_kwargs")
+        if isinstance(kwargs, str) and not _is_json(kwargs):
+            raise ValueError("chat_template_kwargs names a column, which format = 'openai' has not; write a table")
+        return {**table, **OPENAI_COLUMNS}
+
+    @field_validator("chat_template_kwargs", "tools", mode="before")
+    @classmethod
+    def _from_json(cls, value: Any) -> Any:
+        """Values that are null, which TOML has not, are written as JSON text."""
+        if not isinstance(value, str) or not _is_json(value):
+            return value
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"begins as JSON does, but is not valid JSON: {first_line(error)}") from None
+
+    @model_validator(mode="after")
+    def _one_prompt_column(self) -> InputConfig:
+        given = [name for name in ("prompt", "messages", "token_ids", "template") if getattr(self, name) is not None]
+        if len(given) != 1:
+            have = " and ".join(given) or "none"
+            raise ValueError(f"prompt, messages, token_ids, template: exactly one must be set, but the job sets {have}")
+        for name in ("system", "chat_template_kwargs", "tools"):
+            if getattr(self, name) is not None and not self.makes_chats:
+                raise ValueError(
+                    f"{name} is for chats, but {given[0]} alone makes none; use messages, or template with system"
+                )
+        if self.continue_final_message and self.messages is None:
+            raise ValueError(f"continue_final_message is for chats of input.messages, but the job sets {given[0]}")
+        return self
+
+    @property
+    def makes_chats(self) -> bool:
+        """Whether prompts go through the chat template; with format = 'openai' each line says."""
+        return self.messages is not None or (self.template is not None and self.system is not None)
+
+    @property
+    def prompt_column(self) -> str:
+        """The column that holds prompts; "" where `template` makes them of others."""
+        return self.prompt or self.messages or self.token_ids or ""
+
+    @property
+    def prompt_kind(self) -> Literal["prompt", "messages", "token_ids", "template"]:
+        if self.template:
+            return "template"
+        return "prompt" if self.prompt else "messages" if self.messages else "token_ids"
+
+
+def _is_json(text: str) -> bool:
+    """Whether the value of a key that may also name a column is JSON."""
+    return text.lstrip()[:1] in ("[", "{")
