@@ -6,32 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from batchinfer.checked_json import read_json
 from batchinfer.controller.claims import done_mark, last_claim, result_files
 from batchinfer.controller.lease_watch import LEASE_S, is_over
 from batchinfer.controller.planned_tokens import planned_tokens
-from batchinfer.data.parquet import own_file, read_rows, sealed_table
+from batchinfer.data.parquet import read_rows
 from batchinfer.manifest import Manifest
 from batchinfer.progress import duration
-from batchinfer.records import ConfigError, DamagedFileError
+from batchinfer.records import DamagedFileError
 from batchinfer.run.heartbeat import Sign, signs_of_life
 from batchinfer.run.storage import Part, Storage
 from batchinfer.rundir import RunDir, read_state
-from batchinfer.slurm import client, submit
+from batchinfer.slurm.live_tasks import tasks_in_cluster
+from batchinfer.slurm.result_counts import ResultFile, read_result_file, requests_per_s, step_tokens_per_s
 from batchinfer.slurm.token_counts import left_s, token_counts, tokens_per_s
-from batchinfer.submit.k8s import tasks as k8s
-from batchinfer.submit.live import LiveTasks
-from batchinfer.submit.ray import client as ray
-from batchinfer.submit.records import last_launcher
 from batchinfer.whole_files import file_system_s
-
-WINDOW_S = 300.0  # speeds are those of the last minutes
-MOST_ERRORS = 100  # different ones that are remembered of a file: three of all are told
-# why tasks wait when nothing is wrong
-USUAL_REASONS = {"None", "Resources", "Priority", "JobArrayTaskLimit", "BeginTime", "Dependency"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +79,6 @@ class Status:
     problems: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A file of results, which never changes."""
-
-    rows: int
-    failed: int
-    written_s: float
-    prompt_tokens: int = 0  # computed for its rows
-    output_tokens: int = 0
-    errors: tuple[tuple[str, int], ...] = ()  # sentences, and how many rows have each
-
-
 STATUS_PARTS: tuple[Part, ...] = ("state", "plan", "results", "claims", "stats", "signs", "sent")
 
 
@@ -115,7 +93,7 @@ class StatusReader:
         self._run, self._storage = run, storage
         self.counted: list[Path] = []
         self._units: list[dict[str, Any]] = []  # read when the plan is complete
-        self._files: dict[Path, _File] = {}
+        self._files: dict[Path, ResultFile] = {}
         self._damaged: dict[Path, str] = {}  # and why
         self._done: dict[int, list[Path]] = {}  # unit -> its files
 
@@ -136,7 +114,7 @@ class StatusReader:
         now_s = file_system_s(self._run.root)
         self._damaged, self.counted = {}, []
         holders, silent = list[Holder](), list[Holder]()
-        finished: list[list[_File]] = []
+        finished: list[list[ResultFile]] = []
         was_begun = False
         for row in self._units:
             unit = row["unit"]
@@ -154,7 +132,7 @@ class StatusReader:
     def _status(
         self,
         state: dict[str, Any],
-        finished: list[list[_File]],
+        finished: list[list[ResultFile]],
         holders: list[Holder],
         silent: list[Holder],
         sessions: list[Sign],
@@ -165,10 +143,11 @@ class StatusReader:
         files_now = [file for files in finished for file in files]
         done, failed = sum(file.rows for file in files_now), sum(file.failed for file in files_now)
         total = sum(row["num_requests"] for row in self._units)
-        rate = _rate(files_now, now_s) if holders else None
-        tasks, trouble = _live_tasks(self._run)
+        rate = requests_per_s(files_now, now_s) if holders else None
+        tasks, trouble = tasks_in_cluster(self._run)
         counts = state["counts"]
         workers = [sign for sign in sessions if sign.command in ("work", "run")]
+        speed = tokens_per_s(workers) or step_tokens_per_s(self._run, now_s, self._damaged) if holders else None
         is_running = bool(holders or workers) and len(self._done) < len(self._units)
         return Status(
             run=self._run.shown,
@@ -188,7 +167,7 @@ class StatusReader:
             work=sum(map(_work, self._units)),
             work_done=sum(map(_work_done, self._units, finished)),
             **_token_counts(self._units, counts, finished, workers),
-            tokens_per_s=tokens_per_s(workers) or _tokens_per_s(self._run, now_s, self._damaged) if holders else None,
+            tokens_per_s=speed,
             requests_per_s=rate,
             left_s=left_s(workers) or ((total - done) / rate if rate else None),
             launcher=None if tasks is None else tasks.launcher,
@@ -240,78 +219,23 @@ class StatusReader:
             requests_done=sum(self._file(file).rows for file in files),
         )
 
-    def _count(self, files: list[Path]) -> list[_File]:
+    def _count(self, files: list[Path]) -> list[ResultFile]:
         found = [self._file(path) for path in files]
         self.counted += (path for path in files if path not in self._damaged)
         return found
 
-    def _file(self, path: Path) -> _File:
+    def _file(self, path: Path) -> ResultFile:
         if path not in self._files:
             try:
-                self._files[path] = _read_file(path)
+                self._files[path] = read_result_file(path)
             except DamagedFileError as error:
                 self._damaged[path] = error.reason
-                return _File(0, 0, 0.0)
+                return ResultFile(0, 0, 0.0)
         return self._files[path]
 
 
-def _live_tasks(run: RunDir) -> tuple[LiveTasks | None, list[str]]:
-    """The run's tasks where it was sent last, and what is wrong with them."""
-    try:
-        match last_launcher(run):
-            case "slurm":
-                tasks = _slurm_tasks(run)
-            case "k8s":
-                tasks = k8s.look(run)
-            case "ray":
-                tasks = ray.look(run)
-            case _:
-                tasks = None
-    except ConfigError as error:
-        return None, [str(error)]
-    return tasks, [] if tasks is None else tasks.problems
-
-
-def _slurm_tasks(run: RunDir) -> LiveTasks | None:
-    """None where Slurm's commands are missing."""
-    if not client.is_here():
-        return None
-    tasks = submit.live_tasks(run)
-    waiting = Counter(task.reason for task in tasks if task.is_pending)
-    unusual = {reason: count for reason, count in waiting.items() if reason not in USUAL_REASONS}
-    num_waiting = sum(waiting.values())
-    problems = [f"{count} Slurm tasks wait: {reason}" for reason, count in unusual.items()]
-    return LiveTasks("Slurm", len(tasks) - num_waiting, num_waiting, problems)
-
-
-def _tokens_per_s(run: RunDir, now_s: float, damaged: dict[Path, str]) -> float | None:
-    """Each session by its own clock, over the last minutes it has told of; notes damaged files."""
-    spans: dict[str, list[tuple[float, float, int]]] = {}
-    for path in (run.stats / "steps").glob("*.parquet"):
-        try:
-            with own_file(path):
-                if now_s - path.stat().st_mtime > WINDOW_S:
-                    continue
-                columns = ["session", "start_s", "duration_s", "new_tokens"]
-                table = pq.read_table(sealed_table(path), columns=columns).to_pydict()
-        except DamagedFileError as error:
-            if path.exists():  # a commit has not just taken it away
-                damaged[path] = error.reason
-            continue
-        for session, start, seconds, tokens in zip(*table.values(), strict=True):
-            spans.setdefault(session, []).append((start, start + seconds, tokens))
-    if not spans:
-        return None
-    rates = []
-    for steps in spans.values():
-        end = max(step[1] for step in steps)
-        recent = [step for step in steps if step[1] > end - WINDOW_S]
-        rates.append(sum(step[2] for step in recent) / max(end - min(step[0] for step in recent), 1e-3))
-    return sum(rates)
-
-
 def _token_counts(
-    units: list[dict[str, Any]], counts: dict[str, Any], finished: list[list[_File]], workers: list[Sign]
+    units: list[dict[str, Any]], counts: dict[str, Any], finished: list[list[ResultFile]], workers: list[Sign]
 ) -> dict[str, int]:
     rows_U = np.array([sum(file.rows for file in files) for files in finished], dtype=np.float64)
     share_left_U = 1 - rows_U / np.array([max(unit["num_requests"], 1) for unit in units])
@@ -325,7 +249,7 @@ def _work(unit: dict[str, Any]) -> int:
     return int(unit["new_tokens"] + unit["max_output_tokens"])
 
 
-def _work_done(unit: dict[str, Any], files: list[_File]) -> float:
+def _work_done(unit: dict[str, Any], files: list[ResultFile]) -> float:
     return _work(unit) * sum(file.rows for file in files) / float(unit["num_requests"])
 
 
@@ -343,41 +267,8 @@ def _idle(state: str, was_begun: bool, num_done: int, num_units: int) -> str:
     return "interrupted" if was_begun or num_done else "planned"
 
 
-def _read_file(path: Path) -> _File:
-    failed: list[str] = []
-    with own_file(path):
-        metadata = pq.read_metadata(path)
-        if any(_may_hold_errors(metadata.row_group(group)) for group in range(metadata.num_row_groups)):
-            table = pq.read_table(path, columns=["status", "error"]).to_pydict()
-            failed = [error for status, error in zip(*table.values(), strict=True) if status == "error"]
-        counts = pq.read_table(path, columns=["computed_tokens", "completion_tokens"])
-    prompt_tokens, output_tokens = (pc.sum(column).as_py() or 0 for column in counts.columns)
-    errors = tuple(Counter(failed).most_common(MOST_ERRORS))
-    return _File(metadata.num_rows, len(failed), path.stat().st_mtime, prompt_tokens, output_tokens, errors)
-
-
-def _may_hold_errors(group: pq.RowGroupMetaData) -> bool:
-    """Whether a row group may hold anything but 'ok', by its footer."""
-    for index in range(group.num_columns):
-        column = group.column(index)
-        if column.path_in_schema == "status":
-            known = column.statistics
-            return known is None or not known.has_min_max or (known.min, known.max) != ("ok", "ok")
-    return True
-
-
-def _rate(files: list[_File], now_s: float) -> float | None:
-    """Requests per second that became durable in the last minutes."""
-    recent = [file for file in files if now_s - file.written_s <= WINDOW_S]
-    if not recent:
-        return None
-    earlier = [file.written_s for file in files if now_s - file.written_s > WINDOW_S]
-    since = WINDOW_S if earlier else now_s - min(file.written_s for file in recent)
-    return sum(file.rows for file in recent) / max(since, 1.0)
-
-
 def _problems(
-    state: dict[str, Any], silent: list[Holder], files: list[_File], failed_sessions: int, run: RunDir
+    state: dict[str, Any], silent: list[Holder], files: list[ResultFile], failed_sessions: int, run: RunDir
 ) -> list[str]:
     problems = [f"{shard['path']}: {shard['problem']}" for shard in state["shards"] if shard["problem"] is not None]
     problems += [

@@ -1,0 +1,95 @@
+"""What of a run's results and steps its status counts: by file, and how many came lately."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchinfer.data.parquet import own_file, sealed_table
+from batchinfer.records import DamagedFileError
+from batchinfer.rundir import RunDir
+
+WINDOW_S = 300.0  # speeds are those of the last minutes
+MOST_ERRORS = 100  # different ones that are remembered of a file: three of all are told
+
+
+@dataclass(frozen=True, slots=True)
+class ResultFile:
+    """A file of results, which never changes."""
+
+    rows: int
+    failed: int
+    written_s: float
+    prompt_tokens: int = 0  # computed for its rows
+    output_tokens: int = 0
+    errors: tuple[tuple[str, int], ...] = ()  # sentences, and how many rows have each
+
+
+def read_result_file(path: Path) -> ResultFile:
+    """Count what is in a file of results.
+
+    Raises:
+        DamagedFileError: it is missing or damaged.
+    """
+    failed: list[str] = []
+    with own_file(path):
+        metadata = pq.read_metadata(path)
+        if any(_may_hold_errors(metadata.row_group(group)) for group in range(metadata.num_row_groups)):
+            table = pq.read_table(path, columns=["status", "error"]).to_pydict()
+            failed = [error for status, error in zip(*table.values(), strict=True) if status == "error"]
+        counts = pq.read_table(path, columns=["computed_tokens", "completion_tokens"])
+    prompt_tokens, output_tokens = (pc.sum(column).as_py() or 0 for column in counts.columns)
+    errors = tuple(Counter(failed).most_common(MOST_ERRORS))
+    return ResultFile(metadata.num_rows, len(failed), path.stat().st_mtime, prompt_tokens, output_tokens, errors)
+
+
+def _may_hold_errors(group: pq.RowGroupMetaData) -> bool:
+    """Whether a row group may hold anything but 'ok', by its footer."""
+    for index in range(group.num_columns):
+        column = group.column(index)
+        if column.path_in_schema == "status":
+            known = column.statistics
+            return known is None or not known.has_min_max or (known.min, known.max) != ("ok", "ok")
+    return True
+
+
+def requests_per_s(files: list[ResultFile], now_s: float) -> float | None:
+    """Requests per second that became durable in the last minutes."""
+    recent = [file for file in files if now_s - file.written_s <= WINDOW_S]
+    if not recent:
+        return None
+    earlier = [file.written_s for file in files if now_s - file.written_s > WINDOW_S]
+    since = WINDOW_S if earlier else now_s - min(file.written_s for file in recent)
+    return sum(file.rows for file in recent) / max(since, 1.0)
+
+
+def step_tokens_per_s(run: RunDir, now_s: float, damaged: dict[Path, str]) -> float | None:
+    """Tokens that the steps of all sessions ran, each by its own clock over the last minutes it has told of.
+
+    Args:
+        damaged: gets files that are, and why.
+    """
+    spans: dict[str, list[tuple[float, float, int]]] = {}
+    for path in (run.stats / "steps").glob("*.parquet"):
+        try:
+            with own_file(path):
+                if now_s - path.stat().st_mtime > WINDOW_S:
+                    continue
+                columns = ["session", "start_s", "duration_s", "new_tokens"]
+                table = pq.read_table(sealed_table(path), columns=columns).to_pydict()
+        except DamagedFileError as error:
+            if path.exists():  # a commit has not just taken it away
+                damaged[path] = error.reason
+            continue
+        for session, start, seconds, tokens in zip(*table.values(), strict=True):
+            spans.setdefault(session, []).append((start, start + seconds, tokens))
+    if not spans:
+        return None
+    rates = []
+    for steps in spans.values():
+        end = max(step[1] for step in steps)
+        recent = [step for step in steps if step[1] > end - WINDOW_S]
+        rates.append(sum(step[2] for step in recent) / max(end - min(step[0] for step in recent), 1e-3))
+    return sum(rates)
