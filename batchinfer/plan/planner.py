@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.checked_json import publish_json
@@ -22,11 +21,8 @@ from batchinfer.config import PAGE_TOKENS, JobConfig
 from batchinfer.config.model_files import config_file
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
-from batchinfer.data.formats.values import column_roles
 from batchinfer.data.inputs import id_type
-from batchinfer.data.overrides import check_thinking
 from batchinfer.data.schemas.internal import PLAN_SUMMARY
-from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
@@ -35,8 +31,7 @@ from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import earlier_run, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.plan.expected_speeds import expected_speeds
-from batchinfer.plan.input_columns import check_columns
-from batchinfer.plan.input_rows import check_rows
+from batchinfer.plan.inputs import find_inputs, refuse_no_shard
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.plan.preflight import check_job, check_names
@@ -47,7 +42,7 @@ from batchinfer.plan.summary import count_plan, predict
 from batchinfer.plan.token_files import keep_sound_tokens, tokenize_shards
 from batchinfer.plan.unused_plan import make_way
 from batchinfer.progress import Stage, note
-from batchinfer.records import ConfigError, DamagedFileError, InputError, RunMismatchError, Shard
+from batchinfer.records import ConfigError, DamagedFileError, RunMismatchError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
 from batchinfer.run.job_file import publish_job
 from batchinfer.run.open_storage import storage_of
@@ -93,7 +88,7 @@ def plan_job(
     model = load_model_config(Path(job.model.path))
     check_job(job, model)
     with Encoders(job, window=model.max_positions, process=tokenizer) as encoders:
-        shards, kept = _find_shards(job, encoders, strict)
+        shards, kept = find_inputs(job, encoders, strict=strict)
         fingerprint = job_fingerprint(job, shards, encoders.digest)
         earlier = earlier_run(learn_from, job)
         learned = learn(earlier, earlier_run(expert_loads, job), model, fingerprint)
@@ -210,7 +205,7 @@ def _plan(
     _remove_leftovers(run)
     shards = tokenize_shards(prepared, shards, strict=strict)
     prepared.encoders.close()
-    _refuse_no_shard(shards)
+    refuse_no_shard(shards)
     with (
         Stage("planning", "ordering the requests"),
         PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=PREFIX_MEMORY_BYTES) as prefixes,
@@ -293,51 +288,6 @@ def _unknown_keys_warning(job: JobConfig, model: ModelConfig) -> str:
         f"{', '.join(model.unknown_keys[:NAMED_KEYS])}{f' and {more} more' if more > 0 else ''}; "
         "answers are wrong if the model needs them"
     )
-
-
-def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> list[pa.Field]:
-    """Refuse input that cannot be what the job says; returns the kept columns as the outputs will have them."""
-    if job.output.reasoning == "deepseek_r1" and not encoders.ends_thinking:
-        raise ConfigError(
-            "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think> or [/THINK]; use 'none'"
-        )
-    try:
-        check_thinking(job.sampling.to_sampling(), encoders.ends_thinking)
-    except ConfigError as error:
-        raise ConfigError(f"sampling.{error}") from None
-    if not encoders.writes_tools and (job.input.tools is not None or job.input.format == "openai"):
-        whose = "any that lines have" if job.input.tools is None else "those of input.tools"
-        note(
-            f"warning: the chat template of {job.model.path} does not write tools, so the model is not told of "
-            f"{whose}; give the folder one that does"
-        )
-    kept = check_columns(job, shards, encoders.columns)
-    check_rows(job, shards)
-    return kept
-
-
-def _find_shards(job: JobConfig, encoders: Encoders, strict: bool) -> tuple[list[Shard], list[pa.Field]]:
-    """The job's shards, of which at least one can be read and has the columns that the job names, and the kept ones."""
-    with Stage("planning", "looking through the inputs"):
-        roles = column_roles(job, encoders.columns)
-        shards = find_shards(job.input.files, storage_of(job).run.root, job.s3, format=job.input.format, roles=roles)
-        _check_shards(shards, strict)
-        return shards, _check_input(job, shards, encoders)
-
-
-def _check_shards(shards: list[Shard], strict: bool) -> None:
-    bad = [shard for shard in shards if shard.problem is not None]
-    for shard in bad:
-        note(f"warning: {shard.path} cannot be read: {shard.problem}")
-    if bad and strict:
-        raise InputError(f"{bad[0].path} cannot be read: {bad[0].problem}; repair it, or run without --strict")
-    _refuse_no_shard(shards)
-
-
-def _refuse_no_shard(shards: list[Shard]) -> None:
-    if all(shard.problem is not None for shard in shards):
-        first = f"{shards[0].path}: {shards[0].problem}"
-        raise InputError(f"none of the {len(shards)} input shards can be read; the first: {first}")
 
 
 def _check_memory(job: JobConfig, model: ModelConfig, rows: RowTable, shards: list[Shard]) -> None:

@@ -1,0 +1,66 @@
+"""The input of a job: its shards, and whether they can be what the job says."""
+
+import pyarrow as pa
+
+from batchinfer.config import JobConfig
+from batchinfer.data.encoders import Encoders
+from batchinfer.data.formats.values import column_roles
+from batchinfer.data.overrides import check_thinking
+from batchinfer.data.shards import find_shards
+from batchinfer.plan.input_columns import check_columns
+from batchinfer.plan.input_rows import check_rows
+from batchinfer.progress import Stage, note
+from batchinfer.records import ConfigError, InputError, Shard
+from batchinfer.run.open_storage import storage_of
+
+
+def find_inputs(job: JobConfig, encoders: Encoders, *, strict: bool) -> tuple[list[Shard], list[pa.Field]]:
+    """The job's shards and the columns to keep, as the outputs will have them.
+
+    Raises:
+        InputError: no shard can be read; or `strict` and one cannot.
+        ConfigError: the input cannot be what the job says.
+        StoreError: an object store does not answer or refuses to.
+    """
+    with Stage("planning", "looking through the inputs"):
+        roles = column_roles(job, encoders.columns)
+        shards = find_shards(job.input.files, storage_of(job).run.root, job.s3, format=job.input.format, roles=roles)
+        _check_shards(shards, strict=strict)
+        return shards, _check_input(job, shards, encoders)
+
+
+def _check_shards(shards: list[Shard], *, strict: bool) -> None:
+    bad = [shard for shard in shards if shard.problem is not None]
+    for shard in bad:
+        note(f"warning: {shard.path} cannot be read: {shard.problem}")
+    if bad and strict:
+        raise InputError(f"{bad[0].path} cannot be read: {bad[0].problem}; repair it, or run without --strict")
+    refuse_no_shard(shards)
+
+
+def refuse_no_shard(shards: list[Shard]) -> None:
+    """Raises InputError where none can be read."""
+    if all(shard.problem is not None for shard in shards):
+        first = f"{shards[0].path}: {shards[0].problem}"
+        raise InputError(f"none of the {len(shards)} input shards can be read; the first: {first}")
+
+
+def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> list[pa.Field]:
+    """Refuse input that cannot be what the job says; returns the kept columns as the outputs will have them."""
+    if job.output.reasoning == "deepseek_r1" and not encoders.ends_thinking:
+        raise ConfigError(
+            "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think> or [/THINK]; use 'none'"
+        )
+    try:
+        check_thinking(job.sampling.to_sampling(), encoders.ends_thinking)
+    except ConfigError as error:
+        raise ConfigError(f"sampling.{error}") from None
+    if not encoders.writes_tools and (job.input.tools is not None or job.input.format == "openai"):
+        whose = "any that lines have" if job.input.tools is None else "those of input.tools"
+        note(
+            f"warning: the chat template of {job.model.path} does not write tools, so the model is not told of "
+            f"{whose}; give the folder one that does"
+        )
+    kept = check_columns(job, shards, encoders.columns)
+    check_rows(job, shards)
+    return kept
