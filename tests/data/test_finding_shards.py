@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 
+import pyarrow as pa
 import pytest
 
 from batchinfer.data.shards import find_shards
 from batchinfer.records import ConfigError
+from support.formats import as_arrow
 from support.other_user import as_user, open_folder
 from support.prompt_tables import (
     one_shard,
@@ -176,3 +179,76 @@ def test_the_footer_digest_follows_the_file(tmp_path):
     assert one_shard(path) == first
     write(path, {"prompt": ["x", "a longer text"]})
     assert one_shard(path).footer not in ("", first.footer)
+
+
+def test_files_that_are_listed_twice_are_named(tmp_path, capsys):
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "x"}\n')
+    find_shards([f"{tmp_path}/*.jsonl"])
+    assert "more than once" not in capsys.readouterr().err
+    assert len(find_shards([f"{tmp_path}/*.jsonl", f"{tmp_path}/a.jsonl"])) == 2
+    told = capsys.readouterr().err
+    assert "more than once" in told
+    assert f"{tmp_path}/a.jsonl" in told
+    assert "b.jsonl" not in told
+
+
+def test_a_folder_stands_for_its_data_files(tmp_path):
+    for name in ("data/train-0.parquet", "data/x/test.parquet", ".cache/a.parquet", "data/_tmp/b.parquet"):
+        write(tmp_path / "hub" / name, {"prompt": ["x"]})
+    (tmp_path / "hub" / "more.jsonl").write_text('{"prompt": "x"}\n')
+    (tmp_path / "hub" / "README.md").write_text("Read me.")
+    shards = find_shards([str(tmp_path / "hub")])
+    assert [shard.name for shard in shards] == ["data/train-0.parquet", "data/x/test.parquet", "more.parquet"]
+
+
+def test_input_in_the_run_folder_is_told_as_such(tmp_path):
+    write(tmp_path / "a.parquet", {"prompt": ["x"]})
+    with pytest.raises(ConfigError, match=rf"is in the run folder {tmp_path}; choose another output\.dir"):
+        find_shards([f"{tmp_path}/*.parquet"], exclude=tmp_path)
+
+
+def test_links_to_folders_below_a_folder_are_followed_once(tmp_path):
+    for name in ("data/a.parquet", "disk/b.parquet", "disk/deep/c.parquet"):
+        write(tmp_path / name, {"prompt": ["x"]})
+    for name, target in (("data/part", "../disk"), ("data/again", "../disk/deep"), ("disk/deep/up", "../../data")):
+        (tmp_path / name).symlink_to(target)
+    shards = find_shards([str(tmp_path / "data")])
+    assert [shard.name for shard in shards] == ["a.parquet", "again/c.parquet", "part/b.parquet"]
+
+
+def test_a_link_beside_the_folder_that_it_leads_to_hides_no_key(tmp_path):
+    for day in ("day=1", "day=2"):
+        write(tmp_path / day / "a.parquet", {"prompt": ["x"]})
+    (tmp_path / "at_last").symlink_to("day=2")
+    shards = find_shards([str(tmp_path)])
+    assert [shard.name for shard in shards] == ["day=1/a.parquet", "day=2/a.parquet"]
+
+
+def test_folders_beside_the_files_that_a_pattern_matches_are_named_if_they_hold_data(tmp_path, capsys):
+    for name in ("a.parquet", "more.parquet/part-0.parquet", "more.parquet/part-1.parquet", "logs/x.log"):
+        write(tmp_path / name, {"prompt": ["x"]})
+    told = f"which are not read; name the folders too if they are meant: {tmp_path}/more.parquet/\n"
+    for pattern in ("*", "*.parquet"):
+        assert [shard.name for shard in find_shards([f"{tmp_path}/{pattern}"])] == ["a.parquet"]
+        assert capsys.readouterr().err.endswith(told)
+    # all of its files are read
+    assert len(find_shards([f"{tmp_path}/*.parquet", f"{tmp_path}/more.parquet"])) == 3
+    assert len(find_shards([f"{tmp_path}/**/*.parquet"])) == 3
+    assert capsys.readouterr().err == ""
+
+
+def test_a_saved_dataset_stands_for_the_files_that_it_lists(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        for name in ("data-0.arrow", "cache-1.arrow"):
+            as_arrow([{"prompt": "x"}] * 3, tmp_path / split / name, pa.ipc.new_stream)
+        (tmp_path / split / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+    shards = find_shards([str(tmp_path)])
+    assert [(shard.name, shard.num_rows) for shard in shards] == [
+        ("test/data-0.parquet", 3),
+        ("train/data-0.parquet", 3),
+    ]
+    (tmp_path / "test" / "state.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"state\.json, the list of a saved dataset's files"):
+        find_shards([str(tmp_path)])
