@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,25 +23,13 @@ from batchinfer.slurm.goal import Goal, read_goal
 from batchinfer.slurm.pursue import pursue
 from batchinfer.slurm.schedule import follow
 from batchinfer.slurm.submit import live_tasks, submissions
-from support.jobs import Ended, batchinfer, output_bytes, write_job, write_questions
+from support.jobs import Ended, batchinfer
 from support.object_store import Server, s3_server
+from support.sent_jobs import SLOW, computed_here, stumble, wait_for
 
 pytest.importorskip("obstore")
 
 ROWS = (9, 8, 7)
-SLOW = {"decode_requests": 2, "commit_seconds": 0.2}
-WAIT_S = 300.0
-# in ranks only, which find it by PYTHONPATH
-SLEEPY = """
-import os, time
-if "BATCHINFER_RANK_NUMBER" in os.environ:
-    from batchinfer.rank import prefill
-    plain = prefill.Prefill._run
-    def slow(self, *arguments, **options):
-        time.sleep(float(os.environ["STEP_S"]))
-        return plain(self, *arguments, **options)
-    prefill.Prefill._run = slow
-"""
 
 pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.slow]
 
@@ -89,22 +75,14 @@ class InBucket:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> tuple[Path, dict[str, bytes]]:
-    folder = tmp_path_factory.mktemp("reference")
-    write_questions(folder / "prompts", ROWS)
-    job = write_job(folder, sampling={"max_tokens": 16, "ignore_eos": True})
-    assert batchinfer("run", job).code == 0
-    return job, output_bytes(folder / "run")
+    return computed_here(tmp_path_factory.mktemp("reference"), ROWS)
 
 
 @pytest.fixture
 def run(reference, tmp_path, monkeypatch) -> Iterator[InBucket]:
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
     monkeypatch.chdir(tmp_path)  # logs come here
-    (tmp_path / "slow").mkdir()
-    (tmp_path / "slow" / "sitecustomize.py").write_text(SLEEPY)
-    paths = [str(tmp_path / "slow"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("STEP_S", "0.5")
+    stumble(monkeypatch, tmp_path / "slow", 0.5)
     (tmp_path / "nodes").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "nodes"))
     with s3_server() as server:
@@ -116,14 +94,6 @@ def run(reference, tmp_path, monkeypatch) -> Iterator[InBucket]:
             yield found
         finally:
             batchinfer("cancel", found.uri)
-
-
-def wait_for(condition: Any) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return value
 
 
 def test_the_command_stays_and_another_login_node_goes_on(run, reference):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,16 @@ from batchinfer.slurm.goal import Goal, read_goal
 from batchinfer.slurm.pursue import pursue
 from batchinfer.slurm.schedule import follow
 from batchinfer.slurm.submit import live_tasks, num_tasks, submissions
-from support.jobs import batchinfer, output_bytes, write_job, write_questions
+from support import sent_jobs
+from support.jobs import batchinfer, output_bytes
 from support.paths import ROOT
 from support.s3_servers import BOTH, running
+from support.sent_jobs import SLOW, computed_here, submitted
 from support.small_disks import small_disk
 
 __all__ = ["small_disk"]
 
 ROWS = (25, 20, 19)
-LONG = {"max_tokens": 16, "ignore_eos": True}
-SLOW = {"decode_requests": 2, "commit_seconds": 0.2}  # many small steps and commits, so that there is a middle
-WAIT_S = 300.0  # far more than it takes: only a job that hangs ends here
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -48,11 +47,7 @@ pytestmark = pytest.mark.usefixtures("cluster")
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """A job of 64 rows, each a unit of its own, and their outputs from one machine."""
-    folder = tmp_path_factory.mktemp("reference")
-    write_questions(folder / "prompts", ROWS)
-    job = write_job(folder, sampling=LONG)
-    assert batchinfer("run", job).code == 0
-    return job, output_bytes(folder / "run")
+    return computed_here(tmp_path_factory.mktemp("reference"), ROWS)
 
 
 @pytest.fixture
@@ -62,12 +57,7 @@ def submit(reference, tmp_path, monkeypatch):
     runs: list[RunDir] = []
 
     def send(*options: str, folder: Path = tmp_path, **cluster: Any) -> RunDir:
-        run = folder / "a run; of 100% $(touch x)"
-        keys = [f"cluster.{key}={value}" for key, value in (SLOW | cluster).items()]
-        sets = [word for key in [f"output.dir={json.dumps(str(run))}", *keys] for word in ("--set", key)]
-        sent = batchinfer("submit", reference[0], *sets, *options)
-        assert sent.code == 0, sent.err
-        runs.append(RunDir(run))
+        runs.append(submitted(reference[0], folder / "a run; of 100% $(touch x)", *options, **cluster))
         return runs[-1]
 
     yield send
@@ -75,43 +65,14 @@ def submit(reference, tmp_path, monkeypatch):
         batchinfer("cancel", run.root)
 
 
-# In the ranks only, which find it by PYTHONPATH: steps take long, and perhaps one row fails whatever is tried.
-STUMBLING = """
-import os, time
-if "BATCHINFER_RANK_NUMBER" in os.environ:
-    from batchinfer.rank import prefill
-    plain = prefill.Prefill._run
-    def stumbling(self, chunks, *rest, **options):
-        time.sleep(float(os.environ["STEP_S"]))
-        keys = {(chunk.sequence.request.key.shard, chunk.sequence.request.key.row) for chunk in chunks}
-        if keys & set(FAILING):
-            raise RuntimeError("no luck with this row")
-        return plain(self, chunks, *rest, **options)
-    prefill.Prefill._run = stumbling
-"""
-
-
 @pytest.fixture
 def stumble(tmp_path, monkeypatch):
     """Has ranks that are started from now on stumble: seconds lost per prefill step, rows that fail."""
-
-    def set_up(step_s: float, failing: set[tuple[int, int]]) -> None:
-        folder = tmp_path / "stumbling"
-        folder.mkdir(exist_ok=True)
-        (folder / "sitecustomize.py").write_text(STUMBLING.replace("FAILING", repr(failing)))
-        paths = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-        monkeypatch.setenv("STEP_S", str(step_s))
-
-    return set_up
+    return partial(sent_jobs.stumble, monkeypatch, tmp_path / "stumbling")
 
 
 def wait_for(condition: Callable[[], Any], run: RunDir) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, logs(run)
-        time.sleep(0.05)
-    return value
+    return sent_jobs.wait_for(condition, lambda: logs(run))
 
 
 def logs(run: RunDir) -> str:
@@ -164,7 +125,7 @@ def log_of(run: RunDir, task: str) -> str:
 
 
 def test_eight_tasks_of_which_one_is_requeued_in_the_middle(submit, reference, stumble):
-    stumble(0.5, set())
+    stumble(0.5)
     run = submit("--array", "8")
     assert len(pq.read_table(run.units)) == 64
     refused = batchinfer("submit", run.root, "--array", "2")
@@ -196,7 +157,7 @@ def test_eight_tasks_of_which_one_is_requeued_in_the_middle(submit, reference, s
 
 
 def test_a_group_of_two_nodes_with_two_ranks_each_and_a_warning(submit, reference, stumble, monkeypatch):
-    stumble(0.2, set())
+    stumble(0.2)
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 150)  # four ranks work on a unit together
     run = submit("--array", "1", "--nodes-per-group", "2", prefill_ranks=4)
     wait_for(lambda: is_in_the_middle(run), run)
@@ -218,7 +179,7 @@ def test_a_group_of_two_nodes_with_two_ranks_each_and_a_warning(submit, referenc
 
 @pytest.mark.slow
 def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference, stumble):
-    stumble(0.2, set())
+    stumble(0.2)
     run = submit("--array", "1")
     wait_for(lambda: is_in_the_middle(run), run)
     (task,) = live_tasks(run)
@@ -242,7 +203,7 @@ def test_half_of_the_tasks_cancelled_then_retry(submit, reference, stumble):
     assert " ExitCode=3:0 " in show(submissions(run)[0].finish)  # finished, with an error row
     found = json.loads(batchinfer("status", run.root, "--json").out)
     assert (found["requests_failed"], found["units_done"]) == (1, 64)
-    stumble(0.0, set())
+    stumble(0.0)
     retried = batchinfer("retry", run.root, "--array", "2")
     assert retried.code == 0, retried.err
     assert "1 failed requests in 1 units" in retried.out
@@ -252,7 +213,7 @@ def test_half_of_the_tasks_cancelled_then_retry(submit, reference, stumble):
 @pytest.mark.slow
 def test_the_clusters_own_warning_before_the_time_limit(submit, reference, stumble, tmp_path):
     """One minute is the shortest limit. Slurm looks every half minute: the warning comes within 30 s of the start."""
-    stumble(0.7, set())  # a life is too short for 64 steps of that length
+    stumble(0.7)  # a life is too short for 64 steps of that length
     own = tmp_path / "own.sbatch"
     own.write_text((ROOT / "jobs" / "array.sbatch").read_text().replace("B:USR1@120", "B:USR1@30"))
     run = submit("--array", "1", "--time", "1", "--template", str(own))
@@ -283,7 +244,7 @@ def test_a_full_disk_ends_tasks_and_later_ones_go_on(small_disk, submit, referen
 
 @pytest.mark.slow
 def test_half_of_the_tasks_cancelled_and_others_added_and_sent_away(submit, reference, stumble):
-    stumble(0.5, set())
+    stumble(0.5)
     run = submit("--array", "4")
     wait_for(lambda: is_in_the_middle(run), run)
     array = submissions(run)[0].arrays[0]
@@ -409,10 +370,7 @@ def test_tasks_that_have_ended_are_in_the_way_of_no_change():
     script = "[ $SLURM_ARRAY_TASK_ID = 0 ] || sleep 60"
     job = subprocess.run([*command, f"--wrap={script}"], check=True, capture_output=True, text=True).stdout.strip()
     names = [f"{job}_{index}" for index in range(4)]
-    deadline = time.monotonic() + WAIT_S
-    while {task.index: task.state for task in client.live_tasks([job])}.get("1") != "RUNNING":
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    sent_jobs.wait_for(lambda: {task.index: task.state for task in client.live_tasks([job])}.get("1") == "RUNNING")
     client.throttle(job, 2)
     assert "ArrayTaskThrottle=2" in show(f"{job}_3")
     client.forbid_requeue(names[:2])
@@ -478,7 +436,7 @@ def running_tasks(run: RunDir) -> list[str]:
 
 def test_tasks_follow_a_deadline_and_killed_ones_are_made_up_for(submit, reference, stumble):
     """The clock is the test's: a deadline far away, then near."""
-    stumble(0.5, set())
+    stumble(0.5)
     run = submit("--array", "1")
     forecast(run, 40.0)
     wait_for(lambda: is_in_the_middle(run), run)
@@ -506,7 +464,7 @@ def test_tasks_follow_a_deadline_and_killed_ones_are_made_up_for(submit, referen
 
 @pytest.mark.slow
 def test_a_budget_that_is_spent_pauses_the_run_and_more_of_it_goes_on(submit, reference, stumble, monkeypatch):
-    stumble(0.5, set())
+    stumble(0.5)
     monkeypatch.setattr("batchinfer.slurm.pursue.LEAVE_S", 5.0)
     run = submit("--array", "1")
     wait_for(lambda: is_in_the_middle(run), run)
@@ -545,7 +503,7 @@ def test_the_command_sends_tasks_and_stays_until_the_run_is_finished(submit, ref
 @pytest.mark.slow
 def test_a_run_ends_at_its_deadline_although_tasks_are_killed(submit, reference, stumble):
     """Real seconds: 64 units of 4 s, for which one task would need more than four minutes, in two and a half."""
-    stumble(4.0, set())
+    stumble(4.0)
     run = submit("--array", "1")
     forecast(run, 64 * 4.0)
     goal = goal_of(finish_by_s=time.time() + 150)

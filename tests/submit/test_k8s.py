@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,17 @@ from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
 from batchinfer.submit.k8s.names import LABEL
 from batchinfer.submit.names import run_name
+from support import sent_jobs
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.kubelet import Pod, expanded
 from support.kubernetes import JobSet, SimulatedKubernetes
 from support.paths import RANDOM_MODEL
 from support.real_kubernetes import NoKubernetesError, RealKubernetes
+from support.sent_jobs import LONG, computed_here, stumble, submitted
 
 KUBERNETES = "1.34"  # of the schemas
 Cluster = SimulatedKubernetes | RealKubernetes
-LONG = {"max_tokens": 16, "ignore_eos": True}
-SLOW = {"decode_requests": 2, "commit_seconds": 0.2}  # many small steps and commits, so that there is a middle
 ROWS = (9, 7, 8)
-WAIT_S = 240.0  # far more than it takes: only a job that hangs ends here
 
 
 def check_manifest(manifest: dict[str, Any]) -> None:
@@ -51,11 +49,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """A job of 24 rows, each a unit of its own, and their outputs from one machine."""
-    folder = tmp_path_factory.mktemp("reference")
-    write_questions(folder / "prompts", ROWS)
-    job = write_job(folder, sampling=LONG)
-    assert batchinfer("run", job).code == 0
-    return job, output_bytes(folder / "run")
+    return computed_here(tmp_path_factory.mktemp("reference"), ROWS)
 
 
 @pytest.fixture
@@ -79,29 +73,20 @@ def cluster(request, tmp_path, monkeypatch) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def submit(reference, tmp_path, monkeypatch, cluster, slow_steps):
+def submit(reference, tmp_path, monkeypatch, cluster):
     """Plans the job into a folder of its own, with a name that a shell or Kubernetes would take apart, and sends it."""
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
-    slow_steps(0.4)
+    stumble(monkeypatch, tmp_path / "slow", 0.4)
 
     def send(*options: str, **settings: Any) -> RunDir:
-        run = tmp_path / "a Run; of 100% $(PATH) $$"
-        keys = [f"cluster.{key}={value}" for key, value in (SLOW | settings).items()]
-        sets = [word for key in [f"output.dir={json.dumps(str(run))}", *keys] for word in ("--set", key)]
         here = ["--to", "k8s", "--image", "registry.example/batchinfer:1", "--pvc", f"disk:{tmp_path}"]
-        sent = batchinfer("submit", reference[0], *here, *sets, *options)
-        assert sent.code == 0, sent.err
-        return RunDir(run)
+        return submitted(reference[0], tmp_path / "a Run; of 100% $(PATH) $$", *here, *options, **settings)
 
     return send
 
 
 def wait_for(condition: Callable[[], Any], cluster: Cluster) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, logs(cluster)
-        time.sleep(0.05)
-    return value
+    return sent_jobs.wait_for(condition, lambda: logs(cluster))
 
 
 def logs(cluster: Cluster) -> str:

@@ -11,7 +11,6 @@ import shutil
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,25 +24,20 @@ from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.submit.ray.client import connect, submissions
 from batchinfer.submit.ray.wanted import read_tasks
-from support.jobs import batchinfer, output_bytes, write_job, write_questions
+from support import sent_jobs
+from support.jobs import batchinfer, output_bytes
 from support.object_store import SECRET, Server, s3_server
+from support.sent_jobs import SLOW, computed_here, submitted
 
 pytest.importorskip("ray", reason="NOT TESTED ON A REAL RAY: it is not installed (pip install 'ray[default]')")
 
-LONG = {"max_tokens": 16, "ignore_eos": True}
-SLOW = {"decode_requests": 2, "commit_seconds": 0.2}
 ROWS = (15, 12, 13)
-WAIT_S = 300.0
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """A job of 40 rows, each a unit of its own, and their outputs from one machine."""
-    folder = tmp_path_factory.mktemp("reference")
-    write_questions(folder / "prompts", ROWS)
-    job = write_job(folder, sampling=LONG)
-    assert batchinfer("run", job).code == 0
-    return job, output_bytes(folder / "run")
+    return computed_here(tmp_path_factory.mktemp("reference"), ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +72,7 @@ def submit(reference, tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
 
     def send(*options: str, **settings: Any) -> RunDir:
-        run = tmp_path / "a run; of 100% $(touch x)"
-        keys = [f"cluster.{key}={value}" for key, value in (SLOW | settings).items()]
-        sets = [word for key in [f"output.dir={json.dumps(str(run))}", *keys] for word in ("--set", key)]
-        sent = batchinfer("submit", reference[0], "--to", "ray", *sets, *options)
-        assert sent.code == 0, sent.err
-        return RunDir(run)
+        return submitted(reference[0], tmp_path / "a run; of 100% $(touch x)", "--to", "ray", *options, **settings)
 
     return send
 
@@ -114,11 +103,7 @@ def fetched(storage: Storage) -> Storage:
 
 
 def wait_for(condition: Callable[[], Any], run: RunDir) -> Any:
-    deadline = time.monotonic() + WAIT_S
-    while not (value := condition()):
-        assert time.monotonic() < deadline, logs(run)
-        time.sleep(0.1)
-    return value
+    return sent_jobs.wait_for(condition, lambda: logs(run))
 
 
 def logs(run: RunDir) -> str:
