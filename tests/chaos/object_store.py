@@ -14,18 +14,14 @@ from support.bucket_claimants import disturbed
 from support.faults import MIXED, SLOW, plan_units
 from support.faulty_store import Faults, faulty_store
 from support.jobs import batchinfer, output_bytes, start, write_job, write_questions
-from support.s3_servers import BOTH, running
+from support.s3_servers import BOTH, server_with
 
 KILLS, ERRORS = 200, 200
 PARTS = 4  # of the test of whole jobs, each with its share of them
 COUNTS = (60, 40, 20)  # rows of a job's shards
 
 
-@pytest.fixture(scope="module", params=BOTH)
-def server(request, tmp_path_factory):
-    with running(request.param, tmp_path_factory) as server:
-        server.make_bucket("runs")
-        yield server
+server = server_with("runs", which=BOTH)
 
 
 def test_workers_are_killed_and_the_store_fails_while_units_are_claimed(server, tmp_path):

@@ -13,7 +13,7 @@ from batchinfer.run import bucket_lease, liveness
 from batchinfer.run.bucket_storage import BucketStorage
 from support.bucket_claimants import ROWS, disturbed, mark_of
 from support.faulty_store import Faults
-from support.s3_servers import SERVERS, running
+from support.s3_servers import server_with
 
 pytest.importorskip("obstore")
 
@@ -25,11 +25,7 @@ class Clock:
         return self.now_s
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request, tmp_path_factory):
-    with running(request.param, tmp_path_factory) as server:
-        server.make_bucket("runs")
-        yield server
+server = server_with("runs")
 
 
 @pytest.fixture

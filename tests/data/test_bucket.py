@@ -12,16 +12,12 @@ from batchinfer.data import bucket as bucket_module
 from batchinfer.data.bucket import Bucket
 from batchinfer.records import ConfigError, StoreError
 from support.faulty_store import Faults, faulty_store
-from support.s3_servers import SERVERS, running
+from support.s3_servers import server_with
 
 pytest.importorskip("obstore")
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request, tmp_path_factory):
-    with running(request.param, tmp_path_factory) as server:
-        server.make_bucket("runs")
-        yield server
+server = server_with("runs")
 
 
 @pytest.fixture(autouse=True)

@@ -19,17 +19,12 @@ from batchinfer.records import ConfigError, StoreError
 from support.faults import ended
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions
 from support.object_store import KEY_ID, SECRET, free_port, gate
-from support.s3_servers import SERVERS, running
+from support.s3_servers import server_with
 
 MIXED = {"max_tokens": 12, "temperature": 0.7, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request, tmp_path_factory):
-    with running(request.param, tmp_path_factory) as server:
-        server.make_bucket("data")
-        server.make_bucket("results")
-        yield server
+server = server_with("data", "results")
 
 
 @pytest.fixture(scope="module")

@@ -12,17 +12,12 @@ from batchinfer.data import bucket as bucket_module
 from support.faults import MIXED, plan_units
 from support.faulty_store import Faults, faulty_store
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
-from support.s3_servers import SERVERS, running
+from support.s3_servers import server_with
 
 pytest.importorskip("obstore")
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request, tmp_path_factory):
-    with running(request.param, tmp_path_factory) as server:
-        server.make_bucket("runs")
-        server.make_open_bucket("open")
-        yield server
+server = server_with("runs", and_open=True)
 
 
 @pytest.fixture(scope="module")

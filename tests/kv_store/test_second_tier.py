@@ -14,18 +14,14 @@ from batchinfer.kv_store.second_tier import ATTEMPTS
 from support.faulty_store import Faults, faulty_store
 from support.jobs import answers, batchinfer, write_job, write_questions
 from support.kv_stores import FILE_BYTES, IDENTITY, block_files, chain_of, open_store, read_intact, write_chain
-from support.s3_servers import SERVERS, running
+from support.s3_servers import server_with
 
 pytest.importorskip("obstore")
 
 CHAINS = [chain_of("start", name) for name in "abcd"]  # of which all share the first block
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request, tmp_path_factory):
-    with running(request.param, tmp_path_factory) as server:
-        server.make_bucket("blocks")
-        yield server
+server = server_with("blocks")
 
 
 @pytest.fixture(autouse=True)

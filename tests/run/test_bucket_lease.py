@@ -9,16 +9,12 @@ from batchinfer.data.bucket import Bucket
 from batchinfer.records import ConfigError
 from batchinfer.run import bucket_lease
 from batchinfer.run.bucket_lease import LOCK, Lease, locked_in
-from support.s3_servers import SERVERS, running
+from support.s3_servers import server_with
 
 pytest.importorskip("obstore")
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request, tmp_path_factory):
-    with running(request.param, tmp_path_factory) as server:
-        server.make_bucket("runs")
-        yield server
+server = server_with("runs")
 
 
 @pytest.fixture(autouse=True)

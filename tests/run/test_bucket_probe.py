@@ -8,17 +8,12 @@ from batchinfer.data.bucket import Bucket
 from batchinfer.records import ConfigError, StoreError
 from batchinfer.run.bucket_probe import check_bucket
 from support.faulty_store import Faults, faulty_store
-from support.s3_servers import SERVERS, running
+from support.s3_servers import server_with
 
 pytest.importorskip("obstore")
 
 
-@pytest.fixture(scope="module", params=SERVERS)
-def server(request, tmp_path_factory):
-    with running(request.param, tmp_path_factory) as server:
-        server.make_bucket("runs")
-        server.make_open_bucket("open")
-        yield server
+server = server_with("runs", and_open=True)
 
 
 @pytest.fixture(autouse=True)
