@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from batchinfer.balance.prefix_groups import cut_groups, deal_prefixes, own_shared_tokens
 from batchinfer.records import ConfigError
-
-
-def common(first, second):
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(first), len(second)))
+from support.prompt_corpus import common
 
 
 def few_shot_tree(rng, num_tasks=12, system=300):

@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 
 from batchinfer.balance.prefix_order import longest_first, whole_first
 from batchinfer.records import ConfigError
+from support.prompt_corpus import common
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8).map(tuple), min_size=1, max_size=40, unique=True)
-
-
-def common(first, second):
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def shared(prompts):

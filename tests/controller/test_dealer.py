@@ -11,6 +11,7 @@ from batchinfer.config import SamplingConfig
 from batchinfer.controller.counted_prefixes import STRETCH, CountedPrompt, counted_tokens
 from batchinfer.controller.dealer import Dealer
 from batchinfer.records import Request, RequestKey
+from support.prompt_corpus import common
 
 GREEDY = SamplingConfig(max_tokens=4).to_sampling()
 
@@ -93,12 +94,6 @@ def test_what_is_computed_is_what_the_plan_needs_and_what_is_replicated(seed):
             done += 1
     needed = sum(len(item.token_ids) - item.cached_tokens for item in requests)
     assert computed == needed + replicated
-
-
-def common(first, second):
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
 
 
 @pytest.mark.parametrize("num", [0, 1, STRETCH - 1, STRETCH, STRETCH + 1, 3 * STRETCH])

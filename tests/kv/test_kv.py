@@ -11,6 +11,7 @@ from batchinfer.kv.prefix_tree import PrefixTree
 from batchinfer.kv.transfer import page_bytes, read_transfer, write_transfer
 from batchinfer.records import ConfigError
 from support.open_files import no_more_open_files
+from support.prompt_corpus import common
 from support.small_disks import SmallDisk, small_disk
 
 __all__ = ["small_disk"]
@@ -116,13 +117,6 @@ def test_random_use_never_loses_or_doubles_a_page(seed):
     assert tree.make_room(40)
     assert pool.num_free == 40
     assert PAGE_TOKENS == 64
-
-
-def common(left, right):
-    for place, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return place
-    return min(len(left), len(right))
 
 
 def test_no_more_tokens_are_matched_than_may_be():

@@ -15,12 +15,7 @@ from batchinfer.plan.prefix import plan_prefixes
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.scored import scored_first, tokens_scored_again
 from batchinfer.records import Request, RequestKey
-
-
-def common(first, second):
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
+from support.prompt_corpus import common
 
 
 def planned_requests(prompts, score_from):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 
@@ -22,6 +22,12 @@ PART_PROMPTS = 16_384  # also the row group of tokens/*.parquet
 SHARD_PARTS = 61  # about a million prompts
 
 Prompts = tuple[np.ndarray, np.ndarray]  # flat token ids, offsets
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Tokens with which both prompts begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((place for place, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def few_shot_prompts(num_prompts: int, *, seed: int = 0) -> Iterator[Prompts]:
