@@ -15,13 +15,14 @@ from batchinfer.model.fused.graphs import DecodeGraphs
 from batchinfer.model.ops import Ops
 from batchinfer.model.sampling import SamplingRows
 from batchinfer.model.schedules import Schedule
-from batchinfer.model.step import AttentionStep, PrefillSpan, StepInput, StepTensors
+from batchinfer.model.step import AttentionStep, StepTensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.overlap import run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.rank.logit_rules import LogitRules
 from support.checkpoints import make_checkpoint
 from support.compile_triton import RECORDED
+from support.step_inputs import decode_input, prefill_input
 from support.triton_device import needs_triton
 
 pytestmark = needs_triton
@@ -38,31 +39,6 @@ SIZES = {
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
 }
-
-
-def decode_input(count=3, most_pages=2):
-    kv_tokens = torch.arange(count) + 70
-    return StepInput(
-        tokens=torch.arange(count),
-        positions=kv_tokens - 1,
-        slots=torch.arange(count) * 64 + 5,
-        logit_rows=torch.arange(count),
-        page_table=(torch.arange(4 * count).view(count, 4)[:, :2]).repeat(1, most_pages // 2),
-        kv_tokens=kv_tokens,
-    )
-
-
-def prefill_input(**more):
-    return StepInput(
-        tokens=torch.arange(80) % 50,
-        positions=torch.cat([torch.arange(70), torch.arange(5, 15)]),
-        slots=torch.arange(80),
-        logit_rows=torch.tensor([69, 79]),
-        prefill=(PrefillSpan(0, 70, 70, torch.tensor([0, 1])), PrefillSpan(70, 10, 15, torch.tensor([2]))),
-        copy_from=torch.arange(5) + 128,
-        copy_to=torch.arange(5) + 192,
-        **more,
-    )
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import torch
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.launch.rank_watcher import LocalRanks
-from batchinfer.model.step import AttentionStep, PrefillSpan, StepInput, StepTensors
+from batchinfer.model.step import AttentionStep, StepTensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh, Seat
 from batchinfer.rank.batch import prefill_step
@@ -30,6 +30,7 @@ from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.transfer import in_one_copy, put_pages, take_pages
 from support.checkpoints import make_checkpoint
 from support.paths import RANDOM_MODEL
+from support.step_inputs import decode_input, prefill_input
 
 META = torch.device("meta")
 
@@ -47,30 +48,6 @@ def meta_model(request):
         model.weights,
         [layer.mlp.dispatcher for layer in model.layers if hasattr(layer.mlp, "dispatcher")],
         replace(model.ops, grouped_mlp=mlp_that_reads_nothing),
-    )
-
-
-def decode_input(count=3):
-    kv_tokens = torch.arange(count) + 70
-    return StepInput(
-        tokens=torch.arange(count),
-        positions=kv_tokens - 1,
-        slots=torch.arange(count) * 64 + 5,
-        logit_rows=torch.arange(count),
-        page_table=torch.arange(4 * count).view(count, 4)[:, :2],
-        kv_tokens=kv_tokens,
-    )
-
-
-def prefill_input():
-    return StepInput(
-        tokens=torch.arange(80) % 50,
-        positions=torch.cat([torch.arange(70), torch.arange(5, 15)]),
-        slots=torch.arange(80),
-        logit_rows=torch.tensor([69, 79]),
-        prefill=(PrefillSpan(0, 70, 70, torch.tensor([0, 1])), PrefillSpan(70, 10, 15, torch.tensor([2]))),
-        copy_from=torch.arange(5) + 128,
-        copy_to=torch.arange(5) + 192,
     )
 
 
