@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import json
 import os
@@ -104,14 +103,6 @@ class Browser:
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
-
-    def screenshot(self, file: Path, height: int | None = None) -> None:
-        """A PNG of the page, all of it or so many pixels from its top."""
-        wide = self.evaluate("innerWidth")
-        high = height or self.evaluate("document.documentElement.scrollHeight")
-        clip = {"x": 0, "y": 0, "width": wide, "height": high, "scale": 1}
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        file.write_bytes(base64.b64decode(answer["data"]))
 
     def requested(self) -> list[str]:
         """Addresses that the page asked for."""
