@@ -53,10 +53,6 @@ class Dealer:
     def num_running(self) -> int:
         return len(self._running)
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queues)
-
     def has_waiting(self, rank: int) -> bool:
         """Whether there is something for a rank when it asks next."""
         return self._queues.has_waiting(rank)

@@ -34,9 +34,6 @@ class RankQueues:
         self._last_of_rank: dict[int, Request] = {}
         self._last_dealt: Request | None = None
 
-    def __len__(self) -> int:
-        return sum(map(len, self._waiting.values()))
-
     def has_waiting(self, rank: int) -> bool:
         """Whether anything waits for a rank."""
         return bool(self._waiting[rank])

@@ -57,7 +57,6 @@ class ModelConfig:
     moe_intermediate_size: int
     first_k_dense_replace: int
     moe_layer_freq: int
-    scoring_func: str
     topk_method: str
     n_group: int
     topk_group: int

@@ -42,7 +42,7 @@ def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[st
         maximum=MAX_EXPERTS if family.has_experts else 0,
         null=0,
     )
-    topk_method, scoring_func = _read_gate(reader, family_name)
+    topk_method = _read_gate(reader, family_name)
     fields = {
         "n_routed_experts": num_experts if can_mix else 0,
         "n_shared_experts": 0,
@@ -50,7 +50,6 @@ def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[st
         "moe_intermediate_size": 0,
         "first_k_dense_replace": dense_layers,
         "moe_layer_freq": frequency,
-        "scoring_func": scoring_func,
         "topk_method": topk_method,
         "n_group": 1,
         "topk_group": 1,
@@ -75,8 +74,8 @@ def _first_sparse_layer(reader: ConfigReader, default: int) -> int:
     return next((layer for layer, kind in enumerate(kinds) if kind == "sparse"), len(kinds)) if kinds else default
 
 
-def _read_gate(reader: ConfigReader, family_name: str) -> tuple[str, str]:
-    """How experts are chosen and scored; the original V2 and V3 differ and cannot be mixed."""
+def _read_gate(reader: ConfigReader, family_name: str) -> str:
+    """How experts are chosen, which says how they are scored: the original V2 and V3 differ and cannot be mixed."""
     family = FAMILIES[family_name]
     topk_method = reader.text("topk_method", default=family.topk_methods[0])
     if topk_method not in family.topk_methods:
@@ -85,7 +84,7 @@ def _read_gate(reader: ConfigReader, family_name: str) -> tuple[str, str]:
     if scoring_func != family.scoring_func:
         supported = f"{family.scoring_func} for {family_name} with topk_method {topk_method}"
         raise reader.unsupported("scoring_func", scoring_func, supported)
-    return topk_method, scoring_func
+    return topk_method
 
 
 def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> dict[str, int]:

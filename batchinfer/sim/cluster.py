@@ -55,7 +55,6 @@ class History:
     prefill_busy_s: float  # unit-seconds
     decode_busy_s: float
     num_events: int
-    num_prefill_steps: int
     prefill_limits: dict[str, float]  # seconds of prefill steps by what limited them
     decode_limits: dict[str, float]
     first_token_s: np.ndarray  # [N] end of prefill
@@ -110,7 +109,7 @@ class _Log:
     def __init__(self, cluster: Cluster, num_requests: int) -> None:
         self.cluster = cluster
         self.due: list[tuple[float, int, str, int]] = []
-        self.history = History(0.0, [], 0.0, 0.0, 0, 0, {}, {}, np.zeros(num_requests), np.zeros(num_requests))
+        self.history = History(0.0, [], 0.0, 0.0, 0, {}, {}, np.zeros(num_requests), np.zeros(num_requests))
         self._busy: dict[tuple[str, int], list[list[float]]] = {}
 
     def expect(self, time_s: float, kind: str, unit: int) -> None:
@@ -172,7 +171,6 @@ class _Prefill:
             self._next = requests.stop
             self._running[unit] = requests
             history.prefill_busy_s += seconds
-            history.num_prefill_steps += 1
             history.prefill_limits[limit] = history.prefill_limits.get(limit, 0.0) + seconds
             self._log.work("prefill", unit, now, seconds)
 

@@ -209,7 +209,7 @@ def test_only_poison_is_given_up_whatever_else_dies(seed):
     for _ in range(5000):
         if not units and not dealer.num_unfinished:
             break
-        if units and not dealer.is_isolating and not dealer.num_waiting:
+        if units and not dealer.is_isolating and not any(map(dealer.has_waiting, ranks)):
             dealer.add_unit(units[0][0].unit, units.pop(0))
         running |= {item.key.row: item for rank in ranks for item in dealer.take(rank, rng.randint(1, 6))}
         assert running, "there is always something to do"
