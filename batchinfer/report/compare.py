@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
-from batchinfer.report.figures import GROUPS, Figure, Values, groups_of
+from batchinfer.report.figure import Figure, Values, groups_of
+from batchinfer.report.figures import GROUPS
 from batchinfer.report.terminal import HEADING, NOTE, table, text
 from batchinfer.sanitize import fit
 

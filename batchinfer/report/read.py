@@ -8,7 +8,8 @@ from typing import Any
 
 from batchinfer.checked_json import read_json
 from batchinfer.report.computed import Computed
-from batchinfer.report.figures import FIGURES, Values, changes, document
+from batchinfer.report.figure import Values
+from batchinfer.report.figures import FIGURES, changes, document
 from batchinfer.report.forms import Value
 from batchinfer.report.price import margin
 from batchinfer.report.time_axis import time_axis

@@ -15,7 +15,7 @@ from rich.console import Group as Together
 from rich.table import Table
 from rich.text import Text
 
-from batchinfer.report.figures import Group, Values, groups_of
+from batchinfer.report.figure import Group, Values, groups_of
 from batchinfer.sanitize import sanitize
 
 WIDTH = 80  # of what is not drawn on a terminal

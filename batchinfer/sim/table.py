@@ -6,7 +6,8 @@ from typing import Any
 from rich.console import RenderableType
 
 from batchinfer.report import forms
-from batchinfer.report.figures import FIGURES, Figure, Group, known
+from batchinfer.report.figure import Figure, Group
+from batchinfer.report.figures import FIGURES, known
 from batchinfer.report.terminal import HEADING, LINED_UP, figure_table, line, table, text
 
 BAR_WIDTH = 40

@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from batchinfer.report import forms
-from batchinfer.report.figures import ANSWERS, groups_of
+from batchinfer.report.figure import groups_of
+from batchinfer.report.figures import ANSWERS
 from batchinfer.report.page import charts
 from batchinfer.report.page.charts import Axis, Series
 from batchinfer.report.page.data import PageData

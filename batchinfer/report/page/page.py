@@ -9,7 +9,8 @@ from markupsafe import Markup
 
 from batchinfer.report import forms
 from batchinfer.report.export import refuse_inside_runs
-from batchinfer.report.figures import MONEY, PREDICTIONS, PUBLISHED, Values, groups_of
+from batchinfer.report.figure import Values, groups_of
+from batchinfer.report.figures import GROUPS, MONEY, PREDICTIONS, PUBLISHED
 from batchinfer.report.forms import Value
 from batchinfer.report.page import loads, over_time
 from batchinfer.report.page.answers import answers
@@ -187,7 +188,7 @@ def _comparison(runs: Sequence[PageData], together: Report) -> Section:
     rows = [
         [f"{group.title}: {figure.label.strip()}{f', {figure.unit}' if figure.unit else ''}",
          *(figure.form(report.values[figure.key]) for report in reports)]
-        for group, figures in groups_of([report.values for report in reports])
+        for group, figures in groups_of([report.values for report in reports], GROUPS)
         for figure in figures
     ]  # fmt: skip
     headers = [("figure", "name"), *((fit(name, 40), "number") for name in names)]

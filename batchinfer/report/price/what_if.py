@@ -8,7 +8,8 @@ from rich.console import RenderableType
 
 from batchinfer.records import ConfigError
 from batchinfer.report import forms
-from batchinfer.report.figures import FIGURES, Figure, Group, known
+from batchinfer.report.figure import Figure, Group
+from batchinfer.report.figures import FIGURES, known
 from batchinfer.report.price import margin
 from batchinfer.report.price.price_list import PRICES, PriceList
 from batchinfer.report.read import read_report
