@@ -96,7 +96,7 @@ def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: 
         return out_THC
     num_queries = num_rows // num_requests
     num_keys = num_pages * PAGE_TOKENS
-    keys_X = _key_positions(num_keys, pages.device)
+    keys_X = torch.arange(num_keys, device=pages.device)
     piece = max(1, _MAX_DECODE_VALUES // (num_keys * (width + num_queries * num_heads)))
     for start in range(0, num_requests, piece):
         stop = min(start + piece, num_requests)
@@ -146,7 +146,7 @@ def _prefill_chunk(
         # The tile's own positions bound its pages, in host arithmetic: a chunk is a run of consecutive positions.
         num_keys = _whole_pages(context_tokens - num_tokens + rows.stop)
         q_HTA = q_THA[rows].transpose(0, 1).float()
-        seen_TX = _key_positions(num_keys, pages.device) <= positions_T[rows, None]
+        seen_TX = torch.arange(num_keys, device=pages.device) <= positions_T[rows, None]
         out_HTV = attend_pages(q_HTA, k_HXA[:, :num_keys], v_HPSV[:, : num_keys // PAGE_TOKENS], seen_TX, scale)
         out_THV[rows] = out_HTV.transpose(0, 1).to(q_THA.dtype)
     return out_THV
@@ -190,7 +190,3 @@ def _query_tile(scores_per_query: int) -> int:
 
 def _whole_pages(num_tokens: int) -> int:
     return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS
-
-
-def _key_positions(num_keys: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(num_keys, device=device)
