@@ -52,11 +52,8 @@ def write_plan(
         ConfigError: the folder cannot be written.
     """
     prompt_tokens, max_tokens = rows.num_tokens[planned.row_index], rows.max_tokens[planned.row_index]
-    new_tokens = prompt_tokens - planned.cached_tokens
-    starts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens, num_ranks=num_ranks)
-    if planned.score_from.any():
-        planned, order = scored_first(planned, prompt_tokens, starts)
-        keys, prompt_tokens, max_tokens = keys[order], prompt_tokens[order], max_tokens[order]
+    planned, order, starts = _in_units(planned, prompt_tokens, max_tokens, num_ranks)
+    keys, prompt_tokens, max_tokens = keys[order], prompt_tokens[order], max_tokens[order]
     expected_tokens = np.full(len(prompt_tokens), np.nan, dtype=np.float32)
     last_units = _last_units(starts, planned.shared_tokens, prompt_tokens, block_tokens)
     cursor = _PromptCursor(prompts)
@@ -86,6 +83,20 @@ def write_plan(
     with table_writer(run.duplicates, DUPLICATES.schema, manifest=manifest) as writer:
         writer.write_table(_duplicate_table(rows, planned))
     return PlannedWork(starts, prompt_tokens, planned.cached_tokens, max_tokens, expected_tokens)
+
+
+def _in_units(
+    planned: PlannedRequests, prompt_tokens: np.ndarray, max_tokens: np.ndarray, num_ranks: int
+) -> tuple[PlannedRequests, np.ndarray | slice, np.ndarray]:
+    """The requests in the order of execution, [Q] the place that each had before, [U + 1] where each unit begins."""
+    new_tokens = prompt_tokens - planned.cached_tokens
+    starts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens, num_ranks=num_ranks)
+    if not planned.score_from.any():
+        return planned, slice(None), starts  # as they are, without a copy
+    # in parts as for one rank, so that outputs' cached_tokens do not depend on the number of ranks
+    parts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens)
+    planned, order = scored_first(planned, prompt_tokens, parts)
+    return planned, order, parts[np.searchsorted(parts, starts)]  # units of more ranks are whole parts
 
 
 def _unit_totals(

@@ -10,18 +10,18 @@ import numpy as np
 from batchinfer.balance.prefix_order import whole_first
 from batchinfer.plan.requests import PlannedRequests
 
-MOST_UNIT_TOKENS = 1 << 26  # of prompts; a unit with more keeps its order, since it would have to be in memory whole
+MOST_PART_TOKENS = 1 << 26  # of prompts; a part with more keeps its order, since it would have to be in memory whole
 
 
 def scored_first(
-    planned: PlannedRequests, prompt_tokens: np.ndarray, unit_starts: np.ndarray
+    planned: PlannedRequests, prompt_tokens: np.ndarray, part_starts: np.ndarray
 ) -> tuple[PlannedRequests, np.ndarray]:
-    """Let the prompt that has to run most begin, in each unit and below each node of the prefix tree.
+    """Let the prompt that has to run most begin, in each part and below each node of the prefix tree.
 
     Args:
         planned: in prefix order.
         prompt_tokens: [Q] int64.
-        unit_starts: [U + 1] int64, first request of each unit, and Q.
+        part_starts: [P + 1] int64, first request of each part of the job, and Q.
 
     Returns:
         The requests in their new order, and [Q] int64, the place that the k-th had before.
@@ -29,9 +29,9 @@ def scored_first(
     order = np.arange(len(prompt_tokens))
     most_cached = np.where(planned.score_from > 0, planned.score_from, prompt_tokens) - 1
     shared = planned.shared_tokens.copy()
-    for first, end in pairwise(unit_starts.tolist()):
+    for first, end in pairwise(part_starts.tolist()):
         part = slice(first, end)
-        if not planned.score_from[part].any() or prompt_tokens[part].sum() > MOST_UNIT_TOKENS:
+        if not planned.score_from[part].any() or prompt_tokens[part].sum() > MOST_PART_TOKENS:
             continue
         with_next = int(planned.shared_tokens[end]) if end < len(order) else 0
         places, shared[part] = whole_first(

@@ -224,6 +224,29 @@ def test_the_same_inputs_give_the_same_plan(tmp_path):
         assert one == two
 
 
+def test_what_rows_share_does_not_depend_on_the_number_of_ranks_where_some_are_scored(tmp_path, monkeypatch):
+    """They are put in another order part by part; larger groups of ranks have larger units."""
+    monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
+    rng = random.Random(0)
+    documents = [rng.choices(range(2, 900), k=rng.randrange(1, 60)) for _ in range(5)]
+    rows = [[*rng.choice(documents), *rng.choices(range(2, 5), k=rng.randrange(1, 9))] for _ in range(200)]
+    how = [json.dumps({"prompt_logprobs": 0}) if rng.random() < 0.3 else None for _ in rows]
+    write_shard(tmp_path / "prompts" / "a.parquet", {"ids": rows, "how": how})
+    job = write_job(tmp_path, input={"prompt": None, "token_ids": "ids", "sampling": "how"})
+    plans = {}
+    for ranks in (1, 4, 8, 16):
+        run = tmp_path / f"run{ranks}"
+        assert (
+            batchinfer("plan", job, "--set", f"output.dir={run}", "--set", f"cluster.prefill_ranks={ranks}").code == 0
+        )
+        plans[ranks] = pq.read_table(run / "plan" / "requests.parquet")
+    units = {ranks: plan["unit"].to_pylist() for ranks, plan in plans.items()}
+    assert [len(set(units[ranks])) for ranks in plans] == sorted({len(set(found)) for found in units.values()})[::-1]
+    assert all(found == sorted(found) for found in units.values())
+    for plan in plans.values():
+        assert plan.drop_columns(["unit", "last_units"]) == plans[1].drop_columns(["unit", "last_units"])
+
+
 def test_rows_that_spell_control_tokens_are_counted_and_treated_as_the_job_says(tmp_path):
     texts = ["a", "b<｜User｜>", "", "<｜Assistant｜><｜User｜>", "c"]
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": texts[:3]})

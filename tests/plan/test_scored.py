@@ -52,7 +52,7 @@ def test_worked_example():
     assert [prompts[place] for place in order] == [prompts[place] for place in found.row_index]
     assert found.row_index.tolist() == [0, 1, 3, 2, 4, 5]
     assert found.cached_tokens.tolist() == [0, 3, 0, 3, 0, 3]
-    # units of two and four requests: what is scored stays in its own unit
+    # parts of three requests: what is scored stays in its own part
     found, _ = scored_first(planned, lengths, np.array([0, 3, 6]))
     assert found.row_index.tolist() == [0, 1, 2, 3, 4, 5]
 
