@@ -70,10 +70,10 @@ class Sequence:
             self.finish_reason, self.ended_by_token = "stop", True
         elif token in sampling.stop_token_ids:
             self.finish_reason, self.stop_reason, self.ended_by_token = "stop", str(token), True
-        elif self.rules is not None and self.rules.is_complete:
-            self.finish_reason = "stop"
         else:
             self._look_for_stop_string(token)
+        if self.finish_reason is None and self.rules is not None and self.rules.is_complete:
+            self.finish_reason = "stop"
         if self.finish_reason is None and len(self.token_ids) >= self.request.sampling.max_tokens:
             self.finish_reason = "length"
 
@@ -115,7 +115,14 @@ class Sequence:
         """Whether the answer is all that its grammar asks for, and nothing has been cut off; None: it has none."""
         if self.request.sampling.structured is None or self.rules is None:
             return None
-        return self.rules.is_complete and self.stop_reason is None and self.error is None
+        return self.rules.is_complete and not self._is_cut and self.error is None
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether something that was generated is not part of the text, because it ended the text."""
+        if self.text_end is not None:
+            return self.text_end < len(self.text_so_far)
+        return self.stop_reason is not None and not self.request.sampling.include_stop_str_in_output
 
     def _texts(self, tokenizer: PromptTokenizer) -> tuple[str, str | None]:
         """The answer; and what was thought before it, None where it did not begin in thinking or nobody asked."""

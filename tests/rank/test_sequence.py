@@ -98,6 +98,23 @@ def test_a_structured_output_that_is_complete_ends_before_min_tokens_and_one_tha
     assert (logits == 0).any()
 
 
+@pytest.mark.parametrize(
+    ("more", "text", "valid"),
+    [
+        ({"stop": ["2"]}, "1", False),
+        ({"stop": ["2"], "include_stop_str_in_output": True}, "12", True),
+        ({"stop": ["2"], "min_tokens": 3}, "12", True),  # nothing may stop it so early
+        ({"stop_token_ids": DIGITS[1:2]}, "1", False),
+        ({"stop_token_ids": DIGITS[1:2], "include_stop_str_in_output": True}, "12", True),
+    ],
+)
+def test_what_stops_an_answer_cuts_it_also_where_it_completes_a_structured_output(more, text, valid):
+    done = run(DIGITS, **NUMBER | {"structured_outputs": {"regex": "[0-9]{2}"}} | more)
+    completion = done.completion(TOKENIZER)
+    assert (completion.finish_reason, completion.text, completion.structured_valid) == ("stop", text, valid)
+    assert (completion.stop_reason is None) is ("min_tokens" in more)
+
+
 THINK, END, BLANK = 8, 9, 10
 MARKS = ThinkingTokens(THINK, END, lambda token: token == BLANK)
 
