@@ -191,6 +191,11 @@ def is_run_folder(folder: str) -> bool:
     return all(os.path.isfile(path) for path in (RunDir(Path(folder)).run_json, RunDir(Path(folder)).job))
 
 
+def was_planned(run: RunDir) -> bool:
+    """Whether a plan was begun in this folder, which has run.json unless that was lost."""
+    return run.job.exists() and any(path.exists() for path in (run.run_json, run.lock, run.unit_folders))
+
+
 def output_files(run: RunDir, shard_name: str, form: str) -> list[Path]:
     """The files of a shard's outputs by output.format: the Parquet file, then those of lines."""
     table = run.output(shard_name)

@@ -51,7 +51,7 @@ from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
 from batchinfer.run.storage import MADE, Storage
 from batchinfer.run.trust import trust_run
-from batchinfer.rundir import RunDir, read_state, refuse_bad_rows
+from batchinfer.rundir import RunDir, read_state, refuse_bad_rows, was_planned
 
 PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
@@ -257,6 +257,8 @@ def _locked(storage: Storage, job: JobConfig, *, again: bool) -> Iterator[None]:
         trust_run(run, job)
         foreign = [path.name for path in run.root.iterdir() if path != run.lock and not _is_leftover(path, run)]
         if run.uri is None and foreign and not run.run_json.exists() and not (again and run.job.exists()):
+            if was_planned(run):
+                read_state(run)  # says that it is gone, and what to do
             raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")
     except OSError as error:
         reason = error.strerror or error

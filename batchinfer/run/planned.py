@@ -9,7 +9,7 @@ from batchinfer.run.job_file import recorded_job
 from batchinfer.run.open_storage import bucket_storage, storage_of
 from batchinfer.run.storage import Part, Storage, is_in_bucket, uri_of
 from batchinfer.run.trust import trust_run
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import RunDir, read_state, was_planned
 
 
 def planned_run(
@@ -19,6 +19,7 @@ def planned_run(
 
     Raises:
         ConfigError: there is no such file or folder, the job has no plan yet, or others may write in its folder.
+        DamagedFileError: what run.json says of the plan is damaged or gone.
         RunMismatchError: the job's settings are not those of the plan.
     """
     job = job_of(target, overrides)
@@ -33,12 +34,12 @@ def run_of(job: JobConfig, remedy: str, *parts: Part, may_be_planning: bool = Fa
         parts: as in `run_folder`.
 
     Raises:
-        ConfigError, RunMismatchError: as `planned_run`.
+        ConfigError, DamagedFileError, RunMismatchError: as `planned_run`.
     """
     storage = storage_of(job)
     storage.fetch("state", *parts)
     run, state = storage.run, None
-    if run.run_json.exists():
+    if was_planned(run):
         trust_run(run, job)
         state = read_state(run)
     if state is None or (state["state"] == "planning" and not may_be_planning):
@@ -81,7 +82,7 @@ def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
             raise ConfigError(f"there is no run folder {target}; give a job's output.dir or its .toml file")
         return load_job(target, overrides)
     run = RunDir(target.absolute())
-    if not run.job.exists() or not (run.run_json.exists() or run.unit_folders.exists()):
+    if not was_planned(run):
         raise ConfigError(f"{target} is not a run folder of batchinfer; give a job file or a job's output.dir")
     job = recorded_job(run, overrides)
     if is_in_bucket(job.output.dir):  # the folder is this node's copy of that

@@ -85,6 +85,25 @@ def test_a_plan_made_again_without_damage_leaves_no_quarantine(tmp_path):
     assert not (tmp_path / "run" / "quarantine").exists()
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_json_that_is_gone_is_named_by_every_command_with_what_makes_it_anew(computed, tmp_path, begun):
+    run, _ = computed
+    target = tmp_path / "run"
+    ignored = None if begun else shutil.ignore_patterns("units", "done", "work", "stats")
+    shutil.copytree(run, target, ignore=ignored)
+    (target / "run.json").unlink()
+    job = write_job(tmp_path, input={"files": ["none"]})  # with this folder as its output.dir
+    for command in ("status", "peek", "work", "finish", "retry", "plan"):
+        for named in (target, job) if command != "plan" else (target,):
+            ended = batchinfer(command, named)
+            assert ended.code == 2
+            assert f"{target / 'run.json'} is damaged: No such file or directory" in ended.err
+            assert f"`batchinfer plan --again {target}`" in ended.err
+    assert f"`batchinfer plan --again {target}`" in batchinfer("verify", target).said
+    again = batchinfer("plan", "--again", target)
+    assert again.code == 0, again.err
+
+
 @pytest.mark.parametrize("last_unit", ["done", "only claimed"])
 def test_units_with_other_rows_are_computed_anew(computed, last_unit):
     run, expected = computed
