@@ -73,6 +73,9 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
         traceback.print_exc()
         return ExitCode.INTERNAL
     finally:
+        from batchinfer.stop import ignore_signals
+
+        ignore_signals()  # how the command ends is decided
         if spare is not None:
             spare.end()
         if tokenizer is not None:

@@ -41,7 +41,7 @@ class StopSignal:
             raise self.raised
 
 
-def leave_signals_to_controller() -> None:
-    """In a rank: ignore what stops a job. The controller gets it, too, and decides what is still to be done."""
+def ignore_signals() -> None:
+    """Ignore what stops a job: in a rank, whose controller gets it, too, and where nothing is left to be stopped."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -26,7 +26,7 @@ from batchinfer.launch.kept_ranks import KeptRanks
 from batchinfer.launch.rank_process import SpareRank
 from batchinfer.program import program
 from batchinfer.records import BatchinferError, ExitCode
-from batchinfer.stop import SIGNALS, leave_signals_to_controller
+from batchinfer.stop import SIGNALS, ignore_signals
 
 STOP = b"stop"
 LOOK_S = 1.0  # for the process that started this one
@@ -74,7 +74,7 @@ def main() -> None:
 
 def _run_all(jobs: "queue.SimpleQueue[bytes | None]", tell: Tell, ended: Callable[[int], None]) -> NoReturn:
     """Run one job after the other until there is none any more."""
-    leave_signals_to_controller()  # the caller's, between jobs
+    ignore_signals()  # the caller's, between jobs
     own_process.settle()
     kept, tokenizer = KeptRanks(SpareRank()), TokenizerProcess(stays=True)
     from batchinfer import cli
@@ -86,7 +86,7 @@ def _run_all(jobs: "queue.SimpleQueue[bytes | None]", tell: Tell, ended: Callabl
             cli.main(None, tokenizer, tell, kept)
         except SystemExit as end:
             code = end.code
-        leave_signals_to_controller()
+        ignore_signals()
         ended(code if isinstance(code, int) else ExitCode.INTERNAL)
     kept.end()
     tokenizer.end()

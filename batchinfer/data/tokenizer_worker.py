@@ -30,14 +30,14 @@ from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
-from batchinfer.stop import leave_signals_to_controller
+from batchinfer.stop import ignore_signals
 
 Encode = Callable[[pa.Array], pa.RecordBatch]
 
 
 def serve(control: socket.socket) -> NoReturn:
     """Load what the first message asks for, then fork a worker, or wait for one's end, at each further message."""
-    leave_signals_to_controller()
+    ignore_signals()
     own_process.end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -8,9 +8,9 @@ controller's business: a rank ignores those that stop a job, and ends by itself 
 import gc
 
 if __name__ == "__main__":
-    from batchinfer.stop import leave_signals_to_controller
+    from batchinfer.stop import ignore_signals
 
-    leave_signals_to_controller()
+    ignore_signals()
 
     import sys
 
@@ -72,7 +72,7 @@ from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ExitCode
 from batchinfer.run.storage import is_in_bucket
 from batchinfer.sanitize import sanitize
-from batchinfer.stop import leave_signals_to_controller
+from batchinfer.stop import ignore_signals
 
 CONNECT_S = 30.0
 LOADING_S = 0.5  # between reports of the weights read
@@ -82,7 +82,7 @@ RankChannel = Channel[FromController]
 
 def main(task: Future[RankTask]) -> NoReturn:
     """Run one rank to its end."""
-    leave_signals_to_controller()
+    ignore_signals()
     environment, memory = task.result()
     environment.take_cores()
     try:

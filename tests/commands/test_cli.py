@@ -347,6 +347,29 @@ def test_an_interrupt_while_modules_are_imported_is_one_sentence(module):
     assert (done.returncode, done.stderr) == (75, "stopped by SIGINT; run the same command to go on\n")
 
 
+def test_signals_behind_the_end_of_a_command_change_nothing():
+    text = """
+import os, sys
+from batchinfer import cli, program
+from batchinfer.launch.rank_process import SpareRank
+from batchinfer.stop import SIGNALS, StopSignal
+
+def main(*_):
+    StopSignal()
+    sys.exit(3)
+
+def end(self, end=SpareRank.end):
+    for number in (*SIGNALS, *SIGNALS):
+        os.kill(os.getpid(), number)
+    end(self)
+
+cli.main, SpareRank.end = main, end
+program.program()
+"""
+    done = subprocess.run([sys.executable, "-c", text, "run"], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+
+
 def test_no_process_of_a_run_imports_pandas(tmp_path, monkeypatch):
     """Arrow would, wherever it is installed: half of the time that a small run takes."""
     library, seen = tmp_path / "library", tmp_path / "seen"
