@@ -68,7 +68,9 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
         return end.code if isinstance(end.code, int) else ExitCode.INTERNAL if end.code else ExitCode.OK
     except KeyboardInterrupt:
         raise
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 makes a RuntimeError of one in a class body
+            raise KeyboardInterrupt from None
         # the interpreter's own end waits for threads, and those that load ranks may wait for somebody who has left
         traceback.print_exc()
         return ExitCode.INTERNAL

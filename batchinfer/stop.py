@@ -4,6 +4,8 @@ Ranks leave them to their controller.
 """
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from batchinfer.records import InterruptedRunError
@@ -27,10 +29,25 @@ class StopSignal:
         self.requested = False
         self.raised: InterruptedRunError | None = None
         self.graceful = False
+        self._held: list[int] | None = None
         for number in SIGNALS:
             signal.signal(number, self._handle)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Signals that come meanwhile come at the end: C++ that an error reaches from Python would end the process."""
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for number in held:
+                self._handle(number, None)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._held is not None:
+            self._held.append(number)
+            return
         again = self.requested
         self.requested = True
         if again and number != signal.SIGINT:

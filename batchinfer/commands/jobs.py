@@ -143,7 +143,7 @@ def finish(
             wait_for_units(storage)
         tracer = tracer_of(trace)
         tracer.go_on(storage)
-        code = _finish(run, config, tracer, allow_partial=allow_partial)
+        code = _finish(run, config, stop, tracer, allow_partial=allow_partial)
     sys.exit(code)
 
 
@@ -215,10 +215,11 @@ def run(
             tokenizer=process.tokenizer,
         )
         if ranks is not None:
-            import batchinfer.finish.finish  # while the ranks load: this process only waits for them
-            import batchinfer.report.panel  # noqa: F401
+            with stop.held():  # as in _finish
+                import batchinfer.finish.finish  # while the ranks load: this process only waits for them
+                import batchinfer.report.panel  # noqa: F401
         _work(run_dir, config, session, stop, tracer, ranks, spare)
-        code = _finish(run_dir, config, tracer, allow_partial=False)
+        code = _finish(run_dir, config, stop, tracer, allow_partial=False)
     if process.kept is None:
         print_report([run_dir.root], as_json=False)
     sys.exit(code)
@@ -286,8 +287,9 @@ def _work(
         tracer.write(run_dir.trace)
 
 
-def _finish(run_dir: RunDir, config: JobConfig, tracer: Tracer, *, allow_partial: bool) -> int:
-    from batchinfer.finish.finish import finish_run
+def _finish(run_dir: RunDir, config: JobConfig, stop: StopSignal, tracer: Tracer, *, allow_partial: bool) -> int:
+    with stop.held():  # DuckDB calls Python while it is imported
+        from batchinfer.finish.finish import finish_run
     from batchinfer.run.open_storage import storage_of
 
     with tracer.span("finish", "controller"):

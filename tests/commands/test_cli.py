@@ -347,6 +347,27 @@ def test_an_interrupt_while_modules_are_imported_is_one_sentence(module):
     assert (done.returncode, done.stderr) == (75, "stopped by SIGINT; run the same command to go on\n")
 
 
+def test_an_interrupt_of_which_python_makes_another_error_is_one_sentence():
+    """Python 3.11 does, in the body of a class."""
+    text = "from batchinfer import cli, program; cli.main = lambda *processes: exec(WRAPPED); program.program()"
+    wrapped = "try: raise KeyboardInterrupt\nexcept BaseException as error: raise RuntimeError('set_name') from error"
+    command = [sys.executable, "-c", f"WRAPPED = {wrapped!r}\n{text}"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (75, "stopped by SIGINT; run the same command to go on\n")
+
+
+def test_a_signal_while_duckdb_is_imported_comes_afterwards(tmp_path):
+    """It calls Python while it is imported, and would end the process when that raises."""
+    write_questions(tmp_path / "prompts", (3,))
+    assert batchinfer("plan", write_job(tmp_path)).code == 0
+    text = INTERRUPTED_IMPORT.replace("SIGINT)", "SIGTERM)\n            print('goes on')")
+    text = text.replace("sys.argv[2]:", "'duckdb':")
+    command = [sys.executable, "-c", text, "finish", tmp_path / "run"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (75, "goes on\n")
+    assert done.stderr == "stopped by SIGTERM; run the same command to go on\n"
+
+
 def test_signals_behind_the_end_of_a_command_change_nothing():
     text = """
 import os, sys
