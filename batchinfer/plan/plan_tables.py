@@ -96,7 +96,7 @@ def _in_units(
     # in parts as for one rank, so that outputs' cached_tokens do not depend on the number of ranks
     parts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens)
     planned, order = scored_first(planned, prompt_tokens, parts)
-    return planned, order, parts[np.searchsorted(parts, starts)]  # units of more ranks are whole parts
+    return planned, order, parts[np.unique(np.searchsorted(parts, starts))]  # units of more ranks are whole parts
 
 
 def _unit_totals(
