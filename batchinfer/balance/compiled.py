@@ -2,10 +2,13 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from numba import njit
+from numba.core.caching import FunctionCache
+from numba.core.dispatcher import Dispatcher
 
 from batchinfer.ownership import check_folder
 from batchinfer.progress import note
@@ -16,18 +19,34 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function of numbers and arrays at its first call; it lets other threads run meanwhile.
 
     A function kept on disk is compiled again when its own file changes and not when another does: what it calls must
-    are in the same file.
+    be in the same file.
     """
-    try:
-        kept = njit(function, cache=True, nogil=True)
-    except RuntimeError:  # neither __pycache__ nor the user's cache folder can be written
-        return njit(function, nogil=True)
-    # nothing is kept when numba is switched off (NUMBA_DISABLE_JIT)
-    folder = kept.stats.cache_path if hasattr(kept, "stats") else None
-    source = Path(function.__code__.co_filename).parent
-    return (
-        kept if folder is None or Path(folder).parent == source or _is_trusted(folder) else njit(function, nogil=True)
-    )
+    code = njit(function, nogil=True)
+    if not isinstance(code, Dispatcher):  # numba is switched off (NUMBA_DISABLE_JIT)
+        return code
+    with suppress(RuntimeError):  # neither __pycache__ nor the user's cache folder can be written
+        kept = _KeptCode(function)
+        if Path(kept.cache_path).parent == Path(function.__code__.co_filename).parent or _is_trusted(kept.cache_path):
+            code._cache = kept  # type: ignore[attr-defined]  # which numba does not declare
+    return code
+
+
+class _KeptCode(FunctionCache):
+    """Numba's cache of a function; where its files are damaged or cannot be written the function is compiled anew."""
+
+    def load_overload(self, sig: object, target_context: object) -> object:
+        """See FunctionCache."""
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # whatever the bytes of a damaged file lead to
+            with suppress(OSError):
+                self.flush()  # its index is read before something is saved
+            return None
+
+    def save_overload(self, sig: object, data: object) -> None:
+        """See FunctionCache."""
+        with suppress(OSError):
+            super().save_overload(sig, data)
 
 
 @functools.cache
