@@ -272,8 +272,19 @@ def test_a_build_that_was_killed_leaves_nothing_in_the_way(tmp_path):
 def test_a_compiler_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     compiler = write_compiler(tmp_path, SLOW.format(tmp_path))
     with pytest.raises(build.BuildError, match=r"^/.*/compiler took longer than 3 s$"):
-        compilers.run([[compiler, "-o", "none"]], 3)
+        compilers.run([[compiler, "-o", "none"]], 3, tmp_path)
     wait_until(lambda: not any(map(is_running, numbers_in(tmp_path, 1))))
+
+
+@pytest.mark.usefixtures("supported")
+def test_compilers_that_are_ended_leave_no_temporary_files(tmp_path):
+    scratch, body = tmp_path / "scratch", 'touch "$TMPDIR/cc.s"; sleep 1; kill -9 $$'
+    scratch.mkdir()
+    assert "failed with code 137" in answer(
+        start(ASK, tmp_path, CXX=write_compiler(tmp_path, body), TMPDIR=str(scratch))
+    )
+    assert list(scratch.iterdir()) == []
+    assert entries(tmp_path) == [".failed", ".lock"]
 
 
 def test_a_compiler_that_is_none_is_the_reason(tmp_path):
@@ -281,16 +292,16 @@ def test_a_compiler_that_is_none_is_the_reason(tmp_path):
     path.write_bytes(b"\x7fELF")
     path.chmod(0o755)
     with pytest.raises(build.BuildError, match=r"compiler failed with code 1: it cannot be run: Exec format error$"):
-        compilers.run([[str(path)]], 60)
+        compilers.run([[str(path)]], 60, tmp_path)
 
 
-def test_a_compiler_that_gets_no_process_is_the_reason_and_not_the_cache(monkeypatch):
+def test_a_compiler_that_gets_no_process_is_the_reason_and_not_the_cache(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(compilers.subprocess, "Popen", refuse)
     with pytest.raises(build.BuildError, match=r"^c\+\+ cannot be run: Resource temporarily unavailable$"):
-        compilers.run([["c++"]], 60)
+        compilers.run([["c++"]], 60, tmp_path)
 
 
 REFUSE = """

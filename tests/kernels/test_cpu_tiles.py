@@ -84,6 +84,7 @@ def test_the_instructions_themselves_are_compiled(tmp_path):
             for source, target in zip(sources, objects, strict=True)
         ],
         build.COMPILE_S,
+        tmp_path,
     )
     for target in objects:
         said = subprocess.run(["objdump", "-d", str(target)], capture_output=True, text=True, check=True).stdout

@@ -332,11 +332,12 @@ def _compile(compiler: list[str], folder: Path) -> Path:
     includes = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     objects = {source: folder / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
     compiling = [*compiler, *flags, *includes, "-c"]
-    compilers.run([[*compiling, str(source), "-o", str(target)] for source, target in objects.items()], COMPILE_S)
+    commands = [[*compiling, str(source), "-o", str(target)] for source, target in objects.items()]
+    compilers.run(commands, COMPILE_S, folder)
     built = folder / "kernels.so"
     libraries = [*_TORCH, *([loaded] if (loaded := _loaded_cpp_library()) is not None else [])]
     linking = [*compiler, "-shared", *map(str, objects.values()), f"-L{torch_folder / 'lib'}", *libraries]
-    compilers.run([[*linking, "-o", str(built)]], COMPILE_S)
+    compilers.run([[*linking, "-o", str(built)]], COMPILE_S, folder)
     return built
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from batchinfer_kernels.cpu.instructions import BuildError
 
@@ -26,8 +27,11 @@ sys.exit(code if code >= 0 else 128 - code)
 """
 
 
-def run(commands: list[list[str]], limit_s: float) -> None:
+def run(commands: list[list[str]], limit_s: float, scratch: Path) -> None:
     """Run the commands side by side to their end.
+
+    Args:
+        scratch: folder for their temporary files, of which those that are killed leave some.
 
     Raises:
         BuildError: one of them failed or took too long; the message ends with its first error line.
@@ -40,6 +44,7 @@ def run(commands: list[list[str]], limit_s: float) -> None:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-P", "-I", "-S", "-c", _LEADER, *command],
+                    env={**os.environ, "TMPDIR": str(scratch)},
                     stdin=other_end,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.PIPE,
