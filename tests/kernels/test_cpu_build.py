@@ -287,6 +287,12 @@ def test_compilers_that_are_ended_leave_no_temporary_files(tmp_path):
     assert entries(tmp_path) == [".failed", ".lock"]
 
 
+@pytest.mark.usefixtures("supported")
+def test_a_name_of_a_compiler_that_is_no_command_is_the_reason(tmp_path):
+    said = answer(start(ASK, tmp_path, CXX="g++ '-O2"))
+    assert said == "CXX is g++ '-O2, which is no command: No closing quotation"
+
+
 def test_a_compiler_that_is_none_is_the_reason(tmp_path):
     path = tmp_path / "compiler"
     path.write_bytes(b"\x7fELF")

@@ -182,7 +182,11 @@ def _cache_folder() -> Path:
 def _compiler() -> list[str]:
     """The C++ compiler as the start of a command: $CXX, else the usual names."""
     named = os.environ.get("CXX")
-    for command in [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]:
+    try:
+        commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
+    except ValueError as error:
+        raise BuildError(f"CXX is {named}, which is no command: {error}") from None
+    for command in commands:
         if command and shutil.which(command[0]):
             return command
     raise BuildError(f"no C++ compiler on this machine ({named or 'c++, g++, clang++'}); install one or set CXX")
