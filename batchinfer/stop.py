@@ -1,4 +1,4 @@
-"""The signals that stop a command: SIGINT, SIGTERM and SIGUSR1.
+"""The signals that stop a command: SIGINT, SIGTERM, SIGUSR1, and SIGHUP, which the end of its terminal sends.
 
 Ranks leave them to their controller.
 """
@@ -10,7 +10,7 @@ from types import FrameType
 
 from batchinfer.records import InterruptedRunError
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopSignal:
@@ -31,7 +31,8 @@ class StopSignal:
         self.graceful = False
         self._held: list[int] | None = None
         for number in SIGNALS:
-            signal.signal(number, self._handle)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self._handle)
 
     @contextmanager
     def held(self) -> Iterator[None]:

@@ -59,7 +59,8 @@ LONG = pytest.mark.slow  # what a quicker case shows, too
     [
         pytest.param(signal.SIGINT, marks=LONG),
         pytest.param(signal.SIGTERM, marks=LONG),
-        signal.SIGUSR1,
+        pytest.param(signal.SIGUSR1, marks=LONG),
+        signal.SIGHUP,
         signal.SIGKILL,
     ],
 )

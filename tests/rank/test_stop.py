@@ -9,7 +9,7 @@ import pytest
 from batchinfer.records import InterruptedRunError
 from batchinfer.stop import StopSignal
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.fixture
@@ -46,3 +46,11 @@ def test_a_second_ctrl_c_raises_at_once(stop):
     signal.raise_signal(signal.SIGINT)
     with pytest.raises(InterruptedRunError):
         signal.raise_signal(signal.SIGINT)
+
+
+def test_the_end_of_a_terminal_stops_nothing_under_nohup():
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in NUMBERS}
+    StopSignal()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
