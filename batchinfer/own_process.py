@@ -1,5 +1,6 @@
 """Processes of batchinfer's own: their start, what they leave out, their streams; never for a caller's process."""
 
+import codecs
 import gc
 import io
 import os
@@ -82,5 +83,6 @@ def stream(kind: type[WaitingFile], of: TextIO) -> TextIO:
         return of
     of.flush()
     raw = io.BufferedWriter(kind(of.fileno(), "w", closefd=False))
-    errors = "backslashreplace" if of.errors == "strict" else of.errors
+    is_lacking = of.errors == "strict" or codecs.lookup(of.encoding).name != "utf-8"
+    errors = "backslashreplace" if is_lacking else of.errors
     return io.TextIOWrapper(raw, of.encoding, errors, line_buffering=of.line_buffering or kind is Log)
