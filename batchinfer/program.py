@@ -40,6 +40,7 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
 def _command(tell: Callable[[BatchinferError], None] | None) -> int:
     """Run the command; returns the exit code."""
     import traceback
+    from contextlib import suppress
 
     from batchinfer import own_process
     from batchinfer.records import ExitCode
@@ -58,7 +59,8 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
         if sys.argv[1:2] in (["plan"], ["run"]):
             from batchinfer.data.tokenizer_process import TokenizerProcess
 
-            tokenizer = TokenizerProcess()
+            with suppress(OSError):  # it is started when it is needed, and this is told
+                tokenizer = TokenizerProcess()
         from batchinfer.cli import main
 
         main(spare, tokenizer, tell)

@@ -231,6 +231,59 @@ def test_a_console_that_is_not_utf_8_gets_what_it_can_show(monkeypatch):
     assert 'batchinfer report RUN --sql "SELECT \\u2026"' in out
 
 
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii:surrogateescape", "\\u2500"), ("utf-8:surrogateescape", "─")])
+def test_a_console_of_the_locale_c_is_one_that_lacks_characters(monkeypatch, encoding, shown):
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    text = "import sys; from batchinfer import own_process as own; print('\u2500', file=own.stream(own.Output, sys.stdout))"
+    done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, encoding="utf-8")
+    assert (done.stdout, done.stderr) == (f"{shown}\n", "")
+
+
+LACKING = {
+    "processes": """
+import errno, os, subprocess
+def refuse(*_):
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+subprocess._fork_exec = refuse
+""",
+    "threads": """
+import threading
+def refuse(*_):
+    raise RuntimeError("can't start new thread")
+from batchinfer import cli
+threading.Thread.start = refuse
+""",
+    "temporary files": """
+import tempfile
+tempfile._candidate_tempdir_list = lambda: ["/dev/null"]
+""",
+    "working folder": """
+import os
+os.rmdir(os.getcwd())
+""",
+}
+
+
+@pytest.mark.parametrize(
+    ("lack", "said"),
+    [
+        ("processes", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
+        ("threads", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
+        ("temporary files", r"there is no folder that can be written for temporary files; set TMPDIR to one"),
+        ("working folder", r"the working folder was deleted; `cd` to one that exists"),
+    ],
+)
+def test_what_a_machine_does_not_give_is_one_sentence(tmp_path, lack, said):
+    write_questions(tmp_path / "prompts", (3,))
+    (folder := tmp_path / "folder").mkdir()
+    text = f"{LACKING[lack]}\nfrom batchinfer.program import program\nprogram()"
+    command = [sys.executable, "-c", text, "plan", str(write_job(tmp_path))]
+    done = subprocess.run(command, cwd=folder, check=False, capture_output=True, text=True)
+    assert re.fullmatch(f"error: {said}", done.stderr.splitlines()[-1]), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 2
+
+
 def in_a_shell(arguments, streams):
     """Run the command with streams that a shell opens or closes."""
     program = [sys.executable, "-c", "from batchinfer.program import program; program()", *map(str, arguments)]
