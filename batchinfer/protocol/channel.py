@@ -92,8 +92,9 @@ class Channel(Generic[ReceivedT]):
                 traceback.print_exc()
                 at_fault(error)
 
-        self._sender = threading.Thread(target=send, name="channel sending", daemon=True)
-        self._sender.start()
+        sender = threading.Thread(target=send, name="channel sending", daemon=True)
+        sender.start()  # there may be none left, and `close` waits for those that run
+        self._sender = sender
 
     def send_now(self, message: Message) -> None:
         """Send a message here and now, before any that wait for the sending thread.

@@ -115,6 +115,17 @@ def test_closing_sends_what_was_taken_before(ends):
     assert got == [Failed(content), Bye(), ChannelClosedError]
 
 
+def test_a_channel_that_got_no_thread_can_be_closed(ends, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    near, _ = ends
+    monkeypatch.setattr("threading.Thread.start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        near.send_on(at_fault=print)
+    near.close()
+
+
 def test_a_thread_that_cannot_send_any_more_says_so(ends):
     near, far = ends
     near.send_on(at_fault=pytest.fail)
