@@ -179,6 +179,7 @@ class TokenizerProcess:
             self._kill()  # one that another thread was starting
         self._kill()
         self._control.close()
+        self._stderr.close()
         self._lock.release()
 
     def _kill(self) -> None:

@@ -108,3 +108,4 @@ def test_a_process_that_its_program_ends_starts_no_more(tmp_path, process, monke
     assert questions == [*[b"fork", b"load"][:times], b"fork"]
     assert process._num_starts == times
     assert process._process.poll() is not None
+    assert process._stderr.closed
