@@ -91,7 +91,8 @@ def test_a_job_ends_with_its_caller(tmp_path):
     script = tmp_path / "script.py"
     settings = {**LONG, "model": str(RANDOM_MODEL), "output": str(tmp_path / "run"), "max_tokens": 2000}
     script.write_text(f"import batchinfer\nbatchinfer.generate({TEXTS!r}, **{settings!r})")
-    caller = subprocess.Popen([sys.executable, str(script)])
+    variables = {**os.environ, "TMPDIR": str(tmp_path)}  # where it leaves the file of its job
+    caller = subprocess.Popen([sys.executable, str(script)], env=variables)
     parts = tmp_path / "run" / "units"
     while not list(parts.glob("*/*/lease.json")):
         time.sleep(0.05)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -176,7 +177,9 @@ def test_a_node_whose_group_finds_everything_done_by_others_does_not_wait_for_it
 def torchrun(job, *options):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "batchinfer", "work"]
     command = [sys.executable, *command, job, *options]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=180)
+    with tempfile.TemporaryDirectory() as folder:  # torchrun leaves its own there
+        variables = {**os.environ, "TMPDIR": folder}
+        done = subprocess.run(command, env=variables, check=False, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
 
 
