@@ -156,6 +156,8 @@ def _open_group(backend: str, seat: Seat, store: dist.Store) -> dist.ProcessGrou
     """The group in torch."""
     if seat.one_host:
         _stay_on_loopback()
+    if backend == "gloo":
+        _refuse_missing_interfaces()
     try:
         dist.init_process_group(
             backend,
@@ -176,6 +178,22 @@ def _stay_on_loopback() -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+
+
+def _refuse_missing_interfaces() -> None:
+    """Gloo would say that in each of many starts.
+
+    Raises:
+        ConfigError: an interface that it is told to listen on is not there, or has no address.
+    """
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        try:
+            dist.ProcessGroupGloo.create_device(interface=name)
+        except RuntimeError:
+            raise ConfigError(
+                f"cluster.exchange is 'gloo', but the network interface {name} (GLOO_SOCKET_IFNAME) is not there or "
+                'has no address; name another one, or use cluster.exchange = "auto"'
+            ) from None
 
 
 def _choose(seat: Seat, device: torch.device) -> str:

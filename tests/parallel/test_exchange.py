@@ -524,3 +524,10 @@ def test_an_exchange_that_cannot_run_here_is_refused_with_a_remedy(exchange, one
     seat = Seat(0, 2, exchange, one_host=one_host, timeout_s=1.0)
     with pytest.raises(ConfigError, match=message):
         Mesh.join(seat, dist.HashStore(), torch.device("cpu"))
+
+
+def test_gloo_on_an_interface_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    seat = Seat(0, 2, "gloo", one_host=True, timeout_s=1.0)
+    with pytest.raises(ConfigError, match=r"interface nosuch0 \(GLOO_SOCKET_IFNAME\) is not there or has no address"):
+        Mesh.join(seat, dist.HashStore(), torch.device("cpu"))
