@@ -59,8 +59,8 @@ LONG = pytest.mark.slow  # what a quicker case shows, too
     [
         pytest.param(signal.SIGINT, marks=LONG),
         pytest.param(signal.SIGTERM, marks=LONG),
-        pytest.param(signal.SIGUSR1, marks=LONG),
-        signal.SIGHUP,
+        signal.SIGUSR1,
+        pytest.param(signal.SIGHUP, marks=LONG),
         signal.SIGKILL,
     ],
 )
