@@ -92,6 +92,11 @@ class InputConfig(Part):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"begins as JSON does, but is not valid JSON: {first_line(error)}") from None
 
+    @field_validator("tools")
+    @classmethod
+    def _none_of_an_empty_list(cls, value: Any) -> Any:
+        return value or None  # as in a row: nothing can be called
+
     @model_validator(mode="after")
     def _one_prompt_column(self) -> InputConfig:
         given = [name for name in ("prompt", "messages", "token_ids", "template") if getattr(self, name) is not None]

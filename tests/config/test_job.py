@@ -112,6 +112,12 @@ def test_a_dumped_job_reads_back_the_same(tmp_path):
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"default": None, "enum": ["\x7f", None]}}}
 
 
+@pytest.mark.parametrize("tools", [[], "[ ]"])
+def test_an_empty_list_of_tools_is_none(tmp_path, tools):
+    table = {**VALID, "input": {"files": ["a.parquet"], "messages": "m", "tools": tools}}
+    assert load_job(write_job(tmp_path, table)).input.tools is None
+
+
 @pytest.mark.parametrize("form", [None, "openai"])
 def test_null_in_variables_and_tools_is_written_as_json_text(tmp_path, form):
     keys = {"chat_template_kwargs": {"date": None, "levels": [1, None]}}
