@@ -50,7 +50,10 @@ FIRST_TOKEN = 8
 SAMPLINGS = {
     "greedy": SamplingConfig(max_tokens=1),
     "temperature 0.6, top_p 0.95": SamplingConfig(max_tokens=1, temperature=0.6, top_p=0.95),
+    "top_k 50": SamplingConfig(max_tokens=1, temperature=1.0, top_k=50),
+    "greedy, log-probabilities of five": SamplingConfig(max_tokens=1, logprobs=5),
 }
+LIKELY = 8.0  # times random logits: few tokens are likely, as with trained models
 
 
 class OpSeconds:
@@ -154,8 +157,10 @@ def print_end_of_step(model: Transformer, logits: torch.Tensor, step_s: float, r
     first = np.zeros(num_rows, dtype=np.int64)
     for name, config in SAMPLINGS.items():
         rows = SamplingRows.of([config.to_sampling()] * num_rows, list(range(num_rows)))
-        sampling_s = median_seconds(partial(sample, logits, rows, first, model.logit_ops), rounds)
-        print(f"    sampling, {name}: {sampling_s * 1e3:.1f} ms, {sampling_s / (step_s + sampling_s):.1%} of both")
+        for some, said in ((logits, ""), (LIKELY * logits, ", few likely")):
+            sampling_s = median_seconds(partial(sample, some, rows, first, model.logit_ops), rounds)
+            share = sampling_s / (step_s + sampling_s)
+            print(f"    sampling, {name}{said}: {sampling_s * 1e3:.1f} ms, {share:.1%} of both")
 
 
 def main() -> None:
