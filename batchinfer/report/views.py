@@ -15,7 +15,7 @@ from batchinfer.data.schemas.statistics import DECODE_STEPS, STATS_TABLES
 from batchinfer.data.schemas.table import Table
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError
-from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again
+from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again, read_state, was_planned
 from batchinfer.sanitize import first_line
 
 TABLES = (OUTPUTS, *STATS_TABLES)
@@ -99,6 +99,8 @@ def absolute_folder(folder: Path) -> Path:
 
 def _check_finished(run: RunDir) -> None:
     if not run.run_json.is_file():
+        if was_planned(run):
+            read_state(run)  # says that it is gone, and what to do
         raise ConfigError(f"{run.root} is not a run folder (it has no {run.run_json.name}); give the job's output.dir")
     if not _table_files(run, "run"):
         raise ConfigError(

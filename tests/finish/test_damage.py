@@ -100,6 +100,8 @@ def test_a_run_json_that_is_gone_is_named_by_every_command_with_what_makes_it_an
             assert f"{target / 'run.json'} is damaged: No such file or directory" in ended.err
             assert f"`batchinfer plan --again {target}`" in ended.err
     assert f"`batchinfer plan --again {target}`" in batchinfer("verify", target).said
+    ended = batchinfer("report", target)
+    assert (ended.code, f"`batchinfer plan --again {target}`" in ended.err) == (2, True)
     again = batchinfer("plan", "--again", target)
     assert again.code == 0, again.err
 

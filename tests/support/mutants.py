@@ -121,6 +121,7 @@ def _copied_tree() -> Iterator[Path]:
     listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, capture_output=True, check=True).stdout.decode().split("\0")
     with tempfile.TemporaryDirectory(prefix="batchinfer-mutant-") as folder:
+        os.chmod(folder, 0o755)  # some tests are another user, who must come through
         tree = Path(folder) / "tree"
         for name in filter(None, names):
             if (ROOT / name).is_file():
