@@ -146,6 +146,11 @@ def test_experts_move_again_when_other_prompts_come_and_outputs_stay_the_same(tw
     assert "loads" in of_prefill[2:]
     assert said.count("placed by the loads measured") >= 1
     assert furthest_from_promise(run) <= 0.02
+    # rows of the calibration are of no step
+    (rows,) = query(
+        run, "SELECT (SELECT sum(expert_rows) FROM steps) AS of_steps, (SELECT sum(tokens) FROM experts) AS routed"
+    )
+    assert rows["of_steps"] == rows["routed"]
     # the promised rows that the run has written are those
     same_rows = f"expert_rows JOIN ({BY_LAYER}) USING (rank, placement, phase, layer)"
     assert query(run, f"SELECT max(abs(promised_rows - promised)) AS off FROM {same_rows}")[0]["off"] < 1e-6
