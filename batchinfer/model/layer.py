@@ -76,4 +76,5 @@ class DecoderLayer:
         if wanted is None:
             return self.attention.attend(hidden_TD, self.attention.project(hidden_TD, step, pages), step, pages)
         queries = self.attention.project(hidden_TD, step, pages, step.logit_rows)
-        return self.attention.attend(hidden_TD[step.logit_rows], queries, wanted, pages)
+        wanted_SD = self.mlp.ops.gather_rows(hidden_TD, step.logit_rows)
+        return self.attention.attend(wanted_SD, queries, wanted, pages)

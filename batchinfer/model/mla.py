@@ -67,7 +67,7 @@ class Attention:
         x_TD = normed(self.ops, hidden_TD, self.norm_D, config.rms_norm_eps, weights.kv_down.weight)
         q_latent, latents_TW = self._compressed(x_TD)
         q_THA = self._placed(self.ops.linear(q_latent, *weights.q), latents_TW, step, pages)
-        copy_latents(step, pages)
+        copy_latents(self.ops, step, pages)
         return q_THA if rows_S is None else q_THA[rows_S]
 
     def attend(
@@ -170,11 +170,10 @@ def empty_pages(config: ModelConfig, num_pages: int, form: PageFormat, device: t
     return torch.frombuffer(memory, dtype=dtype, count=num_values).view(shape)
 
 
-def copy_latents(step: AttentionStep, pages: torch.Tensor) -> None:
+def copy_latents(ops: Ops, step: AttentionStep, pages: torch.Tensor) -> None:
     """Make a step's copies between slots of one layer's pages."""
     if step.copy_from is not None and step.copy_to is not None and len(step.copy_to):
-        slots_W = pages.view(-1, pages.shape[-1])
-        slots_W[step.copy_to] = slots_W[step.copy_from]
+        ops.copy_rows(pages.view(-1, pages.shape[-1]), step.copy_from, step.copy_to)
 
 
 def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:

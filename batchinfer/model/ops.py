@@ -36,6 +36,8 @@ class Ops:
     grouped_mlp: Operation
     masked_mlp: Operation
     add_sums: Operation
+    gather_rows: Operation
+    copy_rows: Operation
     mla_prefill: Operation
     mla_decode: Operation
     index_cache: Operation

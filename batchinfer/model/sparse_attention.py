@@ -60,7 +60,7 @@ class SparseAttention:
         q_THA = self.dense.queries(x_TD, q_latent, step, self._latents(pages))
         if self.weights is not None:
             self._write_keys(self.weights, x_TD, step, pages)
-        copy_latents(step, pages)
+        copy_latents(self.dense.ops, step, pages)
         chosen = None
         if self._has_far(step):
             chosen = self._chosen(x_TD, q_latent, step, pages, rows_S)

@@ -164,13 +164,13 @@ class Transformer:
             len(self.moe_mlps), self.config.n_routed_experts, dtype=torch.int64, device=self.device
         )
         rows_of_counts = iter(expert_counts)
-        hidden_TD = self.weights.embedding[step.tokens]
+        hidden_TD = self.ops.gather_rows(self.weights.embedding, step.tokens)
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             counts_E = next(rows_of_counts) if isinstance(layer.mlp, MoeMlp) else None
             of_layer = wanted if layer is self.layers[-1] else None
             hidden_TD = yield from layer.points(hidden_TD, attention_step, layer_pages, counts_E, spans, of_layer)
         with spans.compute("LOGITS"):
-            hidden_SD = hidden_TD if wanted is not None else hidden_TD[step.logit_rows]
+            hidden_SD = hidden_TD if wanted is not None else self.ops.gather_rows(hidden_TD, step.logit_rows)
             hidden_SD = self.ops.rms_norm(hidden_SD, self.weights.norm, self.config.rms_norm_eps)
             return _output(self, hidden_SD, step, expert_counts)
 

@@ -172,8 +172,8 @@ TIME = Group(
         Figure("idle_s", "idle", forms.rate, "s",
                "seconds in which ranks were held but neither starting up nor in a step", note="mean over ranks"),
         Figure("startup_s", "start-up", forms.rate, "s",
-               "seconds from the start of a session that holds ranks to its first prefill step; `run` makes its plan in "
-               "them, too",
+               "seconds from the start of a session that holds ranks to its first prefill step; `run` makes its plan "
+               "in them, too",
                note="mean over ranks, planning of `run` included"),
         Figure("peak_nodes", "nodes, peak", forms.count, "", "most hosts on which ranks were held at one time"),
         Figure("mean_nodes", "nodes, mean", forms.rate, "", "mean number of hosts held, over the time in which any was",

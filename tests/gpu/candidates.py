@@ -20,8 +20,8 @@ from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import probe
 
 NAMES = (registry.INVARIANT, "hopper", "triton")
-# A few values per token: plain PyTorch on GPUs, too.
-PLAIN = {"cos_sin", "log_sum_exp", "most_likely"}
+# A few values per token, or rows moved: plain PyTorch on GPUs, too.
+PLAIN = {"cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely"}
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
 _HOPPER_PROBES = {
     "linear": libraries.why_not_deep_gemm,

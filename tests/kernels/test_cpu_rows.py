@@ -170,6 +170,38 @@ def test_results_that_no_cache_keeps_are_those_of_fewer_rows(hidden, kind):
         assert torch.equal(ops.grouped_mlp(x[start:stop], counts, *weights), y[start:stop])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("width", "num_rows"), [(1, 3), (70, 40), (576, 300), (5, 0)])
+def test_rows_are_moved_as_by_the_reference(width, num_rows, dtype, threads):
+    rows = (100 * random(1000, width, dtype=torch.float32)).to(dtype)
+    numbers = torch.randperm(1000, generator=torch.Generator().manual_seed(1))
+    # some rows are written that others are copied from: what they held before counts
+    sources, targets = numbers[:num_rows], numbers[num_rows // 2 :][:num_rows]
+    for num_threads in (1, 2):
+        threads(num_threads)
+        assert torch.equal(ops.gather_rows(rows, sources), rows[sources])
+        every_other = rows[:, None].expand(-1, 2, -1).reshape(2000, width)[::2]
+        for own in (rows.clone(), every_other):
+            expected = rows.clone()
+            reference_rows.copy_rows(expected, sources, targets)
+            ops.copy_rows(own, sources, targets)
+            assert torch.equal(own, expected)
+
+
+def test_rows_that_are_not_there_are_refused_and_gaps_go_on_to_the_reference():
+    rows, missing = random(4, 3), torch.tensor([1, 4])
+    for move in (lambda: ops.gather_rows(rows, missing), lambda: ops.copy_rows(rows, missing, missing - 1)):
+        with pytest.raises(RuntimeError, match="row 4 of 4"):
+            move()
+    with pytest.raises(RuntimeError, match="row 4 of 4"):
+        ops.copy_rows(rows, missing - 1, missing)
+    turned, numbers = random(3, 4).T, torch.tensor([0, 2])
+    expected = turned.clone()
+    expected[[1, 3]] = expected[[0, 2]]
+    registry.select("copy_rows")(turned, numbers, numbers + 1)
+    assert torch.equal(turned, expected)
+
+
 @pytest.mark.parametrize("width", [1, 16, 33, 1000])
 def test_the_largest_logit_is_the_first_among_equals(width):
     logits = torch.randint(-3, 3, (50, width), generator=torch.Generator().manual_seed(0)).float()

@@ -104,7 +104,7 @@ def logits_of(prompt, folder=RANDOM_MODEL, **options):
 
 
 # no kernels of their own on GPUs
-PLAIN = {"cos_sin", "log_sum_exp", "most_likely"}
+PLAIN = {"cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely"}
 
 
 @needs_triton

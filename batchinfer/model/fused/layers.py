@@ -30,6 +30,7 @@ from batchinfer_kernels.weight_format import Weight
 class FusedAttention:
     """As mla.Attention, with one call for each of its two steps."""
 
+    ops: Ops
     kernel: Any  # C++
 
     def project(
@@ -37,7 +38,7 @@ class FusedAttention:
     ) -> torch.Tensor:
         """Norm, queries [T, H, A] or those of some rows, and the latents in their pages."""
         q_THA = self.kernel.project(hidden_TD, step.cos, step.sin, step.query_scale, step.slots, pages, rows_S)
-        copy_latents(step, pages)
+        copy_latents(self.ops, step, pages)
         return q_THA
 
     def attend(
@@ -115,7 +116,7 @@ def attention_of(
         *(weights.kv_norm, LATENT_NORM_EPS, key_up, value_up, kv_up, out),
         *([heads, nope_dim, config.qk_rope_head_dim, value_dim], config.rope_interleave, config.softmax_scale),
     )
-    return FusedAttention(kernel)
+    return FusedAttention(ops, kernel)
 
 
 def moe_of(ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Tensor, dispatcher: Dispatcher) -> MoeMlp:

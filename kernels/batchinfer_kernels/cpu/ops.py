@@ -76,6 +76,13 @@ def _drawn(logits_SV: torch.Tensor, temperature_S: torch.Tensor, top_k_S: torch.
     return _float32(logits_SV)
 
 
+def _side_by_side(rows_NW: torch.Tensor, *_: Any) -> str | None:
+    """Tensors that are not on the CPU; rows that have gaps between their values."""
+    if rows_NW.shape[1] > 1 and rows_NW.stride(1) != 1:
+        return "values of a row are not side by side"
+    return _foreign(rows_NW)
+
+
 def _weight(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, **_: Any) -> str | None:
     """Weights that are not in bfloat16 or float32 on the CPU; float32 for 8 or 4 bits."""
     if (eight_bit or four_bit) and weight.dtype is not torch.bfloat16:
@@ -297,6 +304,16 @@ def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Ten
     return library().add_sums(
         hidden_TD.contiguous(), sums_TD.contiguous(), None if added_TD is None else added_TD.contiguous()
     )
+
+
+@refusing(_foreign)
+def gather_rows(rows_NW: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
+    return library().gather_rows(rows_NW, index_T.contiguous())
+
+
+@refusing(_side_by_side)
+def copy_rows(rows_NW: torch.Tensor, from_M: torch.Tensor, to_M: torch.Tensor) -> None:
+    library().copy_rows(rows_NW, from_M.contiguous(), to_M.contiguous())
 
 
 @refusing(_float32)

@@ -185,6 +185,16 @@ def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
     return largest_S + powers_SV[:, 0].log()
 
 
+def gather_rows(rows_NW: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
+    """[T, W], rows by number, int64 from 0 on."""
+    return rows_NW[index_T]
+
+
+def copy_rows(rows_NW: torch.Tensor, from_M: torch.Tensor, to_M: torch.Tensor) -> None:
+    """Each of the rows to_M becomes the row from_M of before, in place; numbers are int64 from 0 on, to_M distinct."""
+    rows_NW[to_M] = rows_NW[from_M]
+
+
 def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[S] int64, the largest of each row, the lowest index among equals; [S] bool, whether the row is finite."""
     if logits_SV.device.type != "cpu":

@@ -494,6 +494,17 @@ std::tuple<Tensor, Tensor> most_likely(const Tensor& logits, int64_t count) {
   return {tokens, largest};
 }
 
+void copy_rows(const Tensor& rows, const Tensor& from, const Tensor& to) {
+  TORCH_CHECK(rows.size(1) <= 1 || rows.stride(1) == 1, "values of a row must be side by side");
+  check_indices(to, "to");
+  TORCH_CHECK(from.numel() == to.numel(), from.numel(), " rows for ", to.numel());
+  check_range(to, rows.size(0), "row");
+  const Tensor values = gathered(rows, from);
+  const int64_t value_bytes = rows.element_size();
+  put_rows(values.const_data_ptr(), read<int64_t>(to), to.numel(), rows.stride(0) * value_bytes,
+           rows.size(1) * value_bytes, rows.mutable_data_ptr());
+}
+
 std::tuple<Tensor, Tensor> cos_sin(const Tensor& angles, double scale) {
   TORCH_CHECK(angles.scalar_type() == at::kFloat && angles.is_contiguous(), "angles must be contiguous float32");
   Tensor cos = at::empty(angles.sizes(), angles.options()), sin = at::empty(angles.sizes(), angles.options());
@@ -515,6 +526,7 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
       "index_cache(Tensor keys, Tensor norm, Tensor bias, float eps, Tensor cos, Tensor sin, bool is_interleaved, "
       "Tensor slots, Tensor(a!) pages) -> ()",
       index_cache);
+  m.def("copy_rows(Tensor(a!) rows, Tensor from_rows, Tensor to_rows) -> ()", copy_rows);
   // these change no argument: their C++ signatures say all
   m.def("packed_bytes", packed_bytes);
   m.def("linear", linear);
@@ -531,6 +543,7 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
   m.def("sort_by_expert", sort_by_expert);
   m.def("sum_per_token", sum_per_token);
   m.def("add_sums", add_sums);
+  m.def("gather_rows", gathered);
   m.def("rms_norm", rms_norm);
   m.def("silu_mul", silu_mul);
   m.def("argmax", argmax);

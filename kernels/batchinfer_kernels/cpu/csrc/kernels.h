@@ -145,10 +145,13 @@ template <class Value>
 void combine(const Value* hidden, const Value* rows, const int64_t* place, const float* weights, const Value* added,
              Value* out, int64_t num_tokens, int64_t topk, int64_t width);
 
-// Copies the rows that an index names one after the other; torch would do so on threads of its own, which all have to
-// come before it goes on. A row has `row_bytes`, the next one begins `step_bytes` later.
+// Copies the rows that an index names one after the other, or puts rows that are so to where it names; torch would do so
+// on threads of its own, which all have to come before it goes on. A row has `row_bytes`, the next one of those that are
+// named begins `step_bytes` later.
 void gather_rows(const void* rows, int64_t step_bytes, int64_t row_bytes, const int64_t* index, int64_t num_rows,
                  void* out);
+void put_rows(const void* values, const int64_t* index, int64_t num_rows, int64_t step_bytes, int64_t row_bytes,
+              void* rows);
 
 // rope.cpp: turns `num_heads` groups of `rotary` values per row in place.
 struct Rotary {

@@ -153,15 +153,29 @@ void combine(const Value* hidden, const Value* rows, const int64_t* place, const
   });
 }
 
-void gather_rows(const void* rows, int64_t step_bytes, int64_t row_bytes, const int64_t* index, int64_t num_rows,
-                 void* out) {
+// Calls copy(row) for all rows of `row_bytes`.
+template <class Copy>
+void for_copies(int64_t num_rows, int64_t row_bytes, Copy copy) {
   constexpr int64_t kTaskRows = 16, kBytesPerNanosecond = 10;
   const double nanoseconds = 1.0 * num_rows * row_bytes / kBytesPerNanosecond;
   run_tasks((num_rows + kTaskRows - 1) / kTaskRows, nanoseconds, [&](int64_t task) {
-    for (int64_t row = task * kTaskRows; row < std::min(num_rows, (task + 1) * kTaskRows); ++row) {
-      const auto* const from = static_cast<const uint8_t*>(rows) + index[row] * step_bytes;
-      std::memcpy(static_cast<uint8_t*>(out) + row * row_bytes, from, row_bytes);
-    }
+    for (int64_t row = task * kTaskRows; row < std::min(num_rows, (task + 1) * kTaskRows); ++row) copy(row);
+  });
+}
+
+void gather_rows(const void* rows, int64_t step_bytes, int64_t row_bytes, const int64_t* index, int64_t num_rows,
+                 void* out) {
+  for_copies(num_rows, row_bytes, [&](int64_t row) {
+    const auto* const from = static_cast<const uint8_t*>(rows) + index[row] * step_bytes;
+    std::memcpy(static_cast<uint8_t*>(out) + row * row_bytes, from, row_bytes);
+  });
+}
+
+void put_rows(const void* values, const int64_t* index, int64_t num_rows, int64_t step_bytes, int64_t row_bytes,
+              void* rows) {
+  for_copies(num_rows, row_bytes, [&](int64_t row) {
+    const auto* const from = static_cast<const uint8_t*>(values) + row * row_bytes;
+    std::memcpy(static_cast<uint8_t*>(rows) + index[row] * step_bytes, from, row_bytes);
   });
 }
 
