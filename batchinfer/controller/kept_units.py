@@ -1,11 +1,8 @@
 """What is computed stays when a plan is made anew, as far as its units have the same rows in it."""
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from batchinfer.controller.claims import counted_files, done_mark, last_claim
 from batchinfer.controller.result_files import result_keys, sound_files
-from batchinfer.data.parquet import own_file
+from batchinfer.data.parquet import own_parquet
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import DamagedFileError, RequestKey
@@ -48,7 +45,7 @@ def _is_same(run: RunDir, unit: int, planned: set[RequestKey]) -> bool:
 def _planned_keys(run: RunDir, manifest: Manifest) -> dict[int, set[RequestKey]]:
     keys: dict[int, set[RequestKey]] = {}
     columns = ["unit", "shard", "row", "sample"]
-    with own_file(run.requests), pq.ParquetFile(pa.PythonFile(manifest.open(run.requests), mode="r")) as file:
+    with own_parquet(run.requests, manifest) as file:
         for batch in file.iter_batches(columns=columns):
             for unit, *key in zip(*(batch[name].to_pylist() for name in columns), strict=True):
                 keys.setdefault(unit, set()).add(RequestKey(*key))

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from batchinfer.data.parquet import own_file
+from batchinfer.data.parquet import own_parquet
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.manifest import Manifest
 from batchinfer.records import Completion, Request, RequestKey, Sampling, TokenLogprob, sampling_from_json
@@ -36,7 +35,7 @@ def read_unit(
         DamagedFileError: the plan is.
     """
     groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
-    with own_file(run.requests), pq.ParquetFile(pa.PythonFile(manifest.open(run.requests), mode="r")) as file:
+    with own_parquet(run.requests, manifest) as file:
         table = file.read_row_groups(list(groups))
     samplings: dict[tuple[str | None, int], Sampling] = {}
     requests = []

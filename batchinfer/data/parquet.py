@@ -87,6 +87,17 @@ def own_file(path: Path, **remedy: str) -> Iterator[None]:
         raise DamagedFileError(path, first_line(error), **remedy) from None
 
 
+@contextmanager
+def own_parquet(path: Path, manifest: Manifest) -> Iterator[pq.ParquetFile]:
+    """A table that this program wrote into the run folder and the manifest vouches for, for reading.
+
+    Raises:
+        DamagedFileError: the file is missing or damaged.
+    """
+    with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
+        yield file
+
+
 def read_rows(path: Path, manifest: Manifest | None = None) -> list[dict[str, Any]]:
     """All rows of a small table of the run folder.
 

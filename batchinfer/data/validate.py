@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinfer.config import JobConfig
 from batchinfer.data.choices import ChoiceChecks, Choices
@@ -22,7 +21,7 @@ from batchinfer.data.formats.line_rows import bad_lines
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.data.kept_fields import conformed
 from batchinfer.data.overrides import SamplingOverrides
-from batchinfer.data.parquet import own_file, table_writer
+from batchinfer.data.parquet import own_parquet, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
 from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.schemas.internal import TOKENS
@@ -91,7 +90,7 @@ def rows_found(path: Path, manifest: Manifest) -> ShardRows | None:
     Raises:
         DamagedFileError: the file is missing or damaged.
     """
-    with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
+    with own_parquet(path, manifest) as file:
         noted = (file.metadata.metadata or {}).get(_FOUND)
     return None if noted is None else ShardRows(**json.loads(noted))
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from batchinfer.data.columns import ENCODED
-from batchinfer.data.parquet import own_file
+from batchinfer.data.parquet import own_parquet
 from batchinfer.manifest import Manifest
 from batchinfer.ownership import check_folder, shared_with
 from batchinfer.progress import note
@@ -105,7 +104,7 @@ class ShardTokens:
 
 
 def _row_groups(path: Path, manifest: Manifest) -> Iterator[pa.Table]:
-    with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
+    with own_parquet(path, manifest) as file:
         for group in range(file.num_row_groups):
             yield file.read_row_group(group, columns=ENCODED.names).select(ENCODED.names).cast(ENCODED)
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from batchinfer.data.parquet import own_file
+from batchinfer.data.parquet import own_parquet
 from batchinfer.manifest import Manifest
 from batchinfer.plan.background import made_ahead
 from batchinfer.plan.choices import prompts_of
@@ -185,7 +184,7 @@ def _batches_read(
         if shard.problem is not None:
             continue
         path = run.tokens(shard.index)
-        with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
+        with own_parquet(path, manifest) as file:
             for group in range(file.num_row_groups):
                 # a row group at a time: over several, Arrow keeps what it has read of the earlier ones
                 for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
