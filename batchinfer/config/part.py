@@ -1,4 +1,4 @@
-"""What the parts of a job file have in common."""
+"""What the parts of a TOML file have in common: a job's, or that of a cluster on paper."""
 
 from typing import Annotated
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from batchinfer.config import checked, read_toml
+from batchinfer.config.part import Part
 from batchinfer.sim.exchange import LATEST, Release
 
 Positive = Annotated[float, Field(gt=0)]
@@ -16,15 +17,11 @@ Count = Annotated[int, Field(ge=1, le=2**31)]
 EpSize = Annotated[int, Field(ge=1, le=4096)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class ModelSpec(_Part):
+class ModelSpec(Part):
     path: str = Field(description="folder with config.json; weights are not needed")
 
 
-class WorkloadSpec(_Part):
+class WorkloadSpec(Part):
     """Requests: of a planned run, or described by means and spreads."""
 
     plan: str | None = Field(None, description="run folder that `batchinfer plan` has written; then nothing else here")
@@ -58,20 +55,20 @@ class WorkloadSpec(_Part):
         return self
 
 
-class PrefillSpec(_Part):
+class PrefillSpec(Part):
     ep_size: EpSize = Field(32, description="GPUs of a prefill unit")
     redundant_experts: int = Field(32, ge=0, le=4096)
     tokens_per_gpu: Count = Field(16384, description="new tokens per GPU and step")
     part_tokens: Count = Field(4096, description="prompts with more new tokens are prefilled in parts of this size")
 
 
-class DecodeSpec(_Part):
+class DecodeSpec(Part):
     ep_size: EpSize = Field(144, description="GPUs of a decode unit")
     redundant_experts: int = Field(32, ge=0, le=4096)
     requests_per_gpu: Count | None = Field(None, description="unset: as many as the KV memory holds, up to 256")
 
 
-class ClusterSpec(_Part):
+class ClusterSpec(Part):
     gpu: str = Field("H800", description="H800, H100, H200 or B200")
     nodes: Count | None = Field(None, description="nodes there are; unset: as many as finish_hours asks for")
     finish_hours: Positive | None = Field(None, description="also say how many nodes finish by then")
@@ -90,7 +87,7 @@ class ClusterSpec(_Part):
         return self
 
 
-class DaySpec(_Part):
+class DaySpec(Part):
     """A day of a whole cluster, of which the requests of [workload] are a sample."""
 
     input_tokens: Positive = Field(description="prompt tokens of the day, cached ones too")
@@ -105,11 +102,11 @@ class DaySpec(_Part):
         return self
 
 
-class PricingSpec(_Part):
+class PricingSpec(Part):
     file: str = Field(description="price list (jobs/prices/*.toml)")
 
 
-class Spec(_Part):
+class Spec(Part):
     """A cluster on paper and what it has to do."""
 
     model: ModelSpec
@@ -136,7 +133,7 @@ def load_spec(path: Path) -> Spec:
     path = Path(path)
     spec = checked(Spec, read_toml(path, "spec"), path)
     folder = path.absolute().parent
-    update: dict[str, _Part] = {"model": ModelSpec(path=str(folder / spec.model.path))}
+    update: dict[str, Part] = {"model": ModelSpec(path=str(folder / spec.model.path))}
     if spec.workload.plan is not None:
         update["workload"] = spec.workload.model_copy(update={"plan": str(folder / spec.workload.plan)})
     if spec.pricing is not None:
