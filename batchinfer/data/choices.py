@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from batchinfer.data.columns import ENCODED, is_text, token_lists
 from batchinfer.data.encoders import Encoders, Pieces
-from batchinfer.data.prompts import PromptLimits, RowBatch, bad_ids, token_counts
+from batchinfer.data.prompts import PromptLimits, RowBatch, bad_ids, list_lengths
 from batchinfer.data.tokenizer_process import CHOICE
 
 
@@ -45,7 +45,7 @@ class ChoiceChecks:
         column = batch.columns[self._column]
         if pa.types.is_null(column.type):
             column = column.cast(pa.list_(pa.string()))
-        choices = Choices(token_counts(column), pc.list_flatten(column))
+        choices = Choices(list_lengths(column), pc.list_flatten(column))
         if pa.types.is_string_view(choices.flat.type):
             choices.flat = choices.flat.cast(pa.large_string())
         if is_text(choices.flat.type):
@@ -74,7 +74,7 @@ class ChoiceChecks:
         ids = self._encoded(batch, choices) if is_text(choices.flat.type) else token_lists(choices.flat)
         for place, sentence in bad_ids(ids, self._limits.vocab_size):
             self._blame(batch, choices, place, f"cannot be taken: {sentence}")
-        lengths, before, window = token_counts(ids), prompt_tokens[choices.rows], self._limits.window
+        lengths, before, window = list_lengths(ids), prompt_tokens[choices.rows], self._limits.window
         for place in np.flatnonzero(lengths == 0).tolist():
             self._blame(batch, choices, place, "has no tokens")
         for place in np.flatnonzero(before + lengths > window).tolist():

@@ -90,7 +90,7 @@ class PromptChecks:
             prompts = pa.concat_arrays(encoded["token_ids"].chunks)
         for row, sentence in bad_ids(prompts, self._limits.vocab_size):
             batch.blame(row, sentence)
-        for row in np.flatnonzero(token_counts(prompts) == 0).tolist():
+        for row in np.flatnonzero(list_lengths(prompts) == 0).tolist():
             batch.blame(row, "the prompt has no tokens")
         return prompts
 
@@ -116,7 +116,7 @@ def bad_ids(lists: pa.Array, vocab_size: int) -> Iterator[tuple[int, str]]:
     positions = np.flatnonzero(is_bad.to_numpy(zero_copy_only=False))
     if len(positions) == 0:
         return
-    places, first = np.unique(np.repeat(np.arange(len(lists)), token_counts(lists))[positions], return_index=True)
+    places, first = np.unique(np.repeat(np.arange(len(lists)), list_lengths(lists))[positions], return_index=True)
     for place, position in zip(places.tolist(), positions[first].tolist(), strict=True):
         value = ids[position].as_py()
         shown = "null" if value is None else f"{value}, which is not in [0, {vocab_size})"
@@ -128,6 +128,6 @@ def _plain(column: pa.Array) -> pa.Array:
     return column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column
 
 
-def token_counts(lists: pa.Array) -> np.ndarray:
-    """[R] tokens per row; 0 for null."""
+def list_lengths(lists: pa.Array) -> np.ndarray:
+    """[N] int64 entries of each list; 0 for null."""
     return pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)

@@ -22,7 +22,7 @@ from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.data.kept_fields import conformed
 from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import own_parquet, table_writer
-from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, token_counts
+from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, list_lengths
 from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.schemas.internal import TOKENS
 from batchinfer.data.wide_rows import BATCH_BYTES
@@ -205,7 +205,7 @@ class _RowChecker:
             prompts = pa.nulls(num_rows, TOKENS.schema.field("token_ids").type)
         else:
             prompts = self._prompts.checked(batch, started.prompts)
-        lengths = token_counts(prompts)
+        lengths = list_lengths(prompts)
         n, max_tokens, sampling = self._samplings(batch)
         self._prompts.check_room(batch, lengths, max_tokens)
         choices = pa.nulls(num_rows, TOKENS.schema.field("choices").type)

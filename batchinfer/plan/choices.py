@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from batchinfer.data.prompts import list_lengths
 from batchinfer.plan.prefix.prompt_parts import offsets_of
 
 MOST_TOKENS = 1 << 23  # of the prompts that are written out at once, one at least
@@ -32,15 +32,15 @@ def prompts_of(token_ids: pa.Array, choices: pa.Array) -> Iterator[Prompts]:
         token_ids: [B] lists of tokens.
         choices: [B] lists of lists of tokens, null for a row without choices.
     """
-    tokens, lengths = token_ids.flatten().to_numpy(), _lengths(token_ids)
+    tokens, lengths = token_ids.flatten().to_numpy(), list_lengths(token_ids)
     if choices.null_count == len(choices):
         none = np.zeros(len(lengths), dtype=np.int64)
         yield Prompts(tokens, offsets_of(lengths), np.arange(len(lengths)), none.astype(np.int32), none)
         return
     starts, flat = offsets_of(lengths)[:-1], choices.flatten()
-    row = np.repeat(np.arange(len(lengths)), _lengths(choices))
+    row = np.repeat(np.arange(len(lengths)), list_lengths(choices))
     choice = np.arange(len(row)) - np.searchsorted(row, row)
-    of_choice = _lengths(flat)
+    of_choice = list_lengths(flat)
     totals, choice_tokens, choice_starts = lengths[row] + of_choice, flat.flatten().to_numpy(), offsets_of(of_choice)
     ends = np.cumsum(totals)
     first = 0
@@ -59,8 +59,3 @@ def prompts_of(token_ids: pa.Array, choices: pa.Array) -> Iterator[Prompts]:
         ]
         yield Prompts(joined, offsets, row[part], choice[part].astype(np.int32), lengths[row[part]])
         first = end
-
-
-def _lengths(lists: pa.Array) -> np.ndarray:
-    """[N] int64, 0 for null."""
-    return pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
