@@ -18,7 +18,9 @@ from batchinfer.commands.options import (
     alone,
     earlier_run_options,
     job_options,
+    json_option,
     pass_stop,
+    run_argument,
     tracer_of,
 )
 from batchinfer.commands.reports import print_report
@@ -148,8 +150,8 @@ def finish(
 
 
 @click.command()
-@click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@run_argument
+@json_option
 def verify(target: Path, as_json: bool) -> None:
     """Read every file of RUN (a run folder or a .toml file) and compare it with what was written; nothing is changed.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from batchinfer.commands.options import json_option
 from batchinfer.records import ExitCode
 
 
@@ -17,12 +18,9 @@ def kv() -> None:
 _store_argument = click.argument("target", metavar="STORE", type=click.Path(path_type=Path))
 
 
-_json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-
-
 @kv.command("stat")
 @_store_argument
-@_json_option
+@json_option
 def kv_stat(target: Path, as_json: bool) -> None:
     """What a store holds, by model, and what runs read from it and wrote to it."""
     from batchinfer.kv_store.upkeep import describe_store, format_description, open_kv_store
@@ -33,7 +31,7 @@ def kv_stat(target: Path, as_json: bool) -> None:
 
 @kv.command("verify")
 @_store_argument
-@_json_option
+@json_option
 def kv_verify(target: Path, as_json: bool) -> None:
     """Read every block and check its checksum. Damaged files go to quarantine; exit code 3 when there were any."""
     from batchinfer.kv_store.upkeep import open_kv_store, verify_store
@@ -51,7 +49,7 @@ def kv_verify(target: Path, as_json: bool) -> None:
 @kv.command("gc")
 @_store_argument
 @click.option("--max-bytes", metavar="SIZE", help="Evict until all files are below this, for example 500GB or 2TiB.")
-@_json_option
+@json_option
 def kv_gc(target: Path, max_bytes: str | None, as_json: bool) -> None:
     """Delete what killed runs left behind and, with --max-bytes, the blocks least worth having. Live runs may go on."""
     from batchinfer.kv_store.upkeep import open_kv_store, parse_bytes, shrink_store

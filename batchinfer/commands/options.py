@@ -29,6 +29,9 @@ Exit codes:
   75  interrupted; the same command goes on where it stopped
 """
 
+run_argument = click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+
 
 @dataclass(frozen=True, slots=True)
 class Process:

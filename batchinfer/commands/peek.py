@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
+from batchinfer.commands.options import run_argument
 from batchinfer.commands.reports import print_rows, read_sql
 
 if TYPE_CHECKING:
     from batchinfer.rundir import RunDir
-    from batchinfer.slurm.status import StatusReader
+    from batchinfer.slurm.status import Status, StatusReader
 
 NUM_ROWS = 10
 FOLLOW_S = 2.0
@@ -21,7 +22,7 @@ ID_WIDTH, STATUS_WIDTH, WIDTH = 20, 14, 110
 
 
 @click.command()
-@click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @click.option("--sql", metavar="QUERY", help="One SELECT on the view results; @FILE reads it.")
 @click.option("--json", "as_json", is_flag=True, help="The rows as one JSON document on stdout.")
 @click.option("--follow", is_flag=True, help="Print answers as they become durable, until the run is over.")
@@ -52,7 +53,7 @@ def peek(target: Path, sql: str | None, as_json: bool, follow: bool) -> None:
     status = reader.read()
     question = newest_rows(NUM_ROWS) if sql is None else read_sql(sql)
     print_rows(lambda: query_results(run, reader.counted, question), as_json=as_json)
-    click.echo(f"{status.activity}: {status.requests_done:,} of {status.requests:,} requests are answered", err=True)
+    _tell_done(status)
 
 
 def _follow(run: RunDir, reader: StatusReader) -> None:
@@ -69,11 +70,13 @@ def _follow(run: RunDir, reader: StatusReader) -> None:
                 click.echo(_line(*row))
         quiet = quiet + 1 if status.activity == "interrupted" else 0
         if status.activity in ("computed", "finished", "partial") or quiet == QUIET_LOOKS:
-            click.echo(
-                f"{status.activity}: {status.requests_done:,} of {status.requests:,} requests are answered", err=True
-            )
+            _tell_done(status)
             return
         time.sleep(FOLLOW_S)
+
+
+def _tell_done(status: Status) -> None:
+    click.echo(f"{status.activity}: {status.requests_done:,} of {status.requests:,} requests are answered", err=True)
 
 
 def _line(row_id: str, status: str, finish_reason: str, text: str) -> str:

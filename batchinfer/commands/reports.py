@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from batchinfer.commands.options import json_option
 from batchinfer.report.query_limits import SQL_S
 
 
@@ -18,7 +19,7 @@ def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Call
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--together", is_flag=True, help="Several runs as one: sums, and rates over all of them.")
 @click.option("--compare", is_flag=True, help="Two runs side by side, with what changed from the first to the second.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@json_option
 @click.option(
     "--sql", metavar="QUERY", help="Run one SELECT on the views (see `batchinfer schema --stats`); @FILE reads it."
 )
@@ -84,7 +85,7 @@ def report(
 @_number_option("--price-output", "$ per million output tokens.")
 @click.option("--batch", is_flag=True, help="With the list's batch discount.")
 @click.option("--start", metavar="HH:MM", help="Begin at this time (UTC): the list's off-peak hours count.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@json_option
 def price(
     run_folder: Path | None,
     price_file: Path | None,
@@ -124,7 +125,7 @@ def price(
 
 @click.command()
 @click.argument("spec", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@json_option
 def simulate(spec: Path, as_json: bool) -> None:
     """The cluster on paper: what the job of SPEC (a .toml file) would take on GPUs that are not here.
 

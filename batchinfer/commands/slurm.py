@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchinfer.commands.goals import Asked, expected_size
+from batchinfer.commands.options import json_option, run_argument
 from batchinfer.commands.target import Target
 
 if TYPE_CHECKING:
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @click.option("--watch", is_flag=True, help="Again every few seconds, until the run is finished.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@json_option
 def status(target: Path, watch: bool, as_json: bool) -> None:
     """What goes on in RUN (a run folder or a .toml file) and how far it is.
 
@@ -45,7 +46,7 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 def cancel(target: Path) -> None:
     """End all tasks of RUN (a run folder or a .toml file). What is finished stays; `submit` goes on later."""
     from batchinfer.run.open_storage import storage_of
@@ -64,7 +65,7 @@ def cancel(target: Path) -> None:
 
 
 @click.command()
-@click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
+@run_argument
 @click.option("--array", metavar="N[%M]", help="Tasks to send for it, like those of the last submission.")
 def retry(target: Path, array: str | None) -> None:
     """Give failed rows of RUN (a run folder or a .toml file) another try; good rows keep their answers.
