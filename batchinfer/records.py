@@ -112,6 +112,12 @@ class Shard:
     schema: str = ""  # of lines: their columns as found, an Arrow schema in base64
     written_ns: int = 0  # of a file that is not Parquet: when it was last written
 
+    def changed(self) -> RunMismatchError:
+        """The error where the file is another one now."""
+        return RunMismatchError(
+            f"{self.path} changed after it was planned; restore it, or plan into another output.dir"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

@@ -13,7 +13,7 @@ from batchinfer.data.formats.first_bytes import HEAD_BYTES
 from batchinfer.data.parquet import DAMAGE
 from batchinfer.data.stores import StoreFile
 from batchinfer.data.wide_rows import BATCH_BYTES
-from batchinfer.records import InputError, RunMismatchError, Shard
+from batchinfer.records import InputError, Shard
 from batchinfer.sanitize import first_line
 
 
@@ -143,9 +143,7 @@ def _opened(shard: Shard, s3: S3Config) -> Iterator[pa.NativeFile]:
         return
     with StoreFile(shard.path, s3) as file:
         if (file.size_bytes, file.version) != (shard.size_bytes, shard.version):
-            raise RunMismatchError(
-                f"{shard.path} changed after it was planned; restore it, or plan into another output.dir"
-            )
+            raise shard.changed()
         yield pa.PythonFile(file, mode="r")
 
 

@@ -28,7 +28,7 @@ from batchinfer.data.parquet import DAMAGE
 from batchinfer.data.patterns import matching_paths
 from batchinfer.data.stores import StoreFile, matching_objects
 from batchinfer.progress import note
-from batchinfer.records import ConfigError, InputError, RunMismatchError, Shard
+from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.sanitize import first_line
 
 INSPECTORS = 16  # files looked into at a time
@@ -78,9 +78,7 @@ def refuse_changed(shards: list[Shard], s3: S3Config) -> None:
     with ThreadPoolExecutor(max_workers=INSPECTORS) as pool:
         for shard, is_same in zip(readable, pool.map(lambda shard: _is_same(shard, s3), readable), strict=True):
             if not is_same:
-                raise RunMismatchError(
-                    f"{shard.path} changed after it was planned; restore it, or plan into another output.dir"
-                )
+                raise shard.changed()
 
 
 def _is_same(shard: Shard, s3: S3Config) -> bool:

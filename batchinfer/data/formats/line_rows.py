@@ -14,7 +14,7 @@ from batchinfer.data.formats.names import compression_of, delimiter_of
 from batchinfer.data.formats.openai_batch import SCHEMA, openai_records
 from batchinfer.data.formats.values import Columns, WrongValueError, fitting, role_of
 from batchinfer.data.wide_rows import BATCH_BYTES
-from batchinfer.records import RunMismatchError, Shard
+from batchinfer.records import Shard
 from batchinfer.sanitize import clip
 
 ROW_ERROR = "\0error"  # the last column of each batch: why a row is bad; null: it is good
@@ -69,9 +69,7 @@ def batches(shard: Shard, source: Bytes, columns: list[str], batch_rows: int) ->
     if group:
         yield _batch(group, fields)
     if hashed.digest() != shard.footer:
-        raise RunMismatchError(
-            f"{shard.path} changed after it was planned; restore it, or plan into another output.dir"
-        )
+        raise shard.changed()
 
 
 def bad_lines(batch: pa.RecordBatch) -> dict[int, str]:
