@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.controller.result_files import damage
-from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.finish.join import HAS_ENDED, SORT_BYTES, create_results, query, sort_limit
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import OutputRows
@@ -57,8 +56,7 @@ class EarlyRows:
             duckdb.connect(config={"memory_limit": sort_limit(SORT_BYTES), "temp_directory": spill}) as connection,
             closing(LongAnswers(Path(spill))) as answers,
         ):
-            create_results(connection, files, answers)
-            connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(self._run.duplicates)}")
+            create_results(connection, self._run, files, answers)
             connection.execute(f"CREATE TABLE delivered AS {query('delivered')}")
             rows = OutputRows(connection, self._run, self._job, shards, pa.type_for_alias(state["id_type"]), answers)
             for shard, tables in rows.by_shard(connection, shards, HAS_ENDED):

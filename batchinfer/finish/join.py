@@ -134,9 +134,8 @@ def join_results(
     Raises:
         IncompleteRunError: results are missing (without `allow_partial`), double, or were never planned.
     """
-    create_results(connection, [path for unit in units.values() for path in unit.files], answers)
+    create_results(connection, run, [path for unit in units.values() for path in unit.files], answers)
     connection.execute(f"CREATE VIEW planned AS SELECT shard, row, sample FROM {read_parquet(run.requests)}")
-    connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(run.duplicates)}")
     missing = _number(connection, "SELECT count(*) FROM planned ANTI JOIN results USING (shard, row, sample)")
     surplus = _number(connection, "SELECT count(*) - count(DISTINCT (shard, row, sample)) FROM results")
     unplanned = _number(connection, "SELECT count(*) FROM results ANTI JOIN planned USING (shard, row, sample)")
@@ -155,9 +154,9 @@ def join_results(
 
 
 def create_results(
-    connection: duckdb.DuckDBPyConnection, files: list[Path], answers: LongAnswers | None = None
+    connection: duckdb.DuckDBPyConnection, run: RunDir, files: list[Path], answers: LongAnswers | None = None
 ) -> None:
-    """Make the view `results` of result files.
+    """Make the views `results`, of result files, and `duplicates`, of the plan: queries/delivered.sql joins them.
 
     Args:
         answers: see `join_results`.
@@ -170,6 +169,7 @@ def create_results(
     else:
         rows = answers.set_apart(connection, files)
     connection.execute(f"CREATE VIEW results AS {rows}")
+    connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(run.duplicates)}")
 
 
 def output_rows(run: RunDir, shards: list[Shard]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from batchinfer.config import JobConfig
-from batchinfer.data.duckdb_sql import literal, read_parquet
+from batchinfer.data.duckdb_sql import literal
 from batchinfer.data.schemas.statistics import STATS_REQUESTS
 from batchinfer.finish.join import HAS_ENDED, create_results, open_database, output_rows, query
 from batchinfer.finish.long_answers import LongAnswers
@@ -62,8 +62,7 @@ def _write_rows(run: RunDir, job: JobConfig, target: RunDir, shards: list[Shard]
         open_database(run, "report", target.finish_scratch) as connection,
         closing(LongAnswers(target.finish_scratch, keeps=False)) as answers,  # no column here is made of them
     ):
-        create_results(connection, files, answers)
-        connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(run.duplicates)}")
+        create_results(connection, run, files, answers)
         connection.execute(f"CREATE VIEW delivered AS {query('delivered')}")
         write_request_stats(connection, target, shards, HAS_ENDED)
         for shard in (shard for shard in shards if shard.problem is None):
