@@ -44,8 +44,7 @@ class StoredWeights:
         """
         weight = self._read(name, dtype)
         if finite and not weight.isfinite().all():
-            path = self._checkpoint.info(name).path
-            raise ModelError(f"{path}: {name} holds a value that is not finite; fetch the file again.")
+            raise self._wrong(name, "holds a value that is not finite; fetch the file again")
         return weight
 
     def _read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -90,8 +89,7 @@ class StoredWeights:
         """What a packed weight says of its own size is what its scales say."""
         said = self._checkpoint.read(name).tolist()
         if said != list(shape):
-            path = self._checkpoint.info(name).path
-            raise ModelError(f"{path}: {name} says {said}, but the weight that is packed is {list(shape)}.")
+            raise self._wrong(name, f"says {said}, but the weight that is packed is {list(shape)}")
 
     def _groups(self, name: str, num_groups: int) -> torch.Tensor | None:
         """[M] int64, each input's group; None where no such tensor is there."""
@@ -100,8 +98,7 @@ class StoredWeights:
         group_M = self._checkpoint.read(name).long()
         least, most = (bound.item() for bound in group_M.aminmax())
         if not 0 <= least <= most < num_groups:
-            path = self._checkpoint.info(name).path
-            raise ModelError(f"{path}: {name} is from {least} to {most}, but there are {num_groups} groups.")
+            raise self._wrong(name, f"is from {least} to {most}, but there are {num_groups} groups")
         return group_M
 
     def _block_scale(self, name: str) -> torch.Tensor:
@@ -117,6 +114,8 @@ class StoredWeights:
         scale = self._checkpoint.read(name).float()
         least, most = (bound.item() for bound in scale.aminmax())  # NaN where one is
         if not 0 <= least <= most < math.inf:
-            path = self._checkpoint.info(name).path
-            raise ModelError(f"{path}: {name} is from {least:g} to {most:g}, but a scale is finite and not negative.")
+            raise self._wrong(name, f"is from {least:g} to {most:g}, but a scale is finite and not negative")
         return scale
+
+    def _wrong(self, name: str, what: str) -> ModelError:
+        return ModelError(f"{self._checkpoint.info(name).path}: {name} {what}.")
