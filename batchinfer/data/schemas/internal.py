@@ -2,7 +2,7 @@
 
 import pyarrow as pa
 
-from batchinfer.data.schemas.table import KEY, LOGPROBS, TOKEN_IDS, table
+from batchinfer.data.schemas.table import COMPUTED, KEY, LOGPROBS, TOKEN_IDS, table
 
 TOKENS = table(
     "tokens",
@@ -125,9 +125,7 @@ RESULTS = table(
     ("prompt_tokens", pa.int32(), "prompt tokens"),
     ("cached_memory_tokens", pa.int32(), "of these, shared in memory with earlier rows, by the plan"),
     ("cached_disk_tokens", pa.int32(), "of these, KV loaded from the store on disk"),
-    ("replicated_tokens", pa.int32(), "prompt tokens computed on a second rank, too (below 0: not, against the plan)"),
-    ("recomputed_tokens", pa.int32(), "prompt tokens that its rank computed again: their pages had been given up"),
-    ("computed_tokens", pa.int32(), "prompt tokens that ran for it, the last two columns' among them"),
+    *COMPUTED,
     ("completion_tokens", pa.int32(), "generated tokens"),
     ("reasoning", pa.string(), "what was thought before the text; null: nothing, or nobody asked"),
     ("reasoning_tokens", pa.int32(), "of the generated tokens"),

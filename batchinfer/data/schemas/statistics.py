@@ -3,7 +3,7 @@
 import pyarrow as pa
 
 from batchinfer.data.schemas.internal import PLAN_EXPERTS, PREDICTIONS
-from batchinfer.data.schemas.table import KEY, table
+from batchinfer.data.schemas.table import COMPUTED, KEY, table
 
 STATS_REQUESTS = table(
     "requests",
@@ -17,9 +17,7 @@ STATS_REQUESTS = table(
     ("cached_memory_tokens", pa.int32(), "prompt tokens that earlier rows share, by the plan"),
     ("cached_disk_tokens", pa.int32(), "prompt tokens whose KV came from the store on disk"),
     ("cached_duplicate_tokens", pa.int32(), "prompt tokens of a duplicate: answered by another request"),
-    ("replicated_tokens", pa.int32(), "prompt tokens computed on a second rank, too (below 0: not, against the plan)"),
-    ("recomputed_tokens", pa.int32(), "prompt tokens that its rank computed again: their pages had been given up"),
-    ("computed_tokens", pa.int32(), "prompt tokens that ran for it, the last two columns' among them"),
+    *COMPUTED,
     ("completion_tokens", pa.int32(), "output tokens delivered"),
     ("reasoning_tokens", pa.int32(), "of these, the thinking's, where it is told from the answer"),
     (

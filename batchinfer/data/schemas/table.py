@@ -43,3 +43,9 @@ KEY = (
     ("row", pa.int64(), "position of the row in its shard, from 0"),
     ("sample", pa.int32(), "0 .. n - 1"),
 )
+# of one request
+COMPUTED = (
+    ("replicated_tokens", pa.int32(), "prompt tokens computed on a second rank, too (below 0: not, against the plan)"),
+    ("recomputed_tokens", pa.int32(), "prompt tokens that its rank computed again: their pages had been given up"),
+    ("computed_tokens", pa.int32(), "prompt tokens that ran for it, the last two columns' among them"),
+)
