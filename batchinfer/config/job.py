@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchinfer.config.cluster import ClusterConfig
 from batchinfer.config.input import InputConfig
@@ -19,7 +19,11 @@ VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2, "int4": 2}
 
 Price = Annotated[float, Field(ge=0)]
 
-_FOLDER_IN_BUCKET = r"s3://[^/*?\[]+/[^*?\[]*[^*?\[/]/?"
+
+def _folder_in_bucket(value: str) -> str:
+    if re.fullmatch(r"s3://[^/*?\[]+/[^*?\[]*[^*?\[/]/?", value) is None:
+        raise ValueError("names no folder in a bucket; write s3://bucket/folder, without wildcards")
+    return value.rstrip("/")
 
 
 class OutputConfig(Part):
@@ -58,9 +62,7 @@ class OutputConfig(Part):
     @classmethod
     def _is_folder(cls, value: str) -> str:
         if value.startswith("s3:"):
-            if re.fullmatch(_FOLDER_IN_BUCKET, value) is None:
-                raise ValueError("names no folder in a bucket; write s3://bucket/folder, without wildcards")
-            return value.rstrip("/")
+            return _folder_in_bucket(value)
         if is_uri(value) and not value.startswith("file:"):
             raise ValueError(
                 "is a URI, but a run folder is on a file system or in S3 (s3://bucket/folder), since it needs "
@@ -113,7 +115,7 @@ class KvConfig(Part):
         None, description="group whose members all use the store and trust each other; unset: only this user does"
     )
     max_bytes: Count | None = Field(None, description="size bound of the store")
-    second_tier: Text | None = Field(
+    second_tier: Annotated[Text, AfterValidator(_folder_in_bucket)] | None = Field(
         None, description="s3://bucket/folder that has all blocks, too: for nodes whose `dir` is on a disk of their own"
     )
     block_tokens: int = Field(PAGE_TOKENS, ge=PAGE_TOKENS, le=2**20, description="tokens per block, a multiple of 64")
@@ -131,13 +133,6 @@ class KvConfig(Part):
                 f"is {value}, not a multiple of {PAGE_TOKENS}; use {-(-value // PAGE_TOKENS) * PAGE_TOKENS}"
             )
         return value
-
-    @field_validator("second_tier")
-    @classmethod
-    def _is_in_bucket(cls, value: str | None) -> str | None:
-        if value is not None and re.fullmatch(_FOLDER_IN_BUCKET, value) is None:
-            raise ValueError("names no folder in a bucket; write s3://bucket/folder, without wildcards")
-        return value if value is None else value.rstrip("/")
 
     @model_validator(mode="after")
     def _has_first_tier(self) -> Self:
