@@ -1,6 +1,7 @@
 """Every path in a run folder, and what its run.json says."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,9 +182,9 @@ def follower_record(run: RunDir) -> Path:
     return run.slurm / "follower.json"
 
 
-def submission_records(run: RunDir) -> list[Path]:
-    """The records of all that was ever sent to clusters."""
-    return [path for name in LAUNCHERS for path in sorted(launcher_folder(run, name).glob("[0-9]*.json"))]
+def submission_records(run: RunDir, launchers: Sequence[str] = LAUNCHERS) -> list[Path]:
+    """The records of all that was ever sent to clusters, by these launchers."""
+    return [path for name in launchers for path in sorted(launcher_folder(run, name).glob("[0-9]*.json"))]
 
 
 def is_run_folder(folder: str) -> bool:

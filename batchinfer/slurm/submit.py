@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer import own_process
-from batchinfer.checked_json import publish_json, read_json
+from batchinfer.checked_json import publish_json
 from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
 from batchinfer.run.lock import turn_to_send
@@ -27,8 +27,10 @@ from batchinfer.slurm import client
 from batchinfer.slurm.client import Task
 from batchinfer.slurm.follower import check_follower, dismiss
 from batchinfer.submit.group import check_group
+from batchinfer.submit.records import sent_records
 from batchinfer.submit.size import MOST_TASKS, ArraySize
 from batchinfer.submit.template import find_template
+from batchinfer.submit.words import how_to_follow, never_sent
 from batchinfer.whole_files import publish_text
 
 STOP_S = 120  # before the time limit, by --signal of jobs/array.sbatch
@@ -152,7 +154,7 @@ def resize(
         InterruptedRunError: this follower is dismissed.
     """
     if not submissions(run):
-        raise ConfigError(f"{run.shown} was never submitted; use `batchinfer submit {run.shown} --array N`")
+        raise never_sent(run, "slurm")
     with turn_to_send(run):
         if follower is not None:
             check_follower(run, follower)
@@ -205,8 +207,7 @@ def is_in_slurm(run: RunDir) -> bool:
 def submissions(run: RunDir) -> list[Submission]:
     """All that was ever sent for a run, in order."""
     found = []
-    for path in sorted(run.slurm.glob("[0-9]*.json")):
-        record = read_json(path)
+    for path, record in sent_records(run, "slurm", "shape", "size", "arrays", "finish"):
         shape = Shape(**{**record["shape"], "sbatch_args": tuple(record["shape"]["sbatch_args"])})
         found.append(Submission(shape, ArraySize(**record["size"]), record["arrays"], record["finish"], path))
     return found
@@ -216,15 +217,11 @@ def what_to_watch(run: RunDir, sent: Submission) -> str:
     """Job numbers and the commands to follow them, for a person."""
     arrays = ", ".join(sent.arrays)
     plural, logs = "s" if len(sent.arrays) > 1 else "", log_folder(run)
-    return "\n".join(
-        (
-            f"array{plural} {arrays}: {sent.size.tasks} tasks of {sent.shape.nodes_per_group} nodes",
-            f"finish {sent.finish}: starts when they have ended",
-            f"watch   batchinfer status {run.shown} --watch",
-            f"logs    {logs}/{sent.arrays[0]}_0.log and so on; {logs}/finish-{sent.finish}.log",
-            f"change  batchinfer submit --resize {run.shown} N",
-            f"end     batchinfer cancel {run.shown}",
-        )
+    return how_to_follow(
+        run,
+        f"array{plural} {arrays}: {sent.size.tasks} tasks of {sent.shape.nodes_per_group} nodes",
+        f"finish {sent.finish}: starts when they have ended",
+        logs=f"{logs}/{sent.arrays[0]}_0.log and so on; {logs}/finish-{sent.finish}.log",
     )
 
 

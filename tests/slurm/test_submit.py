@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from batchinfer.checked_json import publish_json
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from batchinfer.slurm import client
@@ -199,6 +200,19 @@ def test_without_slurm_a_sentence_says_so(job, monkeypatch, tmp_path):
     assert "nothing of" in batchinfer("cancel", tmp_path / "run").out
     assert "was never submitted" in batchinfer("submit", "--resize", tmp_path / "run", "3").err
     assert "no slurm.schedule" in batchinfer("submit", "--follow", tmp_path / "run").err
+
+
+@pytest.mark.parametrize("launcher", ["slurm", "k8s", "ray"])
+def test_a_record_that_is_another_document_is_a_sentence(job, tmp_path, launcher):
+    run = tmp_path / "run"
+    assert batchinfer("plan", job, "--set", f"output.dir={run}").code == 0
+    record = run / launcher / "0000.json"
+    record.parent.mkdir()
+    publish_json(record, {"submitted_s": 1.0})
+    for command in (["cancel", run], ["submit", "--resize", run, "3"]):
+        refused = batchinfer(*command)
+        assert refused.code == 2
+        assert f"{record} is damaged: it is another document" in refused.err
 
 
 @pytest.fixture

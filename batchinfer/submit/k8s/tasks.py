@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from batchinfer.checked_json import publish_json, read_json
+from batchinfer.checked_json import publish_json
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, launcher_folder
 from batchinfer.submit.k8s.kubectl import Kubectl
@@ -29,6 +29,8 @@ from batchinfer.submit.k8s.manifests import (
 from batchinfer.submit.k8s.shape import Shape
 from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.names import run_name
+from batchinfer.submit.records import sent_records
+from batchinfer.submit.words import how_to_follow, never_sent, refuse_none
 
 JOBS, GROUPS = "jobs.batch", "jobsets.jobset.x-k8s.io"
 MOST_TASKS = 100_000  # of an Indexed Job that tries each index again
@@ -130,10 +132,7 @@ def resize(run: RunDir, tasks: int, busy: Container[str] = ()) -> tuple[int, lis
     Raises:
         ConfigError: nothing of the run is there to be changed; the cluster refuses, or is out of reach.
     """
-    if not tasks:
-        raise ConfigError(
-            f"0 are none: `batchinfer cancel {run.shown}` ends all, `batchinfer submit {run.shown} --to k8s` goes on"
-        )
+    refuse_none(run, tasks, "k8s")
     last = _last(run)
     kubectl = Kubectl(last.shape.context, last.shape.namespace)
     live = _live_jobs(run, kubectl, "tasks")
@@ -191,8 +190,7 @@ def look(run: RunDir) -> LiveTasks | None:
 def submissions(run: RunDir) -> list[Submission]:
     """All that was ever sent for a run, in order."""
     found = []
-    for path in sorted(launcher_folder(run, "k8s").glob("[0-9]*.json")):
-        record = read_json(path, "run", "shape", "tasks", "jobs", "finish")
+    for path, record in sent_records(run, "k8s", "run", "shape", "tasks", "jobs", "finish"):
         shape = Shape(**{**record["shape"], "volumes": tuple(record["shape"]["volumes"])})
         found.append(Submission(record["run"], shape, record["tasks"], record["jobs"], record["finish"], path))
     return found
@@ -203,15 +201,11 @@ def what_to_watch(run: RunDir, sent: Submission) -> str:
     kind, where = ("job", sent.jobs[0]) if sent.kind == JOBS else ("jobset", f"{sent.jobs[0]} and so on")
     space = "" if sent.shape.namespace is None else f" -n {sent.shape.namespace}"
     selector = f"{RUN_LABEL}={run_name(sent.run)}"
-    return "\n".join(
-        (
-            f"{kind:<7} {where}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes",
-            f"finish  {sent.finish or 'the one that is there'}: waits until all units are done",
-            f"watch   batchinfer status {run.shown} --watch",
-            f"logs    kubectl logs{space} --selector={selector} --prefix --tail=-1",
-            f"change  batchinfer submit --resize {run.shown} N",
-            f"end     batchinfer cancel {run.shown}",
-        )
+    return how_to_follow(
+        run,
+        f"{kind:<7} {where}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes",
+        f"finish  {sent.finish or 'the one that is there'}: waits until all units are done",
+        logs=f"kubectl logs{space} --selector={selector} --prefix --tail=-1",
     )
 
 
@@ -235,7 +229,7 @@ def _resize_groups(
 def _last(run: RunDir) -> Submission:
     found = submissions(run)
     if not found:
-        raise ConfigError(f"{run.shown} was never submitted; use `batchinfer submit {run.shown} --to k8s --array N`")
+        raise never_sent(run, "k8s")
     return found[-1]
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from batchinfer.checked_json import publish_json, read_json
+from batchinfer.checked_json import publish_json
 from batchinfer.records import ConfigError
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir, launcher_folder
@@ -18,6 +18,8 @@ from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.names import run_name
 from batchinfer.submit.ray.shape import Shape
 from batchinfer.submit.ray.wanted import read_tasks, read_wanted, write_wanted
+from batchinfer.submit.records import sent_records
+from batchinfer.submit.words import how_to_follow, never_sent, refuse_none
 
 # Ray gives this to a shell, so it holds no data: that comes by variables
 ENTRY = '"$BATCHINFER_PYTHON" -P -m batchinfer.submit.ray.driver'
@@ -77,10 +79,7 @@ def resize(storage: Storage, tasks: int) -> int:
         ConfigError: the run is not in Ray; no cluster answers.
     """
     run = storage.run
-    if not tasks:
-        raise ConfigError(
-            f"0 are none: `batchinfer cancel {run.shown}` ends all, `batchinfer submit {run.shown} --to ray` goes on"
-        )
+    refuse_none(run, tasks, "ray")
     last = _last(run)
     if _state(connect(last.shape), last.job) in (None, *ENDED):
         raise ConfigError(f"{run.shown} is no longer in Ray; send it with `batchinfer submit {run.shown} --to ray`")
@@ -127,23 +126,18 @@ def look(run: RunDir) -> LiveTasks | None:
 
 def submissions(run: RunDir) -> list[Submission]:
     """All that was ever sent for a run, in order."""
-    found = []
-    for path in sorted(launcher_folder(run, "ray").glob("[0-9]*.json")):
-        record = read_json(path, "shape", "tasks", "job")
-        found.append(Submission(Shape(**record["shape"]), record["tasks"], record["job"], path))
-    return found
+    return [
+        Submission(Shape(**record["shape"]), record["tasks"], record["job"], path)
+        for path, record in sent_records(run, "ray", "shape", "tasks", "job")
+    ]
 
 
 def what_to_watch(run: RunDir, sent: Submission) -> str:
     """The job and the commands to follow it, for a person."""
-    return "\n".join(
-        (
-            f"job     {sent.job}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes; it finishes the run, too",
-            f"watch   batchinfer status {run.shown} --watch",
-            f"logs    {_logs(run, sent)}",
-            f"change  batchinfer submit --resize {run.shown} N",
-            f"end     batchinfer cancel {run.shown}",
-        )
+    return how_to_follow(
+        run,
+        f"job     {sent.job}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes; it finishes the run, too",
+        logs=_logs(run, sent),
     )
 
 
@@ -194,7 +188,7 @@ def _refusal(error: Exception) -> str:
 def _last(run: RunDir) -> Submission:
     found = submissions(run)
     if not found:
-        raise ConfigError(f"{run.shown} was never submitted; use `batchinfer submit {run.shown} --to ray --array N`")
+        raise never_sent(run, "ray")
     return found[-1]
 
 
