@@ -13,15 +13,12 @@ from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
 from support.placed_rows import placed
+from support.random_tensors import random
 
 REASON = build.why_not()
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
 
 PARTS = [(1, 0, 70), (2, 0, 1), (1, 3, 10), (2, 64, 70), (2, 0, 0)]  # threads, first row, behind the last row
-
-
-def random(*shape, seed=0, dtype=torch.bfloat16):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])

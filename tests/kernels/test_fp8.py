@@ -14,6 +14,7 @@ from batchinfer_kernels.reference import fp8_pages, group_scaled
 from batchinfer_kernels.reference.block_scaled import BlockScaled, stack, to_blocks, whole_blocks
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK, block_product
 from support.divisors import Divisors
+from support.random_tensors import random
 
 TOLERANCE = {"float32": 1e-6}
 GRID = sorted(
@@ -22,10 +23,6 @@ GRID = sorted(
         for code in range(127)  # 127 is NaN
     }
 )  # what E4M3 can hold, and whether the last bit is set
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def nearest(value):

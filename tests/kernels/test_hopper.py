@@ -26,10 +26,11 @@ from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.places import PlacedRows, in_order
 from support import hopper_stand_ins as stand_ins
 from support.checkpoints import make_checkpoint
-from support.hopper_cases import DEEP_GEMM, OPS, close, decode_case, random, with_reference
+from support.hopper_cases import DEEP_GEMM, OPS, close, decode_case, with_reference
 from support.paged_steps import PagedRequests
 from support.paths import ROOT
 from support.placed_rows import in_tiles
+from support.random_tensors import random
 
 
 def test_the_tests_for_a_gpu_are_right_themselves():

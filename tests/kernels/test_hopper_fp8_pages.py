@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.machinery import ModuleSpec
-
 import pytest
 import torch
 
 from batchinfer_kernels import registry
 from batchinfer_kernels.hopper import fp8_pages as hopper
-from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference.mla import PagedKeys
 from support import hopper_stand_ins as stand_ins
+from support.hopper_cases import SPARSE_FLASH_MLA, close
+from support.random_tensors import random
 
-FLASH_MLA = {"later": stand_ins.flash_mla_later, "sgl": stand_ins.flash_mla_sgl}
-TOLERANCE = 2**-7  # of the largest value, in bfloat16
 OPTIONS = {"latent_dim": 512, "scale": 0.1352}
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """Puts a stand-in in the library's place; tensors here count as those of a GPU."""
-
-    def forget():
-        libraries.decode_parameters.cache_clear()
-        libraries.makes_own_metadata.cache_clear()
-
-    def put(module):
-        module.__spec__ = ModuleSpec(module.__name__, None)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-        return module
-
-    forget()
+def gpu(monkeypatch, install):
+    """Tensors here count as those of a GPU."""
     monkeypatch.setattr(hopper, "is_on_gpu", lambda *tensors: True)
-    yield put
-    forget()
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return install
 
 
 def decode_case(num_queries=1, heads=64, kv_tokens=(1, 64, 150, 200, 7)):
@@ -58,15 +38,11 @@ def decode_case(num_queries=1, heads=64, kv_tokens=(1, 64, 150, 200, 7)):
     return q, PagedKeys(pages, table, lengths, positions)
 
 
-def close(y, expected):
-    return (y.float() - expected.float()).abs().max() <= TOLERANCE * expected.float().abs().max()
-
-
 @pytest.mark.parametrize("num_queries", [1, 3])
 @pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("library", FLASH_MLA)
+@pytest.mark.parametrize("library", SPARSE_FLASH_MLA)
 def test_decode_over_fp8_pages_is_that_of_the_reference(gpu, library, heads, num_queries):
-    gpu(FLASH_MLA[library]())
+    gpu(SPARSE_FLASH_MLA[library]())
     q, keys = decode_case(num_queries, heads)
     y, expected = hopper.mla_decode_fp8(q, keys, **OPTIONS), fp8_pages.mla_decode_fp8(q, keys, **OPTIONS)
     assert y.shape == expected.shape
@@ -86,9 +62,9 @@ def test_a_request_without_tokens_gives_zeros_and_a_larger_table_changes_nothing
     assert (hopper.mla_decode_fp8(q, empty, **OPTIONS)[0] == 0).all()
 
 
-@pytest.mark.parametrize("library", FLASH_MLA)
+@pytest.mark.parametrize("library", SPARSE_FLASH_MLA)
 def test_lists_and_metadata_are_made_once_per_schedule(gpu, library):
-    flash_mla = gpu(FLASH_MLA[library]())
+    flash_mla = gpu(SPARSE_FLASH_MLA[library]())
     q, keys = decode_case()
     schedule = {}
     for layer in range(3):

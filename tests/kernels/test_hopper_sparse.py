@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -14,38 +13,20 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.transformer import Transformer, local_dispatcher
 from batchinfer.model.weight_loading import load_weights
 from batchinfer_kernels import reference, registry
-from batchinfer_kernels.hopper import libraries, sparse
+from batchinfer_kernels.hopper import sparse
 from batchinfer_kernels.reference.sparse import NO_SLOT, IndexedKeys, IndexQueries
 from support import hopper_stand_ins as stand_ins
 from support.checkpoints import make_checkpoint
+from support.hopper_cases import DEEP_GEMM, SPARSE_FLASH_MLA, close, with_reference
 from support.paged_steps import PagedRequests
-
-DEEP_GEMM = {"upstream": stand_ins.deep_gemm_upstream, "sgl": stand_ins.deep_gemm_sgl}
-FLASH_MLA = {"later": stand_ins.flash_mla_later, "sgl": stand_ins.flash_mla_sgl}
-TOLERANCE = 2**-7  # of the largest value, in bfloat16
+from support.random_tensors import random
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    """Puts stand-ins in the libraries' places; tensors here count as those of a GPU."""
-
-    def put(*modules):
-        for module in modules:
-            module.__spec__ = ModuleSpec(module.__name__, None)
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-
-    libraries.sparse_parameters.cache_clear()
+def gpu(monkeypatch, install):
+    """Tensors here count as those of a GPU."""
     monkeypatch.setattr(sparse, "is_on_gpu", lambda *tensors: True)
-    yield put
-    libraries.sparse_parameters.cache_clear()
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def with_reference(op):
-    return registry.bind(op, ["hopper", "reference"])
+    return install
 
 
 def index_case(heads=64, width=128):
@@ -152,13 +133,13 @@ def chosen_case(heads=64, num_keys=128):
 
 
 @pytest.mark.parametrize("heads", [64, 128])
-@pytest.mark.parametrize("library", FLASH_MLA)
+@pytest.mark.parametrize("library", SPARSE_FLASH_MLA)
 def test_attention_to_chosen_keys_is_that_of_the_reference(gpu, library, heads):
-    gpu(FLASH_MLA[library]())
+    gpu(SPARSE_FLASH_MLA[library]())
     q, pages, slots = chosen_case(heads)
     options = {"latent_dim": 512, "scale": 0.0422}
     y, expected = sparse.mla_sparse(q, pages, slots, **options), reference.mla_sparse(q, pages, slots, **options)
-    assert (y.float() - expected.float()).abs().max() <= TOLERANCE * expected.float().abs().max()
+    assert close(y, expected)
     assert not y[3].any()
     assert sparse.mla_sparse(q[:0], pages, slots[:0], **options).shape == (0, heads, 512)
 

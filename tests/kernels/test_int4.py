@@ -11,14 +11,11 @@ from batchinfer_kernels import reference
 from batchinfer_kernels.cpu import ops, packed
 from batchinfer_kernels.reference.group_scaled import GROUP, GroupScaled, quantize_int8_rows, to_groups
 from batchinfer_kernels.triton import ops as triton_ops
+from support.random_tensors import random
 
 # Of a product's terms without their signs: float32 sums, then bfloat16 once.
 TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8 * 1.01}
 SHAPES = [(1, 1), (7, 33), (64, 32), (131, 100), (256, 1000), (70, 129)]
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 CASES = {

@@ -11,6 +11,7 @@ from batchinfer_kernels import registry
 from batchinfer_kernels.hopper import invariant, libraries
 from batchinfer_kernels.reference.mla import PagedKeys
 from support import hopper_stand_ins as stand_ins
+from support.random_tensors import random
 
 TOLERANCE = {"bfloat16": 2**-7}  # of the largest value
 DEEP_GEMM = {"upstream": stand_ins.deep_gemm_upstream, "sgl": stand_ins.deep_gemm_sgl}
@@ -19,12 +20,8 @@ FLASH_MLA = {
     "later": stand_ins.flash_mla_later,
     "sgl": stand_ins.flash_mla_sgl,
 }
+SPARSE_FLASH_MLA = {name: FLASH_MLA[name] for name in ("later", "sgl")}
 OPS = ("linear", "grouped_mlp", "masked_mlp", "mla_decode")
-
-
-def random(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Normal values in bfloat16."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def with_reference(op: str) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from batchinfer_kernels.triton import probe
+from support import random_tensors
 
 REASON = probe.why_not()
 if probe.interprets() and REASON is None:
@@ -26,7 +27,7 @@ TOLERANCE = {"bf16": 1e-2, "fp8": 1e-3}
 
 def random(*shape, seed=0, dtype=torch.bfloat16):
     """Normal values, the same on any device."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+    return random_tensors.random(*shape, seed=seed, dtype=dtype).to(DEVICE)
 
 
 def relative_error(result, exact):
