@@ -7,10 +7,12 @@ rehearsal runs on the CPU, in Triton's interpreter, and takes no times.
 from __future__ import annotations
 
 import gc
+import os
 import platform
 import statistics
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -149,6 +151,15 @@ def why_no_hopper() -> str | None:
     if capability != _HOPPER:
         return f"the GPU {torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, not 9.0"
     return None
+
+
+def rehearse() -> None:
+    """Have Triton's operations run on the CPU, in its interpreter; call it before anything imports triton."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    with suppress(ImportError):  # without triton nothing of it is rehearsed
+        from interpreter import multiply_in_float64
+
+        multiply_in_float64()
 
 
 def unusable(reason: str) -> str:

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "kernels")]
 import candidates  # noqa: E402
 import exact  # noqa: E402
 import torch  # noqa: E402
-from accelerator import Accelerator, Limits, unusable, why_no_hopper  # noqa: E402
+from accelerator import Accelerator, Limits, rehearse, unusable, why_no_hopper  # noqa: E402
 from attention_cases import attention_cases  # noqa: E402
 from cases import ALL, TINY, Case, Dims, Function, Work, may_differ_in_company  # noqa: E402
 from product_cases import product_cases  # noqa: E402
@@ -277,11 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     if options.rehearse:
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-        with suppress(ImportError):  # without triton nothing of it is rehearsed
-            from interpreter import multiply_in_float64
-
-            multiply_in_float64()
+        rehearse()
     try:
         if options.wheels is not None:
             unpack_wheels(options.wheels)

@@ -22,12 +22,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "kernels")]
 
 import torch  # noqa: E402
-from accelerator import Accelerator, unusable, why_no_hopper  # noqa: E402
+from accelerator import Accelerator, rehearse, unusable, why_no_hopper  # noqa: E402
 from figures import Figures, decode_exchange_s, describe, overlapped, prefill_exchange_s  # noqa: E402
 from roofline import decode_stages, floors_s, prefill_stages  # noqa: E402
 from steps import Stepper, decode_step, prefill_step  # noqa: E402
@@ -275,11 +273,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     options = _parser().parse_args(arguments)
     if options.rehearse:
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-        with suppress(ImportError):  # without triton nothing of it is rehearsed
-            from interpreter import multiply_in_float64
-
-            multiply_in_float64()
+        rehearse()
     reason = _why_not(options)
     if reason is not None:
         print(reason, file=sys.stderr)

@@ -15,10 +15,8 @@ Exit codes: 0 done, 2 no such GPU or a wrong option.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "kernels")]
 
 import torch  # noqa: E402
-from accelerator import Accelerator, unusable, why_no_hopper  # noqa: E402
+from accelerator import Accelerator, rehearse, unusable, why_no_hopper  # noqa: E402
 from steps import Stepper, decode_step, prefill_step  # noqa: E402
 from torch.autograd import DeviceType  # noqa: E402
 from wheels import WheelError, unpack_wheels  # noqa: E402
@@ -205,11 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the script; returns its exit code."""
     options = _parser().parse_args(arguments)
     if options.rehearse:
-        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-        with suppress(ImportError):  # without triton nothing of it is rehearsed
-            from interpreter import multiply_in_float64
-
-            multiply_in_float64()
+        rehearse()
     reason = None if options.rehearse else why_no_hopper()
     if options.layers < 4:
         reason = f"--layers {options.layers}: below 4 there are no experts"
