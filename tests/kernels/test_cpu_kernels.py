@@ -15,6 +15,7 @@ from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.mla import PagedKeys
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
+from support.plain_attention import decoded, paged
 
 # Rounding errs by half a unit in the last place, of bfloat16 2^-8 of the value at most; a little room for float32 sums.
 TOLERANCE = {torch.bfloat16: 2**-8 * 1.01, torch.float32: 2**-23}
@@ -41,18 +42,6 @@ def random(request):
 def swiglu(x, gate_up, down):
     gate, up = (x.double() @ gate_up.double().T).chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up @ down.double().T
-
-
-def attention(q, pages, table, kv_tokens, positions, *, latent_dim, scale):
-    """Softmax written out in float64, row by row; also the sums of what is added, without its sign."""
-    num_queries = len(q) // len(table)
-    rows, terms = [], []
-    for row, position in enumerate(positions.tolist()):
-        keys = pages[table[row // num_queries]].flatten(0, 1)[: position + 1].double()
-        weights = torch.softmax(q[row].double() @ keys.T * scale, dim=-1)
-        rows.append(weights @ keys[:, :latent_dim])
-        terms.append(weights @ keys[:, :latent_dim].abs())
-    return torch.stack(rows), torch.stack(terms)
 
 
 def assert_as_good_as_reference(result, plain, exact):
@@ -257,19 +246,6 @@ def test_both_layouts_of_experts_give_the_same_bits_in_any_company(random, num_r
                 assert torch.equal(alone[0], y[expert, row])
 
 
-# Pages of requests of several lengths, in any order, with infinities wherever nobody may look.
-def paged(random, kv_tokens, width, *, seed=0):
-    num_pages = [-(-tokens // 64) for tokens in kv_tokens]
-    ids = torch.randperm(sum(num_pages) + 1, generator=torch.Generator().manual_seed(seed))
-    pages = random(len(ids), 64, width, seed=seed)
-    table = torch.full((len(kv_tokens), max(num_pages)), int(ids[-1]))
-    pages[ids[-1]] = torch.inf
-    for request, (tokens, count) in enumerate(zip(kv_tokens, num_pages, strict=True)):
-        table[request, :count] = ids[sum(num_pages[:request]) :][:count]
-        pages[table[request, count - 1], tokens - 64 * (count - 1) :] = torch.inf
-    return pages, table, torch.tensor(kv_tokens)
-
-
 @pytest.mark.usefixtures("cpp")
 @pytest.mark.parametrize(
     ("heads", "latent_dim", "rotary"),
@@ -284,7 +260,7 @@ def test_decode_attention_is_as_good_as_the_reference(random, heads, latent_dim,
     options = {"latent_dim": latent_dim, "scale": (latent_dim + rotary) ** -0.5}
     keys = PagedKeys(pages, table, kv_tokens, positions)
     result, plain = ops.mla_decode(q, keys, **options), reference_mla.mla_decode(q, keys, **options)
-    exact, terms = attention(q, *keys[:4], **options)
+    exact, terms = decoded(q, keys.pages, keys.page_table_BP, keys.positions_T, **options)
     assert torch.isfinite(result).all()
     ours, theirs = (result - exact).abs(), (plain - exact).abs()
     if result.dtype is torch.float32:

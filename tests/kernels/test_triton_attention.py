@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.triton import decode, ops, prefill
+from support import plain_attention
+from support.plain_attention import decoded
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
 
 pytestmark = needs_triton
-
-
-def paged(kv_tokens, width):
-    """Pages of requests in any order, with infinities and worse wherever nobody may look."""
-    num_pages = [-(-tokens // 64) for tokens in kv_tokens]
-    ids = torch.randperm(sum(num_pages) + 1, generator=torch.Generator().manual_seed(0))
-    pages = random(len(ids), 64, width)
-    table = torch.full((len(kv_tokens), max(num_pages)), int(ids[-1]))
-    pages[ids[-1]] = torch.nan
-    for request, (tokens, count) in enumerate(zip(kv_tokens, num_pages, strict=True)):
-        table[request, :count] = ids[sum(num_pages[:request]) :][:count]
-        if count:
-            pages[table[request, count - 1], tokens - 64 * (count - 1) :] = torch.inf
-    return pages, table.to(DEVICE), torch.tensor(kv_tokens, device=DEVICE)
-
-
-def exact_decode(q, pages, table, positions, *, latent_dim, scale):
-    num_queries = len(q) // len(table)
-    rows = []
-    for row, position in enumerate(positions.tolist()):
-        keys = pages[table[row // num_queries]].flatten(0, 1)[: position + 1].double()
-        rows.append(torch.softmax(q[row].double() @ keys.T * scale, dim=-1) @ keys[:, :latent_dim])
-    return torch.stack(rows)
+paged = partial(plain_attention.paged, random, unused=torch.nan)
 
 
 @pytest.fixture
@@ -50,7 +32,7 @@ def test_decode_attention_is_close_to_float64_and_a_request_keeps_its_bits(heads
     positions = kv_tokens[:, None] - num_queries + torch.arange(num_queries, device=DEVICE)
     options = {"latent_dim": latent_dim, "scale": (latent_dim + rotary) ** -0.5}
     whole = ops.mla_decode(q, PagedKeys(pages, table, kv_tokens, positions.flatten()), **options)
-    assert relative_error(whole, exact_decode(q, pages, table, positions.flatten(), **options)) < TOLERANCE["bf16"]
+    assert relative_error(whole, decoded(q, pages, table, positions.flatten(), **options)[0]) < TOLERANCE["bf16"]
     q_BQ, whole_BQ = q.unflatten(0, (7, -1)), whole.unflatten(0, (7, -1))
     for requests, columns in [([0], 1), ([6, 2], 5)]:
         alone = ops.mla_decode(
@@ -70,7 +52,7 @@ def test_decode_attention_in_pieces_and_over_long_parts_is_the_same(monkeypatch)
     pages, table, kv_tokens = paged([1030, 5, 70], 48)
     q, options = random(3, 2, 48, seed=1), {"latent_dim": 32, "scale": 0.2}
     whole = ops.mla_decode(q, PagedKeys(pages, table, kv_tokens, kv_tokens - 1), **options)
-    assert relative_error(whole, exact_decode(q, pages, table, kv_tokens - 1, **options)) < TOLERANCE["bf16"]
+    assert relative_error(whole, decoded(q, pages, table, kv_tokens - 1, **options)[0]) < TOLERANCE["bf16"]
     monkeypatch.setattr(decode, "_MAX_PART_BYTES", 1)
     assert torch.equal(ops.mla_decode(q, PagedKeys(pages, table, kv_tokens, kv_tokens - 1), **options), whole)
 
