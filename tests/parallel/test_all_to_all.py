@@ -22,6 +22,7 @@ from batchinfer_kernels import reference
 from batchinfer_kernels.reference.gating import GateRule
 from support.exchanges import ThreadedMesh
 from support.placed_rows import placed
+from support.random_placements import random_placement
 
 # form of the rows -> dtype of the model that sends them
 MODEL_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -43,18 +44,6 @@ def random_tokens(random, num_tokens, *, topk=3, num_experts=7, hidden=5, dtype=
         torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=-1)[:, :topk],
         torch.rand(num_tokens, topk, generator=generator),
     )
-
-
-def random_placement(random, num_experts, num_ranks, num_redundant):
-    """Experts in random order, redundant ones at random, with random shares (some of them 0)."""
-    experts = np.concatenate([np.arange(num_experts), random.integers(0, num_experts, size=num_redundant)])
-    random.shuffle(experts)
-    shares = random.random(len(experts))
-    shares[random.random(len(experts)) < 0.1] = 0
-    for expert in range(num_experts):
-        slots = np.flatnonzero(experts == expert)
-        shares[slots] = shares[slots] / shares[slots].sum() if shares[slots].any() else 1 / len(slots)
-    return Placement(tuple(experts.tolist()), tuple(shares.tolist()), num_experts, num_ranks)
 
 
 def answer(received: ExpertInput, experts, dtype: torch.dtype) -> torch.Tensor:

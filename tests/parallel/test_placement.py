@@ -10,23 +10,17 @@ from hypothesis import strategies as st
 
 from batchinfer.parallel.placement import Placement
 from batchinfer.records import ConfigError
+from support.random_placements import random_placement
 
 repeatable = settings(derandomize=True, deadline=None, max_examples=150)
 seeds = st.integers(0, 2**32 - 1)
 
 
-def random_placement(random: np.random.Generator) -> Placement:
-    """Redundant slots of random experts, in random order and with random shares, some of them 0."""
+def some_placement(random: np.random.Generator) -> Placement:
+    """Of any number of experts on any number of ranks, with redundant ones."""
     num_ranks, num_experts = int(random.integers(1, 9)), int(random.integers(1, 33))
     num_redundant = -num_experts % num_ranks + num_ranks * int(random.integers(0, 4))
-    experts = np.concatenate([np.arange(num_experts), random.integers(0, num_experts, num_redundant)])
-    random.shuffle(experts)
-    shares = random.random(len(experts)) * (random.random(len(experts)) < 0.8)
-    for expert in range(num_experts):
-        slots = np.flatnonzero(experts == expert)
-        total = shares[slots].sum()
-        shares[slots] = shares[slots] / total if total else 1 / len(slots)
-    return Placement(tuple(experts.tolist()), tuple(shares.tolist()), num_experts, num_ranks)
+    return random_placement(random, num_experts, num_ranks, num_redundant, without_share=0.2)
 
 
 def rows_per_slot(placement: Placement, experts: torch.Tensor, rank: int) -> np.ndarray:
@@ -78,7 +72,7 @@ def test_experts_in_order():
 @given(seed=seeds)
 def test_a_row_goes_only_to_a_slot_of_its_expert(seed):
     random = np.random.default_rng(seed)
-    placement = random_placement(random)
+    placement = some_placement(random)
     experts = torch.from_numpy(random.integers(0, placement.num_experts, size=random.integers(0, 300)))
     slots = placement.slots_for(experts, int(random.integers(placement.num_ranks)))
     assert slots.dtype == torch.int64
@@ -89,7 +83,7 @@ def test_a_row_goes_only_to_a_slot_of_its_expert(seed):
 @given(seed=seeds)
 def test_each_slot_gets_its_share_of_a_rank_s_rows_within_one_row(seed):
     random = np.random.default_rng(seed)
-    placement = random_placement(random)
+    placement = some_placement(random)
     experts = torch.from_numpy(random.integers(0, placement.num_experts, size=1000))
     rows = rows_per_slot(placement, experts, int(random.integers(placement.num_ranks)))
     rows_of_expert = np.bincount(experts.numpy(), minlength=placement.num_experts)
@@ -101,7 +95,7 @@ def test_each_slot_gets_its_share_of_a_rank_s_rows_within_one_row(seed):
 @given(seed=seeds)
 def test_single_rows_of_many_ranks_spread_by_share_as_well(seed):
     random = np.random.default_rng(seed)
-    placement = random_placement(random)
+    placement = some_placement(random)
     num_ranks = placement.num_ranks
     for expert in range(placement.num_experts):
         rows = sum(rows_per_slot(placement, torch.tensor([expert]), rank) for rank in range(num_ranks))
@@ -114,7 +108,7 @@ def test_single_rows_of_many_ranks_spread_by_share_as_well(seed):
 @given(seed=seeds)
 def test_a_slot_whose_share_is_zero_gets_nothing(seed):
     random = np.random.default_rng(seed)
-    placement = random_placement(random)
+    placement = some_placement(random)
     experts = torch.from_numpy(random.integers(0, placement.num_experts, size=500))
     rows = rows_per_slot(placement, experts, int(random.integers(placement.num_ranks)))
     assert not rows[np.array(placement.share_of_slot) == 0].any()
