@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from batchinfer_kernels.reference.fp8 import BLOCK, FP8, quantize_fp8_block
 
-__all__ = ["BLOCK", "BlockScaled", "stack", "to_blocks", "whole_blocks"]
+__all__ = ["BLOCK", "BlockScaled", "stack", "to_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,3 @@ def stack(parts: Sequence[BlockScaled]) -> BlockScaled:
     assert all(len(part.values) % BLOCK == 0 for part in parts[:-1]), "a block would have rows of two weights"
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(parts[0].values.dtype)
     return BlockScaled(values, torch.cat([part.scales for part in parts]))
-
-
-def whole_blocks(size: int) -> int:
-    """`size` or the next multiple of 128."""
-    return -(-size // BLOCK) * BLOCK
