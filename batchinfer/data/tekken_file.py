@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from batchinfer.data.tiktoken_model import bpe_tokenizer
+from batchinfer.data.tiktoken_model import bpe_tokenizer, ranks_of
 from batchinfer.records import ModelError
 
 FILE = "tekken.json"
@@ -40,10 +40,7 @@ def tokenizer_of(file: Path, text: str, shown: tuple[str, ...]) -> Tokenizer:
         pattern = settings["pattern"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{file} is no vocabulary with special_tokens ({error!r}); restore the file") from None
-    ranks = {token: rank for rank, token in enumerate(tokens)}
-    if len(ranks) < len(tokens) or not all(bytes([byte]) in ranks for byte in range(256)):
-        raise ModelError(f"{file} holds a token twice, or lacks one of the 256 single bytes; restore the file")
-    tokenizer = bpe_tokenizer(ranks, pattern, {name: id for id, name in enumerate(special)})
+    tokenizer = bpe_tokenizer(ranks_of(tokens, file), pattern, {name: id for id, name in enumerate(special)})
     tokenizer.add_tokens([AddedToken(name, normalized=False, special=name not in shown) for name in special])
     return tokenizer
 

@@ -114,6 +114,15 @@ def _read_ranks(file: Path, text: str) -> dict[bytes, int]:
             tokens.append(base64.b64decode(token, validate=True))
         except binascii.Error:
             raise ModelError(f"the token in line {number + 1} of {file} is not base64; {_RESTORE}") from None
+    return ranks_of(tokens, file)
+
+
+def ranks_of(tokens: list[bytes], file: Path) -> dict[bytes, int]:
+    """The rank of each token of a vocabulary, by which its bytes are merged.
+
+    Raises:
+        ModelError: names the file; some text would have no tokens, or two ways to be cut.
+    """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     if len(ranks) < len(tokens) or not all(bytes([byte]) in ranks for byte in range(256)):
         raise ModelError(f"{file} holds a token twice, or lacks one of the 256 single bytes; {_RESTORE}")
