@@ -54,6 +54,13 @@ def start(code, cache, **environment):
     return ForkedPython(code, [], variables, ROOT)
 
 
+def library_and_cache(cache):
+    """This process's library, and the folder in which one that is started with this cache looks for its own."""
+    folder = cache / "batchinfer/kernels"
+    folder.mkdir(parents=True)
+    return build.library(), folder
+
+
 def answer(process):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
@@ -362,10 +369,8 @@ def test_the_standard_library_may_lie_in_a_folder_of_any_name(tmp_path, other_cp
 @pytest.mark.usefixtures("supported", "cpp")
 def test_a_built_library_stays_good_when_the_standard_library_is_another_one(tmp_path, other_cpp_library):
     """A system was updated, or another node of the cluster has another one; there may be no compiler any more."""
-    built = build.library()
-    folder = tmp_path / "batchinfer/kernels"
-    folder.mkdir(parents=True)
-    shutil.copy(built, folder / built.name)
+    built, folder = library_and_cache(tmp_path)
+    shutil.copy(built, folder)
     environment = {
         **os.environ,
         "LD_PRELOAD": str(other_cpp_library),
@@ -379,10 +384,8 @@ def test_a_built_library_stays_good_when_the_standard_library_is_another_one(tmp
 
 @pytest.mark.usefixtures("supported", "cpp")
 def test_a_built_library_needs_no_compiler_and_no_writing(tmp_path):
-    built = build.library()
-    folder = tmp_path / "batchinfer/kernels"
-    folder.mkdir(parents=True)
-    shutil.copy(built, folder / built.name)
+    built, folder = library_and_cache(tmp_path)
+    shutil.copy(built, folder)
     folder.chmod(0o555)
     assert answer(start(ASK, tmp_path, PATH=str(tmp_path))) == "None"
     assert [path.name for path in folder.iterdir()] == [built.name]
@@ -403,9 +406,7 @@ def test_slow_pairs_are_told_where_products_would_be_made_of_them(monkeypatch, n
 
 @pytest.mark.usefixtures("supported", "cpp")
 def test_a_damaged_library_is_built_again(tmp_path):
-    built = build.library()
-    folder = tmp_path / "batchinfer/kernels"
-    folder.mkdir(parents=True)
+    built, folder = library_and_cache(tmp_path)
     (folder / built.name).write_bytes(b"\0" * 1000)
     same = {build.CHOICE: build.instructions().name}  # with tiles, too, as this library is a real one
     again = start(ASK, tmp_path, CXX=write_compiler(tmp_path, f"cp {built} $out"), **same)
@@ -430,10 +431,8 @@ def test_the_library_and_its_folder_are_for_this_user_only(tmp_path):
 @pytest.mark.usefixtures("supported", "cpp")
 @pytest.mark.parametrize("spoil", ["every user", "another user"])
 def test_no_library_is_loaded_from_a_folder_that_others_may_write(tmp_path, spoil):
-    built = build.library()
-    folder = tmp_path / "batchinfer/kernels"
-    folder.mkdir(parents=True)
-    shutil.copy(built, folder / built.name)
+    built, folder = library_and_cache(tmp_path)
+    shutil.copy(built, folder)
     if spoil == "every user":
         folder.chmod(0o1777)
     elif os.getuid() == 0:
@@ -448,9 +447,7 @@ def test_no_library_is_loaded_from_a_folder_that_others_may_write(tmp_path, spoi
 
 @pytest.mark.usefixtures("supported", "cpp")
 def test_a_library_that_others_may_write_is_built_again(tmp_path):
-    built = build.library()
-    folder = tmp_path / "batchinfer/kernels"
-    folder.mkdir(parents=True)
+    built, folder = library_and_cache(tmp_path)
     (folder / built.name).write_bytes(b"anything")
     (folder / built.name).chmod(0o666)
     same = {build.CHOICE: build.instructions().name}
