@@ -13,23 +13,15 @@ from batchinfer.controller import claims, lease_watch
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
-from support.faults import kill_the_command
+from support.faults import kill_the_command, make_reference
 from support.jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
 from support.paths import RANDOM_MODEL
-
-# many small steps and commits in plain PyTorch, so that a signal finds work left
-SLOW = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
-MIXED = {"max_tokens": 24, "temperature": 0.7, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """A job, and its outputs when nothing disturbs it."""
-    folder = tmp_path_factory.mktemp("reference")
-    write_questions(folder / "prompts", (12, 9, 6))
-    job = write_job(folder, cluster=SLOW, sampling=MIXED)
-    assert batchinfer("run", job).code == 0
-    return folder, output_bytes(folder / "run")
+    return make_reference(tmp_path_factory.mktemp("reference"))
 
 
 def another(reference, name):

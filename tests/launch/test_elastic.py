@@ -8,11 +8,10 @@ import pytest
 
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.rundir import RunDir
-from support.faults import descendants, ended, fail_some, plan_units, wait_until
+from support.faults import LONG, descendants, ended, fail_some, plan_units, wait_until
 from support.jobs import batchinfer, output_bytes, start, write_job, write_questions
 
 SLOW = tuple(f"--set=cluster.{key}" for key in ("decode_requests=3", "commit_seconds=0.05", "backend=reference"))
-LONG = {"max_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from batchinfer.launch.rank_connections import RankConnections
 from batchinfer.records import ConfigError
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
+from support.faults import LONG, SLOW
 from support.faulty_store import Faults, faulty_store
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.s3_servers import SERVERS, running
@@ -36,15 +37,13 @@ APART = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2}
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference")
     write_questions(folder / "prompts", (12, 9, 6))
-    assert batchinfer("run", write_job(folder, sampling={"max_tokens": 24, "ignore_eos": True})).code == 0
+    assert batchinfer("run", write_job(folder, sampling=LONG)).code == 0
     return folder, output_bytes(folder / "run")
 
 
 def planned(reference, name, cluster):
     folder, _ = reference
-    slow = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
-    sampling = {"max_tokens": 24, "ignore_eos": True}
-    job = write_job(folder, name=f"{name}.toml", output={"dir": name}, cluster=slow | cluster, sampling=sampling)
+    job = write_job(folder, name=f"{name}.toml", output={"dir": name}, cluster=SLOW | cluster, sampling=LONG)
     assert batchinfer("plan", job).code == 0
     return folder / name
 

@@ -24,11 +24,8 @@ from batchinfer.progress import Progress
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
-from support.faults import fail_some, plan_units
+from support.faults import LONG, SLOW, fail_some, plan_units
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
-
-SLOW = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
-LONG = {"max_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,8 @@ from support.jobs import Ended, batchinfer, output_bytes, start, write_job, writ
 
 # many small steps and commits, in plain PyTorch: in C++ all is done before it can be disturbed
 SLOW = {"decode_requests": 3, "commit_seconds": 0.05, "backend": "reference"}
-MIXED = {"max_tokens": 24, "temperature": 0.7, "ignore_eos": True}
+LONG = {"max_tokens": 24, "ignore_eos": True}
+MIXED = {**LONG, "temperature": 0.7}
 UNIT_TOKENS = 300  # of small jobs that are to have several units
 TWO = ("--set", "cluster.prefill_ranks=2")
 _APART = ("--set", "cluster.mode=disaggregated")
