@@ -27,7 +27,6 @@ if __name__ == "__main__":
 import os
 import queue
 import secrets
-import socket
 import sys
 import time
 import traceback
@@ -70,6 +69,7 @@ from batchinfer.rank.load import LoadedRank, first_placements, load_model, make_
 from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ExitCode
+from batchinfer.run.liveness import this_host
 from batchinfer.run.storage import is_in_bucket
 from batchinfer.sanitize import sanitize
 from batchinfer.stop import ignore_signals
@@ -101,7 +101,7 @@ def main(task: Future[RankTask]) -> NoReturn:
 
     channel.read_on(take, at_end=lambda reason: _controller_ended(channel, reason))
     channel.send_on(at_fault=lambda error: _fail(channel, error))
-    channel.send(messages.Hello(environment.rank, os.getpid(), socket.gethostname()))
+    channel.send(messages.Hello(environment.rank, os.getpid(), this_host()))
     code = _run(channel, received, store, environment, memory)
     channel.close()
     _end(code)

@@ -26,6 +26,18 @@ def is_dead(holder: Mapping[str, Any]) -> bool:
     return is_visible and identity.startswith(f"{numbering}:") and not _exists(holder["pid"], identity)
 
 
+def this_host() -> str:
+    """Names what processes share that reach each other's memory: abstract sockets, and the files of /proc.
+
+    Other hosts may have the same host name, and so may other containers on this one.
+    """
+    try:
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:
+        network = ""
+    return f"{socket.gethostname()}:{process_numbering()}:{network}"
+
+
 @functools.cache
 def process_numbering() -> str | None:
     """Names what gives this process its number: this start of the host's kernel, and the PID namespace in it.

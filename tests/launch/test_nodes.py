@@ -20,6 +20,7 @@ from batchinfer.launch import nodes
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_connections import RankConnections
 from batchinfer.records import ConfigError
+from batchinfer.run.liveness import this_host
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
 from support.faults import LONG, SLOW
@@ -71,7 +72,7 @@ def test_groups_of_torchrun_that_name_no_rendezvous_do_not_share_a_meeting(monke
     assert run.meeting(this_node(2).name).parent == run.work
 
 
-def start_nodes(run, num_nodes, *, other_hosts, options=lambda index: ()):
+def start_nodes(run, num_nodes, *, other_hosts=False, own_processes=False, options=lambda index: ()):
     """What srun does: the same command once per node, with its number."""
     processes = []
     for index in range(num_nodes):
@@ -80,6 +81,8 @@ def start_nodes(run, num_nodes, *, other_hosts, options=lambda index: ()):
         if other_hosts:
             rename = f'hostname node{index}; exec "$@"'
             command = ["unshare", "--uts", "sh", "-c", rename, "sh", *command]
+        if own_processes:
+            command = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *command]
         environment = {**os.environ, **slurm, "SLURM_PROCID": str(index)}
         processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
     return processes
@@ -111,6 +114,29 @@ def test_two_nodes_give_the_outputs_of_one_rank(reference, cluster, other_hosts)
     assert [row["num_ranks"] for row in rows] == [sum(cluster[k] for k in cluster if k != "mode") // 2] * 2
     assert {row["node"] for row in rows} == ({"node0", "node1"} if other_hosts else {rows[0]["node"]})
     assert all(row["first_prefill_s"] is not None for row in rows)
+
+
+@NEEDS_ROOT
+def test_two_nodes_of_one_name_do_not_share_memory(reference):
+    """Containers, or machines that nobody has named: neither sees the other's processes."""
+    run = planned(reference, "one-name", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1})
+    codes, err = ended(start_nodes(run, 2, own_processes=True))
+    assert codes == [0, 0], err
+    assert "warning" not in err
+    assert batchinfer("finish", run).code == 0
+    assert output_bytes(run) == reference[1]
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("namespaces", [["--net"], ["--pid", "--fork", "--mount-proc", "--kill-child"], ["--uts"]])
+def test_a_host_is_the_processes_that_reach_each_others_memory(namespaces):
+    say = [sys.executable, "-c", "from batchinfer.run.liveness import this_host; print(this_host())"]
+    rename = ["sh", "-c", 'hostname other; exec "$@"', "sh"] if namespaces == ["--uts"] else []
+    here, there = (
+        subprocess.run([*words, *say], check=True, capture_output=True, text=True).stdout
+        for words in ([], ["unshare", *namespaces, *rename])
+    )
+    assert here.strip() == this_host() != there.strip()
 
 
 def wait_for_parts(run, processes):
