@@ -14,6 +14,8 @@ from batchinfer.net.stream import Stream
 CHUNK_BYTES = 1 << 18  # of TLS: read at once, and put into records at once
 MOST_HANDSHAKE_BYTES = 1 << 14  # read from somebody who has not shown the credentials yet; 2 KB are needed
 PAUSE_S = (0.05, 0.2)  # before another call of one that was sent away
+# a host that vanished says nothing: once a connection is quiet the system asks the other end, and ends it in the end
+QUIET_S, ASK_S, MOST_ASKED = 60, 30, 8  # so 5 minutes; an end that is only busy, or stopped, is answered for
 _WELCOME = b"\x01"  # the called one's word that it has accepted the caller, which TLS 1.3 does not say
 
 
@@ -32,6 +34,10 @@ class TlsStream(Stream):
 
     def __init__(self, end: socket.socket, context: ssl.SSLContext, *, is_caller: bool, timeout_s: float) -> None:
         super().__init__(end)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_S)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_S)
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MOST_ASKED)
         self._lock = threading.Lock()
         self._coming, self._going = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._coming, self._going, server_side=not is_caller)

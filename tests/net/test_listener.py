@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import queue
 import resource
+import shutil
 import socket
 import ssl
 import struct
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
@@ -27,6 +30,10 @@ START_DELAY_S = 5.0  # the most that strangers may cost
 STRANGERS_BYTES = 64 << 20  # the most memory that they may take, however many they are
 NOBODY = 65534
 AS_ANOTHER_USER = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+HAS_NETWORKS = (
+    all(map(shutil.which, ("ip", "unshare")))
+    and not subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode
+)
 
 
 @pytest.fixture
@@ -287,3 +294,37 @@ def test_another_user_reads_no_key_while_it_is_loaded(credentials, monkeypatch):
     monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", look)
     tls_context(credentials, is_caller=True)
     assert modes == [0o600]
+
+
+VANISHES = """
+import queue, socket, struct, subprocess, time
+from batchinfer.net import tls
+from batchinfer.net.credentials import make_credentials
+from batchinfer.net.listener import Listener
+
+tls.QUIET_S = tls.ASK_S = tls.MOST_ASKED = 1
+subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+met, credentials = queue.SimpleQueue(), make_credentials()
+listener = Listener("127.0.0.1", credentials, met.put)
+ends = tls.call("127.0.0.1", listener.port, credentials, 10.0), met.get(timeout=10.0)
+
+def is_under_way(end):  # anything that the other end has not said to have: tcpi_unacked
+    return struct.unpack_from("I", end._end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 104), 24)[0]
+
+while any(map(is_under_way, ends)):
+    time.sleep(0.01)
+subprocess.run(["ip", "link", "set", "lo", "down"], check=True)
+for end in ends:
+    try:
+        end.receive(1)
+    except TimeoutError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(not HAS_NETWORKS, reason="needs root, `unshare` and `ip`, for a network of its own")
+def test_a_host_that_vanishes_ends_its_connections_on_both_sides():
+    """Its last packet never comes: no bytes are under way, and nobody says anything."""
+    command = ["unshare", "--net", sys.executable, "-c", VANISHES]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("timed out") == 2
