@@ -15,6 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from batchinfer.net.interface import interface_of
 from batchinfer.parallel.all_to_all import AllToAllDispatcher
 from batchinfer.parallel.deepep.dispatcher import open_dispatchers, why_not
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
@@ -156,6 +157,8 @@ def _open_group(backend: str, seat: Seat, store: dist.Store) -> dist.ProcessGrou
     """The group in torch."""
     if seat.one_host:
         _stay_on_loopback()
+    elif backend == "gloo" and seat.meeting is not None:
+        _listen_where_others_call(seat.meeting.host)
     if backend == "gloo":
         _refuse_missing_interfaces()
     try:
@@ -178,6 +181,13 @@ def _stay_on_loopback() -> None:
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+
+
+def _listen_where_others_call(address: str) -> None:
+    """Keep gloo from the address that this host's name means, loopback on many; the user may name an interface."""
+    interface = interface_of(address)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _refuse_missing_interfaces() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import resource
-import shutil
 import socket
 import ssl
 import struct
@@ -23,6 +22,7 @@ from batchinfer.net.credentials import make_credentials, tls_context
 from batchinfer.net.listener import MOST_STRANGERS, Listener
 from batchinfer.net.stream import Stream
 from batchinfer.net.tls import CHUNK_BYTES, MOST_HANDSHAKE_BYTES, call
+from support.networks import HAS_NETWORKS
 
 HOST = "127.0.0.1"
 DEADLINE_S = 30.0
@@ -30,10 +30,6 @@ START_DELAY_S = 5.0  # the most that strangers may cost
 STRANGERS_BYTES = 64 << 20  # the most memory that they may take, however many they are
 NOBODY = 65534
 AS_ANOTHER_USER = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
-HAS_NETWORKS = (
-    all(map(shutil.which, ("ip", "unshare")))
-    and not subprocess.run(["unshare", "--net", "true"], check=False, capture_output=True).returncode
-)
 
 
 @pytest.fixture

@@ -482,6 +482,20 @@ def test_a_mesh_agrees_on_what_every_rank_says(kind, opened, tmp_path):
     assert results == [[rank, 3, opened, agreed, [AllToAllDispatcher.__name__] * 2] for rank in range(3)]
 
 
+def interface_of_gloo(rank, size, store):
+    seat = Seat(rank, size, "gloo", one_host=False, timeout_s=DEADLINE_S, meeting=meeting(store, rank))
+    mesh = Mesh.join(seat, store, torch.device("cpu"))
+    mesh.agree([rank])  # the other one has joined, too
+    mesh.close()
+    return seat.meeting.host, os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def test_gloo_listens_where_ranks_of_other_hosts_call(tmp_path):
+    """The host's name may mean nothing, or 127.0.1.1."""
+    with RankProcesses(tmp_path, 2, interface_of_gloo) as ranks:
+        assert ranks.results() == [["127.0.0.1", "lo"]] * 2
+
+
 def join_a_mesh_nobody_else_comes_to(rank, size, store, kind):
     try:
         seat = Seat(rank, 2, kind, one_host=kind != "tls", timeout_s=1.0, meeting=meeting(store, rank))
