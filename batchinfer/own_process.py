@@ -37,11 +37,16 @@ def end_with_parent(by: signal.Signals) -> None:
 
 
 def settle() -> None:
-    """Keep libraries from work that nothing here uses."""
+    """Keep libraries from work that nothing here uses, and from what the environment means otherwise or cannot mean."""
     # a command makes many small things that stay until its end: looking through them all the time finds little
     gc.set_threshold(50_000, 20, 20)
     # nothing here multiplies with numpy, whose threads would be busy waiting for work while others start
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # nor does numba, which is not imported with 0 of them
+    os.environ["NUMBA_NUM_THREADS"] = "1"
+    # a relative path counts as unset, as the XDG specification has it; libraries would take it
+    if not os.path.isabs(os.environ.get("XDG_CACHE_HOME", "/")):
+        del os.environ["XDG_CACHE_HOME"]
     sys.meta_path.insert(0, _NoPandas())
 
 

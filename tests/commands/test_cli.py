@@ -285,6 +285,30 @@ def test_what_a_machine_does_not_give_is_one_sentence(tmp_path, lack, said):
     assert done.returncode == 2
 
 
+@pytest.mark.parametrize("named", ["", "cache", "./cache"])
+def test_a_cache_folder_that_is_no_absolute_path_counts_as_unset(tmp_path, named):
+    text = """
+from batchinfer.own_process import settle
+settle()
+from batchinfer.run.weights_digest import cache_folder
+from batchinfer_kernels.cpu import build
+from numba.misc.appdirs import user_cache_dir
+print(cache_folder(), build._cache_folder(), user_cache_dir())
+"""
+    variables = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": named}
+    done = subprocess.run([sys.executable, "-c", text], env=variables, check=True, capture_output=True, text=True)
+    own = tmp_path / ".cache"
+    assert done.stdout.split() == [f"{own}/batchinfer/weights", f"{own}/batchinfer/kernels", str(own)]
+
+
+@pytest.mark.parametrize("num_threads", ["0", "many"])
+def test_a_number_of_threads_for_numba_changes_nothing(num_threads):
+    text = "from batchinfer.own_process import settle; settle(); import batchinfer.balance.compiled"
+    variables = {**os.environ, "NUMBA_NUM_THREADS": num_threads}
+    done = subprocess.run([sys.executable, "-c", text], env=variables, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def in_a_shell(arguments, streams):
     """Run the command with streams that a shell opens or closes."""
     program = [sys.executable, "-c", "from batchinfer.program import program; program()", *map(str, arguments)]
