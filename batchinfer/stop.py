@@ -59,7 +59,18 @@ class StopSignal:
             raise self.raised
 
 
+@contextmanager
+def signals_wait() -> Iterator[None]:
+    """Signals that come meanwhile come at the end; to a process started meanwhile, when it is ready for them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def ignore_signals() -> None:
     """Ignore what stops a job: in a rank, whose controller gets it, too, and where nothing is left to be stopped."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see signals_wait

@@ -16,6 +16,7 @@ from batchinfer import own_process
 from batchinfer.host_info import matrix_library_settings, num_cores
 from batchinfer.net.stream import Stream
 from batchinfer.records import ConfigError
+from batchinfer.stop import signals_wait
 
 _PREFIX = "BATCHINFER_RANK_"
 _SPARE = _PREFIX + "SPARE"  # set: the other variables of this prefix come on standard input, a JSON line
@@ -126,7 +127,8 @@ def start_rank(
     if end is not None:
         variables = {**variables, _SOCKET: str(end.fileno())}
     # standard output stays the command's own: what a rank's libraries print is for people
-    return subprocess.Popen(command, env=variables, stdin=stdin, stdout=2, pass_fds=inherited)
+    with signals_wait():  # a rank ignores them, but Ctrl-C comes to it, too, before its first line has run
+        return subprocess.Popen(command, env=variables, stdin=stdin, stdout=2, pass_fds=inherited)
 
 
 class SpareRank:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from batchinfer.launch import rank_process
 from batchinfer.rank.torch_import import PUT_OFF
+from batchinfer.stop import SIGNALS
 from support.faults import ended, wait_until
 from support.jobs import start, write_job, write_questions
 
@@ -52,6 +54,21 @@ def test_a_rank_never_executes_what_was_put_off():
 )
 def test_what_was_put_off_is_whole_when_it_is_used(use, prints):
     assert run(use).strip() == prints
+
+
+def test_a_signal_that_stops_a_job_ends_no_rank_from_its_first_moment_on():
+    spare = rank_process.SpareRank()
+    try:
+        while True:
+            status = Path(f"/proc/{spare._process.pid}/status").read_text()
+            blocked, ignored = (
+                int(re.search(rf"^{name}:\s+(\w+)", status, re.M)[1], 16) for name in ("SigBlk", "SigIgn")
+            )
+            assert all((blocked | ignored) >> (number - 1) & 1 for number in SIGNALS)
+            if not blocked and ignored >> (signal.SIGINT - 1) & 1:
+                break
+    finally:
+        spare.end()
 
 
 def test_a_torch_that_nobody_has_tried_is_imported_whole():
