@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -18,6 +16,7 @@ from batchinfer.commands.convert import convert
 from batchinfer.commands.options import EXIT_CODES, Process
 from batchinfer.commands.submit import submit
 from batchinfer.host_info import set_up_matrix_library
+from batchinfer.lack import lack
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
 from batchinfer.sanitize import clip, sanitize
 from batchinfer.stop import StopSignal
@@ -98,26 +97,9 @@ def _run_command(process: Process) -> None:
     except Exception as error:
         if process.stop.raised is not None:
             raise process.stop.raised from None
-        if (lack := _lack(error)) is not None:
-            raise ConfigError(lack) from None
+        if (lacking := lack(error)) is not None:
+            raise ConfigError(lacking) from None
         raise
-
-
-def _lack(error: Exception) -> str | None:
-    """What the machine does not give to this process, where a command failed for that, and what to do."""
-    if isinstance(error, BlockingIOError) or str(error) == "can't start new thread":
-        limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-        said = "unlimited" if limit == resource.RLIM_INFINITY else limit
-        return (
-            f"no more processes or threads can be started (`ulimit -u` is {said}, a container may have a limit of its "
-            "own); raise that limit, and run the same command to go on"
-        )
-    if isinstance(error, FileNotFoundError):
-        try:
-            tempfile.gettempdir()
-        except FileNotFoundError:
-            return "there is no folder that can be written for temporary files; set TMPDIR to one"
-    return None
 
 
 def main(

@@ -43,6 +43,7 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
     from contextlib import suppress
 
     from batchinfer import own_process
+    from batchinfer.lack import lack
     from batchinfer.records import ExitCode
 
     own_process.settle()
@@ -73,6 +74,9 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
     except BaseException as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 makes a RuntimeError of one in a class body
             raise KeyboardInterrupt from None
+        if (lacking := lack(error)) is not None:  # during the imports
+            print(f"error: {lacking}", file=sys.stderr)
+            return ExitCode.BAD_JOB
         # the interpreter's own end waits for threads, and those that load ranks may wait for somebody who has left
         traceback.print_exc()
         return ExitCode.INTERNAL

@@ -15,6 +15,7 @@ from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.finish.long_answers import LongAnswers, all_rows
 from batchinfer.host_info import free_memory_bytes
+from batchinfer.lack import lack
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError, DamagedFileError, IncompleteRunError, Shard
 from batchinfer.run.quarantine import set_aside
@@ -53,6 +54,8 @@ def open_database(
         with duckdb.connect(config={"memory_limit": limit, "temp_directory": str(scratch / "spill")}) as connection:
             yield connection
     except duckdb.Error as error:
+        if (lacking := lack(error)) is not None:
+            raise ConfigError(f"cannot {command} {run.shown}: {lacking}") from None
         # the same is said of a disk that has no room for what would leave the memory
         if isinstance(error, duckdb.OutOfMemoryException) and "temp_directory" not in str(error):
             raise ConfigError(

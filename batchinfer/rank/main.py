@@ -15,11 +15,13 @@ if __name__ == "__main__":
     import sys
 
     from batchinfer import own_process
+    from batchinfer.lack import tell_of_rank
     from batchinfer.rank.rank_task import read_task
     from batchinfer.rank.torch_import import put_off_compilers
 
     # what libraries print goes to the command's log, too
     sys.stdout, sys.stderr = (own_process.stream(own_process.Log, of) for of in (sys.stdout, sys.stderr))
+    sys.excepthook = tell_of_rank
     put_off_compilers()
     gc.disable()  # until the model is loaded: all imports stay, and looking through them takes 0.4 s of the start
     task = read_task()
@@ -42,6 +44,7 @@ import torch
 from batchinfer.config import JobConfig
 from batchinfer.data.bucket import Bucket
 from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.lack import lack
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.fused.graphs import ON_HOST, why_not_recorded
@@ -68,7 +71,7 @@ from batchinfer.rank.kv_budget import kv_budget
 from batchinfer.rank.load import LoadedRank, first_placements, load_model, make_worker
 from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.warm_up import warm_up
-from batchinfer.records import BatchinferError, ExitCode
+from batchinfer.records import BatchinferError, ConfigError, ExitCode
 from batchinfer.run.liveness import this_host
 from batchinfer.run.storage import is_in_bucket
 from batchinfer.sanitize import sanitize
@@ -125,6 +128,9 @@ def _run(
         _say_last(channel, Failed(sanitize(str(error)), type(error).__name__))
         return error.exit_code
     except Exception as error:
+        if (lacking := lack(error)) is not None:
+            _say_last(channel, Failed(lacking, ConfigError.__name__))
+            return ExitCode.BAD_JOB
         traceback.print_exc()
         _say_last(channel, _failed(error))
         return ExitCode.INTERNAL

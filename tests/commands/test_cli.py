@@ -254,6 +254,12 @@ def refuse(*_):
 from batchinfer import cli
 threading.Thread.start = refuse
 """,
+    "memory": """
+import re, resource
+from batchinfer import cli
+held = re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]
+resource.setrlimit(resource.RLIMIT_AS, (int(held) << 10, resource.RLIM_INFINITY))
+""",
     "temporary files": """
 import tempfile
 tempfile._candidate_tempdir_list = lambda: ["/dev/null"]
@@ -270,6 +276,7 @@ os.rmdir(os.getcwd())
     [
         ("processes", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
         ("threads", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
+        ("memory", r"(more memory cannot be had|no more .*) \(.*`ulimit -v` .*\d+.*\); raise that limit.*"),
         ("temporary files", r"there is no folder that can be written for temporary files; set TMPDIR to one"),
         ("working folder", r"the working folder was deleted; `cd` to one that exists"),
     ],

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from batchinfer import own_process
 from batchinfer.launch import rank_process
 from batchinfer.rank.torch_import import PUT_OFF
 from batchinfer.stop import SIGNALS
@@ -69,6 +72,15 @@ def test_a_signal_that_stops_a_job_ends_no_rank_from_its_first_moment_on():
                 break
     finally:
         spare.end()
+
+
+def test_a_rank_that_cannot_load_torch_for_want_of_memory_says_so_in_a_sentence():
+    command = own_process.command("batchinfer.rank.main")
+    limited = partial(resource.setrlimit, resource.RLIMIT_AS, (400 << 20, 400 << 20))  # torch is more
+    done = subprocess.run(command, preexec_fn=limited, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert done.returncode == 1
+    said = rb"a rank has ended: more memory cannot be had \(`ulimit -v` is 409600\); raise .*\n"
+    assert re.fullmatch(said, done.stderr), done.stderr
 
 
 def test_a_torch_that_nobody_has_tried_is_imported_whole():
