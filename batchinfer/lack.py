@@ -1,6 +1,7 @@
 """What the machine does not give to this process, as a sentence, where something failed for that."""
 
 import errno
+import os
 import resource
 import sys
 import tempfile
@@ -23,6 +24,8 @@ def lack(error: BaseException) -> str | None:
             "takes it away), and run the same command to go on"
         )
     if isinstance(error, FileNotFoundError):
+        if not os.path.exists("/proc/self"):
+            return "/proc is not mounted, which tells what processes take; mount it: `mount -t proc proc /proc`"
         try:
             tempfile.gettempdir()
         except FileNotFoundError:

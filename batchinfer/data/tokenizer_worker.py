@@ -28,6 +28,7 @@ from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
+from batchinfer.lack import lack
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
 from batchinfer.stop import ignore_signals
@@ -79,6 +80,10 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
                 encoder.try_out()
     except ModelError as error:
         return None, {"error": clip(str(error))}
+    except FileNotFoundError as error:
+        if (lacking := lack(error)) is None:
+            raise
+        return None, {"error": lacking}
     return encoder, {
         "columns": prompts.columns,
         "digest": tokenizer.digest,

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from batchinfer import own_process
 from batchinfer.host_info import num_cores, processor_name
 from batchinfer_kernels import registry
 from batchinfer_kernels.cpu.build import instructions
@@ -290,6 +292,26 @@ def test_what_a_machine_does_not_give_is_one_sentence(tmp_path, lack, said):
     assert re.fullmatch(f"error: {said}", done.stderr.splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode == 2
+
+
+def test_a_machine_without_proc_is_one_sentence(tmp_path):
+    without = ["unshare", "--mount", "sh", "-c", 'umount --lazy /proc && exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*without, "true"], check=False).returncode:
+        pytest.skip("NOT TESTED: /proc cannot be hidden here (that needs root and `unshare`)")
+    write_questions(tmp_path / "prompts", (3,))
+    job = write_job(tmp_path)
+    said = "error: /proc is not mounted, which tells what processes take; mount it: `mount -t proc proc /proc`"
+
+    def last_words(*arguments):
+        command = [*without, *own_process.command("batchinfer", *map(str, arguments))]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stderr.splitlines()[-1]
+
+    assert last_words("plan", job) == (2, said)
+    assert last_words("run", job) == (2, said)
+    assert batchinfer("run", job).code == 0
+    assert last_words("report", tmp_path / "run", "--sql", "SELECT 1") == (2, said)
 
 
 @pytest.mark.parametrize("named", ["", "cache", "./cache"])
