@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Literal, overload
 
 import pyarrow as pa
 
+from batchinfer.api.call_folder import call_folder
 from batchinfer.api.job import Job, Start, plain
 from batchinfer.api.process import CommandProcess, Progress
 from batchinfer.api.prompts import KINDS, reader_of, write_shard
@@ -135,7 +135,7 @@ def _job(data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], sta
     others = {name for key in _COLUMNS if isinstance(name := inputs.get(key, key), str)}
     reader, found = reader_of(data, named, others, outputs.get("keep_columns"))
     if "dir" not in outputs:
-        outputs["dir"] = str(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchinfer-"))) / "run")
+        outputs["dir"] = str(stack.enter_context(call_folder()) / "run")
     inputs |= {"files": [SHARD], **found}
     config = job_of_table(parts, _CALL, Path.cwd())
     run = storage_of(config).run

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from batchinfer import own_process, records
+from batchinfer.api.call_folder import call_folder
 from batchinfer.config import JobConfig, dump_job
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
 
@@ -115,15 +116,16 @@ class CommandProcess:
         self._code: int | None = None
 
     def __enter__(self) -> "CommandProcess":
-        self._file = tempfile.NamedTemporaryFile("w", prefix="batchinfer-", suffix=".toml", encoding="utf-8")
-        self._file.write(dump_job(self._job))
-        self._file.flush()
-        if self._held is None:
-            is_quiet = self._progress is not None or not is_terminal()
-            self.process = OwnProcess(self._command, self._file.name, is_quiet=is_quiet)
-        else:
-            self.process = self._held
-            self.process.send(self._file.name)
+        with ExitStack() as stack:
+            file = stack.enter_context(call_folder()) / "job.toml"
+            file.write_text(dump_job(self._job), encoding="utf-8")
+            if self._held is None:
+                is_quiet = self._progress is not None or not is_terminal()
+                self.process = OwnProcess(self._command, str(file), is_quiet=is_quiet)
+            else:
+                self.process = self._held
+                self.process.send(str(file))
+            self._files = stack.pop_all()
         return self
 
     def __exit__(
@@ -138,7 +140,7 @@ class CommandProcess:
             self.process.let_end()  # it did not end soon enough for somebody
             raise
         finally:
-            self._file.close()
+            self._files.close()
             if self._held is None:
                 self.process.let_end()
                 self.process.wait()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import batchinfer
+from batchinfer.api.call_folder import call_folder
 from batchinfer.api.process import CommandProcess
 from support.jobs import output_bytes, write_job, write_questions
 from support.paths import RANDOM_MODEL
@@ -102,6 +104,30 @@ def test_a_job_ends_with_its_caller(tmp_path):
     while '"released": true' not in next(parts.glob("*/*/lease.json")).read_text():
         time.sleep(0.05)
     assert not list((tmp_path / "run" / "done").glob("*"))
+
+
+def test_what_a_killed_call_leaves_goes_with_the_next_one(tmp_path, monkeypatch):
+    (folder := tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    settings = {**LONG, "model": str(RANDOM_MODEL), "max_tokens": 2000}
+    caller = subprocess.Popen(
+        [sys.executable, "-c", f"import batchinfer; batchinfer.generate({TEXTS!r}, **{settings!r})"]
+    )
+    while not list(folder.glob("*/*/run/units/*/*/lease.json")):
+        time.sleep(0.05)
+        assert caller.poll() is None
+    commands = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()
+    caller.kill()
+    caller.wait()
+    while any(Path("/proc", pid).exists() for pid in commands):
+        time.sleep(0.05)
+    assert len(list(folder.iterdir())) == 2  # of the rows, and of the job's file
+    with call_folder() as held:  # one that lives stays
+        assert list(folder.iterdir()) == [held.parent]
+        batchinfer.generate(TEXTS[:1], **SHORT)
+        assert list(folder.iterdir()) == [held.parent]
+    assert list(folder.iterdir()) == []
 
 
 def test_a_plain_script_needs_no_guard_and_its_working_folder_no_care(tmp_path):

@@ -1,0 +1,40 @@
+"""Temporary folders of calls. What a killed process leaves goes with the next call of this user on this host.
+
+A folder has a lock that its process holds to its end, whatever ends it, and that is there no sooner than it is held.
+"""
+
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+LOCK, CONTENT = "lock", "call"
+
+
+@contextmanager
+def call_folder() -> Iterator[Path]:
+    """An empty folder that is gone afterwards."""
+    prefix = f"batchinfer-{socket.gethostname()}-"  # locks may be unknown on other hosts
+    for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK}"):
+        _remove_left(lock)
+    with tempfile.TemporaryDirectory(prefix=prefix) as name:
+        folder = Path(name)
+        (folder / CONTENT).mkdir()
+        with open(folder / "new", "wb") as file:
+            with suppress(OSError):  # a file system without locks: nobody can tell whether it is left
+                fcntl.flock(file, fcntl.LOCK_EX)
+                (folder / "new").rename(folder / LOCK)
+            yield folder / CONTENT
+
+
+def _remove_left(lock: Path) -> None:
+    """Remove the folder of this lock if it is this user's and its process is gone."""
+    with suppress(OSError), open(lock, "rb") as file:  # another call may do the same, or the process still end
+        if os.fstat(file.fileno()).st_uid == os.geteuid():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.with_name(CONTENT))
+            shutil.rmtree(lock.parent)
