@@ -35,7 +35,7 @@ def cli() -> None:
     \b
     Start here:
       batchinfer ask "Why?" --model DIR        one question, one answer
-      batchinfer init DATA --model DIR         a job file for your Parquet files
+      batchinfer init DATA --model DIR         a job file for your files
       batchinfer run JOB.toml                  plan, compute, write outputs, print the report
       batchinfer peek RUN                      the answers so far
       batchinfer report RUN --sql "SELECT …"   ask the outputs and statistics anything

@@ -49,7 +49,8 @@ def report(
     says how much is done, and its figures are of that; --sql and --parquet want its end, `peek` shows answers so far.
 
     \b
-    The views for --sql: outputs, requests, units, steps, experts, expert_rows, placements, nodes, kv, run. For example:
+    The views for --sql: outputs, requests, units, steps, experts, expert_rows, placements, nodes, kv, run,
+    decode_steps. For example:
       batchinfer report runs/demo --sql "SELECT status, count(*) FROM outputs GROUP BY status"
     """
     modes = {"--together": together, "--compare": compare, "--sql": sql is not None}
