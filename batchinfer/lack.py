@@ -11,7 +11,8 @@ from types import TracebackType
 def lack(error: BaseException) -> str | None:
     """What was lacking, and what to do; None where the error is another one."""
     if isinstance(error, BlockingIOError) or str(error) == "can't start new thread":
-        limits = f"`ulimit -u` is {_limit(resource.RLIMIT_NPROC) or 'unlimited'}, "
+        processes = _limit(resource.RLIMIT_NPROC)
+        limits = f"`ulimit -u` is {'unlimited' if processes is None else processes}, "
         if memory := _limit(resource.RLIMIT_AS):  # where a thread's stack has to be, too
             limits += f"`ulimit -v` {memory // 1024}, "
         return (
