@@ -170,7 +170,7 @@ def _open_group(backend: str, seat: Seat, store: dist.Store) -> dist.ProcessGrou
             timeout=timedelta(seconds=seat.timeout_s),
         )
     except RuntimeError as error:
-        raise PeerLostError(f"the group's ranks did not meet (they wait {seat.timeout_s:g} s at most): {error}") from error
+        raise PeerLostError(f"the group's ranks did not meet ({seat.timeout_s:g} s at most): {error}") from error
     group = dist.group.WORLD
     assert group is not None
     return group
