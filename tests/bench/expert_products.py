@@ -18,7 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from engine import read_bytes_per_s
+from limits import read_bytes_per_s
 
 from batchinfer_kernels.cpu import ops
 from batchinfer_kernels.cpu.packed import Packed

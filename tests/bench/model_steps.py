@@ -30,7 +30,13 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
 from bench_models import SIZES, make_model  # noqa: E402
-from engine import body_flops, gemm_flops, last_layer_flops, read_bytes_per_s  # noqa: E402
+from limits import (  # noqa: E402
+    body_flops,
+    gemm_flops,
+    last_layer_flops,
+    read_bytes_per_s,
+    weight_bytes,
+)
 
 from batchinfer.config import PAGE_TOKENS, SamplingConfig  # noqa: E402
 from batchinfer.launch.rank_process import MALLOC  # noqa: E402
@@ -114,15 +120,6 @@ def prefill_step(size: str) -> StepInput:
         logit_rows=torch.arange(CHUNK_TOKENS - 1, PREFILL_TOKENS, CHUNK_TOKENS),
         prefill=tuple(PrefillSpan(start, CHUNK_TOKENS, CHUNK_TOKENS, start // PAGE_TOKENS + pages) for start in starts),
     )
-
-
-def weight_bytes(size: str, bytes_per_value: int) -> float:
-    """Of everything but the embedding: what a step over many tokens reads at least."""
-    c = SIZES[size]
-    body, head, _ = body_flops(size)
-    routed = 6.0 * (c["num_hidden_layers"] - 1) * c["hidden_size"] * c["moe_intermediate_size"]
-    others = body - routed * c["num_experts_per_tok"]
-    return (others + routed * c["n_routed_experts"]) / 2 * bytes_per_value + head / 2 * 2
 
 
 def flops(size: str, kind: str) -> float:

@@ -17,8 +17,8 @@ from support.jobs import Ended
 
 BENCH = Path(__file__).parent
 ENVIRONMENT = BENCH.parents[1] / ".venv-peers"
-PEERS = ("vllm", "vllm-eager", "transformers", "llama.cpp")
-NUM_SEQUENCES = {"tiny": 256, "small": 64, "sample": 256}  # in one step of vLLM's or llama.cpp's
+PEERS = ("vllm", "vllm-eager", "vllm-mla", "transformers", "llama.cpp")
+NUM_SEQUENCES = {"tiny": 256, "small": 64, "release": 64, "sample": 256}  # in one step of vLLM's or llama.cpp's
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 
 
@@ -113,7 +113,7 @@ def command_of(name: str, size: str, model: Path) -> list[str]:
     if name == "llama.cpp":
         return [python, str(BENCH / "peer_llama.py"), str(gguf_of(model)), str(NUM_SEQUENCES[size])]
     vllm = [python, str(BENCH / "peer_vllm.py"), str(model), str(NUM_SEQUENCES[size])]
-    return [*vllm, "--eager"] if name == "vllm-eager" else vllm
+    return vllm if name == "vllm" else [*vllm, name.replace("vllm-", "--")]
 
 
 def gguf_of(model: Path) -> Path:

@@ -1,9 +1,10 @@
 """batchinfer beside other engines on one machine: the same checkpoints, prompts and answer lengths, runs taken in turn.
 
 Random-weight models (bench_models.py), or the sample model with its job, in bfloat16 (batchinfer also in fp8 when
-asked), all cores. The peers are vLLM's CPU build (compiled and eager), transformers and llama.cpp; `make bench-peers`
-and `make bench-llama` put them into .venv-peers. A peer loads once and then waits, so that batchinfer and it run every
-workload by turns and a drift of the machine meets both; with --fresh it is started anew for every turn.
+asked), all cores. The peers are vLLM's CPU build (compiled, eager, and with attention over latents), transformers and
+llama.cpp; `make bench-peers` and `make bench-llama` put them into .venv-peers. A peer loads once and then waits, so
+that batchinfer and it run every workload by turns and a drift of the machine meets both; with --fresh it is started
+anew for every turn.
 
 work     from the start of the first step to the end of the last, no loading: of batchinfer in a fresh process each
          time, of vLLM from its second run on (with --fresh: its first)
@@ -13,8 +14,8 @@ shell    from the start of a process to the last answer, for a model's first wor
 ratio    the peer's seconds ÷ batchinfer's, median of the turns
 memory   peak of the largest process; vLLM's holds 4 GB for KV
 
-    python tests/bench/peers.py [--sizes tiny small sample] [--kinds shared shuffled unshared] [--rounds 3]
-                                [--peers vllm vllm-eager transformers llama.cpp] [--fresh] [--all]
+    python tests/bench/peers.py [--sizes tiny small release sample] [--kinds shared shuffled unshared] [--rounds 3]
+                                [--peers vllm vllm-eager vllm-mla transformers llama.cpp] [--fresh] [--all]
                                 [--dtype bfloat16 | fp8]
 """
 
@@ -34,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import duckdb
 from bench_models import SIZES, TOKENIZER, make_model, workload
-from engine import gemm_flops, read_bytes_per_s, run_once
+from engine import run_once
+from limits import gemm_flops, read_bytes_per_s
 from peer_process import ENVIRONMENT, PEERS, FreshPeer, OwnProcess, PeerProcess, compiled_folder, write_gguf
 from peer_server import Requests, write_workload
 
@@ -44,7 +46,7 @@ from support.jobs import batchinfer
 
 DEMO = Path(__file__).parents[2] / "jobs" / "demo.toml"
 # transformers' best for prompts of like length, for others
-BATCH = {"tiny": (128, 16), "small": (64, 8), "sample": (128, 128)}
+BATCH = {"tiny": (128, 16), "small": (64, 8), "release": (64, 8), "sample": (128, 128)}
 KINDS = ("shared", "shuffled", "unshared")
 
 
@@ -159,7 +161,7 @@ def compare_all(name: str, size: str, model: Path, options: argparse.Namespace) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=[*SIZES, "sample"])
+    parser.add_argument("--sizes", nargs="+", default=["tiny", "small"], choices=[*SIZES, "sample"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--peers", nargs="+", default=["vllm", "transformers"], choices=PEERS)
     parser.add_argument("--rounds", type=int, help="turns of each workload: three, of transformers one")

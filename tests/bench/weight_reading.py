@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from engine import read_bytes_per_s
+from limits import read_bytes_per_s
 
 from batchinfer_kernels.cpu import build, ops
 
