@@ -14,7 +14,8 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 @pytest.fixture
 def stop():
-    before = {number: signal.getsignal(number) for number in NUMBERS}
+    # nohup, which may have started the tests, has SIGHUP ignored
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in NUMBERS}
     yield StopSignal()
     for number, handler in before.items():
         signal.signal(number, handler)
