@@ -144,7 +144,7 @@ run() {
 
 # compile LIMIT: on a fresh machine compiling takes most of the time, and in one process after the other one core alone
 compile() {
-  local limit=$1 seconds name pid scratch pids=() names=()
+  local limit=$1 seconds threads name pid scratch pids=() names=()
   if ! is_wanted compile; then return; fi
   if ((end && end - SECONDS < 30)); then
     echo "== compile: not run, time is up; the same command goes on with it"
@@ -153,12 +153,13 @@ compile() {
   fi
   seconds=$(left "$limit")
   scratch=$(mktemp -d)
+  threads=$((($(nproc) + 10) / 11)) # of each process; with all cores each the 11 of them would wait for each other
   echo "== compile, all at once$( ((seconds)) && echo ", at most $seconds s")"
   # at_once NAME COMMAND…: in the background, its output in a file
   at_once() {
     local name=$1
     shift
-    timeout --signal=INT --kill-after=15 "$seconds" "$@" >"$folder/compile-$name.txt" 2>&1 &
+    OMP_NUM_THREADS=$threads timeout --signal=INT --kill-after=15 "$seconds" "$@" >"$folder/compile-$name.txt" 2>&1 &
     pids+=($!) names+=("$name")
   }
   if ((!${#rehearse[@]})); then # nothing would be compiled, and on a CPU they take minutes
