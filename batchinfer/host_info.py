@@ -118,6 +118,12 @@ def free_memory_bytes() -> int:
     return free
 
 
+def held_bytes() -> int | None:
+    """Memory that this process holds by itself, as RLIMIT_DATA counts it; None where the system does not say."""
+    held = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    return int(held[1]) * 1024 if held else None
+
+
 def num_cores() -> int:
     """Cores that this process can keep busy: those that it may run on, within its control groups' quotas (Linux)."""
     num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

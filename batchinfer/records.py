@@ -86,6 +86,11 @@ class IncompleteRunError(BatchinferError):
 class PeerLostError(BatchinferError):
     """Another rank of the group has ended or does not answer: this one cannot go on either."""
 
+    @classmethod
+    def not_connected(cls, missing: int, timeout_s: float, error: Exception) -> "PeerLostError":
+        """The error where so many ranks did not come in time."""
+        return cls(f"{missing} ranks of the group did not connect within {timeout_s:g} s: {error}")
+
 
 class InterruptedRunError(BaseException):
     """A signal stopped the run; what was finished is kept and the same command goes on from there.
@@ -117,6 +122,9 @@ class Shard:
         return RunMismatchError(
             f"{self.path} changed after it was planned; restore it, or plan into another output.dir"
         )
+
+
+SAMPLING_LISTS = ("stop", "stop_token_ids", "bad_words")  # of Sampling: tuples there, lists in TOML and JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,7 +298,7 @@ def sampling_to_json(sampling: Sampling) -> str:
 def sampling_from_json(text: str) -> Sampling:
     """The sampling that `sampling_to_json` stored."""
     values = json.loads(text)
-    values |= {name: tuple(values[name]) for name in ("stop", "stop_token_ids", "bad_words")}
+    values |= {name: tuple(values[name]) for name in SAMPLING_LISTS}
     values["logit_bias"] = tuple((token, bias) for token, bias in values["logit_bias"])
     values["structured"] = None if values["structured"] is None else tuple(values["structured"])
     return Sampling(**values)

@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 from typing_extensions import TypedDict
 
 from batchinfer.config.part import INT64_MAX, Part, Text
-from batchinfer.records import ConfigError, Sampling
+from batchinfer.records import SAMPLING_LISTS, ConfigError, Sampling
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MOST_BIAS = 100.0
@@ -134,7 +134,7 @@ class SamplingConfig(Part):
         """The same as a record."""
         values = self.model_dump(include=set(SamplingConfig.model_fields))
         structured, bias = values.pop("structured_outputs"), values.pop("logit_bias")
-        values |= {name: tuple(values[name]) for name in ("stop", "stop_token_ids", "bad_words")}
+        values |= {name: tuple(values[name]) for name in SAMPLING_LISTS}
         return Sampling(
             **values,
             logit_bias=tuple(sorted((int(token), value) for token, value in bias.items())),

@@ -7,7 +7,6 @@ import gc
 import json
 import math
 import os
-import re
 import resource
 import signal
 import socket
@@ -28,6 +27,7 @@ from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
+from batchinfer.host_info import held_bytes
 from batchinfer.lack import lack
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
@@ -150,9 +150,9 @@ def _limit_time(seconds: float) -> None:
 def _limit_memory(num_bytes: int) -> Callable[[], None]:
     """The process may take this much more memory of its own than it holds now; returns how to undo it."""
     before = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    held = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    held = held_bytes()
     assert held is not None
-    _set_limit(resource.RLIMIT_DATA, int(held[1]) * 1024 + num_bytes)
+    _set_limit(resource.RLIMIT_DATA, held + num_bytes)
     return lambda: _set_limit(resource.RLIMIT_DATA, before)
 
 

@@ -214,9 +214,7 @@ def _connect(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[
                     continue
                 peers[caller] = _Peer(connection)
         except (OSError, RuntimeError) as error:
-            raise PeerLostError(
-                f"{size - 1 - len(peers)} ranks of the group did not connect within {timeout_s:g} s: {error}"
-            ) from error
+            raise PeerLostError.not_connected(size - 1 - len(peers), timeout_s, error) from error
     return peers
 
 

@@ -168,9 +168,7 @@ def _connect(store: dist.Store, rank: int, size: int, meeting: Meeting, timeout_
             higher, caller = called.get(timeout=max(end_s - time.monotonic(), 0.0))
             peers[higher] = _Peer(caller)
     except (OSError, RuntimeError, queue.Empty) as error:
-        raise PeerLostError(
-            f"{size - 1 - len(peers)} ranks of the group did not connect within {timeout_s:g} s: {error}"
-        ) from error
+        raise PeerLostError.not_connected(size - 1 - len(peers), timeout_s, error) from error
     finally:
         listener.close()
     for peer in peers.values():

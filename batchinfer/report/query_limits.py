@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from batchinfer.host_info import free_memory_bytes
+from batchinfer.host_info import free_memory_bytes, held_bytes
 from batchinfer.records import ConfigError
 
 if TYPE_CHECKING:
@@ -39,10 +37,10 @@ def memory_limited(num_bytes: int) -> Iterator[None]:
         ConfigError: Python itself ran out of it.
     """
     before = resource.getrlimit(resource.RLIMIT_DATA)
-    held = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
+    held = held_bytes()
     limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
     if held is not None:
-        limits.append(int(held[1]) * 1024 + num_bytes + BESIDE_BYTES)
+        limits.append(held + num_bytes + BESIDE_BYTES)
         resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
     try:
         yield
