@@ -24,13 +24,14 @@ from typing import Any, TypeVar
 
 from batchinfer.config import S3Config
 from batchinfer.data.profiles import profile_keys
-from batchinfer.data.stores import CONNECT_S, REQUEST_S, reason_of, s3_endpoint, s3_region
+from batchinfer.data.stores import CONNECT_S, REQUEST_S, reason_of, s3_endpoint, s3_region, untrusted
 from batchinfer.records import ConfigError, StoreError
 
 ATTEMPTS = 8
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0  # between two of them, drawn by chance up to twice the last
 CHUNK_BYTES = 16 << 20
 WHOLE_S = 600.0  # of a request with all its bytes
+_FINAL = r"\b(400 Bad Request|501 Not Implemented|NotImplemented|InvalidCertificate)\b"  # in errors that no try mends
 
 Result = TypeVar("Result")
 
@@ -274,7 +275,7 @@ def _is_final(error: Exception) -> bool:
     """Whether another try would bring the same answer."""
     errors = _library().exceptions
     is_refused = isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError, errors.NotFoundError))
-    return is_refused or re.search(r"\b(400 Bad Request|501 Not Implemented|NotImplemented)\b", str(error)) is not None
+    return is_refused or re.search(_FINAL, str(error)) is not None
 
 
 def _raise_if_final(error: Exception) -> None:
@@ -291,4 +292,13 @@ def _reason(error: Exception) -> str:
     if "169.254.169.254" in text or "security-credentials" in text:
         return "there are no credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a machine's role)"
     status = re.search(r"non-2xx status code: (\d+ [\w ]+)", text)
-    return status[1].strip() if status is not None else reason_of(error)
+    return status[1].strip() if status is not None else _cause(text) or reason_of(error)
+
+
+def _cause(text: str) -> str | None:
+    """Why no request came through: the library's sentence does not say, what it prints below for debugging does."""
+    certificate = re.search(r"InvalidCertificate\(\s*(\w+)", text)
+    if certificate is not None:
+        return untrusted(certificate[1])
+    server, said = re.search(r"https?://[^/\s]+", text), re.findall(r'\b(?:message|error): "([^"]+)"', text)
+    return f"{server[0]}: {said[-1]}" if server is not None and said else None

@@ -182,7 +182,15 @@ def reason_of(error: BaseException) -> str:
     found = re.search(r"AWS Error (\w+) during (\w+) operation: (.*)", text)
     if found is None:
         return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]}…"
+    certificate = re.search(r"curlCode: 60\b.*verify result: (.*?)(?: \(\d+\))?$", found[3])
+    if certificate is not None:
+        return untrusted(certificate[1])
     return f"{found[1]}: {re.sub(r'[. ]*[(]Request ID.*', '', found[3])}"
+
+
+def untrusted(why: str) -> str:
+    """The reason where a server's certificate is not accepted; all libraries that reach S3 here read that variable."""
+    return f"the server's certificate is not accepted ({why}); SSL_CERT_FILE may name the file of its authority"
 
 
 # ---- file systems
