@@ -89,17 +89,29 @@ def assign_prefill(
         ConfigError: num_ranks < 1, a negative count, or arrays of different lengths.
     """
     sizes_N2, group_N = _read(new_tokens, cached_tokens, num_ranks, group_of_request)
-    item_N, cut_groups = _items(sizes_N2, group_N, num_ranks)
-    items_I2 = _sum_by(item_N, sizes_N2)
     start_R2 = np.zeros((num_ranks, 2)) if load_of_rank is None else np.asarray(load_of_rank, dtype=np.float64)
     if start_R2.shape != (num_ranks, 2):
         raise ConfigError(f"load_of_rank has the shape {start_R2.shape}; give two loads for each of {num_ranks} ranks")
-    even_2 = (sizes_N2.sum(axis=0) + start_R2.sum(axis=0)) / num_ranks
-    bounds_2 = np.maximum.reduce([_bounds(items_I2, num_ranks), even_2, start_R2.max(axis=0)])
-    unit_2 = np.where(bounds_2 > 0, bounds_2, 1.0)
+    return deal(sizes_N2, group_N, start_R2)
+
+
+def deal(sizes_NQ: np.ndarray, group_N: np.ndarray, start_RQ: np.ndarray) -> np.ndarray:
+    """Give each request a rank as `assign_prefill` does, by any number of quantities.
+
+    Args:
+        sizes_NQ: [N, Q] of each request; the second quantity is attention work.
+        group_N: [N] prefix groups numbered from 0.
+        start_RQ: [R, Q] what ranks have already.
+    """
+    num_ranks = len(start_RQ)
+    item_N, cut_groups = _items(sizes_NQ, group_N, num_ranks)
+    items_IQ = _sum_by(item_N, sizes_NQ)
+    even_Q = (sizes_NQ.sum(axis=0) + start_RQ.sum(axis=0)) / num_ranks
+    bounds_Q = np.maximum.reduce([_bounds(items_IQ, num_ranks), even_Q, start_RQ.max(axis=0)])
+    unit_Q = np.where(bounds_Q > 0, bounds_Q, 1.0)
     if len(cut_groups):
-        return _pack_cutting(sizes_N2 / unit_2, group_N, cut_groups, start_R2 / unit_2)
-    return _pack(items_I2 / unit_2, start_R2 / unit_2)[item_N]
+        return _pack_cutting(sizes_NQ / unit_Q, group_N, cut_groups, start_RQ / unit_Q)
+    return _pack(items_IQ / unit_Q, start_RQ / unit_Q)[item_N]
 
 
 def _read(
@@ -131,7 +143,7 @@ def _items(sizes_N2: np.ndarray, group_N: np.ndarray, num_ranks: int) -> tuple[n
 
 def _bounds(items_I2: np.ndarray, num_ranks: int) -> np.ndarray:
     """[2] lower bounds of the busiest rank."""
-    sums = np.concatenate([np.zeros((1, 2)), np.cumsum(-np.sort(-items_I2, axis=0), axis=0)])
+    sums = np.concatenate([np.zeros((1, items_I2.shape[1])), np.cumsum(-np.sort(-items_I2, axis=0), axis=0)])
     k = np.arange(1, (len(items_I2) - 1) // num_ranks + 1)
     crowded = sums[k * num_ranks + 1] - sums[k * num_ranks - k]
     return np.max([sums[-1] / num_ranks, items_I2.max(axis=0, initial=0), crowded.max(axis=0, initial=0)], axis=0)
@@ -208,7 +220,8 @@ def _pack(items_I2: np.ndarray, start_R2: np.ndarray, allowed_IR: np.ndarray | N
     weight, step, best_peak = FIRST_WEIGHT, FIRST_STEP, np.inf
     for _ in range(NUM_TRIALS):
         rank_I = _deal(items_I2, start_R2, allowed_IR, weight)
-        tokens, work = (start_R2 + _sum_by(rank_I, items_I2, num_ranks)).max(axis=0)
+        tokens, work, *others = (start_R2 + _sum_by(rank_I, items_I2, num_ranks)).max(axis=0)
+        tokens = max(tokens, *others, 0.0)
         if max(tokens, work) < best_peak:
             best_I, best_peak = rank_I, max(tokens, work)
         if best_peak <= GOOD_ENOUGH:
@@ -217,21 +230,26 @@ def _pack(items_I2: np.ndarray, start_R2: np.ndarray, allowed_IR: np.ndarray | N
         step **= 0.5
     rank_I, loads_R2 = best_I.copy(), start_R2 + _sum_by(best_I, items_I2, num_ranks)
     sample = _sample(rank_I)
-    rank_I[sample] = _level(items_I2[sample], rank_I[sample], loads_R2, allowed_IR[sample], floor=1.0)
+    rank_I[sample] = level(items_I2[sample], rank_I[sample], loads_R2, allowed_IR[sample], floor=1.0)
     return (rank_I if loads_R2.max() < best_peak else best_I)[np.argsort(order_I)]
 
 
 def _deal(items_I2: np.ndarray, start_R2: np.ndarray, allowed_IR: np.ndarray, weight: float) -> np.ndarray:
     """[I] ranks of items in descending order: the largest first, levelled before the others follow."""
-    items_I2, loads_R2 = items_I2 * [1.0, weight], start_R2 * [1.0, weight]
+    weights = np.ones(items_I2.shape[1])
+    weights[1] = weight
+    items_I2, loads_R2 = items_I2 * weights, start_R2 * weights
     num_largest = LARGEST_PER_RANK * len(start_R2)
     large_I2, large_IR = items_I2[:num_largest], allowed_IR[:num_largest]
-    rank_of_large = _level(large_I2, _place(large_I2, loads_R2, large_IR), loads_R2, large_IR, floor=0.0)
-    return np.concatenate([rank_of_large, _place(items_I2[num_largest:], loads_R2, allowed_IR[num_largest:])])
+    rank_of_large = level(large_I2, place(large_I2, loads_R2, large_IR), loads_R2, large_IR, floor=0.0)
+    return np.concatenate([rank_of_large, place(items_I2[num_largest:], loads_R2, allowed_IR[num_largest:])])
 
 
-def _place(items_I2: np.ndarray, loads_R2: np.ndarray, allowed_IR: np.ndarray) -> np.ndarray:
-    """[I] ranks: each item where the sum of squared loads grows least, (l + s)^2 - l^2 = 2 l s + s^2; adds to loads."""
+def place(items_I2: np.ndarray, loads_R2: np.ndarray, allowed_IR: np.ndarray) -> np.ndarray:
+    """Return [I] a rank for each item: where the sum of squared loads grows least; adds the items to `loads_R2`.
+
+    The sum grows by (l + s)^2 - l^2 = 2 l s + s^2 for a load l and a size s.
+    """
     rank_I = np.zeros(len(items_I2), dtype=np.int64)
     for item, (size_2, allowed_R) in enumerate(zip(items_I2, allowed_IR, strict=True)):
         rank_I[item] = rank = np.where(allowed_R, loads_R2 @ size_2, np.inf).argmin()
@@ -248,16 +266,16 @@ def _sample(rank_I: np.ndarray) -> np.ndarray:
     return np.sort(by_rank[place_I % np.maximum(stride_I, 1) == 0])
 
 
-def _level(
+def level(
     items_I2: np.ndarray, rank_I: np.ndarray, loads_R2: np.ndarray, allowed_IR: np.ndarray, floor: float
 ) -> np.ndarray:
-    """[I] ranks after exchanges that make the excess of all ranks over a floor smaller; changes loads_R2.
+    """Return [I] ranks after exchanges of items that reduce what ranks have above a floor; updates loads_R2.
 
     The worst rank gives an item (or nothing) for an item (or nothing) of another. A rank that finds no such exchange is
     stuck until there is one elsewhere; when a few are stuck, or none is above LEVEL, this ends.
     """
     num_ranks, nothing = len(loads_R2), len(items_I2)  # nothing: one more item, without size, on rank -1
-    items_I2 = np.append(items_I2, np.zeros((1, 2)), axis=0)
+    items_I2 = np.append(items_I2, np.zeros((1, items_I2.shape[1])), axis=0)
     rank_I = np.append(rank_I, -1)
     limits_IR = None if allowed_IR.all() else np.append(allowed_IR, np.ones((1, num_ranks), dtype=bool), axis=0)
     is_stuck_R = np.zeros(num_ranks, dtype=bool)

@@ -6,14 +6,14 @@ and share less, so several are dealt out (prefill.py), and one long stretch of t
 the deal whose busiest rank has least to do is taken.
 """
 
-# N requests in the order in which they run, R ranks, 2: new tokens and attention work
+# N requests in the order in which they run, R ranks, Q quantities, the first two: new tokens and attention work
 
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from batchinfer.balance.prefill import assign_prefill, attention_work
+from batchinfer.balance.prefill import attention_work, deal
 from batchinfer.records import ConfigError
 
 LARGEST_GROUPS = (1.0, 0.5, 0.25, 0.125)  # of a rank's share: groups that are kept whole
@@ -33,14 +33,15 @@ def deal_prefixes(
 ) -> np.ndarray:
     """Give each request a rank, prefix groups kept together as far as balance allows.
 
-    A token to generate counts like a token of the prompt: both run through all layers and attend to what is before.
+    Balanced are prefill tokens, their attention work, and, where the same ranks decode, tokens to generate and the
+    attention work of these: prefill steps and decode steps both wait for their busiest rank.
 
     Args:
         num_tokens: [N] integers, prompt lengths.
         shared_tokens: [N] integers, tokens shared with the request before it; below the prompt's length.
         output_tokens: [N] tokens that the same rank is expected to generate; 0 where others decode.
         num_ranks: at least 1.
-        load_of_rank: [R, 2] new tokens and attention work that ranks have already; None: nothing.
+        load_of_rank: [R, 4] what ranks have already, as `request_sizes`; None: nothing.
 
     Returns:
         [N] int64 ranks.
@@ -53,31 +54,21 @@ def deal_prefixes(
             f"{len(num_tokens)} prompt lengths, {len(shared_tokens)} shared and {len(output_tokens)} output lengths; "
             "give one of each for every request"
         )
-    start_R2 = np.zeros((num_ranks, 2)) if load_of_rank is None else np.asarray(load_of_rank, dtype=np.float64)
     if num_ranks == 1 or len(num_tokens) == 0:
         return np.zeros(len(num_tokens), dtype=np.int64)
-    new_N = num_tokens - shared_tokens + np.ceil(output_tokens).astype(np.int64)
-    sizes_N2 = np.stack([new_N, attention_work(new_N, shared_tokens)], axis=1)
-    unit_2 = np.maximum(_least_busiest(sizes_N2, start_R2), 1.0)
+    num_used = 4 if np.any(output_tokens) else 2
+    start_RQ = np.zeros((num_ranks, num_used)) if load_of_rank is None else load_of_rank[:, :num_used]
+    sizes_NQ = request_sizes(num_tokens, shared_tokens, output_tokens)[:, :num_used]
+    unit_Q = np.maximum(_least_busiest(sizes_NQ, start_RQ), 1.0)
     best_N, best_peak = np.zeros(0, dtype=np.int64), np.inf
     for largest in (*LARGEST_GROUPS, None):
         if largest is None:
-            rank_N = _stretches(shared_tokens, sizes_N2 / unit_2, start_R2 / unit_2, unit_2)
+            rank_N = _stretches(shared_tokens, sizes_NQ / unit_Q, start_RQ / unit_Q, unit_Q)
         else:
-            group_N = cut_groups(shared_tokens, sizes_N2 / unit_2, largest=largest)
-            rank_N = assign_prefill(
-                new_N, shared_tokens, num_ranks=num_ranks, group_of_request=group_N, load_of_rank=start_R2
-            )
-        own_N = own_shared_tokens(shared_tokens, rank_N)
-        really_N = new_N + shared_tokens - own_N
-        loads_R2 = start_R2 + np.stack(
-            [
-                np.bincount(rank_N, weights=size_N, minlength=num_ranks)
-                for size_N in (really_N, attention_work(really_N, own_N))
-            ],
-            axis=1,
-        )
-        peak = float((loads_R2 / unit_2).max())
+            rank_N = deal(sizes_NQ, cut_groups(shared_tokens, sizes_NQ / unit_Q, largest=largest), start_RQ)
+        real_NQ = request_sizes(num_tokens, own_shared_tokens(shared_tokens, rank_N), output_tokens)[:, :num_used]
+        loads_RQ = start_RQ + np.stack([np.bincount(rank_N, size_N, num_ranks) for size_N in real_NQ.T], axis=1)
+        peak = float((loads_RQ / unit_Q).max())
         if peak < best_peak:
             best_N, best_peak = rank_N, peak
         if best_peak <= GOOD_ENOUGH:
@@ -85,7 +76,16 @@ def deal_prefixes(
     return best_N
 
 
-def cut_groups(shared_tokens: np.ndarray, sizes: np.ndarray, *, largest: float) -> np.ndarray:
+def request_sizes(num_tokens: np.ndarray, shared_tokens: np.ndarray, output_tokens: np.ndarray) -> np.ndarray:
+    """[N, 4] new prompt tokens and their attention work, output tokens and theirs."""
+    new_N, output_N = np.asarray(num_tokens) - shared_tokens, np.asarray(output_tokens, dtype=np.float64)
+    works = attention_work(new_N, shared_tokens), attention_work(output_N, num_tokens)
+    return np.stack([new_N, works[0], output_N, works[1]], axis=1)
+
+
+def cut_groups(
+    shared_tokens: np.ndarray, sizes: np.ndarray, *, largest: float, smallest: float | None = None
+) -> np.ndarray:
     """Prefix groups of at most a size: consecutive requests, the deepest branches left whole.
 
     A stretch that is too large is cut at all places where its neighbours share least; of the pieces, neighbours that
@@ -93,12 +93,14 @@ def cut_groups(shared_tokens: np.ndarray, sizes: np.ndarray, *, largest: float) 
 
     Args:
         shared_tokens: [N] integers, tokens shared with the request before it.
-        sizes: [N, 2] of each request, in the unit of `largest`; a group is as large as the larger of its two sums.
+        sizes: [N, Q] of each request, in the unit of `largest`; a group is as large as the largest of its sums.
+        smallest: neighbours below a cut stay together up to this size; None: a quarter of `largest`.
 
     Returns:
         [N] int64 group numbers, rising. A single request may be larger than `largest`.
     """
-    before = np.concatenate([np.zeros((1, 2)), np.cumsum(sizes, axis=0)])
+    before = np.concatenate([np.zeros((1, sizes.shape[1])), np.cumsum(sizes, axis=0)])
+    smallest = largest * SMALLEST_PIECE if smallest is None else smallest
 
     def size(first: int, end: int) -> float:
         return float((before[end] - before[first]).max())
@@ -115,7 +117,7 @@ def cut_groups(shared_tokens: np.ndarray, sizes: np.ndarray, *, largest: float) 
         pieces = []
         piece_start = first
         for cut, next_cut in pairwise(cuts[1:]):
-            if size(piece_start, next_cut) > largest * SMALLEST_PIECE:
+            if size(piece_start, next_cut) > smallest:
                 pieces.append((piece_start, cut))
                 piece_start = cut
         pieces.append((piece_start, end))
@@ -126,7 +128,7 @@ def cut_groups(shared_tokens: np.ndarray, sizes: np.ndarray, *, largest: float) 
 
 
 def _least_busiest(sizes_N2: np.ndarray, start_R2: np.ndarray) -> np.ndarray:
-    """[2] what some rank has in any case; measured by less, one quantity could hide how the other is spread."""
+    """[Q] what some rank has in any case; measured by less, one quantity could hide how the other is spread."""
     even_2 = (sizes_N2.sum(axis=0) + start_R2.sum(axis=0)) / len(start_R2)
     return np.maximum.reduce([even_2, sizes_N2.max(axis=0), start_R2.max(axis=0)])
 
@@ -137,8 +139,9 @@ def _stretches(shared_tokens: np.ndarray, sizes_N2: np.ndarray, start_R2: np.nda
     A stretch also has to compute what its first request shares with the one before.
     """
     shared = np.asarray(shared_tokens, dtype=np.float64)
-    again_N2 = np.stack([shared, shared * (shared + 1) / 2], axis=1) / unit_2
-    before = np.concatenate([np.zeros((1, 2)), np.cumsum(sizes_N2, axis=0)])
+    again_N2 = np.zeros(sizes_N2.shape)
+    again_N2[:, 0], again_N2[:, 1] = shared / unit_2[0], shared * (shared + 1) / 2 / unit_2[1]
+    before = np.concatenate([np.zeros((1, sizes_N2.shape[1])), np.cumsum(sizes_N2, axis=0)])
     num_requests = len(shared)
 
     def starts_below(limit: float) -> list[int]:
@@ -149,7 +152,7 @@ def _stretches(shared_tokens: np.ndarray, sizes_N2: np.ndarray, start_R2: np.nda
             if first == num_requests:
                 break
             room_2 = limit - load_2 - (again_N2[first] if first else 0.0) + before[first]
-            ends = [int(np.searchsorted(before[:, i], room_2[i], side="right")) - 1 for i in range(2)]
+            ends = [int(np.searchsorted(before[:, i], room_2[i], side="right")) - 1 for i in range(len(room_2))]
             starts.append(max(first, min(ends)))
         return starts
 

@@ -9,19 +9,21 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from batchinfer.balance.output_lengths import OutputLengths
+from batchinfer.config import ClusterConfig
 from batchinfer.controller.counted_prefixes import CountedPrompt
-from batchinfer.controller.rank_queues import RankQueues
+from batchinfer.controller.rank_queues import RankQueues, TakenWork
 from batchinfer.records import Request, RequestKey
 
 DEATHS_BEFORE_HALVING = 2
 DEATHS_ALONE = 2
+DEFAULT_PREFILL_TOKENS: int = ClusterConfig.model_fields["prefill_tokens"].default
 
 
 class Dealer:
     """Requests of the open units: waiting, running, or suspected.
 
     Args:
-        ranks, lengths, with_decode: see RankQueues.
+        ranks, lengths, with_decode, prefill_tokens: see RankQueues.
         with_store: requests say what they find, in memory and in a KV store: prompts with results are kept for this.
     """
 
@@ -32,9 +34,12 @@ class Dealer:
         *,
         with_decode: bool = True,
         with_store: bool = False,
+        prefill_tokens: int = DEFAULT_PREFILL_TOKENS,
     ) -> None:
         self._open: dict[int, dict[RequestKey, Request]] = {}  # unit -> unfinished requests in the plan's order
-        self._queues = RankQueues(list(ranks), lengths or OutputLengths(), with_decode=with_decode)
+        self._queues = RankQueues(
+            list(ranks), lengths or OutputLengths(), with_decode=with_decode, prefill_tokens=prefill_tokens
+        )
         self._running: dict[RequestKey, Request] = {}
         self._with_store = with_store
         self._results: dict[int, list[CountedPrompt]] = {}  # of open units
@@ -80,15 +85,15 @@ class Dealer:
             known = [] if is_fresh else self._results[unit]
             self._note(self._queues.add(requests, is_fresh=is_fresh, after_tokens=after_tokens, results=known))
 
-    def take(self, rank: int, count: int, num_tokens: int | None = None) -> list[Request]:
-        """The next requests of a rank; they run from now on.
+    def take(self, rank: int, count: int, num_tokens: int | None = None) -> TakenWork:
+        """Return the next pieces of prompts for a rank, and the requests that begin; these run from now on.
 
         Args:
-            count: no more than this.
-            num_tokens: no more once they have this many prompt tokens to compute.
+            count: most requests that begin.
+            num_tokens: no more once the pieces have this many prompt tokens to compute.
         """
         taken = self._queues.take(rank, count, num_tokens)
-        self._running |= {request.key: request for request in taken}
+        self._running |= {request.key: request for request in taken.requests}
         return taken
 
     def take_over(self, rank: int) -> bool:

@@ -1,20 +1,47 @@
-"""The requests that wait for each rank: branch by branch of their prefix tree, the longest answers first.
+"""The requests that wait for each rank, in pieces that fill its prefill steps evenly.
 
-They are spread over the ranks by work (balance/). A prefix that several ranks need is computed by each
-(`replicated_tokens`). A rank that has run out of requests takes over half of what another one has left.
+Requests are spread over the ranks by work, branch by branch of their prefix tree (balance/prefix_groups.py). A prefix
+that several ranks need is computed by each (`replicated_tokens`). Each rank's prompts are then cut into steps of equal
+tokens and attention work (balance/prefill_steps.py). A rank that has run out of requests takes over half of what
+another one has left.
 """
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from batchinfer.balance.output_lengths import OutputLengths
-from batchinfer.balance.prefill import attention_work
-from batchinfer.balance.prefix_groups import deal_prefixes, num_kept
+from batchinfer.balance.prefill_steps import plan_rank_steps
+from batchinfer.balance.prefix_groups import deal_prefixes, num_kept, request_sizes
 from batchinfer.balance.prefix_order import longest_first
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.controller.counted_prefixes import CountedPrompt, common_tokens, counted_tokens
+from batchinfer.protocol.messages import PromptPiece
 from batchinfer.records import Request
+
+
+@dataclass(frozen=True, slots=True)
+class TakenWork:
+    """Work that a rank has taken."""
+
+    requests: list[Request]  # whose prompts begin, in that order
+    pieces: list[PromptPiece]  # of these and of prompts begun earlier, in the order in which they run
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A piece of a prompt that waits for its rank."""
+
+    request: Request
+    place: int  # of the request in the order of the prefix tree
+    start: int  # prompt tokens that have run before it
+    piece: PromptPiece
+
+    @property
+    def begins(self) -> bool:
+        """Whether nothing of the request has run before."""
+        return self.start == _own_shared(self.request)
 
 
 class RankQueues:
@@ -24,15 +51,18 @@ class RankQueues:
         ranks: those that run prefill.
         lengths: what is known of output lengths.
         with_decode: these ranks also decode what they prefill, which is work, too.
+        prefill_tokens: most prompt tokens of a rank in a prefill step.
     """
 
-    def __init__(self, ranks: list[int], lengths: OutputLengths, *, with_decode: bool) -> None:
+    def __init__(self, ranks: list[int], lengths: OutputLengths, *, with_decode: bool, prefill_tokens: int) -> None:
         self._ranks = ranks
         self._lengths = lengths
         self._with_decode = with_decode
-        self._waiting: dict[int, deque[Request]] = {rank: deque() for rank in ranks}
+        self._prefill_tokens = prefill_tokens
+        self._waiting: dict[int, deque[_Waiting]] = {rank: deque() for rank in ranks}
         self._last_of_rank: dict[int, Request] = {}
         self._last_dealt: Request | None = None
+        self._num_dealt = 0
 
     def has_waiting(self, rank: int) -> bool:
         """Whether anything waits for a rank."""
@@ -93,18 +123,22 @@ class RankQueues:
             replicated = max(0, shared_tokens - self._found(rank, request))
             changes = {"replicated_tokens": replicated, "counted_tokens": min(end, request.most_cached_tokens)}
             dealt.append(replace(request, shared_tokens=shared_tokens, **changes))
-            self._waiting[rank].append(dealt[-1])
             self._last_of_rank[rank] = dealt[-1]
+        self._append(dealt, choices)
         return dealt
 
-    def take(self, rank: int, count: int, num_tokens: int | None = None) -> list[Request]:
+    def take(self, rank: int, count: int, num_tokens: int | None = None) -> TakenWork:
         """See Dealer.take."""
         waiting = self._waiting[rank]
-        taken: list[Request] = []
-        while waiting and len(taken) < count and (num_tokens is None or num_tokens > 0):
-            taken.append(waiting.popleft())
+        taken = TakenWork([], [])
+        while waiting and (num_tokens is None or num_tokens > 0):
+            if waiting[0].begins:
+                if len(taken.requests) == count:
+                    break
+                taken.requests.append(waiting[0].request)
+            taken.pieces.append(waiting.popleft().piece)
             if num_tokens is not None:
-                num_tokens -= _new_tokens(taken[-1])
+                num_tokens -= taken.pieces[-1].num_tokens
         return taken
 
     def take_over(self, rank: int) -> Request | None:
@@ -113,20 +147,55 @@ class RankQueues:
         Returns:
             The first of them, which finds another prefix there; None: there is nothing to take over.
         """
-        busiest = max(self._ranks, key=lambda other: sum(map(self._work, self._waiting[other])))
-        waiting = self._waiting[busiest]
-        if rank == busiest or not waiting or self._waiting[rank]:
+        busiest = max(self._ranks, key=self._work_of)
+        if rank == busiest or self._waiting[rank]:
             return None
-        taken = [waiting.pop() for _ in range(len(waiting) - num_kept(map(self._work, waiting)))][::-1]
+        whole = sorted((item for item in self._waiting[busiest] if item.begins), key=lambda item: item.place)
+        taken = [item.request for item in whole[num_kept(self._work(item.request) for item in whole) :]]
+        if not taken:
+            return None
+        keys = {request.key for request in taken}
+        left = deque(item for item in self._waiting[busiest] if item.request.key not in keys)
         replicated = max(0, taken[0].shared_tokens - self._found(rank, taken[0]))
         taken[0] = replace(taken[0], replicated_tokens=replicated)
-        self._waiting[rank].extend(taken)
+        self._waiting[busiest] = left
         self._last_of_rank[rank] = taken[-1]
-        if waiting:
-            self._last_of_rank[busiest] = waiting[-1]
+        if left:
+            self._last_of_rank[busiest] = max(left, key=lambda item: item.place).request
         else:
             del self._last_of_rank[busiest]
+        self._append(taken, np.full(len(taken), self._ranks.index(rank)))
         return taken[0]
+
+    def _append(self, requests: list[Request], index_of_rank: np.ndarray) -> None:
+        """Cut the prompts of each rank into steps and put their pieces behind what waits.
+
+        Args:
+            requests: in the order of the prefix tree.
+            index_of_rank: [number of requests] place of each request's rank in the list of ranks.
+        """
+        num_tokens = np.array([len(request.token_ids) for request in requests])
+        own_shared = np.array([_own_shared(request) for request in requests])
+        expected = np.array([self._expected(request) for request in requests])
+        plans = plan_rank_steps(
+            num_tokens,
+            own_shared,
+            index_of_rank,
+            num_ranks=len(self._ranks),
+            most_tokens=self._prefill_tokens,
+            answer_tokens=expected if expected.min() < expected.max() else None,
+            page_tokens=PAGE_TOKENS,
+        )
+        for rank, steps in zip(self._ranks, plans, strict=True):
+            ends_step = np.append(np.diff(steps.step_P) > 0, True)[: len(steps.prompt_P)]
+            columns = zip(
+                steps.prompt_P.tolist(), steps.start_P.tolist(), steps.end_P.tolist(), ends_step.tolist(), strict=True
+            )
+            for prompt, start, end, is_last in columns:
+                request = requests[prompt]
+                piece = PromptPiece(request.key, end, end - start, is_last)
+                self._waiting[rank].append(_Waiting(request, self._num_dealt + prompt, start, piece))
+        self._num_dealt += len(requests)
 
     def _found(self, rank: int, request: Request) -> int:
         """Prompt tokens that a rank has computed by what it got last."""
@@ -141,17 +210,30 @@ class RankQueues:
         """Tokens to run through the model."""
         return _new_tokens(request) + self._expected(request) * self._with_decode
 
-    def _load(self, rank: int) -> tuple[float, float]:
-        """New tokens and attention work of what a rank has waiting."""
+    def _work_of(self, rank: int) -> float:
+        """Tokens to run through the model for what a rank has waiting."""
+        return sum(
+            item.piece.num_tokens + self._expected(item.request) * (self._with_decode and item.begins)
+            for item in self._waiting[rank]
+        )
+
+    def _load(self, rank: int) -> np.ndarray:
+        """[4] `request_sizes` of what a rank has waiting, added up."""
         waiting = self._waiting[rank]
-        new = np.array([self._work(request) for request in waiting])
-        cached = np.array([request.shared_tokens - request.replicated_tokens for request in waiting])
-        return float(new.sum()), float(attention_work(new, cached).sum())
+        ends = np.array([item.piece.end for item in waiting], dtype=np.int64)
+        starts = np.array([item.start for item in waiting], dtype=np.int64)
+        outputs = [self._expected(item.request) * (self._with_decode and item.begins) for item in waiting]
+        return request_sizes(ends, starts, np.array(outputs)).sum(axis=0)
+
+
+def _own_shared(request: Request) -> int:
+    """Prompt tokens that its rank is expected to have."""
+    return request.shared_tokens - request.replicated_tokens
 
 
 def _new_tokens(request: Request) -> int:
     """Prompt tokens that its rank has to compute."""
-    return len(request.token_ids) - request.shared_tokens + request.replicated_tokens
+    return len(request.token_ids) - _own_shared(request)
 
 
 def _shared_tokens(first: Request, second: Request) -> int:

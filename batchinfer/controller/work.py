@@ -147,6 +147,7 @@ def _controller(
         lengths,
         with_decode=cluster.mode == "colocated",
         with_store=job.kv.dir is not None,
+        prefill_tokens=cluster.prefill_tokens,
     )
     loads: DecodeLoads[RequestKey] = DecodeLoads(
         [place.rank for place in group.places if place.runs_decode],

@@ -6,11 +6,12 @@ from batchinfer.balance.decode_loads import DecodeLoads, decode_request
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.expert_placer import ExpertPlacer
+from batchinfer.controller.rank_queues import TakenWork
 from batchinfer.controller.unit_queue import UnitQueue
 from batchinfer.launch.rank_group import RankGroup
 from batchinfer.protocol import messages
 from batchinfer.protocol.messages import Adoption, Handover
-from batchinfer.records import Request, RequestKey
+from batchinfer.records import RequestKey
 from batchinfer.run.session import Session
 
 
@@ -89,13 +90,13 @@ class WorkSender:
         fed: set[int] = set()
         is_all_dealt = self.dealer.is_isolating  # for this round
         for rank in sorted(self._needs_work) if self._has_begun else []:
-            requests = self._take_for(rank)
-            if not requests and not is_all_dealt:
+            work = self._take_for(rank)
+            if not work.pieces and not is_all_dealt:
                 is_all_dealt = not self.units.open_next() and not self.dealer.take_over(rank)
-                requests = self._take_for(rank)
-            if requests:
+                work = self._take_for(rank)
+            if work.pieces:
                 self._needs_work.discard(rank)
-                self.group.send(rank, messages.Requests(requests))
+                self.group.send(rank, messages.Requests(work.requests, work.pieces))
                 fed.add(rank)
         for key, rank in self.loads.assign_ready():
             self._adopt(key, rank)
@@ -119,7 +120,7 @@ class WorkSender:
             self.group.send(rank, messages.PlaceExperts(slots))
         self.session.placements = self.experts.history.num_placed
 
-    def _take_for(self, rank: int) -> list[Request]:
+    def _take_for(self, rank: int) -> TakenWork:
         """What keeps a rank busy until it asks again: two prefill steps."""
         return self.dealer.take(rank, self.cluster.decode_requests, 2 * self.cluster.prefill_tokens)
 

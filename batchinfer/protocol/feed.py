@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 
 from batchinfer.protocol import messages
 from batchinfer.protocol.channel import Channel
-from batchinfer.protocol.messages import Adoption, ExpertCounts, ExpertSlots, FromController, Handover, StepReport
+from batchinfer.protocol.messages import (
+    Adoption,
+    ExpertCounts,
+    ExpertSlots,
+    FromController,
+    Handover,
+    PromptPiece,
+    StepReport,
+)
 from batchinfer.records import Request, RequestKey
 
 EXPERTS_S = 5.0  # between reports of the tokens per expert
@@ -19,7 +27,8 @@ STEPS_S_PER_RANK = 0.001  # or, so that many ranks do not keep their controller 
 class Inbox:
     """What has come from the controller since the last look."""
 
-    requests: list[Request] = field(default_factory=list)  # in the order in which to run them
+    requests: list[Request] = field(default_factory=list)  # in the order in which their prompts begin
+    pieces: list[PromptPiece] = field(default_factory=list)  # of these and of earlier prompts, in the order to run them
     adoptions: list[Adoption] = field(default_factory=list)
     adopted: list[RequestKey] = field(default_factory=list)  # handovers whose KV has been read: free it
     give_away: list[RequestKey] = field(default_factory=list)  # running requests that another rank is to go on with
@@ -128,6 +137,7 @@ class Feed:
             case messages.Requests():
                 self._has_asked = False
                 inbox.requests += message.requests
+                inbox.pieces += message.pieces
             case messages.Adopt():
                 inbox.adoptions += message.adoptions
             case messages.FreeKv():

@@ -49,6 +49,7 @@ class StepRecord(Struct, frozen=True, array_like=True):
     graph: str | None = None
     graph_rows: int = 0
     no_graph: str | None = None
+    attention_work: float = 0.0  # of prefill: (query, key) pairs of the new tokens
 
 
 class StepReport(Struct, frozen=True):
@@ -257,10 +258,23 @@ class Start(Message, frozen=True):
 # from the controller: while ranks work
 
 
+class PromptPiece(Struct, frozen=True, array_like=True):
+    """A part of a prompt that runs in one prefill step."""
+
+    key: RequestKey
+    end: int  # prompt tokens whose KV is there after it
+    num_tokens: int  # to compute, as planned
+    ends_step: bool = False  # the last piece of a planned step
+
+
 class Requests(Message, frozen=True):
-    """Requests in the order in which to run them."""
+    """Requests, in the order in which their prompts begin, and the pieces of prompts in the order in which they run.
+
+    Pieces may belong to requests of earlier messages.
+    """
 
     requests: list[Request]
+    pieces: list[PromptPiece]
 
 
 class Adopt(Message, frozen=True):

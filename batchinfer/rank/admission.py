@@ -33,7 +33,7 @@ class Admission:
 
     @property
     def num_to_admit(self) -> int | None:
-        """Prompts that may begin now; None: not even a cut one may go on, as decode ranks have enough to read."""
+        """Prompts that may begin now; None: not even one under way may go on, as decode ranks have enough to read."""
         if self._context.place.runs_decode:
             return 0 if self._migration.waiting else self.num_free_slots  # those that have run elsewhere go first
         if not self._migration.has_room:
@@ -54,11 +54,7 @@ class Admission:
         """What this rank could do next."""
         num_running = len(self._running.sequences)
         prefill = self._should_prefill()
-        if prefill:
-            # one long prompt fills both halves, too: it is cut between them
-            both_halves = self._queue.has_cut_prompt or len(self._queue.waiting[0].token_ids) > 1
-        else:
-            both_halves = num_running > 1
+        both_halves = self._queue.fills_both_halves if prefill else num_running > 1
         return StepVote(
             leave=leave,
             prefill=prefill,
@@ -94,7 +90,6 @@ class Admission:
         num_free = self.num_to_admit
         if num_free is None:
             return False
-        if self._queue.has_cut_prompt:
-            return True
-        enough_free = num_free * FREE_SHARE >= self._context.decode_requests or not self._running.sequences
-        return enough_free and num_free > 0 and self._queue.can_admit()
+        is_idle = not self._running.sequences
+        enough_free = num_free * FREE_SHARE >= self._context.decode_requests or is_idle
+        return enough_free and self._queue.can_run(num_free, must_go_on=is_idle)

@@ -32,6 +32,11 @@ class Chunk:
         return self.end - self.start
 
     @property
+    def attention_work(self) -> float:
+        """(query, key) pairs: each token attends to all tokens up to itself."""
+        return self.num_tokens * (self.start + (self.num_tokens + 1) / 2)
+
+    @property
     def completes_prompt(self) -> bool:
         return self.end == self.sequence.num_prompt_tokens
 
@@ -62,6 +67,7 @@ class StepResult:
     cached_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    attention_work: float = 0.0
     started: list[Sequence] = field(default_factory=list)  # their prompt has run and they go on
 
 

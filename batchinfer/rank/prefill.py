@@ -82,6 +82,7 @@ class Prefill:
             output_tokens=len(answering),
             kv_tokens=sum(chunk.end for chunk in chunks),
             largest_kv_tokens=max((chunk.end for chunk in chunks), default=0),
+            attention_work=sum(chunk.attention_work for chunk in chunks),
         )
 
     def _run(

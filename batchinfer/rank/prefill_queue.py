@@ -1,70 +1,136 @@
-"""Requests that wait for prefill, in the plan's order: which tokens run in the next step, and what is cut."""
+"""Prompts that wait for prefill or are partly computed, and which of their tokens run in the next step."""
 
 import time
 from collections import deque
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.protocol.messages import CachedTokens
+from batchinfer.protocol.messages import CachedTokens, PromptPiece
 from batchinfer.rank.batch import Chunk
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
 from batchinfer.rank.stored_prefixes import StoredPrefixes
-from batchinfer.records import Request, RequestTimes
+from batchinfer.records import Request, RequestKey, RequestTimes
 
 
 class PrefillQueue:
-    """Waiting requests, and the one prompt that may be cut in the middle."""
+    """Waiting requests, prompts that are partly computed, and the pieces of both in the order in which they run."""
 
     def __init__(self, pages: PromptPages, stored: StoredPrefixes | None, max_step_tokens: int) -> None:
-        self.waiting: deque[Request] = deque()  # `add` and `next_step` change it
-        self.waiting_tokens = 0  # prompt tokens of these that are to be computed, by the plan
+        self.waiting: deque[Request] = deque()  # not begun; `add` and `next_step` change it
+        self.waiting_tokens = 0  # prompt tokens of waiting pieces, as planned
+        self._pieces: deque[PromptPiece] = deque()
+        self._open: dict[RequestKey, Sequence] = {}  # partly computed
         self._pages = pages
         self._stored = stored
         self._max_step_tokens = max_step_tokens
-        self._cut: Sequence | None = None  # its prompt goes on in the next step
-
-    @property
-    def has_cut_prompt(self) -> bool:
-        return self._cut is not None
 
     @property
     def num_kept_slots(self) -> int:
-        """Decode slots that the cut prompt will take: the request was admitted, but does not run yet."""
-        return int(self._cut is not None and self._cut.request.goes_on_after_prefill)
+        """Decode slots that partly computed prompts will take: their requests were admitted, but do not run yet."""
+        return sum(sequence.request.goes_on_after_prefill for sequence in self._open.values())
 
-    def add(self, requests: list[Request]) -> None:
-        """Requests behind those that wait already."""
+    @property
+    def fills_both_halves(self) -> bool:
+        """Whether the next step has at least two tokens: one prompt may be cut between the halves of a step."""
+        return len(self._pieces) > 1 or any(piece.num_tokens > 1 for piece in self._pieces)
+
+    def add(self, requests: list[Request], pieces: list[PromptPiece]) -> None:
+        """Append requests and pieces of prompts."""
         self.waiting.extend(requests)
-        self.waiting_tokens += sum(map(_new_tokens, requests))
+        self._pieces.extend(pieces)
+        self.waiting_tokens += sum(piece.num_tokens for piece in pieces)
 
-    def can_admit(self) -> bool:
-        """Whether the first waiting request's pages can be had now."""
-        return bool(self.waiting) and self._pages.match(self.waiting[0]) is not None
+    def can_run(self, num_slots: int, *, must_go_on: bool) -> bool:
+        """Whether the next piece can run now.
+
+        Args:
+            num_slots: prompts that may begin.
+            must_go_on: nothing else runs that could make room; partly computed prompts then overtake one that waits.
+        """
+        if not self._pieces:
+            return False
+        if self._pieces[0].key in self._open or (must_go_on and self._open):
+            return True
+        return num_slots > 0 and self._pages.match(self.waiting[0]) is not None
 
     def next_step(self, num_slots: int) -> tuple[list[Chunk], dict[int, int]]:
         """Pack the next prefill step: at most `max_step_tokens` tokens, at most `num_slots` new sequences that go on.
 
-        Requests are admitted strictly in order; the first that does not fit waits and so do those behind it. A prompt
-        may share pages that are written in this very step: every layer writes all latents before attention reads any.
+        A step has the pieces that were planned for it, and those of the next planned step if they fit, too. Prompts
+        begin strictly in order: while the first waiting one finds no room, only prompts under way go on, if nothing
+        else can run. A prompt may share pages that are written in this very step: every layer writes all latents before
+        attention reads any.
 
         Returns:
             The chunks, and the KV slots to copy (to -> from) where prompts branch inside a page.
         """
-        chunks: list[Chunk] = []
+        chunks: dict[RequestKey, Chunk] = {}
         copies: dict[int, int] = {}
-        budget = self._max_step_tokens
-        if self._cut is not None:
-            chunks.append(self._next_chunk(self._cut, budget))
-            budget -= chunks[0].num_tokens
-        while budget > 0 and num_slots > 0 and self.waiting and self._cut is None:
-            sequence = self._admit(self.waiting[0], copies)
-            if sequence is None:
+        planned = taken = 0
+        while self._pieces and taken < self._max_step_tokens:
+            piece = self._pieces[0]
+            if piece.key not in self._open:
+                sequence = self._admit(self.waiting[0], copies) if num_slots > 0 else None
+                if sequence is None:
+                    break
+                num_slots -= self.waiting.popleft().goes_on_after_prefill
+                self._open[piece.key] = sequence
+            is_whole, num_tokens = self._run(piece, chunks, self._max_step_tokens - taken)
+            taken += num_tokens
+            if not is_whole:
                 break
-            self.waiting_tokens -= _new_tokens(self.waiting.popleft())
-            num_slots -= sequence.request.goes_on_after_prefill
-            chunks.append(self._next_chunk(sequence, budget))
-            budget -= chunks[-1].num_tokens
-        return chunks, copies
+            self._drop(0)
+            planned += piece.num_tokens
+            if piece.ends_step and not self._fits(self._max_step_tokens - taken, taken / max(1, planned)):
+                break
+        if not chunks:
+            self._go_on(chunks)
+        return list(chunks.values()), copies
+
+    def _run(self, piece: PromptPiece, chunks: dict[RequestKey, Chunk], budget: int) -> tuple[bool, int]:
+        """Add a piece to the step's chunks, as far as the budget goes; (whether all of it, its tokens)."""
+        sequence = self._open[piece.key]
+        before = chunks.get(piece.key)
+        start = sequence.num_computed if before is None else before.start
+        end = min(piece.end, sequence.num_computed + budget)
+        num_tokens = max(0, end - sequence.num_computed)
+        if num_tokens:
+            sequence.num_prefill_steps += before is None
+            sequence.num_computed = end
+            chunks[piece.key] = Chunk(sequence, start, end)
+            is_complete = end == sequence.num_prompt_tokens
+            if is_complete:
+                del self._open[piece.key]
+            # of a cut prompt only whole pages are made known: the last one is still being filled
+            self._pages.make_known(sequence, end if is_complete else end // PAGE_TOKENS * PAGE_TOKENS)
+        return sequence.num_computed >= piece.end, num_tokens
+
+    def _go_on(self, chunks: dict[RequestKey, Chunk]) -> None:
+        """Run pieces of partly computed prompts, which need no further pages, before what waits for room."""
+        place = taken = 0
+        while place < len(self._pieces) and taken < self._max_step_tokens and self._open:
+            piece = self._pieces[place]
+            if piece.key not in self._open:
+                place += 1
+                continue
+            is_whole, num_tokens = self._run(piece, chunks, self._max_step_tokens - taken)
+            taken += num_tokens
+            if not is_whole:
+                break
+            self._drop(place)
+
+    def _fits(self, budget: int, computed_share: float) -> bool:
+        """Whether the next planned step fits, if as much of it has to be computed as of this one."""
+        num_tokens = 0
+        for piece in self._pieces:
+            num_tokens += piece.num_tokens
+            if piece.ends_step:
+                return num_tokens * computed_share <= budget
+        return False
+
+    def _drop(self, place: int) -> None:
+        self.waiting_tokens -= self._pieces[place].num_tokens
+        del self._pieces[place]
 
     def _admit(self, request: Request, copies: dict[int, int]) -> Sequence | None:
         match = self._pages.match(request)
@@ -107,18 +173,3 @@ class PrefillQueue:
             recomputed=missing - replicated,
             computed=len(request.token_ids) - max(num_known, num_stored),
         )
-
-    def _next_chunk(self, sequence: Sequence, budget: int) -> Chunk:
-        start = sequence.num_computed
-        end = min(sequence.num_prompt_tokens, start + budget)
-        sequence.num_computed = end
-        sequence.num_prefill_steps += 1
-        is_complete = end == sequence.num_prompt_tokens
-        self._cut = None if is_complete else sequence
-        # of a cut prompt only whole pages are made known: the last one is still being filled
-        self._pages.make_known(sequence, end if is_complete else end // PAGE_TOKENS * PAGE_TOKENS)
-        return Chunk(sequence, start, end)
-
-
-def _new_tokens(request: Request) -> int:
-    return len(request.token_ids) - request.cached_tokens

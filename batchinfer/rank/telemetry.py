@@ -81,6 +81,7 @@ class Telemetry:
             fallback_calls=self._num_fallbacks - fallbacks_before,
             drafted_tokens=ran.drafted_tokens,
             accepted_tokens=ran.accepted_tokens,
+            attention_work=ran.attention_work,
             graph=None if agreed.graph is None else "recorded" if agreed.records else "replayed",
             graph_rows=0 if agreed.graph is None else agreed.graph.num_rows,
             no_graph=agreed.no_graph and (self._no_graphs or agreed.no_graph),

@@ -97,7 +97,7 @@ class RankWorker:
         self._pieces = self._pieces if inbox.calibrate is None else inbox.calibrate
         if inbox.count_experts:
             feed.send_experts()
-        self._queue.add(inbox.requests)
+        self._queue.add(inbox.requests, inbox.pieces)
         if self._stored is not None:
             self._stored.read_ahead(inbox.requests)
         migration.waiting.extend(inbox.adoptions)

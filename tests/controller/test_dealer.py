@@ -31,27 +31,27 @@ def test_groups_with_a_common_start_stay_on_one_rank():
     requests += [request(3 + i, [*second, 7, i], cached=40 if i else 0) for i in range(3)]
     dealer = Dealer([0, 1])
     dealer.add_unit(0, requests)
-    assert sorted(rows(dealer.take(rank, 9)) for rank in (0, 1)) == [[0, 1, 2], [3, 4, 5]]
+    assert sorted(rows(dealer.take(rank, 9).requests) for rank in (0, 1)) == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_a_rank_gets_no_more_than_it_asks_for():
     dealer = Dealer([0])
     dealer.add_unit(0, [request(row, [row] * 10) for row in range(9)])
-    assert len(dealer.take(0, 3)) == 3
-    assert len(dealer.take(0, 9, num_tokens=11)) == 2  # the second one begins below 11 tokens
-    assert len(dealer.take(0, 9)) == 4
+    assert len(dealer.take(0, 3).requests) == 3
+    assert len(dealer.take(0, 9, num_tokens=11).requests) == 2  # the second one begins below 11 tokens
+    assert len(dealer.take(0, 9).requests) == 4
 
 
 def test_a_rank_without_requests_takes_over_half_of_what_another_has():
     dealer = Dealer([0, 1])
     dealer.add_unit(0, [request(row, [row] * 10) for row in range(12)])
-    mine = dealer.take(0, 99)
+    mine = dealer.take(0, 99).requests
     dealer.take_over(0)
-    taken, left = dealer.take(0, 99), dealer.take(1, 99)
+    taken, left = dealer.take(0, 99).requests, dealer.take(1, 99).requests
     assert (len(mine), len(taken), len(left)) == (6, 3, 3)
     assert sorted(rows(mine + taken + left)) == list(range(12))
     dealer.take_over(0)
-    assert dealer.take(0, 99) == []
+    assert dealer.take(0, 99).requests == []
 
 
 def test_the_last_waiting_request_can_be_taken_over():
@@ -59,7 +59,7 @@ def test_the_last_waiting_request_can_be_taken_over():
     dealer.add_unit(0, [request(0)])
     (busy,) = (rank for rank in (0, 1) if dealer._queues._waiting[rank])
     dealer.take_over(1 - busy)
-    assert rows(dealer.take(1 - busy, 9)) == [0]
+    assert rows(dealer.take(1 - busy, 9).requests) == [0]
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -78,7 +78,7 @@ def test_what_is_computed_is_what_the_plan_needs_and_what_is_replicated(seed):
     units = [unit for unit in (requests[:cut], requests[cut:]) if unit]
     while done < len(prompts):
         rank = rng.choice(ranks)
-        taken = dealer.take(rank, rng.randint(1, 9))
+        taken = dealer.take(rank, rng.randint(1, 9)).requests
         if not taken and rng.random() < 0.5:
             dealer.take_over(rank)
         elif not taken and units:
@@ -101,7 +101,7 @@ def test_what_prompts_share_is_counted_to_the_token(num):
     dealer = Dealer([0])
     first, second = [7] * num + [1, 2], [7] * num + [3] * STRETCH
     dealer.add_unit(0, [request(0, first), request(1, second), request(2, second)])
-    assert [taken.shared_tokens for taken in dealer.take(0, 3)] == [0, num, len(second) - 1]
+    assert [taken.shared_tokens for taken in dealer.take(0, 3).requests] == [0, num, len(second) - 1]
 
 
 def test_what_results_count_is_counted_by_no_request_that_goes_on():
@@ -160,21 +160,21 @@ def test_what_a_cut_makes_both_sides_compute_is_counted_once():
     # rank 0: [1 2 3 4]   rank 1: shares 1 2 3 with its neighbour and has nothing of its own yet
     dealer = Dealer([0, 1])
     dealer.add_unit(0, [request(0, (1, 2, 3, 4)), request(1, (1, 2, 3, 5), cached=3)])
-    (first,), (second,) = dealer.take(0, 9), dealer.take(1, 9)
+    (first,), (second,) = dealer.take(0, 9).requests, dealer.take(1, 9).requests
     assert (first.replicated_tokens, second.replicated_tokens) == (0, 3)
     # the next unit goes on where the plan's order was cut: rank 0 has 1 2 of it already, rank 1 the 3 as well
     dealer.add_unit(1, [request(2, (1, 2, 3, 6), cached=3, unit=1), request(3, (1, 2, 9), cached=2, unit=1)])
-    (third,), (fourth,) = dealer.take(0, 9), dealer.take(1, 9)
+    (third,), (fourth,) = dealer.take(0, 9).requests, dealer.take(1, 9).requests
     assert (third.replicated_tokens, fourth.replicated_tokens) == (0, 0)
 
 
 def test_after_a_death_everything_runs_again_in_order():
     dealer = Dealer([0])
     dealer.add_unit(0, [request(row) for row in range(5)])
-    taken = dealer.take(0, 3)
+    taken = dealer.take(0, 3).requests
     dealer.finish(0, taken[1].key)
     assert dealer.ranks_died() is None
-    assert rows(dealer.take(0, 9)) == [0, 2, 3, 4]
+    assert rows(dealer.take(0, 9).requests) == [0, 2, 3, 4]
 
 
 def test_one_request_alone_has_to_bring_the_ranks_down_twice():
@@ -211,7 +211,7 @@ def test_only_poison_is_given_up_whatever_else_dies(seed):
             break
         if units and not dealer.is_isolating and not any(map(dealer.has_waiting, ranks)):
             dealer.add_unit(units[0][0].unit, units.pop(0))
-        running |= {item.key.row: item for rank in ranks for item in dealer.take(rank, rng.randint(1, 6))}
+        running |= {item.key.row: item for rank in ranks for item in dealer.take(rank, rng.randint(1, 6)).requests}
         assert running, "there is always something to do"
         is_accident = num_accidents > 0 and len(running) > 1 and rng.random() < 0.2
         num_accidents -= is_accident

@@ -100,7 +100,7 @@ def test_what_runs_is_what_the_plan_says_and_what_is_replicated(seed):
         after = int(found.shared_tokens[end]) if end < len(prompts) else 0
         dealer.add_unit(unit, requests, is_fresh=True, after_tokens=after)
         for rank in ranks:
-            for item in dealer.take(rank, len(prompts)):
+            for item in dealer.take(rank, len(prompts)).requests:
                 shared = max((common(other, item.token_ids) for other in known[rank]), default=0)
                 shared = min(shared, item.most_cached_tokens)
                 computed += len(item.token_ids) - shared

@@ -7,10 +7,15 @@ from typing import Any
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.feed import Inbox
-from batchinfer.protocol.messages import StepRecord
+from batchinfer.protocol.messages import PromptPiece, StepRecord
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.worker import RankWorker
 from batchinfer.records import Completion, Request, RequestKey
+
+
+def whole_prompts(requests: list[Request]) -> list[PromptPiece]:
+    """Return a piece for each prompt, which ends no step before it is full."""
+    return [PromptPiece(request.key, len(request.token_ids), len(request.token_ids)) for request in requests]
 
 
 class Feed:
@@ -23,7 +28,7 @@ class Feed:
 
     def receive(self, wait_s: float = 0.0) -> Inbox:
         handed, self.requests = self.requests, []
-        return Inbox(requests=handed, leave=len(self.done) == self.num_requests)
+        return Inbox(requests=handed, pieces=whole_prompts(handed), leave=len(self.done) == self.num_requests)
 
     def want_requests(self) -> None:
         pass

@@ -83,6 +83,7 @@ STATS_STEPS = table(
     ("graph", pa.string(), "decode as a CUDA graph: 'replayed', or 'recorded' where it was the first of its size"),
     ("graph_rows", pa.int32(), "rows of that graph, or of each of its two micro-batches, filler among them"),
     ("no_graph", pa.string(), "why a decode step ran as plain operations instead; null where graph is not"),
+    ("attention_work", pa.float64(), "of prefill: (query, key) pairs, the tokens that each new token attends to"),
 )
 STATS_EXPERTS = table(
     "experts",
