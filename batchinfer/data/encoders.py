@@ -66,6 +66,7 @@ class Encoders:
         digest: changes with anything in the model folder that changes a prompt's ids.
         writes_tools: whether the chat template, where there is one, writes the tools that it is given.
         ends_thinking: whether there is a token for the end of thinking.
+        tool_forms: the forms in which the model writes tool calls (tool_forms.py); empty: the folder shows none.
         most_chars: characters with which a text cannot fit into the window; None: not known.
     """
 
@@ -104,6 +105,7 @@ class Encoders:
         self.digest: str = loaded["digest"]
         self.writes_tools: bool = loaded["writes_tools"]
         self.ends_thinking: bool = loaded["ends_thinking"]
+        self.tool_forms: list[str] = loaded["tool_forms"]
         self.most_chars: int | None = loaded["most_chars"]
         self.num_workers = min(num_cores(), MAX_WORKERS)
         self._pool = ThreadPoolExecutor(max_workers=self.num_workers)

@@ -10,7 +10,8 @@ import pyarrow as pa
 from batchinfer.data.chat import NO_DATE
 from batchinfer.data.columns import ENCODED, python_values
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
-from batchinfer.data.row_prompts import Chat, RowError, RowPrompts
+from batchinfer.data.row_prompts import Chat, RowPrompts
+from batchinfer.data.row_values import RowError
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
 

@@ -6,7 +6,6 @@ messages          list, or JSON text, or ShareGPT's ► messages ─► chat wit
 format = openai   JSON of the request ──────────────► text, token ids, or chat with its own tools and kwargs
 """
 
-import json
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -15,18 +14,14 @@ import pyarrow as pa
 
 from batchinfer.data.chat import ChatError, RowTemplate
 from batchinfer.data.columns import python_values
+from batchinfer.data.row_values import RowError, json_value, tool_list, without_nulls
 from batchinfer.records import ModelError
-from batchinfer.sanitize import words_of
 
 _OWN_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
 _DATE = "strftime_now"  # transformers' name for the function by which templates write the date
 _SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
 _OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class RowError(ValueError):
-    """A row makes no prompt; the message is its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +98,7 @@ class RowPrompts:
         if _is_name(kwargs):
             kwargs = _keywords(kwargs, row[kwargs]) if row else None
         if _is_name(tools):
-            tools = _tool_list(tools, row[tools]) if row else None
+            tools = tool_list(tools, row[tools]) if row else None
         elif isinstance(tools, dict):
             tools = [tools]
         return Chat(messages, {**(kwargs or {}), **({} if tools is None else {"tools": tools})})
@@ -119,12 +114,12 @@ class RowPrompts:
             return self.chat([{"role": "user", "content": text}], row) if self.makes_chats else text
         value = row[self._column]
         if self._settings["format"] == "openai":
-            return self._requested(_json(self._column, value or "{}"))
+            return self._requested(json_value(self._column, value or "{}"))
         if not self.makes_chats:
             if not value:
                 raise RowError(f"{self._column} is {'null' if value is None else 'empty'}")
             return str(value)
-        messages = _json(self._column, value) if isinstance(value, str) else _of_structs(value)
+        messages = json_value(self._column, value) if isinstance(value, str) else _of_structs(value)
         return self.chat(_messages(self._column, messages, self._settings["format"]), row)
 
     def _requested(self, request: dict[str, Any]) -> str | Chat | list[int]:
@@ -133,20 +128,13 @@ class RowPrompts:
             prompt: str | list[int] = request["prompt"]
             return prompt
         chat = self.chat(_messages("body.messages", request.get("messages"), "openai"))
-        tools = _tool_list("body.tools", request.get("tools"))
+        tools = tool_list("body.tools", request.get("tools"))
         kwargs = _keywords("body.chat_template_kwargs", request.get("chat_template_kwargs")) or {}
         return Chat(chat.messages, {**chat.variables, **kwargs, **({} if tools is None else {"tools": tools})})
 
 
 def _is_name(value: Any) -> bool:
     return isinstance(value, str)
-
-
-def _json(column: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RowError(f"{column} is not valid JSON: {words_of(error)}") from None
 
 
 def _messages(column: str, messages: Any, form: str) -> list[dict[str, Any]]:
@@ -209,18 +197,8 @@ def _text(place: str, content: Any) -> str | None:
     return "".join(texts)
 
 
-def _tool_list(column: str, value: Any) -> list[dict[str, Any]] | None:
-    tools = _json(column, value) if isinstance(value, str) else _without_nulls(value)
-    if tools is None:
-        return None
-    tools = [tools] if isinstance(tools, dict) else tools
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise RowError(f"{column} is not a list of tools, each an object")
-    return tools
-
-
 def _keywords(column: str, value: Any) -> dict[str, Any] | None:
-    found = _json(column, value) if isinstance(value, str) else _without_nulls(value)
+    found = json_value(column, value) if isinstance(value, str) else without_nulls(value)
     if found is None:
         return None
     if not isinstance(found, dict):
@@ -248,13 +226,6 @@ def _of_structs(messages: Any) -> Any:
     if not isinstance(messages, list):
         return messages
     return [
-        {key: _without_nulls(value) for key, value in item.items()} if isinstance(item, dict) else item
+        {key: without_nulls(value) for key, value in item.items()} if isinstance(item, dict) else item
         for item in messages
     ]
-
-
-def _without_nulls(value: Any) -> Any:
-    """In Parquet all structs of a column have the same fields: those without a value are none of this row's."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

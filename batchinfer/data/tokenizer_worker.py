@@ -27,6 +27,7 @@ from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
+from batchinfer.data.tool_forms import own_forms
 from batchinfer.host_info import held_bytes
 from batchinfer.lack import lack
 from batchinfer.records import ModelError
@@ -92,6 +93,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
         or tokenizer.template_text is None
         or tokenizer.chat_template().writes_tools,
         "ends_thinking": thinking_tokens(tokenizer) is not None,
+        "tool_forms": own_forms(tokenizer.template_text, lambda mark: tokenizer.token_id(mark) is not None),
     }
 
 

@@ -8,7 +8,7 @@ Equal jobs give equal bytes: ids are digests of shard, row and custom_id, and `c
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from batchinfer.config import JobConfig
 from batchinfer.data.columns import is_text
 from batchinfer.data.formats.openai_batch import CHAT, COMPLETIONS
 from batchinfer.data.inputs import column_type, shard_schema
+from batchinfer.finish.answers import AnswerReader
 from batchinfer.finish.join import NOT_COMPUTED
 from batchinfer.finish.json_lines import Lines
 from batchinfer.finish.kept_columns import KeptRows
-from batchinfer.finish.tool_calls import before_calls, call_ids
+from batchinfer.finish.tool_calls import call_ids
 from batchinfer.records import Shard
 
 SLICE_ROWS, SLICE_BYTES = 64, 1 << 20  # that are Python objects at a time: log-probabilities are 50 times as large
@@ -42,9 +43,19 @@ class OpenAIAnswers(Lines):
     Args:
         num_own: columns of the rows in front of those kept from the input, which may have any name.
         refused: int64, the rows that the plan found bad; others that failed did so when they were computed.
+        own_forms: of tool calls, see AnswerReader.
     """
 
-    def __init__(self, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf, refused: pa.Array) -> None:
+    def __init__(
+        self,
+        job: JobConfig,
+        shard: Shard,
+        num_own: int,
+        token_of: TokenOf,
+        refused: pa.Array,
+        own_forms: Sequence[str] = (),
+    ) -> None:
+        self._reader = AnswerReader(own_forms)
         self._num_own, self._refused = num_own, refused
         self._shard, self._token_of = shard, token_of
         self._model = Path(job.model.path).name  # for rows that name none
@@ -122,8 +133,10 @@ class OpenAIAnswers(Lines):
         if sample.get("reasoning") is not None:
             message["reasoning_content"] = sample["reasoning"]
         if calls:
-            message["content"] = before_calls(content) or None
-            ids = call_ids(content, [f"{key}_{sample['sample']}_{place}" for place in range(len(calls))])
+            answer = self._reader.read(content, is_cut=sample["finish_reason"] == "length")
+            message["content"] = answer.content or None
+            keys = [f"{key}_{sample['sample']}_{place}" for place in range(len(calls))]
+            ids = call_ids(answer, [call["name"] for call in calls], keys)
             message["tool_calls"] = [
                 {"id": call_id, "type": "function", "function": call} for call_id, call in zip(ids, calls, strict=True)
             ]

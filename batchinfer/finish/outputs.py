@@ -25,7 +25,7 @@ from batchinfer.finish.kept_columns import KeptRows
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.openai_answers import OpenAIAnswers, TokenOf
 from batchinfer.finish.token_texts import TokenTexts
-from batchinfer.finish.tool_calls import tool_calls
+from batchinfer.finish.tool_calls import ToolCalls
 from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import IncompleteRunError, Shard
@@ -34,7 +34,7 @@ from batchinfer.rundir import RunDir, output_files, read_state
 from batchinfer.whole_files import Publisher
 
 BATCH_ROWS = 4096  # at most
-_SQL_OF = {"tool_calls": "NULL AS tool_calls"}  # made of the text
+_SQL_OF = {"tool_calls": "NULL::STRUCT(name VARCHAR, arguments VARCHAR)[] AS tool_calls"}  # read from the text later
 
 
 def write_outputs(
@@ -70,7 +70,7 @@ def write_outputs(
             with ExitStack() as stack:
                 writer = stack.enter_context(open_table(target, rows.schema))
                 puts = [stack.enter_context(open_lines(path)) for path in targets]
-                lines = _lines(connection, run, job, shard, rows.num_own, token_of)
+                lines = _lines(connection, run, job, shard, rows, token_of)
                 for table in tables:
                     writer.write_table(table)
                     for file, data in lines.of(table):
@@ -86,13 +86,18 @@ def write_outputs(
 
 
 def _lines(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf
+    connection: duckdb.DuckDBPyConnection,
+    run: RunDir,
+    job: JobConfig,
+    shard: Shard,
+    rows: "OutputRows",
+    token_of: TokenOf,
 ) -> Lines:
     """What the files of lines beside the Parquet file hold, by output.format."""
     if job.output.format == "openai":
         bad = f"SELECT row::BIGINT AS row FROM {read_parquet(run.tokens(shard.index))} WHERE error IS NOT NULL"
         refused = connection.cursor().sql(bad).to_arrow_table()["row"].combine_chunks()
-        return OpenAIAnswers(job, shard, num_own, token_of, refused)
+        return OpenAIAnswers(job, shard, rows.num_own, token_of, refused, rows.own_forms)
     return JsonLines(connection) if job.output.format == "jsonl" else Lines()
 
 
@@ -112,12 +117,14 @@ class OutputRows:
         id_type: pa.DataType,
         answers: LongAnswers,
     ) -> None:
-        self._run, self._s3, self._answers = run, job.s3, answers
+        self._run, self._job, self._answers = run, job, answers
         self._kept = kept_fields(shards, job.output.keep_columns, job.s3)
         tables = asked_for(job, prompt_logprobs=_wants_prompt_logprobs(connection, run, job))
         self._own = output_schema(id_type, [], tables)
         self.schema = output_schema(id_type, self._kept, tables, with_texts=job.output.token_texts)
         self._texts = _token_texts(run, job) if job.output.token_texts else None
+        # of tool calls, as the plan found them in the model folder; the plan of an earlier version has none
+        self.own_forms: list[str] = read_state(run).get("tool_forms") or []
 
     @property
     def num_own(self) -> int:
@@ -147,9 +154,11 @@ class OutputRows:
                     yield shard, iter(())
 
     def _tables(self, shard: Shard, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-        kept_rows = KeptRows(shard, self._kept, self._s3)
+        kept_rows = KeptRows(shard, self._kept, self._job.s3)
+        calls = ToolCalls(self._job, shard, self.own_forms) if "tool_calls" in self._own.names else None
         for batch in batches:
-            shown = batch if self._texts is None else self._texts.add(batch)
+            shown = batch if calls is None else calls.add(batch)
+            shown = shown if self._texts is None else self._texts.add(shown)
             for num_rows, kept in kept_rows.of(batch["row"]):
                 yield pa.table([*shown.slice(0, num_rows).columns, *kept], schema=self.schema)
                 shown = shown.slice(num_rows)
@@ -180,7 +189,7 @@ def _output_reader(
     answers: LongAnswers,
     where: str,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(shard, next output rows of it) in order, without the kept columns and texts of tokens."""
+    """(shard, next output rows of it) in order, without the kept columns, texts of tokens and tool calls."""
     rows = query("choices" if "choice" in own.names else "samples", output_rows=output_rows(run, shards))
     columns = [_SQL_OF.get(name, name) for name in own.names]
     if own.field("id").type == pa.int64():
@@ -189,9 +198,7 @@ def _output_reader(
         f"SELECT shard, answer_place, {', '.join(columns)} FROM ({rows}) WHERE {where} ORDER BY shard, row, sample"
     )
     for batch in chain.from_iterable(map(answers.filled, ordered.to_arrow_reader(BATCH_ROWS))):
-        calls = tool_calls(batch["text"], batch["finish_reason"]) if "tool_calls" in own.names else None
-        found = [calls if name == "tool_calls" else batch[name] for name in own.names]
-        rows_of_all = pa.RecordBatch.from_arrays(found, names=own.names).cast(own)
+        rows_of_all = pa.RecordBatch.from_arrays([batch[name] for name in own.names], names=own.names).cast(own)
         indices, firsts = np.unique(batch["shard"].to_numpy(), return_index=True)
         for index, (first, end) in zip(indices.tolist(), pairwise([*firsts.tolist(), len(batch)]), strict=True):
             yield index, rows_of_all.slice(first, end - first)

@@ -107,7 +107,8 @@ def plan_job(
                 if again is not None:
                     storage.fetch("results", "claims")
                     again(run, prepared.manifest)
-                _publish_state(prepared, {**state, "state": "planned", "counts": summary}, shards)
+                found = {"state": "planned", "counts": summary, "tool_forms": encoders.tool_forms}
+                _publish_state(prepared, {**state, **found}, shards)
                 storage.commit(anew=again is not None)
             else:
                 storage.commit()  # job.toml

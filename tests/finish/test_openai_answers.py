@@ -27,6 +27,7 @@ from support.openai_batches import CHAT, DOCUMENTED, MODEL, WEATHER, chat, compl
 from support.paths import RANDOM_MODEL
 
 CALL = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>'
+OF_GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>10001</arg_value>\n</tool_call>"
 FLAG = {
     "type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False
 }  # fmt: skip
@@ -44,6 +45,10 @@ LINES: list[Any] = [
     chat("called", tools=[WEATHER], guided_choice=[CALL], max_tokens=200),
     chat("said and called", tools=[WEATHER], guided_choice=[f"I look.{CALL}"], max_tokens=200),
     chat("refused", images=[]),
+    chat("called with digits", tools=[WEATHER], guided_choice=[OF_GLM], max_tokens=200),
+    chat(
+        "called by none", tools=[{"type": "function", "function": {"name": "g"}}], guided_choice=[CALL], max_tokens=200
+    ),
     chat("not to call", tools=[WEATHER], tool_choice="none", guided_choice=[f"So: {CALL}"], max_tokens=200),
     completion("text"),
     completion("text scored", logprobs=3, max_tokens=5, temperature=1),
@@ -160,6 +165,14 @@ def test_calls_of_tools_are_in_the_message(answers):
         (call,) = choice.message.tool_calls
         assert (call.type, call.function.name) == ("function", "weather")
         assert json.loads(call.function.arguments) == {"city": "Rome"}
+
+
+def test_calls_have_the_types_and_names_that_their_line_offers(answers, rows):
+    (choice,) = answers["called with digits"].choices
+    assert choice.message.tool_calls[0].function.arguments == '{"city": "10001"}'
+    (choice,) = answers["called by none"].choices
+    assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", CALL, None)
+    assert rows["called by none"][0]["tool_calls"] is None
 
 
 def test_an_answer_to_a_line_without_tools_calls_none_and_keeps_its_text(answers, rows):

@@ -5,16 +5,26 @@ from __future__ import annotations
 import json
 import random
 
-import pyarrow as pa
 import pytest
 
-from batchinfer.finish.tool_calls import before_calls, parse_tool_calls, tool_calls
+from batchinfer.finish.answers import AnswerReader
+from batchinfer.finish.offered_tools import OfferedTools
 from support.jobs import batchinfer, outputs, write_job, write_shard
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, CALLED = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+OWN_FORMS = ["deepseek_v3", "deepseek_v32", "kimi_k2", "glm", "hermes", "mistral"]
 ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
 LATER = {"name": "wait", "arguments": '{"for": {"s": 5}}'}
+
+
+def calls_of(text, tools=None, forms=(), *, is_cut=False):
+    """The calls in an answer to a row with these tools, of a model that shows these forms as its own."""
+    return OfferedTools(tools).calls(AnswerReader(forms).read(text, is_cut=is_cut))
+
+
+def content_of(text):
+    return AnswerReader().read(text).content
 
 
 def v3(*calls):
@@ -83,38 +93,38 @@ def old_mistral(*calls):
 
 @pytest.mark.parametrize("form", [mistral, old_mistral])
 def test_calls_of_mistral_are_read_up_to_the_end_of_the_text(form):
-    assert parse_tool_calls(f"I look it up.{form(ROME, LATER)}") == [ROME, LATER]
-    assert parse_tool_calls(f"{form(ROME)}</s>") == [ROME]
-    assert before_calls(f"I look it up.\n{form(ROME)}") == "I look it up.\n"
-    assert parse_tool_calls(form(ROME).replace("[ARGS]", "[CALL_ID]abcdefghi[ARGS]")) == [ROME]
+    assert calls_of(f"I look it up.{form(ROME, LATER)}") == [ROME, LATER]
+    assert calls_of(f"{form(ROME)}</s>") == [ROME]
+    assert content_of(f"I look it up.\n{form(ROME)}") == "I look it up.\n"
+    assert calls_of(form(ROME).replace("[ARGS]", "[CALL_ID]abcdefghi[ARGS]")) == [ROME]
 
 
 @pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm, youtu])
 def test_calls_are_read_in_every_form(form):
-    assert parse_tool_calls(form(ROME)) == [ROME]
-    assert parse_tool_calls(f"I look it up.\n{form(ROME, LATER)}<｜end▁of▁sentence｜>") == [ROME, LATER]
-    assert before_calls(f"I look it up.\n{form(ROME)}") == "I look it up.\n"
+    assert calls_of(form(ROME)) == [ROME]
+    assert calls_of(f"I look it up.\n{form(ROME, LATER)}<｜end▁of▁sentence｜>") == [ROME, LATER]
+    assert content_of(f"I look it up.\n{form(ROME)}") == "I look it up.\n"
 
 
 @pytest.mark.parametrize("form", [v32, kimi, glm, youtu, mistral])
 def test_a_call_without_arguments_and_with_tricky_texts(form):
     calls = [{"name": "now", "arguments": "{}"}, {"name": "a.b-c", "arguments": '{"x": "<b>\\n</b>", "y": [1, null]}'}]
-    assert parse_tool_calls(form(*calls)) == calls
+    assert calls_of(form(*calls)) == calls
 
 
 @pytest.mark.parametrize("form", [v3, v31, v32, kimi])
 def test_a_stop_string_may_cut_off_the_end_of_the_calls_but_of_no_call(form):
     text = form(ROME, LATER)
     begin = text.index(form(ROME)[:30])
-    found = [parse_tool_calls(text[:end]) for end in range(begin + 1, len(text))]
+    found = [calls_of(text[:end]) for end in range(begin + 1, len(text))]
     assert [calls for calls in found if calls is not None and calls not in ([], [ROME], [ROME, LATER])] == []
     assert [ROME, LATER] in found
 
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', "9" * 5000])
 def test_a_value_of_glm_that_only_looks_like_json_is_a_text(value):
-    calls = tool_calls(pa.array([glm(ROME).replace("Rome", value)]), pa.array(["stop"])).to_pylist()
-    assert [(call["name"], json.loads(call["arguments"])) for call in calls[0]] == [("weather", {"city": value})]
+    (call,) = calls_of(glm(ROME).replace("Rome", value))
+    assert (call["name"], json.loads(call["arguments"])) == ("weather", {"city": value})
 
 
 @pytest.mark.parametrize(
@@ -123,78 +133,82 @@ def test_a_value_of_glm_that_only_looks_like_json_is_a_text(value):
 )
 def test_the_first_of_the_calls_that_max_tokens_has_cut_are_not_taken_for_all(form, end):
     whole, first = form(ROME, LATER), form(ROME).removesuffix(end)
-    texts, reasons = pa.array([whole, first, first]), pa.array(["stop", "stop", "length"])
-    assert tool_calls(texts, reasons).to_pylist() == [[ROME, LATER], [ROME], None]
-    assert parse_tool_calls(whole, is_cut=True) == ([ROME, LATER] if end else None)
+    assert [calls_of(whole), calls_of(first), calls_of(first, is_cut=True)] == [[ROME, LATER], [ROME], None]
+    assert calls_of(whole, is_cut=True) == ([ROME, LATER] if end else None)
 
 
 def test_fences_in_a_text_are_no_end():
-    assert parse_tool_calls(v3(ROME).removesuffix(END)) == [ROME]
+    assert calls_of(v3(ROME).removesuffix(END)) == [ROME]
     for form in (v3, v31):
         fences = {"name": "write", "arguments": '{"text": "```json\\n{}\\n```"}'}
-        assert parse_tool_calls(form(fences, ROME)) == [fences, ROME]
+        assert calls_of(form(fences, ROME)) == [fences, ROME]
 
 
 def test_an_answer_that_calls_nothing_has_no_calls():
-    assert parse_tool_calls("") == parse_tool_calls("It rains: {}") == []
+    assert calls_of("") == calls_of("It rains: {}") == []
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("own", "text"),
     [
-        BEGIN,
-        BEGIN + END,
-        v31(ROME).replace(BEGIN, ""),
-        v31(ROME)[: -len(CALLED + END)],
-        v3(ROME).replace("```", ""),
-        v31({"name": "", "arguments": "{}"}),
-        v31({"name": "weather", "arguments": '{"city": '}),
-        v31({"name": "weather", "arguments": "[1]"}),
-        v31({"name": "weather", "arguments": "[" * 100_000}),
-        v31(ROME).replace(SEP, ""),
-        v31(ROME, LATER).replace(CALLED + CALL, CALL),
-        v31(ROME).replace(CALLED, CALLED + "and then"),
-        v32(ROME).replace('string="true"', ""),
-        v32(LATER).replace('{"s": 5}', "five"),
-        v32(ROME).replace("</｜DSML｜invoke>", ""),
-        v32(ROME).replace("<｜DSML｜function_calls>", ""),
-        v32({"name": "weather", "arguments": '{"city": "Rome"}'}).replace("</｜DSML｜invoke>", "and</｜DSML｜invoke>"),
-        "<｜DSML｜function_calls>\n</｜DSML｜function_calls>",
-        kimi({"name": "weather", "arguments": "Rome"}),
-        kimi(ROME).replace("<|tool_call_end|>", ""),
-        kimi(ROME).replace("<|tool_calls_section_begin|>", ""),
-        glm(ROME).removesuffix("</tool_call>"),
-        glm(ROME).replace("</arg_value>", ""),
-        glm(ROME).replace("weather", ""),
-        v31({"name": "weather", "arguments": '{"city": NaN}'}),
-        kimi({"name": "weather", "arguments": '{"city": 1e999}'}),
-        v32(LATER).replace('{"s": 5}', '"\\ud800"'),
-        glm(ROME).replace("weather", "the weather"),
-        glm({"name": "I call nothing", "arguments": "{}"}),
-        youtu(ROME).removesuffix("</tool_call>"),
-        youtu(ROME).replace("}}", "}"),
-        youtu(ROME).replace('"arguments"', '"parameters"'),
-        mistral(ROME)[:-1],
-        mistral(ROME) + "and then",
-        mistral(ROME).replace("weather", ""),
-        mistral(ROME).replace("[TOOL_CALLS]", ""),
-        old_mistral(ROME)[:-1],
-        old_mistral(ROME).replace('"name"', '"tool"'),
-        old_mistral(ROME).replace("Rome", "\\ud800"),
-        "[TOOL_CALLS]",
-        "[TOOL_CALLS][]",
-        glm(ROME) + glm(ROME).replace("<tool_call>", "<tool_call><arg_key>city</arg_key>"),
+        ("deepseek_v3", BEGIN),
+        ("deepseek_v3", BEGIN + END),
+        ("deepseek_v3", v31(ROME).replace(BEGIN, "")),
+        ("deepseek_v3", v31(ROME)[: -len(CALLED + END)]),
+        ("deepseek_v3", v3(ROME).replace("```", "")),
+        ("deepseek_v3", v31({"name": "", "arguments": "{}"})),
+        ("deepseek_v3", v31({"name": "weather", "arguments": '{"city": '})),
+        ("deepseek_v3", v31({"name": "weather", "arguments": "[1]"})),
+        ("deepseek_v3", v31({"name": "weather", "arguments": "[" * 100_000})),
+        ("deepseek_v3", v31(ROME).replace(SEP, "")),
+        ("deepseek_v3", v31(ROME, LATER).replace(CALLED + CALL, CALL)),
+        ("deepseek_v3", v31(ROME).replace(CALLED, CALLED + "and then")),
+        ("deepseek_v32", v32(ROME).replace('string="true"', "")),
+        ("deepseek_v32", v32(LATER).replace('{"s": 5}', "five")),
+        ("deepseek_v32", v32(ROME).replace("</｜DSML｜invoke>", "")),
+        ("deepseek_v32", v32(ROME).replace("<｜DSML｜function_calls>", "")),
+        (
+            "deepseek_v32",
+            v32({"name": "weather", "arguments": '{"city": "Rome"}'}).replace(
+                "</｜DSML｜invoke>", "and</｜DSML｜invoke>"
+            ),
+        ),
+        ("deepseek_v32", "<｜DSML｜function_calls>\n</｜DSML｜function_calls>"),
+        ("kimi_k2", kimi({"name": "weather", "arguments": "Rome"})),
+        ("kimi_k2", kimi(ROME).replace("<|tool_call_end|>", "")),
+        ("kimi_k2", kimi(ROME).replace("<|tool_calls_section_begin|>", "")),
+        ("glm", glm(ROME).removesuffix("</tool_call>")),
+        ("glm", glm(ROME).replace("</arg_value>", "")),
+        ("glm", glm(ROME).replace("weather", "")),
+        ("deepseek_v3", v31({"name": "weather", "arguments": '{"city": NaN}'})),
+        ("kimi_k2", kimi({"name": "weather", "arguments": '{"city": 1e999}'})),
+        ("deepseek_v32", v32(LATER).replace('{"s": 5}', '"\\ud800"')),
+        ("glm", glm(ROME).replace("weather", "the weather")),
+        ("glm", glm({"name": "I call nothing", "arguments": "{}"})),
+        ("hermes", youtu(ROME).removesuffix("</tool_call>")),
+        ("hermes", youtu(ROME).replace("}}", "}")),
+        ("hermes", youtu(ROME).replace('"arguments"', '"parameters"')),
+        ("mistral", mistral(ROME)[:-1]),
+        ("mistral", mistral(ROME) + "and then"),
+        ("mistral", mistral(ROME).replace("weather", "")),
+        ("mistral", mistral(ROME).replace("[TOOL_CALLS]", "")),
+        ("mistral", old_mistral(ROME)[:-1]),
+        ("mistral", old_mistral(ROME).replace('"name"', '"tool"')),
+        ("mistral", old_mistral(ROME).replace("Rome", "\\ud800")),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral", "[TOOL_CALLS][]"),
+        ("glm", glm(ROME) + glm(ROME).replace("<tool_call>", "<tool_call><arg_key>city</arg_key>")),
     ],
 )
-def test_calls_that_cannot_be_read_are_none_at_all(text):
-    assert parse_tool_calls(text) is None
+def test_calls_that_cannot_be_read_are_none_at_all(own, text):
+    assert calls_of(text, forms=[own]) is None
 
 
 @pytest.mark.parametrize("seed", range(50))
 def test_any_pieces_in_any_order_give_calls_or_none(seed):
     pieces = ["<tool_call>", "</tool_call>", "<arg_key>a</arg_key>", "<arg_value>1</arg_value>", kimi(ROME)[:30]]
     pieces += [BEGIN, END, CALL, SEP, CALLED, "function", "f", "{}", "\n```json\n", "\n```", '{"a": 1}', " "]
-    found = parse_tool_calls("".join(random.Random(seed).choices(pieces, k=12)))
+    found = calls_of("".join(random.Random(seed).choices(pieces, k=12)), forms=OWN_FORMS[: seed % 7])
     assert found is None or all(set(call) == {"name", "arguments"} for call in found)
 
 
@@ -221,7 +235,8 @@ def test_an_answer_that_repeats_itself_is_read_in_time_linear_in_its_length(begi
     """Each piece might begin a call that a later one ends: by trying them all, this would take hours to years."""
     ends = ("", "</tool_call>", "<|tool_call_end|>", "</｜DSML｜invoke>", CALLED)
     answer = begin + repeated * (2_000_000 // len(repeated))
-    assert {parse_tool_calls(answer + end) for end in ends} == {None}
+    assert all(not calls_of(answer + end) for end in ends)
+    assert all(not calls_of(answer + end, forms=OWN_FORMS) for end in ends)
 
 
 def test_outputs_have_tool_calls_where_the_job_has_tools_and_keep_the_text(tmp_path):

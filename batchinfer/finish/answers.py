@@ -1,0 +1,110 @@
+"""Where the tool calls of an answer are in its text: behind its thinking, and in the model's own form."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from batchinfer.data.prompt_tokenizer import THINKING_MARKS
+from batchinfer.finish.call_forms import FORMS, CallForm, WrittenCall
+
+_BLANKS = re.compile(r"\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer's text in its parts.
+
+    calls: [] if the answer calls nothing, None if one of its calls is cut off or not in the form.
+    content: the text before the calls, all of it if there are none.
+    form: of the calls.
+    """
+
+    calls: list[WrittenCall] | None
+    content: str
+    form: CallForm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReader:
+    """Reads tool calls in the forms of one model.
+
+    own_forms: the forms that the model folder shows as the model's own, by name. If it shows none, all forms are
+        tried, and a mark counts only where it begins a call: prose may quote the marks of another family.
+    """
+
+    own_forms: Sequence[str] = ()
+
+    def read(self, text: str, *, is_cut: bool = False) -> Answer:
+        """Read an answer; a call that is weighed in its thinking is none.
+
+        Args:
+            is_cut: by max_tokens; further calls might have followed in a block without an end.
+        """
+        start, is_certain = _end_of_thinking(text)
+        # a call's arguments may hold the mark that ends thinking
+        if start and not is_certain and any(self._is_open(form, text, start) for form in self._forms()):
+            whole = self._read_from(0, text, is_cut)
+            if whole.calls:
+                return whole
+        return self._read_from(start, text, is_cut)
+
+    def _forms(self) -> list[CallForm]:
+        return [form for form in FORMS if form.name in self.own_forms or not self.own_forms]
+
+    def _read_from(self, start: int, text: str, is_cut: bool) -> Answer:
+        places = [(self._first_block(form, text, start, is_cut), form) for form in self._forms()]
+        found = [(place, form) for place, form in places if place is not None]
+        if not found:
+            is_broken = self.own_forms and any(form.inner and text.find(form.inner, start) >= 0 for _, form in places)
+            return Answer(None if is_broken else [], text)
+        # two forms may have the same mark
+        place, form = min(found, key=lambda one: (one[0], not self._opens(one[1], text, one[0])))
+        is_broken = self.own_forms and form.inner is not None and text.find(form.inner, start, place) >= 0
+        calls = None if is_broken else _calls(form, text[place:], is_cut)
+        return Answer(calls, text[:place].removesuffix(form.before), form)
+
+    def _first_block(self, form: CallForm, text: str, start: int, is_cut: bool) -> int | None:
+        """Return the place of the mark that begins the first block of calls."""
+        mark = None
+        for mark in form.begin.finditer(text, start):
+            if self.own_forms or form.opens.match(text, mark.end()):
+                return mark.start()
+        is_begun = mark is not None and is_cut and form.opening.startswith(text[mark.end() :].strip())
+        return mark.start() if mark is not None and is_begun else None
+
+    def _opens(self, form: CallForm, text: str, place: int) -> bool:
+        mark = form.begin.match(text, place)
+        return mark is not None and form.opens.match(text, mark.end()) is not None
+
+    def _is_open(self, form: CallForm, text: str, place: int) -> bool:
+        """Return whether a place is inside a block of calls."""
+        ends = [mark.end() for mark in form.begin.finditer(text, 0, place) if self._opens(form, text, mark.start())]
+        return bool(ends) and form.end.search(text, ends[-1], place) is None
+
+
+def _end_of_thinking(text: str) -> tuple[int, bool]:
+    """Return the place behind the thinking in a text, and whether the text shows where the thinking begins.
+
+    Where the prompt has begun it, the text has only the mark of its end.
+    """
+    blanks = _BLANKS.match(text)
+    start = blanks.end() if blanks else 0
+    for begin, end in THINKING_MARKS:
+        if text.startswith(begin, start):
+            place = text.find(end)
+            return (place + len(end) if place >= 0 else len(text)), True
+    ends = [place + len(end) for _, end in THINKING_MARKS if (place := text.find(end)) >= 0]
+    return min(ends, default=0), False
+
+
+def _calls(form: CallForm, text: str, is_cut: bool) -> list[WrittenCall] | None:
+    """Return the calls in a text that begins with a block of calls."""
+    calls: list[WrittenCall] = []
+    for block in form.begin.split(text)[1:]:
+        end = form.end.search(block)
+        inside = block[: end.start()] if end else block
+        found = form.read(inside) if end or not (is_cut or form.needs_end) else None
+        if not found:
+            return None
+        calls += found
+    return calls

@@ -1,0 +1,179 @@
+"""The types that a tool declares for its parameters, and values that a model wrote without types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import unquote
+
+from batchinfer.finish.json_text import BLANKS, NO_JSON, json_value, quoted
+
+# the values that a schema allows, by their type; None: any value of the type
+Allowed = dict[str, list[Any] | None]
+
+_TYPES: dict[str, Allowed] = {
+    **{name: {name: None} for name in ("string", "integer", "boolean", "object", "array", "null")},
+    "number": {"number": None, "integer": None},
+}
+
+
+class Parameters:
+    """A tool's `parameters`, a JSON schema, of which types, enums and combinations of schemas count.
+
+    Args:
+        schema: the schema, or something else, which declares nothing.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self._schema = schema
+        self._allowed: dict[int, Allowed | None] = {}  # by id of the schema
+
+    def declare(self, name: str) -> bool:
+        """Return whether the tool has a parameter of this name."""
+        return bool(self._schemas_of(name))
+
+    def json_of(self, name: str, text: str) -> str | None:
+        """Return a parameter's text as JSON: a string of exactly this text, or the literal as it is written.
+
+        A text that may be a string is one, except for `null` where null is allowed, and for an allowed literal where
+        the text is in no enum. A text of no declared type is a literal if it is JSON.
+
+        Returns:
+            None if the text is of no type that is declared.
+        """
+        literal = text.strip(BLANKS)
+        value = json_value(literal)
+        kind = None if value is NO_JSON else _type_of(value)
+        try:
+            allowed = _either([self._allowed_by(schema) for schema in self._schemas_of(name)])
+        except RecursionError:  # a schema nested a thousand deep declares nothing
+            allowed = None
+        if allowed is None:
+            return quoted(text) if kind is None else literal
+        is_text = _holds(allowed, "string", text)
+        is_literal = kind not in (None, "string") and _holds(allowed, kind, value)
+        if is_literal and (not is_text or text == "null"):
+            return literal
+        if is_text or "string" in allowed:
+            return quoted(text)
+        return literal if kind in allowed else None
+
+    def _schemas_of(self, name: str) -> list[Any]:
+        try:
+            return list(self._found(self._schema, name, set()))
+        except RecursionError:
+            return []
+
+    def _found(self, schema: Any, name: str, seen: set[int]) -> Iterator[Any]:
+        """Yield the schemas of a parameter in a schema of all parameters, whose parts may be elsewhere."""
+        if not isinstance(schema, dict) or id(schema) in seen:
+            return
+        seen.add(id(schema))
+        own, others = schema.get("properties"), schema.get("additionalProperties")
+        if isinstance(own, dict) and name in own:
+            yield own[name]
+        elif isinstance(others, dict) and others:
+            yield others
+        for part in [
+            self._target(schema),
+            *_parts(schema, "allOf"),
+            *_parts(schema, "anyOf"),
+            *_parts(schema, "oneOf"),
+        ]:
+            yield from self._found(part, name, seen)
+
+    def _allowed_by(self, schema: Any) -> Allowed | None:
+        """Return the values that a schema allows; None: the schema names no type."""
+        if not isinstance(schema, dict):
+            return None
+        if id(schema) not in self._allowed:
+            self._allowed[id(schema)] = None  # of a schema that refers to itself
+            self._allowed[id(schema)] = self._computed(schema)
+        return self._allowed[id(schema)]
+
+    def _computed(self, schema: dict[str, Any]) -> Allowed | None:
+        found = [self._allowed_by(part) for part in [self._target(schema), *_parts(schema, "allOf")]]
+        for key in ("anyOf", "oneOf"):
+            found.append(_either([self._allowed_by(part) for part in _parts(schema, key)]))
+        names = schema.get("type")
+        named = [_TYPES.get(name.lower()) if isinstance(name, str) else None for name in _listed(names)]
+        found.append(_either(named))
+        if isinstance(schema.get("enum"), list):
+            found.append(_only(schema["enum"]))
+        if "const" in schema:
+            found.append(_only([schema["const"]]))
+        return _all(found)
+
+    def _target(self, schema: dict[str, Any]) -> Any:
+        """Return the schema that `$ref` points to in the parameters; None: nothing there."""
+        reference = schema.get("$ref")
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return None
+        found = self._schema
+        for part in unquote(reference[1:]).split("/")[1:]:
+            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+        return found
+
+
+def _parts(schema: dict[str, Any], key: str) -> list[Any]:
+    found = schema.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _only(values: list[Any]) -> Allowed:
+    """Return an allowance for these values alone."""
+    found: dict[str, list[Any] | None] = {}
+    for value in values:
+        found[_type_of(value)] = [*(found.get(_type_of(value)) or []), value]
+    return found
+
+
+def _either(choices: list[Allowed | None]) -> Allowed | None:
+    """Return the values that one of the choices allows; None where any value may be."""
+    if not choices or None in choices:
+        return None
+    found: Allowed = {}
+    for allowed in choices:
+        for kind, values in (allowed or {}).items():
+            had = found.get(kind, [])
+            found[kind] = None if had is None or values is None else [*had, *(v for v in values if v not in had)]
+    return found
+
+
+def _all(parts: list[Allowed | None]) -> Allowed | None:
+    """Return the values that all parts allow."""
+    found: Allowed | None = None
+    for allowed in parts:
+        if found is None or allowed is None:
+            found = allowed if found is None else found
+            continue
+        found = {kind: _common(found[kind], allowed[kind]) for kind in found.keys() & allowed.keys()}
+    return found
+
+
+def _common(first: list[Any] | None, second: list[Any] | None) -> list[Any] | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return [value for value in first if value in second]
+
+
+def _holds(allowed: Allowed, kind: str | None, value: Any) -> bool:
+    if kind is None or kind not in allowed:
+        return False
+    values = allowed[kind]
+    return values is None or value in values
+
+
+def _type_of(value: Any) -> str:
+    """Return the type of a JSON value; a number without a fraction is an integer, as in JSON Schema."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "boolean"
+    if isinstance(value, int | float):
+        return "integer" if isinstance(value, int) or value.is_integer() else "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
