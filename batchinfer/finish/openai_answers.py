@@ -8,7 +8,7 @@ Equal jobs give equal bytes: ids are digests of shard, row and custom_id, and `c
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from batchinfer.config import JobConfig
 from batchinfer.data.columns import is_text
 from batchinfer.data.formats.openai_batch import CHAT, COMPLETIONS
 from batchinfer.data.inputs import column_type, shard_schema
-from batchinfer.finish.answers import AnswerReader
+from batchinfer.finish.answers import Answer, AnswerReader
 from batchinfer.finish.join import NOT_COMPUTED
 from batchinfer.finish.json_lines import Lines
 from batchinfer.finish.kept_columns import KeptRows
@@ -43,19 +43,13 @@ class OpenAIAnswers(Lines):
     Args:
         num_own: columns of the rows in front of those kept from the input, which may have any name.
         refused: int64, the rows that the plan found bad; others that failed did so when they were computed.
-        own_forms: of tool calls, see AnswerReader.
+        reader: finds where the calls begin in an answer.
     """
 
     def __init__(
-        self,
-        job: JobConfig,
-        shard: Shard,
-        num_own: int,
-        token_of: TokenOf,
-        refused: pa.Array,
-        own_forms: Sequence[str] = (),
+        self, job: JobConfig, shard: Shard, num_own: int, token_of: TokenOf, refused: pa.Array, reader: AnswerReader
     ) -> None:
-        self._reader = AnswerReader(own_forms)
+        self._reader = reader
         self._num_own, self._refused = num_own, refused
         self._shard, self._token_of = shard, token_of
         self._model = Path(job.model.path).name  # for rows that name none
@@ -135,11 +129,7 @@ class OpenAIAnswers(Lines):
         if calls:
             answer = self._reader.read(content, is_cut=sample["finish_reason"] == "length")
             message["content"] = answer.content or None
-            keys = [f"{key}_{sample['sample']}_{place}" for place in range(len(calls))]
-            ids = call_ids(answer, [call["name"] for call in calls], keys)
-            message["tool_calls"] = [
-                {"id": call_id, "type": "function", "function": call} for call_id, call in zip(ids, calls, strict=True)
-            ]
+            message["tool_calls"] = _with_ids(calls, answer, f"{key}_{sample['sample']}")
         logprobs = sample["logprobs"]
         if logprobs is not None:
             content = [{**self._scored(item), "top_logprobs": [*map(self._scored, item["top"])]} for item in logprobs]
@@ -192,6 +182,13 @@ class OpenAIAnswers(Lines):
             }
             for item in items
         ]
+
+
+def _with_ids(calls: list[Row], answer: Answer, key: str) -> list[Row]:
+    """Return the tool calls of a message, each with an id of its own."""
+    keys = [f"{key}_{place}" for place in range(len(calls))]
+    ids = call_ids(answer, [call["name"] for call in calls], keys)
+    return [{"id": call_id, "type": "function", "function": call} for call_id, call in zip(ids, calls, strict=True)]
 
 
 def _asked_columns(job: JobConfig, shard: Shard) -> list[pa.Field]:

@@ -19,6 +19,7 @@ from batchinfer.data.prompt_tokenizer import PromptTokenizer, token_bytes
 from batchinfer.data.schemas.outputs import asked_for, output_schema
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.wide_rows import runs_of_rows
+from batchinfer.finish.answers import AnswerReader
 from batchinfer.finish.join import output_rows, query
 from batchinfer.finish.json_lines import JsonLines, Lines
 from batchinfer.finish.kept_columns import KeptRows
@@ -97,7 +98,7 @@ def _lines(
     if job.output.format == "openai":
         bad = f"SELECT row::BIGINT AS row FROM {read_parquet(run.tokens(shard.index))} WHERE error IS NOT NULL"
         refused = connection.cursor().sql(bad).to_arrow_table()["row"].combine_chunks()
-        return OpenAIAnswers(job, shard, rows.num_own, token_of, refused, rows.own_forms)
+        return OpenAIAnswers(job, shard, rows.num_own, token_of, refused, rows.answer_reader)
     return JsonLines(connection) if job.output.format == "jsonl" else Lines()
 
 
@@ -123,8 +124,8 @@ class OutputRows:
         self._own = output_schema(id_type, [], tables)
         self.schema = output_schema(id_type, self._kept, tables, with_texts=job.output.token_texts)
         self._texts = _token_texts(run, job) if job.output.token_texts else None
-        # of tool calls, as the plan found them in the model folder; the plan of an earlier version has none
-        self.own_forms: list[str] = read_state(run).get("tool_forms") or []
+        # as the plan found them in the model folder; the plan of an earlier version has none
+        self.answer_reader = AnswerReader(read_state(run).get("tool_forms") or [])
 
     @property
     def num_own(self) -> int:
@@ -155,7 +156,7 @@ class OutputRows:
 
     def _tables(self, shard: Shard, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         kept_rows = KeptRows(shard, self._kept, self._job.s3)
-        calls = ToolCalls(self._job, shard, self.own_forms) if "tool_calls" in self._own.names else None
+        calls = ToolCalls(self._job, shard, self.answer_reader) if "tool_calls" in self._own.names else None
         for batch in batches:
             shown = batch if calls is None else calls.add(batch)
             shown = shown if self._texts is None else self._texts.add(shown)

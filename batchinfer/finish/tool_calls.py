@@ -1,6 +1,6 @@
 """The tool calls in answers: those that the model wrote, of tools that the row offers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -23,13 +23,10 @@ class ToolCalls:
     """The tool calls in the answers of one shard.
 
     The tools of rows are read from the input, as kept columns are, and only for rows whose answers call some.
-
-    Args:
-        own_forms: see AnswerReader.
     """
 
-    def __init__(self, job: JobConfig, shard: Shard, own_forms: Sequence[str]) -> None:
-        self._reader = AnswerReader(own_forms)
+    def __init__(self, job: JobConfig, shard: Shard, reader: AnswerReader) -> None:
+        self._reader = reader
         self._tools = _RowTools(job, shard)
 
     def add(self, rows: pa.RecordBatch) -> pa.RecordBatch:

@@ -107,8 +107,7 @@ def plan_job(
                 if again is not None:
                     storage.fetch("results", "claims")
                     again(run, prepared.manifest)
-                found = {"state": "planned", "counts": summary, "tool_forms": encoders.tool_forms}
-                _publish_state(prepared, {**state, **found}, shards)
+                _publish_state(prepared, {**state, "state": "planned", "counts": summary}, shards)
                 storage.commit(anew=again is not None)
             else:
                 storage.commit()  # job.toml
@@ -173,8 +172,8 @@ def _is_same(
 def _publish_state(prepared: Prepared, state: dict[str, Any], shards: list[Shard]) -> None:
     """Say that the plan is made and vouch for its files; checksums of token files are there from now on."""
     run = prepared.run
-    files = prepared.manifest.as_json()
-    publish_json(run.run_json, {**state, "shards": [asdict(shard) for shard in shards], "files": files})
+    found = {"tool_forms": prepared.encoders.tool_forms, "shards": [asdict(shard) for shard in shards]}
+    publish_json(run.run_json, {**state, **found, "files": prepared.manifest.as_json()})
     for shard in shards:
         run.token_checksums(shard.index).unlink(missing_ok=True)
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 from batchinfer.data.chat import ChatTemplate
 from batchinfer.data.tokenizer import OWN_TEMPLATES, load_tokenizer
+from batchinfer.finish.answers import AnswerReader
 from batchinfer.finish.openai_answers import OpenAIAnswers
 from batchinfer.records import Shard
 from support.checked_rows import make_job
@@ -304,7 +305,7 @@ def answer_of(row: dict[str, Any]) -> ChatCompletion:
     def token_of(token: int) -> tuple[str, bytes | None]:
         return "\ufffd", b"\xc3" if token == 5 else None
 
-    answers = OpenAIAnswers(job, shard, len(row), token_of, pa.array([], pa.int64()))
+    answers = OpenAIAnswers(job, shard, len(row), token_of, pa.array([], pa.int64()), AnswerReader())
     (line,) = [data for _, data in [*answers.of(pa.Table.from_pylist([row])), *answers.rest()]]
     return ChatCompletion.model_validate_json(json.dumps(json.loads(line)["response"]["body"]), strict=True)
 
@@ -416,6 +417,7 @@ def test_rows_of_many_log_probabilities_are_taken_one_at_a_time():
             len(ROW),
             lambda _: ("x", b"x"),
             pa.array([], pa.int64()),
+            AnswerReader(),
         )
         rows = pa.concat_tables([row] * num_rows)
         rows = rows.set_column(1, "row", pa.array(range(num_rows)))

@@ -49,24 +49,25 @@ def _parameter(rng: random.Random) -> tuple[dict[str, Any] | None, Value]:
     string = (rng.choice(STRINGS), True)
     kind = rng.choice([*SIMPLE, "string", "nullable", "union", "enum", "const", "ref", "all", "mixed", "unsaid"])
     if kind in SIMPLE:
-        return rng.choice([{"type": kind}, {"type": [kind, "null"]}]), (rng.choice(SIMPLE[kind]), False)
+        return {"type": rng.choice([kind, [kind, "null"]])}, (rng.choice(SIMPLE[kind]), False)
     if kind == "nullable":
         value = ("null", False) if rng.random() < 0.3 or string[0] == "null" else string
-        return rng.choice([{"type": ["string", "null"]}, {"oneOf": [{"type": "null"}, {"type": "string"}]}]), value
+        is_short = rng.random() < 0.5
+        return {"type": ["string", "null"]} if is_short else {"oneOf": [{"type": "null"}, {"type": "string"}]}, value
     if kind == "mixed":
         value = (rng.choice(INTEGERS), False) if rng.random() < 0.5 else ("auto", True)
         return {"anyOf": [{"enum": ["auto", "none"]}, {"type": "integer"}]}, value
     if kind == "unsaid":
         return rng.choice([None, {}, {"description": "x"}]), (rng.choice([*NUMBERS, *OBJECTS, *LISTS, "true"]), False)
-    schema = {
+    schemas: dict[str, dict[str, Any]] = {
         "string": {"type": "string"},
         "union": {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "object"}]},
         "enum": {"enum": [string[0], "other"]},
         "const": {"const": string[0]},
         "ref": {"$ref": "#/$defs/Text"},
         "all": {"allOf": [{"$ref": "#/$defs/Text"}, {"minLength": 0}]},
-    }[kind]
-    return schema, string
+    }
+    return schemas[kind], string
 
 
 def as_object(arguments: Arguments, rng: random.Random) -> str:

@@ -34,7 +34,7 @@ TOOL_CALLS = pa.list_(pa.struct([("name", pa.string()), ("arguments", pa.string(
 OUTPUTS_WITH_TOOLS = table(
     "outputs with tools",
     "behind these, where input.tools is set or input.format is 'openai'",
-    ("tool_calls", TOOL_CALLS, "calls in the text, arguments as JSON; empty: none, null: not to be read"),
+    ("tool_calls", TOOL_CALLS, "calls in the text, arguments as JSON; empty: none, null: unreadable or not offered"),
 )
 OUTPUTS_WITH_PROMPT_LOGPROBS = table(
     "outputs with prompt_logprobs",
