@@ -69,7 +69,7 @@ class OfferedTools:
         """Return the tool that is named among the arguments, if one is, and the other arguments."""
         inside = json_value(arguments)
         name = inside.get("name") if isinstance(inside, dict) else None
-        if not isinstance(name, str) or name not in self._parameters or self._parameters[name].declare("name"):
+        if not isinstance(name, str) or name not in self._parameters or self._parameters[name].declares("name"):
             return None, arguments
         return name, object_of({key: value for key, value in members(arguments).items() if key != "name"})
 
@@ -97,7 +97,7 @@ def _unwrapped(arguments: str, parameters: Parameters) -> str:
     if not isinstance(found, dict) or len(found) != 1:
         return arguments
     ((wrapper, inside),) = found.items()
-    if wrapper not in _WRAPPERS or parameters.declare(wrapper):
+    if wrapper not in _WRAPPERS or parameters.declares(wrapper):
         return arguments
     if isinstance(inside, dict):
         return members(arguments)[wrapper]

@@ -28,7 +28,7 @@ class Parameters:
         self._schema = schema
         self._allowed: dict[int, Allowed | None] = {}  # by id of the schema
 
-    def declare(self, name: str) -> bool:
+    def declares(self, name: str) -> bool:
         """Return whether the tool has a parameter of this name."""
         return bool(self._schemas_of(name))
 
