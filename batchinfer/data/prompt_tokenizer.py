@@ -200,25 +200,28 @@ def token_bytes(tokenizer: PromptTokenizer, token_id: int) -> bytes | None:
 class TextStream:
     """Turns one request's token ids into text piece by piece, for stop strings.
 
-    The pieces joined are the start of `decode` of all ids: a piece waits while its bytes are not a whole character.
+    The pieces joined are `decode` of all ids without UNFINISHED at its end: the bytes to come may make it a character.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        # ids   [0, _start) forgotten   [_start, _shown) context of the next piece   [_shown, len) not shown yet
+        # ids   [0, _start) dropped   [_start, _shown) context of the next piece   [_shown, len) not shown whole yet
         self._ids: list[int] = []
         self._start = 0
         self._shown = 0
+        self._num_shown = 0  # characters of the text of ids[_start:] that were returned
 
     def push(self, token_id: int) -> str:
-        """Take the next id; returns the text that is certain now and was not before, often ""."""
+        """Take the next id; return the text that is certain now and was not before, often ""."""
         self._ids.append(token_id)
-        known = self._decode(self._ids[self._start : self._shown])
         text = self._decode(self._ids[self._start :])
-        if len(text) <= len(known) or text.endswith(UNFINISHED):
-            return ""
-        self._start, self._shown = self._shown, len(self._ids)
-        return text[len(known) :]
+        certain = text.rstrip(UNFINISHED)
+        piece = certain[self._num_shown :]
+        self._num_shown += len(piece)
+        if piece and certain == text:
+            self._start, self._shown = self._shown, len(self._ids)
+            self._num_shown = len(self._decode(self._ids[self._start :]))
+        return piece
 
 
 def _render(template: ChatTemplate, continues: bool, chat: list[Any]) -> str:

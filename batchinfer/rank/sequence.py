@@ -1,4 +1,4 @@
-"""One request on its way through prefill and decode: its pages, its tokens, and when it is finished."""
+"""One running request: its pages, its tokens, and when its answer ends."""
 
 from dataclasses import dataclass, field
 
@@ -14,8 +14,8 @@ from batchinfer.records import Completion, Request, RequestTimes, TokenLogprob
 class Sequence:
     """A running request.
 
-    pages   [0, num_shared)   held together with the prefix tree, read only up to the prompt's end
-            [num_shared, end)  its own, enough for the prompt and all tokens it may generate
+    pages   [0, num_shared)   shared with the prefix tree, read only up to the prompt's end
+            [num_shared, end)  owned by this sequence, enough for the prompt and all tokens it may generate
     """
 
     request: Request
@@ -24,14 +24,15 @@ class Sequence:
     times: RequestTimes
     stream: TextStream | None  # only for requests with stop strings
     rules: LogitRules | None = None  # only for requests that change the model's logits
-    thinking: Thinking | None = None  # only where thinking is told from the answer
-    tells_reasoning: bool = False
+    thinking: Thinking | None = None  # only if the end of thinking matters
+    tells_reasoning: bool = False  # thinking is kept apart from the text
     num_prefill_steps: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens to be scored, as they have run
-    text_so_far: str = ""
+    num_searched: int = 0  # tokens in which stop strings were looked for, or do not count
+    text_so_far: str = ""  # text of the answer in which stop strings were looked for
     text_end: int | None = None  # where a stop string cuts the text
     finish_reason: str | None = None
     stop_reason: str | None = None
@@ -44,17 +45,17 @@ class Sequence:
 
     @property
     def kv_tokens(self) -> int:
-        """KV length that the next decode step attends to, its own new token included."""
+        """KV length that the next decode step attends to, the step's own token included."""
         return self.num_prompt_tokens + len(self.token_ids)
 
     @property
     def looks_at_every_token(self) -> bool:
-        """Whether more than its end depends on a token."""
+        """Whether `accept` must see each token, and not only those that may end the answer."""
         watched = (self.stream, self.rules, self.thinking, self.request.sampling.logprobs)
         return any(item is not None for item in watched)
 
     def accept(self, token: int, logprob: TokenLogprob | None, eos_token_ids: frozenset[int]) -> None:
-        """Add a generated token and decide whether it was the last one."""
+        """Add a generated token and decide whether it is the last one."""
         sampling = self.request.sampling
         self.token_ids.append(token)
         if logprob is not None:
@@ -70,19 +71,22 @@ class Sequence:
             self.finish_reason, self.ended_by_token = "stop", True
         elif token in sampling.stop_token_ids:
             self.finish_reason, self.stop_reason, self.ended_by_token = "stop", str(token), True
-        else:
-            self._look_for_stop_string(token)
-        if self.finish_reason is None and self.rules is not None and self.rules.is_complete:
+        elif self.rules is not None and self.rules.is_complete:
             self.finish_reason = "stop"
-        if self.finish_reason is None and len(self.token_ids) >= self.request.sampling.max_tokens:
+        elif len(self.token_ids) >= self.request.sampling.max_tokens:
             self.finish_reason = "length"
+        if self.stream is not None:
+            self._look_for_stop_strings(self.stream)
 
     def fail(self, error: str) -> None:
         """End this request alone as an error row."""
         self.finish_reason, self.error = "error", error
 
     def completion(self, tokenizer: PromptTokenizer) -> Completion:
-        """The finished request; the text ends before a stop token or stop string unless these are to be part of it."""
+        """Return the finished request.
+
+        The text ends before a stop token or stop string unless `include_stop_str_in_output` is set.
+        """
         failed = self.error is not None
         text, reasoning = ("", None) if failed else self._texts(tokenizer)
         num_prompt, num_new = self.num_prompt_tokens, len(self.token_ids)
@@ -112,56 +116,95 @@ class Sequence:
 
     @property
     def _structured_valid(self) -> bool | None:
-        """Whether the answer is all that its grammar asks for, and nothing has been cut off; None: it has none."""
+        """Whether the answer is complete by its grammar and was not cut, None if the request has no grammar."""
         if self.request.sampling.structured is None or self.rules is None:
             return None
         return self.rules.is_complete and not self._is_cut and self.error is None
 
     @property
     def _is_cut(self) -> bool:
-        """Whether something that was generated is not part of the text, because it ended the text."""
+        """Whether a stop string or stop token was cut off the text."""
         if self.text_end is not None:
             return self.text_end < len(self.text_so_far)
         return self.stop_reason is not None and not self.request.sampling.include_stop_str_in_output
 
-    def _texts(self, tokenizer: PromptTokenizer) -> tuple[str, str | None]:
-        """The answer; and what was thought before it, None where it did not begin in thinking or nobody asked."""
-        without_end = self.ended_by_token and not self.request.sampling.include_stop_str_in_output
-        token_ids = self.token_ids[:-1] if without_end else self.token_ids
-        whole = tokenizer.decode(token_ids)
-        thinking, cut = self.thinking, 0 if self.text_end is None else len(whole) - self.text_end
-        if not self.tells_reasoning or thinking is None or not thinking.has_begun:
-            return whole[: self.text_end], None
-        thought, answer = map(tokenizer.decode, thinking.split(token_ids))
-        if thinking.is_open:  # a stop string has ended it there, or max_tokens
-            return "", thought[: len(thought) - cut].strip()
-        return answer[: max(0, len(answer) - cut)].lstrip("\n"), thought.strip()
+    @property
+    def _thinking_apart(self) -> Thinking | None:
+        """The thinking that is no part of the text, None if the whole answer is text."""
+        is_apart = self.tells_reasoning and self.thinking is not None and self.thinking.has_begun
+        return self.thinking if is_apart else None
 
-    def _look_for_stop_string(self, token: int) -> None:
-        if self.stream is None:
+    @property
+    def _num_text_tokens(self) -> int:
+        """Number of generated tokens without the token that ended the answer, unless that one is part of the text."""
+        return len(self.token_ids) - (self.ended_by_token and not self.request.sampling.include_stop_str_in_output)
+
+    def _texts(self, tokenizer: PromptTokenizer) -> tuple[str, str | None]:
+        """Return the answer, and the thinking before it if that is kept apart."""
+        token_ids, thinking = self.token_ids[: self._num_text_tokens], self._thinking_apart
+        if thinking is None:
+            return tokenizer.decode(token_ids)[: self.text_end], None
+        thought, answer = map(tokenizer.decode, thinking.split(token_ids))
+        return _answer_of(answer)[: self.text_end], thought.strip()
+
+    def _look_for_stop_strings(self, stream: TextStream) -> None:
+        """End the answer at its first stop string, if a new token completes one.
+
+        Thinking that is kept apart does not count. White space waits that may come before it: when it turns out to be
+        the answer's, the tokens behind the stop string are dropped.
+        """
+        if self.finish_reason is None and self._may_yet_think:
             return
-        piece = self.stream.push(token)
-        if not piece:
-            return
-        sampling = self.request.sampling
-        stop = sampling.stop
-        self.text_so_far += piece
-        if len(self.token_ids) <= sampling.min_tokens:
-            return
-        # a stop string can only be new where it touches the new piece
-        start = max(0, len(self.text_so_far) - len(piece) - max(map(len, stop)) + 1)
-        found = [(self.text_so_far.find(text, start), text) for text in stop]
-        found = [(start, text) for start, text in found if start >= 0]
-        if found:
-            self.text_end, self.stop_reason = min(found)
-            self.text_end += len(self.stop_reason) * sampling.include_stop_str_in_output
-            self.finish_reason = "stop"
+        sampling, thinking = self.request.sampling, self._thinking_apart
+        if thinking is not None:
+            self.num_searched = max(self.num_searched, thinking.num_tokens)
+        first, self.num_searched = self.num_searched, len(self.token_ids)
+        num_kept = None
+        for place in range(first, self._num_text_tokens):
+            piece = stream.push(self.token_ids[place])
+            if thinking is not None and not self.text_so_far:
+                piece = _answer_of(piece)
+            self.text_so_far += piece
+            if place < sampling.min_tokens or num_kept is not None:
+                continue
+            found = find_stop(self.text_so_far, len(piece), sampling.stop)
+            if found is not None:
+                start, self.stop_reason = found
+                self.text_end = start + len(self.stop_reason) * sampling.include_stop_str_in_output
+                num_kept = place + 1
+        if num_kept is not None:
+            del self.token_ids[num_kept:], self.logprobs[num_kept:]
+            self.finish_reason, self.ended_by_token = "stop", False
+
+    @property
+    def _may_yet_think(self) -> bool:
+        """Whether the next token may begin thinking that is kept apart."""
+        return self.tells_reasoning and self.thinking is not None and self.thinking.may_begin_with is not None
+
+
+def find_stop(text: str, num_new: int, stop: tuple[str, ...]) -> tuple[int, str] | None:
+    """Return the start of the first stop string that the new text completes, and the string; None if there is none.
+
+    As in vLLM, the result is that of adding one character at a time: of several stop strings the one that ends first
+    counts, and of those that end at the same character the first of the list.
+
+    Args:
+        text: the answer so far.
+        num_new: characters at the end of `text` that are new; a stop string may begin before them.
+    """
+    starts = [(text.find(string, max(0, len(text) - num_new - len(string) + 1)), string) for string in stop]
+    return min((found for found in starts if found[0] >= 0), key=lambda found: found[0] + len(found[1]), default=None)
+
+
+def _answer_of(text: str) -> str:
+    """Return the text behind the end of thinking without the line breaks before the answer."""
+    return text.lstrip("\n")
 
 
 def pages_needed(request: Request, *, prompt_only: bool = False) -> int:
-    """Pages for the prompt and every token it may generate but the last, which nobody attends to.
+    """Return the number of pages for the prompt and every token it may generate but the last, which nobody attends to.
 
     Args:
-        prompt_only: without the generated tokens, for a rank that only runs prefill.
+        prompt_only: leave the generated tokens out, for a rank that only runs prefill.
     """
     return pages_for(len(request.token_ids) + (0 if prompt_only else max(0, request.sampling.max_tokens - 1)))

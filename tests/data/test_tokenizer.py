@@ -306,9 +306,8 @@ def test_streamed_pieces_join_to_the_decoded_text(sample, seed):
     text = ""
     for place, token in enumerate(ids, start=1):
         text += stream.push(token)
-        whole = sample.decode(ids[:place])
-        assert whole.startswith(text)
-        assert whole == text or whole.endswith("\ufffd")
+        # only bytes at the end may become a character with those to come
+        assert text == sample.decode(ids[:place]).rstrip("\ufffd")
 
 
 def test_marks_of_tool_calls_are_shown_and_thinking_of_mistral_is_found(folder):
