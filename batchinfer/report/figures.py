@@ -6,6 +6,7 @@ A new figure is an entry here and a column of that name in a one-row table of qu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from batchinfer.report import forms
@@ -27,8 +28,8 @@ def _of_structured(values: Values) -> str:
     return f"{valid} of {rows}; {cut} cut at max_tokens"
 
 
-def _of_thinking(values: Values) -> str:
-    return f"{forms.count(values['reasoning.cut'])} without an answer"
+def _without_answer(values: Values, key: str) -> str:
+    return f"{forms.count(values[key])} without an answer"
 
 
 def _of_written(values: Values) -> str:
@@ -73,8 +74,13 @@ ANSWERS = Group(
                note=lambda values: f"in {forms.count(values['reasoning.rows'])} rows", why_empty=""),
         Figure("reasoning.rows", "", forms.count, "", "ok rows with such thinking"),
         Figure("reasoning.cut_share", "  cut in their thinking", forms.percent, "%",
-               "reasoning.cut / reasoning.rows", note=_of_thinking, why_empty=""),
-        Figure("reasoning.cut", "", forms.count, "", "of these, rows with nothing but thinking: cut before an answer"),
+               "reasoning.cut / reasoning.rows", note=partial(_without_answer, key="reasoning.cut"), why_empty=""),
+        Figure("reasoning.cut", "", forms.count, "",
+               "of these, rows with nothing but thinking that were cut at max_tokens"),
+        Figure("reasoning.ended_share", "  ended in their thinking", forms.percent, "%",
+               "reasoning.ended / reasoning.rows", note=partial(_without_answer, key="reasoning.ended"), why_empty=""),
+        Figure("reasoning.ended", "", forms.count, "",
+               "of these, rows with nothing but thinking that ended by themselves or by a stop token"),
         Figure("mean_logprob", "mean log-probability", forms.number, "nats",
                "natural logarithm, mean over all output tokens of rows that asked for logprobs",
                note="per output token", why_empty=""),

@@ -42,17 +42,19 @@ def lines_of(*arguments):
 def test_a_worked_example_gives_every_figure_of_answers(run):
     found = as_document(read_report(run))
     assert found["structured_outputs"] == {"rows": 5, "valid": 2, "cut": 1, "valid_share": 0.4}
-    assert found["reasoning"] == {"rows": 4, "mean_tokens": 94 / 4, "cut": 2, "cut_share": 0.5}
+    known = {"cut": 1, "cut_share": 0.25, "ended": 1, "ended_share": 0.25}
+    assert found["reasoning"] == {"rows": 4, "mean_tokens": 94 / 4, **known}
     assert found["mean_logprob"] == pytest.approx(-(40 * 0.5 + 40 * 1.0 + 20 * 2.0) / 100)  # by tokens, not by rows
 
 
 def test_the_panel_shows_what_there_is_to_say_of_answers(run, tmp_path):
     lines = lines_of(run)
     at = lines.index("Answers")
-    assert lines[at + 1 : at + 5] == [
+    assert lines[at + 1 : at + 6] == [
         "valid structured outputs 40.0 % 2 of 5; 1 cut at max_tokens",
         "thinking per row 23.50 tokens in 4 rows",
-        "cut in their thinking 50.0 % 2 without an answer",
+        "cut in their thinking 25.0 % 1 without an answer",
+        "ended in their thinking 25.0 % 1 without an answer",
         "mean log-probability -1 nats per output token",
     ]
     at = lines.index("Output tokens of a row rows share by thinking")
@@ -122,6 +124,7 @@ def test_a_run_of_an_earlier_version_is_read_and_what_it_does_not_say_is_not_kno
     pq.write_table(pq.read_table(path).drop_columns([*LATER_COLUMNS["requests"]]), path)
     found = as_document(read_report(earlier))
     assert found["structured_outputs"] == dict.fromkeys(("rows", "valid", "cut", "valid_share"))
+    assert {found["reasoning"][name] for name in ("cut", "cut_share", "ended", "ended_share")} == {None}
     assert found["mean_logprob"] is None
     assert [one["rows"] for one in found["output_lengths"]] == [3]
     together = read_together([run, earlier], [read_report(run), read_report(earlier)])

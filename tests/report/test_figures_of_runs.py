@@ -167,7 +167,7 @@ def figures_of_answers(run: Path) -> dict[str, Any]:
     """What answers are worth, from the outputs."""
     return {
         "structured_outputs": {"rows": 0, "valid": 0, "cut": 0, "valid_share": None},
-        "reasoning": {"rows": 0, "mean_tokens": None, "cut": 0, "cut_share": None},
+        "reasoning": {"rows": 0, "mean_tokens": None, "cut": 0, "cut_share": None, "ended": 0, "ended_share": None},
         "mean_logprob": one(run, "SELECT avg(token.logprob) FROM (SELECT unnest(logprobs) AS token FROM outputs)"),
     }
 

@@ -2,7 +2,8 @@
 --   structured_outputs.*  computed rows that asked for a structured output; valid: all of what was asked for; cut: at
 --                         max_tokens. The others ended by a stop string or token, in their thinking or as an error.
 --                         Null where not known: runs of earlier versions have no finish_reason in requests.
---   reasoning.*           ok rows with thinking that is told from the answer; cut: all their tokens are thinking's
+--   reasoning.*           ok rows with thinking that is told from the answer. Of rows whose tokens are all thinking's:
+--                         cut: by max_tokens; ended: by the model's end token or a stop token. Null where not known.
 --   mean_logprob          mean over all output tokens of rows with log-probabilities
 WITH sums AS (
     SELECT
@@ -10,7 +11,10 @@ WITH sums AS (
         count(*) FILTER (structured_valid) AS valid,
         count(structured_valid) FILTER (finish_reason = 'length') AS cut,
         count(*) FILTER (reasoning_tokens > 0) AS with_thinking,
-        count(*) FILTER (reasoning_tokens > 0 AND reasoning_tokens = completion_tokens) AS only_thinking,
+        count(*) FILTER (reasoning_tokens > 0 AND reasoning_tokens = completion_tokens AND finish_reason = 'length')
+            AS cut_thinking,
+        count(*) FILTER (reasoning_tokens > 0 AND reasoning_tokens = completion_tokens AND finish_reason = 'stop')
+            AS ended_thinking,
         avg(reasoning_tokens) FILTER (reasoning_tokens > 0) AS mean_thinking,
         sum(mean_logprob * completion_tokens) / sum(completion_tokens) FILTER (mean_logprob IS NOT NULL) AS mean_logprob
     FROM requests
@@ -22,7 +26,9 @@ SELECT
     valid / nullif(asked, 0) AS "structured_outputs.valid_share",
     with_thinking AS "reasoning.rows",
     mean_thinking AS "reasoning.mean_tokens",
-    only_thinking AS "reasoning.cut",
-    only_thinking / nullif(with_thinking, 0) AS "reasoning.cut_share",
+    CASE WHEN asked IS NOT NULL THEN cut_thinking END AS "reasoning.cut",
+    "reasoning.cut" / nullif(with_thinking, 0) AS "reasoning.cut_share",
+    CASE WHEN asked IS NOT NULL THEN ended_thinking END AS "reasoning.ended",
+    "reasoning.ended" / nullif(with_thinking, 0) AS "reasoning.ended_share",
     mean_logprob
 FROM sums
