@@ -182,12 +182,29 @@ class BatchinferLM(TemplateLM):
             {"prompt": pa.array(prompts, _TOKEN_IDS), "sampling": pa.array(samplings)},
             {"input": {"sampling": "sampling"}, "sampling": {"max_tokens": self.max_gen_toks}},
         )
+        _warn_of_answers(rows)
         return [row["text"] for row in rows]
 
 
 def _note_cut(num_cut: int, max_length: int) -> None:
     if num_cut:
         note(f"warning: {num_cut:,} contexts are cut at their beginning to fit max_length = {max_length:,}")
+
+
+def _warn_of_answers(rows: list[dict[str, Any]]) -> None:
+    """Warn of answers that were cut or never came: their score says little about the model."""
+    cut = [row for row in rows if row["finish_reason"] == "length"]
+    ended = [row for row in rows if row["finish_reason"] == "stop"]
+    if cut:
+        num_empty = sum(map(_is_all_thinking, cut))
+        empty = f"; {num_empty:,} of these were still in their thinking and are empty" if num_empty else ""
+        note(f"warning: {len(cut):,} of {len(rows):,} answers were cut at max_gen_toks{empty}; raise max_gen_toks")
+    if num_empty := sum(map(_is_all_thinking, ended)):
+        note(f"warning: {num_empty:,} of {len(rows):,} answers ended in their thinking and are empty")
+
+
+def _is_all_thinking(row: dict[str, Any]) -> bool:
+    return 0 < row.get("reasoning_tokens", 0) == row["completion_tokens"]
 
 
 def _row_sampling(wanted: dict[str, Any], tokenizer: PromptTokenizer, eot_token_id: int) -> dict[str, Any]:
