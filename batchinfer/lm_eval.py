@@ -197,10 +197,10 @@ def _warn_of_answers(rows: list[dict[str, Any]]) -> None:
     ended = [row for row in rows if row["finish_reason"] == "stop"]
     if cut:
         num_empty = sum(map(_is_all_thinking, cut))
-        empty = f"; {num_empty:,} of these were still in their thinking and are empty" if num_empty else ""
+        empty = f", {num_empty:,} of them in their thinking, so that they are empty" if num_empty else ""
         note(f"warning: {len(cut):,} of {len(rows):,} answers were cut at max_gen_toks{empty}; raise max_gen_toks")
     if num_empty := sum(map(_is_all_thinking, ended)):
-        note(f"warning: {num_empty:,} of {len(rows):,} answers ended in their thinking and are empty")
+        note(f"warning: {num_empty:,} of {len(rows):,} answers ended in their thinking, so that they are empty")
 
 
 def _is_all_thinking(row: dict[str, Any]) -> bool:

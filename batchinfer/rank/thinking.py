@@ -78,6 +78,6 @@ class Thinking:
             self.is_open = token != self._tokens.end
 
     def split(self, token_ids: list[int]) -> tuple[list[int], list[int]]:
-        """The tokens of the thinking and those of the answer, without what stands around the thinking."""
-        thought, answer = token_ids[: self.num_tokens], token_ids[self.num_tokens :]
-        return thought[self._num_before : len(thought) - (not self.is_open)], answer
+        """Return the tokens of the thinking and those of the answer, without the marks around the thinking."""
+        end = self.num_tokens - (not self.is_open)
+        return token_ids[self._num_before : end], token_ids[self.num_tokens :]

@@ -25,12 +25,13 @@ def tokens_of(text):
 RULES = RuleMaker(TOKENIZER, TOKENIZER.vocab_size)
 
 
-def run(tokens, *, end_of_thinking=None, **sampling):
+def run(tokens, *, end_of_thinking=None, tells_reasoning=False, **sampling):
     """A request that generates these tokens until it is finished; it begins in thinking if that has an end."""
     request = Request(RequestKey(0, 0, 0), 0, [5], SamplingConfig(**sampling).to_sampling(), 0)
     stream = TOKENIZER.stream() if sampling.get("stop") else None
     thinking = end_of_thinking and Thinking(ThinkingTokens(None, end_of_thinking), [5], "deepseek_r1")
-    sequence = Sequence(request, [0], 1, RequestTimes(), stream, RULES.make(request, thinking), thinking)
+    rules = RULES.make(request, thinking)
+    sequence = Sequence(request, [0], 1, RequestTimes(), stream, rules, thinking, tells_reasoning)
     for token in tokens:
         if sequence.finish_reason is None:
             sequence.accept(token, None, frozenset({1}))
@@ -167,15 +168,34 @@ def test_a_message_that_is_continued_may_have_begun_its_thinking_further_back(pr
     assert Thinking(MARKS, prompt, "auto", continues=True).is_open is is_open
 
 
-def test_nothing_of_an_answer_is_left_behind_a_stop_string_that_begins_in_the_thinking():
+def test_a_stop_string_is_not_found_over_the_end_of_thinking():
     mark = 3  # a control token, which no text shows, as Mistral's [/THINK]
-    done = run(
-        [*tokens_of("I see.\n"), mark, *tokens_of("\nOne")], end_of_thinking=mark, max_tokens=50, stop=["\n\nOn"]
+    tokens = [*tokens_of("I see.\n"), mark, *tokens_of("\nOne two"), 1]
+    how = {"end_of_thinking": mark, "tells_reasoning": True, "max_tokens": 50}
+    for stop, text, stop_reason in (["\n\nOn", "I"], "One two", None), (["see", " tw"], "One", " tw"):
+        completion = run(tokens, **how, stop=stop).completion(TOKENIZER)
+        found = completion.text, completion.reasoning, completion.stop_reason, completion.finish_reason
+        assert found == (text, "I see.", stop_reason, "stop")
+
+
+def test_a_structured_output_cut_in_white_space_before_it_is_not_valid():
+    blank, *digits = tokens_of("\n"), *DIGITS[:2]
+    marks = Thinking(ThinkingTokens(THINK, END, lambda token: token in blank), [5], "auto")
+    settings = SamplingConfig(
+        max_tokens=9,
+        stop=["\n"],
+        include_stop_str_in_output=True,
+        structured_outputs={"regex": "\n[0-9]{2}"},
     )
-    done.tells_reasoning = True
-    assert (done.finish_reason, done.stop_reason) == ("stop", "\n\nOn")
+    request = Request(RequestKey(0, 0, 0), 0, [5], settings.to_sampling(), 0)
+    rules = RULES.make(request, marks)
+    done = Sequence(request, [0], 1, RequestTimes(), TOKENIZER.stream(), rules, marks, tells_reasoning=True)
+    for token in (*blank, *digits):
+        if done.finish_reason is None:
+            done.accept(token, None, frozenset({1}))
     completion = done.completion(TOKENIZER)
-    assert (completion.text, completion.reasoning) == ("", "I see.")
+    found = completion.text, completion.token_ids, completion.stop_reason, completion.structured_valid
+    assert found == ("\n", blank, "\n", False)
 
 
 def test_an_answer_without_a_structured_output_is_neither_valid_nor_not():
