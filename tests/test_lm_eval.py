@@ -15,6 +15,7 @@ import pytest
 
 from batchinfer.records import BatchinferError, ConfigError
 from support.paths import ROOT, SAMPLE_MODEL, SAMPLE_PROMPTS
+from support.scripted_model import THINKING, write_scripted_model
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
@@ -76,6 +77,15 @@ def ours(tmp_path_factory):
 @pytest.fixture(scope="module")
 def theirs():
     return HFLM(str(SAMPLE_MODEL), dtype="float32", device="cpu", max_length=MOST_TOKENS, batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def thinks(tmp_path_factory):
+    """A model that says "first step\\n\\nsecond </think>answer\\n\\nmore", and its tokens' ids."""
+    folder = tmp_path_factory.mktemp("thinking")
+    ids = write_scripted_model(folder / "model", THINKING)
+    model = BatchinferLM(str(folder / "model"), dtype="float32", **{"output.reasoning": "auto"})
+    return model, ids
 
 
 def request(kind: str, *arguments) -> Instance:
@@ -174,6 +184,53 @@ def test_cut_contexts_are_told(ours, capsys):
     assert "warning: 2 contexts are cut at their beginning to fit max_length = 2,047" in capsys.readouterr().err
     ours.loglikelihood([request("loglikelihood", long, " end")], disable_tqdm=True)
     assert "warning: 1 contexts are cut" in capsys.readouterr().err
+
+
+def test_a_cut_context_scores_its_continuation_alone(theirs, tmp_path):
+    context, continuation = list(range(100, 110)), [110, 111]
+    cut = BatchinferLM(str(SAMPLE_MODEL), work_dir=str(tmp_path), max_length=5, dtype="float32")
+    ((found, _),) = cut._loglikelihood_tokens([(("", ""), context, continuation)])
+    ((expected, _),) = theirs._loglikelihood_tokens([(("", ""), context[-4:], continuation)], disable_tqdm=True)
+    assert found == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_stops_of_a_task_count_behind_the_thinking_and_each_task_has_its_own(thinks, tmp_path):
+    model, _ = thinks
+    (tmp_path / "docs.jsonl").write_text(json.dumps({"question": "Well?"}) + "\n")
+    for name, more in {"default": "", "own": 'generation_kwargs: {until: ["re"], do_sample: false}\n'}.items():
+        (tmp_path / f"{name}.yaml").write_text(
+            f"task: {name}\noutput_type: generate_until\n{more}dataset_path: json\n"
+            f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'docs.jsonl'}}}, cache_dir: {tmp_path / 'cache'}}}\n"
+            'test_split: test\nnum_fewshot: 0\ndoc_to_text: "{{question}}"\ndoc_to_target: answer\n'
+            "metric_list: [{metric: exact_match}]\nmetadata: {version: 1}\n"
+        )
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    found = simple_evaluate(
+        model, tasks=["default", "own"], task_manager=manager, apply_chat_template=True, bootstrap_iters=0
+    )
+    answers = {name: sample["resps"] for name, (sample,) in found["samples"].items()}
+    assert answers == {"default": [["answer"]], "own": [["answer\n\nmo"]]}
+    assert found["results"]["default"]["exact_match,none"] == 1.0
+
+
+def test_answers_that_were_cut_or_ended_in_their_thinking_are_told(thinks, capsys):
+    model, ids = thinks
+    prompt = model.apply_chat_template([{"role": "user", "content": "Well?"}])
+    ways = [
+        {"until": ["\n\n"]},
+        {"until": ["\n\n"], "max_gen_toks": 3},
+        {"until": [], "max_gen_toks": 5},
+        {"until": [], "stop_token_ids": [ids["second "]]},
+    ]
+    ways = [{"stop_token_ids": [ids["</s>"]]} | way for way in ways]
+    answers = model.generate_until([request("generate_until", prompt, way) for way in ways])
+    assert answers == ["answer", "", "answer\n\n", ""]
+    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert told == [
+        "warning: 2 of 4 answers were cut at max_gen_toks, 1 of them in their thinking, so that they are empty; "
+        "raise max_gen_toks",
+        "warning: 1 of 4 answers ended in their thinking, so that they are empty",
+    ]
 
 
 def test_sampling_of_a_task_reaches_its_row(ours):
