@@ -182,8 +182,7 @@ class BatchinferLM(TemplateLM):
             {"prompt": pa.array(prompts, _TOKEN_IDS), "sampling": pa.array(samplings)},
             {"input": {"sampling": "sampling"}, "sampling": {"max_tokens": self.max_gen_toks}},
         )
-        _warn_of_answers(rows)
-        return [row["text"] for row in rows]
+        return _answers(rows)
 
 
 def _note_cut(num_cut: int, max_length: int) -> None:
@@ -191,8 +190,8 @@ def _note_cut(num_cut: int, max_length: int) -> None:
         note(f"warning: {num_cut:,} contexts are cut at their beginning to fit max_length = {max_length:,}")
 
 
-def _warn_of_answers(rows: list[dict[str, Any]]) -> None:
-    """Warn of answers that were cut or never came: their score says little about the model."""
+def _answers(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the texts; warn of answers that were cut or never came, whose scores say little about the model."""
     cut = [row for row in rows if row["finish_reason"] == "length"]
     ended = [row for row in rows if row["finish_reason"] == "stop"]
     if cut:
@@ -201,6 +200,7 @@ def _warn_of_answers(rows: list[dict[str, Any]]) -> None:
         note(f"warning: {len(cut):,} of {len(rows):,} answers were cut at max_gen_toks{empty}; raise max_gen_toks")
     if num_empty := sum(map(_is_all_thinking, ended)):
         note(f"warning: {num_empty:,} of {len(rows):,} answers ended in their thinking, so that they are empty")
+    return [row["text"] for row in rows]
 
 
 def _is_all_thinking(row: dict[str, Any]) -> bool:

@@ -42,7 +42,9 @@ class SamplingConfig(Part):
     min_p: float = Field(0.0, ge=0, le=1, description="then drop tokens below this share of the top probability")
     n: int = Field(1, ge=1, le=16384, description="samples per row")
     seed: int = Field(0, ge=-INT64_MAX, le=INT64_MAX, description="same seed, same row: same tokens, however it is run")
-    stop: list[Text] = Field(default=[], description="strings (or one) that end the text, not part of it")
+    stop: list[Text] = Field(
+        default=[], description="strings (or one) that end the text: the first that is complete; not part of it"
+    )
     stop_token_ids: list[TokenId] = Field(
         default=[], description="token ids that end the output, in addition to the model's own"
     )

@@ -6,7 +6,8 @@ from batchinfer.data.prompt_tokenizer import PromptTokenizer, TextStream
 from batchinfer.kv.pages import pages_for
 from batchinfer.protocol.messages import CachedTokens
 from batchinfer.rank.logit_rules import LogitRules
-from batchinfer.rank.thinking import Thinking
+from batchinfer.rank.stop_search import StopSearch
+from batchinfer.rank.thinking import Thinking, answer_text
 from batchinfer.records import Completion, Request, RequestTimes, TokenLogprob
 
 
@@ -31,13 +32,15 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens to be scored, as they have run
-    num_searched: int = 0  # tokens in which stop strings were looked for, or do not count
-    text_so_far: str = ""  # text of the answer in which stop strings were looked for
-    text_end: int | None = None  # where a stop string cuts the text
+    stop_search: StopSearch | None = field(init=False)
     finish_reason: str | None = None
     stop_reason: str | None = None
     ended_by_token: bool = False  # by the model's end token or a stop token, which is then not part of the text
     error: str | None = None
+
+    def __post_init__(self) -> None:
+        thinking = self.thinking if self.tells_reasoning else None
+        self.stop_search = None if self.stream is None else StopSearch(self.request.sampling, self.stream, thinking)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -75,8 +78,8 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self.request.sampling.max_tokens:
             self.finish_reason = "length"
-        if self.stream is not None:
-            self._look_for_stop_strings(self.stream)
+        if self.stop_search is not None:
+            self._look_for_stop_strings(self.stop_search)
 
     def fail(self, error: str) -> None:
         """End this request alone as an error row."""
@@ -124,15 +127,9 @@ class Sequence:
     @property
     def _is_cut(self) -> bool:
         """Whether a stop string or stop token was cut off the text."""
-        if self.text_end is not None:
-            return self.text_end < len(self.text_so_far)
-        return self.stop_reason is not None and not self.request.sampling.include_stop_str_in_output
-
-    @property
-    def _thinking_apart(self) -> Thinking | None:
-        """The thinking that is no part of the text, None if the whole answer is text."""
-        is_apart = self.tells_reasoning and self.thinking is not None and self.thinking.has_begun
-        return self.thinking if is_apart else None
+        by_token = self.ended_by_token and self.stop_reason is not None
+        by_string = self.stop_search is not None and self.stop_search.is_cut
+        return by_string or (by_token and not self.request.sampling.include_stop_str_in_output)
 
     @property
     def _num_text_tokens(self) -> int:
@@ -141,64 +138,20 @@ class Sequence:
 
     def _texts(self, tokenizer: PromptTokenizer) -> tuple[str, str | None]:
         """Return the answer, and the thinking before it if that is kept apart."""
-        token_ids, thinking = self.token_ids[: self._num_text_tokens], self._thinking_apart
-        if thinking is None:
-            return tokenizer.decode(token_ids)[: self.text_end], None
-        thought, answer = map(tokenizer.decode, thinking.split(token_ids))
-        return _answer_of(answer)[: self.text_end], thought.strip()
+        token_ids = self.token_ids[: self._num_text_tokens]
+        end = None if self.stop_search is None else self.stop_search.text_end
+        if not self.tells_reasoning or self.thinking is None or not self.thinking.has_begun:
+            return tokenizer.decode(token_ids)[:end], None
+        thought, answer = map(tokenizer.decode, self.thinking.split(token_ids))
+        return answer_text(answer)[:end], thought.strip()
 
-    def _look_for_stop_strings(self, stream: TextStream) -> None:
-        """End the answer at its first stop string, if a new token completes one.
-
-        Thinking that is kept apart does not count. White space waits that may come before it: when it turns out to be
-        the answer's, the tokens behind the stop string are dropped.
-        """
-        if self.finish_reason is None and self._may_yet_think:
-            return
-        sampling, thinking = self.request.sampling, self._thinking_apart
-        if thinking is not None:
-            self.num_searched = max(self.num_searched, thinking.num_tokens)
-        first, self.num_searched = self.num_searched, len(self.token_ids)
-        num_kept = None
-        for place in range(first, self._num_text_tokens):
-            piece = stream.push(self.token_ids[place])
-            if thinking is not None and not self.text_so_far:
-                piece = _answer_of(piece)
-            self.text_so_far += piece
-            if place < sampling.min_tokens or num_kept is not None:
-                continue
-            found = find_stop(self.text_so_far, len(piece), sampling.stop)
-            if found is not None:
-                start, self.stop_reason = found
-                self.text_end = start + len(self.stop_reason) * sampling.include_stop_str_in_output
-                num_kept = place + 1
-        if num_kept is not None:
-            del self.token_ids[num_kept:], self.logprobs[num_kept:]
+    def _look_for_stop_strings(self, search: StopSearch) -> None:
+        """End the answer at its first stop string, if one is complete; drop the tokens behind it."""
+        found = search.read(self.token_ids, self._num_text_tokens, is_whole=self.finish_reason is not None)
+        if found is not None:
+            self.stop_reason, num_tokens = found
+            del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
             self.finish_reason, self.ended_by_token = "stop", False
-
-    @property
-    def _may_yet_think(self) -> bool:
-        """Whether the next token may begin thinking that is kept apart."""
-        return self.tells_reasoning and self.thinking is not None and self.thinking.may_begin_with is not None
-
-
-def find_stop(text: str, num_new: int, stop: tuple[str, ...]) -> tuple[int, str] | None:
-    """Return the start of the first stop string that the new text completes, and the string; None if there is none.
-
-    As in vLLM, the result is that of adding one character at a time: of several stop strings the one that ends first
-    counts, and of those that end at the same character the first of the list.
-
-    Args:
-        text: the answer so far.
-        num_new: characters at the end of `text` that are new; a stop string may begin before them.
-    """
-    starts = [(text.find(string, max(0, len(text) - num_new - len(string) + 1)), string) for string in stop]
-    return min((found for found in starts if found[0] >= 0), key=lambda found: found[0] + len(found[1]), default=None)
-
-
-def _answer_of(text: str) -> str:
-    """Return the text behind the end of thinking without the line breaks before the answer."""
-    return text.lstrip("\n")
 
 
 def pages_needed(request: Request, *, prompt_only: bool = False) -> int:

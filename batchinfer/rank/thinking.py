@@ -81,3 +81,8 @@ class Thinking:
         """Return the tokens of the thinking and those of the answer, without the marks around the thinking."""
         end = self.num_tokens - (not self.is_open)
         return token_ids[self._num_before : end], token_ids[self.num_tokens :]
+
+
+def answer_text(text: str) -> str:
+    """Return the text behind the end of thinking without the line breaks before the answer."""
+    return text.lstrip("\n")
