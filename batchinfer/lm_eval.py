@@ -204,7 +204,8 @@ def _answers(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _is_all_thinking(row: dict[str, Any]) -> bool:
-    return 0 < row.get("reasoning_tokens", 0) == row["completion_tokens"]
+    num_tokens: int = row.get("reasoning_tokens", 0)
+    return num_tokens > 0 and num_tokens == row["completion_tokens"]
 
 
 def _row_sampling(wanted: dict[str, Any], tokenizer: PromptTokenizer, eot_token_id: int) -> dict[str, Any]:

@@ -84,7 +84,11 @@ def test_thinking_has_columns_of_its_own_and_truncation_is_visible(tmp_path, mod
     assert cut > 0
     known = json.loads(batchinfer("report", tmp_path / "apart", "--json").out)["reasoning"]
     mean = sum(row["reasoning_tokens"] for row in rows) / NUM_ROWS
-    assert known == {"rows": NUM_ROWS, "mean_tokens": mean, "cut": cut, "cut_share": cut / NUM_ROWS}
+    thoughts = [row["finish_reason"] for row in rows if row["reasoning_tokens"] == row["completion_tokens"]]
+    counts = {"cut": thoughts.count("length"), "ended": thoughts.count("stop")}
+    assert sum(counts.values()) == cut
+    shares = {f"{name}_share": count / NUM_ROWS for name, count in counts.items()}
+    assert known == {"rows": NUM_ROWS, "mean_tokens": mean, **counts, **shares}
 
 
 @pytest.mark.parametrize(
