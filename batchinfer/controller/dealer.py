@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.counted_prefixes import CountedPrompt
-from batchinfer.controller.rank_queues import RankQueues, TakenWork
+from batchinfer.controller.rank_queues import RankQueues
+from batchinfer.controller.waiting_pieces import TakenWork
 from batchinfer.records import Request, RequestKey
 
 DEATHS_BEFORE_HALVING = 2

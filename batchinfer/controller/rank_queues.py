@@ -7,41 +7,23 @@ another one has left.
 """
 
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from batchinfer.balance.output_lengths import OutputLengths
-from batchinfer.balance.prefill_steps import plan_rank_steps
-from batchinfer.balance.prefix_groups import deal_prefixes, num_kept, request_sizes
+from batchinfer.balance.prefix_groups import deal_prefixes, num_kept
 from batchinfer.balance.prefix_order import longest_first
-from batchinfer.config import PAGE_TOKENS
 from batchinfer.controller.counted_prefixes import CountedPrompt, common_tokens, counted_tokens
-from batchinfer.protocol.messages import PromptPiece
+from batchinfer.controller.waiting_pieces import (
+    TakenWork,
+    WaitingPiece,
+    cut_into_pieces,
+    own_shared,
+    pieces_sizes,
+    take_pieces,
+)
 from batchinfer.records import Request
-
-
-@dataclass(frozen=True, slots=True)
-class TakenWork:
-    """Work that a rank has taken."""
-
-    requests: list[Request]  # whose prompts begin, in that order
-    pieces: list[PromptPiece]  # of these and of prompts begun earlier, in the order in which they run
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A piece of a prompt that waits for its rank."""
-
-    request: Request
-    place: int  # of the request in the order of the prefix tree
-    start: int  # prompt tokens that have run before it
-    piece: PromptPiece
-
-    @property
-    def begins(self) -> bool:
-        """Whether nothing of the request has run before."""
-        return self.start == _own_shared(self.request)
 
 
 class RankQueues:
@@ -59,7 +41,7 @@ class RankQueues:
         self._lengths = lengths
         self._with_decode = with_decode
         self._prefill_tokens = prefill_tokens
-        self._waiting: dict[int, deque[_Waiting]] = {rank: deque() for rank in ranks}
+        self._waiting: dict[int, deque[WaitingPiece]] = {rank: deque() for rank in ranks}
         self._last_of_rank: dict[int, Request] = {}
         self._last_dealt: Request | None = None
         self._num_dealt = 0
@@ -129,17 +111,7 @@ class RankQueues:
 
     def take(self, rank: int, count: int, num_tokens: int | None = None) -> TakenWork:
         """See Dealer.take."""
-        waiting = self._waiting[rank]
-        taken = TakenWork([], [])
-        while waiting and (num_tokens is None or num_tokens > 0):
-            if waiting[0].begins:
-                if len(taken.requests) == count:
-                    break
-                taken.requests.append(waiting[0].request)
-            taken.pieces.append(waiting.popleft().piece)
-            if num_tokens is not None:
-                num_tokens -= taken.pieces[-1].num_tokens
-        return taken
+        return take_pieces(self._waiting[rank], count, num_tokens)
 
     def take_over(self, rank: int) -> Request | None:
         """Give a rank without requests the later half, by work, of those of the rank that has most left.
@@ -174,27 +146,17 @@ class RankQueues:
             requests: in the order of the prefix tree.
             index_of_rank: [number of requests] place of each request's rank in the list of ranks.
         """
-        num_tokens = np.array([len(request.token_ids) for request in requests])
-        own_shared = np.array([_own_shared(request) for request in requests])
         expected = np.array([self._expected(request) for request in requests])
-        plans = plan_rank_steps(
-            num_tokens,
-            own_shared,
+        pieces = cut_into_pieces(
+            requests,
             index_of_rank,
             num_ranks=len(self._ranks),
-            most_tokens=self._prefill_tokens,
+            prefill_tokens=self._prefill_tokens,
             answer_tokens=expected if expected.min() < expected.max() else None,
-            page_tokens=PAGE_TOKENS,
+            first_place=self._num_dealt,
         )
-        for rank, steps in zip(self._ranks, plans, strict=True):
-            ends_step = np.append(np.diff(steps.step_P) > 0, True)[: len(steps.prompt_P)]
-            columns = zip(
-                steps.prompt_P.tolist(), steps.start_P.tolist(), steps.end_P.tolist(), ends_step.tolist(), strict=True
-            )
-            for prompt, start, end, is_last in columns:
-                request = requests[prompt]
-                piece = PromptPiece(request.key, end, end - start, is_last)
-                self._waiting[rank].append(_Waiting(request, self._num_dealt + prompt, start, piece))
+        for rank, of_rank in zip(self._ranks, pieces, strict=True):
+            self._waiting[rank].extend(of_rank)
         self._num_dealt += len(requests)
 
     def _found(self, rank: int, request: Request) -> int:
@@ -208,7 +170,7 @@ class RankQueues:
 
     def _work(self, request: Request) -> float:
         """Tokens to run through the model."""
-        return _new_tokens(request) + self._expected(request) * self._with_decode
+        return len(request.token_ids) - own_shared(request) + self._expected(request) * self._with_decode
 
     def _work_of(self, rank: int) -> float:
         """Tokens to run through the model for what a rank has waiting."""
@@ -220,20 +182,8 @@ class RankQueues:
     def _load(self, rank: int) -> np.ndarray:
         """[4] `request_sizes` of what a rank has waiting, added up."""
         waiting = self._waiting[rank]
-        ends = np.array([item.piece.end for item in waiting], dtype=np.int64)
-        starts = np.array([item.start for item in waiting], dtype=np.int64)
         outputs = [self._expected(item.request) * (self._with_decode and item.begins) for item in waiting]
-        return request_sizes(ends, starts, np.array(outputs)).sum(axis=0)
-
-
-def _own_shared(request: Request) -> int:
-    """Prompt tokens that its rank is expected to have."""
-    return request.shared_tokens - request.replicated_tokens
-
-
-def _new_tokens(request: Request) -> int:
-    """Prompt tokens that its rank has to compute."""
-    return len(request.token_ids) - _own_shared(request)
+        return pieces_sizes(waiting, outputs)
 
 
 def _shared_tokens(first: Request, second: Request) -> int:

@@ -6,8 +6,8 @@ from batchinfer.balance.decode_loads import DecodeLoads, decode_request
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.expert_placer import ExpertPlacer
-from batchinfer.controller.rank_queues import TakenWork
 from batchinfer.controller.unit_queue import UnitQueue
+from batchinfer.controller.waiting_pieces import TakenWork
 from batchinfer.launch.rank_group import RankGroup
 from batchinfer.protocol import messages
 from batchinfer.protocol.messages import Adoption, Handover

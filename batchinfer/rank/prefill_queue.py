@@ -140,36 +140,36 @@ class PrefillQueue:
         num_stored = 0
         if self._stored is not None:
             num_stored = self._stored.fill(request, len(match.full), sequence.pages)
-        sequence.cached = self._cached(request, match.num_tokens, num_stored)
+        sequence.cached = _cached(request, match.num_tokens, num_stored, self._stored)
         if num_stored > match.num_tokens:
             sequence.num_computed = num_stored
         elif match.branch is not None:
             self._pages.copy_branch(match, sequence, copies)
         return sequence
 
-    def _cached(self, request: Request, num_known: int, num_stored: int) -> CachedTokens:
-        """How the first `num_known` tokens, in memory, and the first `num_stored`, on disk, are counted.
 
-        The plan's order shares `shared_tokens` with earlier prompts. What the own rank has not of these is computed
-        again or read; what the disk has beyond them has not been computed in this run, or by a session that was killed:
-        then it was needed once, and is no hit. What is computed again is replicated where only another rank has had it,
-        and recomputed where this one has had it:
+def _cached(request: Request, num_known: int, num_stored: int, stored: StoredPrefixes | None) -> CachedTokens:
+    """How the first `num_known` tokens, in memory, and the first `num_stored`, on disk, are counted.
 
-          prompt   [ found           )[ replicated )[ recomputed )[ of results )[ new    )
-                   0              known             ^ any order   shared        counted  end
+    The plan's order shares `shared_tokens` with earlier prompts. What the own rank has not of these is computed
+    again or read; what the disk has beyond them has not been computed in this run, or by a session that was killed:
+    then it was needed once, and is no hit. What is computed again is replicated where only another rank has had it,
+    and recomputed where this one has had it:
 
-        What results of killed ranks and sessions count beyond that is no more needed: where it runs again it is wasted.
-        """
-        shared, counted = request.shared_tokens, max(request.shared_tokens, request.counted_tokens)
-        # below 0: memory has more than was expected
-        missing = max(shared, min(num_known, counted)) - max(num_known, min(num_stored, shared))
-        replicated = min(request.replicated_tokens, missing)
-        stored = self._stored
-        return CachedTokens(
-            # without a store a row says what the plan says, so that it is the same after any restart
-            memory=request.cached_tokens if stored is None else counted,
-            disk=0 if stored is None else stored.older_tokens(request, max(num_known, counted), num_stored),
-            replicated=replicated,
-            recomputed=missing - replicated,
-            computed=len(request.token_ids) - max(num_known, num_stored),
-        )
+      prompt   [ found           )[ replicated )[ recomputed )[ of results )[ new    )
+               0              known             ^ any order   shared        counted  end
+
+    What results of killed ranks and sessions count beyond that is no more needed: where it runs again it is wasted.
+    """
+    shared, counted = request.shared_tokens, max(request.shared_tokens, request.counted_tokens)
+    # below 0: memory has more than was expected
+    missing = max(shared, min(num_known, counted)) - max(num_known, min(num_stored, shared))
+    replicated = min(request.replicated_tokens, missing)
+    return CachedTokens(
+        # without a store a row says what the plan says, so that it is the same after any restart
+        memory=request.cached_tokens if stored is None else counted,
+        disk=0 if stored is None else stored.older_tokens(request, max(num_known, counted), num_stored),
+        replicated=replicated,
+        recomputed=missing - replicated,
+        computed=len(request.token_ids) - max(num_known, num_stored),
+    )
