@@ -13,7 +13,7 @@ from batchinfer.model.headers import read_headers
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import PageFormat
 from batchinfer.model.tensor_names import check_tensors
-from batchinfer.parallel.exchange_rules import check_device, check_rows
+from batchinfer.parallel.exchange_rules import check_device, check_group, check_rows
 from batchinfer.parallel.layout import rank_places
 from batchinfer.records import ConfigError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, output_files
@@ -42,11 +42,12 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
     PageFormat.of(job).check(model)
     _check_experts(job.cluster, model)
     device_type = DEVICE_OF_BACKEND.get(job.cluster.backend)
-    for exchange in sorted({place.exchange(job.cluster) for place in rank_places(job.cluster) if place.group_size > 1}):
+    groups = {(place.exchange(job.cluster), place.group_size) for place in rank_places(job.cluster)}
+    for exchange, num_ranks in sorted(group for group in groups if group[1] > 1):
         if device_type is not None:
             check_device(exchange, device_type)
         if model.num_moe_layers:
-            check_rows(exchange, job.model.dtype, model.hidden_size)
+            _check_exchange(exchange, num_ranks, job, model)
 
 
 def check_names(run: RunDir, shards: list[Shard], form: str) -> None:
@@ -71,6 +72,18 @@ def check_names(run: RunDir, shards: list[Shard], form: str) -> None:
                 f"the output of {shard.path} would have a longer name than the {most_name} bytes of a name and "
                 f"{most_path} of a path that {run.root} takes; rename the shard or choose a shorter output.dir"
             )
+
+
+def _check_exchange(exchange: str, num_ranks: int, job: JobConfig, model: ModelConfig) -> None:
+    check_rows(exchange, job.model.dtype, model.hidden_size)
+    num_slots = slots_per_rank(model.n_routed_experts, job.cluster.redundant_experts, num_ranks)
+    check_group(
+        exchange,
+        num_ranks=num_ranks,
+        slots_per_rank=num_slots,
+        topk=model.num_experts_per_tok,
+        hidden=model.hidden_size,
+    )
 
 
 def _check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:

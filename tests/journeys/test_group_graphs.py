@@ -32,7 +32,7 @@ class Jobs:
 
     def __init__(self, folder):
         self.folder = folder
-        sizes = {"hidden_size": 128, "num_hidden_layers": 2, "vocab_size": 1024, "max_position_embeddings": 2048}
+        sizes = {"hidden_size": 2048, "num_hidden_layers": 2, "vocab_size": 1024, "max_position_embeddings": 2048}
         make_checkpoint(folder / "model", "v3", **sizes)
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copy(SAMPLE_MODEL / name, folder / "model")

@@ -23,6 +23,7 @@ from batchinfer.model.ops import Ops
 from batchinfer.parallel.deepep.dispatcher import open_dispatchers, why_not
 from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.exchange_rules import DEEPEP as KINDS
+from batchinfer.parallel.exchange_rules import check_group, check_rows
 from batchinfer.parallel.layout import rank_places
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
@@ -35,7 +36,7 @@ from support.deep_ep_stand_in import Group, World
 from support.jobs import write_job, write_questions
 from support.placed_rows import placed
 
-HIDDEN, TOPK, NUM_EXPERTS, MAX_TOKENS = 512, 3, 6, 20
+HIDDEN, TOPK, NUM_EXPERTS, MAX_TOKENS = 2048, 3, 6, 20
 SENDING = {
     "deepep": ["dispatch"],
     "deepep-v1": ["get_dispatch_layout", "dispatch"],
@@ -385,22 +386,83 @@ def test_what_keeps_deepep_from_running_is_said_without_waking_a_gpu(deep_ep, mo
         assert "of a version before use_fp8" in why_not(kind)
 
 
-def test_a_group_size_that_the_library_does_not_know_is_refused():
-    with pytest.raises(ConfigError, match=r"Unsupported number of EP ranks: 3\); use cluster.exchange = 'nccl'"):
+def test_a_group_or_a_row_that_the_library_does_not_take_is_refused_before_it_is_opened():
+    with pytest.raises(ConfigError, match=r"3 ranks share the experts, not 2, 4, .* or 160; use .* 'nccl'"):
         opened("deepep-v1", Group(World(3), 0), [Placement.in_order(NUM_EXPERTS, 3)])
+    with pytest.raises(ConfigError, match="hidden size 1536 is none of"):
+        opened("deepep-low-latency", Group(World(2), 0), [Placement.in_order(NUM_EXPERTS, 2)], hidden=1536)
+
+
+SIZES = {
+    "deepep": range(256, 8193, 256),
+    "deepep-v1": range(128, 8192, 128),
+    "deepep-low-latency": (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_rows_that_deepep_carries_are_accepted(kind, dtype):
+    # rows of normal mode are half as long in FP8
+    longest = [8192] if (kind, dtype) == ("deepep-v1", "fp8") else []
+    for hidden in range(64, 8193, 64):
+        if hidden in [*SIZES[kind], *longest]:
+            check_rows(kind, dtype, hidden)
+        else:
+            with pytest.raises(ConfigError, match=f"'{kind}', but .* hidden size {hidden} .*; use .* = 'nccl'"):
+                check_rows(kind, dtype, hidden)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_deepep_does_not_carry_are_refused(kind):
-    placements = [Placement.in_order(NUM_EXPERTS, 1)]
+def test_rows_in_float32_are_refused(kind):
     with pytest.raises(ConfigError, match=r"bfloat16 or FP8 rows, not float32; set model.dtype = 'bfloat16'"):
-        opened(kind, Group(World(1), 0), placements, "float32")
-    with pytest.raises(ConfigError, match=r"hidden size 320 is not a multiple of (256|128); use .* 'nccl'"):
-        opened(kind, Group(World(1), 0), placements, hidden=320)
-    opened(kind, Group(World(1), 0), placements, hidden=768)
-    if kind == "deepep-low-latency":
-        with pytest.raises(ConfigError, match="hidden size 768 is not a multiple of 512"):
-            opened(kind, Group(World(1), 0), placements, "fp8", hidden=768)
+        check_rows(kind, "float32", HIDDEN)
+
+
+def test_the_sentence_names_the_sizes_that_the_low_latency_mode_has():
+    with pytest.raises(ConfigError) as refused:
+        check_rows("deepep-low-latency", "fp8", 1536)
+    assert str(refused.value) == (
+        "cluster.exchange is 'deepep-low-latency', but the model's hidden size 1536 is none of 2048, 2560, 3072, 4096, "
+        "5120, 6144, 7168 or 8192; use cluster.exchange = 'nccl'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("deepep-low-latency", {"topk": 11}, None),
+        ("deepep-low-latency", {"topk": 12}, "12 experts per token, more than 11"),
+        ("deepep", {"topk": 32}, None),
+        ("deepep", {"topk": 33}, "33 experts per token, more than 32"),
+        ("deepep-v1", {"topk": 33}, "33 experts per token, more than 32"),
+        ("deepep", {"slots_per_rank": 256}, None),
+        ("deepep", {"slots_per_rank": 257}, "a rank has 257 experts, more than 256"),
+        ("deepep-v1", {"slots_per_rank": 1025}, "a rank has 1025 experts, more than 1024"),
+        ("deepep-v1", {"num_ranks": 8, "hidden": 1920}, None),
+        (
+            "deepep-v1",
+            {"num_ranks": 16, "hidden": 1920},
+            "hidden size 1920 is not a multiple of 256, which more than 8",
+        ),
+        ("deepep-v1", {"num_ranks": 144}, None),
+        ("deepep-v1", {"num_ranks": 40}, "40 ranks share the experts, not 2, 4, 8, 16, "),
+        ("deepep-v1", {"num_ranks": 6}, "6 ranks share the experts, not 2, 4, 8, 16, "),
+        ("deepep-low-latency", {"num_ranks": 6}, None),
+        ("deepep-low-latency", {"num_ranks": 144}, None),
+        ("deepep-low-latency", {"num_ranks": 12}, "12 ranks share the experts, not a multiple of 8"),
+        ("deepep", {"num_ranks": 12}, None),
+        ("nccl", {"topk": 99, "num_ranks": 3, "slots_per_rank": 5000, "hidden": 7}, None),
+        ("deepep-v1", {"num_ranks": 1, "topk": 99}, None),
+    ],
+)
+def test_groups_that_deepep_does_not_serve_are_refused(kind, changes, words):
+    group = {"num_ranks": 2, "slots_per_rank": 8, "topk": 8, "hidden": 7168} | changes
+    if words is None:
+        check_group(kind, **group)
+        return
+    with pytest.raises(ConfigError, match=f"cluster.exchange is '{kind}', but .*{words}.*; use .* = 'nccl'"):
+        check_group(kind, **group)
 
 
 def test_low_latency_refuses_more_tokens_than_its_queues_take(monkeypatch):

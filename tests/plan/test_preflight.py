@@ -132,7 +132,12 @@ ALWAYS_REFUSED = [
     ({"backend": "hopper", "exchange": "shared", "decode_ranks": 2}, "bfloat16", ["'shared'", "between CPUs"]),
     ({"exchange": "deepep", "decode_ranks": 2}, "float32", ["'deepep'", "not float32", "model.dtype = 'bfloat16'"]),
     ({"exchange": "deepep", "decode_ranks": 2}, "bfloat16", ["'deepep'", "hidden size 128", "multiple of 256"]),
-    ({"exchange": "deepep-low-latency", "decode_ranks": 2}, "fp8", ["hidden size 128", "multiple of 512"]),
+    (
+        {"exchange": "deepep-low-latency", "decode_ranks": 2},
+        "fp8",
+        ["hidden size 128 is none of 2048, 2560", "or 8192"],
+    ),
+    ({"exchange": "deepep-v1", "decode_ranks": 16}, "fp8", ["hidden size 128", "multiple of 256", "more than 8 ranks"]),
     ({"decode_ranks": 3}, "float32", ["16 experts", "redundant_experts = 2"]),
 ]
 

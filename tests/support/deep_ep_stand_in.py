@@ -2,7 +2,8 @@
 
 Signatures are those of DeepEP 2.1.0 (deep_ep/buffers/elastic.py and legacy.py), so that a wrong keyword is a TypeError
 here as well. Rows really travel between the ranks. What would be garbage or a hang on a GPU is NaN or an assertion:
-results are NaN until the event is waited for or the hook is called, and so is all that no rank has sent.
+results are NaN until the event is waited for or the hook is called, and so is all that no rank has sent. Sizes that the
+library's kernels refuse are assertions, too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ import torch
 from batchinfer_kernels import reference
 
 topk_idx_t = torch.int64
+
+LOW_LATENCY_HIDDEN = {2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192}  # csrc/kernels/legacy/launch.cuh SWITCH_HIDDEN
+# deep_ep/buffers/legacy.py get_dispatch_config, and 1: tests have groups of one rank, the product has none
+NORMAL_RANKS = {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160}
+HOST_RANKS = 8
 
 
 class Call(NamedTuple):
@@ -153,6 +159,14 @@ def check_rows(x, topk_idx, topk_weights=None):
         assert topk_weights.shape == topk_idx.shape
 
 
+def check_normal_row(values, num_ranks):
+    """The shared memory of a warp holds a row between hosts, half a row within one."""
+    row_bytes, is_one_host = values.shape[1] * values.element_size(), num_ranks <= HOST_RANKS
+    assert row_bytes % 32 == 0
+    assert row_bytes // 2 + 8 <= 8192 if is_one_host else row_bytes + 8 <= 16384
+    assert is_one_host or values.shape[1] % 256 == 0
+
+
 class _Ranks:
     """What all buffers share."""
 
@@ -217,6 +231,8 @@ class ElasticBuffer(_Ranks):
         num_gpu_timeout_secs=100,
         explicitly_destroy=False,
     ):
+        assert hidden % 256 == 0, "Invalid hidden"
+        assert num_topk <= 32, "Too many top-k selections"
         self.group, self.num_max_tokens_per_rank = group, num_max_tokens_per_rank
 
     @recorded
@@ -244,6 +260,7 @@ class ElasticBuffer(_Ranks):
     ):
         assert do_expand
         assert async_with_compute_stream
+        assert num_experts // self.group.size() <= 256
         check_rows(x, topk_idx, topk_weights)
         assert len(topk_idx) <= (num_max_tokens_per_rank or self.num_max_tokens_per_rank)
         step = self._step()
@@ -326,11 +343,12 @@ class Buffer(_Ranks):
         enable_shrink=False,
         comm=None,
     ):
+        assert group.size() < HOST_RANKS or group.size() % HOST_RANKS == 0
         self.group, self.low_latency_mode, self._last = group, low_latency_mode, None
 
     @staticmethod
     def get_dispatch_config(num_ranks):
-        assert num_ranks in (1, 2, 4, 8), f"Unsupported number of EP ranks: {num_ranks}"  # the library lacks 1 as well
+        assert num_ranks in NORMAL_RANKS, f"Unsupported number of EP ranks: {num_ranks}"
         return Config()
 
     get_combine_config = get_dispatch_config
@@ -373,6 +391,9 @@ class Buffer(_Ranks):
         check_rows(x, topk_idx, topk_weights)
         assert num_tokens_per_rank.shape == (self.group.size(),)
         assert is_token_in_rank.shape == (len(topk_idx), self.group.size())
+        assert topk_idx.shape[1] <= 32
+        assert len(num_tokens_per_expert) // self.group.size() <= 1024
+        check_normal_row(x[0] if isinstance(x, tuple) else x, self.group.size())
         num_experts, step = len(num_tokens_per_expert), self._step()
         self.group.world.post(step, self.group.rank(), (x, topk_idx, topk_weights))
         all_x, all_ids, all_weights = zip(*self.group.world.collect(step), strict=True)
@@ -437,6 +458,8 @@ class Buffer(_Ranks):
         assert return_recv_hook
         assert not async_finish
         check_rows(x, topk_idx)
+        assert x.shape[1] in LOW_LATENCY_HIDDEN, "Unsupported hidden"
+        assert topk_idx.shape[1] <= 11
         assert len(x) <= num_max_dispatch_tokens_per_rank
         sent = reference.quantize_fp8_block(x, (1, 128)) if use_fp8 else x
         num_local, room = num_experts // self.group.size(), self.group.size() * num_max_dispatch_tokens_per_rank

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from batchinfer.parallel.deepep.low_latency import LowLatencyBuffer, LowLatencyDispatcher
 from batchinfer.parallel.deepep.normal import ElasticDispatcher, NormalDispatcher
 from batchinfer.parallel.dispatch import Dispatcher
-from batchinfer.parallel.exchange_rules import check_rows
+from batchinfer.parallel.exchange_rules import check_group, check_rows
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.records import ConfigError
@@ -74,6 +74,7 @@ def open_dispatchers(
     num_slots, use_fp8 = placements[0].num_slots, row_format.dtype == "fp8"
     assert all(placement.num_slots == num_slots for placement in placements), "layers differ in their number of slots"
     check_rows(kind, row_format.dtype, hidden)
+    check_group(kind, num_ranks=group.size(), slots_per_rank=num_slots // group.size(), topk=topk, hidden=hidden)
     if kind == "deepep-low-latency":
         max_tokens = _low_latency_tokens(max_tokens, group.size())
     if device.type == "cuda":
