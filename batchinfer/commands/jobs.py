@@ -305,6 +305,9 @@ def _finish(run_dir: RunDir, config: JobConfig, stop: StopSignal, tracer: Tracer
 
 def _finished_text(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> str:
     lines = [f"{result.num_rows:,} rows in {run_dir.shown}/outputs, {result.num_errors:,} of them error rows"]
+    if result.commonest_error is not None:
+        share = f"{result.num_commonest:,} of {result.num_errors:,}"
+        lines.append(f"the most frequent reason ({share}): {result.commonest_error}")
     if result.num_missing:
         lines.append(f"partial: {result.num_missing:,} requests were not computed")
     if config.output.push is not None:

@@ -15,7 +15,7 @@ from batchinfer.finish.dataset_folder import card_of, dataset_files, write_datas
 from batchinfer.finish.join import counted_units, join_results, open_database
 from batchinfer.finish.killed_sessions import keep_last_signs
 from batchinfer.finish.long_answers import LongAnswers
-from batchinfer.finish.outputs import write_outputs
+from batchinfer.finish.outputs import commonest_error, write_outputs
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats, write_unit_stats
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
@@ -35,6 +35,8 @@ class FinishedRun:
     num_errors: int
     num_missing: int  # rows not computed, with --allow-partial
     unreadable: tuple[str, ...]  # paths of shards without outputs
+    commonest_error: str | None = None  # the most frequent reason of error rows, without the number of the line
+    num_commonest: int = 0  # error rows of that reason
 
     @property
     def exit_code(self) -> int:
@@ -96,6 +98,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
         num_rows, num_errors = write_outputs(
             connection, run, manifest, job, shards, id_type, answers, state["counts"]["rows"]
         )
+        commonest = commonest_error(connection, run, shards) if num_errors else (None, 0)
         write_dataset(connection, run, manifest, job, shards, state["fingerprint"]["model.weights"])
         write_request_stats(connection, run, shards, manifest=manifest)
         write_unit_stats(connection, run, units, manifest)
@@ -103,7 +106,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     keep_lost_steps(run)
     write_run_stats(run, job, shards, state["counts"], equality, manifest)
     unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
-    result = FinishedRun(num_rows, num_errors, num_missing, unreadable)
+    result = FinishedRun(num_rows, num_errors, num_missing, unreadable, *commonest)
     finished = {**asdict(result), "unreadable": list(unreadable)}
     now = "partial" if num_missing else "finished"
     found = {"finished": finished, "forms": forms, "files": manifest.as_json()}

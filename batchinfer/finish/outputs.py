@@ -86,6 +86,13 @@ def write_outputs(
     return num_rows, num_errors
 
 
+def commonest_error(connection: duckdb.DuckDBPyConnection, run: RunDir, shards: list[Shard]) -> tuple[str | None, int]:
+    """Return the most frequent reason of error rows in outputs/ and the number of its rows; (None, 0) without any."""
+    files = [output_files(run, shard.name, "parquet")[0] for shard in shards if shard.problem is None]
+    found = connection.execute(query("commonest_error", outputs=read_parquet(*files))).fetchall()
+    return found[0] if found else (None, 0)
+
+
 def _lines(
     connection: duckdb.DuckDBPyConnection,
     run: RunDir,

@@ -1,10 +1,19 @@
--- errors: error rows grouped by what went wrong, the most frequent first (long texts are cut).
+-- errors: error rows grouped by what went wrong, the most frequent first (long texts are cut; without the line's number).
 --   num_texts  different texts in all
-SELECT
-    left(coalesce(error, 'no reason was recorded'), 1000) AS error,
-    count(*) AS rows,
-    count(*) OVER () AS num_texts
-FROM outputs
-WHERE status = 'error'
-GROUP BY left(coalesce(error, 'no reason was recorded'), 1000)
+WITH named AS (
+    SELECT
+        left(
+            regexp_replace(
+                regexp_replace(coalesce(error, 'no reason was recorded'), '^line [0-9]+: ', ''),
+                '^line [0-9]+ is ',
+                'the line is '
+            ),
+            1000
+        ) AS error
+    FROM outputs
+    WHERE status = 'error'
+)
+SELECT error, count(*) AS rows, count(*) OVER () AS num_texts
+FROM named
+GROUP BY error
 ORDER BY rows DESC, 1
