@@ -24,6 +24,7 @@ from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import own_parquet, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, list_lengths
 from batchinfer.data.row_ids import IdColumn
+from batchinfer.data.row_tools import rows_with_tools
 from batchinfer.data.schemas.internal import TOKENS
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
@@ -44,6 +45,7 @@ class ShardRows:
     num_capped: int = 0  # good rows whose max_tokens was cut to the model's window
     first_error: str | None = None  # "row <row>: <sentence>" of the first bad row
     id_missing: bool = False  # the shard has no id column
+    num_unwritten_tools: int = 0  # good rows with tools that the chat template does not write
 
 
 def tokenize_shard(
@@ -159,6 +161,7 @@ class _RowChecker:
         problems = [self._ids.problem, *(problem for _, problem in found)]
         self._problem = next((problem for problem in problems if problem is not None), None)  # of every row
         self._has_sampling = ("sampling", None) in found
+        self._job_of_tools = None if encoders.writes_tools else job
         named = (job.input.id, *self._of_prompts, self._sampling, self._choices)
         wanted = dict.fromkeys(name for name in named if name is not None)
         # kept columns are read here too: damage, or a value that does not fit, is found before anything is computed
@@ -173,6 +176,8 @@ class _RowChecker:
                 self.found.first_error = f"row {self.found.num_rows + row}: {batch.errors[row]}"
             self.found.num_rows += batch.num_rows
             self.found.num_bad += len(batch.errors)
+            if self._job_of_tools is not None:
+                self.found.num_unwritten_tools += rows_with_tools(self._job_of_tools, batch.columns, batch.errors)
             yield checked
             progress(batch.num_rows)
 

@@ -6,6 +6,7 @@ from batchinfer.config import JobConfig
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.formats.values import column_roles
 from batchinfer.data.overrides import check_thinking
+from batchinfer.data.row_tools import tools_column
 from batchinfer.data.shards import find_shards
 from batchinfer.plan.input_columns import check_columns
 from batchinfer.plan.input_rows import check_rows
@@ -55,12 +56,17 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> lis
         check_thinking(job.sampling.to_sampling(), encoders.ends_thinking)
     except ConfigError as error:
         raise ConfigError(f"sampling.{error}") from None
-    if not encoders.writes_tools and (job.input.tools is not None or job.input.format == "openai"):
-        whose = "any that lines have" if job.input.tools is None else "those of input.tools"
-        note(
-            f"warning: the chat template of {job.model.path} does not write tools, so the model is not told of "
-            f"{whose}; give the folder one that does"
-        )
+    if not encoders.writes_tools and job.input.tools is not None and tools_column(job) is None:
+        warn_of_tools(job)
     kept = check_columns(job, shards, encoders.columns)
     check_rows(job, shards)
     return kept
+
+
+def warn_of_tools(job: JobConfig) -> None:
+    """Warn of tools that the model's chat template does not write."""
+    whose = "any that lines have" if job.input.tools is None else "those of input.tools"
+    note(
+        f"warning: the chat template of {job.model.path} does not write tools, so the model is not told of "
+        f"{whose}; give the folder one that does"
+    )

@@ -11,6 +11,7 @@ from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.validate import ShardRows, rows_found, tokenize_shard
 from batchinfer.manifest import Manifest
+from batchinfer.plan.inputs import warn_of_tools
 from batchinfer.plan.prepared import Prepared
 from batchinfer.progress import Progress, note
 from batchinfer.records import DamagedFileError, InputError, Shard
@@ -25,7 +26,7 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
     limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
     id_type = pa.type_for_alias(read_state(run)["id_type"])
     checked = []
-    num_capped = 0
+    num_capped = num_unwritten_tools = 0
     with (
         Progress("tokenise", sum(shard.num_rows for shard in shards), "rows", phase="planning") as progress,
         Publisher(partial(_vouch_for_tokens, run, prepared.manifest)) as publisher,
@@ -62,6 +63,7 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
                     checked.append(replace(shard, problem=problem))
                     continue
             num_capped += found.num_capped
+            num_unwritten_tools += found.num_unwritten_tools
             if found.num_bad:
                 note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
             if found.num_bad and strict:
@@ -72,6 +74,8 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
             if found.id_missing and prepared.job.input.id != NO_IDS:
                 note(f"warning: {shard.path} has no column {prepared.job.input.id!r}; its rows have null ids")
             checked.append(shard)
+    if num_unwritten_tools:
+        warn_of_tools(prepared.job)
     if num_capped:
         note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
     return checked
