@@ -38,7 +38,7 @@ class ChatTemplate:
     """A compiled template with the special tokens that it may name.
 
     Attributes:
-        writes_tools: whether it names the tools that it is given.
+        names: the variables that the template reads.
 
     Raises:
         ModelError: the template is not valid Jinja.
@@ -50,7 +50,7 @@ class ChatTemplate:
         environment = _environment(**layout)
         try:
             self._template = environment.from_string(text)
-            self.writes_tools = "tools" in meta.find_undeclared_variables(environment.parse(text))
+            self.names = frozenset(meta.find_undeclared_variables(environment.parse(text)))
             self._of_calls = _environment(**layout, finalize=_null_is_empty).from_string(text)
         except (TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template is not valid: {_one_line(error)}; correct the template") from None

@@ -1,6 +1,7 @@
 """Rows' prompts, and choices that follow them, as token ids: what a worker does with the model's tokenizer."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -9,8 +10,9 @@ import pyarrow as pa
 
 from batchinfer.data.chat import NO_DATE
 from batchinfer.data.columns import ENCODED, python_values
+from batchinfer.data.effort import EFFORT_VARIABLES, effort_variables
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
-from batchinfer.data.row_prompts import Chat, RowPrompts
+from batchinfer.data.row_prompts import Chat, Prompt, RowPrompts
 from batchinfer.data.row_values import RowError
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
@@ -59,7 +61,7 @@ class RowEncoder:
 
     def encode(self, column: pa.Array) -> pa.RecordBatch:
         """The rows of the column, or of the struct of columns (RowPrompts.of), as ENCODED."""
-        return self._encoded(self._prompts.of(column), self._prompt_ids)
+        return self._encoded([self._with_effort(prompt) for prompt in self._prompts.of(column)], self._prompt_ids)
 
     def encode_choices(self, column: pa.Array) -> pa.RecordBatch:
         """Texts that follow a prompt, without what the tokenizer puts around a text, as ENCODED."""
@@ -69,7 +71,19 @@ class RowEncoder:
         ]
         return self._encoded(texts, self._choice_ids)
 
-    def _encoded(self, prompts: Sequence[str | Chat | list[int] | RowError], encode: EncodeTexts) -> pa.RecordBatch:
+    def _with_effort(self, prompt: Prompt) -> Prompt:
+        """Return a chat with its effort as variables of the template, or an error if the template has none for it."""
+        if not isinstance(prompt, Chat) or prompt.effort is None or self._tokenizer.template_text is None:
+            return prompt
+        variables = effort_variables(prompt.effort, self._tokenizer.chat_template().names)
+        if not variables:
+            return RowError(
+                f"body.reasoning.effort is {prompt.effort!r}, but the model's chat template reads none of "
+                f"{', '.join(EFFORT_VARIABLES)}; leave it out"
+            )
+        return replace(prompt, variables={**prompt.variables, **variables})
+
+    def _encoded(self, prompts: Sequence[Prompt], encode: EncodeTexts) -> pa.RecordBatch:
         errors = [str(prompt) if isinstance(prompt, RowError) else None for prompt in prompts]
         lists: list[list[int]] = [[]] * len(prompts)
         holds = np.zeros(len(prompts), dtype=bool)

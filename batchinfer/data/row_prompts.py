@@ -26,10 +26,17 @@ _OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages, and the variables that the chat template is given beside them."""
+    """Messages, and what the chat template is given with them.
+
+    effort: reasoning effort of a request, which variables of the template express (data/effort.py).
+    """
 
     messages: list[dict[str, Any]]
     variables: dict[str, Any] = field(default_factory=dict)
+    effort: str | None = None
+
+
+Prompt = str | Chat | list[int] | RowError
 
 
 class RowPrompts:
@@ -69,13 +76,13 @@ class RowPrompts:
         own = self._template.columns if self._template else [self._column]
         self.columns = list(dict.fromkeys([*own, *(name for name in (self._tools, self._kwargs) if _is_name(name))]))
 
-    def of(self, column: pa.Array) -> list[str | Chat | list[int] | RowError]:
+    def of(self, column: pa.Array) -> list[Prompt]:
         """The prompt of each row.
 
         Args:
             column: the one of `columns`, or a struct of them where there are several or a template.
         """
-        prompts: list[str | Chat | list[int] | RowError] = []
+        prompts: list[Prompt] = []
         is_one = self._template is None and len(self.columns) == 1
         for value in python_values(column):
             try:
@@ -123,14 +130,15 @@ class RowPrompts:
         return self.chat(_messages(self._column, messages, self._settings["format"]), row)
 
     def _requested(self, request: dict[str, Any]) -> str | Chat | list[int]:
-        """The prompt of a request as data/formats/openai_batch.py writes it; its own variables count."""
+        """Return the prompt of a request as data/formats/openai_batch.py writes it; its own variables count."""
         if "prompt" in request:
             prompt: str | list[int] = request["prompt"]
             return prompt
         chat = self.chat(_messages("body.messages", request.get("messages"), "openai"))
         tools = tool_list("body.tools", request.get("tools"))
         kwargs = _keywords("body.chat_template_kwargs", request.get("chat_template_kwargs")) or {}
-        return Chat(chat.messages, {**chat.variables, **kwargs, **({} if tools is None else {"tools": tools})})
+        variables = {**chat.variables, **kwargs, **({} if tools is None else {"tools": tools})}
+        return Chat(chat.messages, variables, request.get("effort"))
 
 
 def _is_name(value: Any) -> bool:

@@ -91,7 +91,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
         "most_chars": tokenizer.most_chars(settings["most_tokens"]),
         "writes_tools": not prompts.may_make_chats
         or tokenizer.template_text is None
-        or tokenizer.chat_template().writes_tools,
+        or "tools" in tokenizer.chat_template().names,
         "ends_thinking": thinking_tokens(tokenizer) is not None,
         "tool_forms": own_forms(tokenizer.template_text, lambda mark: tokenizer.token_id(mark) is not None),
     }

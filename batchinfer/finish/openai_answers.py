@@ -17,19 +17,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.config import JobConfig
-from batchinfer.data.columns import is_text
-from batchinfer.data.formats.openai_batch import CHAT, COMPLETIONS
+from batchinfer.data.formats.openai_keys import CHAT, COMPLETIONS, RESPONSES
 from batchinfer.data.inputs import column_type, shard_schema
+from batchinfer.data.row_tools import have_tools
 from batchinfer.finish.answers import Answer, AnswerReader
 from batchinfer.finish.join import NOT_COMPUTED
 from batchinfer.finish.json_lines import Lines
 from batchinfer.finish.kept_columns import KeptRows
+from batchinfer.finish.response_object import repeated_keys, response_object
 from batchinfer.finish.tool_calls import call_ids
 from batchinfer.records import Shard
 
 SLICE_ROWS, SLICE_BYTES = 64, 1 << 20  # that are Python objects at a time: log-probabilities are 50 times as large
 LEAST_LOGPROB = -9999.0  # OpenAI's word for everything below
-_NO_TOOLS = r"\A\s*(\[\s*\]|null)\s*\z"  # as JSON text, in the form of Arrow's expressions
 _PARAM = re.compile(r"\bbody\.([A-Za-z_]+)")
 
 Row = dict[str, Any]
@@ -63,9 +63,11 @@ class OpenAIAnswers(Lines):
             part, own = own.slice(0, num_rows), own.slice(num_rows)
             if asked:
                 *named, tools = asked
-                has_tools = (_of_requests if named else _of_tools)(tools)
-                for name, values in (*zip(("url", "model"), named, strict=False), ("has_tools", has_tools)):
-                    part = part.append_column(f"\0{name}", values)
+                part = part.append_column("\0has_tools", have_tools(tools, are_requests=bool(named)))
+                if named:
+                    columns = {"url": named[0], "model": named[1], "repeated": repeated_keys(tools)}
+                    for name, values in columns.items():
+                        part = part.append_column(f"\0{name}", values)
             part = part.append_column("\0refused", pc.is_in(part["row"], value_set=self._refused))
             slice_rows = max(1, min(SLICE_ROWS, SLICE_BYTES * num_rows // max(1, part.nbytes)))
             for first in range(0, num_rows, slice_rows):
@@ -98,26 +100,23 @@ class OpenAIAnswers(Lines):
 
     def _body(self, key: str, samples: list[Row]) -> Row:
         first = samples[0]
-        is_chat = first.get("\0url", self._url) == CHAT
-        choose = self._chat_choice if is_chat else self._text_choice
+        url, model = first.get("\0url", self._url), first.get("\0model", self._model)
         prompt_logprobs = self._of_prompt(first.get("prompt_logprobs"))
-        num_prompt, num_new = first["prompt_tokens"], sum(sample["completion_tokens"] for sample in samples)
+        scored = {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
+        usage = _usage(samples)
+        if url == RESPONSES:
+            repeated = msgspec.json.decode(first["\0repeated"])
+            return {**response_object(key, self._chat_choice(key, first), usage, repeated, model), **scored}
+        is_chat = url == CHAT
+        choose = self._chat_choice if is_chat else self._text_choice
         return {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{key}",
             "object": "chat.completion" if is_chat else "text_completion",
             "created": 0,
-            "model": first.get("\0model", self._model),
+            "model": model,
             "choices": [choose(key, sample) for sample in samples],
-            "usage": {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_new,
-                "total_tokens": num_prompt + num_new,
-                "prompt_tokens_details": {"cached_tokens": first["cached_tokens"]},
-                "completion_tokens_details": {
-                    "reasoning_tokens": sum(sample.get("reasoning_tokens", 0) for sample in samples)
-                },
-            },
-            **({} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}),
+            "usage": usage,
+            **scored,
         }
 
     def _chat_choice(self, key: str, sample: Row) -> Row:
@@ -201,24 +200,15 @@ def _asked_columns(job: JobConfig, shard: Shard) -> list[pa.Field]:
     return [pa.field(job.input.tools, kind or pa.null())]
 
 
-class _Request(msgspec.Struct):
-    """What openai_batch.py makes of a body."""
-
-    tools: Any = None
-
-
-def _of_requests(requests: pa.ChunkedArray) -> pa.Array:
-    """Whether each request has tools."""
-    bodies = (None if text is None else msgspec.json.decode(text, type=_Request) for text in requests.to_pylist())
-    return pa.array([body is not None and body.tools is not None for body in bodies], pa.bool_())
-
-
-def _of_tools(tools: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Whether there are any in each row, be they a list, JSON text or a struct."""
-    if is_text(tools.type):
-        return pc.fill_null(pc.invert(pc.match_substring_regex(tools, _NO_TOOLS)), False)
-    is_list = pa.types.is_list(tools.type) or pa.types.is_large_list(tools.type)
-    return pc.fill_null(pc.greater(pc.list_value_length(tools), 0), False) if is_list else pc.is_valid(tools)
+def _usage(samples: list[Row]) -> Row:
+    num_prompt, num_new = samples[0]["prompt_tokens"], sum(sample["completion_tokens"] for sample in samples)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "prompt_tokens_details": {"cached_tokens": samples[0]["cached_tokens"]},
+        "completion_tokens_details": {"reasoning_tokens": sum(sample.get("reasoning_tokens", 0) for sample in samples)},
+    }
 
 
 def _failure(sample: Row) -> tuple[int, Row]:

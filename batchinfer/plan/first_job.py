@@ -17,7 +17,7 @@ from batchinfer.config import DEFAULT_S3, JobConfig, checked, dump_job, is_uri
 from batchinfer.config.toml_text import toml_value
 from batchinfer.data.column_checks import NO_IDS, prompt_settings
 from batchinfer.data.columns import is_id_type, python_values
-from batchinfer.data.formats.openai_batch import LINE_KEYS
+from batchinfer.data.formats.openai_batch import are_requests
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.shards import find_shards
@@ -65,7 +65,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
         raise InputError(f"none of the {len(shards)} files of {data} can be read; the first: {shards[0].problem}")
     if not shard_schema(readable[0]).names:
         raise ConfigError(no_columns(readable[0]))
-    is_batch = readable[0].format == "jsonl" and set(shard_schema(readable[0]).names) >= LINE_KEYS
+    is_batch = readable[0].format == "jsonl" and are_requests(shard_schema(readable[0]))
     inputs, of_inputs = _OF_BATCH if is_batch else _of_columns(_Columns(readable[0]), model)
     run = _free_folder(folder, target.stem)
     (dtype, why), max_tokens = choose_dtype(model, this_machine()), min(MAX_TOKENS, max(1, window // 2))

@@ -8,7 +8,7 @@ from batchinfer.config import DEFAULT_S3, JobConfig, S3Config, did_you_mean
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
 from batchinfer.data.duckdb_sql import refuse_strange
 from batchinfer.data.formats.first_bytes import advice
-from batchinfer.data.formats.openai_batch import LINE_KEYS
+from batchinfer.data.formats.openai_batch import are_requests
 from batchinfer.data.inputs import column_type, first_bytes, shard_schema
 from batchinfer.data.kept_fields import kept_fields
 from batchinfer.data.schemas.outputs import asked_for
@@ -90,7 +90,7 @@ def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
         have = ", ".join(first.names[:NAMED_COLUMNS])
         no_ids = f'set input.id = "{NO_IDS}" if rows have no ids'
         hint = did_you_mean(column.name, first.names, no_ids if column.key == "id" else "")
-        if set(first.names) >= LINE_KEYS:
+        if are_requests(first):
             hint = _OF_BATCH
         sentence = f"input.{column.key} names {column.name!r}, which no input shard has; the first shard has {have}"
         return f"{sentence}; {hint}" if hint else sentence
@@ -111,7 +111,7 @@ def _setting(column: WantedColumn, schema: pa.Schema) -> str:
     if settings is not None:
         words, keys = settings
         return f"; it is {words}: set {assignments(keys, column.name)} instead"
-    if set(schema.names) >= LINE_KEYS:
+    if are_requests(schema):
         return f"; {_OF_BATCH}"
     for name in schema.names:
         other = column_type(schema, name)

@@ -45,9 +45,9 @@ def _check_requests(job: JobConfig, shards: list[Shard]) -> None:
                 first = first or f"{shard.path}: {errors[row]}"
     if first is not None:
         raise ConfigError(
-            f"input.format is 'openai', but no line of the input is a request of an OpenAI batch, with custom_id, "
-            f"method, url and body; the first: {first}; leave input.format out and name the column of the prompts, "
-            "as `batchinfer init` does"
+            f"input.format is 'openai', but no line of the input is a request of an OpenAI batch, with custom_id and "
+            f"body; the first: {first}; leave input.format out and name the column of the prompts, as "
+            "`batchinfer init` does"
         )
 
 

@@ -18,7 +18,18 @@ from batchinfer.data.formats.openai_batch import SCHEMA
 from batchinfer.records import sampling_from_json
 from support.checked_rows import LIMITS, checked, errors, make_job
 from support.jobs import batchinfer, output_bytes, outputs, write_job, write_shard
-from support.openai_batches import CHAT, DOCUMENTED, MODEL, WEATHER, chat, completion, line, write_batch
+from support.openai_batches import (
+    CHAT,
+    DOCUMENTED,
+    FLAT_WEATHER,
+    MODEL,
+    WEATHER,
+    chat,
+    completion,
+    line,
+    response,
+    write_batch,
+)
 from support.paths import RANDOM_MODEL
 
 OPENAI = {"format": "openai"}
@@ -106,15 +117,37 @@ def test_prompts_are_texts_token_ids_or_chats(tmp_path):
     assert [row["token_ids"] for row in rows] == [text, text, [5, 6, 7], [5, 6, 7], one, one, two]
 
 
-@pytest.mark.parametrize("writes_tools", [False, True])
-def test_a_template_that_does_not_write_tools_is_told(tmp_path, writes_tools):
+@pytest.mark.parametrize(
+    ("lines", "writes_tools", "is_warned"),
+    [
+        ([chat("a", tools=[WEATHER])], False, True),
+        ([response("a", tools=[FLAT_WEATHER])], False, True),
+        ([chat("a", tools=[WEATHER])], True, False),
+        ([chat("a"), response("b"), completion("c"), chat("d", tools=[])], False, False),
+        ([chat("a", tools=[WEATHER], tool_choice="none"), chat("b", tools=[WEATHER], n=0)], False, False),
+    ],
+)
+def test_a_plan_warns_of_tools_that_lines_have_and_the_template_does_not_write(
+    tmp_path, lines, writes_tools, is_warned
+):
     model = shutil.copytree(RANDOM_MODEL, tmp_path / "model")
     if writes_tools:
         (model / "chat_template.jinja").write_text("{{ tools | tojson }}{{ messages[0].content }}")
-    write_batch(tmp_path / "batch.jsonl", [chat("a", tools=[WEATHER])])
+    write_batch(tmp_path / "batch.jsonl", lines)
     ended = batchinfer("plan", write_job(tmp_path, **PARTS, model={"path": str(model)}))
     assert ended.code == 0, ended.err
-    assert ("does not write tools, so the model is not told of any that lines have" in ended.err) != writes_tools
+    assert ("does not write tools, so the model is not told of any that lines have" in ended.err) == is_warned
+
+
+@pytest.mark.parametrize("tools", [[None, json.dumps([WEATHER])], [None, "[]"], [[], [WEATHER]], ["null", "[ ]"]])
+def test_a_plan_warns_of_a_column_of_tools_only_if_a_row_has_some(tmp_path, tools):
+    chats = [[{"role": "user", "content": "Hello"}]] * 2
+    write_shard(tmp_path / "prompts" / "a.parquet", {"id": [1, 2], "m": chats, "t": tools})
+    inputs = {"prompt": None, "messages": "m", "tools": "t"}
+    ended = batchinfer("plan", write_job(tmp_path, input=inputs, model={"path": str(RANDOM_MODEL)}))
+    assert ended.code == 0, ended.err
+    is_warned = "so the model is not told of those of input.tools" in ended.err
+    assert is_warned == (tools[1] not in ("[]", "[ ]"))
 
 
 def test_tools_and_keywords_of_a_line_go_to_the_chat_template_unless_tools_may_not_be_called(tmp_path):
@@ -258,12 +291,18 @@ BAD = [
     (chat(None), "line 2: custom_id is missing"),
     (chat(7), "line 2: custom_id is a number, not text"),
     (chat(""), "line 2: custom_id is empty"),
-    (chat("first"), 'line 2: custom_id "first" is that of an earlier line, too'),
+    (chat("   "), 'line 2: custom_id "   " is blank'),
+    (chat("first"), 'line 2: custom_id "first" is that of an earlier line, too: line 1'),
     (chat("x") | {"method": "GET"}, 'line 2: method is "GET", not "POST"'),
-    (chat("x") | {"method": None}, "line 2: method is missing"),
     (chat("x") | {"method": ["POST"]}, "line 2: method is a list, not text"),
-    (chat("x") | {"url": "/v1/embeddings"}, f'line 2: url is "/v1/embeddings", not {CHAT} or /v1/completions'),
-    (chat("x") | {"url": None}, "line 2: url is missing"),
+    (chat("x") | {"url": "/v1/embeddings"}, 'line 2: url is "/v1/embeddings", but embeddings are not computed here;'),
+    (chat("x") | {"url": "/v1/moderations"}, 'line 2: url is "/v1/moderations", but moderations are not computed here'),
+    (chat("x") | {"url": "/v1/images/edits"}, 'line 2: url is "/v1/images/edits", but images are not computed here'),
+    (chat("x") | {"url": "/v1/audio/speech"}, 'line 2: url is "/v1/audio/speech", but speech and transcripts are not '),
+    (chat("x") | {"url": "/v1/chat"}, f'line 2: url is "/v1/chat", not {CHAT}, /v1/completions or /v1/responses'),
+    (chat("x") | {"url": ""}, "line 2: url is empty"),
+    (chat("x") | {"url": None, "body": {"model": MODEL}}, "line 2: url is missing, and body has none of messages, inp"),
+    (chat("x") | {"url": None, "body": "text"}, "line 2: body is text, not an object"),
     (chat("x") | {"url": {}}, "line 2: url is an object, not text"),
     (chat("x") | {"body": None}, "line 2: body is null, not an object"),
     (chat("x") | {"body": "text"}, "line 2: body is text, not an object"),
@@ -275,8 +314,24 @@ BAD = [
     (chat("x", parallel_tool_calls=False), "line 2: body.parallel_tool_calls is false, but only true is supported"),
     (chat("x", audio={"voice": "alloy"}), f"line 2: body.audio is not supported for {CHAT}; leave it out"),
     (chat("x", reasoning_effort="low"), f"line 2: body.reasoning_effort is not supported for {CHAT}; leave it out"),
-    (chat("x", prompt="Hello"), f"line 2: body.prompt is not supported for {CHAT}; leave it out"),
+    (chat("x", prompt="Hello"), f"line 2: body.prompt is not supported for {CHAT}; leave it out, or set url to /v1/"),
+    *(
+        (chat("x", **{name: "x"}), f"line 2: body.{name} is not supported for {CHAT}; {advice}")
+        for name, advice in {
+            "enable_thinking": "set body.chat_template_kwargs.enable_thinking instead",
+            "thinking": "set the chat template's own variable in body.chat_template_kwargs, such as enable_thinking",
+            "reasoning": "set the chat template's own variable in body.chat_template_kwargs, such as enable_thin",
+            "reasoning_effort": "leave it out, or set body.chat_template_kwargs.reasoning_effort",
+            "extra_body": "write its keys into body itself",
+            "regex": "set body.structured_outputs.regex instead",
+            "input": "leave it out, or set url to /v1/responses",
+            "max_output_tokens": "set body.max_tokens instead",
+            "functions": "set body.tools instead",
+        }.items()
+    ),
     (completion("x", messages=[]), "line 2: body.messages is not supported for /v1/completions; leave it out"),
+    (completion("x", enable_thinking=True), "line 2: body.enable_thinking is not supported for /v1/completions; leave"),
+    (completion("x", max_new_tokens=5), "line 2: body.max_new_tokens is not supported for /v1/completions; set body.m"),
     (completion("x", best_of=3), "line 2: body.best_of is not supported for /v1/completions; leave it out"),
     (completion("x", echo=True), "line 2: body.echo is true, but only false is supported"),
     (completion("x", tools=[FUNCTION]), "line 2: body.tools is not supported for /v1/completions; leave it out"),
@@ -373,6 +428,52 @@ def test_no_depth_of_nesting_is_more_than_an_error_row(tmp_path, place):
 def test_every_second_line_that_was_there_before_is_an_error_and_the_first_is_not(tmp_path):
     rows = check(tmp_path, [chat(f"row {row % 700}") for row in range(1000)])
     assert [row["error"] is None for row in rows] == [True] * 700 + [False] * 300
+
+
+def test_the_sentence_names_the_first_line_with_the_id_and_ids_differ_by_every_character(tmp_path):
+    ids = ["a", "a ", "A", "é", "e\u0301", "a", " a", "a ", "b", "a"]
+    found = check(tmp_path, [chat(custom_id) for custom_id in ids])
+    first = 'custom_id "{}" is that of an earlier line, too: line {}'
+    told = {5: f"line 6: {first.format('a', 1)}", 7: f"line 8: {first.format('a ', 2)}"}
+    told[9] = f"line 10: {first.format('a', 1)}"
+    assert [row["error"] for row in found] == [told.get(place) for place in range(len(ids))]
+    assert [row["id"] for row in found] == ids
+
+
+def test_lines_count_with_blank_ones_and_a_bad_line_has_its_id_too(tmp_path):
+    path = write_batch(tmp_path / "batch.jsonl", ["", chat("a", n=0), " ", "{", chat("b"), chat("b"), chat("a")])
+    found = errors(path, job_for(path))
+    assert found[2] is None
+    assert found[3] == 'line 6: custom_id "b" is that of an earlier line, too: line 5'
+    assert found[4] == 'line 7: custom_id "a" is that of an earlier line, too: line 2'
+
+
+def test_the_body_says_what_a_line_without_method_or_url_asks_for(tmp_path):
+    def bare(custom_id: str, **body: Any) -> dict[str, Any]:
+        return {"custom_id": custom_id, "body": {"model": MODEL, **body}}
+
+    messages = [{"role": "user", "content": "Hello"}]
+    lines = [
+        bare("chat", messages=messages),
+        bare("null", messages=messages, prompt=None) | {"url": None, "method": None},
+        bare("response", input="Hello"),
+        bare("completion", prompt="Hello"),
+        chat("with a url") | {"method": None},
+        bare("two", messages=messages, prompt="Hello"),
+    ]
+    rows = check(tmp_path, lines)
+    assert [row["error"] for row in rows[:5]] == [None] * 5
+    chats, (text,) = token_ids(tmp_path, {"m": [messages]}, messages="m"), token_ids(tmp_path, {"prompt": ["Hello"]})
+    assert [row["token_ids"] for row in rows[:5]] == [*chats * 3, text, *chats]
+    assert rows[5]["error"].startswith(f"line 6: body.prompt is not supported for {CHAT}; ")
+
+
+def test_chats_without_a_body_are_no_batch(tmp_path):
+    write_batch(tmp_path / "batch.jsonl", [{"custom_id": "a", "messages": [{"role": "user", "content": "Hello"}]}] * 2)
+    ended = batchinfer("plan", write_job(tmp_path, **PARTS))
+    assert ended.code == 2
+    assert "no line of the input is a request of an OpenAI batch, with custom_id and body; the first: " in ended.err
+    assert "batch.jsonl: line 1: body is missing; leave input.format out" in ended.err
 
 
 def test_a_file_for_chats_needs_a_chat_template_for_these_lines_only(tmp_path):

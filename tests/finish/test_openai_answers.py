@@ -14,19 +14,33 @@ import pyarrow as pa
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 from pydantic import BaseModel, ConfigDict
 
 from batchinfer.data.chat import ChatTemplate
 from batchinfer.data.tokenizer import OWN_TEMPLATES, load_tokenizer
 from batchinfer.finish.answers import AnswerReader
 from batchinfer.finish.openai_answers import OpenAIAnswers
+from batchinfer.finish.response_object import response_object
 from batchinfer.records import Shard
 from support.checked_rows import make_job
 from support.faults import fail_some
 from support.jobs import batchinfer, output_bytes, outputs, write_job, write_shard
-from support.openai_batches import CHAT, DOCUMENTED, MODEL, WEATHER, chat, completion, read_lines, write_batch
+from support.openai_batches import (
+    CHAT,
+    DOCUMENTED,
+    FLAT_WEATHER,
+    MODEL,
+    WEATHER,
+    chat,
+    completion,
+    read_lines,
+    response,
+    write_batch,
+)
 from support.paths import RANDOM_MODEL
 
+LOGPROBS = ["message.output_text.logprobs"]
 CALL = '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>'
 OF_GLM = "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>10001</arg_value>\n</tool_call>"
 FLAG = {
@@ -57,7 +71,22 @@ LINES: list[Any] = [
     completion("ids", [5, 6, 7], prompt_logprobs=1),
     "{",
     completion("also refused", "Hello", echo=True),
+    # characters of several tokens, and the least log-probability
+    chat("emoji", guided_choice=["“😊”"], logprobs=True, top_logprobs=5, max_tokens=40),
+    *(chat(f"emoji cut {n}", guided_choice=["😊"], logprobs=True, max_tokens=n) for n in (1, 2, 3)),
+    chat("forced", guided_choice=["yes", "no"], logit_bias={"7": -100}, logprobs=True, top_logprobs=20, max_tokens=9),
+    *(chat(f"whole {n}", max_tokens=n, ignore_eos=True) for n in (1, 5)),
+    response("r plain", instructions="Be brief.", metadata={"key": "value"}),
+    response("r cut", max_output_tokens=2, ignore_eos=True),
+    response("r scored", include=LOGPROBS, top_logprobs=3, max_output_tokens=5, temperature=1, seed=5),
+    response("r schema", text={"format": {"type": "json_schema", "name": "n", "schema": FLAG}}, max_output_tokens=400),
+    response("r called", tools=[FLAT_WEATHER], structured_outputs={"choice": [CALL]}, max_output_tokens=200),
+    response("r both", tools=[FLAT_WEATHER], structured_outputs={"choice": [f"I look.{CALL}"]}, max_output_tokens=200),
+    response("r refused", previous_response_id="resp_1"),
+    chat("embedded") | {"url": "/v1/embeddings"},
+    {"custom_id": "bare", "body": {"model": MODEL, "input": "Hello"}},
 ]
+BAD = ["refused", None, "also refused", "r refused", "embedded"]
 PARTS: dict[str, Any] = {
     "input": {"files": ["batch.jsonl"], "format": "openai", "prompt": None},
     "output": {"format": "openai"},
@@ -86,17 +115,20 @@ class Envelope(BaseModel):
     error: Error | None
 
 
-def answered(path: Path) -> dict[str, ChatCompletion | Completion]:
+Answer = ChatCompletion | Completion | Response
+KINDS = {"chat.completion": ChatCompletion, "text_completion": Completion, "response": Response}
+
+
+def answered(path: Path) -> dict[str, Any]:
     """The answers in a file by custom_id, each parsed by the types of the openai package without changing a value."""
-    found: dict[str, ChatCompletion | Completion] = {}
+    found: dict[str, Answer] = {}
     for text in path.read_bytes().splitlines():
         envelope = Envelope.model_validate_json(text)
         assert envelope.error is None
         assert envelope.response is not None
         assert envelope.response.status_code == 200
         body = envelope.response.body
-        kind = ChatCompletion if body["object"] == "chat.completion" else Completion
-        parsed = kind.model_validate_json(json.dumps(body), strict=True)
+        parsed = KINDS[body["object"]].model_validate_json(json.dumps(body), strict=True)
         assert json.loads(parsed.model_dump_json(exclude_unset=True)) == body
         found[envelope.custom_id or ""] = parsed
     return found
@@ -113,8 +145,14 @@ def ran(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def answers(ran):
+def all_answers(ran):
     return answered(ran / "run" / "outputs" / "batch.jsonl")
+
+
+@pytest.fixture(scope="module")
+def answers(all_answers):
+    """Those to chats and completions."""
+    return {name: answer for name, answer in all_answers.items() if not isinstance(answer, Response)}
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +164,12 @@ def rows(ran):
     return found
 
 
-def test_every_input_line_is_answered_or_refused_once_and_in_order(ran, answers, rows):
+def test_every_input_line_is_answered_or_refused_once_and_in_order(ran, all_answers, rows):
     ids = [line["custom_id"] if isinstance(line, dict) else None for line in LINES]
-    bad = ["refused", None, "also refused"]
     failed = [Envelope.model_validate(line) for line in read_lines(ran / "run" / "outputs" / "batch.errors.jsonl")]
-    assert [*answers] == [name for name in ids if name not in bad]
-    assert [line.custom_id for line in failed] == bad
-    assert set(rows) == {*answers, *bad}
+    assert [*all_answers] == [name for name in ids if name not in BAD]
+    assert [line.custom_id for line in failed] == BAD
+    assert set(rows) == {*all_answers, *BAD}
     folder = ran / "run" / "outputs"
     whole = read_lines(folder / "batch.jsonl") + read_lines(folder / "batch.errors.jsonl")
     assert len({line["id"] for line in whole}) == len({line["response"]["request_id"] for line in whole}) == len(LINES)
@@ -211,10 +248,103 @@ def test_log_probabilities_have_the_texts_and_bytes_of_their_tokens(answers, row
     assert [next(iter(item)) for item in of_prompt[1:]] == ["6", "7"]
 
 
+def test_each_line_is_answered_in_the_form_of_its_endpoint(all_answers):
+    kinds = {name: type(answer) for name, answer in all_answers.items()}
+    assert kinds["bare"] is Response
+    assert {kind for name, kind in kinds.items() if name.startswith("r ")} == {Response}
+    assert {kind for name, kind in kinds.items() if name.startswith(("text", "ids"))} == {Completion}
+    assert kinds["plain"] is ChatCompletion
+
+
+def test_responses_say_what_the_rows_say(all_answers, rows):
+    for name in ("r plain", "r cut", "r scored", "r schema", "bare"):
+        answer, (row,) = all_answers[name], rows[name]
+        assert (answer.created_at, answer.model, answer.error) == (0, MODEL, None)
+        assert answer.output_text == row["text"]
+        usage = answer.usage
+        assert (usage.input_tokens, usage.output_tokens) == (row["prompt_tokens"], row["completion_tokens"])
+        assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+        assert usage.input_tokens_details.cached_tokens == row["cached_tokens"]
+        is_cut = row["finish_reason"] == "length"
+        assert answer.status == answer.output[0].status == ("incomplete" if is_cut else "completed")
+        assert (answer.incomplete_details is not None) == is_cut
+    cut = all_answers["r cut"]
+    assert (cut.incomplete_details.reason, cut.usage.output_tokens) == ("max_output_tokens", 2)
+    plain = all_answers["r plain"]
+    assert (plain.instructions, plain.metadata, plain.tools) == ("Be brief.", {"key": "value"}, [])
+    assert json.loads(all_answers["r schema"].output_text) in ({"ok": True}, {"ok": False})
+
+
+def test_responses_have_the_log_probabilities_of_chats(all_answers, rows):
+    (part,) = all_answers["r scored"].output[0].content
+    (row,) = rows["r scored"]
+    decode = load_tokenizer(RANDOM_MODEL).decode
+    assert [token.logprob for token in part.logprobs] == [item["logprob"] for item in row["logprobs"]]
+    assert [len(token.top_logprobs) for token in part.logprobs] == [3] * len(row["token_ids"])
+    assert [token.token for token in part.logprobs] == [
+        decode([token], with_special=True) for token in row["token_ids"]
+    ]
+
+
+def test_calls_in_responses_are_items_of_their_own(all_answers):
+    for name, text in (("r called", None), ("r both", "I look.")):
+        answer = all_answers[name]
+        *said, call = answer.output
+        assert [item.content[0].text for item in said] == ([text] if text else [])
+        assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Rome"})
+        assert answer.status == "completed"
+        (tool,) = answer.tools
+        assert (tool.type, tool.name) == ("function", "weather")
+        assert call.call_id
+        assert call.id != call.call_id
+
+
+def test_ids_of_responses_and_their_items_are_all_different(all_answers):
+    responses = [answer for answer in all_answers.values() if isinstance(answer, Response)]
+    ids = [answer.id for answer in responses] + [item.id for answer in responses for item in answer.output]
+    assert len(set(ids)) == len(ids)
+
+
+def test_bytes_of_tokens_that_are_parts_of_a_character_are_those_of_the_text(answers, rows):
+    (choice,) = answers["emoji"].choices
+    assert choice.message.content == "“😊”"
+    tokens = choice.logprobs.content
+    assert b"".join(bytes(token.bytes) for token in tokens) == "“😊”".encode()
+    assert len(tokens) > 3
+    decode = load_tokenizer(RANDOM_MODEL).decode
+    for token, item in zip(tokens, rows["emoji"][0]["logprobs"], strict=True):
+        alone = [decode([other["token_id"]], with_special=True) for other in item["top"]]
+        assert [other.token for other in token.top_logprobs] == alone
+
+
+def test_an_answer_that_is_cut_inside_a_character_is_whole_in_its_tokens(answers, rows):
+    for num_tokens in (1, 2, 3):
+        name = f"emoji cut {num_tokens}"
+        (choice,), (row,) = answers[name].choices, rows[name]
+        assert (row["status"], row["finish_reason"], len(row["token_ids"])) == ("ok", "length", num_tokens)
+        found = b"".join(bytes(token.bytes) for token in choice.logprobs.content)
+        assert found == "😊".encode()[:num_tokens]
+        assert choice.message.content == row["text"] == found.decode(errors="replace")
+
+
+def test_tokens_that_cannot_come_have_the_least_log_probability(answers):
+    (choice,) = answers["forced"].choices
+    assert choice.message.content in ("yes", "no")
+    found = [other.logprob for token in choice.logprobs.content for other in token.top_logprobs]
+    assert all(-9999.0 <= logprob <= 0 for logprob in found)
+    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [20] * len(choice.logprobs.content)
+
+
+def test_usage_counts_every_token_up_to_the_limit(answers):
+    for num_tokens in (1, 5):
+        answer = answers[f"whole {num_tokens}"]
+        assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", num_tokens)
+
+
 def test_refused_lines_name_the_field_in_the_error_file(ran):
     found = read_lines(ran / "run" / "outputs" / "batch.errors.jsonl")
     told = [(line["response"]["status_code"], line["response"]["body"]["error"]["param"]) for line in found]
-    assert told == [(400, "images"), (400, None), (400, "echo")]
+    assert told == [(400, "images"), (400, None), (400, "echo"), (400, "previous_response_id"), (400, None)]
     error = found[0]["response"]["body"]["error"]
     assert error["message"] == f"line 11: body.images is not supported for {CHAT}; leave it out"
     assert error["type"] == "invalid_request_error"
@@ -292,6 +422,30 @@ def test_rows_that_could_not_be_computed_are_errors_of_the_server_and_others_hav
     assert len(answered(folder / "batch.jsonl")) == 3
 
 
+def test_a_file_of_bad_lines_ends_with_its_errors_and_the_most_frequent_reason(tmp_path):
+    lines = [chat(f"row {row}") | {"url": "/v1/embeddings"} for row in range(3)] + [chat("n", n=0), "[]", "{}"]
+    write_batch(tmp_path / "batch.jsonl", lines)
+    job, reason = write_job(tmp_path, **PARTS), 'url is "/v1/embeddings", but embeddings are not computed here'
+    ended = batchinfer("run", job)
+    assert ended.code == 3
+    assert (tmp_path / "run" / "outputs" / "batch.jsonl").read_bytes() == b""
+    found = [Envelope.model_validate(line) for line in read_lines(tmp_path / "run" / "outputs" / "batch.errors.jsonl")]
+    assert [line.custom_id for line in found] == ["row 0", "row 1", "row 2", "n", None, None]
+    assert {line.response.status_code for line in found} == {400}
+    for said in (ended.err, batchinfer("finish", job).err):
+        assert said.splitlines()[-1] == f"the most frequent reason (3 of 6): {reason}; remove the line"
+    report = batchinfer("report", tmp_path / "run").out
+    assert f"3 x {reason[:40]}" in report
+    assert "1 x the line is a list, not an object" in report
+
+
+def test_a_run_without_error_rows_names_no_reason(tmp_path):
+    write_batch(tmp_path / "batch.jsonl", [chat("a", max_tokens=1)])
+    ended = batchinfer("run", write_job(tmp_path, **PARTS))
+    assert ended.code == 0
+    assert "reason" not in ended.err
+
+
 ROW = {
     **{"id": "a", "row": 0, "sample": 0, "status": "ok", "error": None, "text": "It rains.", "finish_reason": "stop"},
     **{"prompt_tokens": 1, "completion_tokens": 5, "cached_tokens": 0, "logprobs": None},
@@ -316,6 +470,39 @@ def test_thinking_is_beside_the_answer():
     assert answer.choices[0].message.model_extra == {"reasoning_content": "I see."}
     assert answer.usage.completion_tokens_details.reasoning_tokens == 3
     assert answer_of(ROW | {"reasoning": None, "reasoning_tokens": 0}).choices[0].message.model_extra == {}
+
+
+def test_an_answer_that_is_cut_in_its_thinking_calls_nothing():
+    row = ROW | {"text": "", "reasoning": "I call weather.", "tool_calls": [], "finish_reason": "length"}
+    (choice,) = answer_of(row).choices
+    assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("length", None, "")
+    assert choice.message.model_extra == {"reasoning_content": "I call weather."}
+
+
+def response_of(row: dict[str, Any]) -> Response:
+    """The response that has a row's chat answer."""
+    chat = answer_of(row).model_dump(exclude_unset=True)
+    body = response_object("key", chat["choices"][0], chat["usage"], {"tools": []}, "model")
+    return Response.model_validate_json(json.dumps(body), strict=True)
+
+
+def test_thinking_is_an_item_in_front_of_the_answer():
+    answer = response_of(ROW | {"reasoning": "I see.", "reasoning_tokens": 3})
+    thought, said = answer.output
+    assert (thought.type, thought.summary, thought.content[0].text) == ("reasoning", [], "I see.")
+    assert said.content[0].text == answer.output_text == "It rains."
+    assert answer.usage.output_tokens_details.reasoning_tokens == 3
+    assert [item.type for item in response_of(ROW | {"reasoning": None}).output] == ["message"]
+
+
+def test_a_response_that_calls_alone_keeps_its_log_probabilities():
+    called = {"text": KIMI_CALLS, "tool_calls": [{"name": "weather", "arguments": "{}"}] * 2}
+    assert [item.type for item in response_of(ROW | called).output] == ["function_call"] * 2
+    scored = [{"token_id": token, "logprob": -1.0, "top": []} for token in (5, 6)]
+    said, *_ = response_of(ROW | called | {"logprobs": scored}).output
+    assert said.content[0].text == ""
+    # of the second token no bytes are known
+    assert [token.bytes for token in said.content[0].logprobs] == [[0xC3], []]
 
 
 def test_an_answer_that_max_tokens_has_cut_says_so_whatever_it_calls():

@@ -76,9 +76,11 @@ def test_columns_of_lines_are_chosen_by_what_is_in_them(tmp_path, name, content,
     assert batchinfer("plan", target).code == 0
 
 
-@pytest.mark.parametrize("name", ["batch.jsonl", "batch.jsonl.gz"])
+@pytest.mark.parametrize("name", ["batch.jsonl", "batch.jsonl.gz", "bare.jsonl"])
 def test_lines_of_an_openai_batch_are_known_by_their_keys_and_answered_in_kind(tmp_path, name):
     data = DOCUMENTED.replace("1000", "3").encode()
+    if name == "bare.jsonl":
+        data = data.replace(b'"method": "POST", "url": "/v1/chat/completions", ', b"")
     (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
     target = tmp_path / "job.toml"
     made = first_job(str(tmp_path / name), RANDOM_MODEL, target)
@@ -86,8 +88,14 @@ def test_lines_of_an_openai_batch_are_known_by_their_keys_and_answered_in_kind(t
     target.write_text(made.text)
     assert (load_job(target).input.format, load_job(target).output.format) == ("openai", "openai")
     assert batchinfer("run", target).code == 0
-    found = read_lines(tmp_path / "runs" / "job" / "outputs" / "batch.jsonl")
+    found = read_lines(tmp_path / "runs" / "job" / "outputs" / name.removesuffix(".gz"))
     assert [line["custom_id"] for line in found] == ["request-1", "request-2"]
+
+
+def test_texts_with_an_id_and_a_body_are_no_batch(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"custom_id": "a", "body": "Once upon a time"}\n')
+    made = first_job(str(tmp_path / "a.jsonl"), RANDOM_MODEL, tmp_path / "job.toml")
+    assert 'prompt = "body"' in made.text
 
 
 def test_data_without_prompts_is_refused_with_its_columns(made):

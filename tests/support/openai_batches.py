@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MODEL = "gpt-3.5-turbo-0125"
 
 # https://platform.openai.com/docs/guides/batch, "1. Prepare your batch file", to the letter
@@ -18,7 +18,7 @@ DOCUMENTED = """\
 "messages": [{"role": "system", "content": "You are an unhelpful assistant."},\
 {"role": "user", "content": "Hello world!"}],"max_tokens": 1000}}
 """
-WEATHER = {
+WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -26,6 +26,8 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
+
+FLAT_WEATHER = {"type": "function", **WEATHER["function"]}  # as the Responses API has it
 
 
 def chat(custom_id: Any, text: Any = "Hello", **body: Any) -> dict[str, Any]:
@@ -35,6 +37,10 @@ def chat(custom_id: Any, text: Any = "Hello", **body: Any) -> dict[str, Any]:
 
 def completion(custom_id: Any, prompt: Any = "Hello", **body: Any) -> dict[str, Any]:
     return line(custom_id, COMPLETIONS, {"prompt": prompt} | body)
+
+
+def response(custom_id: Any, given: Any = "Hello", **body: Any) -> dict[str, Any]:
+    return line(custom_id, RESPONSES, {"input": given} | body)
 
 
 def line(custom_id: Any, url: Any, body: dict[str, Any]) -> dict[str, Any]:
