@@ -33,6 +33,7 @@ LARGEST_WHOLE = 0.35  # of a step; a larger branch runs in several steps
 LARGEST_PIECE = 0.25  # of a step; pieces of such a branch
 WIDEN = 1.25  # pieces are this much larger when there are too few steps for them
 MOST_OPEN = 8  # large branches that are under way when a step ends; their pages stay in memory
+NUM_HALVINGS = 6
 NUM_TRIALS = 3  # numbers of steps that are tried until no step has too many tokens
 FULLEST = 1.02  # tokens of a step by the mean; what is above runs in other steps
 
@@ -68,11 +69,12 @@ def plan_rank_steps(
     most_tokens: int,
     answer_tokens: np.ndarray | None = None,
     page_tokens: int = 1,
+    are_stored: bool = False,
 ) -> list[PrefillSteps]:
     """Cut the prompts of each rank into steps, the same number for all ranks.
 
     Args:
-        num_tokens, answer_tokens, page_tokens: as for `plan_steps`.
+        num_tokens, answer_tokens, page_tokens, are_stored: as for `plan_steps`.
         shared_tokens: [N] integers, tokens shared with the prompt before it on the same rank.
         rank_N: [N] integers, the rank of each prompt.
         most_tokens: of a step, at least 1; exceeded only if no few steps more help.
@@ -92,6 +94,7 @@ def plan_rank_steps(
                 num_steps=num_steps + more,
                 answer_tokens=None if answer_tokens is None else np.asarray(answer_tokens)[prompts],
                 page_tokens=page_tokens,
+                are_stored=are_stored,
             )
             plans.append(replace(steps, prompt_P=prompts[steps.prompt_P]))
         if max(float(steps.loads()[:, 0].max()) for steps in plans) <= most_tokens:
@@ -112,6 +115,7 @@ def plan_steps(
     num_steps: int,
     answer_tokens: np.ndarray | None = None,
     page_tokens: int = 1,
+    are_stored: bool = False,
 ) -> PrefillSteps:
     """Cut a rank's prompts into steps of equal new tokens and equal attention work.
 
@@ -123,6 +127,7 @@ def plan_steps(
         num_steps: at least 1.
         answer_tokens: [N] tokens to expect; of prompts of about the same size those with longer answers run earlier.
         page_tokens: prompts share what a cut prompt has computed in pages of this number of tokens.
+        are_stored: shared tokens come from a KV store instead: prompts wait for no other and run in any order.
 
     Raises:
         ConfigError: num_steps is below 1, or the arrays have different lengths.
@@ -137,7 +142,7 @@ def plan_steps(
         none = np.zeros(0, dtype=np.int64)
         return PrefillSteps(none, none, none, none, num_steps)
     line = _Line.of(np.asarray(num_tokens, dtype=np.int64), np.asarray(shared_tokens, dtype=np.int64), num_steps)
-    branches = _Branches.of(line, page_tokens)
+    branches = _Branches.of(line, np.zeros_like(line.shared_N) if are_stored else line.shared_N, page_tokens)
     segments = branches.place_large()
     small_B = np.flatnonzero(~branches.is_large_B)
     if len(small_B):
@@ -219,19 +224,30 @@ class _Line:
         """[len(places) - 1, 2] sizes between neighbouring places, in steps."""
         return np.stack([np.diff(places), np.diff(self.work_at(places))], axis=1) / self.step_2
 
-    def cut(self, begin: int, end: int) -> np.ndarray:
-        """Return places that cut a stretch into pieces of LARGEST_PIECE, larger ones if there are too few steps."""
-        step_tokens, step_work = self.step_2.tolist()
+    def cut(self, begin: int, end: int, most_pieces: int) -> np.ndarray:
+        """Return places that cut a stretch into even pieces of up to LARGEST_PIECE, or fewer larger ones."""
         largest = LARGEST_PIECE
-        while True:
-            places = [begin]
-            while places[-1] < end and len(places) <= self.num_steps:
-                work = float(self.work_at(np.array(places[-1]))) + largest * step_work
-                place = min(self.place_of(work), places[-1] + int(largest * step_tokens), end)
-                places.append(max(place, places[-1] + 1))
-            if places[-1] == end:
-                return np.array(places)
+        while len(places := self._cut(begin, end, largest)) - 1 > most_pieces:
             largest *= WIDEN
+        num_pieces, low = len(places) - 1, 0.0
+        for _ in range(NUM_HALVINGS):  # the smallest pieces of which there are as many
+            middle = (low + largest) / 2
+            smaller = self._cut(begin, end, middle)
+            if len(smaller) - 1 > num_pieces:
+                low = middle
+            else:
+                places, largest = smaller, middle
+        return np.array(places)
+
+    def _cut(self, begin: int, end: int, largest: float) -> list[int]:
+        """Return places of pieces of `largest` steps, the last one smaller."""
+        step_tokens, step_work = self.step_2.tolist()
+        places = [begin]
+        while places[-1] < end:
+            work = float(self.work_at(np.array(places[-1]))) + largest * step_work
+            place = min(self.place_of(work), places[-1] + int(largest * step_tokens), end)
+            places.append(max(place, places[-1] + 1))
+        return places
 
 
 @dataclass(slots=True)
@@ -250,14 +266,18 @@ class _Branches:
     num_open_S: np.ndarray  # large branches under way when a step ends
 
     @classmethod
-    def of(cls, line: _Line, page_tokens: int) -> "_Branches":
-        """Cut a line into branches, nothing placed yet."""
+    def of(cls, line: _Line, needed_N: np.ndarray, page_tokens: int) -> "_Branches":
+        """Cut a line into branches, nothing placed yet.
+
+        Args:
+            needed_N: [N] tokens that each prompt needs of those before it.
+        """
         sizes_N2 = line.sizes(line.before_N1)
-        group_N = cut_groups(line.shared_N, sizes_N2, largest=LARGEST_BRANCH, smallest=SMALLEST_BRANCH)
+        group_N = cut_groups(needed_N, sizes_N2, largest=LARGEST_BRANCH, smallest=SMALLEST_BRANCH)
         starts_B1 = np.append(np.flatnonzero(np.diff(group_N, prepend=-1)), len(group_N))
         first_B = starts_B1[:-1]
-        provider_B = _providers(line.shared_N[first_B])
-        known_B = -(-line.shared_N[first_B] // page_tokens) * page_tokens
+        provider_B = _providers(needed_N[first_B])
+        known_B = -(-needed_N[first_B] // page_tokens) * page_tokens
         leader_B = first_B[provider_B]
         prefix_B = np.minimum(
             line.before_N1[leader_B] + known_B - line.shared_N[leader_B], line.before_N1[leader_B + 1]
@@ -286,14 +306,14 @@ class _Branches:
         segments: list[_Segment] = []
         for branch in (*providers, *others):
             followers = np.flatnonzero(self.provider_B == branch)
+            ready, last = int(self.ready_B[branch]), self.line.num_steps - 1
             begin, end = self.places_B1[branch : branch + 2].tolist()
-            places = self.line.cut(begin, end)
+            places = self.line.cut(begin, end, last + 1 - ready)
             pieces_2 = self.line.sizes(places)
-            step = self._first_step(pieces_2, int(self.ready_B[branch]), early=len(followers) > 0)
+            step = self._first_step(pieces_2, ready, early=len(followers) > 0)
             steps = slice(step, step + len(pieces_2))
             self.loads_S2[steps] += pieces_2
             self.num_open_S[step : steps.stop - 1] += 1
-            ready, last = int(self.ready_B[branch]), self.line.num_steps - 1
             for index, (begin, end) in enumerate(pairwise(places.tolist())):
                 earliest = ready if index == 0 else step + index - 1
                 latest = last if index == len(pieces_2) - 1 else step + index + 1
@@ -304,14 +324,14 @@ class _Branches:
             self.ready_B[followers] = step + piece
         return segments
 
-    def _first_step(self, pieces_2: np.ndarray, ready: int, *, early: bool) -> int:
+    def _first_step(self, pieces_2: np.ndarray, first: int, *, early: bool) -> int:
         """Return the step for the first piece: where the sum of squared loads grows least.
 
         Args:
+            first: the first possible step.
             early: the first step in which all pieces fit, if there is one: others wait for them.
         """
         num_pieces = len(pieces_2)
-        first = min(ready, len(self.loads_S2) - num_pieces)
         # [number of starts, pieces, 2]
         loads = sliding_window_view(self.loads_S2[first:], num_pieces, axis=0).transpose(0, 2, 1)
         if early and (fits := (loads + pieces_2).max(axis=(1, 2)) <= 1.0).any():

@@ -99,10 +99,9 @@ class Dealer:
 
     def take_over(self, rank: int) -> bool:
         """Give a rank without requests the later half, by work, of those of the rank that has most left, if any."""
-        changed = self._queues.take_over(rank)
-        if changed is not None:
-            self._note([changed])
-        return changed is not None
+        taken = self._queues.take_over(rank)
+        self._note(taken)
+        return bool(taken)
 
     def running_request(self, key: RequestKey) -> Request:
         """The request that a rank got under this key."""

@@ -68,7 +68,7 @@ class RankQueues:
         after_tokens: int = 0,
         results: list[CountedPrompt] | None = None,
     ) -> list[Request]:
-        """Put requests behind what waits; returns them with what each shares with the one before it.
+        """Put requests behind what waits, and return them with what each shares with the one before it.
 
         Args:
             requests: in the plan's order.
@@ -101,11 +101,8 @@ class RankQueues:
         counted = counted_tokens([request.token_ids for request in ordered], shared, results or [])
         dealt = []
         for request, shared_tokens, end, index in zip(ordered, shared, counted, choices.tolist(), strict=True):
-            rank = self._ranks[index]
-            replicated = max(0, shared_tokens - self._found(rank, request))
-            changes = {"replicated_tokens": replicated, "counted_tokens": min(end, request.most_cached_tokens)}
-            dealt.append(replace(request, shared_tokens=shared_tokens, **changes))
-            self._last_of_rank[rank] = dealt[-1]
+            changed = replace(request, shared_tokens=shared_tokens, counted_tokens=min(end, request.most_cached_tokens))
+            dealt.append(self._give(changed, self._ranks[index]))
         self._append(dealt, choices)
         return dealt
 
@@ -113,31 +110,34 @@ class RankQueues:
         """See Dealer.take."""
         return take_pieces(self._waiting[rank], count, num_tokens)
 
-    def take_over(self, rank: int) -> Request | None:
+    def take_over(self, rank: int) -> list[Request]:
         """Give a rank without requests the later half, by work, of those of the rank that has most left.
 
         Returns:
-            The first of them, which finds another prefix there; None: there is nothing to take over.
+            The requests, which find other prefixes there; none if there is nothing to take over.
         """
-        busiest = max(self._ranks, key=self._work_of)
+        # prompt tokens and tokens to generate
+        busiest = max(self._ranks, key=lambda other: float(self._load(other)[[0, 2]].sum()))
         if rank == busiest or self._waiting[rank]:
-            return None
+            return []
         whole = sorted((item for item in self._waiting[busiest] if item.begins), key=lambda item: item.place)
-        taken = [item.request for item in whole[num_kept(self._work(item.request) for item in whole) :]]
-        if not taken:
-            return None
-        keys = {request.key for request in taken}
-        left = deque(item for item in self._waiting[busiest] if item.request.key not in keys)
-        replicated = max(0, taken[0].shared_tokens - self._found(rank, taken[0]))
-        taken[0] = replace(taken[0], replicated_tokens=replicated)
-        self._waiting[busiest] = left
-        self._last_of_rank[rank] = taken[-1]
+        given = [item.request for item in whole[num_kept(self._work(item.request) for item in whole) :]]
+        if not given:
+            return []
+        keys = {request.key for request in given}
+        self._waiting[busiest] = left = deque(item for item in self._waiting[busiest] if item.request.key not in keys)
+        del self._last_of_rank[busiest]
         if left:
             self._last_of_rank[busiest] = max(left, key=lambda item: item.place).request
-        else:
-            del self._last_of_rank[busiest]
+        taken = [self._give(request, rank) for request in given]
         self._append(taken, np.full(len(taken), self._ranks.index(rank)))
-        return taken[0]
+        return taken
+
+    def _give(self, request: Request, rank: int) -> Request:
+        """Return the request as the rank gets it behind what it got last."""
+        replicated = max(0, request.shared_tokens - self._found(rank, request))
+        self._last_of_rank[rank] = replace(request, replicated_tokens=replicated)
+        return self._last_of_rank[rank]
 
     def _append(self, requests: list[Request], index_of_rank: np.ndarray) -> None:
         """Cut the prompts of each rank into steps and put their pieces behind what waits.
@@ -172,18 +172,10 @@ class RankQueues:
         """Tokens to run through the model."""
         return len(request.token_ids) - own_shared(request) + self._expected(request) * self._with_decode
 
-    def _work_of(self, rank: int) -> float:
-        """Tokens to run through the model for what a rank has waiting."""
-        return sum(
-            item.piece.num_tokens + self._expected(item.request) * (self._with_decode and item.begins)
-            for item in self._waiting[rank]
-        )
-
     def _load(self, rank: int) -> np.ndarray:
         """[4] `request_sizes` of what a rank has waiting, added up."""
-        waiting = self._waiting[rank]
-        outputs = [self._expected(item.request) * (self._with_decode and item.begins) for item in waiting]
-        return pieces_sizes(waiting, outputs)
+        items = self._waiting[rank]
+        return pieces_sizes(items, [self._expected(i.request) * (self._with_decode and i.begins) for i in items])
 
 
 def _shared_tokens(first: Request, second: Request) -> int:

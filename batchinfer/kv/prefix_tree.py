@@ -9,13 +9,12 @@ a page, the tokens up to the branch are copied into a page of its own:
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.pages import PagePool
-
-RECENT_BRANCHES = 4  # siblings looked at for a common start; in prefix order the best one is the latest
 
 
 @dataclass(slots=True, eq=False)
@@ -25,7 +24,18 @@ class Node:
     tokens: tuple[int, ...]  # at most PAGE_TOKENS
     page: int
     parent: Node | None
-    children: OrderedDict[tuple[int, ...], Node] = field(default_factory=OrderedDict)
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    sorted_tokens: list[tuple[int, ...]] = field(default_factory=list)  # of the children
+
+    def nearest(self, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
+        """Return the child with the longest common start, and how many tokens that has; (None, 0) if none has any."""
+        at = bisect_left(self.sorted_tokens, tokens)
+        best, most = None, 0
+        for neighbour in self.sorted_tokens[max(0, at - 1) : at + 1]:  # a common start is longest in sorted order
+            common = _common_length(neighbour, tokens)
+            if common > most:
+                best, most = self.children[neighbour], common
+        return best, most
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +77,7 @@ class PrefixTree:
             full.append(child)
             node = child
         rest = tokens[len(full) * PAGE_TOKENS : min(limit, (len(full) + 1) * PAGE_TOKENS)]
-        branch, num_branch_tokens = None, 0
-        for _, child in zip(range(RECENT_BRANCHES), reversed(node.children.values()), strict=False):
-            common = _common_length(child.tokens, rest)
-            if common > num_branch_tokens:
-                branch, num_branch_tokens = child, common
-        exact = node.children.get(tuple(rest))  # a partly filled page that equals all that is left
-        if exact is not None and len(rest) > num_branch_tokens:
-            branch, num_branch_tokens = exact, len(rest)
-        return Match(tuple(full), branch, num_branch_tokens)
+        return Match(tuple(full), *node.nearest(tuple(rest)))
 
     def insert(self, tokens: list[int], pages: list[int]) -> None:
         """Make a prompt's pages known; pages of parts already known stay with their sequence alone."""
@@ -87,6 +89,7 @@ class PrefixTree:
                 self._pool.share(page)
                 child = Node(part, page, node)
                 node.children[part] = child
+                insort(node.sorted_tokens, part)
                 self._node_of_page[page] = child
                 self._idle.pop(node, None)
             node = child
@@ -124,6 +127,7 @@ class PrefixTree:
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens], self._node_of_page[node.page], self._idle[node]
+        del parent.sorted_tokens[bisect_left(parent.sorted_tokens, node.tokens)]
         self._pool.release(node.page)
         if parent is not self._root and self._can_go(parent):
             # its last use was this child's or an earlier one: it goes next
@@ -134,7 +138,7 @@ class PrefixTree:
         return not node.children and self._pool.has_one_holder(node.page)
 
 
-def _common_length(left: tuple[int, ...], right: list[int]) -> int:
+def _common_length(left: tuple[int, ...], right: tuple[int, ...]) -> int:
     for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index

@@ -10,15 +10,24 @@ import numpy as np
 from batchinfer.balance.decode_loads import MOVE_STEPS
 from batchinfer.balance.decode_run import Answers, DealtPrompts, PaperRanks, ReadyPrompts, Source
 from batchinfer.balance.decode_series import EVEN, Balance
-from batchinfer.balance.prefill import prefill_bounds
+from batchinfer.balance.prefill_steps import max_over_mean, plan_rank_steps
 from batchinfer.balance.prefix_groups import deal_prefixes, own_shared_tokens
 from batchinfer.balance.prefix_order import longest_first
 from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
-from batchinfer.config import ClusterConfig
+from batchinfer.config import PAGE_TOKENS, ClusterConfig
 from batchinfer.plan.earlier_run import Speeds
 
+MAX_STEPPED_UNITS = 8  # of these, units that are cut into prefill steps
 MAX_UNITS = 32  # dealt out to look at their balance, spread over the job
 FILLINGS = 2  # of these, units are decoded that fill all slots this many times
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillBalance:
+    """Loads of the busiest rank of each prefill step, added up, by the sum of the means."""
+
+    tokens: float
+    attention: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +49,53 @@ class PlannedWork:
 
 def balances(
     work: PlannedWork, cluster: ClusterConfig, *, request_load: RequestLoad = ONE_PER_TOKEN
-) -> tuple[Balance, Balance]:
+) -> tuple[PrefillBalance, Balance]:
     """(prefill, decode) when units are dealt out, and decoded, as a controller does it.
 
-    Prefill: tokens that a rank runs, with its answers if it decodes. Decode: KV tokens over the steps of a run on paper
-    (balance/decode_run.py), in which answers are as long as expected.
+    Prefill: new tokens and attention work of the busiest rank of each step, by the mean. Decode: KV tokens over the
+    steps of a run on paper (balance/decode_run.py), in which answers are as long as expected.
 
     Args:
         request_load: what a request costs a decode step.
     """
-    prefill = _Sums()
+    num_ranks = cluster.num_prefill_ranks
     outputs_N = work.answer_tokens * (cluster.mode == "colocated")
-    dealt = []
+    dealt, loads = [], [np.zeros((1, num_ranks, 2))]
     for first, end in _some_units(work.unit_starts):
-        part = slice(first, end)
-        lengths, shared, outputs = work.prompt_tokens[part], work.shared_tokens[part], outputs_N[part]
-        rank = deal_prefixes(lengths, shared, outputs, num_ranks=cluster.num_prefill_ranks)
-        least = lengths - shared + np.ceil(outputs).astype(np.int64)
-        prefill.add(
-            np.bincount(rank, lengths - own_shared_tokens(shared, rank) + outputs, minlength=cluster.num_prefill_ranks),
-            float(least.sum()),
-            prefill_bounds(least, shared, num_ranks=cluster.num_prefill_ranks).new_tokens,
-        )
-        dealt.append((first, end, rank))
-    return prefill.balance(), _decode_balance(work, cluster, dealt, request_load)
+        order, shared = _order_of_unit(work, first, end)
+        lengths, outputs = work.prompt_tokens[order], outputs_N[order]
+        rank = deal_prefixes(lengths, shared, outputs, num_ranks=num_ranks)
+        rank_of_part = np.zeros(end - first, dtype=np.int64)
+        rank_of_part[order - first] = rank
+        dealt.append((first, end, rank_of_part))
+        if num_ranks > 1 and len(loads) <= MAX_STEPPED_UNITS:
+            plans = plan_rank_steps(
+                lengths,
+                own_shared_tokens(shared, rank),
+                rank,
+                num_ranks=num_ranks,
+                most_tokens=cluster.prefill_tokens,
+                page_tokens=PAGE_TOKENS,
+            )
+            loads.append(np.stack([plan.loads() for plan in plans], axis=1))
+    tokens, attention = max_over_mean(np.concatenate(loads)).tolist()
+    return PrefillBalance(tokens, attention), _decode_balance(work, cluster, dealt, request_load)
+
+
+def _order_of_unit(work: PlannedWork, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """[n] requests of a unit in the order in which they are dealt, and tokens that each shares with the one before."""
+    part = slice(first, end)
+    order = longest_first(
+        work.shared_tokens[part],
+        work.answer_tokens[part],
+        before_tokens=int(work.shared_tokens[first]),
+        after_tokens=int(work.shared_tokens[end]) if end < len(work.shared_tokens) else 0,
+    )
+    shared = work.shared_tokens[part]
+    # two prompts have in common the least of what the neighbours between them share
+    lows, highs = np.minimum(order[:-1], order[1:]), np.maximum(order[:-1], order[1:])
+    common = [int(shared[low + 1 : high + 1].min()) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
+    return first + order, np.array([0, *common], dtype=np.int64)
 
 
 def _decode_balance(
@@ -142,24 +174,6 @@ def nodes_to_finish(
     if num_groups > max(num_units, 1) or least_s > deadline_s:
         return None
     return ceil(num_groups * num_ranks / gpus_per_node)
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Loads of units, added up."""
-
-    busiest: float = 0.0
-    mean: float = 0.0
-    bound: float = 0.0
-
-    def add(self, load_of_rank: np.ndarray, least: float, bound: float) -> None:
-        """Add a unit: loads of its ranks, what all of them have to do at least, and the busiest one's bound."""
-        self.busiest += float(load_of_rank.max())
-        self.mean += least / len(load_of_rank)
-        self.bound += bound
-
-    def balance(self) -> Balance:
-        return Balance(self.busiest / self.mean, self.bound / self.mean) if self.mean else EVEN
 
 
 def _some_units(unit_starts: np.ndarray) -> list[tuple[int, int]]:

@@ -76,8 +76,8 @@ def predict(
         )
     return {
         "expected_output_tokens": round(float(work.answer_tokens.sum())) if is_known else None,
-        "prefill_max_over_mean": prefill.max_over_mean,
-        "prefill_bound": prefill.bound,
+        "prefill_tokens_max_over_mean": prefill.tokens,
+        "prefill_attention_max_over_mean": prefill.attention,
         "decode_max_over_mean": decode.max_over_mean,
         "decode_bound": decode.bound,
         "work_s": work_s,
@@ -127,9 +127,9 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
         lines.insert(1, f"control     {summary['control_rows']:>14,} rows spell control tokens in their text")
     if num_ranks > 1:
         lines += [
-            f"busiest rank{summary['prefill_max_over_mean']:>14.3f} times the mean in prefill "
-            f"(at best {summary['prefill_bound']:.3f}), {summary['decode_max_over_mean']:.3f} in decode "
-            f"(at best {summary['decode_bound']:.3f})"
+            f"busiest rank{summary['prefill_attention_max_over_mean']:>14.3f} times the mean in prefill's attention, "
+            f"{summary['prefill_tokens_max_over_mean']:.3f} in its tokens, {summary['decode_max_over_mean']:.3f} in "
+            f"decode (at best {summary['decode_bound']:.3f})"
         ]
     return "\n".join([*lines, *_time_lines(summary), _planned_line(summary)])
 

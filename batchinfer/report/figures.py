@@ -242,6 +242,11 @@ PART_COSTS = Group(
 RANKS = Group(
     "Ranks",
     (
+        Figure("prefill_tokens_max_over_mean", "prefill tokens, max / mean", forms.ratio, "",
+               "new tokens of the busiest rank of each prefill step, summed over steps, by the sum of the means; "
+               "null with one prefill rank", why_empty=""),
+        Figure("prefill_attention_max_over_mean", "prefill attention, max / mean", forms.ratio, "",
+               "the same of the attention work: (query, key) pairs of the new tokens", why_empty=""),
         Figure("decode_kv_max_over_mean", "decode KV, max / mean", forms.ratio, "",
                "KV tokens of the busiest decode rank by the mean, over all decode steps; null with one decode rank",
                note=lambda values: f"at best {forms.ratio(values['decode_kv_bound'])}", why_empty=""),
@@ -302,7 +307,8 @@ PUBLISHED = tuple(figure for figure in FIGURES.values() if figure.meaning)
 PREDICTIONS: dict[str, tuple[str, Form]] = {
     "computed_tokens": ("prompt tokens computed", forms.count),
     "output_tokens": ("output tokens", forms.count),
-    "prefill_balance": ("prefill, busiest / mean", forms.ratio),
+    "prefill_tokens_balance": ("prefill tokens, busiest / mean", forms.ratio),
+    "prefill_attention_balance": ("prefill attention, busiest / mean", forms.ratio),
     "decode_balance": ("decode KV, busiest / mean", forms.ratio),
     "expert_balance": ("experts, busiest / mean", forms.ratio),
     "work_s": ("seconds on ranks", forms.rate),

@@ -1,7 +1,7 @@
-"""How evenly the real balancers deal out samples of a workload.
+"""How evenly the engine's own balancers deal out samples of a workload.
 
-Prefill: batches, in which parts of one prompt count like prompts: they run in steps that follow each other. Decode: a
-run on paper through a part of the workload (balance/decode_run.py), in which requests come and go.
+Prefill: work units, dealt to ranks and cut into steps (balance/prefill_steps.py), in which ranks wait for each other.
+Decode: a run on paper through a part of the workload (balance/decode_run.py), in which requests come and go.
 """
 
 from typing import NamedTuple
@@ -11,17 +11,19 @@ import numpy as np
 from batchinfer.balance.decode_loads import MOVE_STEPS_BETWEEN_HOSTS
 from batchinfer.balance.decode_run import Answers, PaperRanks, ReadyPrompts
 from batchinfer.balance.decode_series import EVEN, Balance
-from batchinfer.balance.prefill import assign_prefill, attention_work
+from batchinfer.balance.prefill import assign_prefill
+from batchinfer.balance.prefill_steps import max_over_mean, plan_rank_steps
 from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
-from batchinfer.sim.workload import Workload, parts_of_prompts
+from batchinfer.sim.workload import Workload
 
-SAMPLED_BATCHES = 4
+SAMPLED_UNITS = 2
+UNIT_STEPS = 25  # prefill steps of a work unit
 FILLINGS = 3  # a decode unit's slots are filled this many times
 SAMPLED_RANKS = 32  # larger units are dealt out as to this number: that is about as even, and much sooner known
 
 
 class Skews(NamedTuple):
-    """Work of the busiest GPU of a unit by the mean."""
+    """Work of the busiest GPU of each step, summed over steps, by the sum of the means."""
 
     new_tokens: float
     attention: float
@@ -31,14 +33,14 @@ class Deals:
     """The balancers' deals of one workload, each made once.
 
     Args:
-        num_batches: of prefill, to take the mean over, from all over the workload; a few long prompts make it vary.
+        num_units: of prefill, to take the mean over, from all over the workload; a few long prompts make it vary.
         request_load: what a request costs a decode step.
     """
 
     def __init__(
-        self, workload: Workload, num_batches: int = SAMPLED_BATCHES, *, request_load: RequestLoad = ONE_PER_TOKEN
+        self, workload: Workload, num_units: int = SAMPLED_UNITS, *, request_load: RequestLoad = ONE_PER_TOKEN
     ) -> None:
-        self._workload, self._num_batches, self._request_load = workload, num_batches, request_load
+        self._workload, self._num_units, self._request_load = workload, num_units, request_load
         self._prefill: dict[tuple[int, int], Skews] = {}
         self._decode: dict[tuple[int, int], Balance] = {}
 
@@ -57,14 +59,20 @@ class Deals:
         return self._decode[key]
 
     def _prefill_skews(self, num_ranks: int, tokens_per_rank: int) -> Skews:
-        per_prompt = max(1.0, float(self._workload.new_tokens.mean()))
-        tokens, attention = [], []
-        for part in self._samples(max(num_ranks, int(tokens_per_rank * num_ranks / per_prompt))):
-            new, cached = parts_of_prompts(self._workload, part)
-            rank = assign_prefill(new, cached, num_ranks=num_ranks)
-            tokens.append(_max_over_mean(rank, new, num_ranks))
-            attention.append(_max_over_mean(rank, attention_work(new, cached), num_ranks))
-        return Skews(float(np.mean(tokens or [1.0])), float(np.mean(attention or [1.0])))
+        new, cached = self._workload.new_tokens, self._workload.cached_tokens
+        per_step = max(num_ranks, int(tokens_per_rank * num_ranks / max(1.0, float(new.mean()))))
+        steps = []
+        for part in self._samples(min(UNIT_STEPS, max(1, len(new) // per_step)) * per_step):
+            plans = plan_rank_steps(
+                new[part] + cached[part],
+                cached[part],
+                assign_prefill(new[part], cached[part], num_ranks=num_ranks),
+                num_ranks=num_ranks,
+                most_tokens=tokens_per_rank,
+                are_stored=True,
+            )
+            steps.append(np.stack([plan.loads() for plan in plans], axis=1))
+        return Skews(*max_over_mean(np.concatenate(steps)).tolist()) if steps else Skews(1.0, 1.0)
 
     def _decode_balance(self, num_ranks: int, requests_per_rank: int) -> Balance:
         work, num_slots = self._workload, num_ranks * requests_per_rank
@@ -85,10 +93,5 @@ class Deals:
     def _samples(self, batch: int) -> list[slice]:
         """Whole batches that begin at even distances."""
         num = len(self._workload)
-        starts = np.linspace(0, num, self._num_batches, endpoint=False).astype(np.int64)
+        starts = np.linspace(0, num, self._num_units, endpoint=False).astype(np.int64)
         return [slice(start, start + batch) for start in starts if start + batch <= num]
-
-
-def _max_over_mean(rank: np.ndarray, sizes: np.ndarray, num_ranks: int) -> float:
-    loads = np.bincount(rank, sizes, minlength=num_ranks)
-    return float(loads.max() / loads.mean())

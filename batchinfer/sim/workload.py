@@ -101,15 +101,6 @@ def make_workload(spec: WorkloadSpec, *, part_tokens: int = PART_TOKENS) -> Work
     return Workload(prompts, cached, outputs, arrival, part_tokens)
 
 
-def parts_of_prompts(workload: Workload, which: slice) -> tuple[np.ndarray, np.ndarray]:
-    """(new tokens, tokens before them) of each part that these prompts are prefilled in."""
-    new, size = workload.new_tokens[which], workload.part_tokens
-    num_parts = -(-new // size)
-    prompt = np.repeat(np.arange(len(new)), num_parts)
-    before = size * (np.arange(len(prompt)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts))
-    return np.minimum(size, new[prompt] - before), workload.cached_tokens[which][prompt] + before
-
-
 def _lengths(rng: np.random.Generator, num: int, mean: float, spread: float) -> np.ndarray:
     """[num] lognormal lengths of this mean, at least 1."""
     if spread == 0:

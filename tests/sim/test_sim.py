@@ -40,7 +40,7 @@ from batchinfer.sim.routing import (
 from batchinfer.sim.search import EP_SIZES, Rater
 from batchinfer.sim.spec import WorkloadSpec, load_spec
 from batchinfer.sim.steps import Batch, Unit, decode_step, prefill_batch, prefill_step
-from batchinfer.sim.workload import Workload, make_workload, parts_of_prompts
+from batchinfer.sim.workload import Workload, make_workload
 from support.jobs import batchinfer, question, write_job, write_questions, write_shard
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -326,12 +326,8 @@ def test_a_long_prompt_is_prefilled_in_parts():
     #  prompt 1: 3 new, 5 cached                        expands 8
     #  prompt 2: 4 new, 1 cached                        expands 5
     work = Workload(np.array([10, 8, 5]), np.array([0, 5, 1]), np.ones(3, int), np.zeros(3), part_tokens=4)
-    new, before = parts_of_prompts(work, slice(0, 3))
-    assert new.tolist() == [4, 4, 2, 3, 4]
-    assert before.tolist() == [0, 4, 8, 5, 1]
     assert work.expanded_tokens.tolist() == [22, 8, 5]
-    pairs = [sum(range(old + 1, old + num + 1)) for num, old in zip(new, before, strict=True)]
-    assert work.attention_pairs.tolist() == [sum(pairs[:3]), pairs[3], pairs[4]]
+    assert work.attention_pairs.tolist() == [sum(range(1, 11)), 6 + 7 + 8, 2 + 3 + 4 + 5]
 
 
 def test_hits_are_deep_in_some_prompts_when_asked_for():

@@ -77,12 +77,12 @@ PLAN_EXPERTS = table(
 # What a plan predicts of balance and time; null what is not known. Copied to stats/run.
 PREDICTIONS = (
     ("expected_output_tokens", pa.int64(), "output tokens expected from answer lengths of an earlier run"),
+    ("prefill_tokens_max_over_mean", pa.float64(), "new tokens of the busiest rank of prefill steps, by the mean"),
     (
-        "prefill_max_over_mean",
+        "prefill_attention_max_over_mean",
         pa.float64(),
-        "tokens the busiest prefill rank runs, by the mean (answers if it decodes)",
+        "attention work of the busiest rank of prefill steps, by the mean",
     ),
-    ("prefill_bound", pa.float64(), "what no plan's prefill_max_over_mean goes below"),
     ("decode_max_over_mean", pa.float64(), "KV tokens of the busiest decode rank, by the mean, over all steps"),
     ("decode_bound", pa.float64(), "what decode_max_over_mean cannot be below, with what runs in each step"),
     ("work_s", pa.float64(), "seconds from the ranks' start to the last step, on one group"),

@@ -9,18 +9,21 @@ FROM run, tokens
 UNION ALL
 SELECT 2, 'output_tokens', predicted_expected_output_tokens, generated_tokens, NULL FROM run, tokens
 UNION ALL
-SELECT 3, 'prefill_balance', predicted_prefill_max_over_mean, prefill_max_over_mean, predicted_prefill_bound
+SELECT 3, 'prefill_tokens_balance', predicted_prefill_tokens_max_over_mean, prefill_tokens_max_over_mean, NULL
 FROM run, balance
 UNION ALL
-SELECT 4, 'decode_balance', predicted_decode_max_over_mean, decode_kv_max_over_mean, decode_kv_bound
+SELECT 4, 'prefill_attention_balance', predicted_prefill_attention_max_over_mean, prefill_attention_max_over_mean, NULL
+FROM run, balance
+UNION ALL
+SELECT 5, 'decode_balance', predicted_decode_max_over_mean, decode_kv_max_over_mean, decode_kv_bound
 FROM run, decode_balance
 UNION ALL
-SELECT 5, 'expert_balance', predicted_expert_max_over_mean, coalesce(expert_rows_max_over_mean, expert_max_over_mean),
+SELECT 6, 'expert_balance', predicted_expert_max_over_mean, coalesce(expert_rows_max_over_mean, expert_max_over_mean),
        predicted_expert_bound
 FROM run, balance, expert_balance
 UNION ALL
-SELECT 6, 'work_s', predicted_work_s, working_s, NULL FROM run, held
+SELECT 7, 'work_s', predicted_work_s, working_s, NULL FROM run, held
 UNION ALL
-SELECT 7, 'gpu_hours', predicted_gpu_hours, gpu_hours, NULL FROM run, held
+SELECT 8, 'gpu_hours', predicted_gpu_hours, gpu_hours, NULL FROM run, held
 UNION ALL
-SELECT 8, 'cost_usd', predicted_cost_usd, gpu_hours * gpu_hour, NULL FROM run, held
+SELECT 9, 'cost_usd', predicted_cost_usd, gpu_hours * gpu_hour, NULL FROM run, held

@@ -10,8 +10,8 @@ SELECT
         AS predicted_computed_tokens,
     CASE WHEN count(predicted_expected_output_tokens) = count(*) THEN sum(predicted_expected_output_tokens) END
         AS predicted_expected_output_tokens,
-    NULL::DOUBLE AS predicted_prefill_max_over_mean,
-    NULL::DOUBLE AS predicted_prefill_bound,
+    NULL::DOUBLE AS predicted_prefill_tokens_max_over_mean,
+    NULL::DOUBLE AS predicted_prefill_attention_max_over_mean,
     NULL::DOUBLE AS predicted_decode_max_over_mean,
     NULL::DOUBLE AS predicted_decode_bound,
     NULL::DOUBLE AS predicted_expert_max_over_mean,
