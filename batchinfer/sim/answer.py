@@ -99,7 +99,7 @@ def _whole_day(job: _Job, day: DaySpec) -> dict[str, Any]:
         "decode_tokens_per_s_per_node": float((work.output_tokens - 1).sum()) / decode.gpu_seconds * per_node,
         "output_tokens_per_s_per_request": 1 / decode.step.seconds,
         "mean_kv_tokens_per_output_token": work.mean_kv_tokens,
-        **_decode_balance(job),
+        **_balances(job),
         "busy_share": found.busy_share,
         **_money(job, found.node_seconds, times),
         "nodes_to_finish": None,
@@ -259,15 +259,21 @@ def _what_happened(job: _Job, cluster: Cluster, history: History) -> dict[str, A
             else None
         ),
         "mean_kv_tokens_per_output_token": workload.mean_kv_tokens,
-        **_decode_balance(job),
+        **_balances(job),
         "busy_share": (prefill_node_s + decode_node_s) / history.node_seconds,
     }
 
 
-def _decode_balance(job: _Job) -> dict[str, float]:
-    """Of the KV on the ranks of a full decode unit."""
-    balance = job.rater.deals.decode(job.decode.ep_size, job.requests_per_gpu)
-    return {"decode_kv_max_over_mean": balance.max_over_mean, "decode_kv_bound": balance.bound}
+def _balances(job: _Job) -> dict[str, float]:
+    """Return how even prefill steps and the KV on the ranks of a full decode unit are."""
+    prefill = job.rater.deals.prefill(job.prefill.ep_size, job.spec.prefill.tokens_per_gpu)
+    decode = job.rater.deals.decode(job.decode.ep_size, job.requests_per_gpu)
+    return {
+        "prefill_tokens_max_over_mean": prefill.new_tokens,
+        "prefill_attention_max_over_mean": prefill.attention,
+        "decode_kv_max_over_mean": decode.max_over_mean,
+        "decode_kv_bound": decode.bound,
+    }
 
 
 def _nodes_by_hour(history: History) -> list[float]:

@@ -34,7 +34,13 @@ DAY = Group(
 SPEED = Group(
     "Speed, while busy",
     (
-        *known("prefill_tokens_per_s_per_node", "decode_tokens_per_s_per_node", "decode_kv_max_over_mean"),
+        *known(
+            "prefill_tokens_per_s_per_node",
+            "decode_tokens_per_s_per_node",
+            "prefill_tokens_max_over_mean",
+            "prefill_attention_max_over_mean",
+            "decode_kv_max_over_mean",
+        ),
         FIGURES["output_tokens_per_s_per_request"].called("output per request", "median"),
     ),
 )
