@@ -77,9 +77,9 @@ def generate(
     [0]
 
     Args:
-        data: a list of texts, of lists of messages or of lists of token ids (the rows' ids are their numbers); or a
-            table: of Arrow (Table, RecordBatchReader, Dataset), a Dataset of Hugging Face's, or what hands itself over
-            as Arrow data (pandas, polars, DuckDB). A row may also be an array of numpy's.
+        data: a list or Series of texts, of lists of messages or of lists of token ids (the rows' ids are their
+            numbers); or a table: of Arrow (Table, RecordBatchReader, Dataset), a Dataset of Hugging Face's, or any that
+            exports Arrow data (pandas, polars, DuckDB). A row may also be an array of numpy's.
         model: the model folder, or the keys of [model].
         messages, prompt, token_ids: the column that holds them; unset: for a list what its rows are, for a table the
             only column that can hold one of these.

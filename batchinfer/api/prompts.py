@@ -1,9 +1,10 @@
-"""Prompts as Python has them, as one Parquet shard: lists, Arrow data, and frames that hand themselves over as such."""
+"""Prompts that a program holds (lists, columns, tables), as one Parquet shard."""
 
 from __future__ import annotations
 
 import filecmp
 import json
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
+from batchinfer.api.tables import NOT_ARROW, batches_of, column_of, is_column, storable
 from batchinfer.data.columns import is_json, is_text, plain_type
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.records import ConfigError, InputError, RunMismatchError
@@ -21,6 +22,7 @@ from batchinfer.sanitize import first_line
 from batchinfer.whole_files import cannot_write, published
 
 KINDS = ("prompt", "messages", "token_ids")  # keys of [input]
+INDEX = re.compile(r"__index_level_\d+__")  # the name of a pandas index that has none
 USE = "give a list of texts, of lists of messages or of lists of token ids, or a table"
 BATCH_ROWS = 16384  # of a list, in a row group
 
@@ -28,7 +30,9 @@ BATCH_ROWS = 16384  # of a list, in a row group
 def reader_of(
     data: Any, named: Mapping[str, str], others: set[str], kept: Any = None
 ) -> tuple[pa.RecordBatchReader, dict[str, str]]:
-    """(the rows, which column holds what: one of KINDS -> its name).
+    """Return (the rows, which column holds what: one of KINDS -> its name).
+
+    Columns that nothing reads are left out if Parquet cannot hold them.
 
     Args:
         named: the same as the caller names it, empty: it is to be found.
@@ -36,23 +40,31 @@ def reader_of(
         kept: the list of those that are copied to the outputs, which are taken only if no other fits.
 
     Raises:
-        InputError: it is nothing that holds prompts, or rows of several kinds.
+        InputError: it is nothing that holds prompts, or rows of several kinds; or a column that is read cannot be held.
         ConfigError: no column fits or several do, or the named one is not there.
     """
+    kept = kept if isinstance(kept, list) else []
     try:
         if isinstance(data, list | tuple):
             return _of_list(data, named)
-        if isinstance(data, ds.Dataset):
-            reader = data.scanner().to_reader()
-        elif hasattr(getattr(data, "features", None), "arrow_schema"):
-            reader = _of_hugging_face(data)
-        elif hasattr(data, "__arrow_c_stream__"):
-            reader = pa.RecordBatchReader.from_stream(data)
-        else:
-            raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {USE}")
-    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+        if is_column(data) and not pa.types.is_struct((column := column_of(data)).type):
+            return _of_column(column, named)
+        found = batches_of(data)
+    except NOT_ARROW as error:
         raise InputError(f"data cannot be read as Arrow columns: {first_line(error)}; {USE}") from None
-    return reader, dict(named) or _found(reader.schema, others, kept if isinstance(kept, list) else [])
+    if found is None:
+        raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {USE}")
+    reader, lost = found
+    if lost and not named:  # it may be the prompts
+        name, reason = next(iter(lost.items()))
+        raise InputError(
+            f"column {name!r} of data cannot be taken: {reason}; convert it, or name the column of prompts (prompt=, "
+            "messages= or token_ids=)"
+        )
+    columns = dict(named) or _found(reader.schema, others, kept)
+    template = named.get("template", "")
+    used = {*others, *kept, *columns.values(), *(name for name in [*reader.schema.names, *lost] if name in template)}
+    return storable(reader, lost, used), columns
 
 
 def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shared_group: str | None) -> None:
@@ -71,12 +83,11 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
         make_folder(target.parent, group_id(shared_group, "output.shared_group"))
     except OSError as error:
         raise cannot_write(target, error) from None
-    schema = reader.schema.remove_metadata()
     try:
         with published(target) as temporary:
-            with pq.ParquetWriter(temporary, schema, compression="zstd") as writer:
+            with pq.ParquetWriter(temporary, reader.schema, compression="zstd") as writer:
                 for batch in reader:
-                    writer.write_batch(batch.replace_schema_metadata(None))
+                    writer.write_batch(batch)
             if run_json.exists() and target.exists() and not filecmp.cmp(temporary, target, shallow=False):
                 raise RunMismatchError(
                     f"the run folder {run_json.parent} was made for other rows than these; choose another output.dir, "
@@ -86,32 +97,49 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
         raise InputError(f"data cannot be written as Parquet: {first_line(error)}; {USE}") from None
 
 
-def _of_hugging_face(data: Any) -> pa.RecordBatchReader:
-    """The rows of a Dataset of the library `datasets` in its own order, of which its table may hold others, too."""
-    schema = data.features.arrow_schema
-    tables = data.with_format("arrow").iter(BATCH_ROWS)
-    batches = (batch for table in tables for batch in table.cast(schema).to_batches())
-    return pa.RecordBatchReader.from_batches(schema, batches)
-
-
 def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:
-    """Rows of one kind as a column, and their numbers as ids."""
+    """Return rows of one kind as a column, and their numbers as ids."""
     rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]  # arrays of numpy's, tensors
     kinds = {_kind(row, place) for place, row in enumerate(rows)} - {""}
     if len(kinds) > 1:
         raise InputError(f"data holds rows of several kinds ({' and '.join(sorted(kinds))}); give rows of one kind")
     kind = kinds.pop() if kinds else next(iter(named), "prompt")
+    columns = _columns_of(kind, named)
+    values: Sequence[Any] = rows
+    if kind == "messages":
+        values = [None if row is None else json.dumps(row, ensure_ascii=False) for row in rows]
+    column = pa.array(values, pa.list_(pa.int64())) if kind == "token_ids" else _texts(values)
+    return _numbered(column, columns)
+
+
+def _of_column(column: pa.ChunkedArray, named: Mapping[str, str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:
+    """Return the values of an array or a Series as a column, and their numbers as ids."""
+    kind = _kind_of(column.type) or (next(iter(named), "prompt") if pa.types.is_null(column.type) else "")
+    if not kind:
+        raise InputError(f"data is a column of {column.type}, which holds no prompts; {USE}")
+    reader, columns = _numbered(column, _columns_of(kind, named))
+    return storable(reader, {}, reader.schema.names), columns
+
+
+def _columns_of(kind: str, named: Mapping[str, str]) -> dict[str, str]:
+    """Return which column holds prompts that have no names.
+
+    Raises:
+        ConfigError: the caller names one of another kind.
+    """
     columns = dict(named) or {kind: kind}
     # chats may be JSON text, too, and a template has the texts as its {{ prompt }}
     if kind not in columns and not (kind == "prompt" and columns.keys() & {"messages", "template"}):
         (asked, name), *_ = columns.items()
         raise ConfigError(f"{asked} is {name!r}, but data is a list of {kind}; leave {asked} out")
-    values: Sequence[Any] = rows
-    if kind == "messages":
-        values = [None if row is None else json.dumps(row, ensure_ascii=False) for row in rows]
-    column = pa.array(values, pa.list_(pa.int64())) if kind == "token_ids" else _texts(values)
+    return columns
+
+
+def _numbered(
+    column: pa.Array | pa.ChunkedArray, columns: dict[str, str]
+) -> tuple[pa.RecordBatchReader, dict[str, str]]:
     name = "prompt" if "template" in columns else next(iter(columns.values()))
-    table = pa.table({"id": range(len(rows)), name: column})
+    table = pa.table({"id": range(len(column)), name: column})
     return table.to_reader(BATCH_ROWS), columns
 
 
@@ -140,7 +168,8 @@ def _kind(row: Any, place: int) -> str:
 
 def _found(schema: pa.Schema, others: set[str], kept: list[str]) -> dict[str, str]:
     """The only column that can hold prompts."""
-    fits = [(kind, field.name) for field in schema if field.name not in others and (kind := _kind_of(field.type))]
+    asked = [field for field in schema if field.name not in others and not INDEX.fullmatch(field.name)]
+    fits = [(kind, field.name) for field in asked if (kind := _kind_of(field.type))]
     if len(fits) > 1:
         fits = [fit for fit in fits if fit[1] not in kept] or fits
     if len(fits) == 1:

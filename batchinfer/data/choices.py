@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchinfer.data.columns import ENCODED, is_text, token_lists
+from batchinfer.data.columns import ENCODED, is_text, list_lengths, token_lists
 from batchinfer.data.encoders import Encoders, Pieces
-from batchinfer.data.prompts import PromptLimits, RowBatch, bad_ids, list_lengths
+from batchinfer.data.prompts import PromptLimits, RowBatch, bad_ids
 from batchinfer.data.tokenizer_process import CHOICE
 
 

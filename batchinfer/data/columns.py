@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 # what is said of a prompt column's rows once they are encoded
 ENCODED = pa.schema(
@@ -13,28 +15,52 @@ ENCODED = pa.schema(
         ("control_tokens", pa.bool_()),  # whether its text holds control tokens
     ]
 )
-_LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType | pa.ListViewType | pa.LargeListViewType
+_LISTS = pa.ListType | pa.LargeListType | pa.FixedSizeListType
 
 
-def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type that batches have for `kind`: Arrow's JSON type is its text, views and dictionaries are what they hold.
+def plain_type(kind: pa.DataType, *, keeps_json: bool = False) -> pa.DataType:
+    """Return the type that batches have for `kind`: its values in place, at any depth of lists, structs and maps.
 
-    The latter at any depth of lists and structs.
+        dictionary<V>, run_end_encoded<V> → V      string_view → string      list_view<V> → list<V>      JSON → its text
+
+    Other extension types stay, unless what they store changes: then they become that.
+
+    Args:
+        keeps_json: JSON stays JSON. Inside of other types it always does.
     """
-    return _in_place(kind.storage_type if is_json(kind) else kind)
-
-
-def _in_place(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_dictionary(kind):
-        return _in_place(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        stored = plain_type(kind.storage_type, keeps_json=True)
+        if is_json(kind):
+            return pa.json_(stored) if keeps_json else stored
+        return kind if stored == kind.storage_type else stored
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return plain_type(kind.value_type, keeps_json=True)
     if pa.types.is_string_view(kind):
         return pa.string()
+    if pa.types.is_binary_view(kind):
+        return pa.binary()
     if pa.types.is_struct(kind):
-        return pa.struct([part.with_type(_in_place(part.type)) for part in kind])
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        of = pa.list_ if pa.types.is_list(kind) else pa.large_list
-        return of(kind.value_field.with_type(_in_place(kind.value_type)))
-    return pa.binary() if pa.types.is_binary_view(kind) else kind
+        return pa.struct([_plain_field(part) for part in kind])
+    if pa.types.is_map(kind):
+        key, item = _plain_field(kind.key_field), _plain_field(kind.item_field)
+        is_plain = (key, item) == (kind.key_field, kind.item_field)
+        return kind if is_plain else pa.map_(key, item, kind.keys_sorted)
+    return _plain_list(kind)
+
+
+def _plain_list(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_fixed_size_list(kind) and kind.list_size:
+        return pa.list_(_plain_field(kind.value_field), kind.list_size)
+    # Parquet does not take lists of no items at all that say so in their type
+    if pa.types.is_fixed_size_list(kind) or pa.types.is_list(kind) or pa.types.is_list_view(kind):
+        return pa.list_(_plain_field(kind.value_field))
+    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
+        return pa.large_list(_plain_field(kind.value_field))
+    return kind
+
+
+def _plain_field(field: pa.Field) -> pa.Field:
+    return field.with_type(plain_type(field.type, keeps_json=True))
 
 
 def is_json(kind: pa.DataType) -> bool:
@@ -118,12 +144,14 @@ def without_dictionary(column: pa.Array) -> pa.Array:
 
 
 def token_lists(column: pa.Array) -> pa.Array:
-    """Any list layout as pa.list_ of the same integers."""
-    if pa.types.is_list(column.type) and not pa.types.is_null(column.type.value_type):
-        return column
-    kind = pa.int64() if pa.types.is_null(column.type) else column.type.value_type
-    # by way of Python: Arrow's casts from view lists lose values
-    return pa.array(column.to_pylist(), pa.list_(pa.int64() if pa.types.is_null(kind) else kind))
+    """Return lists of integers, of whatever size, as pa.list_ of the same integers."""
+    kind = pa.null() if pa.types.is_null(column.type) else column.type.value_type
+    return column.cast(pa.list_(pa.int64() if pa.types.is_null(kind) else kind))
+
+
+def list_lengths(lists: pa.Array) -> np.ndarray:
+    """Return [N] int64, the number of items of each list; a null has none."""
+    return pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def python_values(column: pa.Array) -> list[Any]:

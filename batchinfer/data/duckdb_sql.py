@@ -33,7 +33,7 @@ def refuse_strange(kept: list[pa.Field]) -> None:
     with duckdb.connect() as connection:
         for field in kept:
             try:
-                connection.register("rows", pa.schema([field]).empty_table())
+                connection.register("rows", pa.table([pa.nulls(0, field.type)], [field.name]))
             except duckdb.NotImplementedException:
                 raise ConfigError(
                     f"output.keep_columns names {field.name!r}, which is {field.type}, a type that output.format = "

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.config import DEFAULT_S3, S3Config
-from batchinfer.data.columns import is_json, is_text
-from batchinfer.data.inputs import column_type, readable_schemas
+from batchinfer.data.columns import is_json, is_text, plain_type
+from batchinfer.data.inputs import readable_schemas
 from batchinfer.data.schemas.outputs import OUTPUTS, OUTPUTS_WITH_REASONING
 from batchinfer.records import ConfigError, Shard
 from batchinfer.sanitize import first_line
@@ -65,10 +65,10 @@ def _kept_field(schemas: list[tuple[Shard, pa.Schema]], name: str) -> pa.Field:
     for shard, schema in schemas:
         if len(schema.get_all_field_indices(name)) > 1:
             raise ConfigError(f"output.keep_columns names {name!r}, which {shard.path} has more than once; rename one")
-        kind = _kept_type(schema, name)
-        if kind is None:
+        if name not in schema.names:
             continue
-        if not _can_be_copied(name, kind):
+        kind = plain_type(schema.field(name).type, keeps_json=True)
+        if not can_be_copied(name, kind):
             raise ConfigError(
                 f"output.keep_columns names {name!r}, which is {kind}, a type that Parquet has not or that cannot be "
                 f"copied, in {shard.path}; convert it"
@@ -86,13 +86,8 @@ def _kept_field(schemas: list[tuple[Shard, pa.Schema]], name: str) -> pa.Field:
     return pa.field(name, kept)
 
 
-def _kept_type(schema: pa.Schema, name: str) -> pa.DataType | None:
-    """The type of a column as batches have it, but what is JSON stays JSON."""
-    kind = column_type(schema, name)
-    return pa.json_(kind) if kind is not None and is_json(schema.field(name).type) else kind
-
-
-def _can_be_copied(name: str, kind: pa.DataType) -> bool:
+def can_be_copied(name: str, kind: pa.DataType) -> bool:
+    """Whether Parquet holds columns of a type, and Arrow takes rows out of them."""
     try:
         pa.nulls(1, kind).take(pa.array([0]))
         pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([pa.field(name, kind)])).close()

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.config import JobConfig
-from batchinfer.data.columns import ENCODED, token_lists, without_dictionary
+from batchinfer.data.columns import ENCODED, list_lengths, token_lists, without_dictionary
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.text_encoder import too_long
 from batchinfer.sanitize import clip
@@ -126,8 +126,3 @@ def bad_ids(lists: pa.Array, vocab_size: int) -> Iterator[tuple[int, str]]:
 def _plain(column: pa.Array) -> pa.Array:
     column = without_dictionary(column)
     return column.cast(pa.large_string()) if pa.types.is_string_view(column.type) else column
-
-
-def list_lengths(lists: pa.Array) -> np.ndarray:
-    """[N] int64 entries of each list; 0 for null."""
-    return pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)

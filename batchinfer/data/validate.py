@@ -15,14 +15,14 @@ import pyarrow as pa
 from batchinfer.config import JobConfig
 from batchinfer.data.choices import ChoiceChecks, Choices
 from batchinfer.data.column_checks import wanted_columns
-from batchinfer.data.columns import python_values
+from batchinfer.data.columns import list_lengths, python_values
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.formats.line_rows import bad_lines
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.data.kept_fields import conformed
 from batchinfer.data.overrides import SamplingOverrides
 from batchinfer.data.parquet import own_parquet, table_writer
-from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch, list_lengths
+from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch
 from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.row_tools import rows_with_tools
 from batchinfer.data.schemas.internal import TOKENS

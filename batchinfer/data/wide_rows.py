@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.data.columns import is_text, plain_type
+from batchinfer.data.plain_arrays import list_bounds, plain_array, runs_of, with_plain_dictionary
 
 BATCH_BYTES = 8 << 20  # decoded bytes that one batch should stay under
 ROW_BYTES = 1 << 30  # most decoded bytes of one row
@@ -69,7 +70,7 @@ def _dictionary_bytes(source: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> i
 
 
 def decoded(batch: pa.RecordBatch, first_row: int) -> Iterator[pa.RecordBatch]:
-    """The batch with its values in place, as columns.plain_type has them, in slices of about BATCH_BYTES.
+    """Yield the batch with its values in place, as columns.plain_type has them, in slices of about BATCH_BYTES.
 
     Raises:
         WideRowError: a row has more than ROW_BYTES; the message counts rows from `first_row`.
@@ -81,8 +82,9 @@ def decoded(batch: pa.RecordBatch, first_row: int) -> Iterator[pa.RecordBatch]:
     if (row_bytes > ROW_BYTES).any():
         row = int(np.argmax(row_bytes > ROW_BYTES))
         raise WideRowError(f"row {first_row + row} holds {row_bytes[row]} bytes, more than {ROW_BYTES}")
+    columns_of_batch = [with_plain_dictionary(column) for column in batch.columns]
     for first, end in runs_of_rows(row_bytes, BATCH_BYTES, len(batch)):
-        columns = [_in_place(column.slice(first, end - first)) for column in batch.columns]
+        columns = [plain_array(column.slice(first, end - first)) for column in columns_of_batch]
         yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
@@ -105,9 +107,15 @@ def bytes_of_rows(array: pa.Array) -> np.ndarray:
     if pa.types.is_dictionary(kind):
         of_value = bytes_of_rows(array.dictionary)
         return of_value[array.indices.fill_null(0).to_numpy()] if len(of_value) else np.zeros(len(array), np.int64)
+    if pa.types.is_run_end_encoded(kind):
+        return bytes_of_rows(array.values)[runs_of(array)]
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         ends = np.cumsum(np.concatenate([[0], bytes_of_rows(array.values)]))[array.offsets.to_numpy()]
         return np.diff(ends)
+    if pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
+        before = np.cumsum(np.concatenate([[0], bytes_of_rows(array.values)]))
+        starts, ends = list_bounds(array)
+        return before[ends] - before[starts]
     if pa.types.is_struct(kind):
         return np.sum([bytes_of_rows(part) for part in array.flatten()], axis=0, initial=0) + np.zeros(
             len(array), np.int64
@@ -128,13 +136,3 @@ def _bytes_of_views(array: pa.Array) -> np.ndarray:
     views = np.frombuffer(array.buffers()[1], np.int32, count=4 * (array.offset + len(array))).reshape(-1, 4)
     is_valid = array.is_valid().to_numpy(zero_copy_only=False)
     return np.where(is_valid, views[array.offset :, 0], 0).astype(np.int64)
-
-
-def _in_place(array: pa.Array) -> pa.Array:
-    if pa.types.is_dictionary(array.type):
-        if len(array) == 1 and array.is_valid()[0].as_py():  # however large, nothing is copied
-            array = array.dictionary.slice(array.indices[0].as_py(), 1)
-        else:
-            array = array.dictionary_decode()
-    plain = plain_type(array.type)
-    return array if array.type == plain else array.cast(plain)

@@ -22,7 +22,7 @@ class KeptRows:
         present = shard_schema(shard, s3) if kept else pa.schema([])
         names = [field.name for field in kept if column_type(present, field.name) is not None]
         self._batches = read_batches(shard, names, s3=s3) if names else None
-        self._batch = pa.RecordBatch.from_pylist([], pa.schema(kept))
+        self._batch = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in kept], schema=pa.schema(kept))
         self._base = 0  # row of the batch's first line
 
     def of(self, rows: pa.Array) -> Iterator[tuple[int, list[pa.ChunkedArray]]]:

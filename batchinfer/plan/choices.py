@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.data.prompts import list_lengths
+from batchinfer.data.columns import list_lengths
 from batchinfer.plan.prefix.prompt_parts import offsets_of
 
 MOST_TOKENS = 1 << 23  # of the prompts that are written out at once, one at least

@@ -67,6 +67,8 @@ def test_ids_are_integers_only_when_every_shard_has_integers(tmp_path, ids, expe
         (pa.json_(), pa.string(), pa.string()),
         (pa.list_(pa.string_view()), pa.list_(pa.string()), pa.list_(pa.string())),
         (pa.struct([("a", pa.string_view())]), pa.struct([("a", pa.string())]), pa.struct([("a", pa.string())])),
+        (pa.list_view(pa.string_view()), pa.list_(pa.field("element", pa.string())), pa.list_(pa.string())),
+        (map_of(pa.string_view()), map_of(pa.string()), map_of(pa.string())),
     ],
 )
 def test_kept_columns_get_one_type_that_holds_all(tmp_path, first, second, expected):
@@ -139,7 +141,8 @@ def test_integers_that_a_double_does_not_hold_are_refused_by_their_value(tmp_pat
 @pytest.mark.parametrize(
     "column",
     [
-        pa.array([[("a", "b")]], pa.map_(pa.string_view(), pa.string_view())),
+        pa.array([(1, 2, 3)], pa.month_day_nano_interval()),
+        pa.array([[{}]], pa.list_(pa.struct([]))),
         pa.array([[]], pa.struct([])),
         pa.array([Decimal(1200)], pa.decimal128(5, -2)),
     ],

@@ -1,0 +1,129 @@
+"""Tables of any library as batches of rows whose columns Parquet can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from batchinfer.data.columns import plain_type
+from batchinfer.data.kept_fields import can_be_copied
+from batchinfer.data.wide_rows import decoded
+from batchinfer.records import InputError
+from batchinfer.sanitize import first_line
+
+BATCH_ROWS = 16384  # of a Dataset of Hugging Face's, at a time
+# what a library raises for a column that Arrow has no type for
+NOT_ARROW = (pa.ArrowException, ValueError, TypeError, OverflowError)
+
+
+def is_column(data: Any) -> bool:
+    """Whether this is one column: an array of Arrow's, or a Series of pandas or polars."""
+    is_array = isinstance(data, pa.Array | pa.ChunkedArray)
+    # asked of the class: a frame has its columns as attributes
+    return is_array or (hasattr(data, "__arrow_c_stream__") and hasattr(type(data), "dtype"))
+
+
+def column_of(data: Any) -> pa.ChunkedArray:
+    """Return the values of one column.
+
+    Raises:
+        pa.ArrowException, ValueError, TypeError, OverflowError: they cannot be Arrow data.
+    """
+    return pa.chunked_array([data] if isinstance(data, pa.Array) else data)
+
+
+def batches_of(data: Any) -> tuple[pa.RecordBatchReader, dict[str, str]] | None:
+    """Return the rows of a table, and why each column that is missing from them is; None if `data` is no table.
+
+    A column of structs is a table.
+
+    Raises:
+        pa.ArrowException, ValueError, TypeError, OverflowError: none of its columns can be Arrow data.
+    """
+    if is_column(data):
+        return pa.Table.from_struct_array(column_of(data)).to_reader(), {}
+    if isinstance(data, ds.Dataset):
+        return data.scanner().to_reader(), {}
+    if hasattr(getattr(data, "features", None), "arrow_schema"):
+        return _of_hugging_face(data), {}
+    if not hasattr(data, "__arrow_c_stream__"):
+        return None
+    lost: dict[str, str] = {}
+    try:
+        reader = pa.RecordBatchReader.from_stream(data)
+    except NOT_ARROW:
+        lost = _columns_not_arrow(data)
+        good = [name for name in data.columns if str(name) not in lost] if lost else []
+        if not good:
+            raise
+        reader = pa.RecordBatchReader.from_stream(data[good])
+    if type(data).__module__.startswith("polars"):
+        # polars hands over Python objects as their addresses, and nothing else as bytes of one size
+        sizes = {field.name for field in reader.schema if pa.types.is_fixed_size_binary(field.type)}
+        lost |= dict.fromkeys(sizes, "it holds Python objects")
+    return reader, lost
+
+
+def storable(reader: pa.RecordBatchReader, lost: dict[str, str], used: Collection[str]) -> pa.RecordBatchReader:
+    """Return the rows with their columns as Parquet has them, without those that it has not.
+
+    Args:
+        lost: columns that cannot be taken, and why.
+        used: the columns that the job reads.
+
+    Raises:
+        InputError: one of these cannot be taken.
+    """
+    stored = [field.with_type(_stored_type(field.type)) for field in reader.schema]
+    for field, read in zip(stored, reader.schema, strict=True):
+        if field.name not in lost and not can_be_copied(field.name, field.type):
+            lost[field.name] = f"it is {read.type}, which Parquet has not"
+    for name, reason in lost.items():
+        if name in used:
+            raise InputError(f"column {name!r} of data cannot be taken: {reason}; convert it, for example to text")
+    places = [place for place, field in enumerate(stored) if field.name not in lost]
+    schema = pa.schema([stored[place].remove_metadata() for place in places])
+    return pa.RecordBatchReader.from_batches(schema, _stored_batches(reader, places, schema))
+
+
+def _stored_batches(reader: pa.RecordBatchReader, places: list[int], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    num_rows = 0
+    for batch in reader:
+        for part in decoded(batch.select(places), num_rows):
+            columns = [column.cast(kind) for column, kind in zip(part.columns, schema.types, strict=True)]
+            yield pa.RecordBatch.from_arrays(columns, schema=schema)
+        num_rows += len(batch)
+
+
+def _stored_type(kind: pa.DataType) -> pa.DataType:
+    plain = plain_type(kind, keeps_json=True)
+    # the type that Parquet gives for a dictionary of large texts
+    return pa.string() if pa.types.is_dictionary(kind) and pa.types.is_large_string(plain) else plain
+
+
+def _columns_not_arrow(data: Any) -> dict[str, str]:
+    """Return the columns of a frame that cannot be Arrow data, each with the reason."""
+    lost = {}
+    for name in getattr(data, "columns", ()):
+        try:
+            pa.RecordBatchReader.from_stream(data[[name]])
+        except NOT_ARROW as error:
+            kind = getattr(data[name], "dtype", "own")  # two columns of one name have none
+            lost[str(name)] = f"Arrow cannot hold its {kind} values ({_reason(error)})"
+    return lost
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first of an error's sentences: pandas adds one that names the column."""
+    return first_line(ValueError(*error.args[:1]))
+
+
+def _of_hugging_face(data: Any) -> pa.RecordBatchReader:
+    """Return the rows of a Dataset of the library `datasets` in its own order; its table may hold others, too."""
+    schema = data.features.arrow_schema
+    tables = data.with_format("arrow").iter(BATCH_ROWS)
+    batches = (batch for table in tables for batch in table.cast(schema).to_batches())
+    return pa.RecordBatchReader.from_batches(schema, batches)
