@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
@@ -30,6 +31,7 @@ class PromptTokenizer:
     """Text and chats to token ids, token ids to text.
 
     Attributes:
+        file: the vocabulary, for messages.
         template_text, named_tokens: the chat template, if there is one; texts of bos_token and others.
         eos_token_ids: the ids that end an answer.
         vocab_size: ids that the tokenizer knows (the model may have more).
@@ -39,12 +41,14 @@ class PromptTokenizer:
     def __init__(
         self,
         tokenizer: Tokenizer,
+        file: Path,
         template: str | None,
         named_tokens: dict[str, str],
         eos_token_ids: frozenset[int],
         digest: str,
     ) -> None:
         self._tokenizer = tokenizer
+        self.file = file
         self.template_text = template
         self.named_tokens = named_tokens
         self._template: ChatTemplate | None = None

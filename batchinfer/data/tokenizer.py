@@ -64,7 +64,7 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
     digest = hashlib.blake2b(digest_size=16)
     for part in (text, template or "", json.dumps(settings, sort_keys=True)):
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
-    return PromptTokenizer(tokenizer, template, named, eos_token_ids, digest.hexdigest())
+    return PromptTokenizer(tokenizer, file, template, named, eos_token_ids, digest.hexdigest())
 
 
 def has_chat_template(folder: Path) -> bool:

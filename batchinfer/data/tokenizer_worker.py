@@ -25,6 +25,7 @@ from batchinfer.data import chat  # noqa: F401  (the template engine, before it 
 from batchinfer.data.prompt_tokenizer import thinking_tokens
 from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
+from batchinfer.data.text_loss import refuse_lost_text
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
 from batchinfer.data.tool_forms import own_forms
@@ -79,6 +80,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
             if settings["input"]["token_ids"] is None or settings["input"]["choices"] is not None:
                 encoder = RowEncoder(tokenizer, prompts, settings["most_tokens"], settings["input"]["control_tokens"])
                 encoder.try_out()
+                refuse_lost_text(tokenizer)
     except ModelError as error:
         return None, {"error": clip(str(error))}
     except FileNotFoundError as error:
