@@ -103,20 +103,24 @@ def id_type(shards: list[Shard], id_column: str, s3: S3Config = DEFAULT_S3) -> p
 
     A shard may have doubles beside others with integers: pandas makes them of integers with nulls.
     """
-    found = [column_type(schema, id_column) for _, schema in readable_schemas(shards, s3)]
+    found = [column_type(schema, id_column) for _, schema in schemas_of_rows(shards, s3)]
     kinds = [kind for kind in found if kind is not None and not pa.types.is_null(kind)]
     integers = [kind for kind in kinds if pa.types.is_integer(kind)]
     fits = pa.uint64() not in kinds and all(kind == pa.float64() for kind in kinds if kind not in integers)
     return pa.int64() if integers and fits else pa.string()
 
 
-def readable_schemas(shards: list[Shard], s3: S3Config = DEFAULT_S3) -> list[tuple[Shard, pa.Schema]]:
-    """The shards that can be read, each with its schema.
+def schemas_of_rows(shards: list[Shard], s3: S3Config = DEFAULT_S3) -> list[tuple[Shard, pa.Schema]]:
+    """Return the readable shards that have rows, each with its schema; all readable ones if none has rows.
+
+    The types of a shard without rows describe nothing: pandas writes an empty frame with types of its own.
 
     Raises:
         InputError, StoreError, RunMismatchError: as of `shard_schema`.
     """
-    return [(shard, shard_schema(shard, s3)) for shard in shards if shard.problem is None]
+    readable = [shard for shard in shards if shard.problem is None]
+    with_rows = [shard for shard in readable if shard.num_rows] or readable
+    return [(shard, shard_schema(shard, s3)) for shard in with_rows]
 
 
 # ---- reading

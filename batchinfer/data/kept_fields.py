@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.config import DEFAULT_S3, S3Config
 from batchinfer.data.columns import is_json, is_text, plain_type
-from batchinfer.data.inputs import readable_schemas
+from batchinfer.data.inputs import schemas_of_rows
 from batchinfer.data.schemas.outputs import OUTPUTS, OUTPUTS_WITH_REASONING
 from batchinfer.records import ConfigError, Shard
 from batchinfer.sanitize import first_line
@@ -32,7 +32,7 @@ def kept_fields(shards: list[Shard], keep_columns: list[str], s3: S3Config = DEF
             raise ConfigError(f"output.keep_columns names {name!r}, which outputs have already; rename it in the input")
     if not keep_columns:
         return []
-    schemas = readable_schemas(shards, s3)
+    schemas = schemas_of_rows(shards, s3)
     if not schemas:
         return [pa.field(name, pa.null()) for name in keep_columns]
     return [_kept_field(schemas, name) for name in keep_columns]
@@ -48,7 +48,7 @@ def conformed(batch: pa.RecordBatch, kept: Sequence[pa.Field], shard: Shard) -> 
 
 
 def _conformed(batch: pa.RecordBatch, field: pa.Field, shard: Shard) -> pa.Array:
-    if field.name not in batch.schema.names:
+    if field.name not in batch.schema.names or not len(batch):
         return pa.nulls(len(batch), field.type)
     column = batch[field.name]
     try:

@@ -17,6 +17,7 @@ from batchinfer.config import DEFAULT_S3, JobConfig, checked, dump_job, is_uri
 from batchinfer.config.toml_text import toml_value
 from batchinfer.data.column_checks import NO_IDS, prompt_settings
 from batchinfer.data.columns import is_id_type, python_values
+from batchinfer.data.formats.line_rows import why_no_row
 from batchinfer.data.formats.openai_batch import are_requests
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.data.parquet import table_writer
@@ -24,7 +25,7 @@ from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.first_dtype import choose_dtype, this_machine
-from batchinfer.plan.input_columns import no_columns
+from batchinfer.plan.input_columns import no_rows
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.whole_files import publish_text
 
@@ -63,9 +64,10 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     readable = [shard for shard in shards if shard.problem is None]
     if not readable:
         raise InputError(f"none of the {len(shards)} files of {data} can be read; the first: {shards[0].problem}")
-    if not shard_schema(readable[0]).names:
-        raise ConfigError(no_columns(readable[0]))
-    is_batch = readable[0].format == "jsonl" and are_requests(shard_schema(readable[0]))
+    schema = shard_schema(readable[0])
+    if not schema.names or why_no_row(schema) is not None:
+        raise ConfigError(no_rows(readable[0], schema))
+    is_batch = readable[0].format == "jsonl" and are_requests(schema)
     inputs, of_inputs = _OF_BATCH if is_batch else _of_columns(_Columns(readable[0]), model)
     run = _free_folder(folder, target.stem)
     (dtype, why), max_tokens = choose_dtype(model, this_machine()), min(MAX_TOKENS, max(1, window // 2))

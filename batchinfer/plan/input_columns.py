@@ -8,8 +8,9 @@ from batchinfer.config import DEFAULT_S3, JobConfig, S3Config, did_you_mean
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
 from batchinfer.data.duckdb_sql import refuse_strange
 from batchinfer.data.formats.first_bytes import advice
+from batchinfer.data.formats.line_rows import why_no_row
 from batchinfer.data.formats.openai_batch import are_requests
-from batchinfer.data.inputs import column_type, first_bytes, shard_schema
+from batchinfer.data.inputs import column_type, first_bytes, schemas_of_rows
 from batchinfer.data.kept_fields import kept_fields
 from batchinfer.data.schemas.outputs import asked_for
 from batchinfer.records import ConfigError, ConfigErrors, Shard
@@ -31,41 +32,44 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
         ConfigErrors: says of each what is wrong and what would do.
         ConfigError: columns to keep do not go together, or have names of output columns.
     """
-    readable = [shard for shard in shards if shard.problem is None]
-    # a file without rows has types of its own
-    told = [shard for shard in readable if shard.num_rows] or readable
-    # the first is what sentences tell of; lines that are all broken have no columns
-    schemas = sorted((shard_schema(shard, job.s3) for shard in told), key=lambda schema: not schema.names)
-    if not schemas[0].names:
-        raise ConfigError(no_columns(told[0], job.s3))
+    found = schemas_of_rows(shards, job.s3)
+    # lines that are all broken say nothing of columns; the first schema is the one that sentences tell of
+    schemas = [schema for _, schema in found if schema.names and why_no_row(schema) is None]
+    if not schemas:
+        raise ConfigError(no_rows(*found[0], job.s3))
     wanted = wanted_columns(job, of_prompts)
     ids = id_column(job)
     is_id_wanted = "id" in job.input.model_fields_set and ids.name != NO_IDS
     has_ids = any(ids.name in schema.names for schema in schemas)
     if is_id_wanted or has_ids:
         wanted.insert(0, ids)
-    found = [_problem(column, schemas) for column in wanted]
+    problems = [_problem(column, schemas) for column in wanted]
     if job.output.format == "openai" and not is_id_wanted and not has_ids:
-        found.append(
+        problems.append(
             f"output.format is 'openai', in which lines are answers by id, but no input shard has a column "
             f"{ids.name!r}; name the one of ids as input.id, or use jsonl"
         )
     for name in job.output.keep_columns:
         if not any(name in schema.names for schema in schemas):
-            found.append(f"output.keep_columns names {name!r}, which no shard has; {_instead(name, schemas[0])}")
-    problems = list(dict.fromkeys(sentence for sentence in found if sentence is not None))
-    if problems:
-        raise ConfigErrors(problems)
+            problems.append(f"output.keep_columns names {name!r}, which no shard has; {_instead(name, schemas[0])}")
+    sentences = list(dict.fromkeys(sentence for sentence in problems if sentence is not None))
+    if sentences:
+        raise ConfigErrors(sentences)
     return _kept(job, shards)
 
 
-def no_columns(shard: Shard, s3: S3Config = DEFAULT_S3) -> str:
-    """What is told of a shard without columns: that it is empty, or what it looks like."""
+def no_rows(shard: Shard, schema: pa.Schema, s3: S3Config = DEFAULT_S3) -> str:
+    """Return why a shard has no columns, or no row that can be read."""
     if not shard.num_rows:
         return f"the input has no rows and no columns: {shard.path} is empty; correct input.files"
     hint = advice(first_bytes(shard, s3), shard.format)
-    what = "no line is a JSON object with a key in it" if shard.format == "jsonl" else "it has no columns"
-    return f"no row of the input can be read; in {shard.path} {what}{hint}"
+    reason = why_no_row(schema)
+    if shard.format == "jsonl":
+        first = "" if reason is None else f": {reason}"
+        return (
+            f"no row of the input can be read{first}; in {shard.path} no line is a JSON object with a key in it{hint}"
+        )
+    return f"no row of the input can be read; the first of {shard.path}: {reason or 'it has no columns'}{hint}"
 
 
 def _kept(job: JobConfig, shards: list[Shard]) -> list[pa.Field]:

@@ -59,6 +59,9 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> lis
     if not encoders.writes_tools and job.input.tools is not None and tools_column(job) is None:
         warn_of_tools(job)
     kept = check_columns(job, shards, encoders.columns)
+    readable = [shard for shard in shards if shard.problem is None]
+    if not any(shard.num_rows for shard in readable):
+        note(f"warning: the input has no rows; {readable[0].path} has columns, but nothing below them")
     check_rows(job, shards)
     return kept
 

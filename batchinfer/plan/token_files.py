@@ -71,7 +71,7 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
                 for file in (run.token_checksums(shard.index), target):  # so that a strict rerun finds the row again
                     file.unlink()
                 raise InputError(f"{shard.path}: {found.first_error}; correct the row, or run without --strict")
-            if found.id_missing and prepared.job.input.id != NO_IDS:
+            if found.id_missing and shard.num_rows and prepared.job.input.id != NO_IDS:
                 note(f"warning: {shard.path} has no column {prepared.job.input.id!r}; its rows have null ids")
             checked.append(shard)
     if num_unwritten_tools:

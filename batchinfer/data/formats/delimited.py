@@ -31,8 +31,8 @@ class _Texts:
             return line.decode(errors="replace")
 
 
-def csv_records(content: io.BufferedReader, delimiter: str) -> Iterator[Record]:
-    """The rows of a file with a header, every value as text; an empty field is null, a blank line is no row.
+def csv_rows(content: io.BufferedReader, delimiter: str) -> tuple[list[str], Iterator[Record]]:
+    """Return the header of a file, and its rows: every value as text; an empty field is null, a blank line is no row.
 
     Raises:
         ValueError: the file is empty, its header is not sound, or a line is too long.
@@ -41,6 +41,10 @@ def csv_records(content: io.BufferedReader, delimiter: str) -> Iterator[Record]:
     texts = _Texts(content)
     reader = csv.reader(texts, delimiter=delimiter, strict=True)
     header = _header(reader, texts)
+    return header, _records(reader, texts, header)
+
+
+def _records(reader: Iterator[list[str]], texts: _Texts, header: list[str]) -> Iterator[Record]:
     while True:
         first, before = texts.number + 1, texts.num_bytes
         try:

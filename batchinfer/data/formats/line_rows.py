@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from batchinfer.data.formats.delimited import csv_records
+from batchinfer.data.formats.delimited import csv_rows
 from batchinfer.data.formats.jsonl import filled_lines, integer_lists, json_records
 from batchinfer.data.formats.lines import BadRow, Bytes, HashedBytes, Record, decompressed
 from batchinfer.data.formats.names import compression_of, delimiter_of
@@ -17,6 +17,7 @@ from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.records import Shard
 from batchinfer.sanitize import clip
 
+_FIRST_ERROR = b"first_error"  # in the metadata of a schema: that of the first row, where all are bad
 ROW_ERROR = "\0error"  # the last column of each batch: why a row is bad; null: it is good
 
 
@@ -27,19 +28,35 @@ def inspect(shard: Shard, source: Bytes, roles: Mapping[str, str]) -> Shard:
         OSError, ValueError: it is damaged, or no file of lines.
     """
     hashed = HashedBytes(source)
-    columns, num_rows = Columns(roles, is_text=shard.format == "csv"), 0
     if shard.format == "openai":
         num_rows, found = sum(1 for _ in filled_lines(_content(shard, hashed))), SCHEMA
     else:
-        integers = next((name for name, role in roles.items() if role == "token_ids"), None)
-        for _, _, values in _records(shard, hashed, integers):
-            num_rows += 1
-            if not isinstance(values, str):
-                columns.see(values)
-        found = columns.schema()
+        num_rows, found = _columns_of(shard, hashed, roles)
     footer = hashed.digest()
     schema = base64.b64encode(found.serialize().to_pybytes()).decode()
     return replace(shard, footer=footer, size_bytes=hashed.num_bytes, num_rows=num_rows, schema=schema)
+
+
+def _columns_of(shard: Shard, hashed: HashedBytes, roles: Mapping[str, str]) -> tuple[int, pa.Schema]:
+    columns = Columns(roles, is_text=shard.format == "csv")
+    num_rows, has_good, first_error = 0, False, ""
+    header, records = _opened(shard, hashed, next((name for name, role in roles.items() if role == "token_ids"), None))
+    columns.know(header)
+    for _, _, values in records:
+        num_rows += 1
+        if isinstance(values, str):
+            first_error = first_error or values
+        else:
+            has_good = True
+            columns.see(values)
+    schema = columns.schema()
+    return num_rows, schema if has_good or not num_rows else schema.with_metadata({_FIRST_ERROR: first_error})
+
+
+def why_no_row(schema: pa.Schema) -> str | None:
+    """Return why the first row of a file cannot be read if no row can; None if one can, or there is none."""
+    reason = (schema.metadata or {}).get(_FIRST_ERROR)
+    return None if reason is None else clip(reason.decode())
 
 
 def schema_of(shard: Shard) -> pa.Schema:
@@ -60,7 +77,7 @@ def batches(shard: Shard, source: Bytes, columns: list[str], batch_rows: int) ->
     group: list[Record] = []
     num_bytes = 0
     integers = next((field.name for field in fields if role_of(field) == "token_ids"), None)
-    for record in _records(shard, hashed, integers):
+    for record in _opened(shard, hashed, integers)[1]:
         group.append(record)
         num_bytes += record[1]
         if len(group) >= batch_rows or num_bytes >= BATCH_BYTES:
@@ -83,11 +100,12 @@ def _content(shard: Shard, source: HashedBytes) -> io.BufferedReader:
     return decompressed(source, compression_of(shard.path))
 
 
-def _records(shard: Shard, source: HashedBytes, integers: str | None) -> Iterator[Record]:
+def _opened(shard: Shard, source: HashedBytes, integers: str | None) -> tuple[list[str], Iterator[Record]]:
+    """Return the columns that a file names before its rows, and the rows."""
     content = _content(shard, source)
     if shard.format == "csv":
-        return csv_records(content, delimiter_of(shard.path))
-    return openai_records(content) if shard.format == "openai" else json_records(content, integers)
+        return csv_rows(content, delimiter_of(shard.path))
+    return [], openai_records(content) if shard.format == "openai" else json_records(content, integers)
 
 
 def _batch(records: list[Record], fields: list[pa.Field]) -> pa.RecordBatch:

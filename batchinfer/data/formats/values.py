@@ -8,7 +8,7 @@ holds every value, or JSON text where none does. So do prompts and ids of which 
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -79,6 +79,12 @@ class Columns:
         self._kind_of: Callable[[Any], Kind] = _kind_of_text if is_text else kind_of
         self._kinds: dict[str, Kind] = {}
 
+    def know(self, names: Iterable[str]) -> None:
+        """Take note of columns that the file names before its rows."""
+        for name in names:
+            if name in self._roles or len(self._kinds) < MOST_NAMES:
+                self._kinds.setdefault(name, "null")
+
     def see(self, values: Mapping[str, object]) -> None:
         """Take note of one row."""
         kinds = self._kinds
@@ -122,7 +128,7 @@ class Columns:
             kept, how = pa.string(), "id"
         elif self._is_text:
             kept = pa.string() if kept is None else kept
-            how = "" if kept == pa.string() else str(kept)
+            how = "" if kept in (pa.string(), pa.null()) else str(kept)
         elif kept is None:
             kept, how = pa.string(), "json" if role == "variable" else "strict_json"
         return pa.field(name, kept, metadata={"fitting": how})
