@@ -26,6 +26,7 @@ from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch
 from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.row_tools import rows_with_tools
 from batchinfer.data.schemas.internal import TOKENS
+from batchinfer.data.tool_nulls import first_lost_null
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
 from batchinfer.records import Sampling, Shard
@@ -46,6 +47,7 @@ class ShardRows:
     first_error: str | None = None  # "row <row>: <sentence>" of the first bad row
     id_missing: bool = False  # the shard has no id column
     num_unwritten_tools: int = 0  # good rows with tools that the chat template does not write
+    lost_null: str | None = None  # "<key> in row <row>" of the first null of a tool that prompts leave out
 
 
 def tokenize_shard(
@@ -143,6 +145,7 @@ class _RowChecker:
         self._job_sampling = job.sampling.to_sampling()
         self._sampling, self._choices = job.input.sampling, job.input.choices
         self._of_prompts = encoders.columns
+        self._tools = job.input.tools
         self._overrides = SamplingOverrides(
             job.sampling,
             "body" if job.input.format == "openai" else self._sampling or "",
@@ -174,6 +177,9 @@ class _RowChecker:
             if batch.errors and self.found.first_error is None:
                 row = min(batch.errors)
                 self.found.first_error = f"row {self.found.num_rows + row}: {batch.errors[row]}"
+            if self._tools in batch.columns.schema.names and self.found.lost_null is None:
+                lost = first_lost_null(batch.columns[self._tools])
+                self.found.lost_null = lost and f"{lost[1]} in row {self.found.num_rows + lost[0]}"
             self.found.num_rows += batch.num_rows
             self.found.num_bad += len(batch.errors)
             if self._job_of_tools is not None:

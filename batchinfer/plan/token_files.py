@@ -26,7 +26,7 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
     limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
     id_type = pa.type_for_alias(read_state(run)["id_type"])
     checked = []
-    num_capped = num_unwritten_tools = 0
+    num_capped, num_unwritten_tools, lost_null = 0, 0, ""
     with (
         Progress("tokenise", sum(shard.num_rows for shard in shards), "rows", phase="planning") as progress,
         Publisher(partial(_vouch_for_tokens, run, prepared.manifest)) as publisher,
@@ -64,6 +64,8 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
                     continue
             num_capped += found.num_capped
             num_unwritten_tools += found.num_unwritten_tools
+            if found.lost_null is not None:
+                lost_null = lost_null or f"{found.lost_null} of {shard.path}"
             if found.num_bad:
                 note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
             if found.num_bad and strict:
@@ -76,6 +78,11 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
             checked.append(shard)
     if num_unwritten_tools:
         warn_of_tools(prepared.job)
+    if lost_null:
+        note(
+            f"warning: column {prepared.job.input.tools!r} has null as {lost_null}; structs cannot say whether it is a "
+            "value, so prompts leave it out; give tools as JSON text if it is meant"
+        )
     if num_capped:
         note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
     return checked

@@ -1,0 +1,49 @@
+"""Nulls in a column of tools that may be values: Arrow fills structs up with nulls, which prompts leave out."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+from batchinfer.data.columns import list_lengths
+
+# keys of JSON Schema for which null is a value like any other
+_VALUES = ("default", "const")
+_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # whose keys are names of parameters and the like
+
+
+def first_lost_null(column: pa.Array) -> tuple[int, str] | None:
+    """Return the first row with a null that may be a value, and its key; None if there is none.
+
+    A struct of which no other field has a value is none of the row's, unless it has no other fields.
+
+    Args:
+        column: of structs, lists of structs or texts; only the former can have such a null.
+    """
+    found = list(_lost_nulls(column, np.arange(len(column)), ""))
+    return min(found, default=None)
+
+
+def _lost_nulls(values: pa.Array, rows: np.ndarray, name: str) -> Iterator[tuple[int, str]]:
+    """Yield the first row, for each key of each struct in `values`, that has null there.
+
+    Args:
+        rows: [len(values)] the row of the column that each value is in.
+        name: the key that the values stand behind.
+    """
+    kind = values.type
+    if hasattr(kind, "value_type") and not pa.types.is_dictionary(kind):
+        yield from _lost_nulls(values.flatten(), np.repeat(rows, list_lengths(values)), name)
+    if not pa.types.is_struct(kind):
+        return
+    is_there = values.is_valid()
+    rows, values = rows[is_there.to_numpy(zero_copy_only=False)], values.filter(is_there)
+    parts = {part.name: values.field(index) for index, part in enumerate(kind)}
+    has_value = {key: part.is_valid().to_numpy(zero_copy_only=False) for key, part in parts.items()}
+    others = [mask for key, mask in has_value.items() if key not in _VALUES]
+    is_own = np.any(others, axis=0) if others else np.ones(len(rows), bool)
+    for key in _VALUES if name not in _NAMES else ():
+        if key in parts and len(lost := rows[is_own & ~has_value[key]]):
+            yield int(lost[0]), key
+    for key, part in parts.items():
+        yield from _lost_nulls(part, rows, key)

@@ -1,0 +1,91 @@
+"""Nulls in a struct column of tools: told where they may be values, and nowhere else."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.data.tool_nulls import first_lost_null
+from support.hostile import model_folder
+from support.jobs import batchinfer, write_job
+
+TEMPLATE = "{{ tools | tojson if tools }}{{ messages[0].content }}"
+B, C, D = {"b": {"default": None}}, {"c": {"enum": ["x", None]}}, {"d": {"const": None}}
+
+
+def tool(properties):
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def rows(*properties):
+    return pa.array([None if one is None else [tool(one)] for one in properties])
+
+
+@pytest.mark.parametrize(
+    ("column", "found"),
+    [
+        (rows(B | C, D), (0, "default")),
+        (rows(C, D), (1, "const")),
+        (rows(C), None),  # an item of a list is no field: it stays
+        (rows(None, {"b": {"type": "string", "default": 5}}, {"b": {"type": "string"}}), (2, "default")),
+        (rows({"b": {"type": "string"}}, {"c": {"type": "string", "default": 5}}), None),  # b is not there in row 1
+        (rows({"default": {"type": "string"}}, {"x": {"type": "string"}}), None),  # a parameter of this name
+        (rows({"b": {"items": {"type": "string", "const": None}}}), (0, "const")),
+        (rows({"b": {"anyOf": [{"const": 1}, {"const": None}]}}), (0, "const")),
+        (pa.array([[], [tool({"x": {"type": "string"}}), tool(B)]]), (1, "default")),
+        (pa.array([tool({"x": {"type": "string"}}), tool(B)]), (1, "default")),
+        (pa.array([[tool(B)], [tool(D)]]).cast(pa.large_list(rows(B, D).type.value_type)), (0, "default")),
+        # a struct of nulls alone, as polars fills up with
+        (pa.array([[tool({"b": {"type": "x", "default": 5}})], [tool({"b": {"type": None, "default": None}})]]), None),
+        (pa.array(['[{"default": null}]', None]), None),
+        (pa.nulls(2), None),
+        (rows().cast(rows(B).type), None),
+    ],
+)
+def test_the_first_null_that_may_be_a_value_is_found(column, found):
+    assert first_lost_null(column) == found
+    if found is not None:  # wherever a batch begins
+        again = first_lost_null(pa.concat_arrays([column.slice(0, 0), column]).slice(found[0]))
+        assert again == (0, found[1])
+
+
+def prompts_of(folder, name):
+    tokenizer = load_tokenizer(folder / "model")
+    tokens = pq.read_table(folder / name / "tokens")["token_ids"].to_pylist()
+    return [tokenizer.decode(ids) for ids in tokens]
+
+
+def test_a_plan_names_the_first_row_once_and_json_text_keeps_the_nulls(tmp_path):
+    model_folder(tmp_path / "model", template=TEMPLATE)
+    tools = [[tool(B | C)], [tool(D)]]
+    chats = [[{"role": "user", "content": "hello"}]] * 2
+    warned, prompts = {}, {}
+    for name, column in (("structs", tools), ("texts", [json.dumps(one) for one in tools])):
+        (tmp_path / name).mkdir()
+        for part in ("a", "b"):
+            pq.write_table(pa.table({"m": chats, "tools": column}), tmp_path / name / f"{part}.parquet")
+        job = write_job(
+            tmp_path,
+            input={"files": [f"{name}/*"], "prompt": None, "messages": "m", "tools": "tools"},
+            output={"dir": f"{name}-run"},
+            model={"path": str(tmp_path / "model")},
+        )
+        for _ in range(2):  # the second from what the first found
+            ended = batchinfer("plan", job)
+            assert ended.code == 0, ended.err
+            warned.setdefault(name, [line for line in ended.err.splitlines() if "'tools'" in line])
+        prompts[name] = prompts_of(tmp_path, f"{name}-run")
+    assert warned == {
+        "structs": [
+            f"warning: column 'tools' has null as default in row 0 of {tmp_path}/structs/a.parquet; structs cannot say "
+            "whether it is a value, so prompts leave it out; give tools as JSON text if it is meant"
+        ],
+        "texts": [],
+    }
+    assert '"b": {"default": null}' in prompts["texts"][0]
+    assert '"b": {}' in prompts["structs"][0]
+    for found in prompts.values():
+        assert '"c": {"enum": ["x", null]}' in found[0]
