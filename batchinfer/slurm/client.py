@@ -4,7 +4,6 @@ Nothing here goes through a shell: every command is a list of arguments, and wha
 arguments of its own, so that no path or name can turn into a command.
 """
 
-import os
 import re
 import subprocess
 from collections.abc import Iterable
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.records import ConfigError
+from batchinfer.slurm.environment import environment
 
 ANSWER_S = 120.0  # a busy controller may take its time
 # what squeue may still show of a task that has ended
@@ -24,7 +24,6 @@ OWN_OPTIONS = ("--array", "--chdir", "--dependency", "--nodes", "--output", "--p
 SHORT_OWN_OPTIONS = ("-a", "-D", "-d", "-N", "-o")
 # with these sbatch would not come back before the tasks have ended, or would send them where squeue does not look
 LOSING_OPTIONS, SHORT_LOSING_OPTIONS = ("--wait", "--clusters"), ("-W", "-M")
-SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # of Slurm's commands; others with SLURM_ are those of a job
 # what commands say while Slurm's controller starts anew or is busy; of the latter something may come nevertheless
 AWAY = "Unable to contact slurm controller"
 NO_ANSWER = ("Socket timed out", "Zero Bytes were transmitted")
@@ -238,9 +237,7 @@ def _answer(command: list[str]) -> str:
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(
-            command, check=False, capture_output=True, text=True, timeout=ANSWER_S, env=_environment()
-        )
+        return subprocess.run(command, check=False, capture_output=True, text=True, timeout=ANSWER_S, env=environment())
     except OSError as error:
         raise ConfigError(
             f"cannot run {command[0]} ({error.strerror}); submit from a machine that has Slurm's commands, or use "
@@ -265,15 +262,3 @@ def _no_answer(program: str, said: str) -> ConfigError:
             "`batchinfer status` does not count before another try"
         )
     return AwayError(f"{program} got no answer ({said}); try again when Slurm does")
-
-
-def _environment() -> dict[str, str]:
-    """Of Slurm's commands, and of the tasks that sbatch sends.
-
-    Without what a person has set for squeue and scancel (SQUEUE_STATES for example), which would hide tasks. Within
-    another job also without what that was given: its processors and its memory are not those of tasks.
-    """
-    others = ["SQUEUE_", "SCANCEL_"]
-    if "SLURM_JOB_ID" in os.environ:
-        others.append("SLURM_")
-    return {name: value for name, value in os.environ.items() if name in SETTINGS or not name.startswith(tuple(others))}

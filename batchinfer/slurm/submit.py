@@ -19,12 +19,14 @@ from typing import Any
 from batchinfer import own_process
 from batchinfer.checked_json import publish_json
 from batchinfer.config import JobConfig
+from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.run.lock import turn_to_send
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.slurm import client
 from batchinfer.slurm.client import Task
+from batchinfer.slurm.environment import surprising_variables
 from batchinfer.slurm.follower import check_follower, dismiss
 from batchinfer.submit.group import check_group
 from batchinfer.submit.records import sent_records
@@ -105,6 +107,11 @@ def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -
             raise ConfigError(
                 f"{len(live)} tasks of {run.shown} wait or run already ({live[0].name} and so on); change their number "
                 f"with `batchinfer submit --resize {run.shown} N`, or end them with `batchinfer cancel {run.shown}`"
+            )
+        if left_out := surprising_variables():
+            note(
+                f"warning: neither sbatch nor the tasks get {', '.join(left_out)} of this shell; give options of sbatch "
+                "with --sbatch-arg, and another cluster with SLURM_CLUSTERS"
             )
         return _send_all(run, shape, size, client.send, others=[], max_array_size=max_array_size)
 

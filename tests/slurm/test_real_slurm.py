@@ -356,11 +356,16 @@ def test_what_a_person_has_set_for_squeue_hides_no_tasks(submit, monkeypatch):
     assert "2 tasks of" in refused.err
 
 
-def test_a_run_submitted_within_another_job_does_not_get_its_processors_and_memory(submit, reference, monkeypatch):
-    """As in `srun --pty bash` on the fourth processor of a node."""
-    given = {"JOB_ID": "1", "CPU_BIND": "quiet,mask_cpu:0x8", "CPU_BIND_TYPE": "mask_cpu:", "CPU_BIND_LIST": "0x8"}
-    for name, value in (given | {"MEM_PER_NODE": "200000"}).items():
+@pytest.mark.parametrize("given", [{"JOB_ID": "1"}, {}], ids=["inside of it", "behind it"])
+def test_a_run_submitted_within_another_job_does_not_get_its_processors_and_memory(
+    submit, reference, monkeypatch, given
+):
+    """As in `srun --pty bash` on the fourth processor of a node, or in a tmux that was started there."""
+    binding = {"CPU_BIND": "quiet,mask_cpu:0x8", "CPU_BIND_TYPE": "mask_cpu:", "CPU_BIND_LIST": "0x8"}
+    for name, value in (given | binding | {"MEM_PER_NODE": "200000", "CPUS_PER_TASK": "9"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SRUN_CPUS_PER_TASK", "9")
+    monkeypatch.setenv("SBATCH_ARRAY_INX", "0-3")  # the job that finishes would become four
     run = submit("--array", "1")
     expect_outputs(run, reference)
 

@@ -15,6 +15,7 @@ from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from batchinfer.slurm import client
 from batchinfer.slurm.client import AwayError, Task, check_extra_argument, limit_seconds, log_pattern, slices
+from batchinfer.slurm.environment import surprising_variables
 from batchinfer.slurm.schedule import parse_schedule, size_at
 from batchinfer.slurm.submit import Shape, leaving, submissions
 from batchinfer.submit.size import ArraySize, parse_size
@@ -227,6 +228,58 @@ def fake_program(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", str(program.parent), prepend=":")
 
     return answer
+
+
+OF_A_JOB = {
+    "SLURM_CPU_BIND": "mask_cpu:0xF",
+    "SLURM_CPUS_PER_TASK": "4",
+    "SLURM_MEM_PER_NODE": "1000",
+    "SLURM_NTASKS": "8",
+    "SLURM_EXPORT_ENV": "NONE",
+    "SLURMD_NODENAME": "node7",
+    "SRUN_CPUS_PER_TASK": "4",
+    "PMI_RANK": "3",
+    "PMI2_FD": "5",
+    "PMIX_RANK": "3",
+    "PMIX_NAMESPACE": "slurm.pmix.1.0",
+    "SBATCH_CPU_BIND_LIST": "0xF",
+    "SBATCH_MEM_BIND": "local",
+}
+OPTIONS = {"SBATCH_ARRAY_INX": "0-3", "SBATCH_WAIT": "1", "SBATCH_CLUSTERS": "other"}
+OF_A_PERSON = {
+    "SBATCH_ACCOUNT": "physics",
+    "SBATCH_PARTITION": "gpu",
+    "SBATCH_QOS": "night",
+    "SLURM_CONF": "/etc/other.conf",
+    "SLURM_CLUSTERS": "here",
+    "SLURM_JWT": "token",
+    "AWS_REGION": "eu-central-1",
+    "PMIX": "not of a job",
+}
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["behind a job", "inside of a job"])
+def test_sbatch_gets_what_a_person_has_set_and_nothing_of_another_job(fake_program, tmp_path, monkeypatch, is_inside):
+    for name, value in {**OF_A_JOB, **OPTIONS, **OF_A_PERSON}.items():
+        monkeypatch.setenv(name, value)
+    if is_inside:
+        monkeypatch.setenv("SLURM_JOB_ID", "17")
+    fake_program(f"env -0 > {tmp_path}/env; echo 5", "sbatch")
+    assert client.send(["sbatch", "--array=0"]) == "5"
+    given = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().split("\0") if line)
+    assert given.keys() >= OF_A_PERSON.keys()
+    assert not given.keys() & {"SLURM_JOB_ID", *OF_A_JOB, *OPTIONS}
+    assert surprising_variables() == sorted(OPTIONS if is_inside else [*OPTIONS, *OF_A_JOB])
+
+
+def test_submit_names_the_variables_that_it_leaves_out(job, fake_program, tmp_path, monkeypatch):
+    for program in ("sbatch", "scontrol", "squeue"):
+        fake_program("echo MaxArraySize = 1000" if program == "scontrol" else "echo 5", program)
+    run = tmp_path / "run"
+    monkeypatch.setenv("SLURM_CPU_BIND", "mask_cpu:0xF")
+    sent = batchinfer("submit", job, "--set", f"output.dir={run}", "--array", "2")
+    assert sent.code == 0, sent.err
+    assert "warning: neither sbatch nor the tasks get SLURM_CPU_BIND of this shell; give options of sbatch" in sent.err
 
 
 def test_tasks_of_another_cluster(fake_program):
