@@ -110,7 +110,7 @@ def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -
             )
         if left_out := surprising_variables():
             note(
-                f"warning: neither sbatch nor the tasks get {', '.join(left_out)} of this shell; give options of sbatch "
+                f"warning: neither sbatch nor the tasks get {', '.join(left_out)} of this shell; give sbatch's options "
                 "with --sbatch-arg, and another cluster with SLURM_CLUSTERS"
             )
         return _send_all(run, shape, size, client.send, others=[], max_array_size=max_array_size)
