@@ -31,8 +31,8 @@ class PromptTokenizer:
     """Text and chats to token ids, token ids to text.
 
     Attributes:
-        file: the vocabulary, for messages.
-        template_text, named_tokens: the chat template, if there is one; texts of bos_token and others.
+        file, template_text: of the vocabulary; the chat template, if there is one.
+        named_tokens: texts of bos_token and others.
         eos_token_ids: the ids that end an answer.
         vocab_size: ids that the tokenizer knows (the model may have more).
         digest: changes with anything that changes a prompt's ids.
@@ -47,10 +47,8 @@ class PromptTokenizer:
         eos_token_ids: frozenset[int],
         digest: str,
     ) -> None:
-        self._tokenizer = tokenizer
-        self.file = file
-        self.template_text = template
-        self.named_tokens = named_tokens
+        self._tokenizer, self.file = tokenizer, file
+        self.template_text, self.named_tokens = template, named_tokens
         self._template: ChatTemplate | None = None
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids, self.digest = eos_token_ids, digest

@@ -6,8 +6,10 @@ every prompt: blanks, capitals or whole characters are gone without a word.
 
 import json
 import unicodedata
+from pathlib import Path
 
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
+from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.records import ModelError
 
 PLAIN_TEXTS = (
@@ -16,6 +18,17 @@ PLAIN_TEXTS = (
     "if a:\n    b = c  # two  blanks\n\treturn b",
     "Größe, déjà vu, привет, 你好世界, 🙂",
 )
+
+
+def sound_tokenizer(folder: Path) -> PromptTokenizer:
+    """Load a model's tokenizer.
+
+    Raises:
+        ModelError: it is missing or broken, or loses text.
+    """
+    tokenizer = load_tokenizer(folder)
+    refuse_lost_text(tokenizer)
+    return tokenizer
 
 
 def refuse_lost_text(tokenizer: PromptTokenizer) -> None:

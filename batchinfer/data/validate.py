@@ -49,6 +49,11 @@ class ShardRows:
     num_unwritten_tools: int = 0  # good rows with tools that the chat template does not write
     lost_null: str | None = None  # "<key> in row <row>" of the first null of a tool that prompts leave out
 
+    def look_at_tools(self, column: pa.Array) -> None:
+        """Take note of the first lost null in the column of tools of the next rows."""
+        if self.lost_null is None and (lost := first_lost_null(column)) is not None:
+            self.lost_null = f"{lost[1]} in row {self.num_rows + lost[0]}"
+
 
 def tokenize_shard(
     shard: Shard,
@@ -177,9 +182,8 @@ class _RowChecker:
             if batch.errors and self.found.first_error is None:
                 row = min(batch.errors)
                 self.found.first_error = f"row {self.found.num_rows + row}: {batch.errors[row]}"
-            if self._tools in batch.columns.schema.names and self.found.lost_null is None:
-                lost = first_lost_null(batch.columns[self._tools])
-                self.found.lost_null = lost and f"{lost[1]} in row {self.found.num_rows + lost[0]}"
+            if self._tools in batch.columns.schema.names:
+                self.found.look_at_tools(batch.columns[self._tools])
             self.found.num_rows += batch.num_rows
             self.found.num_bad += len(batch.errors)
             if self._job_of_tools is not None:

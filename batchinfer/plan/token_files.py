@@ -79,13 +79,17 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
     if num_unwritten_tools:
         warn_of_tools(prepared.job)
     if lost_null:
-        note(
-            f"warning: column {prepared.job.input.tools!r} has null as {lost_null}; structs cannot say whether it is a "
-            "value, so prompts leave it out; give tools as JSON text if it is meant"
-        )
+        note(_of_lost_null(prepared.job.input.tools, lost_null))
     if num_capped:
         note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
     return checked
+
+
+def _of_lost_null(column: object, lost_null: str) -> str:
+    return (
+        f"warning: column {column!r} has null as {lost_null}; structs cannot say whether it is a value, so prompts "
+        "leave it out; give tools as JSON text if it is meant"
+    )
 
 
 def _found_before(prepared: Prepared, shard: Shard) -> ShardRows | None:

@@ -91,6 +91,55 @@ def test_templates_render_as_in_transformers(sample, reference, template):
     assert ChatTemplate(template, names).render(chat) == expected
 
 
+# as GLM-4.6's own template writes tools and the arguments of calls
+GLM_46 = """[gMASK]<sop>
+{%- if tools -%}
+<|system|>
+# Tools
+
+<tools>
+{% for tool in tools %}
+{{ tool | tojson(ensure_ascii=False) }}
+{% endfor %}
+</tools>{%- endif -%}
+{%- for m in messages %}
+{%- if m.role == 'user' %}<|user|>
+{{ m.content }}
+{%- elif m.role == 'assistant' %}<|assistant|>
+{% for tc in m.tool_calls or [] %}<tool_call>{{ tc.function.name }}
+{% for k, v in tc.function.arguments.items() %}<arg_key>{{ k }}</arg_key>
+<arg_value>{{ v | tojson(ensure_ascii=False) if v is not string else v }}</arg_value>
+{% endfor %}</tool_call>{% endfor %}
+{%- endif %}
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}"""
+
+
+@pytest.mark.parametrize("ensure_ascii", ["(ensure_ascii=False)", "", "(indent=2)"])
+def test_tools_in_chinese_are_written_as_by_transformers(sample, reference, folder, ensure_ascii):
+    """Not as escapes, which would double their tokens, and without HTML's."""
+    about = "查询天气 <b>&amp; 'quoted' \u2028 \"两次\" </b> 🙂"
+    city = {"type": "string", "description": about, "enum": ["北京", "Köln", "a<b", "A&B", "it's"]}
+    parameters = {"type": "object", "properties": {"城市": city}, "required": ["城市"]}
+    tools = [{"type": "function", "function": {"name": "weather", "description": about, "parameters": parameters}}]
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "weather", "arguments": {"城市": ["北京", {"于": None}]}},
+    }
+    chat = [{"role": "user", "content": "北京?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    template = GLM_46.replace("(ensure_ascii=False)", ensure_ascii)
+    (folder / "chat_template.jinja").write_text(template)
+    expected = reference.apply_chat_template(
+        chat, tools=tools, chat_template=template, add_generation_prompt=True, return_dict=False
+    )
+    (found,) = load_tokenizer(folder).encode_chats([chat], variables=[{"tools": tools}])
+    assert found == expected
+    written = sample.decode(found, with_special=True)
+    assert all(text in written for text in ("查询天气 <b>&amp; 'quoted'", "北京", "a<b", "it's", "于"))
+    assert "\\u" not in written
+
+
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CALLS = [
     {"role": "user", "content": "hi", "tool_calls": None},
