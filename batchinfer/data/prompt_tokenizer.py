@@ -32,8 +32,7 @@ class PromptTokenizer:
 
     Attributes:
         file, template_text: of the vocabulary; the chat template, if there is one.
-        named_tokens: texts of bos_token and others.
-        eos_token_ids: the ids that end an answer.
+        named_tokens, eos_token_ids: texts of bos_token and others; the ids that end an answer.
         vocab_size: ids that the tokenizer knows (the model may have more).
         digest: changes with anything that changes a prompt's ids.
     """

@@ -10,6 +10,9 @@ import pytest
 
 import batchinfer
 from batchinfer.api import prompts
+from batchinfer.data.inputs import read_batches
+from batchinfer.data.kept_fields import conformed, kept_fields
+from batchinfer.data.shards import find_shards
 from support.jobs import question
 from support.paths import RANDOM_MODEL
 
@@ -165,6 +168,18 @@ def test_a_polars_frame_comes_whole(name, change, tmp_path):
     found = through_a_shard(data, tmp_path)
     assert found["prompt"].to_pylist() == data["prompt"].to_list()
     assert found["x"].to_pylist() == data["x"].to_list()
+
+
+@pytest.mark.parametrize("suffix", ["arrow", "stream.arrow", "parquet"])
+def test_files_that_polars_writes_come_whole(suffix, tmp_path):
+    for number, name in enumerate(OF_POLARS):
+        frame, path = polars_frame(name), tmp_path / f"{number}.{suffix}"
+        writes = {"arrow": frame.write_ipc, "stream.arrow": frame.write_ipc_stream, "parquet": frame.write_parquet}
+        writes[suffix](path)
+        shards = find_shards([str(path)])
+        kept = kept_fields(shards, ["x"])
+        parts = [conformed(batch, kept, shards[0])["x"] for batch in read_batches(shards[0], ["x"])]
+        assert [value for part in parts for value in part.to_pylist()] == frame["x"].to_list(), name
 
 
 @pytest.mark.parametrize("name", OF_PANDAS)
