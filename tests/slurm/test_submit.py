@@ -279,7 +279,7 @@ def test_submit_names_the_variables_that_it_leaves_out(job, fake_program, tmp_pa
     monkeypatch.setenv("SLURM_CPU_BIND", "mask_cpu:0xF")
     sent = batchinfer("submit", job, "--set", f"output.dir={run}", "--array", "2")
     assert sent.code == 0, sent.err
-    assert "warning: neither sbatch nor the tasks get SLURM_CPU_BIND of this shell; give options of sbatch" in sent.err
+    assert "warning: neither sbatch nor the tasks get SLURM_CPU_BIND of this shell; give sbatch's options" in sent.err
 
 
 def test_tasks_of_another_cluster(fake_program):
