@@ -49,10 +49,22 @@ class ShardRows:
     num_unwritten_tools: int = 0  # good rows with tools that the chat template does not write
     lost_null: str | None = None  # "<key> in row <row>" of the first null of a tool that prompts leave out
 
-    def look_at_tools(self, column: pa.Array) -> None:
-        """Take note of the first lost null in the column of tools of the next rows."""
-        if self.lost_null is None and (lost := first_lost_null(column)) is not None:
-            self.lost_null = f"{lost[1]} in row {self.num_rows + lost[0]}"
+    def add(self, batch: RowBatch, job: JobConfig, *, writes_tools: bool) -> None:
+        """Count the next rows of the shard, which are checked.
+
+        Args:
+            writes_tools: whether the chat template does.
+        """
+        if batch.errors and self.first_error is None:
+            row = min(batch.errors)
+            self.first_error = f"row {self.num_rows + row}: {batch.errors[row]}"
+        if job.input.tools in batch.columns.schema.names and self.lost_null is None:
+            lost = first_lost_null(batch.columns[job.input.tools])
+            self.lost_null = None if lost is None else f"{lost[1]} in row {self.num_rows + lost[0]}"
+        if not writes_tools:
+            self.num_unwritten_tools += rows_with_tools(job, batch.columns, batch.errors)
+        self.num_rows += batch.num_rows
+        self.num_bad += len(batch.errors)
 
 
 def tokenize_shard(
@@ -150,7 +162,7 @@ class _RowChecker:
         self._job_sampling = job.sampling.to_sampling()
         self._sampling, self._choices = job.input.sampling, job.input.choices
         self._of_prompts = encoders.columns
-        self._tools = job.input.tools
+        self._job, self._writes_tools = job, encoders.writes_tools
         self._overrides = SamplingOverrides(
             job.sampling,
             "body" if job.input.format == "openai" else self._sampling or "",
@@ -169,7 +181,6 @@ class _RowChecker:
         problems = [self._ids.problem, *(problem for _, problem in found)]
         self._problem = next((problem for problem in problems if problem is not None), None)  # of every row
         self._has_sampling = ("sampling", None) in found
-        self._job_of_tools = None if encoders.writes_tools else job
         named = (job.input.id, *self._of_prompts, self._sampling, self._choices)
         wanted = dict.fromkeys(name for name in named if name is not None)
         # kept columns are read here too: damage, or a value that does not fit, is found before anything is computed
@@ -179,15 +190,7 @@ class _RowChecker:
     def checked_batches(self, progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
         for started in self._started():
             batch, checked = started.batch, self._check(started)
-            if batch.errors and self.found.first_error is None:
-                row = min(batch.errors)
-                self.found.first_error = f"row {self.found.num_rows + row}: {batch.errors[row]}"
-            if self._tools in batch.columns.schema.names:
-                self.found.look_at_tools(batch.columns[self._tools])
-            self.found.num_rows += batch.num_rows
-            self.found.num_bad += len(batch.errors)
-            if self._job_of_tools is not None:
-                self.found.num_unwritten_tools += rows_with_tools(self._job_of_tools, batch.columns, batch.errors)
+            self.found.add(batch, self._job, writes_tools=self._writes_tools)
             yield checked
             progress(batch.num_rows)
 

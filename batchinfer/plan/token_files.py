@@ -11,8 +11,8 @@ from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.validate import ShardRows, rows_found, tokenize_shard
 from batchinfer.manifest import Manifest
-from batchinfer.plan.inputs import warn_of_tools
 from batchinfer.plan.prepared import Prepared
+from batchinfer.plan.row_warnings import RowWarnings
 from batchinfer.progress import Progress, note
 from batchinfer.records import DamagedFileError, InputError, Shard
 from batchinfer.run.quarantine import set_aside
@@ -25,8 +25,7 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
     run, model = prepared.run, prepared.model
     limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
     id_type = pa.type_for_alias(read_state(run)["id_type"])
-    checked = []
-    num_capped, num_unwritten_tools, lost_null = 0, 0, ""
+    checked, warnings = [], RowWarnings()
     with (
         Progress("tokenise", sum(shard.num_rows for shard in shards), "rows", phase="planning") as progress,
         Publisher(partial(_vouch_for_tokens, run, prepared.manifest)) as publisher,
@@ -62,10 +61,7 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
                     problem = str(error).removeprefix(f"{shard.path} is ").removeprefix(f"{shard.path} ")
                     checked.append(replace(shard, problem=problem))
                     continue
-            num_capped += found.num_capped
-            num_unwritten_tools += found.num_unwritten_tools
-            if found.lost_null is not None:
-                lost_null = lost_null or f"{found.lost_null} of {shard.path}"
+            warnings.add(shard, found)
             if found.num_bad:
                 note(f"warning: {found.num_bad:,} bad rows in {shard.path}; the first: {found.first_error}")
             if found.num_bad and strict:
@@ -76,20 +72,8 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
             if found.id_missing and shard.num_rows and prepared.job.input.id != NO_IDS:
                 note(f"warning: {shard.path} has no column {prepared.job.input.id!r}; its rows have null ids")
             checked.append(shard)
-    if num_unwritten_tools:
-        warn_of_tools(prepared.job)
-    if lost_null:
-        note(_of_lost_null(prepared.job.input.tools, lost_null))
-    if num_capped:
-        note(f"warning: {num_capped:,} rows leave less room than max_tokens in the window of {limits.window:,} tokens")
+    warnings.write(prepared.job, limits.window)
     return checked
-
-
-def _of_lost_null(column: object, lost_null: str) -> str:
-    return (
-        f"warning: column {column!r} has null as {lost_null}; structs cannot say whether it is a value, so prompts "
-        "leave it out; give tools as JSON text if it is meant"
-    )
 
 
 def _found_before(prepared: Prepared, shard: Shard) -> ShardRows | None:
