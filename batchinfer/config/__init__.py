@@ -1,15 +1,15 @@
 """The job file: its schema, every default and every check.
 
 job.py has the parts of the file; those with most keys have files of their own: input.py, cluster.py, and sampling.py,
-with structured_outputs.py for what an answer must be. loading.py reads the file, problems.py says what to tell of a
-wrong one.
+with structured_outputs/ for what an answer must be. loading.py reads the file, problems.py says what to tell of a
+wrong one, exact_json.py keeps numbers that are no floats.
 """
 
 from batchinfer.config.cluster import FREE_SHARE, ClusterConfig
 from batchinfer.config.job import DEFAULT_S3, PAGE_TOKENS, VALUE_BYTES, JobConfig, ModelPart, S3Config
 from batchinfer.config.loading import checked, dump_job, job_of_table, load_job
-from batchinfer.config.problems import did_you_mean
 from batchinfer.config.sampling import SamplingConfig
+from batchinfer.config.spelling import did_you_mean
 from batchinfer.config.toml_text import dump_parts, read_toml
 from batchinfer.config.uris import is_uri
 

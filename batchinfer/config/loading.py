@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from batchinfer.config.exact_json import exact_float
 from batchinfer.config.job import JobConfig
 from batchinfer.config.problems import sentences
 from batchinfer.config.sampling import with_model_defaults
@@ -138,7 +139,7 @@ def _apply_override(table: dict[str, Any], text: str) -> None:
 
 def _override_value(raw: str, text: str) -> Any:
     try:
-        parsed = tomllib.loads(f"value = {raw}")
+        parsed = tomllib.loads(f"value = {raw}", parse_float=exact_float)
     except (ValueError, RecursionError):
         # ValueError: not TOML, or a number of thousands of digits
         if raw[:1] in ("[", "{", '"', "'") or "\n" in raw:

@@ -1,9 +1,7 @@
 """What pydantic finds in a file, as sentences for the person who wrote it."""
 
-import difflib
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +9,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from batchinfer.config.sampling import KINDS
+from batchinfer.config.spelling import did_you_mean
 from batchinfer.sanitize import clip
-
-
-def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The known word that one with a slip of the pen is most like, as a question; `otherwise` when none is like it."""
-    by_fold = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(word.lower(), by_fold, n=1)
-    return f"did you mean {by_fold[found[0]]}?" if found else otherwise
 
 
 def sentences(error: ValidationError, schema: type[BaseModel], path: Path) -> list[str]:

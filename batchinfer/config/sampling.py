@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator, with_config
 from typing_extensions import TypedDict
 
+from batchinfer.config.exact_json import dumps
 from batchinfer.config.part import INT64_MAX, Part, Text
 from batchinfer.records import SAMPLING_LISTS, ConfigError, Sampling
 
@@ -188,4 +189,7 @@ def _kind_and_text(value: StructuredOutputs) -> tuple[str, str]:
     content: Any = value[kind]  # type: ignore[literal-required]
     if kind == "json_object" and content is not True:
         raise ValueError("json_object may only be true; leave it out otherwise")
-    return kind, content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    try:
+        return kind, content if isinstance(content, str) else dumps(content)
+    except RecursionError:
+        raise ValueError(f"{kind} is nested too deeply") from None

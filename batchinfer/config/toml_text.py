@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from batchinfer.config.exact_json import exact_float
 from batchinfer.records import ConfigError
 from batchinfer.sanitize import first_line
 
@@ -19,7 +20,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
         ConfigError: it is not there or no TOML.
     """
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8"))
+        return tomllib.loads(path.read_bytes().decode("utf-8"), parse_float=exact_float)
     except FileNotFoundError:
         raise ConfigError(f"there is no {what} at {path}; give the path of a .toml file") from None
     except (OSError, ValueError) as error:

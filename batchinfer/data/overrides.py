@@ -8,12 +8,14 @@ import msgspec
 from pydantic import ValidationError
 
 from batchinfer.config import SamplingConfig
+from batchinfer.config.exact_json import exact_float
 from batchinfer.config.sampling import NOTHING_SCORED
 from batchinfer.records import ConfigError, Sampling, sampling_to_json
 from batchinfer.sanitize import words_of
 
 KNOWN_BYTES = 32 << 20  # of resolved overrides that are remembered: few distinct ones, or one per row (seeds)
 ENTRY_BYTES = 1000  # of one beside its texts
+_DECODER = msgspec.json.Decoder(float_hook=exact_float)
 
 
 class RowSampling(NamedTuple):
@@ -68,7 +70,7 @@ class SamplingOverrides:
     def of_text(self, text: str) -> RowSampling:
         """The same of an override that is written as JSON."""
         try:
-            override = msgspec.json.decode(text)
+            override = _DECODER.decode(text)
             if override is not None and not isinstance(override, dict):
                 return self._refused({}, f"{self._column} is not an object of sampling keys")
             return self.resolve(override)
@@ -114,6 +116,16 @@ class SamplingOverrides:
         if not problem["loc"]:  # of several keys: the message begins with one
             return f"{where}.{message}"
         return f"{where} is {repr(problem['input'])[:80]}, but {message}"
+
+
+def warnings_of(sampling: Sampling) -> tuple[str, ...]:
+    """Return sentences about parts of the structured output that have no effect."""
+    if sampling.structured is None:
+        return ()
+    # most jobs have none: they do without the library
+    from batchinfer.config import structured_outputs
+
+    return structured_outputs.warnings_of(*sampling.structured)
 
 
 def check_thinking(sampling: Sampling, ends_thinking: bool) -> None:

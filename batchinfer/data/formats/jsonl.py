@@ -14,11 +14,15 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from batchinfer.config.exact_json import exact_float
 from batchinfer.data.formats.lines import Record, numbered_lines, too_long
 from batchinfer.data.formats.values import INT64, MOST_NAMES, in_words
 from batchinfer.sanitize import words_of
 
 _DECODER = msgspec.json.Decoder()
+_EXACT_DECODER = msgspec.json.Decoder(float_hook=exact_float)
+_SCHEMA_KEYS = (b"structured_outputs", b"json_schema", b"guided_json")
+_LONG_NUMBER = re.compile(rb"[0-9][0-9.]{15}|[eE][+-]?[0-9]{3}")  # perhaps more than a float keeps
 _SPACE = b" \t\r\n"
 _ODD = re.compile(r'["\\\x00-\x1f]')  # in names of columns, which msgspec does not rename to
 _INTEGERS = b"0123456789-," + _SPACE  # of JSON nothing but integers is made of these
@@ -43,9 +47,10 @@ def json_records(content: io.BufferedReader, integers: str | None = None) -> Ite
             yield number, 0, too_long(number)
             continue
         text = line.strip(_SPACE)
-        values = None if rows is None else rows.decode(text)
+        is_exact = any(key in text for key in _SCHEMA_KEYS) and _LONG_NUMBER.search(text) is not None
+        values = None if rows is None or is_exact else rows.decode(text)
         if values is None:
-            found = _object(number, text)
+            found = _object(number, text, _EXACT_DECODER if is_exact else _DECODER)
             if rows is not None and not isinstance(found, str):
                 rows.learn(found)
             yield number, len(line), found
@@ -114,9 +119,9 @@ def _decoder_of(names: list[str]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(msgspec.defstruct("Row", types, rename=fields, forbid_unknown_fields=True))
 
 
-def _object(number: int, text: bytes) -> dict[str, Any] | str:
+def _object(number: int, text: bytes, decoder: msgspec.json.Decoder[Any]) -> dict[str, Any] | str:
     try:
-        value = _DECODER.decode(text)
+        value = decoder.decode(text)
     except UnicodeDecodeError:
         return f"line {number} is not valid UTF-8"
     except (msgspec.DecodeError, RecursionError) as error:

@@ -16,10 +16,11 @@ from typing import Any
 import pyarrow as pa
 from xxhash import xxh3_128_intdigest
 
+from batchinfer.config.exact_json import to_json
 from batchinfer.data.formats import openai_chats, openai_responses
 from batchinfer.data.formats.jsonl import json_records
 from batchinfer.data.formats.lines import BadRow, Record
-from batchinfer.data.formats.openai_keys import CHAT, COMPLETIONS, RESPONSES, as_json, check_keys, shown, text_of
+from batchinfer.data.formats.openai_keys import CHAT, COMPLETIONS, RESPONSES, check_keys, shown, text_of
 from batchinfer.data.formats.values import WrongValueError, in_words, role_of
 
 SCHEMA = pa.schema([(name, pa.string()) for name in ("custom_id", "url", "model", "request", "sampling")])
@@ -94,8 +95,8 @@ class _Requests:
             )
         check_keys(body, url)
         form = openai_responses if url == RESPONSES else openai_chats
-        yield "request", as_json(form.request(body, url))
-        yield "sampling", as_json(form.sampling(body, url))
+        yield "request", to_json(form.request(body, url))
+        yield "sampling", to_json(form.sampling(body, url))
 
 
 def _endpoint(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:

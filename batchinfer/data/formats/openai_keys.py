@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import msgspec
 
+from batchinfer.config.exact_json import to_json
 from batchinfer.config import SamplingConfig
 from batchinfer.data.formats.values import WrongValueError, in_words
 
@@ -158,9 +158,5 @@ def integer_of(body: dict[str, Any], name: str, most: int, least: int = 0) -> in
 
 def shown(value: Any) -> str:
     """Return a value as JSON for a sentence, cut if it is long."""
-    text = as_json(value)
+    text = to_json(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
-
-
-def as_json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

@@ -15,6 +15,7 @@ import msgspec
 import pyarrow as pa
 
 from batchinfer.config import JobConfig
+from batchinfer.config.exact_json import to_json
 
 INT64 = range(-(1 << 63), 1 << 63)
 EXACT = range(-(1 << 53), (1 << 53) + 1)  # integers that a double holds
@@ -223,11 +224,7 @@ def role_of(field: pa.Field) -> str:
 
 def json_text(value: Any) -> str:
     """A value as JSON; text stays as it is."""
-    return value if isinstance(value, str) else _strict_json(value)
-
-
-def _strict_json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
+    return value if isinstance(value, str) else to_json(value)
 
 
 def _text(value: Any) -> str:
@@ -285,7 +282,7 @@ def _list_of(value: Any, kind: type, wanted: str) -> list[Any]:
 _FITTINGS: dict[str, Callable[[Any], Any]] = {
     "text": _text,
     "json": json_text,
-    "strict_json": _strict_json,
+    "strict_json": to_json,
     "id": _id,
     "token_ids": _token_ids,
     "texts": _texts,

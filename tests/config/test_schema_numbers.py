@@ -1,0 +1,134 @@
+"""Numbers in schemas: answers have exactly these numbers, or the schema is refused and the number named."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from fractions import Fraction
+
+import pytest
+
+from batchinfer.config.exact_json import dumps, exact_float, parse
+from batchinfer.config.structured_outputs import grammar_of, problem_of
+from batchinfer.config.structured_outputs.integer_ranges import integer_range
+from support.exact_schemas import RandomSchema, admits, exact, exact_validator, random_text, spellings
+
+BIG = 9007199254740993  # no double
+BIG_LIST = {"type": "array", "items": {"enum": [BIG, BIG + 2]}, "minItems": 1}
+NESTED = {
+    "type": "object",
+    "properties": {"id": {"$ref": "#/$defs/id"}, "note": {"type": "string"}, "ids": BIG_LIST},
+    "required": ["id"],
+    "$defs": {"id": {"type": "integer", "minimum": 0, "maximum": 18446744073709551615}},
+}
+# schema, texts that are among the answers, texts that are not
+KEPT = [
+    (f'{{"const": {BIG}}}', [str(BIG)], ["9007199254740992", "9007199254740994"]),
+    (f'{{"enum": [{BIG}, {BIG + 2}]}}', [str(BIG), str(BIG + 2)], ["9007199254740992", "9007199254740996"]),
+    ('{"enum": [12345678901234567890]}', ["12345678901234567890"], ["12345678901234567000"]),
+    (f'{{"type": "integer", "minimum": {BIG}, "maximum": {BIG}}}', [str(BIG)], ["9007199254740992"]),
+    ('{"type": "integer", "minimum": 1e20, "maximum": 1e20}', ["1" + 20 * "0"], ["9223372036854775807"]),
+    ('{"const": 93859586.77423489}', ["93859586.77423489"], ["93859586.77423488"]),
+    ('{"const": 913011053237898.2}', ["913011053237898.2"], ["913011053237898.3"]),
+    ('{"const": 0.12345678901234567890123}', ["0.12345678901234567890123"], ["0.12345678901234568"]),
+    ('{"const": 1e400}', ["1e400"], ["1"]),
+    ('{"const": 1.10}', ["1.1"], ["1"]),
+    ('{"type": "integer", "const": 1.0}', ["1"], ["2"]),
+    ('{"type": "integer", "exclusiveMinimum": 1.000000000000000000000, "maximum": 9.0}', ["2", "9"], ["1", "10"]),
+    ('{"enum": [1e5, -0, 2.50]}', ["100000", "-0", "2.5"], ["1"]),
+    (f'{{"type": "integer", "exclusiveMinimum": {BIG - 1}, "maximum": {BIG + 1}}}', [str(BIG)], [str(BIG - 1)]),
+    ('{"type": "integer", "maximum": 9223372036854775807}', [str(2**63 - 1)], [str(2**63)]),
+    ('{"type": "integer", "minimum": -9223372036854775808}', [str(-(2**63)), "5"], [str(-(2**63) - 1)]),
+    ('{"type": "number", "minimum": 0.1, "maximum": 19.935579046706298}', ["19.935579046706298"], ["19.9355790467063"]),
+    (
+        f'{{"enum": [{{"id": {BIG}, "x": [1.5, null]}}]}}',
+        [f'{{"id": {BIG}, "x": [1.5,null]}}'],
+        [f'{{"id": {BIG - 1}, "x": [1.5,null]}}', f'{{"id": {BIG}}}'],
+    ),
+    (
+        json.dumps(NESTED),
+        ['{"id": 18446744073709551615}', f'{{"id": 0, "note": "a", "ids": [{BIG}, {BIG + 2}], "z": [{{}}]}}'],
+        ['{"id": 18446744073709551616}', '{"id": 0, "id": 1}', f'{{"id": 0, "ids": [{BIG - 1}]}}', '{"ids": []}'],
+    ),
+]  # fmt: skip
+# schema, and what the refusal says
+REFUSED = [
+    ('{"type": "number", "multipleOf": 0.07}', "0.07 at #/multipleOf"),
+    (f'{{"type": "integer", "multipleOf": {BIG}}}', f"{BIG} at #/multipleOf"),
+    ('{"type": "integer", "multipleOf": 4294967295}', "4294967295 at #/multipleOf"),
+    (f'{{"type": "number", "maximum": {BIG}}}', f"{BIG} at #/maximum"),
+    (
+        f'{{"patternProperties": {{"^a": {{"properties": {{"b": {{"enum": [0, {BIG}]}}}}}}}}}}',
+        f"{BIG} at #/patternProperties/^a/properties/b/enum/1",
+    ),
+    (f'{{"oneOf": [{{"const": {BIG}}}, {{"type": "null"}}]}}', f"{BIG} at #/oneOf/0/const"),
+    (f'{{"type": "object", "minProperties": 1, "const": {{"a": {BIG}}}}}', f"{BIG} at #/const/a"),
+    # the common multiple is beyond 32 bits; doubles say that 0.3 is no multiple of 0.1
+    ('{"allOf": [{"type": "integer", "multipleOf": 100000}, {"multipleOf": 70000}]}', "70000 at #/allOf/1/multipleOf"),
+    ('{"anyOf": [{"type": "null"}, {"const": 0.3, "multipleOf": 0.1}]}', "0.1 at #/anyOf/1/multipleOf"),
+    ('{"const": 1e99999}', "1e99999 is out of range"),
+    ('{"const": ' + 5000 * "7" + "}", f"{40 * '7'}… (5000 characters) is out of range"),
+]
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), KEPT)
+def test_answers_have_exactly_the_numbers_of_the_schema(schema, right, wrong):
+    assert problem_of("json", schema) is None
+    grammar = grammar_of("json", schema)
+    assert [text for text in right if not admits(grammar, text)] == []
+    assert [text for text in wrong if admits(grammar, text)] == []
+
+
+@pytest.mark.parametrize(("schema", "said"), REFUSED)
+def test_a_number_that_cannot_be_kept_is_named_with_its_place(schema, said):
+    problem = problem_of("json", schema)
+    assert problem is not None
+    assert f"the number {said}" in problem
+
+
+@pytest.mark.parametrize("first", range(0, 500, 50))
+def test_random_schemas_admit_what_an_exact_validator_admits_or_are_refused_by_name(first):
+    num_kept = num_texts = 0
+    for seed in range(first, first + 50):
+        asked = RandomSchema(seed)
+        problem = problem_of("json", asked.text)
+        if problem is not None:
+            assert "the number " in problem or "Unsatisfiable" in problem, (asked.text, problem)
+            continue
+        num_kept += 1
+        grammar, validator, rng = grammar_of("json", asked.text), exact_validator(asked.text), random.Random(seed)
+        for _ in range(2):
+            text = random_text(grammar, rng)
+            if text is not None and not re.search(rb"[eE][+-]?[0-9]{4}", text):  # fractions of these fill the memory
+                num_texts += 1
+                assert validator.is_valid(exact(text)), (asked.text, text)
+        for value in asked.wanted:
+            assert any(admits(grammar, spelt) for spelt in spellings(value)), (asked.text, value)
+    assert num_kept > 30
+    assert num_texts > 45
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_range_of_integers_is_the_integers_in_it(seed):
+    rng = random.Random(seed)
+    low, high = sorted(rng.randint(-1300, 1300) for _ in range(2))
+    for lowest, highest in ((low, high), (low, low), (None, high), (low, None), (None, None)):
+        pattern = re.compile(integer_range(lowest, highest))
+        numbers = range(-1500, 1500)
+        found = {number for number in numbers if pattern.fullmatch(str(number))}
+        assert found == {
+            number
+            for number in numbers
+            if (lowest is None or lowest <= number) and (highest is None or number <= highest)
+        }
+
+
+def test_json_is_read_and_written_with_every_digit():
+    text = '{"a": [9007199254740993, 0.12345678901234567890, 1e400, -1E-7, 1.10], "b": "ü", "c": null, "d": true}'
+    assert dumps(parse(text)) == text
+    assert dumps({"a": exact_float("0.12345678901234567890"), "b": exact_float("1.10")}) == (
+        '{"a": 0.12345678901234567890, "b": 1.1}'
+    )
+    assert type(exact_float("1e5")) is float
+    assert Fraction(dumps(exact_float("1_0.000000000000000000001"))) == Fraction("10.000000000000000000001")
