@@ -1,23 +1,25 @@
-"""A grammar as it goes along with one answer: which tokens may come next, and when there is nothing more to come."""
+"""Grammars along with answers: which tokens may come next, and when an answer is complete."""
 
 import functools
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
-from batchinfer.config.structured_outputs import grammar_of
+from batchinfer.config.structured_outputs import grammar_of, reason_of
+from batchinfer.rank.grammar_tokenizer import MARK, with_marked_names, without_spelt_tokens
 
 MOST_COMPILED = 1024  # grammars that stay compiled
+_MOST_CHARS = 200  # of a reason
 
 
 class GrammarMatcher:
-    """The state of one answer; a copy of what was compiled once for all rows with this grammar."""
+    """The state of one answer; a copy of the grammar that all rows with it share."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
 
     def accept(self, token: int) -> None:
-        """The answer goes on with this token."""
+        """Add a token to the answer."""
         self.matcher.consume_token(token)
 
     @property
@@ -27,8 +29,10 @@ class GrammarMatcher:
 
     @property
     def problem(self) -> str | None:
-        """Why no answer can be made of it any more: a limit of the library, or a token that was not allowed."""
-        return " ".join(self.matcher.get_error().split())[:200] if self.matcher.is_error() else None
+        """The reason why the answer cannot go on: a limit of the library, or a token that was not allowed."""
+        if not self.matcher.is_error():
+            return None
+        return reason_of(self.matcher.get_error()).replace(MARK, "")[:_MOST_CHARS]
 
 
 class Grammars:
@@ -44,13 +48,16 @@ class Grammars:
     def __init__(
         self, tokenizer_json: str, vocab_size: int, eos_token_ids: frozenset[int], *, num_threads: int = 1
     ) -> None:
-        self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_token_ids) or None)
+        marked_json, self._marked_names = without_spelt_tokens(tokenizer_json)
+        # without ids, llguidance finds the end token by its name
+        ends = sorted(eos_token_ids) or LLTokenizer(tokenizer_json).eos_tokens
+        self._tokenizer = LLTokenizer(marked_json, n_vocab=vocab_size, eos_token=ends)
         self._executor = LLExecutor(num_threads)
         self._words = (vocab_size + 31) // 32
         self._compiled = functools.lru_cache(MOST_COMPILED)(self._compile)
 
     def matcher(self, kind: str, text: str) -> GrammarMatcher:
-        """The beginning of an answer; `kind` and `text` as for `grammar_of`."""
+        """Return a matcher at the beginning of an answer; `kind` and `text` as for `grammar_of`."""
         return GrammarMatcher(self._compiled(kind, text).deep_copy())
 
     def masks(self, matchers: list[GrammarMatcher]) -> np.ndarray:
@@ -62,4 +69,7 @@ class Grammars:
         return masks
 
     def _compile(self, kind: str, text: str) -> LLMatcher:
-        return LLMatcher(self._tokenizer, grammar_of(kind, text), log_level=0)
+        grammar = grammar_of(kind, text)
+        if kind == "grammar":
+            grammar = with_marked_names(grammar, self._marked_names)
+        return LLMatcher(self._tokenizer, grammar, log_level=0)
