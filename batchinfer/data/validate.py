@@ -20,7 +20,7 @@ from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.formats.line_rows import bad_lines
 from batchinfer.data.inputs import column_type, read_batches, shard_schema
 from batchinfer.data.kept_fields import conformed
-from batchinfer.data.overrides import SamplingOverrides
+from batchinfer.data.overrides import SamplingOverrides, warnings_of
 from batchinfer.data.parquet import own_parquet, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch
 from batchinfer.data.row_ids import IdColumn
@@ -34,6 +34,8 @@ from batchinfer.whole_files import Publisher
 
 GROUP_ROWS = 16384  # rows per row group of tokens/<shard>.parquet
 GROUP_BYTES = 32 << 20
+MOST_WARNINGS = 20  # different ones of a shard
+OTHER_WARNINGS = "other parts of structured outputs have no effect, too"
 _FOUND = b"batchinfer.found"  # key of the file's metadata that has ShardRows as JSON
 
 
@@ -48,6 +50,7 @@ class ShardRows:
     id_missing: bool = False  # the shard has no id column
     num_unwritten_tools: int = 0  # good rows with tools that the chat template does not write
     lost_null: str | None = None  # "<key> in row <row>" of the first null of a tool that prompts leave out
+    warnings: dict[str, int] = field(default_factory=dict)  # rows by sentence about their structured outputs
 
     def add(self, batch: RowBatch, job: JobConfig, *, writes_tools: bool) -> None:
         """Count the next rows of the shard, which are checked.
@@ -65,6 +68,12 @@ class ShardRows:
             self.num_unwritten_tools += rows_with_tools(job, batch.columns, batch.errors)
         self.num_rows += batch.num_rows
         self.num_bad += len(batch.errors)
+
+    def warn(self, sentence: str) -> None:
+        """Count a row with a warning; beyond MOST_WARNINGS different ones they are counted together."""
+        if sentence not in self.warnings and len(self.warnings) >= MOST_WARNINGS:
+            sentence = OTHER_WARNINGS
+        self.warnings[sentence] = self.warnings.get(sentence, 0) + 1
 
 
 def tokenize_shard(
@@ -269,6 +278,9 @@ class _RowChecker:
             sampling, texts[row], problem = (
                 self._overrides.of_text(override) if isinstance(override, str) else self._overrides.resolve(override)
             )
+            if problem is None and sampling.structured != self._job_sampling.structured:
+                for sentence in warnings_of(sampling):
+                    self.found.warn(sentence)
             if self._choices is not None and problem is None:
                 problem = self._problem_of_scored(sampling)
             if problem is not None:

@@ -5,7 +5,7 @@ import pyarrow as pa
 from batchinfer.config import JobConfig
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.formats.values import column_roles
-from batchinfer.data.overrides import check_thinking
+from batchinfer.data.overrides import check_thinking, warnings_of
 from batchinfer.data.row_tools import tools_column
 from batchinfer.data.shards import find_shards
 from batchinfer.plan.input_columns import check_columns
@@ -56,6 +56,8 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> lis
         check_thinking(job.sampling.to_sampling(), encoders.ends_thinking)
     except ConfigError as error:
         raise ConfigError(f"sampling.{error}") from None
+    for sentence in warnings_of(job.sampling.to_sampling()):
+        note(f"warning: sampling.structured_outputs: {sentence}")
     if not encoders.writes_tools and job.input.tools is not None and tools_column(job) is None:
         warn_of_tools(job)
     kept = check_columns(job, shards, encoders.columns)
