@@ -2,9 +2,8 @@
 
 from typing import Any
 
-
-from batchinfer.config.exact_json import to_json
 from batchinfer.config import SamplingConfig
+from batchinfer.config.exact_json import to_json
 from batchinfer.data.formats.values import WrongValueError, in_words
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
