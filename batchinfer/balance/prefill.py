@@ -18,6 +18,7 @@ LEVEL = 1.0003  # busiest rank: stop exchanging
 FIRST_WEIGHT = 10.0  # of attention against tokens
 FIRST_STEP = 10**0.75  # its square root next, and so on
 NUM_TRIALS = 5  # weights between 0.35 and 280 are in reach
+NUM_TRIALS_OF_MORE = 2
 LARGEST_PER_RANK = 16  # number levelled before the small ones are dealt
 SAMPLE_PER_RANK = 96  # number that may be exchanged when all are dealt
 EXCHANGES_PER_RANK = 16
@@ -218,7 +219,8 @@ def _pack(items_I2: np.ndarray, start_R2: np.ndarray, allowed_IR: np.ndarray | N
     order_I = np.argsort(-items_I2.max(axis=1), kind="stable")
     items_I2, allowed_IR = items_I2[order_I], allowed_IR[order_I]
     weight, step, best_peak = FIRST_WEIGHT, FIRST_STEP, np.inf
-    for _ in range(NUM_TRIALS):
+    # more than two quantities: the others decide as often as attention does, and its weight does little
+    for _ in range(NUM_TRIALS if items_I2.shape[1] == 2 else NUM_TRIALS_OF_MORE):
         rank_I = _deal(items_I2, start_R2, allowed_IR, weight)
         tokens, work, *others = (start_R2 + _sum_by(rank_I, items_I2, num_ranks)).max(axis=0)
         tokens = max(tokens, *others, 0.0)

@@ -20,7 +20,7 @@ LARGEST_GROUPS = (1.0, 0.5, 0.25, 0.125)  # of a rank's share: groups that are k
 SMALLEST_PIECE = 0.25  # of the largest group: neighbours below a cut are kept together up to this
 ROUNDING = 1e-9
 NUM_HALVINGS = 30
-GOOD_ENOUGH = 1.02  # busiest rank by the mean: cut no finer
+GOOD_ENOUGH, GOOD_ENOUGH_WITH_DECODE = 1.02, 1.04  # busiest rank by the mean: cut no finer
 
 
 def deal_prefixes(
@@ -71,7 +71,7 @@ def deal_prefixes(
         peak = float((loads_RQ / unit_Q).max())
         if peak < best_peak:
             best_N, best_peak = rank_N, peak
-        if best_peak <= GOOD_ENOUGH:
+        if best_peak <= (GOOD_ENOUGH if num_used == 2 else GOOD_ENOUGH_WITH_DECODE):
             break
     return best_N
 

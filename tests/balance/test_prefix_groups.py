@@ -36,7 +36,7 @@ def test_work_is_even_and_little_is_computed_twice(seed, num_ranks):
     loads = np.stack([np.bincount(rank, size, num_ranks) for size in request_sizes(lengths, own, outputs).T])
     replicated = (shared - own).sum()
     tokens, attention, output, _ = loads.max(axis=1) / loads.mean(axis=1)
-    assert tokens <= 1.08
+    assert tokens <= 1.10
     assert attention <= 1.16
     assert output <= 1.26
     # each rank has to have the system prompt and one task's examples more than it would alone
