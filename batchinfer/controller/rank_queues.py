@@ -120,7 +120,7 @@ class RankQueues:
         busiest = max(self._ranks, key=lambda other: float(self._load(other)[[0, 2]].sum()))
         if rank == busiest or self._waiting[rank]:
             return []
-        whole = sorted((item for item in self._waiting[busiest] if item.begins), key=lambda item: item.place)
+        whole = sorted((item for item in self._waiting[busiest] if item.piece.begins), key=lambda item: item.place)
         given = [item.request for item in whole[num_kept(self._work(item.request) for item in whole) :]]
         if not given:
             return []
@@ -175,7 +175,7 @@ class RankQueues:
     def _load(self, rank: int) -> np.ndarray:
         """[4] `request_sizes` of what a rank has waiting, added up."""
         items = self._waiting[rank]
-        return pieces_sizes(items, [self._expected(i.request) * (self._with_decode and i.begins) for i in items])
+        return pieces_sizes(items, [self._expected(i.request) * (self._with_decode and i.piece.begins) for i in items])
 
 
 def _shared_tokens(first: Request, second: Request) -> int:

@@ -30,11 +30,6 @@ class WaitingPiece:
     start: int  # prompt tokens that have run before it
     piece: PromptPiece
 
-    @property
-    def begins(self) -> bool:
-        """Whether nothing of the request has run before."""
-        return self.start == own_shared(self.request)
-
 
 def cut_into_pieces(
     requests: list[Request],
@@ -71,7 +66,8 @@ def cut_into_pieces(
         ends_step_P = np.diff(steps.step_P, append=steps.num_steps) > 0
         columns = (steps.prompt_P, steps.start_P, steps.end_P, ends_step_P)
         for prompt, start, end, ends_step in zip(*(column.tolist() for column in columns), strict=True):
-            piece = PromptPiece(requests[prompt].key, end, end - start, ends_step)
+            begins = start == own_shared(requests[prompt])
+            piece = PromptPiece(requests[prompt].key, end, end - start, begins, ends_step)
             of_rank.append(WaitingPiece(requests[prompt], first_place + prompt, start, piece))
     return pieces
 
@@ -85,7 +81,7 @@ def take_pieces(waiting: deque[WaitingPiece], count: int, num_tokens: int | None
     """
     taken = TakenWork([], [])
     while waiting and (num_tokens is None or num_tokens > 0):
-        if waiting[0].begins:
+        if waiting[0].piece.begins:
             if len(taken.requests) == count:
                 break
             taken.requests.append(waiting[0].request)

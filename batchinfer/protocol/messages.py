@@ -264,6 +264,7 @@ class PromptPiece(Struct, frozen=True, array_like=True):
     key: RequestKey
     end: int  # prompt tokens whose KV is there after it
     num_tokens: int  # to compute, as planned
+    begins: bool = True  # the prompt's first piece
     ends_step: bool = False  # the last piece of a planned step
 
 

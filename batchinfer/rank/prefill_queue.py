@@ -47,19 +47,18 @@ class PrefillQueue:
             num_slots: prompts that may begin.
             must_go_on: nothing else runs that could make room; partly computed prompts then overtake one that waits.
         """
-        if not self._pieces:
-            return False
-        if self._pieces[0].key in self._open or (must_go_on and self._open):
-            return True
+        self._drop_done()
+        if not self._pieces or self._pieces[0].key in self._open or (must_go_on and self._open):
+            return bool(self._pieces)
         return num_slots > 0 and self._pages.match(self.waiting[0]) is not None
 
     def next_step(self, num_slots: int) -> tuple[list[Chunk], dict[int, int]]:
         """Pack the next prefill step: at most `max_step_tokens` tokens, at most `num_slots` new sequences that go on.
 
         A step has the pieces that were planned for it, and those of the next planned step if they fit, too. Prompts
-        begin strictly in order: while the first waiting one finds no room, only prompts under way go on, if nothing
-        else can run. A prompt may share pages that are written in this very step: every layer writes all latents before
-        attention reads any.
+        begin strictly in order. If the first one finds no room, and no piece can run, prompts under way go on to their
+        ends: that makes room. A prompt may share pages that are written in this very step: every layer writes all
+        latents before attention reads any.
 
         Returns:
             The chunks, and the KV slots to copy (to -> from) where prompts branch inside a page.
@@ -68,56 +67,54 @@ class PrefillQueue:
         copies: dict[int, int] = {}
         planned = taken = 0
         while self._pieces and taken < self._max_step_tokens:
+            self._drop_done()
+            if not self._pieces:
+                break
             piece = self._pieces[0]
             if piece.key not in self._open:
                 sequence = self._admit(self.waiting[0], copies) if num_slots > 0 else None
                 if sequence is None:
+                    self._go_on(chunks)
                     break
                 num_slots -= self.waiting.popleft().goes_on_after_prefill
                 self._open[piece.key] = sequence
-            is_whole, num_tokens = self._run(piece, chunks, self._max_step_tokens - taken)
+            is_whole, num_tokens = self._run(piece.key, piece.end, chunks, self._max_step_tokens - taken)
             taken += num_tokens
             if not is_whole:
                 break
-            self._drop(0)
+            self._drop_first()
             planned += piece.num_tokens
             if piece.ends_step and not self._fits(self._max_step_tokens - taken, taken / max(1, planned)):
                 break
-        if not chunks:
-            self._go_on(chunks)
         return list(chunks.values()), copies
 
-    def _run(self, piece: PromptPiece, chunks: dict[RequestKey, Chunk], budget: int) -> tuple[bool, int]:
-        """Add a piece to the step's chunks, as far as the budget goes; (whether all of it, its tokens)."""
-        sequence = self._open[piece.key]
-        before = chunks.get(piece.key)
+    def _run(self, key: RequestKey, end: int, chunks: dict[RequestKey, Chunk], budget: int) -> tuple[bool, int]:
+        """Add a prompt up to token `end` to the step's chunks, as far as the budget goes.
+
+        Returns:
+            Whether all of it was added, and the number of tokens.
+        """
+        sequence = self._open[key]
+        before = chunks.get(key)
         start = sequence.num_computed if before is None else before.start
-        end = min(piece.end, sequence.num_computed + budget)
+        wanted, end = end, min(end, sequence.num_computed + budget)
         num_tokens = max(0, end - sequence.num_computed)
         if num_tokens:
             sequence.num_prefill_steps += before is None
             sequence.num_computed = end
-            chunks[piece.key] = Chunk(sequence, start, end)
+            chunks[key] = Chunk(sequence, start, end)
             is_complete = end == sequence.num_prompt_tokens
             if is_complete:
-                del self._open[piece.key]
+                del self._open[key]
             # of a cut prompt only whole pages are made known: the last one is still being filled
             self._pages.make_known(sequence, end if is_complete else end // PAGE_TOKENS * PAGE_TOKENS)
-        return sequence.num_computed >= piece.end, num_tokens
+        return sequence.num_computed >= wanted, num_tokens
 
     def _go_on(self, chunks: dict[RequestKey, Chunk]) -> None:
-        """Run pieces of partly computed prompts, which need no further pages, before what waits for room."""
-        place = taken = 0
-        while place < len(self._pieces) and taken < self._max_step_tokens and self._open:
-            piece = self._pieces[place]
-            if piece.key not in self._open:
-                place += 1
-                continue
-            is_whole, num_tokens = self._run(piece, chunks, self._max_step_tokens - taken)
-            taken += num_tokens
-            if not is_whole:
-                break
-            self._drop(place)
+        """Run prompts under way if the step has nothing else; their later pieces are then done."""
+        budget = 0 if chunks else self._max_step_tokens
+        for key, sequence in list(self._open.items()):
+            budget -= self._run(key, sequence.num_prompt_tokens, chunks, budget)[1]
 
     def _fits(self, budget: int, computed_share: float) -> bool:
         """Whether the next planned step fits, if as much of it has to be computed as of this one."""
@@ -128,9 +125,13 @@ class PrefillQueue:
                 return num_tokens * computed_share <= budget
         return False
 
-    def _drop(self, place: int) -> None:
-        self.waiting_tokens -= self._pieces[place].num_tokens
-        del self._pieces[place]
+    def _drop_done(self) -> None:
+        """Drop the first pieces as long as they are of prompts that are complete already."""
+        while self._pieces and not self._pieces[0].begins and self._pieces[0].key not in self._open:
+            self._drop_first()
+
+    def _drop_first(self) -> None:
+        self.waiting_tokens -= self._pieces.popleft().num_tokens
 
     def _admit(self, request: Request, copies: dict[int, int]) -> Sequence | None:
         match = self._pages.match(request)
