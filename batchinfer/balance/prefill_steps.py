@@ -47,6 +47,8 @@ class PrefillSteps:
     end_P: np.ndarray  # [P] int64, prompt tokens that are in memory after it
     step_P: np.ndarray  # [P] int64, rising from 0
     num_steps: int
+    num_open: int = 0  # most branches that are under way when a step ends; the KV of one prompt of each is kept
+    prefix_tokens: int = 0  # of branches that others need, whose KV is kept for these
 
     def loads(self) -> np.ndarray:
         """[S, 2] new tokens and attention work of each step."""
@@ -70,11 +72,12 @@ def plan_rank_steps(
     answer_tokens: np.ndarray | None = None,
     page_tokens: int = 1,
     are_stored: bool = False,
+    most_open: int = MOST_OPEN,
 ) -> list[PrefillSteps]:
     """Cut the prompts of each rank into steps, the same number for all ranks.
 
     Args:
-        num_tokens, answer_tokens, page_tokens, are_stored: as for `plan_steps`.
+        num_tokens, answer_tokens, page_tokens, are_stored, most_open: as for `plan_steps`.
         shared_tokens: [N] integers, tokens shared with the prompt before it on the same rank.
         rank_N: [N] integers, the rank of each prompt.
         most_tokens: of a step, at least 1; exceeded only if no few steps more help.
@@ -95,6 +98,7 @@ def plan_rank_steps(
                 answer_tokens=None if answer_tokens is None else np.asarray(answer_tokens)[prompts],
                 page_tokens=page_tokens,
                 are_stored=are_stored,
+                most_open=most_open,
             )
             plans.append(replace(steps, prompt_P=prompts[steps.prompt_P]))
         if max(float(steps.loads()[:, 0].max()) for steps in plans) <= most_tokens:
@@ -116,6 +120,7 @@ def plan_steps(
     answer_tokens: np.ndarray | None = None,
     page_tokens: int = 1,
     are_stored: bool = False,
+    most_open: int = MOST_OPEN,
 ) -> PrefillSteps:
     """Cut a rank's prompts into steps of equal new tokens and equal attention work.
 
@@ -128,6 +133,8 @@ def plan_steps(
         answer_tokens: [N] tokens to expect; of prompts of about the same size those with longer answers run earlier.
         page_tokens: prompts share what a cut prompt has computed in pages of this number of tokens.
         are_stored: shared tokens come from a KV store instead: prompts wait for no other and run in any order.
+        most_open: large branches that may be under way when a step ends, at least 1; more only where steps would stay
+            empty without them.
 
     Raises:
         ConfigError: num_steps is below 1, or the arrays have different lengths.
@@ -143,7 +150,7 @@ def plan_steps(
         return PrefillSteps(none, none, none, none, num_steps)
     line = _Line.of(np.asarray(num_tokens, dtype=np.int64), np.asarray(shared_tokens, dtype=np.int64), num_steps)
     branches = _Branches.of(line, np.zeros_like(line.shared_N) if are_stored else line.shared_N, page_tokens)
-    segments = branches.place_large()
+    segments = branches.place_large(most_open)
     small_B = np.flatnonzero(~branches.is_large_B)
     if len(small_B):
         small_B = small_B[np.argsort(-branches.sizes_B2[small_B].max(axis=1), kind="stable")]
@@ -160,7 +167,8 @@ def plan_steps(
             _Segment(*item, last)
             for item in zip(step_I.tolist(), begin_I.tolist(), end_I.tolist(), ready_I.tolist(), strict=True)
         ]
-    return _pieces(line, _level_tokens(line, segments))
+    steps = _pieces(line, _level_tokens(line, segments))
+    return replace(steps, num_open=int(branches.num_open_S.max()), prefix_tokens=branches.prefix_tokens)
 
 
 @dataclass(slots=True)
@@ -298,7 +306,17 @@ class _Branches:
             num_open_S=np.zeros(line.num_steps, dtype=np.int64),
         )
 
-    def place_large(self) -> list[_Segment]:
+    @property
+    def prefix_tokens(self) -> int:
+        """Prompt tokens of branches that others need, each counted once."""
+        is_needed_B = self.provider_B >= 0
+        leader_B = self.starts_B1[self.provider_B]
+        tokens_B = self.prefix_B - self.line.before_N1[leader_B]
+        longest_B = np.zeros(len(tokens_B), dtype=np.int64)
+        np.maximum.at(longest_B, self.provider_B[is_needed_B], tokens_B[is_needed_B])
+        return int(longest_B.sum())
+
+    def place_large(self, most_open: int) -> list[_Segment]:
         """Place branches that others need, in their order, then the other large ones, largest first."""
         providers = np.unique(self.provider_B[self.provider_B >= 0]).tolist()
         others = np.setdiff1d(np.flatnonzero(self.is_large_B), providers)
@@ -310,7 +328,7 @@ class _Branches:
             begin, end = self.places_B1[branch : branch + 2].tolist()
             places = self.line.cut(begin, end, last + 1 - ready)
             pieces_2 = self.line.sizes(places)
-            step = self._first_step(pieces_2, ready, early=len(followers) > 0)
+            step = self._first_step(pieces_2, ready, most_open, early=len(followers) > 0)
             steps = slice(step, step + len(pieces_2))
             self.loads_S2[steps] += pieces_2
             self.num_open_S[step : steps.stop - 1] += 1
@@ -324,7 +342,7 @@ class _Branches:
             self.ready_B[followers] = step + piece
         return segments
 
-    def _first_step(self, pieces_2: np.ndarray, first: int, *, early: bool) -> int:
+    def _first_step(self, pieces_2: np.ndarray, first: int, most_open: int, *, early: bool) -> int:
         """Return the step for the first piece: where the sum of squared loads grows least.
 
         Args:
@@ -339,7 +357,7 @@ class _Branches:
         growth = (pieces_2 * (2 * loads + pieces_2)).sum(axis=(1, 2))
         if num_pieces > 1:
             num_open = sliding_window_view(self.num_open_S[first:-1], num_pieces - 1).max(axis=1)
-            growth = np.where(num_open < min(MOST_OPEN, num_open.min() + 1), growth, np.inf)
+            growth = np.where(num_open < min(most_open, num_open.min() + 1), growth, np.inf)
         return first + int(growth.argmin())
 
 

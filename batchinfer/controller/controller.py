@@ -100,7 +100,7 @@ class Controller:
                     self.deaths.step_ended()
                     self.reports.take_step(rank, report)
             case NeedsRequests():
-                self.sender.needs_work(rank)
+                self.sender.needs_work(rank, message.num_pages)
             case Handovers():
                 self.sender.pass_on(rank, message.handovers)
             case KvRead():

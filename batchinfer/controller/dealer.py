@@ -12,19 +12,19 @@ from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.counted_prefixes import CountedPrompt
 from batchinfer.controller.rank_queues import RankQueues
-from batchinfer.controller.waiting_pieces import TakenWork
+from batchinfer.controller.waiting_pieces import RankRoom, TakenWork
 from batchinfer.records import Request, RequestKey
 
 DEATHS_BEFORE_HALVING = 2
 DEATHS_ALONE = 2
-DEFAULT_PREFILL_TOKENS: int = ClusterConfig.model_fields["prefill_tokens"].default
+DEFAULT_ROOM = RankRoom.of(ClusterConfig())
 
 
 class Dealer:
     """Requests of the open units: waiting, running, or suspected.
 
     Args:
-        ranks, lengths, with_decode, prefill_tokens: see RankQueues.
+        ranks, lengths, room: see RankQueues.
         with_store: requests say what they find, in memory and in a KV store: prompts with results are kept for this.
     """
 
@@ -33,14 +33,11 @@ class Dealer:
         ranks: Iterable[int],
         lengths: OutputLengths | None = None,
         *,
-        with_decode: bool = True,
+        room: RankRoom = DEFAULT_ROOM,
         with_store: bool = False,
-        prefill_tokens: int = DEFAULT_PREFILL_TOKENS,
     ) -> None:
         self._open: dict[int, dict[RequestKey, Request]] = {}  # unit -> unfinished requests in the plan's order
-        self._queues = RankQueues(
-            list(ranks), lengths or OutputLengths(), with_decode=with_decode, prefill_tokens=prefill_tokens
-        )
+        self._queues = RankQueues(list(ranks), lengths or OutputLengths(), room)
         self._running: dict[RequestKey, Request] = {}
         self._with_store = with_store
         self._results: dict[int, list[CountedPrompt]] = {}  # of open units
@@ -58,6 +55,11 @@ class Dealer:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def has_uneven_steps(self) -> bool:
+        """Whether prompts had to run one after the other because ranks have too few KV pages."""
+        return self._queues.has_uneven_steps
 
     def has_waiting(self, rank: int) -> bool:
         """Whether there is something for a rank when it asks next."""
@@ -85,6 +87,10 @@ class Dealer:
         if not self._suspects:
             known = [] if is_fresh else self._results[unit]
             self._note(self._queues.add(requests, is_fresh=is_fresh, after_tokens=after_tokens, results=known))
+
+    def keep_to_pages(self, num_pages: int) -> None:
+        """A rank has room for so many KV pages: no rank gets prompts in an order that needs more."""
+        self._queues.keep_to_pages(num_pages)
 
     def take(self, rank: int, count: int, num_tokens: int | None = None) -> TakenWork:
         """Return the next pieces of prompts for a rank, and the requests that begin; these run from now on.

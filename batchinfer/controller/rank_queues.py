@@ -6,7 +6,6 @@ tokens and attention work (balance/prefill_steps.py). A rank that has run out of
 another one has left.
 """
 
-from collections import deque
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +15,9 @@ from batchinfer.balance.prefix_groups import deal_prefixes, num_kept
 from batchinfer.balance.prefix_order import longest_first
 from batchinfer.controller.counted_prefixes import CountedPrompt, common_tokens, counted_tokens
 from batchinfer.controller.waiting_pieces import (
+    RankRoom,
     TakenWork,
-    WaitingPiece,
-    cut_into_pieces,
+    WaitingPieces,
     own_shared,
     pieces_sizes,
     take_pieces,
@@ -32,19 +31,21 @@ class RankQueues:
     Args:
         ranks: those that run prefill.
         lengths: what is known of output lengths.
-        with_decode: these ranks also decode what they prefill, which is work, too.
-        prefill_tokens: most prompt tokens of a rank in a prefill step.
+        room: what fits on each at once.
     """
 
-    def __init__(self, ranks: list[int], lengths: OutputLengths, *, with_decode: bool, prefill_tokens: int) -> None:
+    def __init__(self, ranks: list[int], lengths: OutputLengths, room: RankRoom) -> None:
         self._ranks = ranks
         self._lengths = lengths
-        self._with_decode = with_decode
-        self._prefill_tokens = prefill_tokens
-        self._waiting: dict[int, deque[WaitingPiece]] = {rank: deque() for rank in ranks}
+        self._waiting = WaitingPieces(ranks, room)
+        self._with_decode = room.with_decode
         self._last_of_rank: dict[int, Request] = {}
         self._last_dealt: Request | None = None
-        self._num_dealt = 0
+
+    @property
+    def has_uneven_steps(self) -> bool:
+        """Whether prompts had to run one after the other because ranks have too few KV pages."""
+        return self._waiting.has_uneven_steps
 
     def has_waiting(self, rank: int) -> bool:
         """Whether anything waits for a rank."""
@@ -52,8 +53,11 @@ class RankQueues:
 
     def clear(self) -> None:
         """Nothing waits any more."""
-        for waiting in self._waiting.values():
-            waiting.clear()
+        self._waiting.clear()
+
+    def keep_to_pages(self, num_pages: int) -> None:
+        """A rank has room for so many KV pages: no rank gets prompts in an order that needs more."""
+        self._waiting.keep_to_pages(num_pages, self._expected)
 
     def ranks_died(self) -> None:
         """The ranks start anew, without any prefix."""
@@ -120,44 +124,26 @@ class RankQueues:
         busiest = max(self._ranks, key=lambda other: float(self._load(other)[[0, 2]].sum()))
         if rank == busiest or self._waiting[rank]:
             return []
-        whole = sorted((item for item in self._waiting[busiest] if item.piece.begins), key=lambda item: item.place)
-        given = [item.request for item in whole[num_kept(self._work(item.request) for item in whole) :]]
+        whole = self._waiting.whole(busiest)
+        given = whole[num_kept(map(self._work, whole)) :]
         if not given:
             return []
-        keys = {request.key for request in given}
-        self._waiting[busiest] = left = deque(item for item in self._waiting[busiest] if item.request.key not in keys)
+        self._waiting.remove(busiest, given)
         del self._last_of_rank[busiest]
-        if left:
+        if left := self._waiting[busiest]:
             self._last_of_rank[busiest] = max(left, key=lambda item: item.place).request
         taken = [self._give(request, rank) for request in given]
         self._append(taken, np.full(len(taken), self._ranks.index(rank)))
         return taken
+
+    def _append(self, requests: list[Request], index_of_rank: np.ndarray) -> None:
+        self._waiting.append(requests, index_of_rank, np.array([self._expected(request) for request in requests]))
 
     def _give(self, request: Request, rank: int) -> Request:
         """Return the request as the rank gets it behind what it got last."""
         replicated = max(0, request.shared_tokens - self._found(rank, request))
         self._last_of_rank[rank] = replace(request, replicated_tokens=replicated)
         return self._last_of_rank[rank]
-
-    def _append(self, requests: list[Request], index_of_rank: np.ndarray) -> None:
-        """Cut the prompts of each rank into steps and put their pieces behind what waits.
-
-        Args:
-            requests: in the order of the prefix tree.
-            index_of_rank: [number of requests] place of each request's rank in the list of ranks.
-        """
-        expected = np.array([self._expected(request) for request in requests])
-        pieces = cut_into_pieces(
-            requests,
-            index_of_rank,
-            num_ranks=len(self._ranks),
-            prefill_tokens=self._prefill_tokens,
-            answer_tokens=expected if expected.min() < expected.max() else None,
-            first_place=self._num_dealt,
-        )
-        for rank, of_rank in zip(self._ranks, pieces, strict=True):
-            self._waiting[rank].extend(of_rank)
-        self._num_dealt += len(requests)
 
     def _found(self, rank: int, request: Request) -> int:
         """Prompt tokens that a rank has computed by what it got last."""

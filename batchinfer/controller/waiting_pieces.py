@@ -1,16 +1,18 @@
 """Pieces of prompts that fill the prefill steps of ranks evenly, as they wait for their ranks."""
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from batchinfer.balance.prefill_steps import plan_rank_steps
+from batchinfer.balance.prefill_steps import MOST_OPEN, PrefillSteps, plan_rank_steps
 from batchinfer.balance.prefix_groups import request_sizes
-from batchinfer.config import PAGE_TOKENS
+from batchinfer.config import PAGE_TOKENS, ClusterConfig
 from batchinfer.protocol.messages import PromptPiece
 from batchinfer.records import Request
+
+FEWER_OPEN = (MOST_OPEN, 4, 2, 1)  # branches under way at once, the fewer the less KV there is room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,37 +33,154 @@ class WaitingPiece:
     piece: PromptPiece
 
 
+@dataclass(frozen=True, slots=True)
+class RankRoom:
+    """What fits on a rank at once.
+
+    prefill_tokens: prompt tokens in a step.
+    decode_requests: requests that run at once on a rank that also decodes; None: it does not.
+    num_pages: of KV; None: not known yet.
+    """
+
+    prefill_tokens: int
+    decode_requests: int | None
+    num_pages: int | None = None
+
+    @classmethod
+    def of(cls, cluster: ClusterConfig) -> "RankRoom":
+        """Return the room of a rank that runs prefill."""
+        return cls(cluster.prefill_tokens, cluster.decode_requests if cluster.mode == "colocated" else None)
+
+    @property
+    def with_decode(self) -> bool:
+        """Whether the rank decodes what it prefills."""
+        return self.decode_requests is not None
+
+    def pages_of(self, request: Request) -> int:
+        """Return the pages that a request takes when its prompt begins."""
+        answer_tokens = 0 if self.decode_requests is None else max(0, request.sampling.max_tokens - 1)
+        return -(-(len(request.token_ids) + answer_tokens) // PAGE_TOKENS)
+
+    def holds(self, steps: PrefillSteps, pages_N: np.ndarray) -> bool:
+        """Whether prompts find room in these steps, and the prefixes that they count on stay in memory.
+
+        Args:
+            pages_N: [N] `pages_of` the rank's requests.
+        """
+        if self.num_pages is None or pages_N.sum() <= self.num_pages:
+            return True
+        if self.decode_requests is None:
+            running = 2 * -(-self.prefill_tokens // PAGE_TOKENS)  # of two steps, until other ranks have read it
+        else:
+            running = int(np.mean(pages_N) * min(len(pages_N), self.decode_requests))
+        under_way = int(np.sort(pages_N)[len(pages_N) - min(len(pages_N), steps.num_open) :].sum())
+        return running + under_way - (-steps.prefix_tokens // PAGE_TOKENS) <= self.num_pages
+
+
+class WaitingPieces:
+    """Pieces that wait for each rank.
+
+    Args:
+        ranks: those that run prefill.
+        room: of each.
+    """
+
+    def __init__(self, ranks: list[int], room: RankRoom) -> None:
+        self.room = room
+        self.has_uneven_steps = False  # prompts had to run one after the other, for want of pages
+        self._ranks = ranks
+        self._of_rank: dict[int, deque[WaitingPiece]] = {rank: deque() for rank in ranks}
+        self._num_placed = 0
+
+    def __getitem__(self, rank: int) -> deque[WaitingPiece]:
+        return self._of_rank[rank]
+
+    def clear(self) -> None:
+        """Nothing waits any more."""
+        for waiting in self._of_rank.values():
+            waiting.clear()
+
+    def append(self, requests: list[Request], index_of_rank: np.ndarray, expected_tokens: np.ndarray) -> None:
+        """Cut the prompts of each rank into steps and put their pieces behind what waits.
+
+        Args:
+            requests: in the order of the prefix tree.
+            index_of_rank: [number of requests] place of each request's rank in the list of ranks.
+            expected_tokens: [number of requests] of answers.
+        """
+        pieces, are_even = cut_into_pieces(
+            requests,
+            index_of_rank,
+            num_ranks=len(self._ranks),
+            room=self.room,
+            answer_tokens=expected_tokens if expected_tokens.min() < expected_tokens.max() else None,
+            first_place=self._num_placed,
+        )
+        self.has_uneven_steps = self.has_uneven_steps or not are_even
+        for rank, of_rank in zip(self._ranks, pieces, strict=True):
+            self._of_rank[rank].extend(of_rank)
+        self._num_placed += len(requests)
+
+    def whole(self, rank: int) -> list[Request]:
+        """Return the requests whose prompts have not begun, in the order of the prefix tree."""
+        begins = (item for item in self._of_rank[rank] if item.piece.begins)
+        return [item.request for item in sorted(begins, key=lambda item: item.place)]
+
+    def remove(self, rank: int, requests: list[Request]) -> None:
+        """Remove requests whose prompts have not begun."""
+        keys = {request.key for request in requests}
+        self._of_rank[rank] = deque(item for item in self._of_rank[rank] if item.request.key not in keys)
+
+    def keep_to_pages(self, num_pages: int, expected: Callable[[Request], float]) -> None:
+        """A rank has room for so many KV pages. What waits is cut anew if this is less than what was known before.
+
+        Args:
+            expected: tokens of a request's answer.
+        """
+        if self.room.num_pages is not None and self.room.num_pages <= num_pages:
+            return
+        self.room = replace(self.room, num_pages=num_pages)
+        whole = [self.whole(rank) for rank in self._ranks]
+        for rank, requests in zip(self._ranks, whole, strict=True):
+            self.remove(rank, requests)
+        requests = [request for of_rank in whole for request in of_rank]
+        if requests:
+            index_of_rank = np.repeat(np.arange(len(whole)), list(map(len, whole)))
+            self.append(requests, index_of_rank, np.array(list(map(expected, requests))))
+
+
 def cut_into_pieces(
     requests: list[Request],
     index_of_rank: np.ndarray,
     *,
     num_ranks: int,
-    prefill_tokens: int,
+    room: RankRoom,
     answer_tokens: np.ndarray | None,
     first_place: int,
-) -> list[list[WaitingPiece]]:
+) -> tuple[list[list[WaitingPiece]], bool]:
     """Cut the prompts of each rank into steps (balance/prefill_steps.py).
+
+    Where a rank has too few pages for that, its prompts stay whole and in the order of the prefix tree, which needs
+    least memory.
 
     Args:
         requests: in the order of the prefix tree.
         index_of_rank: [number of requests] rank of each, from 0.
-        prefill_tokens: most prompt tokens of a rank in a step.
         answer_tokens: [number of requests] tokens to expect; None: the same of all.
         first_place: place of the first request in the order of all requests.
 
     Returns:
-        The pieces of each rank in the order in which they run.
+        The pieces of each rank in the order in which they run, and whether they fill steps evenly.
     """
-    plans = plan_rank_steps(
-        np.array([len(request.token_ids) for request in requests]),
-        np.array([own_shared(request) for request in requests]),
-        index_of_rank,
-        num_ranks=num_ranks,
-        most_tokens=prefill_tokens,
-        answer_tokens=answer_tokens,
-        page_tokens=PAGE_TOKENS,
-    )
-    pieces: list[list[WaitingPiece]] = [[] for _ in plans]
+    shared_N = np.array([own_shared(request) for request in requests])
+    plans = _plan_within(requests, shared_N, index_of_rank, num_ranks, room, answer_tokens)
+    pieces: list[list[WaitingPiece]] = [[] for _ in range(num_ranks)]
+    if plans is None:
+        for place, (request, index) in enumerate(zip(requests, index_of_rank.tolist(), strict=True)):
+            start, end = int(shared_N[place]), len(request.token_ids)
+            piece = PromptPiece(request.key, end, end - start, begins=True, ends_step=False)
+            pieces[index].append(WaitingPiece(request, first_place + place, start, piece))
+        return pieces, False
     for of_rank, steps in zip(pieces, plans, strict=True):
         ends_step_P = np.diff(steps.step_P, append=steps.num_steps) > 0
         columns = (steps.prompt_P, steps.start_P, steps.end_P, ends_step_P)
@@ -69,7 +188,33 @@ def cut_into_pieces(
             begins = start == own_shared(requests[prompt])
             piece = PromptPiece(requests[prompt].key, end, end - start, begins, ends_step)
             of_rank.append(WaitingPiece(requests[prompt], first_place + prompt, start, piece))
-    return pieces
+    return pieces, True
+
+
+def _plan_within(
+    requests: list[Request],
+    shared_N: np.ndarray,
+    index_of_rank: np.ndarray,
+    num_ranks: int,
+    room: RankRoom,
+    answer_tokens: np.ndarray | None,
+) -> list[PrefillSteps] | None:
+    """Steps for which every rank has room; None: there are none."""
+    pages_N = np.array([room.pages_of(request) for request in requests])
+    for most_open in FEWER_OPEN:
+        plans = plan_rank_steps(
+            np.array([len(request.token_ids) for request in requests]),
+            shared_N,
+            index_of_rank,
+            num_ranks=num_ranks,
+            most_tokens=room.prefill_tokens,
+            answer_tokens=answer_tokens,
+            page_tokens=PAGE_TOKENS,
+            most_open=most_open,
+        )
+        if all(room.holds(steps, pages_N[index_of_rank == rank]) for rank, steps in enumerate(plans)):
+            return plans
+    return None
 
 
 def take_pieces(waiting: deque[WaitingPiece], count: int, num_tokens: int | None) -> TakenWork:

@@ -20,6 +20,7 @@ from batchinfer.controller.rank_start import RankStart
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.results import Results
 from batchinfer.controller.unit_queue import UnitQueue
+from batchinfer.controller.waiting_pieces import RankRoom
 from batchinfer.controller.work_progress import WorkProgress
 from batchinfer.controller.work_sender import WorkSender
 from batchinfer.data.parquet import read_rows
@@ -145,9 +146,8 @@ def _controller(
     dealer = Dealer(
         (place.rank for place in group.places if place.runs_prefill),
         lengths,
-        with_decode=cluster.mode == "colocated",
+        room=RankRoom.of(cluster),
         with_store=job.kv.dir is not None,
-        prefill_tokens=cluster.prefill_tokens,
     )
     loads: DecodeLoads[RequestKey] = DecodeLoads(
         [place.rank for place in group.places if place.runs_decode],

@@ -9,6 +9,7 @@ from batchinfer.controller.expert_placer import ExpertPlacer
 from batchinfer.controller.unit_queue import UnitQueue
 from batchinfer.controller.waiting_pieces import TakenWork
 from batchinfer.launch.rank_group import RankGroup
+from batchinfer.progress import note
 from batchinfer.protocol import messages
 from batchinfer.protocol.messages import Adoption, Handover
 from batchinfer.records import RequestKey
@@ -29,6 +30,7 @@ class WorkSender:
     _handovers: dict[RequestKey, tuple[int, Handover]] = field(default_factory=dict)  # with the rank that holds the KV
     _adoptions: dict[int, list[Adoption]] = field(default_factory=dict)  # by rank, to be sent at the end of the round
     _needs_work: set[int] = field(default_factory=set)  # ranks that ask for requests
+    _has_told_of_pages: bool = False
     _has_begun: bool = False  # whether any rank has got one since they were started
 
     def ranks_started(self) -> None:
@@ -53,9 +55,16 @@ class WorkSender:
         self.loads.clear()
         self.experts.ranks_died()
 
-    def needs_work(self, rank: int) -> None:
-        """A rank asks for requests."""
+    def needs_work(self, rank: int, num_pages: int) -> None:
+        """A rank asks for requests; it has room for so many KV pages."""
         self._needs_work.add(rank)
+        self.dealer.keep_to_pages(num_pages)
+        if self.dealer.has_uneven_steps and not self._has_told_of_pages:
+            self._has_told_of_pages = True
+            note(
+                f"prefill steps are less even than planned: a rank has {num_pages:,} KV pages, too few to have several "
+                "prompts under way; a larger cluster.page_bytes or more memory helps"
+            )
 
     def pass_on(self, holder: int, handovers: list[Handover]) -> None:
         """Requests that go on elsewhere: prompts that have run wait for a rank, moved requests have one."""

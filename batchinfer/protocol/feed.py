@@ -81,11 +81,11 @@ class Feed:
             self._sort_in(self._received.get(), Inbox())
         return self._leave
 
-    def want_requests(self) -> None:
-        """Say that requests are running out; once until some come."""
+    def want_requests(self, num_pages: int) -> None:
+        """Say that requests are running out, and how many KV pages there are for them; once until some come."""
         if not self._has_asked:
             self._has_asked = True
-            self._channel.send(messages.NeedsRequests())
+            self._channel.send(messages.NeedsRequests(num_pages))
 
     def send(self, report: StepReport) -> None:
         """Hand over what a step gave."""

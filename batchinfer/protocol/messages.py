@@ -152,7 +152,12 @@ class Ready(Message, frozen=True):
 
 
 class NeedsRequests(Message, frozen=True):
-    """Few requests are left; sent again only after some came."""
+    """Few requests are left; sent again only after some came.
+
+    num_pages: of KV, that the rank has in all.
+    """
+
+    num_pages: int
 
 
 class Steps(Message, frozen=True):

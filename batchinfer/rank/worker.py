@@ -109,7 +109,7 @@ class RankWorker:
             if self._drafter is not None:
                 self._drafter.forget(given_away)
         if self._admission.needs_work:
-            feed.want_requests()
+            feed.want_requests(self._context.num_pages)
         taken = migration.migrate_in(self._admission.num_free_slots, log)
         if taken:
             self._running.add(taken)

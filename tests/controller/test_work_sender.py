@@ -13,11 +13,13 @@ from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import ClusterConfig, SamplingConfig
 from batchinfer.controller.dealer import Dealer
+from batchinfer.controller.waiting_pieces import RankRoom
 from batchinfer.controller.work_sender import WorkSender
 from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.protocol.messages import CachedTokens, Handover, Message
 from batchinfer.records import Request, RequestKey, RequestTimes
 
+NUM_PAGES = 10**6  # enough for everything
 GREEDY = SamplingConfig(max_tokens=8).to_sampling()
 
 
@@ -59,7 +61,7 @@ class NoCalibration:
 def make_sender(num_prefill: int, num_decode: int) -> tuple[WorkSender, Sent, NoUnits]:
     cluster = ClusterConfig(mode="disaggregated", prefill_ranks=num_prefill, decode_ranks=num_decode)
     sent, units = Sent(rank_places(cluster)), NoUnits()
-    dealer = Dealer(range(num_prefill), with_decode=False)
+    dealer = Dealer(range(num_prefill), room=RankRoom.of(cluster))
     decode_ranks = range(num_prefill, num_prefill + num_decode)
     loads = DecodeLoads(decode_ranks, OutputLengths(), max_requests=64, request_load=RequestLoad(1.0), move_steps=4.0)
     sender = WorkSender(cluster, SimpleNamespace(moves=0), sent, units, dealer, loads, experts=NoCalibration())
@@ -82,7 +84,7 @@ def test_a_round_takes_each_rank_at_most_one_message_of_each_kind(num_prefill, n
     prompts = requests(4 * num_decode)
     sender.dealer.add_unit(0, prompts)
     for rank in range(num_prefill):
-        sender.needs_work(rank)
+        sender.needs_work(rank, NUM_PAGES)
     sender.deal()
     assert sent.take() == {("Requests", rank): 1 for rank in range(num_prefill)}
 
@@ -99,7 +101,7 @@ def test_where_nothing_is_left_a_round_asks_for_units_once():
     sender, sent, units = make_sender(64, 1)
     sender.dealer.add_unit(0, requests(1))
     for rank in range(64):
-        sender.needs_work(rank)
+        sender.needs_work(rank, NUM_PAGES)
     sender.deal()
     assert units.num_asked == 1
     assert Counter(kind for kind, _ in sent.take()) == {"Requests": 1, "Wake": 63}
@@ -112,7 +114,7 @@ def test_the_next_unit_is_opened_while_a_rank_runs_the_last_that_waited_for_it()
     sender, sent, units = make_sender(1, 1)
     sender.dealer.add_unit(0, requests(sender.cluster.decode_requests + 1))  # one more than it takes at a time
     for num_asked in (0, 1):
-        sender.needs_work(0)
+        sender.needs_work(0, NUM_PAGES)
         sender.deal()
         assert sent.take()["Requests", 0] == 1
         assert units.num_asked == num_asked

@@ -69,10 +69,10 @@ def test_a_malformed_message_is_told_with_the_rank_that_sent_it(ends):
 
 def test_the_end_of_a_connection_is_noticed_at_once_and_what_came_before_counts(ends):
     rank, group = ends
-    rank.send(NeedsRequests())
+    rank.send(NeedsRequests(9))
     rank.close()
     begun_s = time.monotonic()
-    assert group.receive() == [(0, NeedsRequests())]
+    assert group.receive() == [(0, NeedsRequests(9))]
     with pytest.raises(RanksDiedError, match="the connection to one of the ranks 0 was lost"):
         all_that_comes(group)
     assert time.monotonic() - begun_s < 5
@@ -88,10 +88,10 @@ def test_what_no_rank_can_run_is_refused_and_is_no_fault_of_a_request(ends, kind
 
 def test_the_latest_call_of_a_rank_counts(ends):
     rank, group = ends
-    rank.send(NeedsRequests())
+    rank.send(NeedsRequests(9))
     again = called(group, Hello(0, 2, "other"))
-    again.send(NeedsRequests())
-    assert group.receive() == [(0, NeedsRequests())]
+    again.send(NeedsRequests(9))
+    assert group.receive() == [(0, NeedsRequests(9))]
     again.read_on(lambda message: again.send(Bye()) if message == Leave() else None, at_end=lambda reason: None)
     assert group.leave() == []
 

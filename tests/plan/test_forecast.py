@@ -55,12 +55,14 @@ def test_balance_is_never_below_its_bound_and_one_giant_shows(cluster):
     shared = np.minimum(rng.integers(0, 40, 400), prompt - 1)
     starts = np.array([0, 150, 400])
     even = PlannedWork(starts, prompt, shared, limit, np.full(400, np.nan))
-    for found in balances(even, ClusterConfig(**cluster)):
-        assert 1.0 <= found.bound <= found.max_over_mean < 1.2
+    prefill, decode = balances(even, ClusterConfig(**cluster))
+    assert max(prefill.tokens, prefill.attention) < 1.1
+    assert 1.0 <= decode.bound <= decode.max_over_mean < 1.2
     prompt[7] = 100_000
     giant = PlannedWork(starts, prompt, shared, limit, np.full(400, np.nan))
-    for found in balances(giant, ClusterConfig(**cluster)):
-        assert 1.4 < found.bound <= found.max_over_mean
+    prefill, decode = balances(giant, ClusterConfig(**cluster))
+    assert min(prefill.tokens, prefill.attention) > 1.4
+    assert 1.4 < decode.bound <= decode.max_over_mean
 
 
 def test_without_a_known_speed_of_decode_only_jobs_that_need_none_have_a_time():
@@ -72,7 +74,8 @@ def test_without_a_known_speed_of_decode_only_jobs_that_need_none_have_a_time():
 
 def test_one_rank_and_no_request_are_even():
     empty = work_of([], [], [], [], [0])
-    assert [(b.max_over_mean, b.bound) for b in balances(empty, ClusterConfig(prefill_ranks=3))] == [(1, 1), (1, 1)]
+    prefill, decode = balances(empty, ClusterConfig(prefill_ranks=3))
+    assert (prefill.tokens, prefill.attention, decode.max_over_mean, decode.bound) == (1, 1, 1, 1)
 
 
 # ---- an earlier run
@@ -155,9 +158,11 @@ def test_a_plan_that_learned_predicts_and_outputs_stay_the_same(earlier):
     found = {item.name: item for item in details.predictions}
     assert found["output_tokens"].planned == found["output_tokens"].happened == NUM_ROWS * 32
     assert found["work_s"].planned == pytest.approx(summary["work_s"])
-    for name in ("prefill_balance", "expert_balance"):
-        assert 1.0 <= found[name].at_best <= found[name].planned
-        assert found[name].happened >= 1.0
+    for name in ("prefill_tokens_balance", "prefill_attention_balance"):
+        assert found[name].happened == pytest.approx(found[name].planned, rel=0.05)
+        assert 1.0 <= found[name].planned == summary[name.replace("balance", "max_over_mean")]
+    assert 1.0 <= found["expert_balance"].at_best <= found["expert_balance"].planned
+    assert found["expert_balance"].happened >= 1.0
     assert 1.0 <= summary["decode_bound"] <= found["decode_balance"].planned == summary["decode_max_over_mean"]
     assert 1.0 <= found["decode_balance"].at_best <= found["decode_balance"].happened
     panel = ended.out.splitlines()
@@ -231,19 +236,21 @@ def test_balance_idle_turns_and_tail_are_counted_from_steps(tmp_path):
         decode(0, 1, 11.0, 1, 10), decode(1, 1, 11.0, 1, 10),
         decode(0, 2, 12.5, 2, 20), decode(1, 2, 12.5, 0, 0),
         decode(0, 9, 8.0, 1, 5), decode(1, 9, 8.0, 1, 5),
-        step("a", "prefill", 1.0, new=60, cached=0, output=1, rank=0, step=3, expert_rows=90),
-        step("a", "prefill", 1.0, new=20, cached=0, output=1, rank=1, step=3, expert_rows=30),
+        step("a", "prefill", 1.0, new=60, cached=0, output=1, rank=0, step=3, expert_rows=90, attention_work=300),
+        step("a", "prefill", 1.0, new=20, cached=0, output=1, rank=1, step=3, expert_rows=30, attention_work=90),
+        step("a", "prefill", 1.0, new=10, cached=0, output=1, rank=1, step=4, attention_work=10),  # nothing on rank 0
     ]  # fmt: skip
     node = session("a", 0, 20, ranks=2, prefill_s=1)
-    planned = {"predicted_prefill_max_over_mean": 1.25, "predicted_prefill_bound": 1.0, "gpu_hour": 3.0}
+    planned = {"predicted_prefill_tokens_max_over_mean": 1.25, "gpu_hour": 3.0}
     run = write_run(
         tmp_path / "r", requests=[request(0, 9, 4)], steps=steps, nodes=[node], predicted_cost_usd=0.02, **planned
     )
     details = read_report(run)
     found = {item.name: item for item in details.predictions}
-    # 60 + 7 tokens of 60 + 20 + 10 on two ranks
-    assert found["prefill_balance"].happened == pytest.approx(67 / 45)
-    assert (found["prefill_balance"].planned, found["prefill_balance"].at_best) == (1.25, 1.0)
+    # 60 + 10 tokens of 60 + 20 + 10 on two ranks
+    assert found["prefill_tokens_balance"].happened == pytest.approx(70 / 45)
+    assert found["prefill_attention_balance"].happened == pytest.approx(310 / 200)
+    assert (found["prefill_tokens_balance"].planned, found["prefill_tokens_balance"].at_best) == (1.25, None)
     assert found["decode_balance"].happened == pytest.approx((30 + 10 + 20 + 5) / (20 + 10 + 10 + 5))
     assert found["expert_balance"].happened == pytest.approx(90 / 60)
     assert found["cost_usd"].happened == pytest.approx(details.values["cost_usd"])

@@ -32,7 +32,7 @@ class Feed:
     def receive(self, wait_s=0.0):
         return self._inboxes.pop(0)
 
-    def want_requests(self):
+    def want_requests(self, num_pages):
         pass
 
     def send_experts(self):

@@ -235,6 +235,21 @@ def figures_of_graphs(run: Path) -> dict[str, Any]:
     return {"graph_share": None, "recorded_graphs": 0}
 
 
+def figures_of_prefill(run: Path, case: Case) -> dict[str, Any]:
+    """How even prefill was, from the steps of each rank."""
+    names = [f"prefill_{name}_max_over_mean" for name in ("tokens", "attention")]
+    if case.prefill == 1:
+        return dict.fromkeys(names)
+    figures = one(
+        run,
+        f"""SELECT sum(tokens) / sum(all_tokens) * {case.prefill}, sum(work) / sum(all_work) * {case.prefill} FROM (
+            SELECT max(new_tokens) AS tokens, sum(new_tokens) AS all_tokens,
+            max(attention_work) AS work, sum(attention_work) AS all_work
+            FROM steps WHERE kind = 'prefill' GROUP BY session, step)""",
+    )
+    return dict(zip(names, figures, strict=True))
+
+
 def figures_of_decode(run: Path, case: Case) -> dict[str, Any]:
     """How even decode was, from the steps of each rank."""
     names = [f"decode_{kind}_{name}" for kind in ("kv", "requests") for name in ("max_over_mean", "bound")]
@@ -357,6 +372,7 @@ def test_every_published_figure_is_what_the_files_of_the_run_say(ran):
         | figures_of_steps(run, case)
         | figures_of_drafts(run)
         | figures_of_graphs(run)
+        | figures_of_prefill(run, case)
         | figures_of_decode(run, case)
         | figures_of_experts(run, case)
         | figures_of_time(run, case)

@@ -182,8 +182,8 @@ def test_a_run_that_is_finished_early_counts_no_replicated_tokens(planned):
 
 def test_two_colocated_ranks(tmp_path):
     steps = [
-        step("a", "prefill", 2.0, new=300, cached=50, output=4, rank=0, expert_rows=1218),
-        step("a", "prefill", 2.0, new=280, cached=0, output=4, rank=1, expert_rows=1102),
+        step("a", "prefill", 2.0, new=300, cached=50, output=4, rank=0, expert_rows=1218, attention_work=6e4),
+        step("a", "prefill", 2.0, new=280, cached=0, output=4, rank=1, expert_rows=1102, attention_work=4e4),
         step("a", "decode", 0.5, new=8, cached=0, output=8, rank=0, expert_rows=30, num_requests=8),
         step("a", "decode", 0.25, new=7, cached=0, output=7, rank=1, expert_rows=50, num_requests=7),
     ]
@@ -193,6 +193,8 @@ def test_two_colocated_ranks(tmp_path):
         "rank 0 prefill + decode 300 8 2.50",
         "rank 1 prefill + decode 280 7 2.25",
         "expert rows, max / mean 1.04",  # 1,248 and 1,152: 1,248 / 1,200
+        "prefill tokens, max / mean 1.034",  # 300 and 280: 300 / 290
+        "prefill attention, max / mean 1.200",  # 6e4 and 4e4
         "decode requests, max / mean 1.067 at best 1.067",  # 8 and 7: 8 / 7.5
         "decode turns without work 0.0 %",
         "tail 0 s with an idle decode rank",
@@ -214,6 +216,7 @@ def test_two_prefill_ranks_apart_from_one_decode_rank(tmp_path):
         "rank 1 prefill 100 0 2.00",
         "rank 2 decode 0 40 3.00",
         "expert rows, max / mean 1.20 prefill ranks",
+        "prefill tokens, max / mean 1.200",  # 150 and 100: 150 / 125
     ]
 
 
@@ -244,6 +247,7 @@ def test_ranks_of_the_same_number_add_up_over_sessions(tmp_path):
         "rank 0 prefill + decode 300 5 3.00",
         "rank 1 prefill + decode 200 0 2.00",
         "expert rows, max / mean – no expert was used",
+        "prefill tokens, max / mean 1.200",  # of the session on two ranks
     ]
 
 
@@ -265,12 +269,11 @@ def test_two_machines_of_one_group_show_each_rank_once(tmp_path):
         session(name, 0, 9, ranks=2, prefill_s=1, node=name, prefill_ranks=4, decode_ranks=4) for name in ("n1", "n2")
     ]
     steps = [
-        step("n1" if rank < 2 else "n2", "prefill", 1.0, new=10, cached=0, output=1, rank=rank, expert_rows=10 + rank)
-        for rank in range(4)
+        step("n1", "prefill", 1.0, new=10, cached=0, output=1, rank=rank, expert_rows=10 + rank) for rank in range(4)
     ]
     section = rank_section(write_run(tmp_path / "r", steps=steps, nodes=nodes))
     assert [line.split()[1] for line in section[1:5]] == ["0", "1", "2", "3"]
-    assert section[5:] == ["expert rows, max / mean 1.13"]
+    assert section[5:] == ["expert rows, max / mean 1.13", "prefill tokens, max / mean 1.000"]
 
 
 def test_restarts_are_shown_when_there_were_some(tmp_path):
@@ -281,7 +284,7 @@ def test_restarts_are_shown_when_there_were_some(tmp_path):
         session("finish", 19, 20, ranks=0, command="finish"),
     ]
     run = write_run(tmp_path / "r", steps=steps, nodes=nodes)
-    assert rank_section(run)[-2:] == ["expert rows, max / mean 1.00", "restarts 3 after a rank died"]
+    assert rank_section(run)[-1] == "restarts 3 after a rank died"
 
 
 def test_one_rank_has_no_lines_of_its_own(tmp_path):
