@@ -2,14 +2,14 @@
 
 Ranks decode in lock-step, and a step takes as long as the busiest rank:
 
-    admit           requests that are ready, as ranks have free slots
-    assign_decode   the same for ranks that have nothing yet, and slots for all: requests to ranks, all at once
-    propose_moves   running requests from busy to idle ranks, where that pays
+    assign_decode   requests to ranks, on top of the requests that the ranks have
+    admit           ready requests to free slots: answers that end at like times are spread with one assign_decode each
 
-decode_loads.py holds what runs where and asks these.
+Running requests move where that pays (decode_moves.py). decode_loads.py records which request runs where and calls
+both.
 """
 
-# N requests, W waiting ones, R ranks
+# N requests, W waiting requests, R ranks
 
 import heapq
 from dataclasses import dataclass
@@ -19,48 +19,65 @@ import numpy as np
 from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
 from batchinfer.records import ConfigError
 
-LEVEL = 1.0001  # busiest rank by the bound: stop exchanging
+LEVEL = 1.0001  # busiest rank / bound: stop exchanging
 EXCHANGES_PER_RANK = 50
-START_MOVING = 1.05  # busiest rank by the mean: below, no moves
-STOP_MOVING = 1.02
-MUST_PAY_TIMES = 4.0  # loads also even out as requests end: a move has to bring its cost this many times over
+LIKE_ENDS = 0.75  # of the longest answer: shorter ones end at another time
 
 
 def decode_bound(kv_tokens: np.ndarray, *, num_ranks: int) -> float:
-    """With equal request counts, the busiest rank cannot have fewer KV tokens; arguments as for `assign_decode`.
+    """Return the fewest KV tokens that the busiest rank can have with equal request counts, on ranks without requests.
 
     The larger of an even share, and the largest request together with the smallest that have to be beside it.
     """
-    ascending = np.sort(_counts(kv_tokens, num_ranks))
+    ascending = np.sort(checked_counts(kv_tokens, num_ranks))
     num_beside = max(0, len(ascending) // num_ranks - 1)
     return max(float(ascending.sum()) / num_ranks, float(ascending[-1:].sum() + ascending[:num_beside].sum()))
 
 
-def assign_decode(kv_tokens: np.ndarray, *, num_ranks: int) -> np.ndarray:
-    """Give each request a rank: counts differ by at most 1, and the busiest rank has as few KV tokens as possible.
+def assign_decode(
+    kv_tokens: np.ndarray,
+    *,
+    num_ranks: int,
+    load_of_rank: np.ndarray | None = None,
+    requests_of_rank: np.ndarray | None = None,
+    free_slots_of_rank: np.ndarray | None = None,
+    request_load: RequestLoad = ONE_PER_TOKEN,
+) -> np.ndarray:
+    """Give each request a rank: counts as level as the slots allow, and the busiest rank with as little as possible.
 
-    Largest request first, to the rank with the fewest tokens that has room (LPT with equal counts; ties go to the
-    lowest rank). Then the busiest rank exchanges a request for a smaller one elsewhere, the two that even out the ranks
-    best, until no exchange helps.
+    Ranks without requests get counts that differ by at most 1. Largest request first, to the least loaded rank that has
+    room (LPT with equal counts; ties go to the lowest rank). Then the busiest rank exchanges a request for a smaller
+    one elsewhere, the two that even out the ranks best, until no exchange helps.
 
     Args:
         kv_tokens: [N] integers, KV tokens that a request's next step attends to.
         num_ranks: ranks that run decode, at least 1.
+        load_of_rank: [R] the sum of `request_load` over the requests that ranks have; None: they have none.
+        requests_of_rank: [R] how many requests they have; None: none.
+        free_slots_of_rank: [R] requests that each rank can take; None: any number.
+        request_load: what a request costs a step.
 
     Returns:
         [N] int64, the rank of each request.
 
     Raises:
-        ConfigError: num_ranks < 1 or a negative count.
+        ConfigError: num_ranks < 1, a negative count, or more requests than slots.
     """
-    kv_N = _counts(kv_tokens, num_ranks)
-    num_each, num_extra = divmod(len(kv_N), num_ranks)
-    slots_R = np.full(num_ranks, num_each)
-    return _place(kv_N, np.zeros(num_ranks), slots_R, num_extra, goal=LEVEL * decode_bound(kv_N, num_ranks=num_ranks))
+    kv_N = checked_counts(kv_tokens, num_ranks)
+    load_R = np.zeros(num_ranks) if load_of_rank is None else np.array(load_of_rank, dtype=np.float64)
+    have_R = np.zeros(num_ranks, dtype=np.int64) if requests_of_rank is None else np.asarray(requests_of_rank)
+    free_R = np.full(num_ranks, len(kv_N)) if free_slots_of_rank is None else np.maximum(free_slots_of_rank, 0)
+    check_lengths(ranks=load_R, requests_of_rank=have_R, free_slots_of_rank=free_R)
+    if free_R.sum() < len(kv_N):
+        raise ConfigError(f"{len(kv_N)} requests are more than the {free_R.sum()} free slots; give the first ones")
+    goal = 0.0 if load_R.any() else LEVEL * decode_bound(request_load.of(kv_N), num_ranks=num_ranks)
+    rank_N = _place(request_load.of(kv_N), load_R, _level_slots(len(kv_N), have_R, free_R))
+    _exchange(request_load.of(kv_N), rank_N, load_R, goal)
+    return rank_N
 
 
-def _counts(kv_tokens: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Checked int64 counts."""
+def checked_counts(kv_tokens: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Return int64 counts that are checked for `assign_decode`."""
     if num_ranks < 1:
         raise ConfigError(f"num_ranks is {num_ranks}, but requests need at least 1 rank; use 1 or more")
     counts = np.asarray(kv_tokens).astype(np.int64)
@@ -70,48 +87,59 @@ def _counts(kv_tokens: np.ndarray, num_ranks: int) -> np.ndarray:
     return counts
 
 
-def _check_lengths(**arrays: np.ndarray) -> None:
-    """All arrays have as many entries as the first."""
+def check_lengths(**arrays: np.ndarray) -> None:
+    """Raise ConfigError unless all arrays have as many entries as the first."""
     (first, expected), *others = [(name, len(values)) for name, values in arrays.items()]
     for name, num in others:
         if num != expected:
             raise ConfigError(f"{name} has {num} entries, but {first} has {expected}; give as many")
 
 
-def _place(
-    size_N: np.ndarray, load_of_rank: np.ndarray, slots_R: np.ndarray, num_extra: int = 0, *, goal: float = 0.0
-) -> np.ndarray:
-    """[N] ranks: largest first to the idlest rank with a slot, then exchanges between the busiest and the others.
+@dataclass(slots=True)
+class _Slots:
+    """Slots of ranks for new requests."""
 
-    Args:
-        load_of_rank: [R] what ranks have already; it stays where it is.
-        slots_R: [R] requests that each takes.
-        num_extra: ranks that take one more: the first to ask for it.
-        goal: a busiest rank that is good enough.
-    """
-    load_R = np.array(load_of_rank, dtype=np.float64)
-    free_R = slots_R.tolist()
+    of_rank: list[int]  # requests that each rank takes
+    may_take_more: list[bool]  # ranks that are as full as the others then, and have room
+    num_more: int  # of these ranks, so many take one request more: the first to need it
+
+
+def _level_slots(num: int, have_R: np.ndarray, free_R: np.ndarray) -> _Slots:
+    """Return slots for `num` requests that make the counts of the ranks as level as their free slots allow."""
+
+    def taken(level: int) -> np.ndarray:
+        return np.clip(level - have_R, 0, free_R)
+
+    low, high = 0, int(have_R.max()) + num + 1  # not too many, maybe too many
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if taken(middle).sum() <= num else (low, middle)
+    slots_R = taken(low)
+    return _Slots(slots_R.tolist(), (taken(low + 1) > slots_R).tolist(), num - int(slots_R.sum()))
+
+
+def _place(size_N: np.ndarray, load_R: np.ndarray, slots: _Slots) -> np.ndarray:
+    """Return [N] ranks: the largest request first, to the least loaded rank with a slot; adds to load_R."""
     rank_N = np.empty(len(size_N), dtype=np.int64)
     least_first = [(load, rank) for rank, load in enumerate(load_R.tolist())]
     heapq.heapify(least_first)
     sizes = size_N.tolist()
     for request in np.argsort(-size_N, kind="stable").tolist():
         load, rank = heapq.heappop(least_first)
-        while free_R[rank] == 0 and not num_extra:
+        while slots.of_rank[rank] == 0 and not (slots.num_more and slots.may_take_more[rank]):
             load, rank = heapq.heappop(least_first)  # the one before is full
         rank_N[request] = rank
         load_R[rank] += sizes[request]
-        free_R[rank] -= 1
-        if free_R[rank] < 0:
-            num_extra -= 1
-        else:
+        if slots.of_rank[rank]:
+            slots.of_rank[rank] -= 1
             heapq.heappush(least_first, (load + sizes[request], rank))
-    _exchange(size_N, rank_N, load_R, goal)
+        else:
+            slots.num_more -= 1
     return rank_N
 
 
 def _exchange(size_N: np.ndarray, rank_N: np.ndarray, load_R: np.ndarray, goal: float) -> None:
-    """Even out the busiest rank with the idlest one that has a fitting request, again and again; changes rank_N."""
+    """Even out the busiest rank with the idlest that has a fitting request, repeatedly; changes rank_N and load_R."""
     num_ranks = len(load_R)
     goal = max(goal, LEVEL * float(load_R.mean()))
     for _ in range(EXCHANGES_PER_RANK * num_ranks):
@@ -122,7 +150,7 @@ def _exchange(size_N: np.ndarray, rank_N: np.ndarray, load_R: np.ndarray, goal: 
         for other in np.argsort(load_R, kind="stable").tolist() if len(mine) else []:
             theirs = np.flatnonzero(rank_N == other)
             theirs = theirs[np.argsort(size_N[theirs], kind="stable")]
-            pair = _best_pair(size_N[mine], size_N[theirs], load_R[busiest] - load_R[other])
+            pair = best_pair(size_N[mine], size_N[theirs], load_R[busiest] - load_R[other])
             if pair is not None:
                 break
         else:
@@ -134,14 +162,14 @@ def _exchange(size_N: np.ndarray, rank_N: np.ndarray, load_R: np.ndarray, goal: 
         rank_N[given], rank_N[taken] = other, busiest
 
 
-def _best_pair(mine: np.ndarray, theirs: np.ndarray, gap: float) -> tuple[int, int] | None:
+def best_pair(mine: np.ndarray, theirs: np.ndarray, gap: float) -> tuple[int, int] | None:
     """The two whose exchange evens out loads a gap apart best: their difference is nearest to half of it.
 
     Args:
         mine: KV tokens of the busier rank's requests.
         theirs: those of the other, ascending.
     """
-    if len(theirs) == 0:
+    if len(mine) == 0 or len(theirs) == 0:
         return None
     after = np.searchsorted(theirs, mine - gap / 2)
     near = np.stack([after - 1, after], axis=1).clip(0, len(theirs) - 1)
@@ -153,22 +181,24 @@ def _best_pair(mine: np.ndarray, theirs: np.ndarray, gap: float) -> tuple[int, i
 def admit(
     expected_tokens: np.ndarray,
     kv_tokens: np.ndarray,
+    group_of_request: np.ndarray,
     *,
     load_of_rank: np.ndarray,
+    requests_of_rank: np.ndarray,
     free_slots_of_rank: np.ndarray,
     request_load: RequestLoad = ONE_PER_TOKEN,
 ) -> np.ndarray:
-    """Ranks for requests that are ready: the longest expected get the slots, each the least loaded rank with one.
+    """Return ranks for requests that are ready: the longest expected answers get the slots, spread evenly.
 
-    Long answers that begin early do not keep a few ranks busy at the end. Those that get a slot are spread like
-    `assign_decode` does it, on top of what the ranks have. Ties go to the earlier request and the lower rank.
+    Long answers that begin early do not keep a few ranks busy at the end. Answers that are expected to end at like
+    times are spread over the ranks for themselves, the longest first, so that ranks stay level while answers end. Of
+    answers with the same expectation, those of a prompt group end at like times.
 
     Args:
         expected_tokens: [W] output lengths to expect (`OutputLengths.expected`).
         kv_tokens: [W] KV tokens at once: the prompt.
-        load_of_rank: [R] the sum of `request_load` over the requests there.
-        free_slots_of_rank: [R] requests that each rank can take.
-        request_load: what a request costs a step.
+        group_of_request: [W] numbers of prompt groups.
+        load_of_rank, requests_of_rank, free_slots_of_rank, request_load: see `assign_decode`.
 
     Returns:
         [W] int64 ranks; -1: it waits.
@@ -176,89 +206,46 @@ def admit(
     Raises:
         ConfigError: arrays that should have the same length have not, or there is no rank.
     """
-    kv_W = _counts(kv_tokens, len(load_of_rank))
-    _check_lengths(kv_tokens=kv_W, expected_tokens=expected_tokens)
-    _check_lengths(load_of_rank=load_of_rank, free_slots_of_rank=free_slots_of_rank)
+    num_ranks = len(load_of_rank)
+    kv_W, expected_W = checked_counts(kv_tokens, num_ranks), np.asarray(expected_tokens)
+    check_lengths(kv_tokens=kv_W, expected_tokens=expected_W, group_of_request=group_of_request)
+    check_lengths(load_of_rank=load_of_rank, requests_of_rank=requests_of_rank, free_slots_of_rank=free_slots_of_rank)
+    load_R, have_R = np.array(load_of_rank, dtype=np.float64), np.array(requests_of_rank, dtype=np.int64)
     free_R = np.maximum(free_slots_of_rank, 0)
     rank_W = np.full(len(kv_W), -1, dtype=np.int64)
-    chosen = np.sort(np.argsort(-np.asarray(expected_tokens), kind="stable")[: free_R.sum()])
-    rank_W[chosen] = _place(request_load.of(kv_W[chosen]), load_of_rank, free_R)
+    chosen = np.sort(np.argsort(-expected_W, kind="stable")[: free_R.sum()])
+    alike = _like_ends(expected_W[chosen], np.asarray(group_of_request)[chosen], least=num_ranks)
+    for part in (chosen[places] for places in alike):
+        rank_W[part] = assign_decode(
+            kv_W[part],
+            num_ranks=num_ranks,
+            load_of_rank=load_R,
+            requests_of_rank=have_R,
+            free_slots_of_rank=free_R,
+            request_load=request_load,
+        )
+        load_R += np.bincount(rank_W[part], request_load.of(kv_W[part]), num_ranks)
+        taken_R = np.bincount(rank_W[part], minlength=num_ranks)
+        have_R, free_R = have_R + taken_R, free_R - taken_R
+    if len(alike) > 1:  # the last ones were few, perhaps, and one of them large
+        rank_C = rank_W[chosen]
+        _exchange(request_load.of(kv_W[chosen]), rank_C, load_R, goal=0.0)
+        rank_W[chosen] = rank_C
     return rank_W
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A running request changes its rank at a step boundary; its KV goes along."""
-
-    request: int
-    from_rank: int
-    to_rank: int
-    kv_tokens: int
-
-
-def propose_moves(
-    rank_of_request: np.ndarray,
-    kv_tokens: np.ndarray,
-    remaining_tokens: np.ndarray,
-    *,
-    max_requests_of_rank: np.ndarray,
-    move_steps: float,
-    request_load: RequestLoad = ONE_PER_TOKEN,
-) -> list[Move]:
-    """Moves that make steps so much shorter that they pay; none while the ranks are about equal.
-
-    From the busiest rank to the idlest with a slot, the request nearest to half of what lies between them, again and
-    again. Of these moves, as many of the first are proposed as bring most: what they take off the busiest rank, for as
-    long as the moved requests are expected to run, less the time that the busiest link is sending.
+def _like_ends(expected_W: np.ndarray, group_W: np.ndarray, *, least: int) -> list[np.ndarray]:
+    """Return places of requests whose answers are expected to end at like times, the longest answers first.
 
     Args:
-        rank_of_request: [N] ranks of the running requests.
-        kv_tokens: [N] their KV tokens now.
-        remaining_tokens: [N] tokens still to come (`OutputLengths.remaining_each`).
-        max_requests_of_rank: [R] slots of each rank.
-        move_steps: sending a KV token takes as long as reading it in this many steps.
-        request_load: what a request costs a step.
-
-    Raises:
-        ConfigError: arrays that should have the same length have not, or there is no rank.
+        least: requests of each part: as many as ranks, since fewer cannot be spread.
     """
-    num_ranks = len(max_requests_of_rank)
-    kv_N, rank_N = _counts(kv_tokens, num_ranks), np.array(rank_of_request, dtype=np.int64)
-    _check_lengths(kv_tokens=kv_N, rank_of_request=rank_N, remaining_tokens=remaining_tokens)
-    size_N = request_load.of(kv_N)
-    load_R = np.bincount(rank_N, weights=size_N, minlength=num_ranks)
-    free_R = np.asarray(max_requests_of_rank) - np.bincount(rank_N, minlength=num_ranks)
-    load_before, mean = load_R.max(), load_R.mean()
-    if load_before <= START_MOVING * mean:
-        return []
-    sent_R = np.zeros(num_ranks)
-    moves: list[Move] = []
-    best_num, best_net = 0, 0.0
-    while load_R.max() > STOP_MOVING * mean:
-        move = _next_move(size_N, kv_N, rank_N, load_R, free_R)
-        if move is None:
-            break
-        moves.append(move)
-        ranks = [move.from_rank, move.to_rank]
-        load_R[ranks] += np.array([-1.0, 1.0]) * size_N[move.request]
-        free_R[ranks] += [1, -1]
-        sent_R[ranks] += move.kv_tokens
-        rank_N[move.request] = -1  # it moves only once
-        num_steps = np.mean([remaining_tokens[done.request] for done in moves])
-        net = (load_before - load_R.max()) * num_steps - MUST_PAY_TIMES * move_steps * sent_R.max()
-        if net > best_net:
-            best_num, best_net = len(moves), net
-    return moves[:best_num]
-
-
-def _next_move(
-    size_N: np.ndarray, kv_N: np.ndarray, rank_N: np.ndarray, load_R: np.ndarray, free_R: np.ndarray
-) -> Move | None:
-    """From the busiest rank to the idlest with a slot, what is nearest to half of the gap between them."""
-    busiest, idlest = int(load_R.argmax()), int(np.where(free_R > 0, load_R, np.inf).argmin())
-    gap = load_R[busiest] - load_R[idlest]
-    mine = np.flatnonzero((rank_N == busiest) & (size_N < gap))
-    if free_R[idlest] <= 0 or len(mine) == 0:
-        return None
-    request = int(mine[np.abs(size_N[mine] - gap / 2).argmin()])
-    return Move(request, busiest, idlest, int(kv_N[request]))
+    order = np.lexsort((group_W, -expected_W))
+    parts, first = [], 0
+    expected, group = expected_W[order].tolist(), group_W[order].tolist()
+    for place in range(1, len(order)):
+        is_other = group[place] != group[place - 1] or expected[place] < LIKE_ENDS * expected[first]
+        if is_other and place - first >= least:
+            parts.append(np.sort(order[first:place]))
+            first = place
+    return [*parts, np.sort(order[first:])]

@@ -5,7 +5,8 @@ Driven by the controller with what ranks report, by plan and simulator with leng
     add_ready --assign_ready--> on its way --start--> running --finish-->
                                      ^---- give_away ----'        (`moves` has asked for it)
 
-Every decode step adds a token to each of a rank's requests. What goes where is decided in decode.py.
+Every decode step adds a token to each of a rank's requests. Which request goes where is decided in decode.py and
+decode_moves.py.
 """
 
 # N requests that are on their way or run, W ready ones, R ranks
@@ -15,12 +16,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from batchinfer.balance.decode import admit, propose_moves
+from batchinfer.balance.decode import admit
+from batchinfer.balance.decode_moves import propose_moves
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.records import Request, RequestKey
 
-LOOK_EVERY = 8  # decode steps between looks at what could move
+LOOK_EVERY = 8  # decode steps between looks at what could move while ranks are about level
+LOOK_NOW = 1.1  # busiest rank / mean: above, every step
 READY_SHARE = 8  # requests may wait at a rank for a slot, this fraction (1/8) of its slots, so that none stays empty
 # Sending a KV token takes as long as reading it in this many decode steps: two copies, or memory against network speed
 MOVE_STEPS = 4.0
@@ -173,7 +176,9 @@ class DecodeLoads(Generic[Key]):
         rank_W = admit(
             self._lengths.expected_each(ready["group"], ready["max_tokens"], ready["expected"]),
             ready["prompt_tokens"],
-            load_of_rank=np.bincount(rows["rank"], self._request_load.of(self._kv_tokens(rows)), self._num_ranks),
+            ready["group"],
+            load_of_rank=self._load_of_rank(rows),
+            requests_of_rank=np.bincount(rows["rank"], minlength=self._num_ranks),
             free_slots_of_rank=free_R,
             request_load=self._request_load,
         )
@@ -188,23 +193,32 @@ class DecodeLoads(Generic[Key]):
         return assigned
 
     def moves(self) -> list[tuple[Key, int]]:
-        """Requests to ask for, with the rank that has them; `give_away` says where each is to go."""
+        """Return requests to ask for, with the rank that has each; `give_away` says where each is to go.
+
+        Looks every LOOK_EVERY steps, and at once when the ranks are far from level. Requests that were asked for have
+        left their rank before others are asked for.
+        """
         now = int(self._steps_R.max())
-        if self._num_ranks < 2 or self._moving or now - self._last_look < LOOK_EVERY:
+        if self._num_ranks < 2 or self._moving or now == self._last_look:
+            return []
+        present_N = np.flatnonzero(self._may_run_on(self._table.rows))
+        rows = self._table.rows[present_N]
+        load_R = self._load_of_rank(rows)
+        if now - self._last_look < LOOK_EVERY and load_R.max() <= LOOK_NOW * load_R.mean():
             return []
         self._last_look = now
-        running_N = np.flatnonzero(self._table.rows["is_running"])
-        rows = self._table.rows[running_N]
-        num_generated_N = np.minimum(self._num_generated(rows), rows["max_tokens"])
         proposed = propose_moves(
             rows["rank"],
             self._kv_tokens(rows),
-            self._lengths.remaining_each(rows["group"], num_generated_N, rows["max_tokens"], rows["expected"]),
+            self._lengths.remaining_each(
+                rows["group"], self._num_generated(rows), rows["max_tokens"], rows["expected"]
+            ),
             max_requests_of_rank=np.full(self._num_ranks, self._max_requests),
             move_steps=self._move_steps,
             request_load=self._request_load,
+            can_move=rows["is_running"],
         )
-        asked = [(self._table.keys[running_N[move.request]], move) for move in proposed]
+        asked = [(self._table.keys[present_N[move.request]], move) for move in proposed]
         self._moving = {key: move.to_rank for key, move in asked}
         return [(key, self._ranks[move.from_rank]) for key, move in asked]
 
@@ -231,8 +245,16 @@ class DecodeLoads(Generic[Key]):
         expected = np.nan if request.expected_tokens is None else request.expected_tokens
         return index, index != NOWHERE, request.prompt_tokens, since, request.max_tokens, group, expected
 
+    def _load_of_rank(self, rows: np.ndarray) -> np.ndarray:
+        return np.bincount(rows["rank"], self._request_load.of(self._kv_tokens(rows)), self._num_ranks)
+
     def _num_generated(self, rows: np.ndarray) -> np.ndarray:
-        return rows["since"] + np.where(rows["is_running"], self._steps_R[rows["rank"]], 0)
+        """Return the tokens of answers; ranks step together, so the one that has reported last speaks for all."""
+        return rows["since"] + np.where(rows["is_running"], self._steps_R.max(), 0)
+
+    def _may_run_on(self, rows: np.ndarray) -> np.ndarray:
+        """Whether requests have not reached their limits: those that have are complete, though not reported yet."""
+        return self._num_generated(rows) < rows["max_tokens"]
 
     def _kv_tokens(self, rows: np.ndarray) -> np.ndarray:
         return rows["prompt_tokens"] + self._num_generated(rows)

@@ -1,7 +1,8 @@
 """Decode ranks on paper: the controller's own balancer (decode_loads.py) driven with output lengths that are known.
 
 Ranks step together, as those of a job do. Requests come and move between turns of some steps; where answers are short,
-a turn is one step. Prefill is quick enough: whatever may begin has run.
+a turn is one step. As in a job, a rank gives a request away a step after the look, and the request is under way for
+another step. Prefill is quick enough: whatever may begin has run.
 """
 
 # N requests in the order in which they are prefilled, R ranks, S turns
@@ -33,6 +34,7 @@ class Answers:
     output_tokens: np.ndarray  # [N] int64, what they generate
     max_tokens: np.ndarray  # [N] int64, what they may
     expected_tokens: np.ndarray  # [N] float, what the balancer knows of them; NaN: nothing
+    groups: np.ndarray | None = None  # [N] int64, prompt groups; None: where the same is expected
 
 
 @dataclass(slots=True)
@@ -89,6 +91,7 @@ class PaperRanks:
         self.num_sent = 0  # requests on their way to a rank
         self._prompts, self._outputs = answers.prompt_tokens.tolist(), answers.output_tokens.tolist()
         self._limits, self._expected = answers.max_tokens.tolist(), answers.expected_tokens.tolist()
+        self._groups = None if answers.groups is None else answers.groups.tolist()
         self._inbox: list[deque[tuple[int, int]]] = [deque() for _ in range(num_ranks)]  # (request, tokens it has)
         self._step = 0
         self._ends: list[tuple[int, int]] = []  # heap of (step after which it ends, request)
@@ -96,6 +99,10 @@ class PaperRanks:
         self._turn_steps = max(
             1, int(answers.output_tokens.sum()) // max(1, len(answers.output_tokens)) // TURNS_PER_ANSWER
         )
+        self._step_turns = round(1 / self._turn_steps)  # that a step takes: one turn or, in long turns, none
+        self._asked: deque[tuple[int, int, int]] = deque()  # (turn, request, its rank): to be given away then
+        self._under_way: deque[tuple[int, int, int, int]] = deque()  # (turn, request, rank, tokens): arrives then
+        self._turn = 0
 
     @property
     def free_R(self) -> np.ndarray:
@@ -103,10 +110,11 @@ class PaperRanks:
         return self.max_requests - self.num_R
 
     def request(self, number: int) -> DecodeRequest[int]:
-        """What the balancer knows of a request; those of which the same is expected are a group."""
+        """What the balancer knows of a request."""
         expected = self._expected[number]
         known = None if isnan(expected) else expected
-        return DecodeRequest(number, self._prompts[number], self._limits[number], known, known)
+        group = known if self._groups is None else self._groups[number]
+        return DecodeRequest(number, self._prompts[number], self._limits[number], group, known)
 
     def start(self, number: int, rank: int, num_generated: int = 1) -> None:
         """A request decodes on a rank from now on; prefill has given its first token, which may be its only one."""
@@ -134,10 +142,13 @@ class PaperRanks:
         while True:
             source.fill(self)
             self._take_sent()
-            if not self.num_R.any():
-                return series
             self._move()
             self._take_sent()
+            if not self.num_R.any():
+                if not self._under_way:
+                    return series
+                self._turn += 1  # ranks wait
+                continue
             series.is_full.append(bool(source.num_waiting or not self.free_R.any()))
             kv_R, num_R, largest = self.loads.kv_of_rank()
             kv_R += num_R * (self._turn_steps - 1) / 2
@@ -155,17 +166,25 @@ class PaperRanks:
                 self.start(number, rank, num_generated)
 
     def _move(self) -> None:
-        """A move takes no time here, but pays for it in what `propose_moves` asks for."""
-        for number, from_rank in self.loads.moves():
-            to_rank = self.loads.give_away(number)
-            assert to_rank is not None
-            end, _ = self._end_of.pop(number)
-            self.num_R[from_rank] -= 1
-            self.send(number, to_rank, self._outputs[number] - (end - self._step))
+        """Look, give away what was asked for, and let arrive what was under way."""
+        self._asked += ((self._turn + self._step_turns, number, rank) for number, rank in self.loads.moves())
+        while self._asked and self._asked[0][0] <= self._turn:
+            _, number, from_rank = self._asked.popleft()
+            if number in self._end_of:
+                to_rank = self.loads.give_away(number)
+                assert to_rank is not None
+                end, _ = self._end_of.pop(number)
+                self.num_R[from_rank] -= 1
+                num_generated = self._outputs[number] - (end - self._step)
+                self._under_way.append((self._turn + self._step_turns, number, to_rank, num_generated))
+        while self._under_way and self._under_way[0][0] <= self._turn:
+            _, number, to_rank, num_generated = self._under_way.popleft()
+            self.send(number, to_rank, num_generated)
 
     def _advance(self) -> tuple[np.ndarray, np.ndarray]:
         """Run a turn; returns [R] KV tokens and requests, per step, of those that had ended before it was over."""
         self._step += self._turn_steps
+        self._turn += 1
         kv_R, num_R = np.zeros(len(self.num_R)), np.zeros(len(self.num_R))
         for rank in range(len(self.num_R)):
             self.loads.step(rank, self._turn_steps)

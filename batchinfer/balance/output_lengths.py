@@ -54,6 +54,19 @@ class OutputLengths:
     def remaining_each(
         self, number_N: np.ndarray, num_generated_N: np.ndarray, max_tokens_N: np.ndarray, earlier_N: np.ndarray
     ) -> np.ndarray:
-        """[N] tokens to come. What has run for more than half of what was expected is expected to run as long again."""
-        expected_N = self.expected_each(number_N, max_tokens_N, earlier_N)
-        return np.minimum(np.maximum(expected_N - num_generated_N, num_generated_N), max_tokens_N - num_generated_N)
+        """Return [N] tokens to come of all answers that run.
+
+        Short answers end first, so the mean of those that have ended is too short. The tokens of running answers count
+        with those of ended ones, by the number of ended ones (the mean of answers that end at any token alike).
+        An answer that has run for more than half of its expectation is expected to run as long again.
+        """
+        running = np.bincount(number_N, num_generated_N, len(self._of_group))
+        num_N, tokens_N = (self._of_group + np.stack([0 * running, running], axis=1))[number_N].T
+        mean = (self._total[1] + running.sum()) / self._total[0] if self._total[0] else np.inf
+        expected_N = np.where(
+            np.isnan(earlier_N),
+            (tokens_N + mean) / (num_N + 1),
+            self.expected_each(number_N, max_tokens_N, earlier_N),
+        )
+        remaining_N = np.maximum(expected_N - num_generated_N, num_generated_N)
+        return np.minimum(remaining_N, max_tokens_N - num_generated_N)

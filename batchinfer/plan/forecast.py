@@ -16,9 +16,11 @@ from batchinfer.balance.prefix_order import longest_first
 from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
 from batchinfer.config import PAGE_TOKENS, ClusterConfig
 from batchinfer.plan.earlier_run import Speeds
+from batchinfer.plan.prompt_groups import group_depths, group_numbers
 
 MAX_STEPPED_UNITS = 8  # of these, units that are cut into prefill steps
 MAX_UNITS = 32  # dealt out to look at their balance, spread over the job
+GOLDEN_RATIO = (5**0.5 - 1) / 2
 FILLINGS = 2  # of these, units are decoded that fill all slots this many times
 
 
@@ -53,7 +55,7 @@ def balances(
     """(prefill, decode) when units are dealt out, and decoded, as a controller does it.
 
     Prefill: new tokens and attention work of the busiest rank of each step, by the mean. Decode: KV tokens over the
-    steps of a run on paper (balance/decode_run.py), in which answers are as long as expected.
+    steps of a run on paper (balance/decode_run.py), in which answers are as long as expected (see `_likely_answers`).
 
     Args:
         request_load: what a request costs a decode step.
@@ -112,8 +114,9 @@ def _decode_balance(
     num_units = ceil(FILLINGS * cluster.num_decode_ranks * cluster.decode_requests / per_unit)
     chosen = [dealt[place] for place in _spread(len(dealt), num_units)]
     requests = np.concatenate([np.arange(first, end) for first, end, _ in chosen])
-    outputs = np.maximum(1, np.ceil(work.answer_tokens[requests])).astype(np.int64)
-    answers = Answers(work.prompt_tokens[requests], outputs, work.max_tokens[requests], work.expected_tokens[requests])
+    groups, outputs = _likely_answers(work)
+    columns = (work.prompt_tokens, outputs, work.max_tokens, work.expected_tokens, groups)
+    answers = Answers(*(column[requests] for column in columns))
     source: Source = ReadyPrompts(len(requests))
     if cluster.mode == "colocated":
         units, num_before = [], 0
@@ -139,6 +142,20 @@ def _decode_balance(
         move_steps=MOVE_STEPS,
     )
     return ranks.run(source).kv_balance() or EVEN
+
+
+def _likely_answers(work: PlannedWork) -> tuple[np.ndarray, np.ndarray]:
+    """Return prompt groups and answer lengths of a run on paper ([N] int64 each).
+
+    Where nothing is known, the answers of a prompt group end together, and groups end at any part of the limit alike;
+    each prompt without a group is a group of its own.
+    """
+    depths = group_depths(work.shared_tokens)
+    groups = group_numbers(depths, work.shared_tokens)
+    drawn_with = np.where(depths > 0, groups, len(groups) + np.arange(len(groups)))
+    limits = work.max_tokens * (1 - drawn_with * GOLDEN_RATIO % 1.0)  # neighbours end at times far apart
+    outputs = np.where(np.isnan(work.expected_tokens), limits, work.answer_tokens)
+    return groups, np.maximum(1, np.ceil(outputs)).astype(np.int64)
 
 
 def work_seconds(work: PlannedWork, cluster: ClusterConfig, speeds: Speeds) -> float | None:

@@ -52,9 +52,8 @@ def group_ids(
     Returns:
         ([K] int64, 0 for none; [K] float32 expected answer tokens, NaN when not known).
     """
-    starts = np.ones(len(depths), dtype=bool)
-    starts[1:] = (depths[1:] != depths[:-1]) | (shared_tokens[1:] < depths[1:])
-    places = np.flatnonzero(starts)
+    group_of_request = group_numbers(depths, shared_tokens)
+    places = np.flatnonzero(np.diff(group_of_request, prepend=-1))
     ids = np.zeros(len(places), dtype=np.int64)
     expected = np.full(len(places), np.nan, dtype=np.float32)
     for group, place in enumerate(places.tolist()):
@@ -67,8 +66,19 @@ def group_ids(
         for name in _ids_down_to(prompt, depth):
             ids[group] = name
             expected[group] = known.get(name, expected[group])
-    group_of_request = np.cumsum(starts) - 1
     return ids[group_of_request], expected[group_of_request]
+
+
+def group_numbers(depths: np.ndarray, shared_tokens: np.ndarray) -> np.ndarray:
+    """Return [K] int64, the numbers of groups in the order of execution, from 0; neighbours without a group have one.
+
+    Args:
+        depths: [K] from `group_depths`.
+        shared_tokens: [K] tokens shared with the request before it; the first entry is not read.
+    """
+    starts = np.ones(len(depths), dtype=bool)
+    starts[1:] = (depths[1:] != depths[:-1]) | (shared_tokens[1:] < depths[1:])
+    return np.cumsum(starts) - 1
 
 
 def group_id(prompt: np.ndarray, depth: int) -> int:

@@ -21,6 +21,7 @@ from batchinfer.records import Request, RequestKey
 EXPERTS_S = 5.0  # between reports of the tokens per expert
 STEPS_S = 0.05  # short steps are reported together, this often,
 STEPS_S_PER_RANK = 0.001  # or, so that many ranks do not keep their controller from its work, this often for each
+CHANGED_SHARE = 8  # or at once when this fraction (1/8) of a rank's requests has come or gone: others may have to move
 
 
 @dataclass(slots=True)
@@ -62,6 +63,7 @@ class Feed:
         self._steps_s = max(STEPS_S, STEPS_S_PER_RANK * num_ranks)
         self._steps: list[StepReport] = []  # not told yet
         self._last_steps_s = self._last_experts_s = time.monotonic()
+        self._num_running = self._num_running_told = 0
 
     def receive(self, wait_s: float = 0.0) -> Inbox:
         """Everything that has come; waits that long for the first message when there is none yet."""
@@ -87,11 +89,17 @@ class Feed:
             self._has_asked = True
             self._channel.send(messages.NeedsRequests(num_pages))
 
-    def send(self, report: StepReport) -> None:
-        """Hand over what a step gave."""
+    def send(self, report: StepReport, num_running: int = 0) -> None:
+        """Hand over the results of a step.
+
+        Args:
+            num_running: requests that the rank decodes now.
+        """
         self._steps.append(report)
+        self._num_running = num_running
         now_s = time.monotonic()
-        if now_s - self._last_steps_s >= self._steps_s:
+        has_changed = abs(num_running - self._num_running_told) * CHANGED_SHARE > self._num_running_told
+        if has_changed or now_s - self._last_steps_s >= self._steps_s:
             self.send_steps()
         if now_s - self._last_experts_s >= EXPERTS_S:
             self.send_experts()
@@ -99,6 +107,7 @@ class Feed:
     def send_steps(self) -> None:
         """Tell of all steps since the last time; needed before a pause and at the end, however that comes."""
         self._last_steps_s = time.monotonic()
+        self._num_running_told = self._num_running
         if self._steps:
             reports, self._steps = self._steps, []
             self._channel.send(messages.Steps(reports))

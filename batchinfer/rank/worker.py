@@ -160,7 +160,8 @@ class RankWorker:
         completions = self._finish(ran.finished, ran.done_s)
         pages_used = self._prompt_pages.pool.num_used
         record = self.telemetry.record(agreed, ran, log, start_s=start_s, pages_used=pages_used)
-        feed.send(StepReport(record, completions, started, self.telemetry.traced(agreed.kind.value, log)))
+        report = StepReport(record, completions, started, self.telemetry.traced(agreed.kind.value, log))
+        feed.send(report, num_running=len(self._running.sequences))
         if handovers:
             feed.hand_over(handovers)
         if self._stored is not None and agreed.kind is Kind.PREFILL:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchinfer.balance.decode import admit, assign_decode, decode_bound, propose_moves
+from batchinfer.balance.decode import admit, assign_decode, decode_bound
+from batchinfer.balance.decode_moves import propose_moves
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.records import ConfigError
@@ -126,12 +127,39 @@ def test_output_lengths_are_learnt_by_group():
     assert lengths.expected("new", 2000) == 250
 
 
-def test_what_has_run_long_is_expected_to_run_as_long_again():
+def test_answers_that_run_make_the_expectation_longer():
     lengths = OutputLengths()
-    lengths.finish("chat", 100)
-    chat_5, unknown_5 = np.full(5, lengths.number("chat")), np.full(5, np.nan)
-    remaining = lengths.remaining_each(chat_5, np.array([0, 30, 60, 300, 400]), np.full(5, 400), unknown_5)
+    for num_tokens in (4, 6):
+        lengths.finish("short", num_tokens)
+    short, long = lengths.number("short"), lengths.number("long")
+    # short: (4 + 6 + 10) tokens by 2 answers, and one of the mean of all: (10 + 10 + 25 + 25) / 2 = 35
+    # long: (25 + 25) tokens by no answer, and one of the mean of all
+    remaining = lengths.remaining_each(
+        np.array([short, long, long]), np.array([10, 25, 25]), np.array([400, 400, 30]), np.full(3, np.nan)
+    )
+    assert remaining.tolist() == [10, (50 + 35) - 25, 5], "at least as long as it has run; its limit at most"
+
+
+def test_what_has_run_longer_than_an_earlier_run_says_is_expected_to_run_as_long_again():
+    lengths = OutputLengths()
+    chat_5 = np.full(5, lengths.number("chat"))
+    remaining = lengths.remaining_each(chat_5, np.array([0, 30, 60, 300, 400]), np.full(5, 400), np.full(5, 100.0))
     assert remaining.tolist() == [100, 70, 60, 100, 0]
+
+
+@pytest.mark.parametrize("mean", [5, 40, 300])
+def test_while_most_answers_run_the_mean_is_not_that_of_the_short_ones_that_have_ended(mean):
+    rng = np.random.default_rng(mean)
+    answers = rng.geometric(1 / mean, 4000)
+    lengths, step = OutputLengths(), mean // 4 + 1
+    for num_tokens in answers[answers <= step].tolist():
+        lengths.finish("chat", num_tokens)
+    running = np.full((answers > step).sum(), step)
+    number = np.full(len(running), lengths.number("chat"))
+    remaining = lengths.remaining_each(number, running, np.full(len(running), 10**6), np.full(len(running), np.nan))
+    assert lengths.expected("chat", 10**6) < 0.5 * mean, "of those that have ended"
+    assert (answers[answers > step] - step).mean() == pytest.approx(mean, rel=0.1)
+    assert remaining.mean() + step == pytest.approx(mean, rel=0.15)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -162,48 +190,103 @@ def test_learnt_means_come_close_to_the_true_ones(kind):
         assert lengths.expected(group, MAX_TOKENS) == pytest.approx(nums.mean(), rel=0.02)
 
 
+# assign_decode on top of what ranks have
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counts_become_as_level_as_slots_allow(seed):
+    rng = np.random.default_rng(seed)
+    num_ranks, have = 6, rng.integers(0, 12, 6)
+    slots = rng.integers(0, 15, num_ranks)
+    num = int(rng.integers(0, slots.sum() + 1))
+    rank = assign_decode(
+        lognormal(seed, num),
+        num_ranks=num_ranks,
+        load_of_rank=have * 1000.0,
+        requests_of_rank=have,
+        free_slots_of_rank=slots,
+    )
+    new = np.bincount(rank, minlength=num_ranks)
+    assert (new <= slots).all()
+    # one request less on the fullest rank that got any, one more on the emptiest that has room: no improvement
+    assert (have + new)[new > 0].max(initial=0) <= (have + new)[new < slots].min(initial=10**9) + 1
+
+
+def test_more_requests_than_slots_are_refused():
+    with pytest.raises(ConfigError, match="3 requests are more than the 2 free slots"):
+        assign_decode(np.ones(3), num_ranks=2, free_slots_of_rank=np.array([1, 1]))
+
+
 # admit: requests that are ready
+
+
+def admitted(expected, kv, *, load, slots, have=None, groups=None, **more):
+    """`admit` where all else is equal: ranks have no requests, and all prompts are of one group."""
+    have = np.zeros(len(load), dtype=np.int64) if have is None else np.array(have)
+    groups = np.zeros(len(kv), dtype=np.int64) if groups is None else groups
+    options = {"load_of_rank": np.array(load), "free_slots_of_rank": np.array(slots), "requests_of_rank": have}
+    return admit(np.asarray(expected), np.asarray(kv), groups, **options, **more)
 
 
 def test_the_longest_expected_get_the_slots_and_the_most_kv_goes_where_least_is():
     # one slot on rank 0 (load 50), two on rank 2 (load 10), none on rank 1; the shortest answer waits
-    options = {"load_of_rank": np.array([50, 0, 10]), "free_slots_of_rank": np.array([1, 0, 2])}
-    rank = admit(np.array([9, 1, 8, 7]), np.array([20, 99, 60, 30]), **options)
+    rank = admitted([9, 1, 8, 7], [20, 99, 60, 30], load=[50, 0, 10], slots=[1, 0, 2])
     # KV 60 goes first, to rank 2 (10 -> 70), then 30 to rank 0 (its only slot), then 20 to rank 2
     assert rank.tolist() == [2, -1, 2, 0]
 
 
-def test_what_a_request_costs_beside_its_kv_counts():
-    options = {"load_of_rank": np.array([0, 0]), "free_slots_of_rank": np.array([9, 9])}
-    assert admit(np.ones(4), np.array([30, 5, 5, 5]), **options).tolist() == [0, 1, 1, 1]
-    assert admit(np.ones(4), np.array([30, 5, 5, 5]), **options, request_load=RequestLoad(40)).tolist() == [0, 1, 1, 0]
+def test_counts_are_level_and_kv_as_far_as_that_allows():
+    assert admitted(np.ones(4), [30, 5, 5, 5], load=[0, 0], slots=[9, 9]).tolist() == [0, 1, 1, 0]
+    # rank 1 has two requests already
+    assert admitted(np.ones(4), [30, 5, 5, 5], load=[0, 10], slots=[9, 9], have=[0, 2]).tolist() == [0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_ready_requests_of_a_group_that_has_nothing_yet_are_dealt_like_all_at_once(seed):
     kv = lognormal(seed, 8 * 30)
-    free = {"load_of_rank": np.zeros(8), "free_slots_of_rank": np.full(8, 30)}
-    assert (admit(np.ones(len(kv)), kv, **free) == assign_decode(kv, num_ranks=8)).all()
+    rank = admitted(np.ones(len(kv)), kv, load=np.zeros(8), slots=np.full(8, 30))
+    assert (rank == assign_decode(kv, num_ranks=8)).all()
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_on_top_of_what_ranks_have_they_become_level(seed):
     rng = np.random.default_rng(seed)
-    kv, load = lognormal(seed, 200), rng.integers(0, 20_000, 8)
-    rank = admit(np.ones(200), kv, load_of_rank=load, free_slots_of_rank=np.full(8, 200))
-    loads = load + kv_of_rank(rank, kv, 8)
+    kv, have = lognormal(seed, 200), rng.integers(1, 8, 8)
+    load = have * 1000
+    rank = admitted(np.ones(200), kv, load=load, slots=np.full(8, 200), have=have)
+    loads, counts = load + kv_of_rank(rank, kv, 8), have + np.bincount(rank, minlength=8)
     assert loads.max() <= 1.001 * max(loads.mean(), load.max(), kv.max())
+    assert counts.max() - counts.min() <= 1
 
 
-rank_states = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 3)), min_size=1, max_size=8)
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("seed", range(10))
+def test_answers_that_end_at_like_times_are_on_all_ranks(seed, known):
+    """Requests come group by group; at any time, ranks have like counts and KV of those that still run."""
+    rng = np.random.default_rng(seed)
+    num_ranks, groups = 8, np.sort(rng.integers(0, 6, 8 * 48))
+    lengths = rng.permutation([20, 60, 110, 170, 240, 320])[groups]
+    kv = np.maximum(1, 1000 * np.exp(rng.normal(0, 0.5, len(groups)))).astype(np.int64)
+    expected = lengths if known else np.full(len(groups), 400)
+    rank = admitted(expected, kv, load=np.zeros(num_ranks), slots=np.full(num_ranks, 64), groups=groups)
+    for step in (0, 30, 100, 150, 200, 300):
+        runs = lengths > step
+        counts = np.bincount(rank[runs], minlength=num_ranks)
+        assert counts.max() <= counts.mean() + 3
+        kv_R = kv_of_rank(rank[runs], kv[runs], num_ranks)
+        assert kv_R.max() <= 1.35 * kv_R.mean()
+
+
+rank_states = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 3), st.integers(0, 5)), min_size=1, max_size=8)
+ready_requests = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 5000), st.integers(0, 3)), max_size=20)
 
 
 @fuzz
-@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 5000)), max_size=20), rank_states)
+@given(ready_requests, rank_states)
 def test_slots_are_respected_and_used(waiting, ranks):
-    expected, kv = np.array(waiting, dtype=np.int64).reshape(-1, 2).T
-    load, slots = np.array(ranks).T
-    rank = admit(expected, kv, load_of_rank=load, free_slots_of_rank=slots)
+    expected, kv, groups = np.array(waiting, dtype=np.int64).reshape(-1, 3).T
+    load, slots, have = np.array(ranks).T
+    rank = admitted(expected, kv, load=load, slots=slots, have=have, groups=groups)
     assert (np.bincount(rank[rank >= 0], minlength=len(ranks)) <= slots).all()
     assert (rank >= 0).sum() == min(len(waiting), slots.sum())
     if (rank < 0).any() and (rank >= 0).any():
@@ -226,23 +309,42 @@ def test_worked_example_of_a_move():
 
 
 def test_a_move_that_does_not_pay_is_not_made():
-    # the busiest rank has 50 tokens less to read per step; sending 60 costs 60 * move_steps, and has to pay four times
+    # the busiest rank has 50 tokens less to read in each of 100 - 2 steps; sending 60 costs 60 * move_steps, and has to
+    # pay twice: 50 * 98 = 4,900 > 2 * 60 * 40
     rank, kv = np.array([0, 0, 0, 1]), np.array([60, 40, 20, 10])
+    options = {"max_requests_of_rank": np.array([4, 4])}
+    assert propose_moves(rank, kv, np.full(4, 100), **options, move_steps=40)
+    assert not propose_moves(rank, kv, np.full(4, 100), **options, move_steps=41)
+    assert not propose_moves(rank, kv, np.full(4, 95), **options, move_steps=40)
+    assert not propose_moves(rank, kv, np.full(4, 2), **options, move_steps=0), "they end before they arrive"
+    assert not propose_moves(rank, kv, np.full(4, 100), **options, move_steps=1, can_move=np.arange(4) == 3)
+
+
+def test_a_small_difference_lasts_a_short_time():
+    # 50 less in each step on the busiest rank, 50 / 750 above the mean: that lasts 50 / 750 / 0.5 = 0.133 of 98 steps,
+    # and saves 653 tokens; sending 50 has to pay twice
+    rank, kv = np.array([0, 0, 1]), np.array([50, 700 + 50, 700])
     slots = np.array([4, 4])
-    assert propose_moves(rank, kv, np.full(4, 100), max_requests_of_rank=slots, move_steps=20)
-    assert not propose_moves(rank, kv, np.full(4, 100), max_requests_of_rank=slots, move_steps=21)
-    assert not propose_moves(rank, kv, np.full(4, 95), max_requests_of_rank=slots, move_steps=20)
-    assert not propose_moves(rank, kv, np.full(4, 100), max_requests_of_rank=np.array([4, 1]), move_steps=1)
+    assert propose_moves(rank, kv, np.full(3, 100), max_requests_of_rank=slots, move_steps=6)
+    assert not propose_moves(rank, kv, np.full(3, 100), max_requests_of_rank=slots, move_steps=7)
+
+
+def test_two_requests_change_places_where_no_slot_is_free_or_none_alone_helps():
+    # 90 85 5 | 60 50: half of the gap is 35, which 85 - 50 is
+    rank, kv, remaining = np.array([0, 0, 0, 1, 1]), np.array([90, 85, 5, 60, 50]), np.full(5, 1000)
+    for slots in (2, 9):
+        moves = propose_moves(rank, kv, remaining, max_requests_of_rank=np.full(2, slots), move_steps=1)
+        assert {(move.request, move.from_rank, move.to_rank) for move in moves} == {(1, 0, 1), (4, 1, 0)}
 
 
 def test_ranks_that_are_about_equal_are_left_alone():
     rank, kv = np.arange(64) % 8, np.full(64, 1000)
-    kv[:8] += np.arange(8) * 50  # at most 2 % above the mean
+    kv[:8] += np.arange(8) * 50  # at most 2.2 % above the mean
     assert not propose_moves(rank, kv, np.full(64, 10_000), max_requests_of_rank=np.full(8, 64), move_steps=0)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_moves_respect_slots_make_the_busiest_rank_lighter_and_do_not_go_to_and_fro(seed):
+def test_moves_respect_slots_make_the_busiest_rank_lighter_and_come_to_an_end(seed):
     rank, kv, remaining = state(seed)
     options = {
         "max_requests_of_rank": np.full(8, 12),
@@ -251,7 +353,6 @@ def test_moves_respect_slots_make_the_busiest_rank_lighter_and_do_not_go_to_and_
     }
     was_busiest = kv_of_rank(rank, kv + 100, 8).max()
     was_over = np.maximum(np.bincount(rank, minlength=8), 12)
-    moved = set()
     for _ in range(20):
         moves = propose_moves(rank, kv, remaining, **options)
         if not moves:
@@ -260,8 +361,6 @@ def test_moves_respect_slots_make_the_busiest_rank_lighter_and_do_not_go_to_and_
             assert rank[move.request] == move.from_rank != move.to_rank
             assert move.kv_tokens == kv[move.request]
             rank[move.request] = move.to_rank
-        assert not moved & {move.request for move in moves}, "not back again"
-        moved |= {move.request for move in moves}
         busiest = kv_of_rank(rank, kv + 100, 8).max()
         assert busiest < was_busiest
         assert (np.bincount(rank, minlength=8) <= was_over).all()
@@ -276,9 +375,9 @@ def test_wrong_input_is_told_in_one_sentence():
     with pytest.raises(ConfigError, match=r"kv_tokens\[1\] is -3"):
         assign_decode(np.array([1, -3]), num_ranks=2)
     with pytest.raises(ConfigError, match="expected_tokens has 1 entries, but kv_tokens has 2"):
-        admit(np.ones(1), np.ones(2), load_of_rank=np.zeros(1), free_slots_of_rank=np.ones(1, dtype=int))
+        admitted(np.ones(1), np.ones(2), load=np.zeros(1), slots=np.ones(1, dtype=int))
     with pytest.raises(ConfigError, match="free_slots_of_rank has 2 entries, but load_of_rank has 1"):
-        admit(np.ones(1), np.ones(1), load_of_rank=np.zeros(1), free_slots_of_rank=np.ones(2, dtype=int))
+        admitted(np.ones(1), np.ones(1), load=np.zeros(1), slots=np.ones(2, dtype=int))
     with pytest.raises(ConfigError, match="remaining_tokens has 1 entries, but kv_tokens has 2"):
         propose_moves(np.zeros(2), np.ones(2), np.ones(1), max_requests_of_rank=np.ones(2), move_steps=1)
 
@@ -323,11 +422,11 @@ class RoundRobin:
         num = len(job.groups)
         self.waiting = [deque(range(rank, num, NUM_RANKS)) for rank in range(NUM_RANKS)]
 
-    def admit(self, load_R, free_R):
+    def admit(self, load_R, num_R):
         return [
             (queue.popleft(), rank)
             for rank, queue in enumerate(self.waiting)
-            for _ in range(min(free_R[rank], len(queue)))
+            for _ in range(min(NUM_SLOTS - num_R[rank], len(queue)))
         ]
 
     def finish(self, group, num_tokens):
@@ -344,15 +443,17 @@ class Balanced:
         self.job, self.lengths, self.finish = job, (lengths := OutputLengths()), lengths.finish
         self.waiting = [deque(np.flatnonzero(job.groups == group).tolist()) for group in range(12)]
 
-    def admit(self, load_R, free_R):
+    def admit(self, load_R, num_R):
         by_length = sorted(range(12), key=lambda group: -self.lengths.expected(group, MAX_TOKENS))
         num_waiting = sum(map(len, self.waiting))
         queues = (self.waiting[group] for group in by_length for _ in range(len(self.waiting[group])))
+        free_R = NUM_SLOTS - num_R
         ready = [queue.popleft() for queue in itertools.islice(queues, min(int(free_R.sum()), num_waiting))]
         expected = np.array([self.lengths.expected(self.job.groups[request], MAX_TOKENS) for request in ready])
         kv = self.job.prompts[ready] if ready else np.zeros(0)
-        options = {"load_of_rank": load_R, "free_slots_of_rank": free_R, "request_load": RequestLoad(REQUEST_LOAD)}
-        return list(zip(ready, admit(expected, kv, **options).tolist(), strict=True))
+        options = {"load_of_rank": load_R, "requests_of_rank": num_R, "free_slots_of_rank": free_R}
+        ranks = admit(expected, kv, self.job.groups[ready], **options, request_load=RequestLoad(REQUEST_LOAD))
+        return list(zip(ready, ranks.tolist(), strict=True))
 
     def move(self, rank, kv, groups, generated):
         numbers = np.array([self.lengths.number(group) for group in groups.tolist()])
@@ -388,7 +489,7 @@ def simulate(job, policy):
     for step in itertools.count():
         num_R = np.bincount(rank[running], minlength=NUM_RANKS)
         load_R = REQUEST_LOAD * num_R + kv_of_rank(rank[running], (job.prompts + generated)[running], NUM_RANKS)
-        admitted = policy.admit(load_R, NUM_SLOTS - num_R)
+        admitted = policy.admit(load_R, num_R)
         for request, to_rank in admitted:
             rank[request] = to_rank
         running = np.append(running, np.array([request for request, _ in admitted], dtype=np.int64))

@@ -95,6 +95,41 @@ def test_moves_even_out_what_ends_at_different_times():
     assert moving.max_over_mean < 1.2
 
 
+def test_moves_take_as_long_as_in_a_job():
+    # rank 1's answers end after step 3; then the look, a step until rank 0 gives away, and one under way
+    work = answers([100] * 8, [40, 4] * 4)
+    series = on_paper(work, 2, max_requests=8, move_steps=0.1).run(dealt(8, 2, work))
+    assert [num.tolist() for num in series.num_requests[:7]] == [
+        [4, 4], [4, 4], [4, 4], [4, 0], [2, 0], [2, 2], [2, 2],
+    ]  # fmt: skip
+    assert len(series.num_requests) == 39 + 1, "those that have moved run one step later"
+
+
+LENGTHS = {
+    "geometric": lambda rng, means: rng.geometric(1 / means),
+    "heavy": lambda rng, means: (means * 0.35 * (1 + rng.pareto(1.3, len(means)))).astype(np.int64),
+    "alike": lambda rng, means: means.astype(np.int64),
+}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_16_ranks_stay_level_while_each_can_have_two_requests(kind, is_known, seed):
+    """64 requests each, of 12 prompt groups with short or long answers; nobody knows how long each answer is."""
+    rng = np.random.default_rng(seed)
+    groups = rng.integers(0, 12, 16 * 64)
+    means = 200 * np.exp(rng.normal(0, 0.8, 12))[groups]
+    outputs = np.clip(LENGTHS[kind](rng, means), 1, 3200)
+    prompts = np.maximum(16, 450 * np.exp(rng.normal(0, 0.5, 16 * 64))).astype(np.int64)
+    expected = means if is_known else np.full(len(means), np.nan)
+    work = Answers(prompts, outputs, np.full(len(means), 3200), expected, groups)
+    series = on_paper(work, 16, max_requests=128, request_load=400.0).run(ReadyPrompts(16 * 64))
+    can_have_two = np.array(series.num_requests).sum(axis=1) >= 32
+    kv_SR = np.array(series.kv_tokens)[can_have_two]
+    assert kv_SR.max(axis=1).sum() / kv_SR.mean(axis=1).sum() <= 1.08
+
+
 def test_a_rank_that_has_run_out_takes_over_half_of_what_another_has_left():
     work = answers([100] * 40, [30] * 40)
     source = DealtPrompts([[list(range(4)), list(range(4, 40))]], work.output_tokens)

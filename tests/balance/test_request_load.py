@@ -35,9 +35,14 @@ def test_a_model_with_an_indexer_pays_for_the_keys_that_it_chooses_and_a_little_
 
 
 def test_long_requests_are_spread_by_what_they_cost():
-    # by KV the three short ones would go together, beside the long one
-    options = {"load_of_rank": np.zeros(2), "free_slots_of_rank": np.array([4, 4])}
-    kv_tokens = np.array([16000, 2000, 2000, 2000])
-    assert admit(np.ones(4), kv_tokens, **options).tolist() == [0, 1, 1, 1]
-    ranks = admit(np.ones(4), kv_tokens, **options, request_load=RequestLoad(0.0, 2048, 0.01))
-    assert sorted(np.bincount(ranks).tolist()) == [2, 2]
+    # a query attends to 2,048 keys at most: by KV the longest request would be beside the shortest ones alone
+    kv_tokens = np.array([90_000, *range(100, 4_000, 100)])
+    load = RequestLoad(0.0, 2048, 0.001)
+    zeros_R, zeros_W = np.zeros(4, dtype=np.int64), np.zeros(40)
+    options = {"load_of_rank": zeros_R, "requests_of_rank": zeros_R, "free_slots_of_rank": np.full(4, 99)}
+    by_kv, by_cost = (
+        np.bincount(admit(zeros_W, kv_tokens, zeros_W, **options, request_load=used), load.of(kv_tokens))
+        for used in (RequestLoad(), load)
+    )
+    assert by_kv.max() > 1.15 * by_kv.mean()
+    assert by_cost.max() <= 1.01 * by_cost.mean()

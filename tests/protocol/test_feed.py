@@ -33,3 +33,20 @@ def test_the_more_ranks_the_more_steps_are_told_together(monkeypatch, num_ranks,
     assert max(len(message.reports) for message in sent) == reports_per_message
     feed.send_steps()
     assert sum(len(message.reports) for message in sent) == 100
+
+
+def test_steps_are_told_at_once_when_many_requests_have_come_or_gone(monkeypatch):
+    """An eighth of those that the controller knows of: 64 -> 56 are not yet more, 55 are; then 49, 42."""
+    monkeypatch.setattr(feed_module.time, "monotonic", lambda: 0.0)
+    sent = Sent()
+    feed = Feed(sent, queue.SimpleQueue(), {})
+    told = []
+    for num_running in [64, *range(63, -1, -1)]:
+        feed.send(StepReport(RECORD, [], [], []), num_running=num_running)
+        if sent:
+            told.append(num_running)
+            sent.clear()
+    assert told[:5] == [64, 55, 48, 41, 35]
+    assert told[-3:] == [2, 1, 0]
+    feed.send(StepReport(RECORD, [], [], []), num_running=0)
+    assert not sent, "a rank without requests has nothing new to tell"
