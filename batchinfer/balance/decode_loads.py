@@ -201,7 +201,8 @@ class DecodeLoads(Generic[Key]):
         now = int(self._steps_R.max())
         if self._num_ranks < 2 or self._moving or now == self._last_look:
             return []
-        present_N = np.flatnonzero(self._may_run_on(self._table.rows))
+        # answers at their limits are complete, though not reported yet
+        present_N = np.flatnonzero(self._num_generated(self._table.rows) < self._table.rows["max_tokens"])
         rows = self._table.rows[present_N]
         load_R = self._load_of_rank(rows)
         if now - self._last_look < LOOK_EVERY and load_R.max() <= LOOK_NOW * load_R.mean():
@@ -251,10 +252,6 @@ class DecodeLoads(Generic[Key]):
     def _num_generated(self, rows: np.ndarray) -> np.ndarray:
         """Return the tokens of answers; ranks step together, so the one that has reported last speaks for all."""
         return rows["since"] + np.where(rows["is_running"], self._steps_R.max(), 0)
-
-    def _may_run_on(self, rows: np.ndarray) -> np.ndarray:
-        """Whether requests have not reached their limits: those that have are complete, though not reported yet."""
-        return self._num_generated(rows) < rows["max_tokens"]
 
     def _kv_tokens(self, rows: np.ndarray) -> np.ndarray:
         return rows["prompt_tokens"] + self._num_generated(rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 
 import numpy as np
@@ -10,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.balance import decode, decode_loads
 from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, output_bytes, question, write_job, write_shard
@@ -22,27 +22,32 @@ LAYOUTS = {
     "1+2": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 2},
     "2+2": {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2},
 }
-NUM_ROWS = 40
+NUM_ROWS = 80
+STOPS = [None, list("qzj"), list("kwv"), list("dlb")]
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A folder with a job whose answers end at very different lengths, some by a stop string, and its one-rank run."""
+    """A folder with a job in which nobody can know when answers end, after 1 to 90 tokens, and its one-rank run."""
     folder = tmp_path_factory.mktemp("balanced")
-    lengths = [3, 60, 5, 9, 2, 30, 4, 90]
+    draw = random.Random(0)
     how = [
-        {
-            "max_tokens": lengths[row % 8],
-            "stop": ["e", "t"] if row % 5 == 0 else None,
-            "logprobs": 2 if row % 3 else None,
-        }
+        {"max_tokens": 90, "stop": draw.choice(STOPS), "ignore_eos": True, "logprobs": 2 if row % 3 else None}
         for row in range(NUM_ROWS)
     ]
     columns = {
         "id": list(range(NUM_ROWS)),
         "prompt": [question(row) for row in range(NUM_ROWS)],
         "how": pa.array(
-            how, pa.struct([("max_tokens", pa.int32()), ("stop", pa.list_(pa.string())), ("logprobs", pa.int32())])
+            how,
+            pa.struct(
+                {
+                    "max_tokens": pa.int32(),
+                    "stop": pa.list_(pa.string()),
+                    "ignore_eos": pa.bool_(),
+                    "logprobs": pa.int32(),
+                }
+            ),
         ),
     }
     write_shard(folder / "prompts" / "part-0.parquet", columns)
@@ -67,20 +72,34 @@ def query(run, sql):
     return json.loads(batchinfer("report", run, "--json", "--sql", sql).out)
 
 
-@pytest.mark.parametrize(
-    "layout", [*(pytest.param(layout, marks=pytest.mark.slow) for layout in ("2", "4", "1+2")), "2+2"]
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(layout, marks=pytest.mark.slow) for layout in ("4", "1+2")), "2", "2+2"]
 )
-def test_requests_that_move_while_they_run_give_the_same_outputs(job, monkeypatch, layout):
-    # move whatever makes loads the least bit more even, at every step
-    monkeypatch.setattr(decode, "START_MOVING", 1.0)
-    monkeypatch.setattr(decode, "STOP_MOVING", 1.0)
-    monkeypatch.setattr(decode, "MUST_PAY_TIMES", 0.0)
-    monkeypatch.setattr(decode_loads, "LOOK_EVERY", 1)
-    run = job / f"moves-{layout}"
-    ended = batchinfer("run", write(job, run.name, **LAYOUTS[layout], decode_requests=12))
+def moved(request, job):
+    """The run folder of the job on several ranks."""
+    run = job / f"moves-{request.param}"
+    ended = batchinfer("run", write(job, run.name, **LAYOUTS[request.param]))
     assert ended.code == 0, ended.err
-    assert output_bytes(run) == output_bytes(job / "one")
-    assert query(run, "SELECT sum(moves)::INT AS moves FROM nodes")[0]["moves"] > 0
+    return run
+
+
+def test_requests_that_move_while_they_run_give_the_same_outputs(job, moved):
+    assert output_bytes(moved) == output_bytes(job / "one")
+    assert query(moved, "SELECT sum(moves)::INT AS moves FROM nodes")[0]["moves"] > 0
+
+
+def test_ranks_decode_alike_much_although_nobody_knows_when_answers_end(moved):
+    """Without moves, the busiest rank of four has 1.5 times the mean, and of two 1.2 times."""
+    report = json.loads(batchinfer("report", moved, "--json").out)
+    assert report["decode_kv_max_over_mean"] <= 1.15
+    assert report["decode_requests_max_over_mean"] <= 1.15
+
+
+def test_all_ranks_have_something_to_do_in_the_first_step(moved):
+    first = query(
+        moved, "SELECT num_requests FROM steps JOIN nodes USING (session) WHERE step = 0 AND rank < prefill_ranks"
+    )
+    assert all(row["num_requests"] > 0 for row in first)
 
 
 @pytest.mark.parametrize("layout", [pytest.param("2", marks=pytest.mark.slow), "1+2"])
@@ -138,29 +157,6 @@ def test_expert_loads_of_no_run_or_of_another_model_are_refused(job, tmp_path):
 
 def test_experts_stay_where_they_are_on_one_rank(job):
     assert not RunDir(job / "one").experts.exists()
-
-
-def test_work_is_even_at_the_end(job):
-    """Steps in which one rank has nothing to do are few: long answers begin first, and the rest moves.
-
-    A controller that gets no processor hears of steps late and moves nothing, so the best of three runs counts.
-    """
-    sql = "SELECT rank, sum(output_tokens)::INT AS tokens FROM steps WHERE kind = 'decode' GROUP BY rank"
-    ratios = []
-    while len(ratios) < 3 and min(ratios, default=2.0) > 1.25:
-        run = job / f"even-{len(ratios)}"
-        ended = batchinfer("run", write(job, run.name, prefill_ranks=2))
-        assert ended.code == 0, ended.err
-        tokens = [row["tokens"] for row in query(run, sql)]
-        assert len(tokens) == 2
-        ratios.append(max(tokens) / min(tokens))
-    assert min(ratios) <= 1.25
-
-
-def test_all_ranks_have_something_to_do_in_the_first_step(job):
-    first = query(job / "even-0", "SELECT num_requests FROM steps WHERE step = 0")
-    assert len(first) == 2
-    assert all(row["num_requests"] > 0 for row in first)
 
 
 def test_the_table_of_experts_is_a_plain_parquet_file(job):
