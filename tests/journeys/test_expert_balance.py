@@ -134,8 +134,7 @@ def job_of_kinds(folder, name, **cluster):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_experts_move_again_when_other_prompts_come_and_outputs_stay_the_same(two_kinds, monkeypatch, layout):
-    monkeypatch.setattr(expert_proposals, "MUST_PAY_TIMES", 0.0)  # whatever else this machine does meanwhile
+def test_experts_move_again_when_other_prompts_come_and_outputs_stay_the_same(two_kinds, layout):
     folder, alone = two_kinds
     small = {"prefill_tokens": 128, "decode_requests": 16, "redundant_experts": 4}
     said, run = ran(job_of_kinds(folder, f"kinds-{layout}", **LAYOUTS[layout], **small))
