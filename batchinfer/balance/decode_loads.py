@@ -204,6 +204,7 @@ class DecodeLoads(Generic[Key]):
         # answers at their limits are complete, though not reported yet
         present_N = np.flatnonzero(self._num_generated(self._table.rows) < self._table.rows["max_tokens"])
         rows = self._table.rows[present_N]
+        generated_N = self._num_generated(rows)
         load_R = self._load_of_rank(rows)
         if now - self._last_look < LOOK_EVERY and load_R.max() <= LOOK_NOW * load_R.mean():
             return []
@@ -211,17 +212,15 @@ class DecodeLoads(Generic[Key]):
         proposed = propose_moves(
             rows["rank"],
             self._kv_tokens(rows),
-            self._lengths.remaining_each(
-                rows["group"], self._num_generated(rows), rows["max_tokens"], rows["expected"]
-            ),
+            self._lengths.remaining_each(rows["group"], generated_N, rows["max_tokens"], rows["expected"]),
             max_requests_of_rank=np.full(self._num_ranks, self._max_requests),
             move_steps=self._move_steps,
             request_load=self._request_load,
             can_move=rows["is_running"],
         )
-        asked = [(self._table.keys[present_N[move.request]], move) for move in proposed]
-        self._moving = {key: move.to_rank for key, move in asked}
-        return [(key, self._ranks[move.from_rank]) for key, move in asked]
+        keys = [self._table.keys[present_N[move.request]] for move in proposed]
+        self._moving = {key: move.to_rank for key, move in zip(keys, proposed, strict=True)}
+        return [(key, self._ranks[move.from_rank]) for key, move in zip(keys, proposed, strict=True)]
 
     def give_away(self, key: Key) -> int | None:
         """A rank has packed a request: the rank it goes to; None for one that nobody has asked for."""
