@@ -163,7 +163,7 @@ def _exchange(size_N: np.ndarray, rank_N: np.ndarray, load_R: np.ndarray, goal: 
 
 
 def best_pair(mine: np.ndarray, theirs: np.ndarray, gap: float) -> tuple[int, int] | None:
-    """The two whose exchange evens out loads a gap apart best: their difference is nearest to half of it.
+    """Return the two whose exchange evens out loads a gap apart best: their difference is nearest to half of it.
 
     Args:
         mine: KV tokens of the busier rank's requests.

@@ -11,8 +11,7 @@ from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
 
 START_MOVING = 1.03  # busiest rank / mean: below, no request moves
 STOP_MOVING = 1.01
-MUST_PAY_TIMES = 2.0  # lengths of answers are guesses: a move has to save this many times its cost
-LASTING = 0.5  # busiest rank above the mean, by the mean, that lasts as long as its requests; less evens out sooner
+LASTING = 0.08  # busiest rank / mean - 1, by move_steps, that lasts as long as requests run; less evens out sooner
 DELAY_STEPS = 2  # a rank gives a request away one step after the look, and another rank runs it one step later
 NOWHERE = -1  # in place of the rank of a request that stays
 
@@ -40,10 +39,10 @@ def propose_moves(
     """Return moves that make steps so much shorter that they pay; none while the ranks are about equal.
 
     Again and again, the busiest rank gives the idlest a request that is about half of what lies between them, or two
-    requests change places. Of these moves, as many of the first are proposed as save most: what they take off
-    the busiest rank, for as long as the moved requests are expected to run after they have arrived, less the time that
-    the busiest link is sending. Ranks that differ little even out as requests come and end: they differ for a shorter
-    time.
+    requests change places. Of these moves, as many of the first are proposed as save most: what they take off the
+    busiest rank, for as long as the moved requests are expected to run after they have arrived, less the time that the
+    busiest link is sending. Ranks that differ little even out as requests come and end, so a small difference counts
+    for a part of that time: the dearer sending is, the smaller is the part.
 
     Args:
         rank_of_request: [N] ranks of the running requests.
@@ -69,7 +68,7 @@ def propose_moves(
         return []
     rank_N[stays_N] = NOWHERE
     running = _Running(rank_N, kv_N, size_N, load_R, num_R, np.asarray(max_requests_of_rank), request_load.row)
-    lasting_share = min(1.0, (load_before / mean - 1) / LASTING)
+    lasting_share = min(1.0, (load_before / mean - 1) / (LASTING * move_steps)) if move_steps else 1.0
     sent_R = np.zeros(num_ranks)
     moves: list[Move] = []
     best_num, best_net = 0, 0.0
@@ -79,7 +78,7 @@ def propose_moves(
             sent_R[[move.from_rank, move.to_rank]] += move.kv_tokens
         moves += found
         num_steps = np.mean([steps_N[move.request] for move in moves]) * lasting_share
-        net = (load_before - load_R.max()) * num_steps - MUST_PAY_TIMES * move_steps * sent_R.max()
+        net = (load_before - load_R.max()) * num_steps - move_steps * sent_R.max()
         if net > best_net:
             best_num, best_net = len(moves), net
     return moves[:best_num]
