@@ -22,8 +22,10 @@ class ClusterConfig(Part):
     nodes: RankCount | None = Field(
         None, description="hosts that the ranks are spread over, evenly and in order; unset: as Slurm or the ranks say"
     )
-    overlap: bool | None = Field(
-        None, description="two micro-batches, one computes while the other's rows travel; unset: when EP size > 1"
+    overlap: Literal["auto"] | bool = Field(
+        "auto",
+        description="two micro-batches per step, one computes while the other's rows travel between ranks; auto: in "
+        "prefill and in decode each where the ranks measure that it is quicker; results stay the same",
     )
     speculate: Literal["auto", "off"] = Field(
         "off",

@@ -19,7 +19,9 @@ def sentences(error: ValidationError, schema: type[BaseModel], path: Path) -> li
     for problem in error.errors(include_url=False):
         # a value that fits none of several types has a problem with each of them
         key = problem["loc"] if problem["type"] == "extra_forbidden" else problem["loc"][:2]
-        first.setdefault(key, problem)
+        known = first.setdefault(key, problem)
+        if known["type"] == "literal_error" and problem["type"] == "bool_type":
+            known["msg"] += ", true or false"
     return [clip(f"{path}: {_sentence(problem, schema)}") for problem in first.values()]
 
 

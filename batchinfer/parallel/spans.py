@@ -94,6 +94,18 @@ class SpanLog:
         """Of communication without waiting, seconds in which the rank computed. None: not known."""
         return _overlap(self._covered(FLIGHT), self._covered(COMPUTE)) if self.tells_waiting else None
 
+    def hideable_s(self) -> float | None:
+        """Return the seconds of rows under way or waited for that another micro-batch's computing could have hidden.
+
+        These are at most the seconds of computing, and none where rows never move by themselves. None: not known.
+        """
+        if not self.tells_waiting:
+            return None
+        if not _length(self._covered(FLIGHT)):
+            return 0.0
+        computing, arriving = self._covered(COMPUTE), self._covered(FLIGHT, WAIT)
+        return min(_length(arriving) - _overlap(arriving, computing), _length(computing))
+
     def _covered(self, *kinds: str) -> list[tuple[float, float]]:
         return _union([span for span in self.spans if span.kind in kinds])
 

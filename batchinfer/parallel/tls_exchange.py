@@ -10,6 +10,7 @@ import queue
 import struct
 import threading
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -25,7 +26,9 @@ from batchinfer.records import PeerLostError
 
 CLOSE_S = 5.0
 _HELLO = struct.Struct("!q")  # the caller's rank
-_HEADER = struct.Struct("!3q")  # sequence number, row bytes, number of counts; the counts and the rows follow
+# sequence number, sender's Unix time in ns, row bytes, number of counts; the counts and the rows follow
+_HEADER = struct.Struct("!4q")
+_LATEST_MESSAGES = 256  # by which a peer's clock is compared with this host's
 
 
 class Meeting(NamedTuple):
@@ -39,8 +42,29 @@ class _Message(NamedTuple):
     sequence: int
     rows: torch.Tensor
     counts: list[int]
-    ready_s: float  # when its first bytes were here, by this host's clock
+    ready_s: float  # when it was sent, by this host's clock; see PeerClock
     arrived_s: float
+
+
+class PeerClock:
+    """The clock of another host, compared with this host's by what arrives from there.
+
+    The message that came quickest is taken to have come at once. So the times that this gives are late by the time of
+    the quickest way. What else delays a message (earlier rows on the line, a receiver without a core) is not in them.
+    """
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque(maxlen=_LATEST_MESSAGES)  # clocks drift, and are set
+
+    def time_here(self, sent_s: float, seen_s: float) -> float:
+        """Return when a message was sent, by this host's clock.
+
+        Args:
+            sent_s: when it was sent, by the other clock.
+            seen_s: when it was seen here.
+        """
+        self._latest.append(seen_s - sent_s)
+        return sent_s + min(self._latest)
 
 
 @dataclass(slots=True)
@@ -74,10 +98,11 @@ class _Peer:
         self.stream.shut_down()
 
     def _receive(self) -> None:
+        clock = PeerClock()
         try:
             while True:
-                sequence, row_bytes, num_counts = _HEADER.unpack(self.stream.receive(_HEADER.size))
-                ready_s = time.time()
+                sequence, sent_ns, row_bytes, num_counts = _HEADER.unpack(self.stream.receive(_HEADER.size))
+                ready_s = clock.time_here(sent_ns / 1e9, time.time())
                 counts = list(struct.unpack(f"!{num_counts}q", self.stream.receive(8 * num_counts)))
                 rows = torch.empty(sum(counts), row_bytes, dtype=torch.uint8)
                 self.stream.fill(_bytes_of(rows))
@@ -111,13 +136,13 @@ class TlsExchange:
     def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
         """See Exchange."""
         assert not isinstance(counts, torch.Tensor), "rows of a GPU do not travel this way"
-        sequence, now_s = self._sequence, time.time()
+        sequence, now_ns = self._sequence, time.time_ns()
         self._sequence += 1
         parts = rows.split([sum(rank_counts) for rank_counts in counts])
         for rank, peer in self._peers.items():
-            header = _HEADER.pack(sequence, rows.shape[1], len(counts[rank]))
+            header = _HEADER.pack(sequence, now_ns, rows.shape[1], len(counts[rank]))
             peer.outgoing.put((header + struct.pack(f"!{len(counts[rank])}q", *counts[rank]), parts[rank]))
-        own = _Message(sequence, parts[self.rank], counts[self.rank], now_s, now_s)
+        own = _Message(sequence, parts[self.rank], counts[self.rank], now_ns / 1e9, now_ns / 1e9)
         return PendingRows(partial(self._receive, own))
 
     def close(self) -> None:

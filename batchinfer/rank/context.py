@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,7 +38,8 @@ class RankContext:
     transfer_bytes: int = 0  # of KV that other ranks have not read yet: no prompt is admitted while there is more
     transfers: Path | BucketTransfers | None = None  # for KV between hosts; None: anonymous memory
     graphs_off: bool = False  # decode steps are never to run as CUDA graphs
-    overlap: bool = False  # run two micro-batches in turn when there is work for both
+    # run two micro-batches in turn when there is work for both; "auto": where the ranks have measured that it pays
+    overlap: bool | Literal["auto"] = False
     share_prefixes: bool = True
     traced: bool = False  # report the spans of the first steps
     reasoning: Mode = "none"  # how thinking is told from answers

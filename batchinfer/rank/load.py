@@ -183,7 +183,7 @@ def make_worker(
         transfers=transfers,
         graphs_off=cluster.graphs == "off",
         # without experts nothing travels under which the other half could compute
-        overlap=cluster.overlap is not False and mesh.size > 1 and model.num_moe_layers > 0,
+        overlap=cluster.overlap if mesh.size > 1 and model.num_moe_layers > 0 else False,
         traced=start.traced,
         reasoning=job.output.reasoning,
         continues=bool(job.input.continue_final_message),

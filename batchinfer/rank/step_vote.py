@@ -1,8 +1,8 @@
 """What the ranks of a group do next: each says what it could do, all draw the same conclusion.
 
 Experts are spread over the ranks, so every rank takes part in every step, also with nothing of its own to compute.
-Whether a decode step runs as a graph, and as one of which size, is agreed in the same exchange: all ranks have recorded
-the same sizes, so from equal votes all find the same.
+Whether a step runs as two micro-batches, whether a decode step runs as a graph, and as one of which size, is agreed in
+the same exchange: all ranks have measured or recorded the same steps, so from equal votes all find the same.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from enum import Enum
 from batchinfer.model.fused.graph_size import DecodeBatch, GraphSize
 from batchinfer.model.fused.graphs import DecodeGraphs
 from batchinfer.parallel.mesh import Mesh
+from batchinfer.rank.overlap_rule import MeasuredOverlap, StepTime, Way
 
-NO_BATCH = DecodeBatch()
+NO_BATCH, NO_STEP = DecodeBatch(), StepTime()
+TRIED = "it is being tried whether two micro-batches are quicker"
 TOO_LARGE = "a rank of the group decodes more requests than cluster.decode_requests, the rows of the largest graph"
 CANNOT, NO_MEMORY = "a rank of the group has no graphs", "a rank of the group has no memory for another graph"
 
@@ -42,18 +44,21 @@ class StepVote:
     place: bool = False  # knows of another placement of the experts
     calibrate: bool = False  # has got its part of the calibration
     batch: DecodeBatch = NO_BATCH
+    latest: StepTime = NO_STEP  # measured of the step before, for `cluster.overlap = "auto"`
 
     def to_ints(self) -> list[int]:
-        """To be sent to the other ranks."""
-        return [*(int(getattr(self, field.name)) for field in fields(self)[:-1]), *self.batch]
+        """Return the integers to be sent to the other ranks."""
+        return [*(int(getattr(self, field.name)) for field in fields(self)[:-2]), *self.batch, *self.latest]
 
     @classmethod
     def of_ints(cls, values: Sequence[int]) -> StepVote:
-        """As another rank has sent it."""
-        num_flags = len(fields(cls)) - 1
+        """Return the vote that another rank has sent."""
+        num_flags = len(fields(cls)) - 2
         leave, prefill, decode, fills_both_halves, place, calibrate = map(bool, values[:num_flags])
-        batch = DecodeBatch(*values[num_flags:])
-        return cls(leave, prefill, decode, fills_both_halves, place, calibrate, batch)
+        batch = DecodeBatch(*values[num_flags : -len(NO_STEP)])
+        return cls(
+            leave, prefill, decode, fills_both_halves, place, calibrate, batch, StepTime(*values[-len(NO_STEP) :])
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +72,16 @@ class Agreed:
     no_graph: str | None = None  # why a decode step runs as plain operations
 
 
-def agree(mesh: Mesh, vote: StepVote, *, overlap: bool, graphs: DecodeGraphs | None = None) -> Agreed:
+def agree(mesh: Mesh, vote: StepVote, *, overlap: bool | MeasuredOverlap, graphs: DecodeGraphs | None = None) -> Agreed:
     """One small exchange between all ranks of the group.
 
     Leaving goes before prefill, prefill before decode: a rank asks for prefill only when it has room for many new
     requests. Experts move once all ranks know where to; likewise with the calibration. Two micro-batches are run when
-    `overlap` is on and some rank can fill both. A decode step runs as a graph when all ranks have that one or all can
-    record it.
+    some rank can fill both, and `overlap` is on or finds that they are quicker. A decode step runs as a graph when all
+    ranks have that one or all can record it, but never while both ways are tried.
 
     Args:
+        overlap: fixed, or by what the ranks measure; then the latter learns from the votes.
         graphs: of this rank; None: it has none.
     """
     votes = [vote]
@@ -93,12 +99,14 @@ def agree(mesh: Mesh, vote: StepVote, *, overlap: bool, graphs: DecodeGraphs | N
         kind = Kind.DECODE
     else:
         kind = Kind.WAIT
-    in_pairs = overlap and any(vote.fills_both_halves for vote in votes)
+    in_pairs, is_trial = _way(kind, votes, overlap)
     if kind is not Kind.DECODE:
         return Agreed(kind, in_pairs)
     batches = [vote.batch for vote in votes]
     if graphs is None or not all(batch.replays for batch in batches):
         return Agreed(kind, in_pairs, no_graph=CANNOT)
+    if is_trial:
+        return Agreed(kind, in_pairs, no_graph=TRIED)
     size = graphs.size_for(batches, in_pairs=in_pairs)
     if size is None:
         return Agreed(kind, in_pairs, no_graph=TOO_LARGE)
@@ -106,3 +114,14 @@ def agree(mesh: Mesh, vote: StepVote, *, overlap: bool, graphs: DecodeGraphs | N
     if records and not all(batch.captures for batch in batches):
         return Agreed(kind, in_pairs, no_graph=NO_MEMORY)
     return Agreed(kind, in_pairs, size, records)
+
+
+def _way(kind: Kind, votes: Sequence[StepVote], overlap: bool | MeasuredOverlap) -> Way:
+    """How the step runs that these votes lead to."""
+    can_pair = any(vote.fills_both_halves for vote in votes)
+    if not isinstance(overlap, MeasuredOverlap):
+        return Way(overlap and can_pair, is_trial=False)
+    overlap.learn([vote.latest for vote in votes])
+    if kind not in (Kind.PREFILL, Kind.DECODE):
+        return Way(in_pairs=False, is_trial=False)
+    return overlap.choose(kind.value, can_pair=can_pair)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from batchinfer.records import PHASES
 from batchinfer.report import forms
 from batchinfer.report.figure import Figure, Group, Values
 from batchinfer.report.forms import Form, Value
@@ -40,6 +41,22 @@ def _such_ranks(values: Values, kind: str) -> str:
     """How many ranks the rate of a node is of; a simulated node's are its GPUs."""
     ranks, rate = values.get(f"{kind}_ranks_per_node"), values.get(f"{kind}_tokens_per_s_per_rank")
     return f"{ranks:.3g} x {forms.rate(rate)}" if ranks and ranks != 1 else ""
+
+
+def _overlap(kind: str) -> tuple[Figure, Figure]:
+    """Return how many steps of a kind ran as two micro-batches, and what of their communication was hidden."""
+    hidden = f"hidden_comm_{kind}"
+
+    def note(values: Values) -> str:
+        return "" if values[hidden] is None else f"of steps, {forms.percent(values[hidden])} % hidden"
+
+    return (
+        Figure(f"overlap_{kind}", f"two micro-batches, {kind}", forms.percent, "%",
+               f"share of {kind} steps that ran as two micro-batches, one computing while the other's rows travelled; "
+               "null when no rows travelled",
+               note=note, why_empty=""),
+        Figure(hidden, "", forms.percent, "%", f"hidden_comm_share of {kind} steps alone"),
+    )  # fmt: skip
 
 
 def _moving_s(values: Values) -> Value:
@@ -164,6 +181,7 @@ SPEED = Group(
                "wait_comm_share",
                note=lambda values: f"of {forms.seconds(_moving_s(values))} s of moving",
                why_empty="none, or not told from waiting"),
+        *(figure for kind in PHASES for figure in _overlap(kind)),
     ),
 )  # fmt: skip
 TIME = Group(

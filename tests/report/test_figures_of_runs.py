@@ -203,6 +203,21 @@ def figures_of_steps(run: Path, case: Case) -> dict[str, Any]:
         ),
         "wait_comm_share": wait_s / comm_s if comm_s else None,
         "hidden_comm_share": hidden_s / (comm_s - wait_s) if comm_s else None,
+        **figures_of_overlap(run, "prefill"),
+        **figures_of_overlap(run, "decode"),
+    }
+
+
+def figures_of_overlap(run: Path, kind: str) -> dict[str, Any]:
+    """Steps of a kind that ran as two micro-batches, and what they hid of the time in which rows moved."""
+    moving_s, hidden_s, pairs, steps = one(
+        run,
+        f"""SELECT sum(comm_s - wait_comm_s), sum(hidden_comm_s), sum(CAST(micro_batches = 2 AS INT)), count(*)
+        FROM steps WHERE kind = '{kind}'""",
+    )
+    return {
+        f"overlap_{kind}": pairs / steps if moving_s else None,
+        f"hidden_comm_{kind}": hidden_s / moving_s if moving_s else None,
     }
 
 

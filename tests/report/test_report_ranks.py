@@ -61,6 +61,22 @@ def test_waiting_and_hidden_shares_are_taken_over_the_communication_of_all_steps
     assert "communication hidden 62.5 % of 3.2 s of moving" in lines
 
 
+def test_overlap_is_told_of_prefill_and_decode_apart(tmp_path):
+    moving = {"comm_s": 2.0, "wait_comm_s": 1.0}
+    steps = [
+        step("a", "prefill", 5, new=9, cached=0, output=1, micro_batches=2, **moving, hidden_comm_s=0.5),
+        step("a", "prefill", 5, new=9, cached=0, output=1, micro_batches=1, **moving, hidden_comm_s=0.0),
+        *(step("a", "decode", 1, new=1, cached=0, output=1, **moving, hidden_comm_s=0.0) for _ in range(3)),
+    ]
+    run = write_run(tmp_path / "r", steps=steps, nodes=[session("a", 0, 9, ranks=2, prefill_s=1)])
+    values = read_report(run).values
+    assert (values["overlap_prefill"], values["hidden_comm_prefill"]) == (0.5, 0.25)
+    assert (values["overlap_decode"], values["hidden_comm_decode"]) == (0.0, 0.0)
+    lines = [" ".join(line.split()) for line in panel(run)]
+    assert "two micro-batches, prefill 50.0 % of steps, 25.0 % hidden" in lines
+    assert "two micro-batches, decode 0.0 % of steps, 0.0 % hidden" in lines
+
+
 def test_where_waiting_is_not_told_from_moving_neither_share_is_known(tmp_path):
     unknown = {"comm_s": 2.0, "wait_comm_s": None, "hidden_comm_s": None, "exposed_comm_s": 1.0}
     steps = [
@@ -69,6 +85,7 @@ def test_where_waiting_is_not_told_from_moving_neither_share_is_known(tmp_path):
     ]
     values = read_report(write_run(tmp_path / "r", steps=steps)).values
     assert (values["comm_s"], values["wait_comm_share"], values["hidden_comm_share"]) == (2.0, None, None)
+    assert (values["overlap_prefill"], values["hidden_comm_prefill"], values["overlap_decode"]) == (0.0, None, None)
 
 
 def test_short_communication_is_told_apart_from_none(tmp_path):

@@ -2,11 +2,37 @@
 --   comm_s             seconds in which rows were packed, under way or unpacked
 --   wait_comm_share    of these, the share in which nothing moved: another rank had not sent its rows
 --   hidden_comm_share  of the others, in which rows moved, the share in which the rank computed meanwhile
--- The shares are null while there was no exchange, and where steps do not tell waiting from moving (GPUs).
+--   hidden_comm_prefill, hidden_comm_decode  the same of steps of one kind
+--   overlap_prefill, overlap_decode          share of steps of one kind that ran as two micro-batches
+-- All shares are null while there was no exchange, those of seconds also where steps do not tell waiting from moving
+-- (GPUs).
+WITH
+step AS (
+    SELECT *, kind = 'prefill' AS is_prefill, comm_s - wait_comm_s AS moving_s, micro_batches - 1 AS in_pairs FROM steps
+),
+total AS (
+    SELECT
+        count(wait_comm_s) = count(*) AS is_told,
+        sum(comm_s) AS comm_s,
+        sum(wait_comm_s) AS wait_s,
+        sum(moving_s) AS moving_s,
+        sum(hidden_comm_s) AS hidden_s,
+        sum(moving_s) FILTER (is_prefill) AS prefill_moving_s,
+        sum(hidden_comm_s) FILTER (is_prefill) AS prefill_hidden_s,
+        sum(moving_s) FILTER (NOT is_prefill) AS decode_moving_s,
+        sum(hidden_comm_s) FILTER (NOT is_prefill) AS decode_hidden_s,
+        max(greatest(comm_s, in_pairs)) FILTER (is_prefill) > 0 AS prefill_exchanges,
+        max(greatest(comm_s, in_pairs)) FILTER (NOT is_prefill) > 0 AS decode_exchanges,
+        avg(in_pairs) FILTER (is_prefill) AS prefill_in_pairs,
+        avg(in_pairs) FILTER (NOT is_prefill) AS decode_in_pairs
+    FROM step
+)
 SELECT
-    coalesce(sum(comm_s), 0) AS comm_s,
-    CASE WHEN count(wait_comm_s) = count(*) THEN sum(wait_comm_s) / nullif(sum(comm_s), 0) END AS wait_comm_share,
-    CASE
-        WHEN count(wait_comm_s) = count(*) THEN sum(hidden_comm_s) / nullif(sum(comm_s) - sum(wait_comm_s), 0)
-    END AS hidden_comm_share
-FROM steps
+    coalesce(comm_s, 0) AS comm_s,
+    CASE WHEN is_told THEN wait_s / nullif(comm_s, 0) END AS wait_comm_share,
+    CASE WHEN is_told THEN hidden_s / nullif(moving_s, 0) END AS hidden_comm_share,
+    CASE WHEN is_told THEN prefill_hidden_s / nullif(prefill_moving_s, 0) END AS hidden_comm_prefill,
+    CASE WHEN is_told THEN decode_hidden_s / nullif(decode_moving_s, 0) END AS hidden_comm_decode,
+    CASE WHEN prefill_exchanges THEN prefill_in_pairs END AS overlap_prefill,
+    CASE WHEN decode_exchanges THEN decode_in_pairs END AS overlap_decode
+FROM total

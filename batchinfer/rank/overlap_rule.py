@@ -1,0 +1,222 @@
+"""Whether steps run as two micro-batches in turn: the quicker way, by the times of the steps that have run.
+
+Two micro-batches hide the exchange of rows behind computing, and they cost: every operation runs twice, on half the
+rows. Which of both weighs more is measured. A group begins with whole steps. As long as these wait for the exchange
+for less than a twentieth of their time, or nothing moves while a rank computes (shared memory), there is nothing to
+gain, and no step runs otherwise. Else some steps are tried both ways:
+
+    whole, halves | halves, whole | whole, halves | ...
+
+Each pair of neighbours gives one comparison of the time per row, which noise of the machine disturbs less than it does
+a mean over many steps. The trial ends when one way leads by four comparisons, or at once when one way is far quicker.
+It is repeated now and then; all trials together take at most a fiftieth of the time. Decode steps of other sizes are
+decided apart; until there is time for their own trial, they run as the nearest size does.
+
+All ranks of a group have to run the same way. So each rank tells the others what it measured in the vote before a step
+(step_vote.py), and each feeds the measurements of all ranks to a rule of its own. Every operation here is exact or
+rounds alike on all machines, so equal rules come to equal conclusions.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+LEAST_GAIN = 1.03  # time of whole steps by that of halves, from which on halves are worth it
+_FAR_GAIN = 1.25  # with which, or with its inverse, two comparisons are enough
+_LEAD = 4  # comparisons by which the quicker way has to lead
+_MOST_PAIRS = 11  # after which the majority decides; odd
+_LEAST_HIDEABLE = 1 / 20  # of a whole step, what computing could hide
+_LATEST_STEPS = 5  # of which the median of that counts
+_TRIAL_SHARE = 1 / 50  # of the time that trials may take
+_LARGEST_RATIO = 2.0  # of the rows of steps that are compared
+UNKNOWN = -1
+
+
+class StepTime(NamedTuple):
+    """What a rank measured of the latest step.
+
+    hideable_us: time in which the rank waited for rows that could have travelled while it computed; at most the time
+        for which it computed. UNKNOWN: the rank cannot tell, as on a GPU.
+    """
+
+    rows: int = 0
+    step_us: int = 0
+    hideable_us: int = 0
+
+
+class Way(NamedTuple):
+    """How the next step of a kind runs; during a trial no CUDA graph is used or recorded, so that both ways compare."""
+
+    in_pairs: bool
+    is_trial: bool
+
+
+def is_quicker_in_pairs(gains: Sequence[float]) -> bool | None:
+    """Return whether steps are quicker in two micro-batches; None when more comparisons are needed.
+
+    Args:
+        gains: of each comparison the time of the whole step by that of the step in halves.
+    """
+    if len(gains) == 2 and all(gain >= _FAR_GAIN for gain in gains):
+        return True
+    if len(gains) == 2 and all(gain * _FAR_GAIN <= 1 for gain in gains):
+        return False
+    lead = sum(1 if gain >= LEAST_GAIN else -1 for gain in gains)
+    return lead > 0 if abs(lead) >= _LEAD or len(gains) >= _MOST_PAIRS else None
+
+
+@dataclass(slots=True)
+class _Step:
+    """One side of a comparison."""
+
+    in_pairs: bool
+    rows: int
+    seconds: float
+
+    @property
+    def row_s(self) -> float:
+        return self.seconds / self.rows
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Steps of one size that are run both ways."""
+
+    gains: list[float] = field(default_factory=list)
+    last: _Step | None = None  # waits for a step of the other way to be compared with
+    next_in_pairs: bool = False
+
+    def add(self, step: _Step) -> None:
+        """Compare the step with the one before, if that ran the other way and was of about the same size."""
+        last = self.last
+        if last is None or last.in_pairs == step.in_pairs or not _are_alike(last, step):
+            self.last, self.next_in_pairs = step, not step.in_pairs
+            return
+        whole, halves = (last, step) if step.in_pairs else (step, last)
+        self.gains.append(whole.row_s / halves.row_s)
+        self.last, self.next_in_pairs = None, step.in_pairs  # what changes steadily disturbs pairs in turn alike
+
+
+@dataclass(slots=True)
+class _Size:
+    """Steps of about one size: what is known of them."""
+
+    decision: bool | None = None
+    trial: _Trial | None = None
+    hideable: deque[float] = field(default_factory=lambda: deque(maxlen=_LATEST_STEPS))  # shares of whole steps
+    run_s: float = 0.0
+    trial_s: float = 0.0
+
+    @property
+    def may_gain(self) -> bool:
+        """Whether there is something to hide, as far as whole steps have shown."""
+        return not self.hideable or statistics.median(self.hideable) >= _LEAST_HIDEABLE
+
+
+class OverlapRule:
+    """Decides for steps of one kind, by what all ranks have measured of those before.
+
+    Args:
+        by_size: decide for steps with few rows and with many apart.
+    """
+
+    def __init__(self, *, by_size: bool) -> None:
+        self._by_size = by_size
+        self._sizes: dict[int, _Size] = {}
+        self._latest: int | None = None  # size of the latest step; the coming one is taken to be like it
+
+    def choose(self) -> Way:
+        """Return how the coming step runs."""
+        if self._latest is None:
+            return Way(in_pairs=False, is_trial=True)  # the first step of a kind warms up, and is not compared
+        trial = self._sizes[self._latest].trial
+        if trial is not None:
+            return Way(trial.next_in_pairs, is_trial=True)
+        return Way(self._decision(self._latest), is_trial=False)
+
+    def note(self, times: Sequence[StepTime], *, in_pairs: bool) -> None:
+        """Learn from a step that could have run either way, by what each rank has measured."""
+        rows, seconds = max(time.rows for time in times), max(time.step_us for time in times) / 1e6
+        if rows == 0 or seconds == 0:
+            return
+        name = rows.bit_length() if self._by_size else 0
+        before, self._latest = self._latest, name
+        size = self._sizes.setdefault(name, _Size())
+        if size.trial is not None and name != before:
+            size.trial.last = None  # steps that are compared follow each other
+        size.run_s += seconds
+        if not in_pairs:
+            size.hideable.append(max(map(_hideable_share, times)))
+        step = _Step(in_pairs, rows, seconds)
+        if size.trial is not None:
+            self._try(size, size.trial, step)
+        elif self._may_try(size):
+            size.trial = _Trial()
+            if before is not None:
+                size.trial.add(step)
+
+    def _try(self, size: _Size, trial: _Trial, step: _Step) -> None:
+        size.trial_s += step.seconds
+        trial.add(step)
+        decision = is_quicker_in_pairs(trial.gains)
+        if decision is not None:
+            size.decision, size.trial = decision, None
+
+    def _may_try(self, size: _Size) -> bool:
+        """Whether a trial of this size begins: there is something to gain, and trials have not taken much time."""
+        if not size.may_gain:
+            return False
+        sizes = self._sizes.values()
+        run_s, trial_s = sum(other.run_s for other in sizes), sum(other.trial_s for other in sizes)
+        return trial_s <= _TRIAL_SHARE * run_s and size.trial_s <= _TRIAL_SHARE * size.run_s
+
+    def _decision(self, name: int) -> bool:
+        """What was decided for this size, or else for the nearest one."""
+        own = self._sizes[name]
+        if not own.may_gain and own.decision is None:
+            return False
+        decided = [(abs(other - name), other) for other, size in self._sizes.items() if size.decision is not None]
+        return bool(decided) and bool(self._sizes[min(decided)[1]].decision)
+
+
+class MeasuredOverlap:
+    """The choice of a rank for steps of all kinds; equal on all ranks of a group."""
+
+    def __init__(self) -> None:
+        self._rules = {"prefill": OverlapRule(by_size=False), "decode": OverlapRule(by_size=True)}
+        self._running: tuple[str, bool] | None = None  # kind and way of the step that was chosen last
+
+    def choose(self, kind: str, *, can_pair: bool) -> Way:
+        """Return how the coming step runs.
+
+        Args:
+            kind: "prefill" or "decode".
+            can_pair: whether some rank has rows for two micro-batches; else the step runs whole, and teaches nothing.
+        """
+        if not can_pair:
+            self._running = None
+            return Way(in_pairs=False, is_trial=False)
+        way = self._rules[kind].choose()
+        self._running = kind, way.in_pairs
+        return way
+
+    def learn(self, times: Sequence[StepTime]) -> None:
+        """Take in what each rank has measured of the step that was chosen last."""
+        if self._running is not None:
+            kind, in_pairs = self._running
+            self._running = None
+            self._rules[kind].note(times, in_pairs=in_pairs)
+
+
+def _are_alike(one: _Step, other: _Step) -> bool:
+    return max(one.rows, other.rows) <= _LARGEST_RATIO * min(one.rows, other.rows)
+
+
+def _hideable_share(time: StepTime) -> float:
+    if time.hideable_us == UNKNOWN:
+        return 1.0
+    return time.hideable_us / time.step_us if time.step_us else 0.0
