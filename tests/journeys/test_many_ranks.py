@@ -14,4 +14,4 @@ def job(tmp_path_factory):
 
 @pytest.mark.parametrize("ranks", [pytest.param("8", marks=pytest.mark.slow), "4+4"])
 def test_eight_ranks_give_the_outputs_of_one(job, ranks):
-    expect_outputs_of_one_rank(job, ranks)
+    expect_outputs_of_one_rank(job, ranks, "--set", "cluster.overlap=true")

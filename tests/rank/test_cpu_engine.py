@@ -28,13 +28,13 @@ VARIANTS = {
     "tiny steps": {"prefill_tokens": 5, "decode_requests": 2},
     "two ranks": {"prefill_ranks": 2},
     "two ranks, prefill apart": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1},
-    "four ranks, redundant experts": {"prefill_ranks": 4, "redundant_experts": 4},
-    "without overlap": {"prefill_ranks": 2, "overlap": False},
+    "four ranks, redundant experts": {"prefill_ranks": 4, "redundant_experts": 4, "overlap": False},
+    "two micro-batches": {"prefill_ranks": 2, "overlap": True},
 }
 MORE = pytest.mark.slow  # what others show, too
 OFTEN = {
     "float32": {"tiny steps", "two ranks"},
-    "bfloat16": {"four ranks, redundant experts", "without overlap"},
+    "bfloat16": {"four ranks, redundant experts", "two micro-batches"},
     "fp8": {"two ranks, prefill apart"},
     "int4": {"small steps"},
 }

@@ -64,7 +64,7 @@ def test_an_fp8_checkpoint_runs_on_one_rank_and_on_two_that_send_fp8(tmp_path):
     model = in_fp8(tmp_path / "model")
     write_questions(tmp_path / "prompts", (5, 4))
     found = {}
-    for num_ranks, overlap in ((1, None), (2, False)):
+    for num_ranks, overlap in ((1, "auto"), (2, False)):
         job = write_job(
             tmp_path,
             name=f"{num_ranks}.toml",
