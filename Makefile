@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := $(VENV)-peers
 
-.PHONY: demo test mutants chaos bench bench-peers bench-llama lint format lock clean
+.PHONY: demo test mutants chaos bench bench-overlap bench-peers bench-llama lint format lock clean
 
 # Torch comes first and pinned, so that nothing pulls in another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -60,6 +60,10 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python tests/bench/claims.py
 	$(BIN)/python tests/bench/simulate.py 1000000 10000000
 	$(BIN)/python tests/bench/report.py
+
+# Two hosts that are network namespaces of this machine: needs root, and the programs ip and tc.
+bench-overlap: $(VENV)/.installed-dev
+	$(BIN)/python tests/bench/overlap.py
 
 # pip must be able to find torch's CPU build. Image and sound libraries that vLLM asks for do not fit that build and would
 # stop vLLM at its start. zentorch is its add-on for AMD's processors.

@@ -25,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from batchinfer.parallel.spans import SpanLog
+
 LEAST_GAIN = 1.03  # time of whole steps by that of halves, from which on halves are worth it
 _FAR_GAIN = 1.25  # with which, or with its inverse, two comparisons are enough
 _LEAD = 4  # comparisons by which the quicker way has to lead
@@ -37,7 +39,7 @@ UNKNOWN = -1
 
 
 class StepTime(NamedTuple):
-    """What a rank measured of the latest step.
+    """What a rank measured of the latest step; of none where all is 0.
 
     hideable_us: time in which the rank waited for rows that could have travelled while it computed; at most the time
         for which it computed. UNKNOWN: the rank cannot tell, as on a GPU.
@@ -189,6 +191,18 @@ class MeasuredOverlap:
     def __init__(self) -> None:
         self._rules = {"prefill": OverlapRule(by_size=False), "decode": OverlapRule(by_size=True)}
         self._running: tuple[str, bool] | None = None  # kind and way of the step that was chosen last
+        self._latest = StepTime()
+
+    def measure(self, rows: int, seconds: float, log: SpanLog) -> None:
+        """Take in what this rank has measured of the step that has just run, for its next vote."""
+        hideable_s = log.hideable_s()
+        hideable_us = UNKNOWN if hideable_s is None else round(1e6 * hideable_s)
+        self._latest = StepTime(rows, round(1e6 * seconds), hideable_us)
+
+    def tell_latest(self) -> StepTime:
+        """Return what this rank has measured since the last call."""
+        latest, self._latest = self._latest, StepTime()
+        return latest
 
     def choose(self, kind: str, *, can_pair: bool) -> Way:
         """Return how the coming step runs.

@@ -8,7 +8,7 @@ the same exchange: all ranks have measured or recorded the same steps, so from e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 from batchinfer.model.fused.graph_size import DecodeBatch, GraphSize
@@ -81,9 +81,12 @@ def agree(mesh: Mesh, vote: StepVote, *, overlap: bool | MeasuredOverlap, graphs
     ranks have that one or all can record it, but never while both ways are tried.
 
     Args:
-        overlap: fixed, or by what the ranks measure; then the latter learns from the votes.
+        overlap: fixed, or by what the ranks measure: what this rank has measured goes into its vote, and it learns
+            from all votes.
         graphs: of this rank; None: it has none.
     """
+    if isinstance(overlap, MeasuredOverlap):
+        vote = replace(vote, latest=overlap.tell_latest())
     votes = [vote]
     if mesh.size > 1:
         votes = [StepVote.of_ints(values) for values in mesh.agree(vote.to_ints())]

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import torch
 
@@ -16,12 +15,12 @@ from batchinfer.rank.decode import decode_step
 from batchinfer.rank.drafted_table import DraftedTable
 from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.migration import KvMigration
-from batchinfer.rank.overlap_rule import UNKNOWN, MeasuredOverlap, StepTime
+from batchinfer.rank.overlap_rule import MeasuredOverlap
 from batchinfer.rank.prefill import Prefill
 from batchinfer.rank.prefill_queue import PrefillQueue
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
-from batchinfer.rank.step_vote import NO_STEP, Agreed, Kind, agree
+from batchinfer.rank.step_vote import Agreed, Kind, agree
 from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.rank.telemetry import Telemetry
 from batchinfer.records import Completion
@@ -62,7 +61,6 @@ class RankWorker:
         self._pieces: list[list[int]] | None = None  # of the calibration
         self._leave = False
         self._overlap = MeasuredOverlap() if context.overlap == "auto" else context.overlap
-        self._latest = NO_STEP  # measured, to be told in the next vote
 
     def run(self, feed: Feed) -> None:
         """Step until the controller says that this is over.
@@ -78,7 +76,6 @@ class RankWorker:
                 leave=self._leave, place=self._expert_slots is not None, calibrate=self._pieces is not None
             )
             context = self._context
-            vote, self._latest = replace(vote, latest=self._latest), NO_STEP
             agreed = agree(context.mesh, vote, overlap=self._overlap, graphs=context.graphs)
             if agreed.kind is Kind.LEAVE:
                 break
@@ -156,8 +153,8 @@ class RankWorker:
                 drafter=self._drafter,
                 graph=agreed.graph,
             )
-        if self._context.overlap == "auto":
-            self._latest = _measured(ran.new_tokens, time.time() - start_s, log)
+        if isinstance(self._overlap, MeasuredOverlap):
+            self._overlap.measure(ran.new_tokens, time.time() - start_s, log)
         started, handovers = [], []
         if self._context.place.runs_decode:
             self._running.add(ran.started)
@@ -181,9 +178,3 @@ class RankWorker:
             self._prompt_pages.release(sequence)
             completions.append(sequence.completion(self._context.tokenizer))
         return completions
-
-
-def _measured(rows: int, seconds: float, log: SpanLog) -> StepTime:
-    """What other ranks need to know of a step for the choice between one and two micro-batches."""
-    hideable_s = log.hideable_s()
-    return StepTime(rows, round(1e6 * seconds), UNKNOWN if hideable_s is None else round(1e6 * hideable_s))

@@ -46,8 +46,8 @@ from batchinfer.parallel.placement import Placement  # noqa: E402
 from batchinfer.parallel.row_format import RowFormat  # noqa: E402
 from batchinfer.parallel.spans import SpanLog  # noqa: E402
 from batchinfer.parallel.tls_exchange import Meeting  # noqa: E402
-from batchinfer.rank.overlap_rule import MeasuredOverlap, StepTime  # noqa: E402
-from batchinfer.rank.step_vote import NO_STEP, StepVote, agree  # noqa: E402
+from batchinfer.rank.overlap_rule import MeasuredOverlap  # noqa: E402
+from batchinfer.rank.step_vote import StepVote, agree  # noqa: E402
 from support.networks import ADDRESSES, HAS_TWO_HOSTS, two_hosts  # noqa: E402
 
 LINKS = ["shared", *(f"{exchange}:{rate}" for exchange in ("tls", "gloo") for rate in (0.2, 1, 10)), "tls:1:0.002"]
@@ -56,7 +56,7 @@ PORT = 29_511
 TIMEOUT_S = 120.0
 LAYERS, NUM_EXPERTS = 5, 16  # the first layer is dense
 PROMPTS, PROMPT_TOKENS = 4, 128  # of a prefill step
-REQUESTS = 112  # of a decode step
+REQUESTS, CONTEXT_TOKENS = 112, 320  # of a decode step
 
 
 class Shape(NamedTuple):
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
 
 # at 1 Gbit/s rows of "alike" move for about as long as a core computes, of "more" for longer, of "less" for less long
-SHAPES = {"alike": Shape(8, 256), "more": Shape(12, 64), "less": Shape(2, 1024)}
+SHAPES = {"alike": Shape(8, 192), "more": Shape(14, 64), "less": Shape(2, 768)}
 
 
 class Link(NamedTuple):
@@ -99,24 +99,23 @@ class Seconds:
 
 def pages_of(first: int, count: int) -> torch.Tensor:
     """[count, pages of a request] for requests from number `first` on; each has room for a token more."""
-    each = PROMPT_TOKENS // PAGE_TOKENS + 1
+    each = max(PROMPT_TOKENS, CONTEXT_TOKENS) // PAGE_TOKENS + 1
     return torch.arange(first * each, (first + count) * each).view(count, each)
 
 
 def step_of(kind: str, first: int, count: int, generator: torch.Generator) -> StepInput:
-    """Prompts that run whole, or one token behind each of them."""
+    """Prompts that run whole, or one token of requests with a context."""
     table = pages_of(first, count)
     if kind == "decode":
-        positions = torch.full((count,), PROMPT_TOKENS)
+        positions = torch.full((count,), CONTEXT_TOKENS)
         rest: dict[str, Any] = {"page_table": table, "kv_tokens": positions + 1, "logit_rows": torch.arange(count)}
-        slots = table[:, -1] * PAGE_TOKENS
+        slots = table[:, CONTEXT_TOKENS // PAGE_TOKENS] * PAGE_TOKENS + CONTEXT_TOKENS % PAGE_TOKENS
     else:
         positions = torch.arange(PROMPT_TOKENS).repeat(count)
-        slots = (table[:, :-1, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
+        table = table[:, : PROMPT_TOKENS // PAGE_TOKENS]
+        slots = (table[:, :, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
         starts = range(0, count * PROMPT_TOKENS, PROMPT_TOKENS)
-        spans = (
-            PrefillSpan(at, PROMPT_TOKENS, PROMPT_TOKENS, pages[:-1]) for at, pages in zip(starts, table, strict=True)
-        )
+        spans = (PrefillSpan(at, PROMPT_TOKENS, PROMPT_TOKENS, pages) for at, pages in zip(starts, table, strict=True))
         rest = {"prefill": tuple(spans), "logit_rows": torch.tensor([at + PROMPT_TOKENS - 1 for at in starts])}
     tokens = torch.randint(8, 500, (len(positions),), generator=generator)
     return StepInput(tokens=tokens, positions=positions, slots=slots, **{"prefill": (), **rest})
@@ -142,13 +141,10 @@ class Rank:
         self.pages = self.model.new_pages(pages_of(0, REQUESTS).numel())
         self.generator = torch.Generator().manual_seed(seat.rank)
         self.overlap = MeasuredOverlap()
-        self.latest = NO_STEP
 
     def turn(self, kind: str, way: str) -> Seconds:
         """Agree with the other rank on a step of this kind, and take it."""
         vote = StepVote(prefill=kind == "prefill", decode=kind == "decode", fills_both_halves=True)
-        if way == CHOSEN:
-            vote = StepVote(vote.leave, vote.prefill, vote.decode, vote.fills_both_halves, latest=self.latest)
         in_pairs = agree(self.mesh, vote, overlap=self.overlap if way == CHOSEN else way == HALVES).in_pairs
         count = REQUESTS if kind == "decode" else PROMPTS
         parts = [(0, count // 2), (count // 2, count - count // 2)] if in_pairs else [(0, count)]
@@ -157,8 +153,7 @@ class Rank:
         self.model.forward(StepHalves(*steps) if in_pairs else steps[0], self.pages, log=log)
         step_s = time.perf_counter() - start_s
         if way == CHOSEN:
-            rows = sum(len(step.tokens) for step in steps)
-            self.latest = StepTime(rows, round(1e6 * step_s), round(1e6 * (log.hideable_s() or 0.0)))
+            self.overlap.measure(sum(len(step.tokens) for step in steps), step_s, log)
         hidden_s, wait_s = log.hidden_communication_s() or 0.0, log.waiting_s() or 0.0
         return Seconds(step_s, log.communication_s(), wait_s, hidden_s, in_pairs)
 

@@ -28,8 +28,10 @@ LAYOUTS: dict[str, tuple[dict[str, str], int]] = {
     f"1 rank, {CORES} threads": ({}, CORES),
     "1 rank, 1 thread": ({}, 1),
     "2 ranks": ({"prefill_ranks": "2"}, max(1, CORES // 2)),
+    "2 ranks, overlap": ({"prefill_ranks": "2", "overlap": "true"}, max(1, CORES // 2)),
     "2 ranks, no overlap": ({"prefill_ranks": "2", "overlap": "false"}, max(1, CORES // 2)),
     "2 ranks, gloo": ({"prefill_ranks": "2", "exchange": "gloo"}, max(1, CORES // 2)),
+    "2 ranks, gloo, overlap": ({"prefill_ranks": "2", "exchange": "gloo", "overlap": "true"}, max(1, CORES // 2)),
     "2 ranks, gloo, no overlap": (
         {"prefill_ranks": "2", "exchange": "gloo", "overlap": "false"},
         max(1, CORES // 2),

@@ -78,6 +78,7 @@ def test_the_smallest_job_gets_the_documented_defaults(tmp_path):
     assert sampling.is_greedy
     assert (sampling.n, sampling.top_p, sampling.top_k, sampling.stop, sampling.logprobs) == (1, 1.0, 0, (), None)
     assert (job.cluster.mode, job.kv.block_tokens, job.pricing.gpu_hour) == ("colocated", 64, None)
+    assert job.cluster.overlap == "auto"
 
 
 def test_relative_paths_count_from_the_job_file(tmp_path):

@@ -31,6 +31,7 @@ from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.shared_memory import SharedMemoryExchange
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
+from batchinfer.parallel.tls_exchange import PeerClock
 from batchinfer.records import ConfigError, PeerLostError
 from support.exchanges import DEADLINE_S, RankProcesses, ThreadedMesh, meeting, open_exchange, shared_memory_group
 from support.open_files import no_more_open_files
@@ -220,6 +221,22 @@ def test_a_late_rank_is_waited_for_and_hides_nothing(kind, tmp_path):
     # rank 0 computed for most of the time that it waited, which by the clock alone was hidden
     assert hidden_s <= comm_s - waiting_s
     assert hidden_s < waiting_s / 2
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 3600.0, -0.75])
+def test_another_host_s_clock_is_compared_by_the_quickest_message(ahead_s):
+    # sent each second by a clock that is ahead by this, seen after the time on the way, 0.02 s at least
+    clock, ways_s = PeerClock(), [0.05, 0.02, 0.4, 0.03]
+    found = [clock.time_here(second + ahead_s, second + way_s) for second, way_s in enumerate(ways_s)]
+    assert found == pytest.approx([0.05, 1.02, 2.02, 3.02])
+
+
+def test_another_host_s_clock_that_was_set_back_is_followed():
+    clock = PeerClock()
+    clock.time_here(0.0, 0.02)
+    for second in range(1, 400):  # messages from before are forgotten
+        found = clock.time_here(second - 5.0, second + 0.02)
+    assert found == pytest.approx(399.02)
 
 
 def test_memory_grows_with_the_rows():

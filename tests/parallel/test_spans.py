@@ -62,6 +62,21 @@ def test_one_flight_over_many_computations_and_many_flights_under_one():
     assert under.hidden_communication_s() == 1 + 2 + 1
 
 
+def test_what_could_be_hidden_is_waited_for_and_no_longer_than_computing():
+    # 3 s moving after 1 s of waiting for the other rank; computing for 1 s of these and for 6 s before
+    step = log_of((COMPUTE, 0, 6), (SEND, 6, 7), (WAIT, 7, 8), (FLIGHT, 8, 11), (COMPUTE, 8, 9), (RECEIVE, 10, 11))
+    assert step.hideable_s() == 1 + 2
+    short = log_of((COMPUTE, 0, 0.5), (FLIGHT, 1, 3))
+    assert short.hideable_s() == 0.5
+
+
+def test_what_does_not_move_by_itself_cannot_be_hidden():
+    assert log_of((COMPUTE, 0, 6), (WAIT, 7, 8), (FLIGHT, 8, 8), (RECEIVE, 7, 9)).hideable_s() == 0
+    unknown = log_of((COMPUTE, 0, 6), (FLIGHT, 8, 9))
+    unknown.tells_waiting = False
+    assert unknown.hideable_s() is None
+
+
 def test_sending_and_receiving_are_never_hidden():
     # as if a computation of the other micro-batch were measured at the same time
     log = log_of((SEND, 0, 2), (RECEIVE, 3, 4), (COMPUTE, 0, 4))

@@ -1,15 +1,17 @@
-"""When steps run as two micro-batches: the quicker way, whatever the noise, the same on all ranks, and never for long."""
+"""When steps run as two micro-batches: the quicker way, whatever the noise, and the same way on all ranks."""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from batchinfer.model.fused.graph_size import DecodeBatch
 from batchinfer.model.fused.graphs import DecodeGraphs
+from batchinfer.parallel.spans import COMPUTE, FLIGHT, Span, SpanLog
 from batchinfer.rank.overlap_rule import LEAST_GAIN, UNKNOWN, OverlapRule, StepTime, is_quicker_in_pairs
 from batchinfer.rank.step_vote import TRIED, Agreed, Kind, MeasuredOverlap, StepVote, agree
 
@@ -171,17 +173,20 @@ class Group:
     def __init__(self, num_ranks: int, *, has_graphs: bool = False):
         self.overlaps = [MeasuredOverlap() for _ in range(num_ranks)]
         self.graphs = [DecodeGraphs(9, lambda work: work) if has_graphs else None for _ in range(num_ranks)]
-        self.latest = [StepTime()] * num_ranks
+
+    def measure(self, *times: StepTime) -> None:
+        """Each rank has measured this."""
+        for overlap, time in zip(self.overlaps, times, strict=True):
+            log = SpanLog(tells_waiting=time.hideable_us != UNKNOWN)
+            moving, computing = Span(FLIGHT, "", 0, 0.0, time.hideable_us / 1e6), Span(COMPUTE, "", 0, 9.0, 99.0)
+            log.spans += [moving, computing]
+            overlap.measure(time.rows, time.step_us / 1e6, log)
 
     def step(self, *votes: StepVote) -> Agreed:
         """What all ranks agree on."""
-        votes = [
-            StepVote(**{name: getattr(vote, name) for name in vote.__slots__} | {"latest": latest})
-            for vote, latest in zip(votes, self.latest, strict=True)
-        ]
-        self.latest = [StepTime()] * len(votes)
+        sent = [replace(vote, latest=overlap._latest) for vote, overlap in zip(votes, self.overlaps, strict=True)]
         found = {
-            agree(Mesh(votes, rank), votes[rank], overlap=overlap, graphs=graphs)
+            agree(Mesh(sent, rank), votes[rank], overlap=overlap, graphs=graphs)
             for rank, (overlap, graphs) in enumerate(zip(self.overlaps, self.graphs, strict=True))
         }
         (agreed,) = found
@@ -204,7 +209,7 @@ def test_all_ranks_agree_on_every_step(seed):
             kinds.add((agreed.kind, agreed.in_pairs))
             times = [round(1e4 * rng.lognormvariate(0, 0.3) / (gain if agreed.in_pairs else 1)) for _ in votes]
             hideable = [rng.choice([UNKNOWN, time // 2]) for time in times]
-            group.latest = list(map(StepTime, requests, times, hideable))
+            group.measure(*map(StepTime, requests, times, hideable))
     assert kinds == set(itertools.product((Kind.PREFILL, Kind.DECODE), (True, False)))
 
 
@@ -213,7 +218,7 @@ def test_a_step_for_one_micro_batch_runs_whole_and_teaches_nothing():
     for _ in range(20):
         agreed = group.step(StepVote(decode=True), StepVote())
         assert not agreed.in_pairs
-        group.latest = [StepTime(1, 5000, 4000), StepTime(0, 5000, 4000)]
+        group.measure(StepTime(1, 5000, 4000), StepTime(0, 5000, 4000))
     assert group.step(StepVote(decode=True, fills_both_halves=True), StepVote()) == Agreed(
         Kind.DECODE, in_pairs=False, no_graph="a rank of the group has no graphs"
     )
@@ -227,7 +232,7 @@ def test_prefill_and_decode_are_decided_apart():
         agreed = group.step(prefill, prefill)
         ways[agreed.kind] = agreed.in_pairs
         step_us = round(10_000 / (gains[agreed.kind] if agreed.in_pairs else 1))
-        group.latest = [StepTime(50, step_us, step_us // 3)] * 2
+        group.measure(*[StepTime(50, step_us, step_us // 3)] * 2)
     assert ways == {Kind.PREFILL: True, Kind.DECODE: False}
 
 
@@ -243,7 +248,7 @@ def test_no_graph_is_recorded_for_a_way_that_is_only_tried(gain, in_pairs):
             if agreed.graph is not None:
                 graphs._graphs.setdefault(agreed.graph, None)
         step_us = round(10_000 / (gain if agreed.in_pairs else 1))
-        group.latest = [StepTime(20, step_us, UNKNOWN)] * 2
+        group.measure(*[StepTime(20, step_us, UNKNOWN)] * 2)
     tried = [agreed for agreed in steps if agreed.graph is None]
     assert {agreed.no_graph for agreed in tried} == {TRIED}
     assert {agreed.in_pairs for agreed in tried} == {True, False}
