@@ -54,9 +54,9 @@ LINKS = ["shared", *(f"{exchange}:{rate}" for exchange in ("tls", "gloo") for ra
 WHOLE, HALVES, CHOSEN = "whole", "halves", "chosen"
 PORT = 29_511
 TIMEOUT_S = 120.0
-LAYERS, NUM_EXPERTS = 5, 16  # the first layer is dense
+LAYERS, NUM_EXPERTS = 9, 16  # the first layer is dense
 PROMPTS, PROMPT_TOKENS = 4, 128  # of a prefill step
-REQUESTS, CONTEXT_TOKENS = 112, 320  # of a decode step
+REQUESTS, CONTEXT_TOKENS = 256, 128  # of a decode step
 
 
 class Shape(NamedTuple):
@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
 
 # at 1 Gbit/s rows of "alike" move for about as long as a core computes, of "more" for longer, of "less" for less long
-SHAPES = {"alike": Shape(8, 192), "more": Shape(14, 64), "less": Shape(2, 768)}
+SHAPES = {"alike": Shape(8, 320), "more": Shape(14, 64), "less": Shape(2, 768)}
 
 
 class Link(NamedTuple):
