@@ -114,7 +114,7 @@ class Shard:
     problem: str | None = None  # why the file cannot be read
     version: str = ""  # of an object: its ETag, or when it was written; "" for a file
     format: str = "parquet"  # or jsonl, csv, arrow, openai
-    schema: str = ""  # of lines: their columns as found, an Arrow schema in base64
+    schema: str = ""  # Arrow schema of the columns in base64 (data/shard_schemas.py); "" if the file could not be read
     written_ns: int = 0  # of a file that is not Parquet: when it was last written
 
     def changed(self) -> RunMismatchError:

@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from batchinfer.checked_json import read_json
-from batchinfer.records import InputError
+from batchinfer.records import InputError, Shard
 
 LINE_FILES = {"parquet": (), "jsonl": (".jsonl",), "openai": (".jsonl", ".errors.jsonl")}  # by output.format
 LAUNCHERS = ("slurm", "k8s", "ray")  # each has a folder of what was sent to its clusters
@@ -210,6 +210,21 @@ def read_state(run: RunDir) -> dict[str, Any]:
         DamagedFileError: it is missing or damaged.
     """
     return read_json(run.run_json, "state", "shards", remedy=plan_again(run.root))
+
+
+def shards_to_state(shards: list[Shard]) -> dict[str, Any]:
+    """Return the keys of run.json that list the shards. Shards with the same schema share one text."""
+    key_of_schema: dict[str, str] = {}
+    entries = [
+        {**asdict(shard), "schema": key_of_schema.setdefault(shard.schema, str(len(key_of_schema)))} for shard in shards
+    ]
+    return {"shards": entries, "schemas": {key: schema for schema, key in key_of_schema.items()}}
+
+
+def shards_of_state(state: dict[str, Any]) -> list[Shard]:
+    """Return the shards that run.json lists. Earlier versions wrote the schema itself into the shard's entry."""
+    schemas = state.get("schemas", {})
+    return [Shard(**{**entry, "schema": schemas.get(entry["schema"], entry["schema"])}) for entry in state["shards"]]
 
 
 def refuse_bad_rows(run: RunDir) -> None:

@@ -35,13 +35,13 @@ from batchinfer.launch.rank_process import SpareRank
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
-from batchinfer.records import InputError, InterruptedRunError, RequestKey, Shard, StoreError
+from batchinfer.records import InputError, InterruptedRunError, RequestKey, StoreError
 from batchinfer.run.fingerprint import check_same, model_fingerprint
 from batchinfer.run.open_storage import storage_of
 from batchinfer.run.session import Session
 from batchinfer.run.storage import Storage
 from batchinfer.run.trace import Tracer
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import RunDir, read_state, shards_of_state
 from batchinfer.stop import StopSignal
 
 
@@ -180,7 +180,7 @@ def _check_inputs(run: RunDir, job: JobConfig) -> None:
     Nothing is read from them here, so a node that cannot reach them may work all the same.
     """
     try:
-        refuse_changed([Shard(**shard) for shard in read_state(run)["shards"]], job.s3)
+        refuse_changed(shards_of_state(read_state(run)), job.s3)
     except (InputError, StoreError) as error:
         note(f"warning: {error}; going on, since the plan holds what is needed")
 

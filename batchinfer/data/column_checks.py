@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from batchinfer.config import JobConfig
-from batchinfer.data.columns import PROMPT_TYPES, ColumnType, is_id_type
-from batchinfer.data.inputs import column_type
+from batchinfer.data.columns import PROMPT_TYPES, ColumnType, column_type, is_id_type
 
 NO_IDS = "none"  # as input.id
 

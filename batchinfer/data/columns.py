@@ -48,6 +48,12 @@ def plain_type(kind: pa.DataType, *, keeps_json: bool = False) -> pa.DataType:
     return _plain_list(kind)
 
 
+def column_type(schema: pa.Schema, name: str) -> pa.DataType | None:
+    """Return the type of a column as batches have it (see `plain_type`); None if it is missing or ambiguous."""
+    index = schema.get_field_index(name)
+    return None if index < 0 else plain_type(schema.field(index).type)
+
+
 def _plain_list(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_fixed_size_list(kind) and kind.list_size:
         return pa.list_(_plain_field(kind.value_field), kind.list_size)

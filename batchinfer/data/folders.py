@@ -1,4 +1,4 @@
-"""Folders of data: which files in them are shards (Hugging Face's layouts), and what their names say of all rows."""
+"""Folders of data: which files in them are shards (Hugging Face's layouts)."""
 
 import bisect
 import json
@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
-from urllib.parse import unquote
 
 from batchinfer.config import S3Config
 from batchinfer.data.formats.names import is_data_file
@@ -17,8 +16,6 @@ from batchinfer.records import ConfigError
 from batchinfer.rundir import is_run_folder
 
 _ESCAPED = re.compile(r"\[([*?[])\]")  # of a pattern: a letter that stands for itself
-_PARTITION = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)")
-_NULL = "__HIVE_DEFAULT_PARTITION__"
 _SAVED = "state.json"  # of a dataset that was written by its save_to_disk
 
 
@@ -124,12 +121,6 @@ def _data_files(folder: str, names: Iterable[str], read: Callable[[str], bytes])
             f"*.arrow; write the files' names, as in {folder.rstrip('/')}/*.parquet"
         )
     return sorted(files)
-
-
-def partition_values(path: str) -> dict[str, str | None]:
-    """What folders of the form key=value in a path say of all rows of a file, as Hive lays out partitions."""
-    found = [_PARTITION.fullmatch(part) for part in path.partition("::")[0].split("/")[:-1]]
-    return {match[1]: None if match[2] == _NULL else unquote(match[2]) for match in found if match is not None}
 
 
 def _names_below(folder: str, runs: set[str]) -> Iterator[str]:

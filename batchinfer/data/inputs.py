@@ -1,4 +1,4 @@
-"""The shards' columns and rows, whatever their format."""
+"""The shards' rows, whatever the format."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -6,51 +6,43 @@ from contextlib import ExitStack, contextmanager
 import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
-from batchinfer.data.columns import plain_type
-from batchinfer.data.folders import partition_values
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.first_bytes import HEAD_BYTES
 from batchinfer.data.parquet import DAMAGE
+from batchinfer.data.shard_schemas import folder_values, with_schema
 from batchinfer.data.stores import StoreFile
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.records import InputError, Shard
 from batchinfer.sanitize import first_line
 
 
-def shard_schema(shard: Shard, s3: S3Config = DEFAULT_S3) -> pa.Schema:
-    """The shard's Arrow schema: what its file says, or what was found in its lines, and what its folders' names add.
+def first_bytes(shard: Shard, s3: S3Config = DEFAULT_S3) -> bytes:
+    """What a shard's file begins with, HEAD_BYTES at most.
 
     Raises:
         InputError: the file is no longer readable.
         StoreError, RunMismatchError: the same of an object; it is another one now.
     """
-    schema = _file_schema(shard, s3)
-    for name in partition_values(shard.path).keys() - set(schema.names):
-        schema = schema.append(pa.field(name, pa.string()))
-    return schema
-
-
-def _file_schema(shard: Shard, s3: S3Config) -> pa.Schema:
-    if shard.schema:
-        return line_rows.schema_of(shard)
-    with _opened(shard, s3) as source, _read_by(shard):
-        return arrow_ipc.schema_of(source) if shard.format == "arrow" else parquet_file.schema_of(source)
-
-
-def first_bytes(shard: Shard, s3: S3Config = DEFAULT_S3) -> bytes:
-    """What a shard's file begins with, HEAD_BYTES at most.
-
-    Raises:
-        InputError, StoreError, RunMismatchError: as of `shard_schema`.
-    """
     with _opened(shard, s3) as source, _read_by(shard):
         return bytes(source.read(HEAD_BYTES))
 
 
-def column_type(schema: pa.Schema, name: str) -> pa.DataType | None:
-    """The type of a column as batches have it (columns.plain_type); None when it is missing or ambiguous."""
-    index = schema.get_field_index(name)
-    return None if index < 0 else plain_type(schema.field(index).type)
+def with_schemas(shards: list[Shard], s3: S3Config = DEFAULT_S3) -> list[Shard]:
+    """Return the shards of a run folder, each with its schema.
+
+    Run folders of earlier versions have schemas of lines only; those of Parquet and Arrow files are read again.
+
+    Raises:
+        InputError: a file cannot be read (any more).
+        StoreError, RunMismatchError: an object cannot be read (any more), or was replaced.
+    """
+    return [shard if shard.schema or shard.problem is not None else _with_schema(shard, s3) for shard in shards]
+
+
+def _with_schema(shard: Shard, s3: S3Config) -> Shard:
+    with _opened(shard, s3) as source, _read_by(shard):
+        schema_of = arrow_ipc.schema_of if shard.format == "arrow" else parquet_file.schema_of
+        return with_schema(shard, schema_of(source))
 
 
 def read_batches(
@@ -59,8 +51,8 @@ def read_batches(
     """Read some columns of a shard in order, a few megabytes at a time however large the file's own parts are.
 
     Args:
-        columns: names that the shard has (see `shard_schema`); empty gives batches that only count rows. Those of
-            lines have line_rows.ROW_ERROR behind them.
+        columns: names that the shard has (see `shard_schemas.shard_schema`). Without any, batches have the column
+            `rows` of nulls, to count rows by. Batches of lines have line_rows.ROW_ERROR as their last column.
         batch_rows: most rows per batch; wide rows come in smaller batches.
 
     Raises:
@@ -70,10 +62,7 @@ def read_batches(
         RunMismatchError: the file or object was replaced, perhaps while it was read.
     """
     num_rows = 0
-    constants = {name: value for name, value in partition_values(shard.path).items() if name in columns}
-    if constants:
-        own = set(_file_schema(shard, s3).names)
-        constants = {name: value for name, value in constants.items() if name not in own}
+    constants = {name: value for name, value in folder_values(shard).items() if name in columns}
     asked, columns = columns, [name for name in columns if name not in constants]
     with _opened(shard, s3) as source:
         if shard.format == "parquet":
@@ -96,31 +85,6 @@ def read_batches(
             pass  # it is still the same
     if num_rows != shard.num_rows:
         raise InputError(f"{shard.path} holds {num_rows} rows, not the {shard.num_rows} listed; restore the file")
-
-
-def id_type(shards: list[Shard], id_column: str, s3: S3Config = DEFAULT_S3) -> pa.DataType:
-    """The type of the outputs' id column: int64 when every shard that has ids has integers that fit, else text.
-
-    A shard may have doubles beside others with integers: pandas makes them of integers with nulls.
-    """
-    found = [column_type(schema, id_column) for _, schema in schemas_of_rows(shards, s3)]
-    kinds = [kind for kind in found if kind is not None and not pa.types.is_null(kind)]
-    integers = [kind for kind in kinds if pa.types.is_integer(kind)]
-    fits = pa.uint64() not in kinds and all(kind == pa.float64() for kind in kinds if kind not in integers)
-    return pa.int64() if integers and fits else pa.string()
-
-
-def schemas_of_rows(shards: list[Shard], s3: S3Config = DEFAULT_S3) -> list[tuple[Shard, pa.Schema]]:
-    """Return the readable shards that have rows, each with its schema; all readable ones if none has rows.
-
-    The types of a shard without rows describe nothing: pandas writes an empty frame with types of its own.
-
-    Raises:
-        InputError, StoreError, RunMismatchError: as of `shard_schema`.
-    """
-    readable = [shard for shard in shards if shard.problem is None]
-    with_rows = [shard for shard in readable if shard.num_rows] or readable
-    return [(shard, shard_schema(shard, s3)) for shard in with_rows]
 
 
 # ---- reading

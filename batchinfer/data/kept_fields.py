@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.config import DEFAULT_S3, S3Config
 from batchinfer.data.columns import is_json, is_text, plain_type
-from batchinfer.data.inputs import schemas_of_rows
 from batchinfer.data.schemas.outputs import OUTPUTS, OUTPUTS_WITH_REASONING
+from batchinfer.data.shard_schemas import schemas_of_rows
 from batchinfer.records import ConfigError, Shard
 from batchinfer.sanitize import first_line
 
@@ -20,7 +19,7 @@ _DIGITS_64 = {pa.int64(): 19, pa.uint64(): 20}
 _MOST_DIGITS = 76  # of a decimal
 
 
-def kept_fields(shards: list[Shard], keep_columns: list[str], s3: S3Config = DEFAULT_S3) -> list[pa.Field]:
+def kept_fields(shards: list[Shard], keep_columns: list[str]) -> list[pa.Field]:
     """The kept columns as the outputs have them: one nullable type each that holds the values of every shard.
 
     Raises:
@@ -32,7 +31,7 @@ def kept_fields(shards: list[Shard], keep_columns: list[str], s3: S3Config = DEF
             raise ConfigError(f"output.keep_columns names {name!r}, which outputs have already; rename it in the input")
     if not keep_columns:
         return []
-    schemas = schemas_of_rows(shards, s3)
+    schemas = schemas_of_rows(shards)
     if not schemas:
         return [pa.field(name, pa.null()) for name in keep_columns]
     return [_kept_field(schemas, name) for name in keep_columns]

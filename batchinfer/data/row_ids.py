@@ -5,8 +5,7 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.data.column_checks import id_column
-from batchinfer.data.columns import is_id_type, without_dictionary
-from batchinfer.data.inputs import column_type
+from batchinfer.data.columns import column_type, is_id_type, without_dictionary
 from batchinfer.data.prompts import RowBatch
 
 END = 1 << 53  # from here on several integers have one double

@@ -15,10 +15,10 @@ import pyarrow as pa
 from batchinfer.config import JobConfig
 from batchinfer.data.choices import ChoiceChecks, Choices
 from batchinfer.data.column_checks import wanted_columns
-from batchinfer.data.columns import list_lengths, python_values
+from batchinfer.data.columns import column_type, list_lengths, python_values
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.formats.line_rows import bad_lines
-from batchinfer.data.inputs import column_type, read_batches, shard_schema
+from batchinfer.data.inputs import read_batches
 from batchinfer.data.kept_fields import conformed
 from batchinfer.data.overrides import SamplingOverrides, warnings_of
 from batchinfer.data.parquet import own_parquet, table_writer
@@ -26,6 +26,7 @@ from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch
 from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.row_tools import rows_with_tools
 from batchinfer.data.schemas.internal import TOKENS
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.tool_nulls import first_lost_null
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
@@ -183,7 +184,7 @@ class _RowChecker:
         self._num_workers = encoders.num_workers
         self._prompts = PromptChecks(job, encoders, limits)
         self._choice_checks = ChoiceChecks(self._choices, encoders, limits) if self._choices is not None else None
-        schema = shard_schema(shard, job.s3)
+        schema = shard_schema(shard)
         self._ids = IdColumn(job, schema, id_type)
         self.found = ShardRows(id_missing=self._ids.are_missing)
         found = [(column.key, column.problem(schema)) for column in wanted_columns(job, encoders.columns)]

@@ -11,11 +11,11 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.controller.result_files import damage
+from batchinfer.data.inputs import with_schemas
 from batchinfer.finish.join import HAS_ENDED, SORT_BYTES, create_results, query, sort_limit
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import OutputRows
-from batchinfer.records import Shard
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import RunDir, read_state, shards_of_state
 
 LOOK_S = 0.5  # between two looks at the folder
 MOST_SHARE = 0.1  # of the time that looking may take
@@ -50,7 +50,7 @@ class EarlyRows:
         if not files:
             return
         state = read_state(self._run)
-        shards = [Shard(**shard) for shard in state["shards"] if shard["problem"] is None]
+        shards = [shard for shard in with_schemas(shards_of_state(state), self._job.s3) if shard.problem is None]
         with (
             tempfile.TemporaryDirectory(prefix="batchinfer-") as spill,
             duckdb.connect(config={"memory_limit": sort_limit(SORT_BYTES), "temp_directory": spill}) as connection,

@@ -10,6 +10,7 @@ import pyarrow as pa
 from batchinfer.checked_json import publish_json
 from batchinfer.config import JobConfig
 from batchinfer.controller.step_journal import keep_lost_steps
+from batchinfer.data.inputs import with_schemas
 from batchinfer.data.shards import refuse_changed
 from batchinfer.finish.dataset_folder import card_of, dataset_files, write_dataset
 from batchinfer.finish.join import counted_units, join_results, open_database
@@ -23,7 +24,7 @@ from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shar
 from batchinfer.run.open_storage import storage_of
 from batchinfer.run.publish import publish_run
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import LINE_FILES, RunDir, output_files, read_state
+from batchinfer.rundir import LINE_FILES, RunDir, output_files, read_state, shards_of_state
 from batchinfer.whole_files import remove_leftovers
 
 
@@ -78,7 +79,7 @@ def _publish(run: RunDir, job: JobConfig, result: FinishedRun) -> None:
 def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     state = read_state(run)
     manifest = Manifest(run.root, state.get("files"))
-    shards = [Shard(**shard) for shard in state["shards"]]
+    shards = shards_of_state(state)
     equality = run_equality(run)
     forms = [job.output.format, job.output.push]
     is_as_asked = state.get("forms", ["parquet", None]) == forms
@@ -87,6 +88,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
         publish_json(run.run_json, {**state, "files": manifest.as_json()})
         return FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
     refuse_changed(shards, job.s3)
+    shards = with_schemas(shards, job.s3)
     manifest.check(run.requests, run.duplicates, *(run.tokens(shard.index) for shard in shards if not shard.problem))
     units = counted_units(run, manifest, allow_partial=allow_partial)
     with open_database(run) as connection, closing(LongAnswers(run.finish_scratch)) as answers:

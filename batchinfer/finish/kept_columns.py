@@ -6,8 +6,10 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, S3Config
-from batchinfer.data.inputs import column_type, read_batches, shard_schema
+from batchinfer.data.columns import column_type
+from batchinfer.data.inputs import read_batches
 from batchinfer.data.kept_fields import conformed
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.wide_rows import bytes_of_rows, runs_of_rows
 from batchinfer.records import Shard
 
@@ -19,7 +21,7 @@ class KeptRows:
 
     def __init__(self, shard: Shard, kept: list[pa.Field], s3: S3Config = DEFAULT_S3) -> None:
         self._shard, self._kept = shard, kept
-        present = shard_schema(shard, s3) if kept else pa.schema([])
+        present = shard_schema(shard) if kept else pa.schema([])
         names = [field.name for field in kept if column_type(present, field.name) is not None]
         self._batches = read_batches(shard, names, s3=s3) if names else None
         self._batch = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in kept], schema=pa.schema(kept))

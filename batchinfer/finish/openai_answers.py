@@ -17,9 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.config import JobConfig
+from batchinfer.data.columns import column_type
 from batchinfer.data.formats.openai_keys import CHAT, COMPLETIONS, RESPONSES
-from batchinfer.data.inputs import column_type, shard_schema
 from batchinfer.data.row_tools import have_tools
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.finish.answers import Answer, AnswerReader
 from batchinfer.finish.join import NOT_COMPUTED
 from batchinfer.finish.json_lines import Lines
@@ -196,7 +197,7 @@ def _asked_columns(job: JobConfig, shard: Shard) -> list[pa.Field]:
         return [pa.field(name, pa.string()) for name in ("url", "model", "request")]
     if not isinstance(job.input.tools, str):
         return []
-    kind = column_type(shard_schema(shard, job.s3), job.input.tools)
+    kind = column_type(shard_schema(shard), job.input.tools)
     return [pa.field(job.input.tools, kind or pa.null())]
 
 

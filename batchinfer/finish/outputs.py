@@ -126,7 +126,7 @@ class OutputRows:
         answers: LongAnswers,
     ) -> None:
         self._run, self._job, self._answers = run, job, answers
-        self._kept = kept_fields(shards, job.output.keep_columns, job.s3)
+        self._kept = kept_fields(shards, job.output.keep_columns)
         tables = asked_for(job, prompt_logprobs=_wants_prompt_logprobs(connection, run, job))
         self._own = output_schema(id_type, [], tables)
         self.schema = output_schema(id_type, self._kept, tables, with_texts=job.output.token_texts)

@@ -13,7 +13,7 @@ from batchinfer.finish.join import HAS_ENDED, create_results, open_database, out
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats
 from batchinfer.records import Shard
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import RunDir, read_state, shards_of_state
 
 # of an output row; answers' texts may be large, and `peek` shows them
 COLUMNS = "row, sample, id, status, NULL::VARCHAR AS text, error, finish_reason, completion_tokens"
@@ -43,7 +43,7 @@ def write_so_far(run: RunDir, job: JobConfig, files: list[Path], folder: Path) -
     for part in (run.requests.parent, run.tokens(0).parent):
         (target.root / part.name).symlink_to(part.absolute())
     is_planned = state["state"] != "planning"
-    shards = [Shard(**shard) for shard in state["shards"]] if is_planned else []
+    shards = shards_of_state(state) if is_planned else []
     num_rows = 0
     if is_planned:
         num_rows = _write_rows(run, job, target, shards, files)

@@ -8,9 +8,10 @@ import msgspec
 import pyarrow as pa
 
 from batchinfer.config import JobConfig
-from batchinfer.data.inputs import column_type, shard_schema
+from batchinfer.data.columns import column_type
 from batchinfer.data.row_values import tool_list
 from batchinfer.data.schemas.outputs import TOOL_CALLS
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.finish.answers import Answer, AnswerReader
 from batchinfer.finish.kept_columns import KeptRows
 from batchinfer.finish.offered_tools import Call, OfferedTools
@@ -89,7 +90,7 @@ class _RowTools:
             yield from [self._of_job] * len(rows)
             return
         if self._rows is None:
-            kind = column_type(shard_schema(self._shard, self._job.s3), self._column)
+            kind = column_type(shard_schema(self._shard), self._column)
             self._rows = KeptRows(self._shard, [pa.field(self._column, kind or pa.null())], self._job.s3)
         for _, (values,) in self._rows.of(rows):
             yield from (self._of_value(value.as_py()) for value in values)

@@ -15,7 +15,7 @@ from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError, Shard
 from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.run.storage import Storage
-from batchinfer.rundir import read_state
+from batchinfer.rundir import read_state, shards_of_state
 
 # what must be the same, beside the shard, for the same token ids
 _SAME = ("tokenizer and template", "model.config", "version of batchinfer")
@@ -67,7 +67,7 @@ class EarlierTokens:
             note(f"warning: tokens of the earlier run are not used: {error.path} cannot be had ({error.reason})")
             return
         self._manifest = Manifest(run.root, state.get("files"))
-        for shard in [Shard(**entry) for entry in state["shards"]]:
+        for shard in shards_of_state(state):
             if shard.problem is None and run.tokens(shard.index) in self._manifest:
                 self._files[_identity(shard)] = run.tokens(shard.index)
 

@@ -16,11 +16,13 @@ import pyarrow as pa
 from batchinfer.config import DEFAULT_S3, JobConfig, checked, dump_job, is_uri
 from batchinfer.config.toml_text import toml_value
 from batchinfer.data.column_checks import NO_IDS, prompt_settings
-from batchinfer.data.columns import is_id_type, python_values
+from batchinfer.data.columns import column_type, is_id_type, python_values
 from batchinfer.data.formats.line_rows import why_no_row
+from batchinfer.data.formats.names import is_of_lines
 from batchinfer.data.formats.openai_batch import are_requests
-from batchinfer.data.inputs import column_type, read_batches, shard_schema
+from batchinfer.data.inputs import read_batches
 from batchinfer.data.parquet import table_writer
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.model.config import load_model_config
@@ -149,7 +151,8 @@ def write_question(folder: Path, question: str, model: Path, max_tokens: int, da
 def _typed_shards(files: str) -> list[Shard]:
     """The shards; those of lines are read twice, for the names of their columns and then for the types of all."""
     shards = find_shards([files])
-    names = {name for shard in shards if shard.schema for name in shard_schema(shard).names}
+    of_lines = [shard for shard in shards if shard.problem is None and is_of_lines(shard.format)]
+    names = {name for shard in of_lines for name in shard_schema(shard).names}
     return find_shards([files], roles=dict.fromkeys(names, "kept")) if names else shards
 
 

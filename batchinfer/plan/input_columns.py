@@ -6,13 +6,15 @@ import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, JobConfig, S3Config, did_you_mean
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
+from batchinfer.data.columns import column_type
 from batchinfer.data.duckdb_sql import refuse_strange
 from batchinfer.data.formats.first_bytes import advice
 from batchinfer.data.formats.line_rows import why_no_row
 from batchinfer.data.formats.openai_batch import are_requests
-from batchinfer.data.inputs import column_type, first_bytes, schemas_of_rows
+from batchinfer.data.inputs import first_bytes
 from batchinfer.data.kept_fields import kept_fields
 from batchinfer.data.schemas.outputs import asked_for
+from batchinfer.data.shard_schemas import schemas_of_rows
 from batchinfer.records import ConfigError, ConfigErrors, Shard
 
 NAMED_COLUMNS = 20  # in a message
@@ -32,7 +34,7 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
         ConfigErrors: says of each what is wrong and what would do.
         ConfigError: columns to keep do not go together, or have names of output columns.
     """
-    found = schemas_of_rows(shards, job.s3)
+    found = schemas_of_rows(shards)
     # lines that are all broken say nothing of columns; the first schema is the one that sentences tell of
     schemas = [schema for _, schema in found if schema.names and why_no_row(schema) is None]
     if not schemas:
@@ -73,7 +75,7 @@ def no_rows(shard: Shard, schema: pa.Schema, s3: S3Config = DEFAULT_S3) -> str:
 
 
 def _kept(job: JobConfig, shards: list[Shard]) -> list[pa.Field]:
-    kept = kept_fields(shards, job.output.keep_columns, job.s3)
+    kept = kept_fields(shards, job.output.keep_columns)
     if job.output.format == "jsonl":
         refuse_strange(kept)
     may_score = job.sampling.prompt_logprobs is not None or job.input.sampling is not None

@@ -10,10 +10,12 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.data.column_checks import prompt_settings
-from batchinfer.data.columns import is_text, python_values
+from batchinfer.data.columns import column_type, is_text, python_values
 from batchinfer.data.formats.line_rows import bad_lines
+from batchinfer.data.formats.names import is_of_lines
 from batchinfer.data.formats.values import in_words
-from batchinfer.data.inputs import column_type, read_batches, shard_schema
+from batchinfer.data.inputs import read_batches
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.plan.input_columns import assignments
 from batchinfer.records import ConfigError, Shard
 
@@ -54,7 +56,7 @@ def _check_requests(job: JobConfig, shards: list[Shard]) -> None:
 def _check_chats(job: JobConfig, name: str, shards: list[Shard]) -> None:
     first = None
     for shard in shards:
-        kind = column_type(shard_schema(shard, job.s3), name)
+        kind = column_type(shard_schema(shard), name)
         if kind is None or pa.types.is_null(kind):
             continue
         if not is_text(kind):
@@ -88,8 +90,10 @@ def _told(value: Any, name: str, shard: Shard) -> str:
         settings = prompt_settings(pa.infer_type([value]))
     except pa.ArrowException:
         settings = None
-    # only lines may have token ids as text
-    if settings is None or settings[1].keys() == {"messages"} or ("token_ids" in settings[1] and not shard.schema):
+    if settings is None:
         return in_words(value)
     words, keys = settings
+    # only lines may have token ids as text
+    if keys.keys() == {"messages"} or ("token_ids" in keys and not is_of_lines(shard.format)):
+        return in_words(value)
     return f"{words}: set {assignments(keys, name)} instead"

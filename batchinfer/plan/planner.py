@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from batchinfer.config import PAGE_TOKENS, JobConfig
 from batchinfer.config.model_files import config_file
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
-from batchinfer.data.inputs import id_type
 from batchinfer.data.schemas.internal import PLAN_SUMMARY
+from batchinfer.data.shard_schemas import id_type
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
@@ -51,7 +50,7 @@ from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
 from batchinfer.run.storage import MADE, Storage
 from batchinfer.run.trust import trust_run
-from batchinfer.rundir import RunDir, read_state, refuse_bad_rows, was_planned
+from batchinfer.rundir import RunDir, read_state, refuse_bad_rows, shards_of_state, shards_to_state, was_planned
 
 PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
@@ -144,8 +143,8 @@ def _open_run(
         **carried,
         "state": "planning",
         "fingerprint": fingerprint,
-        "shards": [asdict(shard) for shard in shards],
-        "id_type": str(id_type(shards, job.input.id, job.s3)),
+        **shards_to_state(shards),
+        "id_type": str(id_type(shards, job.input.id)),
     }
     publish_json(run.run_json, state)
     return state
@@ -157,7 +156,7 @@ def _is_same(
     """Whether the plan in the run folder is this job's; another one has made way for it."""
     run = storage.run
     try:
-        paths = {shard["name"]: shard["path"] for shard in [*state["shards"], *map(asdict, shards)]}
+        paths = {shard.name: shard.path for shard in [*shards_of_state(state), *shards]}
         check_same(state["fingerprint"], fingerprint, run.shown, paths)
     except RunMismatchError as mismatch:
         if again:
@@ -172,7 +171,7 @@ def _is_same(
 def _publish_state(prepared: Prepared, state: dict[str, Any], shards: list[Shard]) -> None:
     """Say that the plan is made and vouch for its files; checksums of token files are there from now on."""
     run = prepared.run
-    found = {"tool_forms": prepared.encoders.tool_forms, "shards": [asdict(shard) for shard in shards]}
+    found = {"tool_forms": prepared.encoders.tool_forms, **shards_to_state(shards)}
     publish_json(run.run_json, {**state, **found, "files": prepared.manifest.as_json()})
     for shard in shards:
         run.token_checksums(shard.index).unlink(missing_ok=True)

@@ -13,8 +13,9 @@ from pyarrow import feather
 
 from batchinfer.config import DEFAULT_S3
 from batchinfer.data.formats.names import format_of, output_name
-from batchinfer.data.inputs import read_batches, shard_schema
+from batchinfer.data.inputs import read_batches
 from batchinfer.data.kept_fields import kept_fields
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.shards import find_shards, refuse_changed
 from batchinfer.records import ConfigError, InputError, RunMismatchError
 from batchinfer.run.fingerprint import settings_fingerprint

@@ -9,8 +9,9 @@ from decimal import Decimal
 import pyarrow as pa
 import pytest
 
-from batchinfer.data.inputs import id_type, read_batches
+from batchinfer.data.inputs import read_batches
 from batchinfer.data.kept_fields import conformed, kept_fields
+from batchinfer.data.shard_schemas import id_type
 from batchinfer.data.shards import find_shards
 from batchinfer.records import ConfigError, Shard
 from support.prompt_tables import (

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.data.formats import lines
-from batchinfer.data.inputs import read_batches, shard_schema
+from batchinfer.data.inputs import read_batches
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.shards import find_shards
 from support.checked_rows import checked, errors
 from support.formats import csv_text, json_lines

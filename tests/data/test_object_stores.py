@@ -3,19 +3,28 @@
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import time
 import zipfile
+from dataclasses import replace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from pyarrow import csv, feather
 
+from batchinfer.checked_json import publish_json
 from batchinfer.config import S3Config
+from batchinfer.data.inputs import with_schemas
+from batchinfer.data.shard_schemas import id_type
 from batchinfer.data.shards import find_shards
+from batchinfer.plan.input_columns import check_columns
 from batchinfer.records import ConfigError, StoreError
+from batchinfer.rundir import RunDir, read_state
+from support.checked_rows import make_job
 from support.faults import ended
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions
 from support.object_store import KEY_ID, SECRET, free_port, gate
@@ -539,3 +548,37 @@ def test_a_file_system_of_fsspec_serves_other_schemes(local, tmp_path):
     assert json.loads((there / "_SUCCESS").read_text())["num_rows"] == 20
     assert not list(there.rglob("*.tmp"))
     assert pq.read_table(there / "stats" / "requests.parquet").num_rows == 20
+
+
+# ---- requests
+
+
+def test_a_run_folder_of_an_earlier_version_without_schemas_is_finished(local):
+    run = RunDir(shutil.copytree(local / "run", local / "earlier"))
+    state = read_state(run)
+    del state["schemas"], state["finished"]
+    for shard in state["shards"]:
+        shard["schema"] = ""
+    publish_json(run.run_json, {**state, "state": "planned"})
+    shutil.rmtree(run.outputs)
+    finished = batchinfer("finish", run.root)
+    assert finished.code == 0, finished.err
+    assert output_bytes(run.root) == output_bytes(local / "run")
+
+
+def test_columns_are_known_without_another_request(local, server):
+    """Listing asks for each object's size, first and last bytes and footer; the schemas come from these footers."""
+    requests = []
+    with gate(server, lambda method, path: requests.append(method)) as url:
+        s3 = S3Config(endpoint=url)
+        shards = find_shards(["s3://data/job/*.parquet"], s3=s3)
+        assert len(requests) <= 1 + 4 * len(shards)
+        requests.clear()
+        job = make_job("s3://data/job/*.parquet", keep=["extra"])
+        assert check_columns(job, shards, ["prompt"]) == [pa.field("extra", pa.int64())]
+        assert id_type(shards, "id") == pa.string()
+        assert with_schemas(shards, s3) == shards
+        assert requests == []
+        without = [replace(shard, schema="") for shard in shards]  # as earlier versions wrote them to run.json
+        assert with_schemas(without, s3) == shards
+        assert requests.count("HEAD") == len(shards)

@@ -11,8 +11,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.inputs import read_batches, shard_schema
+from batchinfer.data.inputs import read_batches
 from batchinfer.data.parquet import table_writer
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.shards import find_shards
 from batchinfer.records import InputError
 from support.prompt_tables import (

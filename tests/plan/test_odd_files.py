@@ -6,8 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.inputs import id_type, read_batches
+from batchinfer.data.inputs import read_batches
 from batchinfer.data.kept_fields import conformed, kept_fields
+from batchinfer.data.shard_schemas import id_type
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.plan.input_columns import check_columns

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from batchinfer.data.formats.lines import HashedBytes
+from batchinfer.data.shard_schemas import with_schema
 from batchinfer.data.wide_rows import BATCH_BYTES, bytes_of_rows, decoded, runs_of_rows
 from batchinfer.records import Shard
 
@@ -14,7 +15,7 @@ _FILE, _FEATHER_1 = b"ARROW1", b"FEA1"
 
 
 def inspect(shard: Shard, source: pa.NativeFile) -> Shard:
-    """The shard with its rows counted and its bytes hashed.
+    """Return the shard with its rows counted, its schema and its bytes hashed.
 
     Raises:
         OSError, ValueError: it is damaged, or no Arrow file.
@@ -23,12 +24,13 @@ def inspect(shard: Shard, source: pa.NativeFile) -> Shard:
     footer = hashed.digest()
     if hashed.num_bytes == 0:
         raise ValueError("it is empty")
-    num_rows = sum(batch.num_rows for batch in _raw(source, schema_of(source).names[:1]))
-    return replace(shard, footer=footer, size_bytes=hashed.num_bytes, num_rows=num_rows)
+    schema = schema_of(source)
+    num_rows = sum(batch.num_rows for batch in _raw(source, schema.names[:1]))
+    return with_schema(replace(shard, footer=footer, size_bytes=hashed.num_bytes, num_rows=num_rows), schema)
 
 
 def schema_of(source: pa.NativeFile) -> pa.Schema:
-    """The file's columns."""
+    """Return the schema of the file's columns."""
     return _opened(source).schema
 
 

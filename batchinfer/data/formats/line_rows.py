@@ -1,6 +1,5 @@
 """The rows of a file of lines: counted with their columns found, and read in batches."""
 
-import base64
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from batchinfer.data.formats.lines import BadRow, Bytes, HashedBytes, Record, de
 from batchinfer.data.formats.names import compression_of, delimiter_of
 from batchinfer.data.formats.openai_batch import SCHEMA, openai_records
 from batchinfer.data.formats.values import Columns, WrongValueError, fitting, role_of
+from batchinfer.data.shard_schemas import file_schema, with_schema
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.records import Shard
 from batchinfer.sanitize import clip
@@ -33,8 +33,7 @@ def inspect(shard: Shard, source: Bytes, roles: Mapping[str, str]) -> Shard:
     else:
         num_rows, found = _columns_of(shard, hashed, roles)
     footer = hashed.digest()
-    schema = base64.b64encode(found.serialize().to_pybytes()).decode()
-    return replace(shard, footer=footer, size_bytes=hashed.num_bytes, num_rows=num_rows, schema=schema)
+    return with_schema(replace(shard, footer=footer, size_bytes=hashed.num_bytes, num_rows=num_rows), found)
 
 
 def _columns_of(shard: Shard, hashed: HashedBytes, roles: Mapping[str, str]) -> tuple[int, pa.Schema]:
@@ -59,11 +58,6 @@ def why_no_row(schema: pa.Schema) -> str | None:
     return None if reason is None else clip(reason.decode())
 
 
-def schema_of(shard: Shard) -> pa.Schema:
-    """The columns that `inspect` found."""
-    return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(shard.schema)))
-
-
 def batches(shard: Shard, source: Bytes, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
     """The rows with some of their columns, and ROW_ERROR behind these.
 
@@ -72,7 +66,7 @@ def batches(shard: Shard, source: Bytes, columns: list[str], batch_rows: int) ->
         OSError, ValueError: it is damaged.
     """
     hashed = HashedBytes(source)
-    schema = schema_of(shard)
+    schema = file_schema(shard)
     fields = [schema.field(name) for name in columns]
     group: list[Record] = []
     num_bytes = 0

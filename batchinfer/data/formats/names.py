@@ -27,6 +27,11 @@ def format_of(path: str, wanted: str | None) -> str:
     return _FORMATS[found[1] or found[2]] if found else "parquet"
 
 
+def is_of_lines(format: str) -> bool:
+    """Whether shards of a format are files of lines, whose columns have the types that the job needs."""
+    return format not in ("parquet", "arrow")
+
+
 def is_data_file(name: str) -> bool:
     """Whether a file in a folder of data is one of its shards, by its extension."""
     return not name.startswith((".", "_")) and _EXTENSION.search(name) is not None

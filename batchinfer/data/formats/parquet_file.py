@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchinfer.data.formats.first_bytes import HEAD_BYTES, advice
+from batchinfer.data.shard_schemas import with_schema
 from batchinfer.data.wide_rows import BATCH_BYTES, Dictionaries, decoded, look_up
 from batchinfer.records import Shard
 
@@ -18,22 +19,27 @@ PROBE_ROWS = 8  # rows decoded first to learn how wide rows are
 
 
 def inspect(shard: Shard, source: pa.NativeFile) -> Shard:
-    """The shard with what its footer says.
+    """Return the shard with its rows counted, its schema and the digest of its footer.
 
     Raises:
         OSError, ValueError, ArrowException: it is damaged, or no Parquet file.
     """
     footer = _read_footer(source, shard.size_bytes)
-    source.seek(0)
-    with pq.ParquetFile(source) as parquet:
-        # the schema is asked for because a footer can be sound and hold types that Arrow does not know
-        num_rows, _ = parquet.metadata.num_rows, parquet.schema_arrow
-    return replace(shard, footer=hashlib.blake2b(footer, digest_size=16).hexdigest(), num_rows=num_rows)
+    # a footer is a file without rows: the one that was read need not be asked for again, from a store perhaps
+    whole = MAGIC + footer + len(footer).to_bytes(4, "little") + MAGIC
+    with pq.ParquetFile(pa.BufferReader(whole)) as parquet:
+        found = replace(
+            shard,
+            footer=hashlib.blake2b(footer, digest_size=16).hexdigest(),
+            num_rows=parquet.metadata.num_rows,
+        )
+        return with_schema(found, parquet.schema_arrow)
 
 
 def schema_of(source: pa.NativeFile) -> pa.Schema:
-    """The file's columns."""
-    return opened(source, [], is_object=False)[0].schema_arrow
+    """Return the schema of the file's columns."""
+    with pq.ParquetFile(source) as parquet:
+        return parquet.schema_arrow
 
 
 def opened(source: pa.NativeFile, columns: list[str], *, is_object: bool) -> tuple[pq.ParquetFile, Dictionaries]:
