@@ -22,7 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from batchinfer import own_process
 from batchinfer.config import JobConfig, SamplingConfig, checked, dump_job
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
-from batchinfer.data.text_loss import sound_tokenizer
+from batchinfer.data.text_loss import load_checked_tokenizer
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, ConfigError, ExitCode
@@ -72,7 +72,7 @@ class BatchinferLM(TemplateLM):
                 )
             parts.setdefault(part, {})[name] = value
         self.jobs = Jobs(None if work_dir is None else Path(work_dir).absolute(), parts)
-        self._tokenizer = sound_tokenizer(self._path)
+        self._tokenizer = load_checked_tokenizer(self._path)
         self.max_length = max_length or load_model_config(self._path).max_positions - 1
         self.max_gen_toks = 256
 

@@ -137,7 +137,7 @@ class ExpertPlacer:
         for role, load in self._loads.window().items():
             proposal = self._unproved.get(role)
             if proposal is not None:
-                before, after = self.history.current(role).under(load), proposal.tables.under(load)
+                before, after = self.history.current(role).with_load(load), proposal.tables.with_load(load)
                 gain = before.max_over_mean - after.max_over_mean
                 if gain >= START:
                     proved[role] = replace(proposal, before=before.max_over_mean, gain=gain)

@@ -45,7 +45,7 @@ def propose(
         num_nodes: hosts that the group is spread over.
         num_router_groups: of the model; 1: its router knows no groups.
     """
-    before = current.under(load).max_over_mean
+    before = current.with_load(load).max_over_mean
     if before - current.max_over_mean - chance < START:
         return None
     from batchinfer.balance.expert_groups import node_limits
@@ -60,8 +60,8 @@ def propose(
         num_groups=num_router_groups,
         previous=ExpertPlacement(current.expert_of_slot, current.share_of_slot, current.load_of_rank, current.bound),
     )
-    tables = current.moved_to(placement.expert_of_slot, placement.share_of_slot, num_nodes=num_nodes)
-    tables = tables.under(load, placement.bound)
+    tables = current.with_slots(placement.expert_of_slot, placement.share_of_slot, num_nodes=num_nodes)
+    tables = tables.with_load(load, placement.bound)
     gain = before - tables.max_over_mean - chance
     return Proposal(tables, before, gain) if gain >= START else None
 

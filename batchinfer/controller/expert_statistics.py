@@ -102,7 +102,7 @@ class ExpertStatistics:
     def _promised(self, role: str, placement: int, tokens_LE: Any) -> np.ndarray | None:
         """[L, G] rows of each rank of a group; None: one rank has all."""
         history = self._history.of_role.get(role)
-        return None if history is None else history[placement].tables.under(tokens_LE).load_of_rank
+        return None if history is None else history[placement].tables.with_load(tokens_LE).load_of_rank
 
     def _placement_tables(self) -> Iterable[pa.Table]:
         for history in self._history.of_role.values():

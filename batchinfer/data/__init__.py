@@ -1,4 +1,4 @@
-"""Data: shards in; checked, tokenised rows out; and every table's columns.
+"""Data: input shards are read, checked and tokenised; and the columns of every table of a run folder.
 
-In: the user's shards, the model folder's tokenizer and template. Out: tokens/<shard>.parquet, results, outputs.
+Reads the user's shards and the model folder's tokenizer and chat template; writes tokens/<shard>.parquet.
 """

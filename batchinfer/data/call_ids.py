@@ -15,7 +15,11 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class IdForm:
-    """takes: whether an id is of this form, given the function's name. make: one for a name and the call's number."""
+    """A form of tool call ids.
+
+    takes: whether an id has this form, given the id and the function's name.
+    make: an id of this form, given the function's name and the number of the call in the chat.
+    """
 
     takes: Callable[[str, str], bool]
     make: Callable[[str, int], str]
@@ -34,14 +38,14 @@ WITH_NAME = IdForm(_names_function, lambda name, number: f"functions.{name}:{num
 
 
 def with_ids(messages: Messages, form: IdForm) -> Messages:
-    """The messages; where the id of a call is not of this form or occurs twice, all calls and results have new ones.
+    """Return the messages with call ids of this form; all ids are made new if one has another form or occurs twice.
 
-    Of calls with one id, results have those of the latest message that calls, in the order of its calls.
+    If several calls had the same id, results get the new ids of the latest message with such calls, in their order.
     """
     all_calls = [(_id(call), name) for message in messages for call, name in _calls(message)]
     if len({own for own, _ in all_calls}) == len(all_calls) and all(form.takes(own, name) for own, name in all_calls):
         return messages
-    new_ids: dict[str, list[str]] = {}  # by the id so far; the last one is for all further results
+    new_ids: dict[str, list[str]] = {}  # by the old id; the last new id is for all further results
     changed = []
     number = 0
     for message in messages:
@@ -63,13 +67,13 @@ def with_ids(messages: Messages, form: IdForm) -> Messages:
 
 
 def _id(holder: dict[str, Any], key: str = "id") -> str:
-    """Empty where there is none."""
+    """Return the id under `key`, "" if there is none."""
     found = holder.get(key)
     return found if isinstance(found, str) else ""
 
 
 def _calls(message: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """The calls of a message, each with the name of its function; none where one is of another form."""
+    """Return the tool calls of a message, each with the name of its function; [] if a call has no function name."""
     calls = message.get("tool_calls")
     found = []
     for call in calls if isinstance(calls, list) else ():

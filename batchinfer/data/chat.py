@@ -1,8 +1,8 @@
-"""Templates: the model's, from messages to one text, and the job's own, from a row's columns to its prompt.
+"""Jinja templates: the model's chat template (messages to text) and input.template (a row's columns to a prompt).
 
-A chat template is code of the model's author, so both run in a sandbox. The text is what transformers'
-`apply_chat_template` gives, but what depends on the clock or on chance is missing (the same row must always give the
-same prompt; a date may be a variable), and its size is limited.
+A chat template is code of the model's author, so both run in a sandbox. The text equals that of transformers'
+`apply_chat_template`, with two differences. Functions of the clock or of chance are missing, because the same row must
+always give the same prompt (a date may be given as a variable). And the text's size is limited.
 """
 
 import json
@@ -20,7 +20,7 @@ from batchinfer.records import ModelError
 from batchinfer.sanitize import words_of
 
 MAX_CHARS = 1 << 26  # of one rendered chat; only a template gone wild writes more
-_TRIAL_ARGUMENTS = {"city": "Rome on the Tiber"}  # of a call by which a template is tried
+_TRIAL_ARGUMENTS = {"city": "Rome on the Tiber"}  # of the call that shows which form a template takes
 _TRIAL_NAME, _TRIAL_ID = "weather", "call_0123456789abcdef"
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' mark of the place at which the final message goes on
 # transformers and vLLM write the day on which they run
@@ -56,10 +56,10 @@ class ChatTemplate:
             raise ModelError(f"the chat template is not valid: {_one_line(error)}; correct the template") from None
 
     def with_arguments(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with the arguments of their tool calls as the template takes them.
+        """Return the messages with the arguments of their tool calls in the form that the template takes.
 
-        OpenAI's API has them as JSON text, which DeepSeek's templates need; others, such as GLM's, need an object.
-        Where a template takes both, or a text is no JSON object, they stay as they are.
+        OpenAI's API writes arguments as JSON text, which DeepSeek's templates need; GLM's and others need an object.
+        Arguments stay unchanged if the template takes both forms, or if a text is not a JSON object.
         """
         if not any(message.get("tool_calls") for message in messages):
             return messages
@@ -68,14 +68,14 @@ class ChatTemplate:
         return _with_arguments(messages, _as_object) if self._argument_types == {dict} else messages
 
     def with_ids(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with ids of their tool calls as the template takes them (data/call_ids.py)."""
+        """Return the messages with ids of tool calls in the form that the template takes (data/call_ids.py)."""
         if self._id_form is None or not any(message.get("tool_calls") for message in messages):
             return messages
         return with_ids(messages, self._id_form)
 
     @cached_property
     def _id_form(self) -> IdForm | None:
-        """None: any is taken, or no call at all."""
+        """The form of call ids that the template takes; None if the template takes any id, or no call at all."""
         arguments = _to_json(_TRIAL_ARGUMENTS) if str in self._argument_types else _TRIAL_ARGUMENTS
         written = self._tried(arguments, _TRIAL_ID)
         if not written:
@@ -84,7 +84,7 @@ class ChatTemplate:
 
     @cached_property
     def _argument_types(self) -> set[type]:
-        """Of the arguments of a tool call: str where the template takes JSON text, dict where it takes an object."""
+        """The forms of a call's arguments that the template takes: str for JSON text, dict for an object."""
         text = _to_json(_TRIAL_ARGUMENTS)
         taken = {str: text, dict: _TRIAL_ARGUMENTS}
         written = {kind: self._tried(arguments) for kind, arguments in taken.items()}
@@ -93,7 +93,7 @@ class ChatTemplate:
         return {kind for kind in taken if written[kind] and (kind is dict or is_text)}
 
     def _tried(self, arguments: Any, call_id: str = "abcdefgh1") -> str:
-        """A chat with a call of these arguments; empty where the template fails on it."""
+        """Return the text of a trial chat with a call of these arguments, "" if the template fails on the chat."""
         function = {"name": _TRIAL_NAME, "arguments": arguments}
         call = {"id": call_id, "type": "function", "function": function}
         for content in (None, ""):  # a template may take one of them only
@@ -111,17 +111,17 @@ class ChatTemplate:
     def render(
         self, messages: list[dict[str, Any]], variables: dict[str, Any] | None = None, *, continues: bool = False
     ) -> str:
-        """The prompt text of a chat, up to where the assistant answers.
+        """Return the prompt text of a chat, up to the place where the assistant answers.
 
-        Keys without a value are left out, but for the content of a message that calls tools: templates ask whether it
-        is none, and where they write it, it is empty.
+        Keys with null are left out, except for the content of a message that calls tools: templates ask whether that
+        content is null, and the text gets nothing for it.
 
         Args:
-            variables: `tools` and others for the template.
-            continues: up to the end of the final message's content, which is to be continued.
+            variables: more variables for the template, such as `tools`.
+            continues: end the text with the final message's content, which the model is to continue.
 
-        The sandbox bounds `range`, and the text is bounded by MAX_CHARS; what loops write nothing can still take very
-        long, and time is bounded by who renders (data/tokenizer_worker.py).
+        The sandbox bounds `range`, and MAX_CHARS bounds the text. A loop that writes nothing can still take very long:
+        the worker that renders has a time limit (data/tokenizer_worker.py).
 
         Raises:
             ChatError: the template refuses the chat, or fails on it.
@@ -151,13 +151,13 @@ class ChatTemplate:
 
 
 class RowTemplate:
-    """The job's own template, which writes a prompt from a row's columns.
+    """The job's input.template, which writes a prompt from a row's columns.
 
     Attributes:
-        columns: those that it names, in order of their names.
+        columns: the columns that the template names, sorted.
 
     Raises:
-        ModelError: it is not valid Jinja, or names no column.
+        ModelError: the template is not valid Jinja, or names no column.
     """
 
     def __init__(self, text: str) -> None:
@@ -171,10 +171,10 @@ class RowTemplate:
             raise ModelError("input.template names no column of the rows; write one as {{ column }}")
 
     def render(self, row: dict[str, Any]) -> str:
-        """The prompt of a row.
+        """Return the prompt of a row.
 
         Raises:
-            ChatError: it fails on the row, or writes a value that is null.
+            ChatError: the template fails on the row, or writes a value that is null.
         """
         return _written(
             self._template, row, "input.template", lambda error: f"input.template fails on the row: {_one_line(error)}"
@@ -182,7 +182,7 @@ class RowTemplate:
 
 
 def _with_arguments(messages: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
-    """The messages with the arguments of their tool calls changed; calls of another form stay as they are."""
+    """Return the messages with `change` applied to the arguments of each tool call; malformed calls stay unchanged."""
 
     def changed(call: Any) -> Any:
         function = call.get("function") if isinstance(call, dict) else None
@@ -199,7 +199,7 @@ def _with_arguments(messages: list[dict[str, Any]], change: Callable[[Any], Any]
 
 
 def _as_text(arguments: Any) -> Any:
-    """Arguments that are an object as JSON text; too deep a one stays as it is."""
+    """Return an object as JSON text; other arguments, and an object nested too deeply for JSON, stay unchanged."""
     try:
         return _to_json(arguments) if isinstance(arguments, dict) else arguments
     except RecursionError:
@@ -207,7 +207,7 @@ def _as_text(arguments: Any) -> Any:
 
 
 def _as_object(arguments: Any) -> Any:
-    """Arguments that are JSON text of an object as that object; a call without any may have an empty text."""
+    """Return the object in a JSON text, {} for an empty text; arguments of any other kind stay unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -229,7 +229,7 @@ def _written(template: Template, variables: dict[str, Any], what: str, failure: 
     except (ChatError, MemoryError):
         raise  # how much memory there is says nothing about one row
     except Exception as error:
-        # whatever the template's code does wrong concerns this row only
+        # an error in the template's code concerns this row only
         raise ChatError(failure(error)) from None
     return "".join(pieces)
 
@@ -245,7 +245,7 @@ def _not_null(value: Any) -> Any:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here it is only a block."""
+    """`{% generation %}`, which marks the assistant's text for training; here only a block."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's interface)
 

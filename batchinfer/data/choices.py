@@ -1,4 +1,4 @@
-"""The choices of a batch of rows as token ids that follow the row's prompt; what is wrong with one is at its row.
+"""Choices of rows (input.choices) as token ids that follow the row's prompt; a bad choice makes its row bad.
 
 All choices of a batch are encoded as one column:
 
@@ -20,7 +20,7 @@ from batchinfer.data.tokenizer_process import CHOICE
 
 @dataclass(slots=True)
 class Choices:
-    """The choices of R rows on their way through the checks."""
+    """The choices of a batch of R rows while they are encoded and checked."""
 
     counts: np.ndarray  # [R] choices of each row
     flat: pa.Array  # all of them, as texts or as lists of token ids
@@ -33,7 +33,7 @@ class Choices:
 
 
 class ChoiceChecks:
-    """From a column of choices to token ids that the model can take."""
+    """Encodes the column of choices and checks that the model can take the token ids."""
 
     def __init__(self, column: str, encoders: Encoders, limits: PromptLimits) -> None:
         self._column = column
@@ -41,7 +41,7 @@ class ChoiceChecks:
         self._limits = limits
 
     def start(self, batch: RowBatch) -> Choices:
-        """Begin with a batch; `checked` takes what comes of it."""
+        """Begin to encode the choices of a batch; `checked` waits for the result."""
         column = batch.columns[self._column]
         if pa.types.is_null(column.type):
             column = column.cast(pa.list_(pa.string()))
@@ -61,10 +61,10 @@ class ChoiceChecks:
         return choices
 
     def checked(self, batch: RowBatch, choices: Choices, prompt_tokens: np.ndarray) -> pa.Array:
-        """[R] lists of lists of token ids; what is wrong with them is blamed.
+        """Return [R] lists of choices, each a list of token ids; blame rows with a bad choice.
 
         Args:
-            prompt_tokens: [R] tokens of the prompts that they follow.
+            prompt_tokens: [R] number of tokens of each row's prompt.
         """
         is_null = batch.columns[self._column].is_null()
         for row in np.flatnonzero(choices.counts == 0).tolist():
@@ -83,7 +83,7 @@ class ChoiceChecks:
         return pa.ListArray.from_arrays(pa.array(np.concatenate([[0], np.cumsum(choices.counts)]), pa.int32()), ids)
 
     def _encoded(self, batch: RowBatch, choices: Choices) -> pa.Array:
-        """[places] lists of token ids, empty where a text cannot be encoded."""
+        """Return [places] lists of token ids; [] for a text that cannot be encoded, whose row is blamed."""
         encoded = pa.Table.from_batches((piece.result() for piece in choices.pieces), schema=ENCODED)
         for place in _places(encoded["error"].is_valid()):
             self._blame(batch, choices, place, f"cannot be taken: {encoded['error'][place].as_py()}")
@@ -100,6 +100,6 @@ class ChoiceChecks:
 
 
 def _places(flags: pa.Array | pa.ChunkedArray) -> list[int]:
-    """Where the flags are set."""
+    """Return the positions of the flags that are set."""
     found: list[int] = np.flatnonzero(np.asarray(flags)).tolist()
     return found

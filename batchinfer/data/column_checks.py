@@ -1,4 +1,4 @@
-"""What the columns that a job names must hold, and what is said when a shard's hold something else."""
+"""The types that the columns named by a job must have, and the error sentences for columns of other types."""
 
 from dataclasses import dataclass
 
@@ -12,14 +12,14 @@ NO_IDS = "none"  # as input.id
 
 @dataclass(frozen=True, slots=True)
 class WantedColumn:
-    """A column by name."""
+    """A column that the job names, with the type that it must have."""
 
-    key: str  # of [input], that names it
+    key: str  # of [input], which names the column
     name: str
     type: ColumnType
 
     def problem(self, schema: pa.Schema) -> str | None:
-        """What is wrong with every row of a shard with this schema, or None."""
+        """Return why every row of a shard with this schema is bad, None if the column is as it must be."""
         if schema.names.count(self.name) > 1:
             return f"the shard has more than one column {self.name!r}"
         kind = column_type(schema, self.name)
@@ -32,7 +32,7 @@ class WantedColumn:
 
 
 def wanted_columns(job: JobConfig, of_prompts: list[str]) -> list[WantedColumn]:
-    """The columns that a job reads, without the one of ids, which may be missing.
+    """Return the columns that a job reads, without the id column, which may be missing.
 
     Args:
         of_prompts: the input columns that prompts are made of.
@@ -52,14 +52,15 @@ def wanted_columns(job: JobConfig, of_prompts: list[str]) -> list[WantedColumn]:
 
 
 def id_column(job: JobConfig) -> WantedColumn:
-    """The column of ids."""
+    """Return the column of ids."""
     return WantedColumn("id", job.input.id, (is_id_type, "text or integer"))
 
 
 def prompt_settings(kind: pa.DataType) -> tuple[str, dict[str, str]] | None:
-    """What a column of prompts holds, in words, and the keys of [input] that read it, with "" for its name.
+    """Return what a column of this type holds, in words, and the keys of [input] that read prompts from it.
 
-    Text may be a prompt or a chat as JSON; None: nothing reads it.
+    The value "" of a key stands for the column's name. Text counts as prompts, although it may be chats as JSON.
+    Return None if no key reads prompts of this type.
     """
     for form, words, keys in (
         ("prompt", "text", {"prompt": ""}),

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-# what is said of a prompt column's rows once they are encoded
+# the rows of a prompt column once they are encoded
 ENCODED = pa.schema(
     [
         ("token_ids", pa.list_(pa.uint32())),  # empty for a bad row
@@ -70,17 +70,17 @@ def _plain_field(field: pa.Field) -> pa.Field:
 
 
 def is_json(kind: pa.DataType) -> bool:
-    """Text that says of itself that it is JSON: Arrow's extension type, which Parquet files of JSON columns give."""
+    """Return whether a type is Arrow's extension type for JSON text, as read from JSON columns of Parquet files."""
     return isinstance(kind, pa.JsonType)
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Text with values in place."""
+    """Return whether a type is text (dictionaries and views of text are not)."""
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
 def is_id_type(kind: pa.DataType) -> bool:
-    """Text, integer, or nothing at all (every id is null)."""
+    """Return whether a column of this type can hold ids: text, integers, or nulls alone."""
     return is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)
 
 
@@ -145,23 +145,23 @@ PROMPT_TYPES: dict[str, ColumnType] = {
 
 
 def without_dictionary(column: pa.Array) -> pa.Array:
-    """The column with its values in place."""
+    """Return the column with each value in place of its index into a dictionary."""
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def token_lists(column: pa.Array) -> pa.Array:
-    """Return lists of integers, of whatever size, as pa.list_ of the same integers."""
+    """Return a column of lists of integers (large and fixed-size lists too) as pa.list_ of the same integers."""
     kind = pa.null() if pa.types.is_null(column.type) else column.type.value_type
     return column.cast(pa.list_(pa.int64() if pa.types.is_null(kind) else kind))
 
 
 def list_lengths(lists: pa.Array) -> np.ndarray:
-    """Return [N] int64, the number of items of each list; a null has none."""
+    """Return [N] int64, the number of items of each list; 0 for null."""
     return pc.list_value_length(lists).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def python_values(column: pa.Array) -> list[Any]:
-    """The column as Python values; text that is not UTF-8 gives the UnicodeDecodeError in its place."""
+    """Return the column as Python values; a text that is not UTF-8 is replaced by its UnicodeDecodeError."""
     try:
         return column.to_pylist()
     except UnicodeDecodeError:

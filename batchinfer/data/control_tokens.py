@@ -1,8 +1,9 @@
-"""Control tokens that people's texts spell: finding them, and keeping them ordinary text.
+"""Control tokens in the input's texts: found, and kept as ordinary text if input.control_tokens says so.
 
-A tokenizer takes every occurrence of an added token's text for that token, whoever wrote it. A chat's template writes
-its own, so those of the messages must be told apart from them: the chat is rendered a second time with the characters
-at which control tokens begin and end replaced in the messages, and what is found then is the template's.
+A tokenizer takes every occurrence of an added token's text for that token. A chat template writes such tokens itself,
+so control tokens of the template must be distinguished from text of the messages. For this, the chat is rendered a
+second time: in the messages, the characters at which control tokens begin and end are replaced. Control tokens found in
+the second text are the template's.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from batchinfer.data.safe_cuts import keeps_text
-from batchinfer.data.text_encoder import TextEncoder, around
+from batchinfer.data.text_encoder import TextEncoder, special_ids_around
 from batchinfer.records import ModelError
 
 Render = Callable[[list[Any]], str]  # of [messages, variables for the template]
-_SPARE = range(0x10F000, 0x110000)  # code points for private use, of which those are taken that a chat does not hold
+_SPARE = range(0x10F000, 0x110000)  # code points for private use; a chat's replacements are not in the chat itself
 _IS_SPARE = re.compile("[\U0010f000-\U0010ffff]")
 
 
@@ -30,7 +31,7 @@ class ControlTokenError(ValueError):
 
 
 class ControlTokens:
-    """The added tokens of a tokenizer, without those of white space alone, which are for text."""
+    """The added tokens of a tokenizer, except for tokens of white space alone, which are ordinary text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -52,21 +53,20 @@ class ControlTokens:
 
     @property
     def literal(self) -> LiteralTokenizer:
-        """The tokenizer that takes control tokens for text."""
+        """The tokenizer that encodes the text of control tokens as ordinary text."""
         if self._literal is None:
             self._literal = LiteralTokenizer(self._tokenizer, self._ids)
         return self._literal
 
     def first_in(self, value: Any) -> str | None:
-        """The first control token that a text, or some text in a chat, spells."""
+        """Return the text of the first control token in a text or in the texts of a chat; None if there is none."""
         found = (self._pattern.search(text) or self._first_normalized(text) for text in _texts_in(value))
         return next((match[0] for match in found if match), None)
 
     def pieces(self, chat: list[Any], text: str, render: Render) -> list[str] | None:
-        """The text of a chat, rendered, as [text, control token that the template wrote, text, ...].
+        """Split the rendered text of a chat into [text, control token of the template, text, ...].
 
-        Returns:
-            None: all its control tokens are the template's.
+        Return None if all control tokens in the text are the template's.
 
         Raises:
             ControlTokenError: the template does not treat control tokens of the messages like other text.
@@ -96,7 +96,7 @@ class ControlTokens:
 
 
 class LiteralTokenizer:
-    """A tokenizer whose control tokens go by other names, which nobody can guess; their own are text."""
+    """A copy of a tokenizer whose control tokens have random names, so that their usual names are ordinary text."""
 
     def __init__(self, tokenizer: Tokenizer, control_ids: set[int]) -> None:
         parts = json.loads(tokenizer.to_str())
@@ -122,10 +122,10 @@ class LiteralTokenizer:
             true_ids[own_id] = id
         self._true_ids = np.arange(1 + max(renamed.get_vocab().values(), default=0))
         self._true_ids[list(true_ids)] = list(true_ids.values())
-        # those that the model has in its own vocabulary, too: its merges may lead there
+        # control tokens that are in the vocabulary of the BPE, too: merges may produce them
         self._unwanted = np.array([id for id in control_ids if id not in true_ids])
         self._encoder = TextEncoder(renamed)
-        found = around(tokenizer)
+        found = special_ids_around(tokenizer)
         if found is None:
             raise ModelError(
                 "control_tokens = 'text' does not go with this tokenizer's post-processor; use 'parse' or 'error'"
@@ -133,11 +133,11 @@ class LiteralTokenizer:
         self._start, self._end = found
 
     def encode(self, pieces: list[str], most_tokens: int | None, *, in_template: bool = False) -> list[int] | str:
-        """The ids of [text, control token, text, ...], or the error sentence.
+        """Return the ids of [text, control token, text, ...], or the error sentence.
 
         Args:
             most_tokens: see TextEncoder.encode.
-            in_template: without what the tokenizer puts around each text by itself.
+            in_template: omit the special tokens that the tokenizer puts around each text.
         """
         text = "".join(self._names[piece] if place % 2 else piece for place, piece in enumerate(pieces))
         (found,) = self._encoder.encode([text], most_tokens, add_special_tokens=False)
@@ -151,7 +151,7 @@ class LiteralTokenizer:
 
 
 class _Hidden:
-    """Texts that are replaced by others, which nothing else holds."""
+    """A reversible replacement of some texts by others that do not occur elsewhere."""
 
     def __init__(self, names: dict[str, str]) -> None:
         self._names = names
@@ -170,7 +170,7 @@ class _Hidden:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """The leftmost and of those the longest; by their beginnings, as a tokenizer may have thousands."""
+    """Return a pattern of the leftmost and longest of the texts, grouped by prefix: a tokenizer may have thousands."""
     rests: dict[str, list[str]] = {}
     for text in sorted(filter(None, texts), key=len, reverse=True):
         rests.setdefault(text[:2], []).append(re.escape(text[2:]))
@@ -192,5 +192,5 @@ def _texts_in(value: Any) -> Iterator[str]:
 
 
 def _is_text(name: Any) -> bool:
-    """Whether somebody chose the name of a field, as of a call's arguments; others, such as "role", templates know."""
+    """Return whether a key is the user's text, as in a call's arguments, and no name that templates use ("role")."""
     return isinstance(name, str) and not name.isidentifier()

@@ -1,4 +1,4 @@
-"""File names as DuckDB's SQL wants them, and what it cannot hold."""
+"""File names and texts in DuckDB's SQL, and the check for column types that DuckDB does not have."""
 
 from pathlib import Path
 
@@ -8,25 +8,25 @@ from batchinfer.records import ConfigError
 
 
 def read_parquet(*files: Path) -> str:
-    """SQL that reads exactly these files: DuckDB takes every path for a glob pattern, so theirs are escaped."""
+    """Return SQL that reads exactly these files. DuckDB takes every path for a glob pattern, so paths are escaped."""
     return f"read_parquet([{', '.join(map(pattern, files))}], hive_partitioning = false)"
 
 
 def literal(value: str | Path) -> str:
-    """A text as an SQL literal."""
+    """Return a text as an SQL literal."""
     return "'" + str(value).replace("'", "''") + "'"
 
 
 def pattern(file: Path) -> str:
-    """A path as a glob pattern that matches only itself."""
+    """Return a path as an SQL literal of a glob pattern that matches only this path."""
     return literal("".join(f"[{char}]" if char in "*?[" else char for char in str(file)))
 
 
-def refuse_strange(kept: list[pa.Field]) -> None:
-    """Refuse kept columns of types that DuckDB, which writes lines, does not know.
+def refuse_unknown_types(kept: list[pa.Field]) -> None:
+    """Refuse kept columns of types that DuckDB does not have, because DuckDB writes JSON lines.
 
     Raises:
-        ConfigError: names the first of them.
+        ConfigError: names the first such column.
     """
     import duckdb  # whose loading takes as long as planning a small job
 

@@ -1,11 +1,11 @@
-"""Prompts encoded in worker processes, on all cores; a row that a worker does not survive becomes an error row.
+"""Encoding of prompts in worker processes, on all cores; a row that ends its worker becomes an error row.
 
     piece of a batch ──► worker ──► its rows encoded                         nearly always
                             └─ lost ──► fresh worker, row by row ──► the rows before the one it dies at
                                            └─ lost at its first row ──► that row's error; on with the rest
 
-Whether a row is bad is decided in a fresh worker, by processor time and by memory beyond what such a worker holds, so
-it depends neither on the row's company nor on how busy the machine is.
+A row is found bad in a fresh worker only, by processor time and by memory beyond that of a fresh worker. The verdict
+depends neither on the other rows nor on the load of the machine.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ PIECE_ROWS = 256  # most rows that a worker gets at once
 MIN_PIECE_ROWS = 64
 PIECE_BYTES = 1 << 20  # of long rows there are fewer
 MAX_WORKERS = 32
-LARGE_BYTES = 1_000_000  # of such rows, and of suspects, one is encoded at a time, which bounds the memory of all
-RETRIES = 3  # of a worker that somebody else ends
+LARGE_BYTES = 1_000_000  # larger rows, and rows of lost workers, are encoded one at a time, which bounds the memory
+RETRIES = 3  # after a worker was killed from outside
 
 Pieces = list["Future[pa.RecordBatch]"]
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderLimits:
-    """What a worker may take: a thousand times what a tokenizer usually needs for a row, ten times for a batch.
+    """Time and memory limits of a worker: 1000 times the usual need of a row, 10 times that of a batch.
 
     row_s, row_s_per_byte: processor time for one row, by the bytes of the row.
-    batch_s_per_byte: for rows together; when it is not enough, each row gets its own.
-    batch_bytes, row_bytes: memory beyond what a fresh worker holds; a million characters take some 150 MB.
-    load_s, load_bytes: for reading the model's files and a first harmless row; a tokenizer.json of 30 MB takes 5 s.
+    batch_s_per_byte: processor time for several rows together; after a timeout, each row gets a time of its own.
+    batch_bytes, row_bytes: memory beyond that of a fresh worker; a million characters take some 150 MB.
+    load_s, load_bytes: to read the model's files and encode trial rows; a tokenizer.json of 30 MB takes 5 s.
     """
 
     row_s: float = 5.0
@@ -59,15 +59,15 @@ LIMITS = EncoderLimits()
 
 
 class Encoders:
-    """The tokenizer of a job in worker processes; use it in a `with` statement.
+    """The tokenizer of a job in worker processes; a context manager that ends the workers.
 
     Attributes:
         columns: the input columns that prompts are made of.
-        digest: changes with anything in the model folder that changes a prompt's ids.
-        writes_tools: whether the chat template, where there is one, writes the tools that it is given.
-        ends_thinking: whether there is a token for the end of thinking.
-        tool_forms: the forms in which the model writes tool calls (tool_forms.py); empty: the folder shows none.
-        most_chars: characters with which a text cannot fit into the window; None: not known.
+        digest: changes with every change of the model folder that changes a prompt's ids.
+        writes_tools: whether the chat template, if there is one, writes the tools that it is given.
+        ends_thinking: whether the tokenizer has a token for the end of thinking.
+        tool_forms: the forms in which the model writes tool calls (tool_forms.py); empty if the folder shows none.
+        most_chars: a text of more characters cannot fit into the window; None if no limit is known.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Encoders:
         process: TokenizerProcess | None = None,
         limits: EncoderLimits | None = None,
     ) -> None:
-        """Load the tokenizer, and the template for a job that has messages.
+        """Load the tokenizer, and the chat template if the job has messages.
 
         Args:
-            window: tokens of prompt and output together.
-            process: one that was started before.
+            window: most tokens of prompt and output together.
+            process: the tokenizer process, if it was started before.
 
         Raises:
-            ModelError: one of them is missing, not valid, or cannot even encode a harmless row.
+            ModelError: tokenizer or template is missing, is not valid, or cannot encode the trial rows.
         """
         self._limits = limits or LIMITS
         self._process = process or TokenizerProcess()
@@ -119,21 +119,24 @@ class Encoders:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._process.end()  # first: threads that wait for a worker wait no longer
+            self._process.end()  # first, to wake threads that wait for a worker
         self.close()
 
     def close(self) -> None:
-        """The job has no more texts: give the memory of the workers back; again: nothing happens."""
+        """End the workers after the job's last text. Further calls do nothing."""
         self._process.let_go()
         self._pool.shutdown(cancel_futures=True)
         while self._idle:
             self._idle.pop().close()
 
     def start(self, column: pa.Array, what: str = PROMPT) -> Pieces:
-        """Begin to encode a column, or a struct of `columns`; the results joined are its rows, as columns.ENCODED.
+        """Begin to encode a column, or a struct of `columns`.
 
         Args:
             what: PROMPT, or CHOICE for texts that follow a prompt.
+
+        Returns:
+            Futures of the encoded rows (columns.ENCODED), which joined are the rows of the column in order.
         """
         batch = pa.RecordBatch.from_arrays([column], names=[what])
         rows = min(PIECE_ROWS, max(MIN_PIECE_ROWS, -(-len(column) // self.num_workers)))
@@ -172,11 +175,11 @@ class Encoders:
             for answer in _answers(worker, ONE_BY_ONE, batch.slice(row), seconds):
                 row, retries = row + 1, 0
                 yield answer
-            worker.channel.close()  # one that is done ends with it
+            worker.channel.close()  # a worker that is done ends with its channel
             ended = self._process.ended(worker)
             worker.close()
             if row == len(batch) or (row > first and not ended.by_time):
-                continue  # what comes before it in its worker must not make a row bad
+                continue  # a row is bad only if a worker ends at its first row
             if ended.from_outside:
                 retries += 1
                 if retries > RETRIES:
@@ -200,7 +203,7 @@ class Encoders:
 
 
 def _answers(worker: Worker, how: bytes, batch: pa.RecordBatch, seconds: list[float]) -> Iterator[pa.RecordBatch]:
-    """As many of a worker's answers, one for each entry of `seconds`, as it lives to give."""
+    """Yield the worker's answers, one for each entry of `seconds` (its time limits), until the worker ends."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)

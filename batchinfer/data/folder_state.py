@@ -1,4 +1,4 @@
-"""Whether the files of a folder are still those that were read."""
+"""A folder's state by its files' metadata, to notice that files changed after they were read."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ FolderState = frozenset[tuple[str, int, int, int]]  # name, number, size in byte
 
 
 def folder_state(folder: Path) -> FolderState:
-    """What the file system says of a folder's files; it changes when one of them is written, put or taken away."""
+    """Return the metadata of a folder's files; the value changes if a file is written, added or removed."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         status = path.stat() if path.exists() else path.lstat()  # a link to nothing

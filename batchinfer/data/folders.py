@@ -10,46 +10,49 @@ from pathlib import Path
 
 from batchinfer.config import S3Config
 from batchinfer.data.formats.names import is_data_file
-from batchinfer.data.patterns import UnreadableFolderError, each_folder
+from batchinfer.data.patterns import UnreadableFolderError, walk_folders
 from batchinfer.data.stores import WILDCARDS, StoreFile, objects_below
 from batchinfer.records import ConfigError
 from batchinfer.rundir import is_run_folder
 
-_ESCAPED = re.compile(r"\[([*?[])\]")  # of a pattern: a letter that stands for itself
-_SAVED = "state.json"  # of a dataset that was written by its save_to_disk
+_ESCAPED = re.compile(r"\[([*?[])\]")  # an escaped wildcard
+_SAVED = "state.json"  # in a dataset that save_to_disk wrote
 
 
 def files_in_folder(folder: str, runs: set[str]) -> list[str]:
-    """The data files in a folder and those below, all splits; of a saved dataset those that it consists of.
+    """Return the data files in a folder and below, of all splits; of a saved dataset only the files in its list.
 
     Args:
-        runs: gets the run folders below it, whose files are not among these.
+        runs: run folders below the folder are added here; their files are left out.
 
     Raises:
-        ConfigError: there are none, the list of a saved dataset cannot be read, or a folder below cannot be.
+        ConfigError: no file is found, or the list of a saved dataset or a folder below cannot be read.
     """
     names = _data_files(folder, _names_below(folder, runs), lambda name: Path(folder, name).read_bytes())
     return [os.path.join(folder, name) for name in names]
 
 
-def files_or_folders(
+def files_of_matches(
     files: list[str], folders: list[str], files_in: Callable[[str], list[str]], unread: set[str]
 ) -> list[str]:
-    """What a pattern stands for that matches these: the files, or those in the folders where it matches no file.
+    """Return the input files of a pattern: the files that it matches, else the data files in the matched folders.
 
     Args:
-        folders: each ends with a slash.
-        files_in: the data files in one of them and below.
-        unread: gets the folders beside files that hold none of these files.
+        files, folders: the pattern's matches; each folder ends with a slash.
+        files_in: returns the data files in a folder and below.
+        unread: if there are files, matched folders that contain none of them are added here.
     """
     if not files:
         return [file for folder in folders for file in files_in(folder)]
-    unread.update(without_files(folders, files))
+    unread.update(folders_without_files(folders, files))
     return files
 
 
 def holds_data(folder: str) -> bool:
-    """Whether data files are, or may be, in a folder or below it, those in run folders left out."""
+    """Return whether a folder contains data files, at any depth; files in run folders do not count.
+
+    A folder that cannot be listed counts as containing some.
+    """
     try:
         return len(files_in_folder(folder, set())) > 0
     except UnreadableFolderError:
@@ -58,23 +61,25 @@ def holds_data(folder: str) -> bool:
         return False
 
 
-def without_files(folders: Iterable[str], files: Iterable[str]) -> list[str]:
-    """The folders, each with a slash at its end, in which and below which none of the files is."""
+def folders_without_files(folders: Iterable[str], files: Iterable[str]) -> list[str]:
+    """Return the folders (each with a slash at its end) that contain none of the files, at any depth."""
     in_order = sorted(files)
     places = ((folder, bisect.bisect(in_order, folder)) for folder in folders)
     return [folder for folder, at in places if at == len(in_order) or not in_order[at].startswith(folder)]
 
 
-def outside_runs(pattern: str, matches: list[str], runs: set[str]) -> list[str]:
-    """Of what matches a pattern, all but run folders, and what its ** finds in run folders that it does not name.
+def without_run_folders(pattern: str, matches: list[str], runs: set[str]) -> list[str]:
+    """Return the matches of a pattern without run folders and without files that `**` found in run folders.
+
+    Files in a run folder that the pattern names without wildcards stay.
 
     Args:
-        runs: gets these run folders.
+        runs: the run folders left out are added here.
     """
     parts = pattern.split(os.sep)
     named = takewhile(lambda part: not WILDCARDS.search(_ESCAPED.sub("", part)), parts)
     top = os.path.abspath(_ESCAPED.sub(r"\1", os.sep.join(named)) or os.sep)
-    is_inside = {top: False, os.sep: False}  # by folder; what is named without wildcards is meant
+    is_inside = {top: False, os.sep: False}  # by folder; a folder named without wildcards is meant
 
     def is_in_run(path: str) -> bool:
         if path not in is_inside:
@@ -87,22 +92,22 @@ def outside_runs(pattern: str, matches: list[str], runs: set[str]) -> list[str]:
 
 
 def objects_in_folder(uri: str, s3: S3Config) -> list[str]:
-    """The same of a folder in an object store: the URIs of its objects.
+    """Return the URIs of the data files in a folder of an object store, at any depth (see `files_in_folder`).
 
     Raises:
-        ConfigError: as `files_in_folder`.
-        StoreError: the store does not answer, or refuses to.
+        ConfigError: no file is found, or the list of a saved dataset cannot be read.
+        StoreError: the store does not answer, or refuses the request.
     """
     uri_of = objects_below(uri, s3)
     return [uri_of[name] for name in _data_files(uri, uri_of, lambda name: _read_object(uri_of[name], s3))]
 
 
 def _data_files(folder: str, names: Iterable[str], read: Callable[[str], bytes]) -> list[str]:
-    """Of the files in and below a folder those that are shards.
+    """Return the names of the files that are shards, sorted.
 
     Args:
-        names: from the folder on.
-        read: the content of one of them.
+        names: all files in the folder and below, relative to the folder.
+        read: returns the content of a file, given its name.
     """
     names_in: dict[str, list[str]] = {}
     for name in names:
@@ -124,7 +129,7 @@ def _data_files(folder: str, names: Iterable[str], read: Callable[[str], bytes])
 
 
 def _names_below(folder: str, runs: set[str]) -> Iterator[str]:
-    for place, folders, names in each_folder(folder, _is_hidden):
+    for place, folders, names in walk_folders(folder, _is_hidden):
         found = {name for name in folders if is_run_folder(os.path.join(place, name))}
         runs |= {os.path.abspath(os.path.join(place, name)) for name in found}
         folders[:] = [name for name in folders if name not in found]

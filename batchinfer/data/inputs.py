@@ -17,11 +17,11 @@ from batchinfer.sanitize import first_line
 
 
 def first_bytes(shard: Shard, s3: S3Config = DEFAULT_S3) -> bytes:
-    """What a shard's file begins with, HEAD_BYTES at most.
+    """Return the first bytes of a shard's file, HEAD_BYTES at most.
 
     Raises:
         InputError: the file is no longer readable.
-        StoreError, RunMismatchError: the same of an object; it is another one now.
+        StoreError, RunMismatchError: the object is no longer readable; it was replaced.
     """
     with _opened(shard, s3) as source, _read_by(shard):
         return bytes(source.read(HEAD_BYTES))
@@ -48,7 +48,7 @@ def _with_schema(shard: Shard, s3: S3Config) -> Shard:
 def read_batches(
     shard: Shard, columns: list[str], batch_rows: int = 1024, *, s3: S3Config = DEFAULT_S3
 ) -> Iterator[pa.RecordBatch]:
-    """Read some columns of a shard in order, a few megabytes at a time however large the file's own parts are.
+    """Yield the rows of a shard in order with some of its columns, a few megabytes at a time.
 
     Args:
         columns: names that the shard has (see `shard_schemas.shard_schema`). Without any, batches have the column
@@ -56,9 +56,9 @@ def read_batches(
         batch_rows: most rows per batch; wide rows come in smaller batches.
 
     Raises:
-        InputError: the file is damaged, does not hold as many rows as were counted, or has a row of more than
+        InputError: the file is damaged, has another number of rows than was counted, or has a row of more than
             wide_rows.ROW_BYTES.
-        StoreError: its store fails.
+        StoreError: the object store fails.
         RunMismatchError: the file or object was replaced, perhaps while it was read.
     """
     num_rows = 0
@@ -78,11 +78,11 @@ def read_batches(
             is_large = batch.nbytes >= BATCH_BYTES // 2
             yield _with_constants(batch, asked, constants) if constants else batch
             if is_large:
-                # Arrow's allocator would keep what large batches took, three times as much as is ever in use
+                # else Arrow's allocator keeps the memory of large batches: three times the memory in use
                 pa.default_memory_pool().release_unused()
     if is_uri(shard.path):
         with _opened(shard, s3):
-            pass  # it is still the same
+            pass  # raises if the object was replaced meanwhile
     if num_rows != shard.num_rows:
         raise InputError(f"{shard.path} holds {num_rows} rows, not the {shard.num_rows} listed; restore the file")
 
@@ -91,7 +91,7 @@ def read_batches(
 
 
 def _with_constants(batch: pa.RecordBatch, columns: list[str], constants: Mapping[str, str | None]) -> pa.RecordBatch:
-    """The batch with these columns, some of which are the same in every row."""
+    """Return the batch with `columns` in their order; a column in `constants` has one value in every row."""
     repeated = {name: pa.repeat(pa.scalar(value, pa.string()), len(batch)) for name, value in constants.items()}
     names = [*columns, *(name for name in batch.schema.names if name == line_rows.ROW_ERROR)]
     arrays = [repeated[name] if name in repeated else batch[name] for name in names]
@@ -100,11 +100,11 @@ def _with_constants(batch: pa.RecordBatch, columns: list[str], constants: Mappin
 
 @contextmanager
 def _opened(shard: Shard, s3: S3Config) -> Iterator[pa.NativeFile]:
-    """The file, or the object if it is the one that was planned."""
+    """Open the shard's file, or the object if it is still the planned one."""
     if not is_uri(shard.path):
         with ExitStack() as stack:
             with _read_by(shard):
-                # the batches of an Arrow file may be of any size: mapped ones take no memory that cannot be given back
+                # batches of an Arrow file may be of any size: the kernel can drop the pages of a mapped file
                 opened = pa.memory_map if shard.format == "arrow" else pa.OSFile
                 source = stack.enter_context(opened(shard.path))
             yield source
@@ -124,7 +124,7 @@ def _read_by(shard: Shard) -> Iterator[None]:
 
 
 def _damage_named(shard: Shard, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    # a loop of its own, so that an error of the consumer is never taken for damage of the shard
+    # a separate loop, so that an error of the consumer is never reported as damage of the shard
     while True:
         try:
             batch = next(batches, None)

@@ -1,4 +1,4 @@
-"""The columns that are copied to outputs: of each one type that holds what all shards have, and values made to fit.
+"""Input columns copied to the outputs: one type per column that holds the values of all shards, and the casts.
 
 int32, int64 → int64   int64, decimal(5, 2) → decimal(21, 2)   int64, double → double, if that holds every integer
 """
@@ -20,11 +20,11 @@ _MOST_DIGITS = 76  # of a decimal
 
 
 def kept_fields(shards: list[Shard], keep_columns: list[str]) -> list[pa.Field]:
-    """The kept columns as the outputs have them: one nullable type each that holds the values of every shard.
+    """Return the kept columns as fields of the outputs: each with a nullable type that holds every shard's values.
 
     Raises:
-        ConfigError: a column is in no shard, has the name of an output column, or types that do not go together or
-            cannot be copied.
+        ConfigError: a column is in no shard, has the name of an output column, or has types that have no common type
+            or cannot be copied.
     """
     for name in keep_columns:
         if name in (*OUTPUTS.schema.names, *OUTPUTS_WITH_REASONING.schema.names):
@@ -37,11 +37,11 @@ def kept_fields(shards: list[Shard], keep_columns: list[str]) -> list[pa.Field]:
     return [_kept_field(schemas, name) for name in keep_columns]
 
 
-def conformed(batch: pa.RecordBatch, kept: Sequence[pa.Field], shard: Shard) -> pa.RecordBatch:
-    """The kept columns of a batch as the outputs have them; those that the shard has not are null.
+def cast_kept_columns(batch: pa.RecordBatch, kept: Sequence[pa.Field], shard: Shard) -> pa.RecordBatch:
+    """Return the kept columns of a batch, cast to their types in the outputs; a missing column becomes nulls.
 
     Raises:
-        ConfigError: a value does not fit into the type that holds those of the other shards.
+        ConfigError: a value does not fit into the column's type in the outputs.
     """
     return pa.RecordBatch.from_arrays([_conformed(batch, field, shard) for field in kept], schema=pa.schema(kept))
 
@@ -86,7 +86,7 @@ def _kept_field(schemas: list[tuple[Shard, pa.Schema]], name: str) -> pa.Field:
 
 
 def can_be_copied(name: str, kind: pa.DataType) -> bool:
-    """Whether Parquet holds columns of a type, and Arrow takes rows out of them."""
+    """Return whether columns of a type can be written to Parquet, and Arrow can select rows of such columns."""
     try:
         pa.nulls(1, kind).take(pa.array([0]))
         pq.ParquetWriter(pa.BufferOutputStream(), pa.schema([pa.field(name, kind)])).close()
@@ -96,7 +96,7 @@ def can_be_copied(name: str, kind: pa.DataType) -> bool:
 
 
 def _common_type(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
-    """The type that holds the values of both, or refuses one that it does not hold; None: there is none."""
+    """Return a type to which a cast of both types keeps every value or fails; None if there is no such type."""
     if first == second:
         return first
     if is_json(first) or is_json(second):
@@ -106,7 +106,10 @@ def _common_type(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
 
 
 def _decimal_of(integer: pa.DataType, decimal: pa.DataType) -> pa.DataType | None:
-    """The decimal type that holds all of an integer type, too; Arrow's own is too narrow for these."""
+    """Return the decimal type that holds all values of an integer and a decimal type; None if there is none.
+
+    The common type that Arrow chooses is too narrow for some values.
+    """
     if not pa.types.is_integer(integer) or not pa.types.is_decimal(decimal):
         return None
     digits = _DIGITS_64.get(integer) or _DIGITS[integer.bit_width]
@@ -125,7 +128,7 @@ def _unified(first: pa.DataType, second: pa.DataType) -> pa.DataType | None:
 
 
 def _keeps(kind: pa.DataType, wider: pa.DataType) -> bool:
-    """Whether a cast gives the same values or an error. Arrow makes bytes of text, and silently floats of decimals."""
+    """Return whether a cast keeps every value or fails. Arrow casts text to bytes, and decimals to floats with loss."""
     if pa.types.is_struct(kind):
         return all(_keeps(part.type, wider.field(part.name).type) for part in kind)
     if pa.types.is_map(kind):

@@ -1,4 +1,4 @@
-"""A row's own sampling: the column of structs or JSON texts named by input.sampling, laid over [sampling]."""
+"""Per-row sampling: the values of the column input.sampling (structs or JSON texts) replace keys of [sampling]."""
 
 from dataclasses import replace
 from sys import getsizeof
@@ -13,17 +13,17 @@ from batchinfer.config.sampling import NOTHING_SCORED
 from batchinfer.records import ConfigError, Sampling, sampling_to_json
 from batchinfer.sanitize import words_of
 
-KNOWN_BYTES = 32 << 20  # of resolved overrides that are remembered: few distinct ones, or one per row (seeds)
-ENTRY_BYTES = 1000  # of one beside its texts
+KNOWN_BYTES = 32 << 20  # for cached overrides: few distinct ones, or one per row (seeds)
+ENTRY_BYTES = 1000  # of a cached override, in addition to its texts
 _DECODER = msgspec.json.Decoder(float_hook=exact_float)
 
 
 class RowSampling(NamedTuple):
-    """What becomes of a row's override.
+    """A row's sampling, or why the row's override is bad.
 
-    sampling: the row's; of an impossible override the job's, with the number of samples that the row asks for.
-    as_json: it, where it is not the job's own.
-    problem: the sentence that says what is wrong; None: nothing.
+    sampling: the row's sampling; for a bad override the job's sampling with the number of samples that the row wants.
+    as_json: the sampling as JSON; None if it is the job's own.
+    problem: the error sentence of a bad override, else None.
     """
 
     sampling: Sampling
@@ -32,10 +32,10 @@ class RowSampling(NamedTuple):
 
 
 class SamplingOverrides:
-    """Resolves overrides; equal ones are checked once.
+    """Resolves rows' overrides of the job's sampling; equal overrides are checked once.
 
     Args:
-        nulls_count: a key that is null says that there is none, whatever the job has; else it is as good as missing.
+        nulls_count: whether a key with null removes the job's value; else such a key counts as missing.
         ends_thinking: whether the tokenizer has a token that ends thinking.
     """
 
@@ -57,7 +57,7 @@ class SamplingOverrides:
         self._known_bytes = 0
 
     def resolve(self, override: dict[str, Any] | None) -> RowSampling:
-        """The row's sampling, or what is wrong with it."""
+        """Return the sampling of a row with this override."""
         given = override or {}
         if not self._nulls_count:
             given = {key: value for key, value in given.items() if value is not None}
@@ -67,8 +67,8 @@ class SamplingOverrides:
             self._remember(text, self._check(given))
         return self._known[text]
 
-    def of_text(self, text: str) -> RowSampling:
-        """The same of an override that is written as JSON."""
+    def resolve_json(self, text: str) -> RowSampling:
+        """Return the sampling of a row whose override is a JSON text."""
         try:
             override = _DECODER.decode(text)
             if override is not None and not isinstance(override, dict):
@@ -100,7 +100,7 @@ class SamplingOverrides:
         return RowSampling(sampling, None if sampling == self._job_sampling else sampling_to_json(sampling))
 
     def _refused(self, given: dict[str, Any], problem: str) -> RowSampling:
-        """A bad row, too, is as many output rows as it asks for."""
+        """Return the result for a bad override; a bad row, too, has `n` output rows if its `n` is valid."""
         try:
             asked = SamplingConfig.model_validate({"max_tokens": 1, "n": given.get("n", self._job_sampling.n)})
         except ValidationError:
@@ -113,7 +113,7 @@ class SamplingOverrides:
         if problem["type"] == "extra_forbidden":
             return f"{where} is not a sampling key (`batchinfer schema` lists them)"
         message = problem["msg"].removeprefix("Value error, ").replace("Input", "it")
-        if not problem["loc"]:  # of several keys: the message begins with one
+        if not problem["loc"]:  # a problem of several keys: the message begins with one
             return f"{where}.{message}"
         return f"{where} is {repr(problem['input'])[:80]}, but {message}"
 
@@ -122,14 +122,14 @@ def warnings_of(sampling: Sampling) -> tuple[str, ...]:
     """Return sentences about parts of the structured output that have no effect."""
     if sampling.structured is None:
         return ()
-    # most jobs have none: they do without the library
+    # imported here because most jobs need no grammar library
     from batchinfer.config import structured_outputs
 
     return structured_outputs.warnings_of(*sampling.structured)
 
 
 def check_thinking(sampling: Sampling, ends_thinking: bool) -> None:
-    """Refuse a budget that nothing could keep to.
+    """Refuse a thinking budget if no token ends thinking.
 
     Raises:
         ConfigError: the tokenizer has no token that ends thinking.
@@ -142,10 +142,10 @@ def check_thinking(sampling: Sampling, ends_thinking: bool) -> None:
 
 
 def check_token_ids(sampling: Sampling, vocab_size: int) -> None:
-    """Refuse keys that name a token that the model does not have.
+    """Refuse a token id that the model does not have, in logit_bias and stop_token_ids.
 
     Args:
-        vocab_size: the model's, which counts logits; the tokenizer may have other ids.
+        vocab_size: number of the model's logits; the tokenizer may have fewer ids.
 
     Raises:
         ConfigError: names the key and the token.

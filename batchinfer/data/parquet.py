@@ -1,4 +1,4 @@
-"""Tables of our own in Parquet, and files of lines: written whole or not at all; what damage of files looks like."""
+"""Files of the run folder, in Parquet or lines: published whole or not at all, with checksums; errors of damage."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +14,10 @@ from batchinfer.records import DamagedFileError
 from batchinfer.sanitize import first_line
 from batchinfer.whole_files import Publisher, published
 
-# In the metadata of a table that nobody vouches for: the checksum of the file as it is with _NO_SEAL there.
+# In the metadata of a table that is in no manifest: the checksum of the file with _NO_SEAL in this place.
 _SEAL, _NO_SEAL = b"batchinfer.xxh3", b"0" * 32
 _VALUE_AT = len(_SEAL) + 2  # behind the key: Thrift's type of field and length
-# what pyarrow raises for a damaged file: ArrowInvalid is a ValueError, ArrowMemoryError comes from absurd sizes
+# pyarrow's errors for a damaged file: ArrowInvalid is a ValueError, ArrowMemoryError comes from absurd sizes
 DAMAGE = (OSError, ValueError, MemoryError, pa.ArrowException)
 
 
@@ -31,13 +31,13 @@ def table_writer(
     manifest: Manifest | None = None,
     publisher: Publisher | None = None,
 ) -> Iterator[pq.ParquetWriter]:
-    """Write `target` so that it appears whole or not at all; each batch or table handed in is a row group of its own.
+    """Open a writer of `target`, which appears whole or not at all; each batch or table becomes one row group.
 
     Args:
         plain: a column to store without a dictionary. For token ids, which hardly repeat, a dictionary doubles the
-            time and hides common prefixes from the compression. All other columns must be flat ones then.
-        scratch, publisher: as `published` has them.
-        manifest: vouches for the file; None: the file does so itself, see `sealed_table`.
+            time and hides common prefixes from the compression. All other columns must be flat then.
+        scratch, publisher: see `whole_files.published`.
+        manifest: gets the file's checksums; if None, the file contains its own checksum (see `sealed_table`).
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -59,9 +59,9 @@ def table_writer(
 def lines_writer(
     target: Path, *, scratch: Path, manifest: Manifest, publisher: Publisher
 ) -> Iterator[Callable[[bytes], object]]:
-    """Write a file of lines so that it appears whole or not at all; gives what takes the next bytes.
+    """Open a file of lines, which appears whole or not at all; yields the function that writes bytes.
 
-    Args, Raises: as `table_writer`.
+    Args, Raises: see `table_writer`.
     """
     with published(target, scratch, publisher=publisher) as temporary, open(temporary, "wb") as file:
         checked = ChecksummedWriter(file)
@@ -71,7 +71,7 @@ def lines_writer(
 
 @contextmanager
 def own_file(path: Path, **remedy: str) -> Iterator[None]:
-    """Reading a file that this program wrote into the run folder.
+    """Convert read errors of a file of the run folder to DamagedFileError.
 
     Args:
         remedy: of DamagedFileError.
@@ -89,7 +89,7 @@ def own_file(path: Path, **remedy: str) -> Iterator[None]:
 
 @contextmanager
 def own_parquet(path: Path, manifest: Manifest) -> Iterator[pq.ParquetFile]:
-    """A table that this program wrote into the run folder and the manifest vouches for, for reading.
+    """Open a table of the run folder for reading; its bytes are compared with the manifest's checksums.
 
     Raises:
         DamagedFileError: the file is missing or damaged.
@@ -99,16 +99,16 @@ def own_parquet(path: Path, manifest: Manifest) -> Iterator[pq.ParquetFile]:
 
 
 def read_rows(path: Path, manifest: Manifest | None = None) -> list[dict[str, Any]]:
-    """All rows of a small table of the run folder.
+    """Return all rows of a small table of the run folder.
 
     Args:
-        manifest: that vouches for it, if one does.
+        manifest: has the file's checksums; if None, the table has its own checksum (see `sealed_table`).
 
     Raises:
-        DamagedFileError: it is missing or damaged.
+        DamagedFileError: the file is missing or damaged.
     """
     with own_file(path):
-        # opened once: a session's row is replaced while others read it
+        # opened once: a session's row may be replaced while it is read
         source = sealed_table(path) if manifest is None else pa.PythonFile(manifest.open(path), mode="r")
         with source:
             rows: list[dict[str, Any]] = pq.read_table(source, page_checksum_verification=True).to_pylist()
@@ -116,15 +116,15 @@ def read_rows(path: Path, manifest: Manifest | None = None) -> list[dict[str, An
 
 
 def sealed_table(source: Path | bytes) -> pa.BufferReader:
-    """A table that nobody vouches for, for reading, once it is known to be what was written.
+    """Return a reader of a table that contains its own checksum, after the checksum was compared.
 
-    One of an earlier version has no seal, and is believed but for its pages' own checksums.
+    A table of an earlier version has no such checksum, only those of its pages.
 
     Args:
-        source: its file, or the bytes of it.
+        source: the table's file or its bytes.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is damaged; for `own_file`.
+        OSError, ValueError: the table cannot be read, or is damaged (use within `own_file`).
     """
     data = source if isinstance(source, bytes) else source.read_bytes()
     key_at = data.rfind(_SEAL)
@@ -139,22 +139,22 @@ def sealed_table(source: Path | bytes) -> pa.BufferReader:
 
 
 def check_sealed(path: Path, **remedy: str) -> None:
-    """Compare a table that nobody vouches for with its own checksum.
+    """Check a table that contains its own checksum.
 
     Args:
         remedy: of DamagedFileError.
 
     Raises:
-        DamagedFileError: it is missing or damaged.
+        DamagedFileError: the file is missing or damaged.
     """
     with own_file(path, **remedy):
         sealed_table(path)
 
 
 def _seal(file: BinaryIO) -> None:
-    """Put the checksum of a table where its metadata has room for it."""
+    """Write the checksum of a table over the zeros that its metadata has for it."""
     file.seek(0)
     content = file.read()
-    # the last place: columns' smallest and largest values come before it
+    # the last occurrence: the smallest and largest values of columns come before the metadata
     file.seek(content.rindex(_SEAL) + _VALUE_AT)
     file.write(xxhash.xxh3_128_hexdigest(content).encode())

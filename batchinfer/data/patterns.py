@@ -1,6 +1,6 @@
-"""Paths that match a pattern: as the standard library's glob finds them, but that none is passed over in silence.
+"""Paths that match a glob pattern, as in the standard library, but a folder that cannot be listed is an error.
 
-glob leaves out folders that it cannot list, and goes round for ever where links lead back to where they are.
+The library's glob silently leaves out such folders, and never ends if links form a loop.
 """
 
 import errno
@@ -11,33 +11,36 @@ from fnmatch import filter as names_like
 from batchinfer.data.stores import WILDCARDS
 from batchinfer.records import ConfigError
 
-_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # what errors of a name that nothing has say
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)  # errors of a path that does not exist
 
 
 class UnreadableFolderError(ConfigError):
-    """Nobody knows what is in it."""
+    """A folder that a pattern looks in cannot be listed."""
 
 
 def matching_paths(pattern: str) -> list[str]:
-    """What matches: *, ? and [..] stand for letters of a name, ** for any folders; none for a dot at its beginning.
+    """Return the paths that match: `*`, `?` and `[..]` match characters of a name, `**` any number of folders.
+
+    No wildcard matches a dot at the beginning of a name.
 
     Raises:
-        UnreadableFolderError: the pattern looks in one.
+        UnreadableFolderError: a folder that the pattern looks in cannot be listed.
     """
     top = os.sep if pattern.startswith(os.sep) else ""
     return sorted({path for path in _matching(top, pattern.split(os.sep)) if path})
 
 
-def each_folder(top: str, is_left_out: Callable[[str], bool]) -> Iterator[tuple[str, list[str], list[str]]]:
-    """(place, its folders, its files) of a folder and of those below, whose list the caller may shorten.
+def walk_folders(top: str, is_left_out: Callable[[str], bool]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield (path, names of folders in it, names of files in it) for a folder and all folders below.
 
-    One that is reached twice counts once. Links come last: `latest` does not hide the key of `day=5`.
+    The caller may remove names from the list of folders, which are then not entered. A folder that is reached twice
+    comes once. Links come last, so that the folder `day=5` is found by its own name and not by a link `latest`.
 
     Args:
-        is_left_out: by the name of a folder.
+        is_left_out: whether not to enter a folder, given its name.
 
     Raises:
-        UnreadableFolderError: one of them.
+        UnreadableFolderError: a folder cannot be listed.
     """
     seen: set[str] = set()
     tops = [top]
@@ -54,7 +57,11 @@ def each_folder(top: str, is_left_out: Callable[[str], bool]) -> Iterator[tuple[
 
 
 def _matching(folder: str, parts: list[str]) -> Iterator[str]:
-    """Paths below a folder, which ends with a slash or is empty (where we are), that match these names."""
+    """Yield the paths below a folder that match `parts`, one part per level.
+
+    Args:
+        folder: ends with a slash; "" is the working directory.
+    """
     part, *rest = parts
     if part == "**":
         yield from _below(folder, rest)
@@ -71,7 +78,7 @@ def _matching(folder: str, parts: list[str]) -> Iterator[str]:
 
 
 def _below(folder: str, rest: list[str]) -> Iterator[str]:
-    for place, _, names in each_folder(folder or os.curdir, _has_dot):
+    for place, _, names in walk_folders(folder or os.curdir, _has_dot):
         inside = "" if place == os.curdir else os.path.join(place, "")
         if rest:
             yield from _matching(inside, rest)
@@ -90,7 +97,7 @@ def _names(folder: str, part: str) -> list[str]:
 
 
 def _is_there(path: str, folder: str) -> bool:
-    """Whether there is something of this name, with a slash at its end a folder."""
+    """Return whether a path exists; with a slash at its end, whether it is a folder."""
     try:
         os.lstat(path)
     except ValueError:  # no name at all
@@ -106,7 +113,7 @@ def _has_dot(name: str) -> bool:
 
 
 def _refuse_unless_gone(error: OSError, folder: str | None = None) -> None:
-    """Where nothing is, nothing is passed over: another job's run folder may lose folders while we look."""
+    """Raise UnreadableFolderError unless the path does not exist: other jobs may delete folders meanwhile."""
     if error.errno not in _ABSENT:
         raise UnreadableFolderError(
             f"cannot list the folder {folder or error.filename} for its data: {error.strerror}; make it readable, or "

@@ -1,4 +1,4 @@
-"""Conversion of columns of any layout to the types of columns.plain_type.
+"""Conversion of columns of any layout to their plain type (columns.plain_type).
 
 Columns are rebuilt from their parts: Arrow casts neither dictionaries of views nor views inside of a list, and its cast
 of a list view loses values ([[3], [0, 1]] became [[], [0, 1]]).
@@ -12,12 +12,12 @@ from batchinfer.data.columns import is_json, list_lengths, plain_type
 
 
 def plain_array(array: pa.Array) -> pa.Array:
-    """Return the column as `plain_type` has its type; one that has this type already is returned as it is."""
+    """Return the column converted to its plain type; a column of a plain type is returned without a copy."""
     return _in_place(array.storage if is_json(array.type) else array)
 
 
 def with_plain_dictionary(array: pa.Array) -> pa.Array:
-    """Return a column of indices with the values that they stand for made plain; any other column as it is."""
+    """Return a dictionary column with the values of its dictionary made plain; other columns unchanged."""
     if not pa.types.is_dictionary(array.type):
         return array
     values = _in_place(array.dictionary)
@@ -30,7 +30,7 @@ def runs_of(array: pa.RunEndEncodedArray) -> np.ndarray:
 
 
 def list_bounds(array: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return [R] int64 each, where each list begins and ends in `array.values`; a null ends where it begins."""
+    """Return the start and end of each list in `array.values`, [R] int64 each; equal for a null."""
     lengths = list_lengths(array)
     if pa.types.is_fixed_size_list(array.type):
         starts = (array.offset + np.arange(len(array))) * array.type.list_size
@@ -67,7 +67,7 @@ def _in_place(array: pa.Array) -> pa.Array:
 
 
 def _list_in_place(array: pa.Array, plain: pa.DataType) -> pa.Array:
-    """Return lists of `plain`, the type of lists one after the other."""
+    """Return the lists converted to the type `plain`, with items in contiguous order."""
     starts, ends = list_bounds(array)
     lengths = ends - starts
     is_filled = lengths > 0
@@ -75,7 +75,7 @@ def _list_in_place(array: pa.Array, plain: pa.DataType) -> pa.Array:
         (int(starts[is_filled].min()), int(ends.max(where=is_filled, initial=0))) if is_filled.any() else (0, 0)
     )
     items = _in_place(array.values.slice(first, end - first))
-    # what list_flatten would do, which does not take all dictionaries
+    # by hand because list_flatten does not accept all dictionaries
     within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     items = items.take(pa.array(within + np.repeat(starts - first, lengths)))
     integers = pa.int64() if pa.types.is_large_list(plain) else pa.int32()

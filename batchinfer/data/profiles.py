@@ -1,4 +1,4 @@
-"""Keys of an AWS profile: obstore looks into the environment and asks the machine's role, but reads no profile."""
+"""Keys of an AWS profile, for obstore, which reads the environment and the machine's role but no profile."""
 
 import configparser
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from batchinfer.records import ConfigError
 from batchinfer.sanitize import first_line
 
-# what obstore itself finds; a key in the environment goes before a profile, as in AWS's own libraries
+# sources that obstore reads itself; as in AWS's libraries, keys in the environment take precedence over a profile
 _OTHER_SOURCES = (
     "AWS_ACCESS_KEY_ID",
     "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -17,10 +17,12 @@ _OTHER_SOURCES = (
 
 
 def profile_keys() -> dict[str, str]:
-    """The keys of the profile that AWS_PROFILE names (else `default`), as options of an S3Store; none: of none.
+    """Return the keys of the profile AWS_PROFILE (else `default`) as options of an S3Store; {} if there are none.
+
+    Return {} as well if the environment has keys or another source of credentials.
 
     Raises:
-        ConfigError: AWS_PROFILE names a profile that is not there or has no keys of its own.
+        ConfigError: AWS_PROFILE names a profile that does not exist or has no keys of its own.
     """
     named = os.environ.get("AWS_PROFILE")
     if any(os.environ.get(source) for source in _OTHER_SOURCES):
@@ -40,7 +42,7 @@ def profile_keys() -> dict[str, str]:
 
 
 def _profile(name: str) -> dict[str, str]:
-    """What the two files say of a profile, the credentials file last."""
+    """Return the settings of a profile from the config file and, with precedence, the credentials file."""
     found: dict[str, str] = {}
     for variable, default, section in (
         ("AWS_CONFIG_FILE", "config", name if name == "default" else f"profile {name}"),

@@ -1,4 +1,4 @@
-"""Text and chats to token ids, and token ids to text, by a model's tokenizer and chat template."""
+"""Encoding of texts and chats by a model's tokenizer and chat template, and decoding of token ids."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from batchinfer.records import ModelError
 if TYPE_CHECKING:
     from batchinfer.data.chat import ChatTemplate
 
-# What begins and ends a model's thinking: DeepSeek's and most others', Mistral's.
+# Tokens that begin and end thinking: of DeepSeek and most other models, and of Mistral.
 THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-# how vocabularies of bytes write them, as GPT-2 did: printable ones as they are, the others from U+0100 on
+# byte-level vocabularies (GPT-2) write printable bytes as themselves and the others as characters from U+0100 on
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
 }
-UNFINISHED = "\ufffd"  # what decoding shows for bytes that are not a whole character yet
+UNFINISHED = "\ufffd"  # decoded from the bytes of an incomplete character
 
 
 class PromptTokenizer:
-    """Text and chats to token ids, token ids to text.
+    """A model's tokenizer with its chat template.
 
     Attributes:
-        file, template_text: of the vocabulary; the chat template, if there is one.
-        named_tokens, eos_token_ids: texts of bos_token and others; the ids that end an answer.
-        vocab_size: ids that the tokenizer knows (the model may have more).
-        digest: changes with anything that changes a prompt's ids.
+        file: file of the vocabulary.
+        template_text: the chat template, None if there is none.
+        named_tokens: texts of bos_token and other named tokens, by name.
+        eos_token_ids: ids that end an answer.
+        vocab_size: number of ids of the tokenizer (the model may have more).
+        digest: changes with every change that changes a prompt's ids.
     """
 
     def __init__(
@@ -54,34 +56,34 @@ class PromptTokenizer:
 
     @cached_property
     def _encoder(self) -> TextEncoder:
-        return TextEncoder(self._tokenizer)  # who only decodes, or wants the digest, does without
+        return TextEncoder(self._tokenizer)  # made late because ranks only decode
 
     @cached_property
     def control(self) -> ControlTokens:
-        """The control tokens that texts may spell."""
+        """The control tokens, to find them in texts."""
         return ControlTokens(self._tokenizer)
 
     def most_chars(self, most_tokens: int) -> int | None:
-        """Characters with which a text must have more tokens than this; None: not known."""
+        """Return a number of characters above which a text has more than `most_tokens` tokens; None if not known."""
         return self._encoder.most_chars(most_tokens)
 
     def encode_prompts(
         self, texts: list[str], most_tokens: int | None = None, control: str = "parse", *, special: bool = True
     ) -> list[list[int] | str]:
-        """Raw prompts with the tokenizer's own special tokens.
+        """Encode raw prompts with the tokenizer's own special tokens.
 
-        Which those are, tokenizer.json alone decides (its post-processor), as in transformers 5: `add_bos_token` in
-        tokenizer_config.json describes how the file was made.
+        The special tokens are those of the post-processor in tokenizer.json, as in transformers 5: `add_bos_token` in
+        tokenizer_config.json only describes how that file was made.
 
         Args:
             texts: the prompts.
-            most_tokens: a text so long that it must have more tokens than this is refused without encoding it (the
-                tokenizer needs some hundred bytes per token); unset: encode whatever comes.
-            control: input.control_tokens, for texts that spell control tokens.
-            special: False for texts that follow a prompt, which get no tokens of the tokenizer's own.
+            most_tokens: a text whose length implies more tokens is refused without encoding (the tokenizer needs
+                some hundred bytes per token); None: no limit.
+            control: input.control_tokens, for texts with control tokens.
+            special: False for texts that follow a prompt, which get no special tokens.
 
         Returns:
-            The ids of each text; for a text that cannot be encoded, the error sentence.
+            The ids of each text, or the error sentence if the text cannot be encoded.
         """
         results: list[list[int] | str] = [[]] * len(texts)
         found = [None if control == "parse" else self.control.first_in(text) for text in texts]
@@ -105,13 +107,14 @@ class PromptTokenizer:
         variables: list[dict[str, Any]] | None = None,
         continues: bool = False,
     ) -> list[list[int] | str]:
-        """Chats through the template, up to where the assistant answers; special tokens come from the template only.
+        """Encode chats by the chat template, which writes all special tokens.
 
         Args:
-            variables, continues: see ChatTemplate.render; the variables for each chat.
+            variables: the template's variables for each chat (see ChatTemplate.render).
+            continues: see ChatTemplate.render.
 
         Returns:
-            The ids of each chat; for a chat that the template refuses, the error sentence.
+            The ids of each chat, or the error sentence if the template refuses the chat.
 
         Raises:
             ModelError: the model folder has no usable chat template.
@@ -141,10 +144,10 @@ class PromptTokenizer:
         return results
 
     def chat_template(self) -> ChatTemplate:
-        """The compiled template.
+        """Return the compiled chat template.
 
         Raises:
-            ModelError: there is none, or it is not valid.
+            ModelError: the model folder has no chat template, or an invalid one.
         """
         if self.template_text is None:
             raise ModelError(
@@ -152,35 +155,42 @@ class PromptTokenizer:
                 "or give ready text in input.prompt"
             )
         if self._template is None:
-            # a rank, which only decodes, does without the template engine
+            # imported here because ranks only decode and need no template engine
             from batchinfer.data.chat import ChatTemplate
 
             self._template = ChatTemplate(self.template_text, self.named_tokens)
         return self._template
 
     def encode_piece(self, text: str) -> list[int]:
-        """The ids of a piece of text, without special tokens."""
+        """Return the ids of a text without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def token_id(self, text: str) -> int | None:
-        """The id of a token that is exactly this text."""
+        """Return the id of the token with exactly this text, None if there is none."""
         return self._tokenizer.token_to_id(text)
 
     def to_json(self) -> str:
-        """The tokenizer as tokenizer.json has it, with the tokens that other files of the folder add."""
+        """Return the tokenizer in the form of tokenizer.json, with tokens that other files of the folder add."""
         return self._tokenizer.to_str()
 
     def decode(self, ids: list[int], *, with_special: bool = False) -> str:
-        """The text of generated ids, UNFINISHED for bytes of no whole character; special tokens when asked for."""
+        """Return the text of generated ids, with UNFINISHED for the bytes of an incomplete character.
+
+        Args:
+            with_special: whether the text shows special tokens.
+        """
         return self._tokenizer.decode(ids, skip_special_tokens=not with_special)
 
     def stream(self) -> TextStream:
-        """A fresh incremental decoder for one request."""
+        """Return an incremental decoder for one request."""
         return TextStream(self.decode)
 
 
 def thinking_tokens(tokenizer: PromptTokenizer) -> tuple[int | None, int] | None:
-    """The ids that begin (None: there is none) and end thinking; None: no token ends it."""
+    """Return the ids of the tokens that begin and end thinking; None if no token ends thinking.
+
+    The first id is None if no token begins thinking.
+    """
     for begin, end in THINKING_MARKS:
         if (end_id := tokenizer.token_id(end)) is not None:
             return tokenizer.token_id(begin), end_id
@@ -188,7 +198,7 @@ def thinking_tokens(tokenizer: PromptTokenizer) -> tuple[int | None, int] | None
 
 
 def token_bytes(tokenizer: PromptTokenizer, token_id: int) -> bytes | None:
-    """The bytes of one token, which may be no whole character; None: they cannot be told."""
+    """Return the bytes of one token, perhaps a part of a character; None if they are not known."""
     text = tokenizer.decode([token_id], with_special=True)
     if UNFINISHED not in text:
         return text.encode()
@@ -199,21 +209,21 @@ def token_bytes(tokenizer: PromptTokenizer, token_id: int) -> bytes | None:
 
 
 class TextStream:
-    """Turns one request's token ids into text piece by piece, for stop strings.
+    """Incremental decoder of one request's token ids, for the search of stop strings.
 
-    The pieces joined are `decode` of all ids without UNFINISHED at its end: the bytes to come may make it a character.
+    The pieces joined are `decode` of all ids, without UNFINISHED at the end: later bytes may complete that character.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
-        # ids   [0, _start) dropped   [_start, _shown) context of the next piece   [_shown, len) not shown whole yet
+        # ids   [0, _start) dropped   [_start, _shown) context of the next piece   [_shown, len) not returned whole yet
         self._ids: list[int] = []
         self._start = 0
         self._shown = 0
-        self._num_shown = 0  # characters of the text of ids[_start:] that were returned
+        self._num_shown = 0  # characters returned of the text of ids[_start:]
 
     def push(self, token_id: int) -> str:
-        """Take the next id; return the text that is certain now and was not before, often ""."""
+        """Add the next id and return the text that it makes certain, often ""."""
         self._ids.append(token_id)
         text = self._decode(self._ids[self._start :])
         certain = text.rstrip(UNFINISHED)

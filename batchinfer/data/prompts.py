@@ -1,4 +1,4 @@
-"""The prompts of a batch of rows as token ids; what is wrong with one is a sentence at its row."""
+"""Prompts of a batch of rows as token ids; a bad prompt gives its row an error sentence."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -17,7 +17,7 @@ from batchinfer.sanitize import clip
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """What the model can take."""
+    """The model's limits for prompts."""
 
     window: int  # most tokens of prompt and output together
     vocab_size: int  # token ids are below it
@@ -25,12 +25,12 @@ class PromptLimits:
 
 @dataclass(slots=True)
 class RowBatch:
-    """R rows on their way through the checks; `errors` holds the first problem of each bad row."""
+    """A batch of R rows while it is checked; `errors` has the first problem of each bad row."""
 
     columns: pa.RecordBatch
     num_rows: int
     errors: dict[int, str] = field(default_factory=dict)
-    holds_control: np.ndarray | None = None  # [R] bool, whether the text holds control tokens; None: no row
+    holds_control: np.ndarray | None = None  # [R] bool, whether the text has control tokens; None: in no row
 
     def blame(self, row: int, sentence: str) -> None:
         self.errors.setdefault(row, clip(sentence))
@@ -41,7 +41,7 @@ class RowBatch:
 
 
 class PromptChecks:
-    """From the job's prompt column to token ids that the model can take."""
+    """Encodes the job's prompt column and checks that the model can take the token ids."""
 
     def __init__(self, job: JobConfig, encoders: Encoders, limits: PromptLimits) -> None:
         self._prompt, self._kind = job.input.prompt_column, job.input.prompt_kind
@@ -49,10 +49,10 @@ class PromptChecks:
         self._limits = limits
 
     def start(self, batch: RowBatch, known: pa.RecordBatch | None = None) -> Pieces:
-        """Begin with a batch; `checked` takes what comes of it.
+        """Begin to encode the prompts of a batch; `checked` waits for the result.
 
         Args:
-            known: the batch as ENCODED, if it need not be encoded.
+            known: the encoded prompts (columns.ENCODED), if they are known from an earlier run.
         """
         if self._kind == "token_ids":
             return []
@@ -66,7 +66,7 @@ class PromptChecks:
         (column,) = columns
         most_chars = self._encoders.most_chars
         if self._kind == "prompt" and most_chars is not None and not pa.types.is_null(column.type):
-            # a character is at most four bytes: these need not travel to a worker
+            # a character has at most four bytes: longer texts need not be sent to a worker
             is_long = pc.greater(pc.binary_length(column), 4 * most_chars).fill_null(False)
             for row in np.flatnonzero(is_long.to_numpy(zero_copy_only=False)).tolist():
                 num_chars = pc.utf8_length(column.slice(row, 1))[0].as_py()
@@ -75,7 +75,7 @@ class PromptChecks:
         return self._encoders.start(column)
 
     def checked(self, batch: RowBatch, pieces: Pieces) -> pa.Array:
-        """[R] lists of token ids; what is wrong with them is blamed."""
+        """Return [R] lists of token ids; blame rows with a bad prompt."""
         if self._kind == "token_ids":
             column = batch.columns[self._prompt]
             prompts = token_lists(column)
@@ -95,7 +95,7 @@ class PromptChecks:
         return prompts
 
     def check_room(self, batch: RowBatch, lengths: np.ndarray, max_tokens: np.ndarray) -> None:
-        """Blame prompts that do not fit into the window, together with a first new token where one is asked for.
+        """Blame rows whose prompt, with a first new token if one is wanted, does not fit into the window.
 
         Args:
             lengths: [R] tokens of the prompts.
@@ -108,7 +108,7 @@ class PromptChecks:
 
 
 def bad_ids(lists: pa.Array, vocab_size: int) -> Iterator[tuple[int, str]]:
-    """(place, sentence) of each list with a token id that is null, negative or too large for the model's table."""
+    """Yield (position, error sentence) of each list with a token id that is null, negative or not in the model."""
     ids = lists.flatten()
     kind = pa.uint64() if ids.type == pa.uint64() else pa.int64()
     too_large = pc.greater_equal(ids, pa.scalar(vocab_size, kind))

@@ -1,4 +1,4 @@
-"""Rows' prompts, and choices that follow them, as token ids: what a worker does with the model's tokenizer."""
+"""Encoding of rows' prompts, and of choices that follow prompts, by the model's tokenizer in a worker process."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,11 +17,11 @@ from batchinfer.data.row_values import RowError
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
 
-# (ids or the error sentence, whether its text spells control tokens) of each text or chat
+# (ids or the error sentence, whether the text has control tokens) of each text or chat
 IdsAndControl = Iterator[tuple[list[int] | str, bool]]
 EncodeTexts = Callable[[list[Any]], IdsAndControl]
 
-# chats that a sound template can take, whatever roles it knows
+# chats of which a sound template can render one, for any set of roles
 _TRIAL_CHATS = [
     [{"role": role, "content": "Hello there, 12 times."} for role in roles]
     for roles in (["user"], ["system", "user"], ["user", "assistant", "user"])
@@ -45,10 +45,10 @@ class RowEncoder:
         self._most_tokens = most_tokens
         self._control = control
         if prompts.makes_chats or (prompts.may_make_chats and tokenizer.template_text is not None):
-            tokenizer.chat_template()  # without a sound one no chat can work: fail before the first
+            tokenizer.chat_template()  # raises before the first row if the template is bad
 
     def try_out(self) -> None:
-        """Encode harmless rows: a tokenizer or template that cannot even do that ends this process here.
+        """Encode trial rows, so that a tokenizer or template that crashes does so before the first row.
 
         Raises:
             ModelError: each chat needs a date, which neither job nor rows give.
@@ -60,11 +60,11 @@ class RowEncoder:
             raise ModelError(NO_DATE)
 
     def encode(self, column: pa.Array) -> pa.RecordBatch:
-        """The rows of the column, or of the struct of columns (RowPrompts.of), as ENCODED."""
+        """Encode the prompts of a column, or of a struct of columns (see RowPrompts.of), as columns.ENCODED."""
         return self._encoded([self._with_effort(prompt) for prompt in self._prompts.of(column)], self._prompt_ids)
 
     def encode_choices(self, column: pa.Array) -> pa.RecordBatch:
-        """Texts that follow a prompt, without what the tokenizer puts around a text, as ENCODED."""
+        """Encode texts that follow a prompt, without the tokenizer's special tokens, as columns.ENCODED."""
         texts = [
             RowError("it is not valid UTF-8") if isinstance(text, UnicodeDecodeError) else text
             for text in python_values(column)

@@ -8,16 +8,16 @@ from batchinfer.data.column_checks import id_column
 from batchinfer.data.columns import column_type, is_id_type, without_dictionary
 from batchinfer.data.prompts import RowBatch
 
-END = 1 << 53  # from here on several integers have one double
+END = 1 << 53  # from here on, different integers have the same double
 
 
 class IdColumn:
-    """Reads the column of ids, which may be missing.
+    """Reader of a shard's column of ids, which may be missing.
 
     Args:
-        schema: of the shard.
-        id_type: of the outputs' ids; None: not known. Where it is integer, doubles are integers that pandas has had
-            with nulls among them.
+        schema: the shard's schema.
+        id_type: type of the outputs' ids, None if not known. If it is integer, doubles in this shard are integers:
+            pandas makes doubles of integers with nulls.
     """
 
     def __init__(self, job: JobConfig, schema: pa.Schema, id_type: pa.DataType | None) -> None:
@@ -29,7 +29,7 @@ class IdColumn:
         self.problem = None if self.are_missing or self._are_doubles else id_column(job).problem(schema)  # of every row
 
     def of(self, batch: RowBatch) -> pa.Array:
-        """[R] the ids; doubles that may once have been another integer are blamed."""
+        """Return [R] the ids as text; blame rows whose double may have been another integer."""
         if not self._are_there:
             return pa.nulls(batch.num_rows, pa.string())
         column = batch.columns[self._name]
@@ -51,7 +51,7 @@ def _texts(column: pa.Array) -> pa.Array:
         text = ids.cast(pa.string())
         text.validate(full=True)
     except pa.ArrowInvalid:
-        # bytes that are no UTF-8: the id is told as well as it can be
+        # bytes that are not UTF-8 are replaced
         raw = ids.cast(pa.large_binary()).to_pylist()
         text = pa.array([None if value is None else value.decode("utf-8", "replace") for value in raw], pa.string())
     return text

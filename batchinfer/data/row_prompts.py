@@ -1,4 +1,4 @@
-"""What rows ask: each row's columns as a text, or as a chat with what its template is given.
+"""Prompts of rows: each row's columns become a text, token ids, or a chat with variables for the chat template.
 
 prompt            text ─────────────────────────────► text
 template          columns ─► Jinja ─► text ─────────► text, or with `system` the user's message of a chat
@@ -26,9 +26,9 @@ _OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Messages, and what the chat template is given with them.
+    """Messages with variables for the chat template.
 
-    effort: reasoning effort of a request, which variables of the template express (data/effort.py).
+    effort: reasoning effort of a request, to be passed as variables of the template (data/effort.py).
     """
 
     messages: list[dict[str, Any]]
@@ -47,13 +47,13 @@ class RowPrompts:
 
     Attributes:
         columns: the input columns that prompts are made of.
-        makes_chats: whether they are all chats.
-        may_make_chats: whether some may be.
-        have_variables: whether rows may have variables for the chat template, beside those of the job.
+        makes_chats: whether all prompts are chats.
+        may_make_chats: whether prompts may be chats.
+        have_variables: whether rows may have variables for the chat template, in addition to those of the job.
 
     Raises:
-        ModelError: `template` is not valid Jinja, or names no column; `chat_template_kwargs` sets what has other keys,
-            or strftime_now to what is no date.
+        ModelError: `template` is not valid Jinja, or names no column; `chat_template_kwargs` sets a variable that has
+            a key of its own, or strftime_now to a value that is no date.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -77,10 +77,10 @@ class RowPrompts:
         self.columns = list(dict.fromkeys([*own, *(name for name in (self._tools, self._kwargs) if _is_name(name))]))
 
     def of(self, column: pa.Array) -> list[Prompt]:
-        """The prompt of each row.
+        """Return the prompt of each row, or the row's error.
 
         Args:
-            column: the one of `columns`, or a struct of them where there are several or a template.
+            column: the column in `columns`; a struct of the columns if there are several, or a template.
         """
         prompts: list[Prompt] = []
         is_one = self._template is None and len(self.columns) == 1
@@ -94,10 +94,13 @@ class RowPrompts:
         return prompts
 
     def chat(self, messages: list[dict[str, Any]], row: dict[str, Any] | None = None) -> Chat:
-        """A chat of these messages with the job's system text, tools and keyword arguments; those of a row if given.
+        """Return a chat of these messages with system text, tools and template variables of the job or the row.
+
+        Args:
+            row: values of `columns`; None: only the job's own.
 
         Raises:
-            RowError: the row's are not as they should be.
+            RowError: the row's tools or variables are malformed.
         """
         if self._system is not None and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": self._system}, *messages]
@@ -130,7 +133,7 @@ class RowPrompts:
         return self.chat(_messages(self._column, messages, self._settings["format"]), row)
 
     def _requested(self, request: dict[str, Any]) -> str | Chat | list[int]:
-        """Return the prompt of a request as data/formats/openai_batch.py writes it; its own variables count."""
+        """Return the prompt of a request (written by data/formats/openai_batch.py) with the request's variables."""
         if "prompt" in request:
             prompt: str | list[int] = request["prompt"]
             return prompt
@@ -187,7 +190,7 @@ def _from_openai(place: str, role: str, message: dict[str, Any]) -> dict[str, An
 
 
 def _text(place: str, content: Any) -> str | None:
-    """The text of a message; OpenAI's content parts joined."""
+    """Return the text of a message's content; OpenAI's content parts are joined."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -215,7 +218,7 @@ def _keywords(column: str, value: Any) -> dict[str, Any] | None:
 
 
 def _variables(what: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What the chat template gets for these; for the date at strftime_now, a function that writes it in any form."""
+    """Return the variables for the chat template; a date at strftime_now becomes a function that formats the date."""
     for name in kwargs:
         if name in _OWN_NAMES:
             raise RowError(f"{what} sets {name}, which the job has other keys for; leave it out")
@@ -230,7 +233,10 @@ def _variables(what: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_structs(messages: Any) -> Any:
-    """Messages of a column of structs; a template may ask whether a message's own fields are null."""
+    """Return messages from a column of structs, without nulls inside of a message's fields.
+
+    A message's own fields stay if null, because a template may ask whether they are.
+    """
     if not isinstance(messages, list):
         return messages
     return [

@@ -1,4 +1,4 @@
-"""Which rows have tools, whatever form their column has."""
+"""Detection of rows with tools, for every form of the column of tools."""
 
 from collections.abc import Container
 from typing import Any

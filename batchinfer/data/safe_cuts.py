@@ -1,13 +1,13 @@
-"""Where a text may be cut so that the tokens of its parts joined are its tokens, whatever stands around the cut.
+"""Places at which a text may be cut: the tokens of the parts, joined, are the tokens of the whole text.
 
-A fast tokenizer looks for added tokens, splits what is between them by regular expressions into words, and turns
-each word into tokens. So tokens never reach over a place where every text is split:
+A fast tokenizer searches for added tokens, splits the text between them by regular expressions into words, and turns
+each word into tokens. So no token crosses a place where every text is split:
 
     ... word| word   no alternative of the expressions can take a letter and then a space: always a place to cut
     ... end.|Next    some alternative takes a full stop and then letters: never one here
 
-Between which kinds of characters that is so is proven for the tokenizer at hand; a character of no kind is never
-beside a cut. An expression with anything in it that the proof does not know means no cuts at all.
+The pairs of kinds of characters with a cut between them are proven for each tokenizer; a character of no kind is never
+next to a cut. If an expression contains anything that the proof does not cover, there are no cuts at all.
 """
 
 import json
@@ -46,7 +46,7 @@ _TOKEN = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One of some character classes, or a look at the next character; it may be repeated."""
+    """A part of a regular expression: some character classes, perhaps repeated, or a look at the next character."""
 
     atoms: list[str]
     is_optional: bool
@@ -61,21 +61,25 @@ class _Part:
 
 
 class _Unknown(ValueError):
-    """Something that the proof does not know."""
+    """A part of a tokenizer that the proof does not cover."""
 
 
 @dataclass(frozen=True, slots=True)
 class SafeCuts:
-    """chunk: matches a text from cut to cut (and nothing at its end); cut: the character before a cut."""
+    """Patterns of the cuts of a tokenizer.
+
+    chunk: matches the text from one cut to the next (the empty text at the end).
+    cut: matches the character before a cut.
+    """
 
     chunk: re.Pattern[str]
     cut: re.Pattern[str]
 
 
 def safe_cuts(tokenizer: Tokenizer) -> SafeCuts | None:
-    """The places at which texts for this tokenizer may be cut; None: none is proven.
+    """Return the cuts of texts for this tokenizer, None if none can be proven.
 
-    The tokens are those without what a post-processor puts around a text.
+    Tokens are meant without the special tokens that a post-processor puts around a text.
     """
     tokens = tokenizer.get_added_tokens_decoder().values()
     if (
@@ -99,7 +103,7 @@ def safe_cuts(tokenizer: Tokenizer) -> SafeCuts | None:
 
 
 def _kinds(in_added: set[str]) -> list[str]:
-    """The characters of each kind; punctuation that added tokens are written with is apart, as they have no cuts."""
+    """Return the characters of each kind. Punctuation of added tokens has separate kinds, because it has no cuts."""
     kinds: list[str] = []
     for ranges in _KINDS:
         ends = zip(map(ord, ranges[::2]), map(ord, ranges[1::2]), strict=True)
@@ -110,7 +114,7 @@ def _kinds(in_added: set[str]) -> list[str]:
 
 
 def keeps_text(tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer looks at texts as they are, without normalizing them."""
+    """Return whether the tokenizer does not normalize texts."""
     if tokenizer.normalizer is None:
         return True
     found = json.loads(tokenizer.normalizer.__getstate__())
@@ -118,7 +122,7 @@ def keeps_text(tokenizer: Tokenizer) -> bool:
 
 
 def _patterns(pre_tokenizer: dict[str, Any]) -> Iterator[str]:
-    """The regular expressions by which a text is split, one after the other."""
+    """Yield the regular expressions that split a text, in order of their use."""
     steps = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
     for place, step in enumerate(steps):
         if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
@@ -133,10 +137,10 @@ def _patterns(pre_tokenizer: dict[str, Any]) -> Iterator[str]:
 
 
 def _alternatives(pattern: str) -> list[list[_Part]]:
-    """The parts of each alternative of a regular expression.
+    """Return the parts of each alternative of a regular expression.
 
     Raises:
-        _Unknown: it holds anything but classes of characters, repeated, groups of such, and one to look ahead at.
+        _Unknown: the expression has parts other than repeated character classes, groups of them, and one look ahead.
     """
     alternatives: list[list[_Part]] = [[]]
     place = 0
@@ -165,7 +169,7 @@ def _alternatives(pattern: str) -> list[list[_Part]]:
 
 @cache
 def _taken(atom: str, chars: str) -> str:
-    """Which of the characters a class takes, as the tokenizers library itself sees it: "all", "some" or "none"."""
+    """Return whether a class matches "all", "some" or "none" of the characters, asked of the tokenizers library."""
     left = pre_tokenizers.Split(Regex(f"(?:{atom})+"), "removed").pre_tokenize_str(chars)
     if not left:
         return "all"
@@ -173,30 +177,30 @@ def _taken(atom: str, chars: str) -> str:
 
 
 def _is_cut(steps: list[list[list[_Part]]], a: str, b: str) -> bool:
-    """Whether every text is split between a character of kind a and one of kind b, with the same parts around it."""
+    """Return whether every text is split between characters of kinds a and b, with the same words around the cut."""
     for alternatives in steps:
         if any(_goes_on(parts, a, b) for parts in alternatives):
             return False
-        # the character is in a match then, which the one beside it is not
+        # the character is in a match then, and its neighbour is not
         if any(_always_takes(parts, chars) for chars in (a, b) for parts in alternatives):
             return True
     return False
 
 
 def _goes_on(parts: list[_Part], a: str, b: str) -> bool:
-    """Whether an alternative that has taken a character of kind a may take, or look at, one of kind b."""
+    """Return whether an alternative may match, or look at, a character of kind b after one of kind a."""
     after = dropwhile(lambda part: not part.takes_any(a), parts)
     return any(part.looks_ahead or part.takes_any(b) for part in after)
 
 
 def _always_takes(parts: list[_Part], chars: str) -> bool:
-    """Whether an alternative matches each of the characters by itself."""
+    """Return whether an alternative matches each of the characters alone."""
     needed = [part for part in parts if not part.is_optional or part.looks_ahead]
     return len(needed) == 1 and needed[0].is_single and needed[0].takes_all(chars)
 
 
 def _compiled(kinds: list[str], pairs: set[tuple[str, str]]) -> SafeCuts:
-    """Runs of one kind after the other, up to one that is cut off from the next."""
+    """Compile the patterns of chunks (runs of characters of one kind each, up to the first cut) and of cuts."""
     ends = {kind: "".join(_ranges(b) for a, b in pairs if a == kind) for kind in kinds}
     cut = sorted((kind for kind in kinds if ends[kind]), key=lambda kind: "a" not in kind)  # letters first: quicker
     apart = {kind: _ranges(kind) + "".join(_ranges(a) for a, b in pairs if b == kind) for kind in cut}
@@ -213,7 +217,7 @@ def _compiled(kinds: list[str], pairs: set[tuple[str, str]]) -> SafeCuts:
 
 @cache
 def _ranges(chars: str) -> str:
-    """The characters as the inside of a class, in order of their codes."""
+    """Return the characters in the form of a regular expression's class, without brackets, sorted."""
     starts = [char for char, before in zip(chars, chr(0) + chars, strict=False) if ord(char) != ord(before) + 1]
     last = [char for char, after in zip(chars, chars[1:] + chr(0), strict=True) if ord(char) + 1 != ord(after)]
     return "".join(f"{re.escape(a)}-{re.escape(b)}" for a, b in zip(starts, last, strict=True))

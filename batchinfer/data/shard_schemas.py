@@ -50,7 +50,7 @@ def folder_values(shard: Shard) -> dict[str, str | None]:
 
 
 def shard_schema(shard: Shard) -> pa.Schema:
-    """Return the schema of the shard's columns: those in its file, then those of its folders, which are text."""
+    """Return the schema of the shard's columns: the file's, then text columns for its `key=value` folders."""
     schema = file_schema(shard)
     for name in folder_values(shard):
         schema = schema.append(pa.field(name, pa.string()))

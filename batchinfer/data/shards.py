@@ -15,11 +15,11 @@ import pyarrow as pa
 from batchinfer.config import DEFAULT_S3, S3Config, is_uri
 from batchinfer.data.folders import (
     files_in_folder,
-    files_or_folders,
+    files_of_matches,
+    folders_without_files,
     holds_data,
     objects_in_folder,
-    outside_runs,
-    without_files,
+    without_run_folders,
 )
 from batchinfer.data.formats import arrow_ipc, line_rows, parquet_file
 from batchinfer.data.formats.lines import HashedBytes
@@ -43,18 +43,18 @@ def find_shards(
     format: str | None = None,
     roles: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Shard]:
-    """List the input files with their rows counted; a file that cannot be read is listed with its `problem`.
+    """List the input files with their rows counted; a file that cannot be read is listed with a `problem`.
 
     Args:
         patterns: absolute paths, folders, URIs or globs (`**` crosses folders); each file counts once, in the order of
-            its path. Folders and `**` pass over run folders that the pattern does not name, with a note.
-        exclude: the run folder, whose own files a wide pattern must not take for input.
+            paths. Folders and `**` skip run folders that the pattern does not name, with a message.
+        exclude: the job's run folder, whose files are never input.
         format: input.format.
-        roles: what columns are for, as values.column_roles has it; of lines, only these get types.
+        roles: uses of columns (see values.column_roles); in files of lines, only these columns get types.
 
     Raises:
         ConfigError: a pattern matches no file, or two files would share one output file.
-        StoreError: an object store does not answer or refuses to. An object that is damaged is listed like a file.
+        StoreError: an object store does not answer, or refuses the request. A damaged object is listed with a problem.
     """
     paths = _matching_files(patterns, exclude, s3)
     names = _output_names(paths)
@@ -64,15 +64,15 @@ def find_shards(
 
 
 def refuse_changed(shards: list[Shard], s3: S3Config) -> None:
-    """Check that the shards are still what was planned.
+    """Check that no shard was replaced after it was planned.
 
-    That is size and version of an object, size and footer of a Parquet file; of other files the size and when they were
-    written, or else all bytes.
+    Compared are size and version of an object, and size and footer of a Parquet file. A file of another format is
+    unchanged if its size and modification time are, else if all its bytes are.
 
     Raises:
-        RunMismatchError: one was replaced.
-        InputError: a file is not there.
-        StoreError: an object store does not answer or refuses to.
+        RunMismatchError: a shard was replaced.
+        InputError: a file does not exist.
+        StoreError: an object store does not answer, or refuses the request.
     """
     readable = [shard for shard in shards if shard.problem is None]
     with ThreadPoolExecutor(max_workers=INSPECTORS) as pool:
@@ -86,7 +86,7 @@ def _is_same(shard: Shard, s3: S3Config) -> bool:
         with StoreFile(shard.path, s3) as source:
             return (source.size_bytes, source.version) == (shard.size_bytes, shard.version)
     if not os.path.lexists(shard.path):
-        raise InputError(f"{shard.path} is not there (any more); restore it")
+        raise InputError(f"{shard.path} does not exist (any more); restore it")
     if shard.format == "parquet":
         found = _inspected(replace(shard, footer=""), {}, s3)
         return (found.size_bytes, found.footer) == (shard.size_bytes, shard.footer)
@@ -127,19 +127,19 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
                 if key in path_of_file:
                     again[path_of_file[key]] = None
                 path_of_file.setdefault(key, file)
-    finally:  # a pattern that matches nothing else may have meant them
+    finally:  # also if a pattern matches nothing else: perhaps the user wants the run folders' files
         if passed := sorted(run for run in runs if os.path.realpath(run) != own):
             one = f"{glob.escape(passed[0])}/outputs/*.parquet"
-            note(f"input.files passes over run folders; name one to read it, as in {one}: {_named(passed)}")
-    # what a store has in a folder could take an hour to list
-    beside = without_files(sorted(unread), path_of_file.values())
+            note(f"input.files skips run folders; name one to read it, as in {one}: {_named(passed)}")
+    # folders of an object store are named without a look inside: to list one could take an hour
+    beside = folders_without_files(sorted(unread), path_of_file.values())
     if passed := [folder for folder in beside if is_uri(folder) or holds_data(folder)]:
         note(
-            "warning: input.files matches files and these folders beside them, which are not read; name the folders "
-            f"too if they are meant: {_named(passed)}"
+            "warning: input.files matches files and also folders, which are not read; name the folders to read them "
+            f"too: {_named(passed)}"
         )
     if again:
-        note(f"warning: input.files lists these more than once, and each counts once: {_named(list(again))}")
+        note(f"warning: input.files lists these files more than once; each is read once: {_named(list(again))}")
     return sorted(path_of_file.values())
 
 
@@ -156,22 +156,22 @@ def _matching_uris(pattern: str, s3: S3Config, unread: set[str]) -> list[str]:
     matches = matching_objects(pattern, s3)
     files = [match for match in matches if not match.endswith("/")]
     folders = [match for match in matches if match.endswith("/")]
-    return files_or_folders(files, folders, partial(objects_in_folder, s3=s3), unread)
+    return files_of_matches(files, folders, partial(objects_in_folder, s3=s3), unread)
 
 
 def _matching_paths(pattern: str, runs: set[str], unread: set[str]) -> list[str]:
-    # a path that exists is meant as it stands, even when it holds glob characters
+    # a path that exists is no pattern, even if it contains wildcards
     is_plain = os.path.lexists(pattern)
-    matches = [pattern] if is_plain else outside_runs(pattern, matching_paths(pattern), runs)
+    matches = [pattern] if is_plain else without_run_folders(pattern, matching_paths(pattern), runs)
     matches = [os.path.abspath(match) for match in matches]
     folders = [f"{match}{os.sep}" for match in matches if os.path.isdir(match)]
     files = [match for match in matches if not os.path.isdir(match)]
-    found = files_or_folders(files, folders, partial(files_in_folder, runs=runs), unread)
+    found = files_of_matches(files, folders, partial(files_in_folder, runs=runs), unread)
     return [os.path.abspath(file) for file in found]
 
 
 def _output_names(paths: list[str]) -> list[str]:
-    """The name of each shard's output file: its path below the folder that all shards share."""
+    """Return the name of each shard's output file: its path relative to the common folder of all shards."""
     places = [_place(path) for path in paths]
     folder = os.path.commonpath([os.path.dirname(place) for place in places])
     path_of_name: dict[str, str] = {}
@@ -191,7 +191,7 @@ def _output_names(paths: list[str]) -> list[str]:
 
 
 def _place(path: str) -> str:
-    """A path, or a URI as if it were one: s3://bucket/a.parquet -> /bucket/a.parquet."""
+    """Return a path, or a URI in the form of a path: s3://bucket/a.parquet -> /bucket/a.parquet."""
     if not is_uri(path):
         return path
     names = path.partition("::")[0].partition("://")[2].lstrip("/").split("/")
@@ -212,7 +212,7 @@ def _is_utf8(text: str) -> bool:
 
 
 def _inspected(shard: Shard, roles: Mapping[str, str], s3: S3Config) -> Shard:
-    """The shard with what its file says, or with its problem."""
+    """Return the shard with rows, schema and checksum of its file, or with the problem of reading it."""
     if is_uri(shard.path):
         with StoreFile(shard.path, s3) as source:
             unread = replace(shard, size_bytes=source.size_bytes)

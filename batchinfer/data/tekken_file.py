@@ -1,7 +1,7 @@
-"""tekken.json, the vocabulary file of Mistral's own code (Mistral Large 3), as a tokenizer.
+"""Reader of tekken.json, the vocabulary file of Mistral's own code (Mistral Large 3).
 
-Special tokens have the first ids, byte-level tokens those behind them; vocabularies may hold more tokens than count.
-Source: transformers' integrations/mistral/tokenizer.py, which makes a tokenizer.json of the same file.
+Special tokens have the first ids, byte-level tokens the ids after them. A file may list more tokens than are used.
+Source: transformers' integrations/mistral/tokenizer.py, which converts the same file to a tokenizer.json.
 """
 
 import base64
@@ -19,15 +19,15 @@ NAMED = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_tok
 
 
 def tokenizer_of(file: Path, text: str, shown: tuple[str, ...]) -> Tokenizer:
-    """The tokenizer with its special tokens.
+    """Return the tokenizer with its special tokens.
 
     Args:
-        file: its name, for messages.
-        text: what it holds.
-        shown: special tokens that texts of answers show.
+        file: the file's name, for messages.
+        text: the file's content.
+        shown: special tokens that decoded texts contain.
 
     Raises:
-        ModelError: it is damaged, or so old that it does not name its special tokens.
+        ModelError: the file is damaged, or so old that it does not name its special tokens.
     """
     try:
         values = json.loads(text)
@@ -46,7 +46,7 @@ def tokenizer_of(file: Path, text: str, shown: tuple[str, ...]) -> Tokenizer:
 
 
 def _special_tokens(listed: list[dict[str, Any]], count: int | None) -> list[str]:
-    """Their texts by id; ids without a text have a name that nobody writes."""
+    """Return the texts of the special tokens by id; ids without a text get a placeholder name."""
     texts = [token["token_str"] for token in sorted(listed, key=lambda token: token["rank"])]
     if sorted(token["rank"] for token in listed) != list(range(len(texts))) or len(set(texts)) < len(texts):
         raise ValueError("special tokens that do not follow each other")

@@ -1,4 +1,4 @@
-"""Ready texts to token ids, in runs that bound the tokenizer's memory."""
+"""Encoding of texts in runs of limited size, which bounds the tokenizer's memory."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -13,7 +13,7 @@ ENCODE_CHARS = 1 << 18  # characters encoded at once: the tokenizer holds some h
 
 
 class TextEncoder:
-    """A tokenizer that is never asked for more than ENCODE_CHARS, or one text, at once."""
+    """A tokenizer that encodes at most about ENCODE_CHARS characters, or one text, at a time."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -23,14 +23,14 @@ class TextEncoder:
 
     @cached_property
     def _around(self) -> tuple[list[int], list[int]] | None:
-        return around(self._tokenizer)
+        return special_ids_around(self._tokenizer)
 
     def most_chars(self, most_tokens: int | None) -> int | None:
-        """Characters with which a text must have more tokens than this; None: not known."""
+        """Return a number of characters above which a text has more than `most_tokens` tokens; None if not known."""
         return None if most_tokens is None or self._longest_token is None else most_tokens * self._longest_token
 
     def encode(self, texts: list[str], most_tokens: int | None, *, add_special_tokens: bool) -> list[list[int] | str]:
-        """The ids of each text, or its error sentence."""
+        """Return the ids of each text, or its error sentence."""
         most_chars = self.most_chars(most_tokens)
         results: list[list[int] | str] = []
         for first, end in _slices([len(text) for text in texts], most_chars):
@@ -47,9 +47,9 @@ class TextEncoder:
             start, end = self._around if self._around and add_special_tokens else ([], [])
             return [[*start, *np.frombuffer(ids, np.uint32).tolist(), *end] for ids in self._memo.encode(texts)]
         except MemoryError:
-            raise  # says nothing about one text
+            raise  # no property of one text
         except Exception as error:
-            # one bad text fails them all: find it
+            # one bad text makes the whole call fail: find it by halves
             if len(texts) == 1:
                 return [f"the tokenizer cannot encode the text: {' '.join(str(error).split())[:200]}"]
             half = len(texts) // 2
@@ -61,12 +61,15 @@ class TextEncoder:
 
 
 def too_long(num_chars: int, most_tokens: int | None) -> str:
-    """The error sentence of a text that is not encoded since it cannot fit."""
+    """Return the error sentence of a text that is too long for the window."""
     return f"the prompt has {num_chars} characters, more than fit into {most_tokens} tokens"
 
 
 def _slices(lengths: list[int], most_chars: int | None) -> Iterator[tuple[int, int]]:
-    """Cut [0, len(lengths)) into runs of about ENCODE_CHARS characters; a text of more than most_chars stands alone."""
+    """Yield runs [first, end) of texts with at most ENCODE_CHARS characters. A longer text gets a separate run.
+
+    A text of more than `most_chars` characters gets a separate run, too.
+    """
     first, chars = 0, 0
     for place, length in enumerate(lengths):
         alone = most_chars is not None and length > most_chars
@@ -78,8 +81,8 @@ def _slices(lengths: list[int], most_chars: int | None) -> Iterator[tuple[int, i
         yield first, len(lengths)
 
 
-def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
-    """The ids that the tokenizer puts before and after each text; None: not known."""
+def special_ids_around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
+    """Return the ids that the tokenizer puts before and after each text; None if they are not known."""
     alone = tokenizer.encode("a", add_special_tokens=False).ids
     whole = tokenizer.encode("a").ids
     places = [first for first in range(len(whole)) if whole[first : first + len(alone)] == alone]
@@ -89,7 +92,7 @@ def around(tokenizer: Tokenizer) -> tuple[list[int], list[int]] | None:
 
 
 def _longest_token(tokenizer: Tokenizer) -> int | None:
-    """Most characters that one token can stand for; None when the tokenizer may drop or merge characters."""
+    """Return the most characters of one token; None if the tokenizer may drop or merge characters."""
     model = tokenizer.model
     pre_tokenizer = str(tokenizer.pre_tokenizer and tokenizer.pre_tokenizer.__getstate__())
     keeps_all = keeps_text(tokenizer) and isinstance(model, models.BPE) and model.unk_token is None

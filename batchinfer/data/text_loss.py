@@ -1,7 +1,7 @@
-"""The check that a tokenizer gives plain text back.
+"""Check that a tokenizer decodes its tokens to the text that was encoded.
 
-A file that some tool saved with another pre-tokenizer, normalizer or decoder than its vocabulary needs still encodes
-every prompt: blanks, capitals or whole characters are gone without a word.
+A tokenizer file with a pre-tokenizer, normalizer or decoder that does not belong to its vocabulary still encodes every
+prompt, but silently loses blanks, capitals or whole characters.
 """
 
 import json
@@ -20,25 +20,25 @@ PLAIN_TEXTS = (
 )
 
 
-def sound_tokenizer(folder: Path) -> PromptTokenizer:
-    """Load a model's tokenizer.
+def load_checked_tokenizer(folder: Path) -> PromptTokenizer:
+    """Load a model's tokenizer and check that it loses no text.
 
     Raises:
-        ModelError: it is missing or broken, or loses text.
+        ModelError: the tokenizer is missing or broken, or loses text.
     """
     tokenizer = load_tokenizer(folder)
-    refuse_lost_text(tokenizer)
+    check_round_trip(tokenizer)
     return tokenizer
 
 
-def refuse_lost_text(tokenizer: PromptTokenizer) -> None:
-    """Encode plain texts and decode them again.
+def check_round_trip(tokenizer: PromptTokenizer) -> None:
+    """Refuse a tokenizer that decodes the tokens of a plain text to another text.
 
-    A blank at the start may come or go, as SentencePiece has it, and characters may come back in another normal form of
-    Unicode. A text that cannot be encoded is no loss: a row with such a text becomes an error row.
+    A blank at the start may differ (SentencePiece), and so may the Unicode normal form. A text that cannot be encoded
+    is no loss: a row with such a text becomes an error row.
 
     Raises:
-        ModelError: a text comes back as another one.
+        ModelError: a text comes back changed.
     """
     for text in PLAIN_TEXTS:
         try:

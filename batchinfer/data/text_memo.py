@@ -1,9 +1,9 @@
-"""Tokens of parts of texts that came before: a beginning that texts share, and every word, is tokenised once.
+"""Cache of the tokens of parts of texts: each word, and each beginning that texts share, is tokenised once.
 
     text      system prompt, examples, ...          | ... | question       stretches from cut to cut (safe_cuts.py)
     stretch   word| word|,| word| word|.\\n\\nWord                           chunks from cut to cut
 
-A stretch that is new is put together from its chunks, and only chunks that are new go through the tokenizer.
+Tokens of a new stretch are joined from those of its chunks; only new chunks are encoded by the tokenizer.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import numpy as np
 
 from batchinfer.data.safe_cuts import SafeCuts
 
-STRETCH_CHARS = 512  # at least: of a beginning that texts share, fewer than these are put together again
-MEMO_BYTES = 32 << 20  # of each memo, of which a worker has two; a full one begins anew
-ENTRY_BYTES = 200  # of an entry beside what it holds
+STRETCH_CHARS = 512  # least characters of a stretch; of a shared beginning, fewer than these are joined again
+MEMO_BYTES = 32 << 20  # of each cache, of which a worker has two; a full one is emptied
+ENTRY_BYTES = 200  # of an entry, in addition to its text and ids
 
 Encode = Callable[[list[str]], list[list[int]]]
 
 
 class TextMemo:
-    """Encodes texts with what it remembers of those before.
+    """Encoder that caches the tokens of parts of texts.
 
     Args:
-        encode: the ids of each text, without what the tokenizer puts around it.
+        encode: returns the ids of each text, without the special tokens around it.
     """
 
     def __init__(self, cuts: SafeCuts, encode: Encode) -> None:
@@ -34,7 +34,7 @@ class TextMemo:
         self._stretches, self._chunks = _Memo(), _Memo()
 
     def encode(self, texts: list[str]) -> list[bytes]:
-        """The ids of each text, as the bytes of uint32."""
+        """Return the ids of each text, as bytes of uint32."""
         stretches = [list(self._stretches_of(text)) for text in texts]
         new = list(self._stretches.missing(stretches))
         chunks = [self._cuts.chunk.findall(stretch) for stretch in new]
@@ -55,14 +55,14 @@ class TextMemo:
 
 
 class _Memo:
-    """Ids of texts, as bytes."""
+    """Cache of the ids of texts, as bytes of uint32."""
 
     def __init__(self) -> None:
         self._ids: dict[str, bytes] = {}
         self._num_bytes = 0
 
     def missing(self, texts: list[list[str]]) -> set[str]:
-        # asked one by one: a difference from the keys would go through all that is remembered
+        # one by one: the set difference with the keys would go through all entries
         return {text for text in set().union(*texts) if text not in self._ids}
 
     def update(self, texts: list[str], ids: list[bytes]) -> None:

@@ -1,7 +1,7 @@
-"""tiktoken.model, the vocabulary file of Moonshot's checkpoints (Moonlight, Kimi-K2, K2.5), as a tokenizer.
+"""Reader of tiktoken.model, the vocabulary file of Moonshot's checkpoints (Moonlight, Kimi-K2, K2.5).
 
-Such a folder has no tokenizer.json: its splitting rule stands in code of its own, which is never run here, so it stands
-in PATTERN, too. Source: class TikTokenTokenizer of moonshotai/Kimi-K2-Instruct.
+Such a folder has no tokenizer.json. Its rule for splitting texts is in Python code, which is never run here; PATTERN is
+a copy of this rule. Source: class TikTokenTokenizer of moonshotai/Kimi-K2-Instruct.
 """
 
 import base64
@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from batchinfer.records import ModelError
 
 FILE = "tiktoken.model"
-TOKENIZER_CLASS = "TikTokenTokenizer"  # in tokenizer_config.json, of those who split by PATTERN
+TOKENIZER_CLASS = "TikTokenTokenizer"  # in tokenizer_config.json of folders whose rule is PATTERN
 NUM_RESERVED = 256  # ids after the vocabulary, for tokens with names
 _UPPER, _LOWER = (rf"[{case}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for case in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
 _BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -33,25 +33,25 @@ PATTERN = "|".join(
 
 
 def tokenizer_of(file: Path, text: str) -> Tokenizer:
-    """The tokenizer without its named tokens.
+    """Return the tokenizer without its named tokens.
 
     Args:
-        file: its name, for messages.
-        text: what it holds: a token's bytes in base64 and its rank on each line.
+        file: the file's name, for messages.
+        text: the file's content: a token's bytes in base64 and its rank on each line.
 
     Raises:
-        ModelError: it is damaged.
+        ModelError: the file is damaged.
     """
     return bpe_tokenizer(_read_ranks(file, text), PATTERN, {})
 
 
 def bpe_tokenizer(ranks: dict[bytes, int], pattern: str, before: dict[str, int]) -> Tokenizer:
-    """A byte-level tokenizer of ranked tokens, each of which is merged of two others exactly as its rank says.
+    """Return a byte-level BPE tokenizer whose merges have the order of the tokens' ranks.
 
     Args:
         ranks: the tokens in the order of their ranks, all single bytes among them.
-        pattern: how a text is split first.
-        before: tokens with the first ids, none of which is merged.
+        pattern: regular expression that splits a text before merges.
+        before: tokens with the first ids, which are not merged.
     """
     chars = _chars_of_bytes()
     names = {token: "".join(chars[byte] for byte in token) for token in ranks}
@@ -60,7 +60,7 @@ def bpe_tokenizer(ranks: dict[bytes, int], pattern: str, before: dict[str, int])
         models.BPE(
             {names[token]: len(before) + rank for token, rank in ranks.items()} | before,
             [(names[left], names[right]) for left, right in merges],
-            ignore_merges=True,  # what is a token whole is not looked at further
+            ignore_merges=True,  # a part of a text that is a token needs no merges
         )
     )
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -72,15 +72,15 @@ def bpe_tokenizer(ranks: dict[bytes, int], pattern: str, before: dict[str, int])
 
 
 def named_tokens(file: Path, config: dict[str, Any], num_ranks: int) -> dict[str, dict[str, Any]]:
-    """`added_tokens_decoder` with the ids that have no name there.
+    """Return `added_tokens_decoder` with a reserved token for each id without a name.
 
     Args:
         file: tokenizer_config.json, for messages.
-        config: what it holds.
-        num_ranks: tokens of the vocabulary file.
+        config: its content.
+        num_ranks: number of tokens in the vocabulary file.
 
     Raises:
-        ModelError: it is no object of tokens by their ids.
+        ModelError: `added_tokens_decoder` is no object of tokens by id.
     """
     listed = config.get("added_tokens_decoder") or {}
     if not isinstance(listed, dict) or not all(
@@ -93,7 +93,7 @@ def named_tokens(file: Path, config: dict[str, Any], num_ranks: int) -> dict[str
 
 
 def check_names(file: Path, tokenizer: Tokenizer, names: dict[str, dict[str, Any]]) -> None:
-    """Raise a ModelError unless each named token has the id that it is listed with in `file`."""
+    """Raise ModelError if a named token has another id than in `file`."""
     for listed, token in names.items():
         found = tokenizer.token_to_id(token["content"])
         if found != int(listed):
@@ -104,7 +104,7 @@ def check_names(file: Path, tokenizer: Tokenizer, names: dict[str, dict[str, Any
 
 
 def _read_ranks(file: Path, text: str) -> dict[bytes, int]:
-    """The tokens in the order of their ranks."""
+    """Return the rank of each token, in the order of ranks."""
     tokens = []
     for number, line in enumerate(text.splitlines()):
         token, _, rank = line.partition(" ")
@@ -118,10 +118,10 @@ def _read_ranks(file: Path, text: str) -> dict[bytes, int]:
 
 
 def ranks_of(tokens: list[bytes], file: Path) -> dict[bytes, int]:
-    """The rank of each token of a vocabulary, by which its bytes are merged.
+    """Return the rank of each token, which is its place in the vocabulary.
 
     Raises:
-        ModelError: names the file; some text would have no tokens, or two ways to be cut.
+        ModelError: a token is there twice, or a single byte is missing; the message names the file.
     """
     ranks = {token: rank for rank, token in enumerate(tokens)}
     if len(ranks) < len(tokens) or not all(bytes([byte]) in ranks for byte in range(256)):
@@ -133,7 +133,7 @@ _RESTORE = "restore the file"
 
 
 def _pairs(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The pairs of tokens that become this one, which are merged before others exactly as its rank says."""
+    """Return the pairs of tokens that can be merged to `token`, sorted by the ranks of the two."""
     cuts = [(token[:place], token[place:]) for place in range(1, len(token))]
     return sorted(
         ((left, right) for left, right in cuts if left in ranks and right in ranks),
@@ -142,7 +142,7 @@ def _pairs(token: bytes, ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _chars_of_bytes() -> list[str]:
-    """The characters that stand for bytes in a byte-level vocabulary: printable ones for themselves (GPT-2)."""
+    """Return the character of each byte in a byte-level vocabulary; printable bytes are themselves (GPT-2)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

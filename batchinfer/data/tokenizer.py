@@ -13,17 +13,17 @@ from batchinfer.records import ModelError
 from batchinfer.sanitize import words_of
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Mistral's marks of tool calls are special tokens, which texts of answers do not show; these they need.
+# Mistral's marks of tool calls are special tokens, which decoding leaves out; answers need these marks.
 SHOWN_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 OWN_TEMPLATES = Path(__file__).with_name("chat_templates")
-HAVE_OWN_TEMPLATE = ("deepseek_v32",)  # model types whose folders have the form of chats as a program, or not at all
+HAVE_OWN_TEMPLATE = ("deepseek_v32",)  # model types whose folders have no chat template (at most a program instead)
 
 
 def load_tokenizer(folder: Path) -> PromptTokenizer:
-    """Read tokenizer.json, tiktoken.model or tekken.json, and the files beside it as Hugging Face writes them.
+    """Read tokenizer.json, tiktoken.model or tekken.json, and Hugging Face's settings files in the same folder.
 
     Raises:
-        ModelError: none of the three is there, or a file is broken; the message names it.
+        ModelError: none of the three files exists, or a file is broken; the message names the file.
     """
     settings_file = folder / "tokenizer_config.json"
     config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(settings_file)}
@@ -46,7 +46,7 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
     except ModelError:
         raise
     except Exception as error:
-        # the tokenizers library raises plain Exception for whatever is wrong in the file
+        # the tokenizers library raises plain Exception for every error in the file
         raise ModelError(f"cannot read {file}: {' '.join(str(error).split())[:200]}; restore the file") from None
     dropout = getattr(tokenizer.model, "dropout", None)
     if dropout:
@@ -68,10 +68,10 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a model folder has one.
+    """Return whether a model folder has a chat template.
 
     Raises:
-        ModelError: one of its files is broken.
+        ModelError: a settings file is broken.
     """
     return _template_text(folder, _read_json(folder / "tokenizer_config.json")) is not None
 
@@ -94,7 +94,7 @@ def _vocabulary_file(folder: Path, config: dict[str, Any]) -> Path:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is no such file."""
+    """Return the JSON object in a file, {} if the file does not exist."""
     if not file.exists():
         return {}
     try:
@@ -116,7 +116,7 @@ def _read_text(file: Path) -> str:
 
 
 def _with_marks_shown(text: str) -> str:
-    """tokenizer.json where tokens that texts need are no special ones."""
+    """Return the text of tokenizer.json with SHOWN_MARKS as ordinary added tokens, so that decoding keeps them."""
     if not any(json.dumps(mark) in text for mark in SHOWN_MARKS):
         return text
     file = json.loads(text)
@@ -126,7 +126,7 @@ def _with_marks_shown(text: str) -> str:
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """{"bos_token": text, ...}; a token is given as text or as {"content": text, ...}."""
+    """Return {"bos_token": text, ...}; the settings have a token as text or as {"content": text, ...}."""
     named = {}
     for name in NAMED_TOKENS:
         value = config.get(name)
@@ -137,7 +137,7 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _add_special_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """Make special tokens known that only tokenizer_config.json declares, in the order of their ids."""
+    """Add the tokens that only tokenizer_config.json declares to the tokenizer, in the order of their ids."""
     listed = config.get("added_tokens_decoder") or {}
     details = {value["content"]: value for _, value in sorted(listed.items(), key=lambda item: int(item[0]))}
     for name, text in named.items():
@@ -153,7 +153,10 @@ def _add_special_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dic
 
 
 def _template_text(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, else tokenizer_config.json's `chat_template` (text, or a list with a default), else ours."""
+    """Return the chat template: chat_template.jinja, else `chat_template` in tokenizer_config.json, else our own.
+
+    `chat_template` is a text, or a list of named templates of which the one called `default` counts.
+    """
     file = folder / "chat_template.jinja"
     if file.exists():
         return _read_text(file)
@@ -168,7 +171,7 @@ def _template_text(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer, named: dict[str, str]) -> frozenset[int]:
-    """From generation_config.json, else config.json, else the tokenizer's own end token."""
+    """Return the ids that end an answer: of generation_config.json, else config.json, else the tokenizer's eos."""
     for file in (folder / "generation_config.json", folder / "config.json"):
         found = _read_json(file).get("eos_token_id")
         if found is None:

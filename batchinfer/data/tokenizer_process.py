@@ -1,7 +1,7 @@
-"""The process that loads a model's tokenizer and template and forks workers from itself: its start and its losses.
+"""The tokenizer process, which loads a model's tokenizer and template and forks workers: start, restart and end.
 
-Tokenizer, template and prompts are other people's. A library may end its process over them, or never come back, so none
-of it happens in the process of a command. What runs inside: data/tokenizer_worker.py.
+Tokenizer, template and prompts come from outside. They may make a library crash or hang, so they are never used in the
+process of a command. The code of the tokenizer process is data/tokenizer_worker.py.
 """
 
 import json
@@ -21,9 +21,9 @@ from batchinfer.data.folder_state import FolderState, folder_state
 from batchinfer.records import BatchinferError, ModelError
 from batchinfer.sanitize import clip
 
-TOGETHER = b"together"  # a batch in one go: quick
-ONE_BY_ONE = b"one by one"  # an answer for each row: those before a bad one are not lost, and its place is known
-PROMPT, CHOICE = "prompt", "choice"  # what a batch's texts are: what follows a prompt has no beginning of its own
+TOGETHER = b"together"  # one answer for a batch: fast
+ONE_BY_ONE = b"one by one"  # an answer for each row: rows before a bad one are kept, and the bad row is known
+PROMPT, CHOICE = "prompt", "choice"  # kinds of texts in a batch; choices follow a prompt, so they get no special tokens
 MOST_STARTS = 4
 LOOK_S = 0.05  # while another thread may be starting the process that is to end
 WORDS_BYTES = 4096  # of what a process wrote last
@@ -39,10 +39,10 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended.
+    """The end of a process.
 
-    code: its exit code, or minus the signal that ended it.
-    words: the last line that it wrote to stderr, "" for none.
+    code: the exit code, or minus the number of the signal that ended the process.
+    words: the last line that the process wrote to stderr, "" if there is none.
     """
 
     code: int
@@ -50,31 +50,31 @@ class Ended:
 
     @property
     def by_time(self) -> bool:
-        """It used up its processor time."""
+        """Whether the process used up its processor time."""
         return self.code == -signal.SIGXCPU
 
     @property
     def by_memory(self) -> bool:
-        """It asked for more memory than it may have."""
+        """Whether the process reached its memory limit."""
         signs = ("MemoryError", "memory allocation of", "bad_alloc")  # of Python, Rust and C++
         return any(sign in self.words for sign in signs)
 
     @property
     def from_outside(self) -> bool:
-        """Somebody ended it: the kernel for want of memory on this host, say."""
+        """Whether the process was killed from outside, for example by the kernel for lack of memory on the host."""
         return self.code in {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP}
 
     def reason(self) -> str:
-        """The end as words for a person."""
+        """Return the reason of the end in words."""
         if self.code >= 0:
             return self.words or f"exit code {self.code}"
         return ": ".join(filter(None, [signal.Signals(-self.code).name, self.words]))
 
 
 class Worker:
-    """One fork: its channel for bytes; whoever has one closes it.
+    """A worker forked from the tokenizer process, with its channel for bytes; the user of a worker closes it.
 
-    start: which start of the process it was forked from.
+    start: number of the start of the tokenizer process that forked the worker.
     """
 
     def __init__(self, pid: int, channel: socket.socket, stderr: int, start: int) -> None:
@@ -83,18 +83,18 @@ class Worker:
         self.stderr = stderr
 
     def close(self) -> None:
-        """Let it go: without its channel the process ends."""
+        """Close the channel, which ends the worker."""
         self.channel.close()
         os.close(self.stderr)
 
 
 class TokenizerProcess:
-    """The process from its start, which is early since its imports take their time, to `end`.
+    """The tokenizer process, started at once because its imports take time, until `end`.
 
-    Where somebody else ends it, it is started again, MOST_STARTS times in all.
+    A process that was killed from outside is started again, MOST_STARTS times in all.
 
     Args:
-        stays: it is for several jobs.
+        stays: whether the process serves several jobs.
     """
 
     def __init__(self, *, stays: bool = False) -> None:
@@ -108,10 +108,10 @@ class TokenizerProcess:
         self._start()
 
     def load(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Load the model folder `settings["folder"]`; once, unless it stays.
+        """Load the model folder `settings["folder"]`; a process that stays keeps an unchanged folder loaded.
 
         Returns:
-            What data/tokenizer_worker.py says of it.
+            The properties of tokenizer and template (see data/tokenizer_worker.py).
 
         Raises:
             ModelError: the tokenizer or the template is missing or not valid, or loading it does not end well.
@@ -139,7 +139,7 @@ class TokenizerProcess:
         return found
 
     def fork(self) -> Worker:
-        """A worker, in the state that the process had after loading.
+        """Fork a worker from the loaded tokenizer process.
 
         Raises:
             BatchinferError: the process ends again and again.
@@ -152,7 +152,7 @@ class TokenizerProcess:
             return Worker(int(pid), ours, stderr, self._num_starts)
 
     def ended(self, worker: Worker) -> Ended:
-        """How a worker ended whose channel has closed.
+        """Return how a worker ended after its channel closed.
 
         Raises:
             BatchinferError: the process ends again and again.
@@ -166,17 +166,17 @@ class TokenizerProcess:
         return Ended(-signal.SIGKILL, "")  # with the process that it was forked from
 
     def let_go(self) -> None:
-        """The job has no more texts: end the process unless it stays for another one."""
+        """End the process after the job's last text, unless it stays for the next job."""
         if not self._stays:
             self.end()
 
     def end(self) -> None:
-        """End it and its workers, whatever they do; again: nothing happens. Threads that want a worker get an error."""
+        """Kill the process and its workers; threads that wait for a worker get an error. Further calls do nothing."""
         self._loaded = None
         self._has_ended = True
         self._kill()
         while not self._lock.acquire(timeout=LOOK_S):
-            self._kill()  # one that another thread was starting
+            self._kill()  # a process that another thread was starting
         self._kill()
         self._control.close()
         self._stderr.close()
@@ -195,7 +195,7 @@ class TokenizerProcess:
             self._process = start_process(theirs.fileno(), self._stderr.fileno())
 
     def _start_again(self) -> None:
-        """With what it had loaded, unless this program has ended it."""
+        """Start the process again and load the same settings; raise if this program ended the process."""
         if self._has_ended:
             raise BatchinferError("the tokenizer's process has ended with its job")
         ended = self._ended()
@@ -207,14 +207,14 @@ class TokenizerProcess:
         raise BatchinferError(f"the tokenizer's process ended: {_why(ended)}; run the same command to go on")
 
     def _send_settings(self) -> bytes:
-        """In a file: a job's texts may be longer than a message."""
+        """Send the settings in a file, because they may be longer than a message."""
         with tempfile.TemporaryFile() as file:
             file.write(self._settings)
             file.seek(0)
             return self._exchange(b"load", [file.fileno()])
 
     def _exchange(self, question: bytes, descriptors: list[int] | None = None) -> bytes:
-        """Its answer; nothing: it has ended."""
+        """Send a message and return the answer, b"" if the process has ended."""
         if self._has_ended:
             return b""
         try:
@@ -237,10 +237,10 @@ def _why(ended: Ended) -> str:
 
 
 def start_process(control: int, stderr: int) -> subprocess.Popen[bytes]:
-    """Start it with its control channel (a descriptor) and a file for what it writes to stderr."""
+    """Start the tokenizer process with its control channel (a descriptor) and a file for its stderr."""
     command = own_process.command("batchinfer.data.tokenizer_worker", str(control))
     environment = {**os.environ, **ENVIRONMENT}
-    # a session of its own: Ctrl-C is for the command, which ends this process when it stops
+    # in a separate session, because Ctrl-C is for the command, which ends this process when it stops
     return subprocess.Popen(
         command,
         env=environment,

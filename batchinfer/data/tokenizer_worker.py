@@ -1,6 +1,6 @@
-"""What runs in the tokenizer's process and in the workers that it forks: load once, then encode batch after batch.
+"""Code of the tokenizer process, which loads the tokenizer once, and of its forked workers, for encoding batches.
 
-Time is limited in processor time and memory relative to what a process holds, so that a busy machine changes nothing.
+Limits are processor time, and memory beyond that held at the start, so that a busy machine changes no result.
 """
 
 import gc
@@ -25,10 +25,10 @@ from batchinfer.data import chat  # noqa: F401  (the template engine, before it 
 from batchinfer.data.prompt_tokenizer import thinking_tokens
 from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
-from batchinfer.data.text_loss import refuse_lost_text
+from batchinfer.data.text_loss import check_round_trip
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
-from batchinfer.data.tool_forms import own_forms
+from batchinfer.data.tool_forms import forms_of_model
 from batchinfer.host_info import held_bytes
 from batchinfer.lack import lack
 from batchinfer.records import ModelError
@@ -39,7 +39,7 @@ Encode = Callable[[pa.Array], pa.RecordBatch]
 
 
 def serve(control: socket.socket) -> NoReturn:
-    """Load what the first message asks for, then fork a worker, or wait for one's end, at each further message."""
+    """Load the model folder of the first message; at each further message, fork a worker or wait for a worker's end."""
     ignore_signals()
     own_process.end_with_parent(signal.SIGKILL)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
@@ -51,7 +51,7 @@ def serve(control: socket.socket) -> NoReturn:
         settings = file.read()
     encoder, answer = _load(json.loads(settings))
     control.send(json.dumps(answer).encode())
-    gc.freeze()  # what is there stays, in memory that the workers share
+    gc.freeze()  # else a collection in a worker would copy the memory shared with the others
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 64, 2)
         if not message:
@@ -71,7 +71,7 @@ def serve(control: socket.socket) -> NoReturn:
 
 
 def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
-    """(the encoder, what the command wants to know of it), or (None, {"error": sentence})."""
+    """Return the encoder and its properties for the command, or None and {"error": sentence}."""
     encoder = None
     try:
         with _limited(seconds=settings["load_s"], num_bytes=settings["load_bytes"]):
@@ -80,7 +80,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
             if settings["input"]["token_ids"] is None or settings["input"]["choices"] is not None:
                 encoder = RowEncoder(tokenizer, prompts, settings["most_tokens"], settings["input"]["control_tokens"])
                 encoder.try_out()
-                refuse_lost_text(tokenizer)
+                check_round_trip(tokenizer)
     except ModelError as error:
         return None, {"error": clip(str(error))}
     except FileNotFoundError as error:
@@ -95,7 +95,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
         or tokenizer.template_text is None
         or "tools" in tokenizer.chat_template().names,
         "ends_thinking": thinking_tokens(tokenizer) is not None,
-        "tool_forms": own_forms(tokenizer.template_text, lambda mark: tokenizer.token_id(mark) is not None),
+        "tool_forms": forms_of_model(tokenizer.template_text, lambda mark: tokenizer.token_id(mark) is not None),
     }
 
 
@@ -147,12 +147,12 @@ def _limited(*, seconds: float, num_bytes: int) -> Iterator[None]:
 
 
 def _limit_time(seconds: float) -> None:
-    """From now on the process may use this much processor time, to the next second; then SIGXCPU ends it."""
+    """Limit the processor time from now on, rounded up to a second; SIGXCPU then ends the process."""
     _set_limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
 
 
 def _limit_memory(num_bytes: int) -> Callable[[], None]:
-    """The process may take this much more memory of its own than it holds now; returns how to undo it."""
+    """Limit the process's memory to `num_bytes` more than it holds now; return the function that removes the limit."""
     before = resource.getrlimit(resource.RLIMIT_DATA)[0]
     held = held_bytes()
     assert held is not None

@@ -1,8 +1,8 @@
-"""The forms in which models write tool calls, and how a model folder shows which of them is its own."""
+"""Forms in which models write tool calls, and detection of a model's form by its template and tokens."""
 
 from collections.abc import Callable
 
-# what the chat template writes, and the tokenizer has as a token, where the model writes calls in a form
+# for each form of calls, a text that the chat template writes and that is a token of the tokenizer
 _MARKS = {
     "deepseek_v3": "<｜tool▁calls▁begin｜>",
     "deepseek_v32": "｜DSML｜",
@@ -13,10 +13,10 @@ _MARKS = {
 }
 
 
-def own_forms(template: str | None, has_token: Callable[[str], bool]) -> list[str]:
-    """Return the forms that a model's chat template writes, else those whose marks are tokens; [] if neither shows any.
+def forms_of_model(template: str | None, has_token: Callable[[str], bool]) -> list[str]:
+    """Return the forms with marks that the chat template writes, else the forms with marks that are tokens.
 
-    The template counts first: the tokenizers of a family keep the tokens of its earlier forms.
+    The template takes precedence, because tokenizers of a family keep the tokens of the family's earlier forms.
     """
     shown = [form for form, mark in _MARKS.items() if mark in (template or "")]
     found = shown or [form for form, mark in _MARKS.items() if has_token(mark)]

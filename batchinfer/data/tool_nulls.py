@@ -1,4 +1,7 @@
-"""Nulls in a column of tools that may be values: Arrow fills structs up with nulls, which prompts leave out."""
+"""Search for nulls in a column of tools that may be values.
+
+Prompts leave nulls out, because Arrow has a null in each field that a row's struct does not have.
+"""
 
 from collections.abc import Iterator
 
@@ -15,10 +18,10 @@ _NAMES = ("properties", "patternProperties", "$defs", "definitions")  # whose ke
 def first_lost_null(column: pa.Array) -> tuple[int, str] | None:
     """Return the first row with a null that may be a value, and its key; None if there is none.
 
-    A struct of which no other field has a value is none of the row's, unless it has no other fields.
+    A struct with other fields, all of them null, does not count: the row probably does not have this struct.
 
     Args:
-        column: of structs, lists of structs or texts; only the former can have such a null.
+        column: structs, lists of structs, or texts, which cannot have such a null.
     """
     found = list(_lost_nulls(column, np.arange(len(column)), ""))
     return min(found, default=None)
@@ -29,7 +32,7 @@ def _lost_nulls(values: pa.Array, rows: np.ndarray, name: str) -> Iterator[tuple
 
     Args:
         rows: [len(values)] the row of the column that each value is in.
-        name: the key that the values stand behind.
+        name: the key of the values.
     """
     kind = values.type
     if hasattr(kind, "value_type") and not pa.types.is_dictionary(kind):

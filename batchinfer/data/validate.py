@@ -1,6 +1,6 @@
-"""Every row of a shard tokenised and checked before any accelerator is used.
+"""Tokenising and checking of every row of a shard, before any accelerator is used.
 
-A bad row becomes a sentence, never a crash. One row in gives one row of tokens/<shard>.parquet (schemas.TOKENS).
+Each input row becomes one row of tokens/<shard>.parquet (schemas.TOKENS); a bad row has an error sentence there.
 """
 
 import json
@@ -19,7 +19,7 @@ from batchinfer.data.columns import column_type, list_lengths, python_values
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.formats.line_rows import bad_lines
 from batchinfer.data.inputs import read_batches
-from batchinfer.data.kept_fields import conformed
+from batchinfer.data.kept_fields import cast_kept_columns
 from batchinfer.data.overrides import SamplingOverrides, warnings_of
 from batchinfer.data.parquet import own_parquet, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch
@@ -42,7 +42,7 @@ _FOUND = b"batchinfer.found"  # key of the file's metadata that has ShardRows as
 
 @dataclass(slots=True)
 class ShardRows:
-    """What was found in one shard."""
+    """Counts and warnings of one shard's rows."""
 
     num_rows: int = 0
     num_bad: int = 0
@@ -54,10 +54,10 @@ class ShardRows:
     warnings: dict[str, int] = field(default_factory=dict)  # rows by sentence about their structured outputs
 
     def add(self, batch: RowBatch, job: JobConfig, *, writes_tools: bool) -> None:
-        """Count the next rows of the shard, which are checked.
+        """Count the shard's next rows, after they were checked.
 
         Args:
-            writes_tools: whether the chat template does.
+            writes_tools: whether the chat template writes tools.
         """
         if batch.errors and self.first_error is None:
             row = min(batch.errors)
@@ -71,7 +71,7 @@ class ShardRows:
         self.num_bad += len(batch.errors)
 
     def warn(self, sentence: str) -> None:
-        """Count a row with a warning; beyond MOST_WARNINGS different ones they are counted together."""
+        """Count a row with a warning; beyond MOST_WARNINGS different warnings, OTHER_WARNINGS counts all others."""
         if sentence not in self.warnings and len(self.warnings) >= MOST_WARNINGS:
             sentence = OTHER_WARNINGS
         self.warnings[sentence] = self.warnings.get(sentence, 0) + 1
@@ -96,11 +96,11 @@ def tokenize_shard(
     Args:
         target: the file to write; it appears whole or not at all.
         progress: called with the number of rows after each batch.
-        manifest: vouches for the file afterwards.
-        known: the next rows (how many) as ENCODED, if they need not be encoded.
-        kept: the kept columns as the outputs will have them.
-        id_type: the same of the ids.
-        publisher: puts the file into its place.
+        manifest: gets the file's checksums.
+        known: returns the next N rows as columns.ENCODED, or None if they must be encoded.
+        kept: the kept columns as fields of the outputs.
+        id_type: type of the outputs' ids.
+        publisher: moves the file into place.
 
     Raises:
         InputError: the shard is damaged.
@@ -116,7 +116,7 @@ def tokenize_shard(
 
 
 def rows_found(path: Path, manifest: Manifest) -> ShardRows | None:
-    """What `tokenize_shard` has found in the shard of this file; None: the file does not say.
+    """Return the counts that `tokenize_shard` wrote into a token file's metadata; None if there are none.
 
     Raises:
         DamagedFileError: the file is missing or damaged.
@@ -127,7 +127,7 @@ def rows_found(path: Path, manifest: Manifest) -> ShardRows | None:
 
 
 def _grouped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """Join batches to row groups of a useful size."""
+    """Yield the batches joined to row groups of GROUP_ROWS rows or GROUP_BYTES bytes."""
     group: list[pa.RecordBatch] = []
     rows, size = 0, 0
     for batch in batches:
@@ -142,7 +142,7 @@ def _grouped(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
 
 @dataclass(slots=True)
 class _Started:
-    """A batch whose texts are being encoded."""
+    """A batch whose texts are being encoded by workers."""
 
     batch: RowBatch
     prompts: Pieces = field(default_factory=list)
@@ -189,7 +189,7 @@ class _RowChecker:
         self.found = ShardRows(id_missing=self._ids.are_missing)
         found = [(column.key, column.problem(schema)) for column in wanted_columns(job, encoders.columns)]
         problems = [self._ids.problem, *(problem for _, problem in found)]
-        self._problem = next((problem for problem in problems if problem is not None), None)  # of every row
+        self._problem = next((problem for problem in problems if problem is not None), None)  # that makes all rows bad
         self._has_sampling = ("sampling", None) in found
         named = (job.input.id, *self._of_prompts, self._sampling, self._choices)
         wanted = dict.fromkeys(name for name in named if name is not None)
@@ -205,10 +205,10 @@ class _RowChecker:
             progress(batch.num_rows)
 
     def _started(self) -> Iterator[_Started]:
-        """The batches in order, with enough of them being encoded ahead that no worker waits."""
+        """Yield the batches in order, with enough batches encoded ahead that no worker waits."""
         ahead: deque[_Started] = deque()
         for columns in read_batches(self._shard, self._columns, s3=self._s3):
-            conformed(columns, self._kept, self._shard)
+            cast_kept_columns(columns, self._kept, self._shard)
             batch = RowBatch(columns, columns.num_rows, bad_lines(columns))
             started = _Started(batch)
             found = self._known(batch.num_rows) if self._known is not None else None
@@ -263,7 +263,7 @@ class _RowChecker:
         )
 
     def _samplings(self, batch: RowBatch) -> tuple[np.ndarray, np.ndarray, list[str | None]]:
-        """([R] n, [R] max_tokens, [R] sampling as JSON or None) with overrides applied; bad ones are blamed."""
+        """Return [R] n, [R] max_tokens and [R] sampling as JSON or None, by rows' overrides; blame bad overrides."""
         job = self._job_sampling
         n = np.full(batch.num_rows, job.n, dtype=np.int64)
         max_tokens = np.full(batch.num_rows, job.max_tokens, dtype=np.int64)
@@ -276,9 +276,8 @@ class _RowChecker:
             if isinstance(override, UnicodeDecodeError):
                 batch.blame(row, f"{self._sampling} is not valid UTF-8")
                 continue
-            sampling, texts[row], problem = (
-                self._overrides.of_text(override) if isinstance(override, str) else self._overrides.resolve(override)
-            )
+            resolve = self._overrides.resolve_json if isinstance(override, str) else self._overrides.resolve
+            sampling, texts[row], problem = resolve(override)
             if problem is None and sampling.structured != self._job_sampling.structured:
                 for sentence in warnings_of(sampling):
                     self.found.warn(sentence)
@@ -292,7 +291,7 @@ class _RowChecker:
         return n, max_tokens, texts
 
     def _problem_of_scored(self, sampling: Sampling) -> str | None:
-        """What is wrong with a row's sampling in a job with choices, which generates nothing."""
+        """Return why a row's sampling does not go with choices, None if it does; such a job generates nothing."""
         if (sampling.n, sampling.max_tokens) != (1, 0):
             keys = f"{self._sampling}.n and .max_tokens"
             return f"{keys} must be 1 and 0: a job with input.choices generates nothing"
@@ -302,7 +301,7 @@ class _RowChecker:
 
 
 def _without(lists: pa.Array, is_bad: np.ndarray) -> pa.Array:
-    """The lists with null in the bad rows."""
+    """Return the lists with null in the bad rows."""
     if not is_bad.any():
         return lists
     return lists.take(pa.array(np.arange(len(is_bad)), mask=is_bad))

@@ -1,6 +1,6 @@
-"""Batches of rows by what they hold decoded: a dictionary in a Parquet file turns a few bytes into any number.
+"""Batches of rows of limited size in memory, although a dictionary in a file makes a few bytes any number of bytes.
 
-Text columns whose dictionary is large are read as indices into it, and values are put in place slice by slice.
+Text columns with a large dictionary are read as indices; slice by slice, indices are replaced by values.
 """
 
 import re
@@ -18,27 +18,27 @@ from batchinfer.data.plain_arrays import list_bounds, plain_array, runs_of, with
 BATCH_BYTES = 8 << 20  # decoded bytes that one batch should stay under
 ROW_BYTES = 1 << 30  # most decoded bytes of one row
 DICTIONARY_BYTES = 32 << 20  # larger ones are not resolved while reading
-DECODED_BYTES = 256 << 20  # what a batch may become by a smaller one
+DECODED_BYTES = 256 << 20  # most bytes of a batch whose smaller dictionaries are resolved while reading
 
 
 class WideRowError(ValueError):
-    """A row is too large to be held."""
+    """A row of more than ROW_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dictionaries:
-    """What the dictionaries of some columns mean for reading them.
+    """A plan to read columns with dictionaries in bounded memory.
 
     unresolved: paths of the leaf columns to read as indices into their dictionaries.
-    most_rows: rows that decode to DECODED_BYTES at most, if none holds a list.
+    most_rows: most rows of a batch, so that it has at most DECODED_BYTES if no row has a list.
     """
 
     unresolved: list[str]
     most_rows: int
 
 
-def look_up(source: pa.NativeFile, metadata: pq.FileMetaData, columns: Sequence[str]) -> Dictionaries:
-    """The dictionaries of the text columns among `columns`, by the headers of their pages."""
+def dictionaries_of(source: pa.NativeFile, metadata: pq.FileMetaData, columns: Sequence[str]) -> Dictionaries:
+    """Decide how to read the text columns among `columns`, by the sizes in the headers of dictionary pages."""
     unresolved: dict[str, None] = {}
     largest = 1
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
@@ -47,7 +47,7 @@ def look_up(source: pa.NativeFile, metadata: pq.FileMetaData, columns: Sequence[
             if path.split(".")[0] not in columns or chunk.physical_type != "BYTE_ARRAY":
                 continue
             num_bytes = _dictionary_bytes(source, chunk) if chunk.has_dictionary_page else 0
-            # beside values that are not in the dictionary, Arrow would make it grow by them
+            # a column with many values outside of its dictionary is not read as indices: Arrow would add all of them
             if num_bytes > DICTIONARY_BYTES and chunk.total_uncompressed_size - num_bytes < DECODED_BYTES:
                 unresolved[path] = None
             else:
@@ -56,7 +56,7 @@ def look_up(source: pa.NativeFile, metadata: pq.FileMetaData, columns: Sequence[
 
 
 def _dictionary_bytes(source: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> int:
-    """Uncompressed bytes of a chunk's dictionary page, or an upper bound."""
+    """Return the uncompressed bytes of a chunk's dictionary page, or an upper bound."""
     most = chunk.total_uncompressed_size
     if most <= BATCH_BYTES // 8 or not chunk.dictionary_page_offset:
         return int(most)
@@ -70,7 +70,7 @@ def _dictionary_bytes(source: pa.NativeFile, chunk: pq.ColumnChunkMetaData) -> i
 
 
 def decoded(batch: pa.RecordBatch, first_row: int) -> Iterator[pa.RecordBatch]:
-    """Yield the batch with its values in place, as columns.plain_type has them, in slices of about BATCH_BYTES.
+    """Yield slices of the batch of about BATCH_BYTES, with columns of plain types (see columns.plain_type).
 
     Raises:
         WideRowError: a row has more than ROW_BYTES; the message counts rows from `first_row`.
@@ -89,7 +89,7 @@ def decoded(batch: pa.RecordBatch, first_row: int) -> Iterator[pa.RecordBatch]:
 
 
 def runs_of_rows(row_bytes: np.ndarray, most_bytes: int, most_rows: int) -> Iterator[tuple[int, int]]:
-    """Cut rows into runs [first, end) of limited bytes and rows; a row of more bytes is a run of its own."""
+    """Yield runs [first, end) of rows with limited bytes and rows; a row of more bytes gets a separate run."""
     ends, first = np.cumsum(row_bytes), 0
     while first < len(ends):
         before = int(ends[first - 1]) if first else 0
@@ -100,7 +100,7 @@ def runs_of_rows(row_bytes: np.ndarray, most_bytes: int, most_rows: int) -> Iter
 
 
 def bytes_of_rows(array: pa.Array) -> np.ndarray:
-    """[R] int64, bytes that the values of each row take."""
+    """Return [R] int64, the bytes of each row's values."""
     if isinstance(array, pa.ExtensionArray):
         array = array.storage
     kind = array.type
@@ -130,7 +130,7 @@ def bytes_of_rows(array: pa.Array) -> np.ndarray:
 
 
 def _bytes_of_views(array: pa.Array) -> np.ndarray:
-    # a view   length (4 bytes) | the value, or how it begins and where the whole is (12 bytes)
+    # a view   length (4 bytes) | the value, or its first bytes and the place of the whole value (12 bytes)
     if len(array) == 0:
         return np.zeros(0, np.int64)
     views = np.frombuffer(array.buffers()[1], np.int32, count=4 * (array.offset + len(array))).reshape(-1, 4)

@@ -8,7 +8,7 @@ import pyarrow as pa
 from batchinfer.config import DEFAULT_S3, S3Config
 from batchinfer.data.columns import column_type
 from batchinfer.data.inputs import read_batches
-from batchinfer.data.kept_fields import conformed
+from batchinfer.data.kept_fields import cast_kept_columns
 from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.wide_rows import bytes_of_rows, runs_of_rows
 from batchinfer.records import Shard
@@ -48,7 +48,7 @@ class KeptRows:
         while len(rows):
             while rows[0] >= self._base + len(self._batch):
                 self._base += len(self._batch)
-                self._batch = conformed(next(batches), self._kept, self._shard)
+                self._batch = cast_kept_columns(next(batches), self._kept, self._shard)
             here, rows = np.split(rows, [np.searchsorted(rows, self._base + len(self._batch))])
             row_bytes = np.sum([bytes_of_rows(column) for column in self._batch.columns], axis=0)[here - self._base]
             for first, end in runs_of_rows(row_bytes, KEPT_BYTES, len(here)):

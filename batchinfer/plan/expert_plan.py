@@ -28,14 +28,14 @@ def plan_experts(
     planned = []
     for phase, load in group_loads(load_of_phase, groups).items():
         num_ranks = groups[phase]
-        before = ExpertTables.in_order(phase, layers, model.n_routed_experts, num_slots, num_ranks).under(load)
+        before = ExpertTables.in_order(phase, layers, model.n_routed_experts, num_slots, num_ranks).with_load(load)
         hosts = cluster.hosts_of(phase, cluster.nodes or task_nodes())
         nodes, num_groups = node_limits(num_ranks, num_nodes(hosts), model.num_router_groups)
         placement = place_robustly(
             load, num_slots=num_slots, num_gpus=num_ranks, num_nodes=nodes, num_groups=num_groups, effort="high"
         )
-        tables = before.moved_to(placement.expert_of_slot, placement.share_of_slot, num_nodes=nodes)
-        tables = tables.under(load, placement.bound)
+        tables = before.with_slots(placement.expert_of_slot, placement.share_of_slot, num_nodes=nodes)
+        tables = tables.with_load(load, placement.bound)
         ranks = "" if phase == "both" else f" ({phase} ranks)"
         where = f", copies of an expert on one of {nodes} nodes" if nodes > 1 else ""
         note(

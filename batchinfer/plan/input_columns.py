@@ -7,8 +7,8 @@ import pyarrow as pa
 from batchinfer.config import DEFAULT_S3, JobConfig, S3Config, did_you_mean
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
 from batchinfer.data.columns import column_type
-from batchinfer.data.duckdb_sql import refuse_strange
-from batchinfer.data.formats.first_bytes import advice
+from batchinfer.data.duckdb_sql import refuse_unknown_types
+from batchinfer.data.formats.first_bytes import format_advice
 from batchinfer.data.formats.line_rows import why_no_row
 from batchinfer.data.formats.openai_batch import are_requests
 from batchinfer.data.inputs import first_bytes
@@ -64,7 +64,7 @@ def no_rows(shard: Shard, schema: pa.Schema, s3: S3Config = DEFAULT_S3) -> str:
     """Return why a shard has no columns, or no row that can be read."""
     if not shard.num_rows:
         return f"the input has no rows and no columns: {shard.path} is empty; correct input.files"
-    hint = advice(first_bytes(shard, s3), shard.format)
+    hint = format_advice(first_bytes(shard, s3), shard.format)
     reason = why_no_row(schema)
     if shard.format == "jsonl":
         first = "" if reason is None else f": {reason}"
@@ -77,7 +77,7 @@ def no_rows(shard: Shard, schema: pa.Schema, s3: S3Config = DEFAULT_S3) -> str:
 def _kept(job: JobConfig, shards: list[Shard]) -> list[pa.Field]:
     kept = kept_fields(shards, job.output.keep_columns)
     if job.output.format == "jsonl":
-        refuse_strange(kept)
+        refuse_unknown_types(kept)
     may_score = job.sampling.prompt_logprobs is not None or job.input.sampling is not None
     own = {column.name for table in asked_for(job, prompt_logprobs=may_score) for column in table.columns}
     found = [

@@ -11,7 +11,7 @@ import pytest
 import batchinfer
 from batchinfer.api import prompts
 from batchinfer.data.inputs import read_batches
-from batchinfer.data.kept_fields import conformed, kept_fields
+from batchinfer.data.kept_fields import cast_kept_columns, kept_fields
 from batchinfer.data.shards import find_shards
 from support.jobs import question
 from support.paths import RANDOM_MODEL
@@ -178,7 +178,7 @@ def test_files_that_polars_writes_come_whole(suffix, tmp_path):
         writes[suffix](path)
         shards = find_shards([str(path)])
         kept = kept_fields(shards, ["x"])
-        parts = [conformed(batch, kept, shards[0])["x"] for batch in read_batches(shards[0], ["x"])]
+        parts = [cast_kept_columns(batch, kept, shards[0])["x"] for batch in read_batches(shards[0], ["x"])]
         assert [value for part in parts for value in part.to_pylist()] == frame["x"].to_list(), name
 
 

@@ -160,8 +160,8 @@ def test_differences_that_chance_explains_move_nothing(tmp_path):
 
 
 def test_experts_stay_where_moving_costs_more_than_it_saves():
-    before = ExpertTables.in_order("both", (1,), 4, 4, 2).under(np.array([[3.0, 3.0, 1.0, 1.0]]))
-    after = before.moved_to(np.array([[0, 2, 1, 3]]), np.ones((1, 4)), num_nodes=1)
+    before = ExpertTables.in_order("both", (1,), 4, 4, 2).with_load(np.array([[3.0, 3.0, 1.0, 1.0]]))
+    after = before.with_slots(np.array([[0, 2, 1, 3]]), np.ones((1, 4)), num_nodes=1)
     proposal = Proposal(after, before=1.5, gain=0.5)
     costs = MoveCosts(expert_bytes=1 << 30)  # each rank gets one: a second
     assert not costs.pays(before, proposal, left_s=10.0)

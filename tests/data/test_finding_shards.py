@@ -69,10 +69,7 @@ def test_a_folder_beside_files_that_cannot_be_listed_is_named_in_the_warning(cap
         (folder / "data" / "empty").mkdir()
         assert as_user(lambda: find_shards([f"{folder}/data/*"])) == 0
         said = capfd.readouterr().err
-        assert (
-            f"these folders beside them, which are not read; name the folders too if they are meant: {folder}/data/c"
-            in said
-        )
+        assert f"and also folders, which are not read; name the folders to read them too: {folder}/data/c" in said
         assert "empty" not in said
 
 
@@ -228,7 +225,7 @@ def test_a_link_beside_the_folder_that_it_leads_to_hides_no_key(tmp_path):
 def test_folders_beside_the_files_that_a_pattern_matches_are_named_if_they_hold_data(tmp_path, capsys):
     for name in ("a.parquet", "more.parquet/part-0.parquet", "more.parquet/part-1.parquet", "logs/x.log"):
         write(tmp_path / name, {"prompt": ["x"]})
-    told = f"which are not read; name the folders too if they are meant: {tmp_path}/more.parquet/\n"
+    told = f"which are not read; name the folders to read them too: {tmp_path}/more.parquet/\n"
     for pattern in ("*", "*.parquet"):
         assert [shard.name for shard in find_shards([f"{tmp_path}/{pattern}"])] == ["a.parquet"]
         assert capsys.readouterr().err.endswith(told)

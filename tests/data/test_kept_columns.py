@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.data.inputs import read_batches
-from batchinfer.data.kept_fields import conformed, kept_fields
+from batchinfer.data.kept_fields import cast_kept_columns, kept_fields
 from batchinfer.data.shard_schemas import id_type
 from batchinfer.data.shards import find_shards
 from batchinfer.records import ConfigError, Shard
@@ -124,7 +124,7 @@ def test_a_kept_value_is_the_same_in_the_outputs_or_refused(tmp_path, kind):
         for shard in shards[:2]:
             (batch,) = read_batches(shard, ["task"])
             with suppress(ConfigError):
-                found = conformed(batch, kept_fields(shards, ["task"]), shard)["task"]
+                found = cast_kept_columns(batch, kept_fields(shards, ["task"]), shard)["task"]
                 assert found.to_pylist() == batch["task"].to_pylist()
                 num_kept += 1
     assert num_kept >= 2  # at least beside its like
@@ -134,9 +134,9 @@ def test_integers_that_a_double_does_not_hold_are_refused_by_their_value(tmp_pat
     shards = shards_of(tmp_path, {"task": [1, 1 << 53]}, {"task": [1.0, None]}, {"task": [1, (1 << 53) + 1]})
     fields = kept_fields(shards, ["task"])
     fits, _, too_large = [next(read_batches(shard, ["task"])) for shard in shards[:3]]
-    assert conformed(fits, fields, shards[0])["task"].to_pylist() == [1.0, 2.0**53]
+    assert cast_kept_columns(fits, fields, shards[0])["task"].to_pylist() == [1.0, 2.0**53]
     with pytest.raises(ConfigError, match=r"is int64 in .*2\.parquet and double in outputs.* 9007199254740993 "):
-        conformed(too_large, fields, shards[2])
+        cast_kept_columns(too_large, fields, shards[2])
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_folders_that_go_while_they_are_looked_into_hold_nothing(tmp_path, monke
     (tmp_path / "run" / "units").mkdir(parents=True)
     (tmp_path / "x.parquet").touch()
     is_there, found = patterns._is_there, []
-    for place, folders, _ in patterns.each_folder(str(tmp_path / "run"), lambda _: False):
+    for place, folders, _ in patterns.walk_folders(str(tmp_path / "run"), lambda _: False):
         found.append((place, [*folders]))
         shutil.rmtree(tmp_path / "run" / "units")
     assert found == [(str(tmp_path / "run"), ["units"])]

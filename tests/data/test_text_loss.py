@@ -4,7 +4,7 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
-from batchinfer.data.text_loss import PLAIN_TEXTS, refuse_lost_text
+from batchinfer.data.text_loss import PLAIN_TEXTS, check_round_trip
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.records import ModelError
 from support.hostile import model_folder
@@ -52,7 +52,7 @@ def with_parts(tokenizer, **parts):
 
 
 def refuse(tokenizer, tmp_path):
-    refuse_lost_text(PromptTokenizer(tokenizer, tmp_path / "tokenizer.json", None, {}, frozenset(), ""))
+    check_round_trip(PromptTokenizer(tokenizer, tmp_path / "tokenizer.json", None, {}, frozenset(), ""))
 
 
 SOUND = {
@@ -129,7 +129,7 @@ def test_texts_that_cannot_be_encoded_are_no_loss(tmp_path):
 
 @pytest.mark.parametrize("folder", [ROOT / "sample_data" / "model", RANDOM_MODEL])
 def test_models_of_these_tests_keep_text(folder):
-    refuse_lost_text(load_tokenizer(folder))
+    check_round_trip(load_tokenizer(folder))
 
 
 def test_a_plan_with_such_a_file_is_refused(tmp_path):

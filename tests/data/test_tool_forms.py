@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.tokenizer import OWN_TEMPLATES
-from batchinfer.data.tool_forms import own_forms
+from batchinfer.data.tool_forms import forms_of_model
 from support.checked_rows import make_job
 from support.paths import SAMPLE_MODEL
 
@@ -41,7 +41,7 @@ V3_TOKENS = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]
     ],
 )
 def test_the_template_shows_the_form_and_else_the_tokens_do(template, tokens, forms):
-    assert own_forms(template, lambda mark: mark in tokens) == forms
+    assert forms_of_model(template, lambda mark: mark in tokens) == forms
 
 
 @pytest.mark.parametrize(("tokens", "forms"), [([], []), (V3_TOKENS, ["deepseek_v3"]), (["[TOOL_CALLS]"], ["mistral"])])

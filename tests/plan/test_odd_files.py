@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.data.inputs import read_batches
-from batchinfer.data.kept_fields import conformed, kept_fields
+from batchinfer.data.kept_fields import cast_kept_columns, kept_fields
 from batchinfer.data.shard_schemas import id_type
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import load_tokenizer
@@ -125,7 +125,7 @@ def test_a_file_without_rows_clashes_with_nothing(kind, suffix, tmp_path):
     assert id_type(shards, "id") == pa.int64()
     for shard in shards:
         for batch in read_batches(shard, ["note"]):
-            assert conformed(batch, kept, shard).schema.types == [pa.list_(pa.string())]
+            assert cast_kept_columns(batch, kept, shard).schema.types == [pa.list_(pa.string())]
 
 
 def test_a_run_passes_over_the_types_of_a_file_without_rows(tmp_path):
@@ -161,7 +161,9 @@ def test_a_column_of_nulls_goes_with_any_type(kind, tmp_path):
     for name, note, ids in (("a", pa.nulls(2), pa.nulls(2)), ("b", NOTES[kind], pa.array([1, 2]))):
         pq.write_table(pa.table({"id": ids, "prompt": ["x", "y"], "note": note}), tmp_path / f"{name}.parquet")
     shards, kept = check(tmp_path, keep=["note"])
-    found = [conformed(batch, kept, shard)["note"] for shard in shards for batch in read_batches(shard, ["note"])]
+    found = [
+        cast_kept_columns(batch, kept, shard)["note"] for shard in shards for batch in read_batches(shard, ["note"])
+    ]
     assert [part.to_pylist() for part in found] == [[None, None], NOTES[kind].to_pylist()]
     assert id_type(shards, "id") == pa.int64()
 

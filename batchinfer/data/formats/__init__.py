@@ -1,5 +1,5 @@
-"""What an input file may be: how each format is counted, what columns it has, and how it is read in batches.
+"""Formats of input files: for each one, rows are counted, the schema is found, and rows are read in batches.
 
-Parquet and Arrow know their columns. JSONL and CSV are lines: a first pass finds rows and types (values.py), further
-ones read batches of them (line_rows.py), in which a bad line is a row with a sentence.
+Parquet and Arrow files have a schema. JSONL and CSV are files of lines: a first pass counts rows and finds types
+(values.py), later passes read batches of rows (line_rows.py); a bad line is a row with an error sentence.
 """

@@ -1,4 +1,4 @@
-"""Arrow IPC, files (Feather 2) and streams: a batch of the file at a time, in slices of a few megabytes."""
+"""Reader of Arrow IPC files (Feather 2) and streams, in slices of a few megabytes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ def inspect(shard: Shard, source: pa.NativeFile) -> Shard:
     """Return the shard with its rows counted, its schema and its bytes hashed.
 
     Raises:
-        OSError, ValueError: it is damaged, or no Arrow file.
+        OSError, ValueError: the file is damaged, or no Arrow file.
     """
     hashed = HashedBytes(source)
     footer = hashed.digest()
@@ -35,14 +35,14 @@ def schema_of(source: pa.NativeFile) -> pa.Schema:
 
 
 def batches(source: pa.NativeFile, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
-    """The rows with some of their columns, values of dictionaries in place.
+    """Yield the rows with some of their columns, as plain types (see columns.plain_type).
 
     Raises:
         OSError, ValueError: the file is damaged.
     """
     num_rows = 0
     for whole in _raw(source, columns or schema_of(source).names[:1]):
-        whole.validate(full=True)  # offsets that point elsewhere would be followed
+        whole.validate(full=True)  # else Arrow follows damaged offsets to any place in memory
         batch = whole.select(columns) if columns else pa.record_batch([pa.nulls(len(whole))], names=["rows"])
         row_bytes = np.sum([bytes_of_rows(column) for column in batch.columns], axis=0)
         for first, end in runs_of_rows(row_bytes, BATCH_BYTES, batch_rows):

@@ -1,4 +1,4 @@
-"""CSV and TSV: a header and rows of as many fields; a row that is none is said to be one."""
+"""Reader of CSV and TSV: a header, and rows with the same number of fields; other rows are bad rows."""
 
 import csv
 import io
@@ -10,7 +10,10 @@ MOST_FIELD_CHARS = 16 << 20
 
 
 class _Texts:
-    """The lines of a file as text, for Python's csv; it remembers which line was the last that is no UTF-8."""
+    """The lines of a file as text, for Python's csv reader.
+
+    number: of the line read last. not_utf8: number of the last line that was not UTF-8.
+    """
 
     def __init__(self, content: io.BufferedReader) -> None:
         self._lines = numbered_lines(content)
@@ -32,7 +35,7 @@ class _Texts:
 
 
 def csv_rows(content: io.BufferedReader, delimiter: str) -> tuple[list[str], Iterator[Record]]:
-    """Return the header of a file, and its rows: every value as text; an empty field is null, a blank line is no row.
+    """Return the header of a file, and its rows with values as text; an empty field is null, a blank line no row.
 
     Raises:
         ValueError: the file is empty, its header is not sound, or a line is too long.

@@ -1,4 +1,4 @@
-"""What the first bytes of a file say of its format, for files that are not what they were taken for."""
+"""Detection of a file's format by its first bytes, for error messages about files read in the wrong format."""
 
 import csv
 
@@ -16,12 +16,12 @@ _ADVICE = {
 }
 
 
-def advice(head: bytes, taken_for: str) -> str:
-    """What to do with a file that is not what it was taken for, after a semicolon; "" where its bytes say nothing.
+def format_advice(head: bytes, taken_for: str) -> str:
+    """Return the remedy for a file read in the wrong format, after a semicolon; "" if no other format is detected.
 
     Args:
-        head: its first HEAD_BYTES, or all.
-        taken_for: the format as which it was read.
+        head: the file's first HEAD_BYTES, or all bytes of a smaller file.
+        taken_for: the format in which the file was read.
     """
     found = _looks_like(head)
     return "" if found in (None, taken_for) else f"; {_ADVICE[found]}"
@@ -51,7 +51,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _is_header(line: bytes) -> bool:
-    """Whether it names several columns as CSV does; a line of prose hardly has commas without blanks after them."""
+    """Return whether a line names several columns as in CSV: in prose, blanks usually follow commas."""
     try:
         names = next(csv.reader([line.decode()], strict=True), [])
     except (UnicodeDecodeError, csv.Error):

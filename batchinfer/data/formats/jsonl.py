@@ -1,7 +1,7 @@
-"""JSONL: each line that is not blank is one row, an object; whatever else it is, is said of the row.
+"""Reader of JSON lines: each line that is not blank is one row; a line that is no object is a bad row.
 
-Lists of token ids are most of a file that has them. In the column of these, a list of integers stays the JSON that it
-is written as (msgspec.Raw) until `integer_lists` reads those of many rows at once.
+Lists of token ids are most of a file's bytes. In their column, a list of integers stays JSON (msgspec.Raw) until
+`integer_lists` parses the lists of many rows at once.
 """
 
 import io
@@ -22,24 +22,24 @@ from batchinfer.sanitize import words_of
 _DECODER = msgspec.json.Decoder()
 _EXACT_DECODER = msgspec.json.Decoder(float_hook=exact_float)
 _SCHEMA_KEYS = (b"structured_outputs", b"json_schema", b"guided_json")
-_LONG_NUMBER = re.compile(rb"[0-9][0-9.]{15}|[eE][+-]?[0-9]{3}")  # perhaps more than a float keeps
+_LONG_NUMBER = re.compile(rb"[0-9][0-9.]{15}|[eE][+-]?[0-9]{3}")  # perhaps more digits than a float keeps
 _SPACE = b" \t\r\n"
-_ODD = re.compile(r'["\\\x00-\x1f]')  # in names of columns, which msgspec does not rename to
-_INTEGERS = b"0123456789-," + _SPACE  # of JSON nothing but integers is made of these
+_ODD = re.compile(r'["\\\x00-\x1f]')  # characters in names of columns to which msgspec cannot rename fields
+_INTEGERS = b"0123456789-," + _SPACE  # JSON of these bytes alone consists of integers
 
 
 def filled_lines(content: io.BufferedReader) -> Iterator[tuple[int, bytes | None]]:
-    """The lines that are not blank, as `numbered_lines` has them."""
+    """Yield the lines that are not blank (see `numbered_lines`)."""
     for number, line in numbered_lines(content):
         if line is None or line.strip(_SPACE):
             yield number, line
 
 
 def json_records(content: io.BufferedReader, integers: str | None = None) -> Iterator[Record]:
-    """The objects in a file of JSON lines.
+    """Yield the objects in a file of JSON lines.
 
     Args:
-        integers: the column in which lists of integers come as msgspec.Raw; other values come as they are.
+        integers: name of the column whose lists of integers stay JSON (msgspec.Raw).
     """
     rows = None if integers is None else _Rows(integers)
     for number, line in filled_lines(content):
@@ -59,20 +59,20 @@ def json_records(content: io.BufferedReader, integers: str | None = None) -> Ite
 
 
 def integer_lists(values: Sequence[object]) -> pa.Array | None:
-    """Lists of integers as `json_records` gives them, and nulls, as list<int64>; None: there is something else."""
+    """Return lists of integers from `json_records`, and nulls, as list<int64>; None if there is any other value."""
     if not all(value is None or isinstance(value, msgspec.Raw) for value in values):
         return None
     texts = [bytes(value)[1:-1].strip(_SPACE) if isinstance(value, msgspec.Raw) else b"" for value in values]
     items = np.fromstring(b",".join(filter(None, texts)), dtype=np.int64, sep=",")
     if items.size and not INT64[0] < items.min() <= items.max() < INT64[-1]:
-        return None  # NumPy makes those beyond 64 bits the largest or smallest
+        return None  # NumPy clips integers of more than 64 bits
     offsets = [0, *accumulate(text.count(b",") + 1 if text else 0 for text in texts)]
     is_null = pa.array([value is None for value in values])
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(items), mask=is_null)
 
 
 class _Rows:
-    """Decodes objects that have the columns of objects before them.
+    """Fast decoder of objects whose columns occurred in earlier objects.
 
     Args:
         integers: see `json_records`.
@@ -84,7 +84,7 @@ class _Rows:
         self._decoder: msgspec.json.Decoder[Any] | None = None
 
     def decode(self, text: bytes) -> dict[str, Any] | None:
-        """The object's values; None: it is no such object, or not what JSON may be."""
+        """Return the object's values; None if the object has other columns, or is not valid JSON."""
         if self._decoder is None:
             return None
         try:
@@ -96,7 +96,7 @@ class _Rows:
         return {name: value for name, value in zip(self._names, values, strict=True) if value is not msgspec.UNSET}
 
     def _is_only_list(self, value: bytes, text: bytes) -> bool:
-        """Whether it is a list of integers, and no other value of that name is there that it hides."""
+        """Return whether `value` is a list of integers, and the key occurs once in the line: msgspec keeps the last."""
         if value.translate(None, _INTEGERS) != b"[]":
             return False
         start = text.find(b"[", text.find(self._key))
@@ -105,7 +105,7 @@ class _Rows:
         return text[start:end] == value and rest.count(self._key) == 1 and b"\\u" not in rest
 
     def learn(self, names: Iterable[str]) -> None:
-        """Know these columns, too, as long as there are not too many; odd names are left to others."""
+        """Add columns to those of the decoder, up to MOST_NAMES; names with odd characters are left out."""
         new = [name for name in names if name not in self._names and not _ODD.search(name)]
         if self._names and (new or self._decoder is None) and len(self._names) + len(new) <= MOST_NAMES:
             self._names |= dict.fromkeys(new)
@@ -113,7 +113,7 @@ class _Rows:
 
 
 def _decoder_of(names: list[str]) -> msgspec.json.Decoder[Any]:
-    """Of objects with no other names than these; the first one's value stays JSON."""
+    """Return a decoder of objects with no other names than these; the value of the first name stays JSON."""
     fields = {f"field_{place}": name for place, name in enumerate(names)}
     types = [(field, Any if place else msgspec.Raw, msgspec.UNSET) for place, field in enumerate(fields)]
     return msgspec.json.Decoder(msgspec.defstruct("Row", types, rename=fields, forbid_unknown_fields=True))

@@ -1,4 +1,4 @@
-"""The rows of a file of lines: counted with their columns found, and read in batches."""
+"""Rows of files of lines: a first pass counts them and finds the schema, later passes read them in batches."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -11,21 +11,21 @@ from batchinfer.data.formats.jsonl import filled_lines, integer_lists, json_reco
 from batchinfer.data.formats.lines import BadRow, Bytes, HashedBytes, Record, decompressed
 from batchinfer.data.formats.names import compression_of, delimiter_of
 from batchinfer.data.formats.openai_batch import SCHEMA, openai_records
-from batchinfer.data.formats.values import Columns, WrongValueError, fitting, role_of
+from batchinfer.data.formats.values import Columns, WrongValueError, converter_of, role_of
 from batchinfer.data.shard_schemas import file_schema, with_schema
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.records import Shard
 from batchinfer.sanitize import clip
 
-_FIRST_ERROR = b"first_error"  # in the metadata of a schema: that of the first row, where all are bad
-ROW_ERROR = "\0error"  # the last column of each batch: why a row is bad; null: it is good
+_FIRST_ERROR = b"first_error"  # in the metadata of a schema: error of the first row, if all rows are bad
+ROW_ERROR = "\0error"  # the last column of each batch: error sentence of a bad row, else null
 
 
 def inspect(shard: Shard, source: Bytes, roles: Mapping[str, str]) -> Shard:
-    """The shard with its rows counted, its columns found and its bytes hashed.
+    """Return the shard with its rows counted, its schema found and its bytes hashed.
 
     Raises:
-        OSError, ValueError: it is damaged, or no file of lines.
+        OSError, ValueError: the file is damaged, or no file of lines.
     """
     hashed = HashedBytes(source)
     if shard.format == "openai":
@@ -40,30 +40,30 @@ def _columns_of(shard: Shard, hashed: HashedBytes, roles: Mapping[str, str]) -> 
     columns = Columns(roles, is_text=shard.format == "csv")
     num_rows, has_good, first_error = 0, False, ""
     header, records = _opened(shard, hashed, next((name for name, role in roles.items() if role == "token_ids"), None))
-    columns.know(header)
+    columns.add_names(header)
     for _, _, values in records:
         num_rows += 1
         if isinstance(values, str):
             first_error = first_error or values
         else:
             has_good = True
-            columns.see(values)
+            columns.add_row(values)
     schema = columns.schema()
     return num_rows, schema if has_good or not num_rows else schema.with_metadata({_FIRST_ERROR: first_error})
 
 
 def why_no_row(schema: pa.Schema) -> str | None:
-    """Return why the first row of a file cannot be read if no row can; None if one can, or there is none."""
+    """Return the error of the first row if no row of the file can be read; None if one can, or there is no row."""
     reason = (schema.metadata or {}).get(_FIRST_ERROR)
     return None if reason is None else clip(reason.decode())
 
 
 def batches(shard: Shard, source: Bytes, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
-    """The rows with some of their columns, and ROW_ERROR behind these.
+    """Yield the rows with some of their columns, then the column ROW_ERROR.
 
     Raises:
-        RunMismatchError: the file is not the one that was inspected.
-        OSError, ValueError: it is damaged.
+        RunMismatchError: the file changed after it was inspected.
+        OSError, ValueError: the file is damaged.
     """
     hashed = HashedBytes(source)
     schema = file_schema(shard)
@@ -84,7 +84,7 @@ def batches(shard: Shard, source: Bytes, columns: list[str], batch_rows: int) ->
 
 
 def bad_lines(batch: pa.RecordBatch) -> dict[int, str]:
-    """Why rows of a batch are bad before anybody has looked at them, by their place; none of formats without lines."""
+    """Return the error sentences of bad lines by their position in the batch; {} for formats without lines."""
     if ROW_ERROR not in batch.schema.names:
         return {}
     return {row: clip(sentence) for row, sentence in enumerate(batch[ROW_ERROR].to_pylist()) if sentence is not None}
@@ -114,7 +114,7 @@ def _batch(records: list[Record], fields: list[pa.Field]) -> pa.RecordBatch:
         if lists is not None:
             arrays.append(lists)
             continue
-        fit = fitting(field)
+        fit = converter_of(field)
         for row, (line, _, _) in enumerate(records):
             if fit is not None and found[row] is not None:
                 try:

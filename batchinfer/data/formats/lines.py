@@ -1,4 +1,4 @@
-"""Files of lines: decompressed as they are read, hashed on the way, and cut into lines of bounded length."""
+"""Reading of files of lines: decompressed, hashed, and cut into lines of limited length."""
 
 import io
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 Record = tuple[int, int, dict[str, object] | str]
-"""(number of its first line from 1, bytes, its values by column or the sentence that says why there are none).
+"""A row: (number of its first line from 1, bytes, values by column or the error sentence).
 
-A BadRow has some of its values although it is bad.
+A BadRow is a bad row with some of its values.
 """
 
 
 class BadRow(dict[str, object]):
-    """What is known of a row that is bad, and why it is."""
+    """The known values of a bad row, with its error sentence."""
 
     def __init__(self, values: dict[str, object], sentence: str) -> None:
         super().__init__(values)
@@ -34,7 +34,7 @@ class Bytes(Protocol):
 
 
 class HashedBytes(io.RawIOBase):
-    """What is read of a file, hashed as it passes; `digest` reads what nobody has read."""
+    """A file whose bytes are hashed while they are read; `digest` reads the rest of the file."""
 
     def __init__(self, source: Bytes) -> None:
         super().__init__()
@@ -56,14 +56,18 @@ class HashedBytes(io.RawIOBase):
         return len(data)
 
     def digest(self) -> str:
-        """Hex digest of the whole file (XXH3 of 128 bits)."""
+        """Return the hex digest of the whole file (XXH3, 128 bits)."""
         while self.read(CHUNK_BYTES):
             pass
         return str(self._hasher.hexdigest())
 
 
 def decompressed(source: HashedBytes, compression: str | None) -> io.BufferedReader:
-    """The content of a file that may be compressed with gzip or zstd; damage is an OSError."""
+    """Return a reader of the file's decompressed content, which raises OSError for damaged data.
+
+    Args:
+        compression: "gzip", "zstd" or None.
+    """
     if compression is None:
         return io.BufferedReader(source, CHUNK_BYTES)
     chunks = pa.PythonFile(io.BufferedReader(source, CHUNK_BYTES), mode="r")
@@ -71,7 +75,7 @@ def decompressed(source: HashedBytes, compression: str | None) -> io.BufferedRea
 
 
 def numbered_lines(content: io.BufferedReader) -> Iterator[tuple[int, bytes | None]]:
-    """(number from 1, the line with its end) of each line; None for one of more than MOST_LINE_BYTES.
+    """Yield (number from 1, bytes with the line's end) of each line; None for a line of more than MOST_LINE_BYTES.
 
     Raises:
         ValueError: the text is UTF-16.
@@ -92,5 +96,5 @@ def numbered_lines(content: io.BufferedReader) -> Iterator[tuple[int, bytes | No
 
 
 def too_long(number: int) -> str:
-    """What is said of a line that is not held."""
+    """Return the error sentence of a line of more than MOST_LINE_BYTES."""
     return f"line {number} is longer than {MOST_LINE_BYTES} bytes"

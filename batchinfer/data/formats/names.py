@@ -1,4 +1,4 @@
-"""What the name of an input file says: its format, its compression, and how its outputs are called."""
+"""Format, compression and output name of an input file, by its name."""
 
 import re
 
@@ -15,10 +15,12 @@ _EXTENSION = re.compile(r"\.(parquet|jsonl|ndjson|csv|tsv|arrow|feather)$|\.(jso
 
 
 def format_of(path: str, wanted: str | None) -> str:
-    """parquet, jsonl, csv, arrow or openai: what the job says, or else the extension; Parquet when that says nothing.
+    """Return the format of a file: parquet, jsonl, csv, arrow or openai.
+
+    The format is `wanted` if given, else that of the extension, else parquet. (sharegpt is found by the extension.)
 
     Args:
-        path: of a file, or the URI of an object.
+        path: path of a file, or URI of an object.
         wanted: input.format.
     """
     if wanted is not None and wanted != "sharegpt":
@@ -28,27 +30,27 @@ def format_of(path: str, wanted: str | None) -> str:
 
 
 def is_of_lines(format: str) -> bool:
-    """Whether shards of a format are files of lines, whose columns have the types that the job needs."""
+    """Return whether a format is one of lines, in which the types of columns depend on the job."""
     return format not in ("parquet", "arrow")
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a file in a folder of data is one of its shards, by its extension."""
+    """Return whether a file in a folder of data is a shard, by its extension; hidden files are none."""
     return not name.startswith((".", "_")) and _EXTENSION.search(name) is not None
 
 
 def compression_of(path: str) -> str | None:
-    """What a file of lines is compressed with, in Arrow's words; None: it is plain."""
+    """Return Arrow's name for the compression of a file of lines; None if the file is not compressed."""
     return {".gz": "gzip", ".zst": "zstd"}.get(re.sub(r".*(?=\.)", "", _plain(path)))
 
 
 def delimiter_of(path: str) -> str:
-    """What stands between two fields of a file that is read as CSV."""
+    """Return the delimiter of fields in a CSV or TSV file."""
     return "\t" if re.search(r"\.tsv(\.gz|\.zst)?$", _plain(path)) else ","
 
 
 def output_name(name: str) -> str:
-    """What the outputs of a shard are called: x.jsonl.gz -> x.parquet."""
+    """Return the name of a shard's output file: x.jsonl.gz -> x.parquet."""
     return name if name.endswith(".parquet") else f"{_EXTENSION.sub('', name)}.parquet"
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's batch files: each line is a request, whose fields become columns; a line that cannot be done is a bad row.
+"""Reader of OpenAI's batch files: each line is a request, whose fields become columns; an unsupported one is a bad row.
 
 custom_id, url ───────────────────────────────────────► custom_id, url
 body   model ─────────────────────────────────────────► model
@@ -25,7 +25,7 @@ from batchinfer.data.formats.values import WrongValueError, in_words, role_of
 
 SCHEMA = pa.schema([(name, pa.string()) for name in ("custom_id", "url", "model", "request", "sampling")])
 
-# what a body without a url asks for: the first of these keys that it has says so
+# the url of a line without one, by the first of these keys that the body has
 _URL_OF_KEY = {"messages": CHAT, "input": RESPONSES, "prompt": COMPLETIONS}
 _OTHER_ENDPOINTS = {
     "/v1/embeddings": "embeddings are",
@@ -37,7 +37,7 @@ _OTHER_ENDPOINTS = {
 
 
 def are_requests(schema: pa.Schema) -> bool:
-    """Return whether columns of JSON lines are those of a batch file, whose lines may lack method and url."""
+    """Return whether columns of JSON lines are those of a batch file; lines may lack method and url."""
     if not {"custom_id", "body"} <= set(schema.names):
         return False
     body = schema.field("body")
@@ -45,7 +45,7 @@ def are_requests(schema: pa.Schema) -> bool:
 
 
 def openai_records(content: io.BufferedReader) -> Iterator[Record]:
-    """Yield the requests in a batch file with the columns of SCHEMA; a bad one with the columns that it has."""
+    """Yield the requests in a batch file with the columns of SCHEMA; a bad request with its valid columns only."""
     requests = _Requests()
     for number, num_bytes, line in json_records(content):
         if isinstance(line, str):
@@ -63,7 +63,7 @@ def openai_records(content: io.BufferedReader) -> Iterator[Record]:
 
 
 class _Requests:
-    """Lines of one file, whose ids differ and whose model is one and the same."""
+    """Checks of a file's lines, which must have different ids and the same model."""
 
     def __init__(self) -> None:
         self._line_of_id: dict[int, int] = {}  # by the id's digest: some 150 bytes for each
@@ -73,7 +73,7 @@ class _Requests:
         """Yield (column, value) of a line.
 
         Raises:
-            WrongValueError: says what is wrong, after the columns before it.
+            WrongValueError: a value is wrong; columns before it were yielded already.
         """
         custom_id = text_of(line, "custom_id")
         yield "custom_id", custom_id
@@ -103,7 +103,7 @@ def _endpoint(line: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the url of a line and its body without nulls.
 
     Raises:
-        WrongValueError: the url is none that is answered here, or there is no body.
+        WrongValueError: the url is not supported, or there is no body.
     """
     url = None if line.get("url") is None else text_of(line, "url")
     if url is not None and url not in _URL_OF_KEY.values():

@@ -1,4 +1,4 @@
-"""Bodies of chats and completions: the prompt with its tools, and keys of [sampling]."""
+"""Conversion of requests for chats and completions to a prompt with tools, and to keys of [sampling]."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ MOST_LOGPROBS = 100
 
 
 def request(body: dict[str, Any], url: str) -> dict[str, Any]:
-    """Return the prompt as row_prompts.py takes it.
+    """Return the request's prompt in the form that row_prompts.py reads.
 
     Raises:
         WrongValueError: names the key that is missing or wrong.
@@ -33,9 +33,9 @@ def request(body: dict[str, Any], url: str) -> dict[str, Any]:
 
 
 def sampling(body: dict[str, Any], url: str) -> dict[str, Any]:
-    """Return the keys of [sampling] that a body sets; only those with other names are checked here.
+    """Return the keys of [sampling] that a body sets. Only keys with other names in OpenAI's API are checked here.
 
-    A null says that the line wants none, whatever the job has.
+    A value of None removes the job's value.
     """
     found = same_keys(body)
     if "max_completion_tokens" in body:
@@ -60,10 +60,10 @@ def tools_of(body: dict[str, Any]) -> list[Any]:
 
 
 def may_call(body: dict[str, Any]) -> bool:
-    """Return whether the model is told of the tools.
+    """Return whether the prompt has the body's tools.
 
     Raises:
-        WrongValueError: a call is required, which cannot be promised.
+        WrongValueError: the body requires a call, which cannot be guaranteed.
     """
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
@@ -72,7 +72,7 @@ def may_call(body: dict[str, Any]) -> bool:
 
 
 def same_keys(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that [sampling] has by the same name."""
+    """Return the values of a body whose keys have the same name in [sampling]."""
     found = {name: body[name] for name in body if name in SAMPLING}
     if found.get("top_k") == -1:  # vLLM's word for all
         found["top_k"] = 0
@@ -84,7 +84,7 @@ def structured(form: Any, name: str, where: str, holder: Any) -> dict[str, Any]:
 
     Args:
         form: an object of the type text, json_object or json_schema.
-        where: the place of the schema, for the sentence.
+        where: the schema's place in the body, for the error sentence.
         holder: the object whose key `schema` is the schema.
 
     Raises:
@@ -106,10 +106,10 @@ def set_structured(found: dict[str, Any], given: dict[str, dict[str, Any]]) -> N
 
     Args:
         found: keys of [sampling] so far.
-        given: formats by the body's key; an empty one asks for plain text.
+        given: formats by the body's key; an empty format is plain text.
 
     Raises:
-        WrongValueError: there are two, or the format cannot be used.
+        WrongValueError: the body gives two formats, or the format is not supported.
     """
     names = [*given, *(name for name in ("structured_outputs",) if name in found)]
     if len(names) > 1:

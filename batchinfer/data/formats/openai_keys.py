@@ -1,4 +1,4 @@
-"""Keys of OpenAI's requests: which are taken, which change no answer, and what to write instead of others."""
+"""Keys of OpenAI's requests: supported keys, keys without effect, and remedies for the others."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ _KNOWN = {
     COMPLETIONS: SAMPLING | {"prompt", "response_format", *GUIDED, "logprobs"},
     RESPONSES: SAMPLING - {"n", "max_tokens"} | _OF_RESPONSES | _OF_TEMPLATES,
 }
-# keys that may only ask for the one thing that is done
+# keys with a single supported value
 _ONLY = {
     "stream": False, "echo": False, "parallel_tool_calls": True, "modalities": ["text"], "use_beam_search": False,
     "skip_special_tokens": True, "add_generation_prompt": True, "continue_final_message": False, "background": False,
@@ -84,7 +84,7 @@ _INSTEAD = {
 
 
 def check_keys(body: dict[str, Any], url: str) -> None:
-    """Refuse keys that would change an answer and are not supported.
+    """Refuse unsupported keys that would change an answer.
 
     Raises:
         WrongValueError: names the first such key and the remedy.
@@ -98,20 +98,20 @@ def check_keys(body: dict[str, Any], url: str) -> None:
 
 
 def check_only(value: Any, only: Any, name: str) -> None:
-    """Refuse any value of a key but one.
+    """Refuse every value of a key except `only`.
 
     Raises:
-        WrongValueError: names the key and that value.
+        WrongValueError: names the key and the supported value.
     """
     if value != only:
         raise WrongValueError(f"body.{name} is {shown(value)}, but only {shown(only)} is supported")
 
 
 def check_object(value: Any, name: str, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return an object's values that are not null.
+    """Check an object's keys and return its values that are not null.
 
     Args:
-        keys: those that the object may have, each with its only value, or None for any.
+        keys: supported keys, each with its only value, or None for any value.
 
     Raises:
         WrongValueError: names the key that is not supported.

@@ -32,7 +32,7 @@ _TEXT_KEYS = {"format": None, "verbosity": "medium"}
 
 
 def request(body: dict[str, Any], url: str) -> dict[str, Any]:
-    """Return the chat as row_prompts.py takes it, and as `response` what finish/response_object.py repeats.
+    """Return the chat in the form that row_prompts.py reads; `response` has the keys that the answer repeats.
 
     Raises:
         WrongValueError: names the key that is missing or wrong.
@@ -52,7 +52,7 @@ def request(body: dict[str, Any], url: str) -> dict[str, Any]:
 
 
 def sampling(body: dict[str, Any], url: str) -> dict[str, Any]:
-    """Return the keys of [sampling] that a body sets; a response has one answer, whatever the job's `n`.
+    """Return the keys of [sampling] that a body sets; `n` is always 1.
 
     Raises:
         WrongValueError: names the key that is wrong.
@@ -128,13 +128,13 @@ def _messages(body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 class _Chat:
-    """Messages of the items so far; the items of one answer become one message of the assistant."""
+    """Builder of a chat from items of `input`; the items of one answer become one message of the assistant."""
 
     def __init__(self, instructions: Any) -> None:
         if not isinstance(instructions, str | None):
             raise WrongValueError(f"body.instructions is {in_words(instructions)}, not text")
         self._messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-        self._answer: dict[str, Any] = {}  # begun, and not among the messages yet
+        self._answer: dict[str, Any] = {}  # message of the assistant that is not complete yet
 
     def messages(self) -> list[dict[str, Any]]:
         self._end_answer()
@@ -198,7 +198,7 @@ class _Chat:
 
     def _end_answer(self) -> None:
         if self._answer:
-            # templates ask whether the content of a message that only calls is none
+            # templates ask whether the content of a message with tool calls alone is null
             content = None if "tool_calls" in self._answer else ""
             self._messages.append({"role": "assistant", "content": content, **self._answer})
         self._answer = {}

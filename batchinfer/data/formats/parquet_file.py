@@ -1,4 +1,4 @@
-"""Parquet files in: counted by their footers, and read in bounded memory."""
+"""Reader of Parquet files: rows are counted by the footer, and read in bounded memory."""
 
 import hashlib
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.data.formats.first_bytes import HEAD_BYTES, advice
+from batchinfer.data.formats.first_bytes import HEAD_BYTES, format_advice
 from batchinfer.data.shard_schemas import with_schema
-from batchinfer.data.wide_rows import BATCH_BYTES, Dictionaries, decoded, look_up
+from batchinfer.data.wide_rows import BATCH_BYTES, Dictionaries, decoded, dictionaries_of
 from batchinfer.records import Shard
 
 MAGIC = b"PAR1"
@@ -22,10 +22,10 @@ def inspect(shard: Shard, source: pa.NativeFile) -> Shard:
     """Return the shard with its rows counted, its schema and the digest of its footer.
 
     Raises:
-        OSError, ValueError, ArrowException: it is damaged, or no Parquet file.
+        OSError, ValueError, ArrowException: the file is damaged, or no Parquet file.
     """
     footer = _read_footer(source, shard.size_bytes)
-    # a footer is a file without rows: the one that was read need not be asked for again, from a store perhaps
+    # parse the bytes that were read: for an object, to read the footer again would be another request
     whole = MAGIC + footer + len(footer).to_bytes(4, "little") + MAGIC
     with pq.ParquetFile(pa.BufferReader(whole)) as parquet:
         found = replace(
@@ -43,9 +43,9 @@ def schema_of(source: pa.NativeFile) -> pa.Schema:
 
 
 def opened(source: pa.NativeFile, columns: list[str], *, is_object: bool) -> tuple[pq.ParquetFile, Dictionaries]:
-    """The file, to read these columns, and what their dictionaries are like."""
+    """Open a file to read these columns; also return how to read their dictionaries."""
     metadata = pq.read_metadata(source)
-    dictionaries = look_up(source, metadata, columns)
+    dictionaries = dictionaries_of(source, metadata, columns)
     file = pq.ParquetFile(
         source,
         metadata=metadata,
@@ -60,7 +60,7 @@ def opened(source: pa.NativeFile, columns: list[str], *, is_object: bool) -> tup
 def batches(
     file: pq.ParquetFile, dictionaries: Dictionaries, columns: list[str], batch_rows: int
 ) -> Iterator[pa.RecordBatch]:
-    """The rows with some of their columns; none: batches that only count rows."""
+    """Yield the rows with some of their columns; without any, batches have a column `rows` of nulls."""
     if not columns:
         for first in range(0, file.metadata.num_rows, batch_rows):
             counted = pa.nulls(min(batch_rows, file.metadata.num_rows - first))
@@ -75,9 +75,10 @@ def batches(
 
 
 def _row_bytes(file: pq.ParquetFile, columns: list[str], *, look: bool) -> int:
-    """How wide rows are, by the widest row group and by a look at the first rows.
+    """Return an estimate of the bytes of a row: of the widest row group, or more if the first rows need more.
 
-    The look is for repeated texts, which are short in the file but long in memory.
+    Args:
+        look: decode the first rows, too: repeated texts are short in the file but long in memory.
     """
     wanted = set(columns)
     widest = 1
@@ -104,7 +105,7 @@ def _read_footer(file: pa.NativeFile, size_bytes: int) -> bytes:
         raise ValueError("it is an encrypted Parquet file")
     if head != MAGIC:
         file.seek(0)
-        raise ValueError(f"it is not a Parquet file{advice(file.read(HEAD_BYTES), 'parquet')}")
+        raise ValueError(f"it is not a Parquet file{format_advice(file.read(HEAD_BYTES), 'parquet')}")
     if tail[4:] != MAGIC or footer_bytes > size_bytes - 12:
         raise ValueError("its end is missing or damaged (a Parquet file ends with its footer)")
     file.seek(size_bytes - 8 - footer_bytes)

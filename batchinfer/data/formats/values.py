@@ -1,8 +1,8 @@
-"""Columns of values that come without types: the types that hold all of them, and values made to fit.
+"""Type inference for columns of JSON and CSV: a type that holds all values, and the conversion of each value.
 
-What a column is for decides about values of several kinds. Prompts and ids of a wrong kind are errors of their rows;
-messages, tools and sampling may differ from row to row and become JSON text; other columns get the narrowest type that
-holds every value, or JSON text where none does. So do prompts and ids of which not one is of the right kind:
+The type depends on the column's use. A prompt or id of a wrong kind is an error of its row. Messages, tools and
+sampling may differ from row to row and become JSON text. Other columns get the narrowest type that holds every value,
+else JSON text; so does a column of prompts or ids in which no value is of the right kind:
 
     1, 2.5 → double      [1], null → list<int64>      {"a": 1}, {"b": "x"} → struct<a, b>      1, "x" → JSON text
 """
@@ -19,10 +19,10 @@ from batchinfer.config.exact_json import to_json
 
 INT64 = range(-(1 << 63), 1 << 63)
 EXACT = range(-(1 << 53), (1 << 53) + 1)  # integers that a double holds
-MOST_NAMES = 200  # fields of a struct, beyond which it is a map; and columns told that the job does not name
-MOST_DEPTH = 16  # of lists and structs in each other
+MOST_NAMES = 200  # fields of a struct, beyond which objects become JSON; and listed columns that the job does not name
+MOST_DEPTH = 16  # nested lists and structs
 
-# how values are: "null", a scalar's name, "mixed", ("list", how its items are), ("struct", {name: how})
+# kind of values: "null", a scalar's name, "mixed", ("list", kind of items), ("struct", {name: kind})
 Kind = Any
 _SCALARS = {"bool": pa.bool_(), "int": pa.int64(), "long": pa.int64(), "float": pa.float64(), "text": pa.string()}
 # numbers that keep every digit as they are written
@@ -32,11 +32,11 @@ _BOOL_TEXTS = {"true": True, "True": True, "false": False, "False": False}
 
 
 class WrongValueError(ValueError):
-    """A value is not what its column is for; the message ends the sentence that begins with the column's name."""
+    """A value is not right for its column. The message continues a sentence that begins with the column's name."""
 
 
 def in_words(value: object) -> str:
-    """What a value is."""
+    """Return the kind of a JSON value in words: "text", "a list", "null", ..."""
     if isinstance(value, bool):
         return str(value).lower()
     words = {str: "text", list: "a list", dict: "an object", type(None): "null"}
@@ -44,10 +44,10 @@ def in_words(value: object) -> str:
 
 
 def column_roles(job: JobConfig, prompt_columns: list[str]) -> dict[str, str]:
-    """What each input column that the job names is for: text, json, id, token_ids, choices, variable or kept.
+    """Return the role of each input column that the job names: text, json, id, token_ids, choices, variable or kept.
 
     Args:
-        prompt_columns: that prompts are made of.
+        prompt_columns: the columns that prompts are made of.
     """
     given = job.input
     # tools and variables may also be written in the job itself
@@ -65,29 +65,29 @@ def column_roles(job: JobConfig, prompt_columns: list[str]) -> dict[str, str]:
 
 
 class Columns:
-    """Finds the columns of a file and their types.
+    """Collector of a file's columns and their types.
 
     Args:
-        roles: as `column_roles` has them; other columns are only told, and without a type.
-        is_text: every value is text, as in CSV, and may be read as a number.
+        roles: see `column_roles`; other columns are listed without a type.
+        is_text: whether every value is text (CSV), which may be converted to a number.
     """
 
     def __init__(self, roles: Mapping[str, str], *, is_text: bool) -> None:
         self._roles, self._is_text = roles, is_text
         self._typed = {name for name, role in roles.items() if role in ("id", "choices", "variable", "kept")}
-        # columns that no value was right for so far; where that stays so, they get the type of what they hold
+        # columns without any right value so far; at the end, such a column gets the type of its values
         self._unfit = {name: _RIGHT[role] for name, role in roles.items() if role in _RIGHT}
         self._kind_of: Callable[[Any], Kind] = _kind_of_text if is_text else kind_of
         self._kinds: dict[str, Kind] = {}
 
-    def know(self, names: Iterable[str]) -> None:
-        """Take note of columns that the file names before its rows."""
+    def add_names(self, names: Iterable[str]) -> None:
+        """Add columns that the file names before its rows."""
         for name in names:
             if name in self._roles or len(self._kinds) < MOST_NAMES:
                 self._kinds.setdefault(name, "null")
 
-    def see(self, values: Mapping[str, object]) -> None:
-        """Take note of one row."""
+    def add_row(self, values: Mapping[str, object]) -> None:
+        """Add the kinds of one row's values."""
         kinds = self._kinds
         if self._unfit:
             self._unfit = {name: fit for name, fit in self._unfit.items() if not self._is_right(name, fit, values)}
@@ -110,7 +110,7 @@ class Columns:
         return True
 
     def schema(self) -> pa.Schema:
-        """The columns as Arrow has them; `fitting` reads from a field how values get into it."""
+        """Return the columns as an Arrow schema; fields' metadata says how to convert values (see `converter_of`)."""
         return pa.schema([self._field(name, kind) for name, kind in self._kinds.items()])
 
     def _field(self, name: str, kind: Kind) -> pa.Field:
@@ -136,7 +136,7 @@ class Columns:
 
 
 def kind_of(value: Any, depth: int = 0) -> Kind:
-    """How a value of JSON is."""
+    """Return the kind of a JSON value."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -169,7 +169,7 @@ def _kind_of_text(text: str | None) -> Kind:
 
 
 def _wider(first: Kind, second: Kind) -> Kind:
-    """How values of both kinds are."""
+    """Return the kind that holds values of both kinds."""
     if second in (first, "null"):
         return first
     if first == "null":
@@ -195,7 +195,7 @@ def _struct(fields: dict[str, Kind]) -> Kind:
 
 
 def _arrow_type(kind: Kind) -> pa.DataType | None:
-    """The type of a kind; None: there is none, or none that Parquet has (a struct of nothing)."""
+    """Return the Arrow type of a kind; None if there is none, or Parquet has none (a struct without fields)."""
     if isinstance(kind, str):
         return pa.null() if kind == "null" else _SCALARS.get(kind)
     if kind[0] == "list":
@@ -208,22 +208,22 @@ def _arrow_type(kind: Kind) -> pa.DataType | None:
 # ---- further passes: values
 
 
-def fitting(field: pa.Field) -> Callable[[Any], Any] | None:
-    """What makes a value that is not null one of the field's type; None: it is one.
+def converter_of(field: pa.Field) -> Callable[[Any], Any] | None:
+    """Return the function that converts a value to the field's type, None if values need no conversion.
 
-    What is given raises a WrongValueError.
+    The function takes values that are not null, and raises WrongValueError.
     """
     how = role_of(field)
-    return _FITTINGS[how] if how else None
+    return _CONVERTERS[how] if how else None
 
 
 def role_of(field: pa.Field) -> str:
-    """How values get into a field of `Columns.schema`: a name in _FITTINGS, "" for as they are."""
+    """Return the conversion of values for a field of `Columns.schema`: a key of _CONVERTERS, "" for none."""
     return (field.metadata or {}).get(b"fitting", b"").decode()
 
 
 def json_text(value: Any) -> str:
-    """A value as JSON; text stays as it is."""
+    """Return a value as JSON; text stays unchanged."""
     return value if isinstance(value, str) else to_json(value)
 
 
@@ -265,7 +265,11 @@ def _choices(value: Any) -> list[Any]:
 
 
 def _list_of(value: Any, kind: type, wanted: str) -> list[Any]:
-    """The list, which a text may hold as JSON (CSV has nothing but text); nulls may be among its items."""
+    """Return a list of `kind` items or nulls; a text is parsed as JSON, because CSV has only text.
+
+    Raises:
+        WrongValueError: the value is no such list.
+    """
     if isinstance(value, str | msgspec.Raw):
         try:
             value = msgspec.json.decode(value)
@@ -279,7 +283,7 @@ def _list_of(value: Any, kind: type, wanted: str) -> list[Any]:
     return value
 
 
-_FITTINGS: dict[str, Callable[[Any], Any]] = {
+_CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "text": _text,
     "json": json_text,
     "strict_json": to_json,
@@ -291,5 +295,5 @@ _FITTINGS: dict[str, Callable[[Any], Any]] = {
     "double": float,
     "bool": _BOOL_TEXTS.__getitem__,
 }
-# of columns that decide about every row: what takes a value only if it is right
+# by role of columns that every row needs: a function that raises for a wrong value
 _RIGHT: dict[str, Callable[[Any], Any]] = {"text": _text, "id": _id, "token_ids": _token_ids, "choices": _choices}

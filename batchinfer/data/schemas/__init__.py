@@ -1,1 +1,1 @@
-"""The columns of every Parquet table in a run folder, with what they mean: the contract of `schema --stats`."""
+"""Columns of every Parquet table in a run folder, with their meanings: the contract of `schema --stats`."""

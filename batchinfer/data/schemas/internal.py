@@ -1,4 +1,4 @@
-"""What plan, work and finish hand on to each other: the plan, and durable results."""
+"""Tables of the run folder that plan, work and finish exchange: the plan and durable results."""
 
 import pyarrow as pa
 
@@ -74,7 +74,7 @@ PLAN_EXPERTS = table(
     ("tokens", pa.float64(), "tokens it would have got of the load that was measured"),
     ("bound", pa.float64(), "of the layer: tokens that no placement's busiest rank goes below"),
 )
-# What a plan predicts of balance and time; null what is not known. Copied to stats/run.
+# A plan's predictions of balance and time; null if not known. Copied to stats/run.
 PREDICTIONS = (
     ("expected_output_tokens", pa.int64(), "output tokens expected from answer lengths of an earlier run"),
     ("prefill_tokens_max_over_mean", pa.float64(), "new tokens of the busiest rank of prefill steps, by the mean"),

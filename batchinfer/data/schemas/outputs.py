@@ -1,4 +1,4 @@
-"""The outputs, whose columns a job decides."""
+"""Columns of the outputs, which depend on the job."""
 
 from collections.abc import Sequence
 
@@ -54,10 +54,10 @@ OUTPUT_TABLES = OUTPUTS, OUTPUTS_WITH_REASONING, OUTPUTS_WITH_TOOLS, OUTPUTS_WIT
 
 
 def asked_for(job: JobConfig, *, prompt_logprobs: bool) -> list[Table]:
-    """The tables whose columns a job's outputs have behind those of OUTPUTS.
+    """Return the tables of optional columns that a job's outputs have after the columns of OUTPUTS.
 
     Args:
-        prompt_logprobs: whether any row wants them.
+        prompt_logprobs: whether any row wants log-probabilities of the prompt.
     """
     is_asked_for = {
         OUTPUTS_WITH_REASONING: job.output.reasoning != "none",
@@ -71,11 +71,11 @@ def asked_for(job: JobConfig, *, prompt_logprobs: bool) -> list[Table]:
 def output_schema(
     id_type: pa.DataType, kept: list[pa.Field], tables: Sequence[Table] = (), *, with_texts: bool = False
 ) -> pa.Schema:
-    """The outputs' schema: fixed before row one, the same for every shard of a job.
+    """Return the schema of the outputs, which is the same for every shard of a job.
 
     Args:
         tables: from `asked_for`.
-        with_texts: log-probabilities have the texts of their tokens.
+        with_texts: whether log-probabilities have the texts of their tokens.
     """
     more = [field for table in tables for field in table.schema]
     own = [pa.field("id", id_type), *list(OUTPUTS.schema)[1:], *more]

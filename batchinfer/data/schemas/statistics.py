@@ -1,4 +1,4 @@
-"""Statistics of a run: what people and the report query."""
+"""Tables of a run's statistics, which users and the report query."""
 
 import pyarrow as pa
 

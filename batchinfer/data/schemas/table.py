@@ -1,4 +1,4 @@
-"""What a table is, and the types and columns that several have."""
+"""Definition of tables, and types and columns that several tables have."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ LOGPROBS_WITH_TEXTS = pa.list_(
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: name, Arrow type and what it holds (with its unit)."""
+    """A column: name, Arrow type and meaning with unit."""
 
     name: str
     type: pa.DataType
@@ -23,7 +23,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One table of the run folder."""
+    """A table of the run folder."""
 
     name: str
     doc: str
@@ -43,7 +43,7 @@ KEY = (
     ("row", pa.int64(), "position of the row in its shard, from 0"),
     ("sample", pa.int32(), "0 .. n - 1"),
 )
-# of one request
+# counts of one request
 COMPUTED = (
     ("replicated_tokens", pa.int32(), "prompt tokens computed on a second rank, too (below 0: not, against the plan)"),
     ("recomputed_tokens", pa.int32(), "prompt tokens that its rank computed again: their pages had been given up"),
