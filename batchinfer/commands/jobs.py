@@ -1,4 +1,4 @@
-"""A job on this machine, or on all where `work` is started: plan, work, finish, run, which is all three, and verify."""
+"""Commands for a job on this machine: plan, work, finish, run (all three), and verify."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.option(
     "--again",
     is_flag=True,
-    help="Make a damaged plan anew; results stay for work units that have the same rows.",
+    help="Make a damaged plan again; results of work units with the same rows are kept.",
 )
 @earlier_run_options
 @job_options
@@ -60,10 +60,10 @@ def plan(
     learn_from: Path | None,
     expert_loads: Path | None,
 ) -> None:
-    """Check and tokenise every row of JOB (a .toml file or a run folder), order the requests, print what they take.
+    """Check and tokenise every row of JOB (a .toml file or a run folder), order the requests, print a summary.
 
-    No model is loaded. Bad rows are reported here, before any accelerator is used. What ranks would refuse, such as
-    tensors that do not fit config.json, is refused before a row is read.
+    No model is loaded. Bad rows are reported here, before any accelerator is used. Errors that ranks would report, such
+    as tensors that do not fit config.json, are reported before a row is read.
     """
     from batchinfer.controller.kept_units import keep_same_units
     from batchinfer.run.planned import job_of
@@ -112,10 +112,8 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
 
 @click.command(epilog=EXIT_CODES)
 @click.argument("target", metavar="JOB", type=click.Path(path_type=Path))
-@click.option(
-    "--allow-partial", is_flag=True, help="Write error rows for what is not computed yet, instead of refusing."
-)
-@click.option("--wait", is_flag=True, help="Until all units are done; where no cluster starts it behind the tasks.")
+@click.option("--allow-partial", is_flag=True, help="Write error rows for requests that are not computed yet.")
+@click.option("--wait", is_flag=True, help="Wait until all units are done, if no cluster starts this after the tasks.")
 @job_options
 @pass_stop
 def finish(
@@ -134,7 +132,7 @@ def finish(
     from batchinfer.rundir import refuse_bad_rows
 
     if wait and allow_partial:
-        raise click.UsageError("--wait is for all units, --allow-partial for what there is; leave one out")
+        raise click.UsageError("--wait is for all units, --allow-partial for the finished ones; leave one out")
     with alone("finish", stop) as session:
         run, config = planned_run(target, overrides)
         if strict:
@@ -153,9 +151,9 @@ def finish(
 @run_argument
 @json_option
 def verify(target: Path, as_json: bool) -> None:
-    """Read every file of RUN (a run folder or a .toml file) and compare it with what was written; nothing is changed.
+    """Read every file of RUN (a run folder or a .toml file) and compare its checksum; nothing is changed.
 
-    Says what is damaged and what to do; exit code 3 when anything is.
+    Each damaged file is printed with a remedy. Exit code 3 if a file is damaged.
     """
     from batchinfer.finish.verify import verify_run
     from batchinfer.run.planned import run_folder
@@ -188,7 +186,7 @@ def run(
 ) -> None:
     """Plan, compute and finish JOB (a .toml file or a run folder) on this machine, then print the report.
 
-    Interrupted? Run the same command again: it goes on where it stopped and ends with the same outputs.
+    After an interrupt, the same command continues where it stopped and ends with the same outputs.
     """
     from batchinfer.launch.can_run_here import refuse_what_cannot_run_here
     from batchinfer.launch.nodes import refuse_several_processes
@@ -241,10 +239,10 @@ def plan_here(
 ) -> RunDir:
     """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report.
 
-    What will keep the run from exit code 0 is said on stderr.
+    A warning on stderr says if the run will not end with exit code 0.
     """
     from batchinfer.plan.planner import plan_job
-    from batchinfer.plan.summary import foreseen_end, format_summary, read_summary
+    from batchinfer.plan.summary import expected_end, format_summary, read_summary
     from batchinfer.progress import note
     from batchinfer.run.open_storage import storage_of
 
@@ -263,10 +261,10 @@ def plan_here(
     tracer.write(run_dir.trace)
     summary = format_summary(read_summary(run_dir), config.cluster.num_ranks)
     if session.command == "run":
-        note(summary)  # ranks that load may have a bar
+        note(summary)  # not click.echo: loading ranks may show a progress bar
     else:
         click.echo(summary)
-    warning = foreseen_end(run_dir)
+    warning = expected_end(run_dir)
     if warning is not None:
         note(warning)
     return run_dir
@@ -311,6 +309,6 @@ def _finished_text(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> s
     if result.num_missing:
         lines.append(f"partial: {result.num_missing:,} requests were not computed")
     if config.output.push is not None:
-        lines.append(f"the same as a Hugging Face dataset: {run_dir.shown}/dataset; name the licence in its README.md")
+        lines.append(f"outputs as a Hugging Face dataset: {run_dir.shown}/dataset; name the licence in its README.md")
     lines += [f"no outputs for {path}: it could not be read" for path in result.unreadable]
     return "\n".join(lines)

@@ -1,8 +1,8 @@
 """The job file: its schema, every default and every check.
 
-job.py has the parts of the file; those with most keys have files of their own: input.py, cluster.py, and sampling.py,
-with structured_outputs/ for what an answer must be. loading.py reads the file, problems.py says what to tell of a
-wrong one, exact_json.py keeps numbers that are no floats.
+job.py has the parts of the file; the largest parts have separate files: input.py, cluster.py and sampling.py, with
+structured_outputs/ for constraints on answers. loading.py reads the file, problems.py writes error sentences,
+exact_json.py keeps every digit of numbers.
 """
 
 from batchinfer.config.cluster import FREE_SHARE, ClusterConfig

@@ -1,4 +1,4 @@
-"""[cluster] of a job file: ranks, and what each of them does with its time and memory."""
+"""[cluster] of a job file: number of ranks, and settings of their steps, memory and communication."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ RankCount = Annotated[int, Field(ge=1, le=4096)]
 
 
 class ClusterConfig(Part):
-    """Ranks, memory and how often results become durable."""
+    """Ranks, their memory, and how often results become durable."""
 
     mode: Literal["colocated", "disaggregated"] = Field("colocated", description="same ranks for both phases, or apart")
     prefill_ranks: RankCount | None = Field(None, description="expert-parallel size of prefill")
     decode_ranks: RankCount | None = Field(None, description="expert-parallel size of decode (colocated: the same)")
     redundant_experts: int = Field(0, ge=0, le=65536, description="extra expert slots, over all ranks of a group")
     nodes: RankCount | None = Field(
-        None, description="hosts that the ranks are spread over, evenly and in order; unset: as Slurm or the ranks say"
+        None,
+        description="hosts that the ranks are spread over, evenly and in order; unset: by Slurm or the ranks",
     )
     overlap: Literal["auto"] | bool = Field(
         "auto",
         description="two micro-batches per step, one computes while the other's rows travel between ranks; auto: in "
-        "prefill and in decode each where the ranks measure that it is quicker; results stay the same",
+        "prefill and in decode separately, if the ranks measure that it is faster; results stay the same",
     )
     speculate: Literal["auto", "off"] = Field(
         "off",
-        description="draft tokens with the model's own layer for multi-token prediction and run them with those that "
-        "are due; results stay the same to the byte; auto: in steps where it is quicker, by what was measured",
+        description="draft tokens with the model's layer for multi-token prediction and verify them in the next step; "
+        "results stay the same to the byte; auto: in steps where it was measured to be faster",
     )
     backend: Literal["auto", "hopper", "hopper-invariant", "triton", "sdpa", "cpu", "reference"] = Field(
         "auto",
-        description="kernels; `batchinfer doctor` says which run here; cpu: C++; on GPUs sdpa: as auto, but PyTorch's "
-        "own attention for prefill; hopper: as auto, but flash_mla cuts a decode step as it likes, which is quicker "
-        "where requests are few, and a request's last bits depend on what is decoded beside it",
+        description="kernels; `batchinfer doctor` lists those that run here; cpu: C++; on GPUs sdpa: as auto, but "
+        "PyTorch's attention for prefill; hopper: as auto, but flash_mla splits decode steps freely, which is faster "
+        "for few requests, but a request's last bits then depend on the other requests of its steps",
     )
     exchange: Literal["auto", "shared", "tls", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
         "auto",
@@ -45,8 +46,8 @@ class ClusterConfig(Part):
     )
     graphs: Literal["auto", "off"] = Field(
         "auto",
-        description="decode steps as CUDA graphs where GPU, exchange and operations allow it; off: never, for drivers "
-        "with which they fail; results stay the same",
+        description="decode steps as CUDA graphs if GPU, exchange and operations support them; off: never, for drivers "
+        "with which graphs fail; results stay the same",
     )
     collective_seconds: float = Field(
         300.0, gt=0, le=86400, description="a rank that does not answer for this long has failed"
@@ -61,7 +62,7 @@ class ClusterConfig(Part):
         None, description="accelerator of each rank, in nodes of eight; the plan then predicts without an earlier run"
     )
     finish_hours: float | None = Field(
-        None, gt=0, description="with gpu: the plan also says how many nodes finish within this time"
+        None, gt=0, description="with gpu: the plan also reports the number of nodes that finish within this time"
     )
 
     @model_validator(mode="after")
@@ -89,7 +90,7 @@ class ClusterConfig(Part):
 
     @property
     def expert_groups(self) -> dict[str, int]:
-        """The groups of ranks over which experts are spread: what they run -> how many ranks, where that is several."""
+        """Number of ranks, if above 1, of each group that experts are spread over; keys: both, prefill, decode."""
         if self.mode == "colocated":
             groups = {"both": self.num_prefill_ranks}
         else:
@@ -97,12 +98,12 @@ class ClusterConfig(Part):
         return {phase: num_ranks for phase, num_ranks in groups.items() if num_ranks > 1}
 
     def hosts_of(self, phase: str, nodes: int) -> list[str]:
-        """The host of each rank of an expert group, if all ranks are spread over `nodes` hosts, evenly and in order."""
+        """Return the host of each rank of an expert group if all ranks are spread evenly and in order over `nodes`."""
         first = self.num_prefill_ranks if phase == "decode" else 0
         return [str(rank * nodes // self.num_ranks) for rank in range(first, first + self.expert_groups[phase])]
 
     @property
     def num_ranks(self) -> int:
-        """Processes in all: colocated ranks do both phases."""
+        """Number of processes; colocated ranks do both phases."""
         both = self.num_prefill_ranks
         return both + self.num_decode_ranks if self.mode == "disaggregated" else both

@@ -1,4 +1,4 @@
-"""JSON whose numbers keep every digit, where Python's floats would round them."""
+"""JSON whose numbers keep every digit, although Python's floats would round them."""
 
 import json
 from decimal import Decimal
@@ -25,7 +25,7 @@ class WrittenDecimal(Decimal):
 
 
 class WrittenFloat(float):
-    """A float that knows how its number was written, where the float itself is another number."""
+    """A float that differs from its number as written, and keeps the written text."""
 
     text: str
 
@@ -55,7 +55,7 @@ def decimal_of(text: str) -> Decimal:
     """Return the number that a JSON text spells, to the last digit.
 
     Raises:
-        ValueError: the number is too large to reckon with.
+        ValueError: the number is out of range.
     """
     try:
         number: Decimal = WrittenDecimal(text)
@@ -70,14 +70,14 @@ def parse(text: str) -> Any:
     """Return the value of a JSON text: integers as int, other numbers as Decimal.
 
     Raises:
-        ValueError: the text is not JSON, or a number is too large to reckon with.
+        ValueError: the text is not JSON, or a number is out of range.
         RecursionError: the text is nested too deeply.
     """
     return json.loads(text, parse_float=decimal_of, parse_int=_integer, parse_constant=_refuse_constant)
 
 
 def to_json(value: Any) -> str:
-    """Return a value as compact JSON text, as msgspec has it, with every digit of a WrittenFloat."""
+    """Return a value as compact JSON text (in msgspec's form) with every digit of a WrittenFloat."""
     return _ENCODER.encode(value).decode()
 
 
@@ -85,7 +85,7 @@ def dumps(value: Any) -> str:
     """Return a value as JSON text, in the form of json.dumps, with every digit of its numbers.
 
     Raises:
-        ValueError: a part of the value is nothing that JSON has.
+        ValueError: a part of the value has no form in JSON.
     """
     if isinstance(value, dict):
         return "{" + ", ".join(f"{dumps(str(key))}: {dumps(item)}" for key, item in value.items()) + "}"

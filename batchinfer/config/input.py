@@ -1,4 +1,4 @@
-"""[input] of a job file: where the prompts are, and which columns say what."""
+"""[input] of a job file: files of prompts, their format, and the use of columns."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 from batchinfer.config.part import Part, Text
 from batchinfer.sanitize import first_line
 
-# what data/formats/openai_batch.py makes of a line, as keys of [input]
+# keys of [input] for the columns into which data/formats/openai_batch.py converts a line
 OPENAI_COLUMNS = {"id": "custom_id", "messages": "request", "sampling": "sampling"}
 
 
 class InputConfig(Part):
-    """Where the prompts are and which columns hold what."""
+    """Files of prompts, their format, and the use of columns."""
 
     files: list[Text] = Field(
         min_length=1,
@@ -50,13 +50,13 @@ class InputConfig(Part):
         "text; outputs get tool_calls",
     )
     continue_final_message: bool = Field(
-        False, description="the answer goes on where the last message ends, as with transformers"
+        False, description="the answer continues the last message, as with transformers"
     )
     token_ids: Text | None = Field(None, description="column with ready token ids")
     control_tokens: Literal["parse", "text", "error"] = Field(
         "parse",
-        description="prompts that spell control tokens such as <|User|>: parse: they are these tokens, as with "
-        "transformers; text: ordinary text; error: the row is bad",
+        description="text in prompts that equals a control token such as <|User|>: parse: is this token, as with "
+        "transformers; text: is ordinary text; error: makes the row bad",
     )
     choices: Text | None = Field(
         None,
@@ -75,7 +75,7 @@ class InputConfig(Part):
             return {"messages": "conversations", **table} if form == "sharegpt" else table
         for name in ("id", "prompt", "messages", "template", "token_ids", "tools", "choices", "sampling"):
             if table.get(name, OPENAI_COLUMNS.get(name)) != OPENAI_COLUMNS.get(name):
-                raise ValueError(f"{name} does not go with format = 'openai', whose lines say all that; leave it out")
+                raise ValueError(f"{name} does not go with format = 'openai', whose lines have it; leave it out")
         kwargs = table.get("chat_template_kwargs")
         if isinstance(kwargs, str) and not _is_json(kwargs):
             raise ValueError("chat_template_kwargs names a column, which format = 'openai' has not; write a table")
@@ -84,7 +84,7 @@ class InputConfig(Part):
     @field_validator("chat_template_kwargs", "tools", mode="before")
     @classmethod
     def _from_json(cls, value: Any) -> Any:
-        """Values that are null, which TOML has not, are written as JSON text."""
+        """Parse values written as JSON text, which can have null, unlike TOML."""
         if not isinstance(value, str) or not _is_json(value):
             return value
         try:
@@ -114,12 +114,12 @@ class InputConfig(Part):
 
     @property
     def makes_chats(self) -> bool:
-        """Whether prompts go through the chat template; with format = 'openai' each line says."""
+        """Whether prompts go through the chat template; with format = 'openai' each line decides."""
         return self.messages is not None or (self.template is not None and self.system is not None)
 
     @property
     def prompt_column(self) -> str:
-        """The column that holds prompts; "" where `template` makes them of others."""
+        """The column of prompts; "" if `template` makes prompts from other columns."""
         return self.prompt or self.messages or self.token_ids or ""
 
     @property
@@ -130,5 +130,5 @@ class InputConfig(Part):
 
 
 def _is_json(text: str) -> bool:
-    """Whether the value of a key that may also name a column is JSON."""
+    """Return whether a value is JSON of a list or object, and not the name of a column."""
     return text.lstrip()[:1] in ("[", "{")

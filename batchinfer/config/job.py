@@ -1,4 +1,4 @@
-"""The job file: its parts, their keys, and what each may say."""
+"""The schema of the job file: its parts, their keys and the checks of values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchinfer.config.sampling import NOTHING_SCORED, JobSampling
 from batchinfer.config.uris import is_uri
 
 PAGE_TOKENS = 64  # tokens in one page of device KV
-# Of KV, and of weights that are never in 8 or 4 bits, by model.dtype.
+# Bytes of a value of KV, and of weights that are never in 8 or 4 bits, by model.dtype.
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2, "int4": 2}
 
 Price = Annotated[float, Field(ge=0)]
@@ -27,7 +27,7 @@ def _folder_in_bucket(value: str) -> str:
 
 
 class OutputConfig(Part):
-    """Where the run folder is and what goes along to the outputs."""
+    """The run folder, and form and columns of the outputs."""
 
     dir: Text = Field(
         description="run folder: plan, durable results, outputs/ and stats/; a folder that all workers see, or "
@@ -50,10 +50,10 @@ class OutputConfig(Part):
     )
     reasoning: Literal["none", "auto", "deepseek_r1"] = Field(
         "none",
-        description="what a model thinks up to </think> apart from its answer, in columns of its own; deepseek_r1: "
-        "an answer begins in thinking unless its prompt ends it; auto: where the prompt or the answer begins it",
+        description="separate columns for a model's thinking up to </think>; deepseek_r1: an answer begins with "
+        "thinking unless its prompt ends it; auto: only if the prompt or the answer begins it",
     )
-    token_texts: bool = Field(False, description="each token of logprobs has its text beside its id")
+    token_texts: bool = Field(False, description="logprobs have the text of each token in addition to its id")
     shared_group: Text | None = Field(
         None, description="group whose members may all work in the run folder; unset: only this user enters it"
     )
@@ -89,7 +89,7 @@ class OutputConfig(Part):
 
 
 class ModelPart(Part):
-    """The model folder, as Hugging Face lays it out."""
+    """The model folder, in Hugging Face's layout."""
 
     path: Text = Field(
         description="folder with config.json (or params.json), *.safetensors, tokenizer.json (or tiktoken.model, "
@@ -103,12 +103,12 @@ class ModelPart(Part):
 
 
 class KvConfig(Part):
-    """What is kept of tokens, and the store on disk: prefixes that this or an earlier job has computed are read."""
+    """KV of tokens, and the KV store on disk, from which prefixes computed by this or earlier jobs are read."""
 
     dtype: Literal["auto", "fp8"] = Field(
         "auto",
-        description="of latents in pages and store; auto: bfloat16, or float32 as the model; fp8: E4M3 with a scale "
-        "per 128 values, 0.57 of the bytes and other results (rotary keys stay in bfloat16)",
+        description="of latents in pages and store; auto: bfloat16, or float32 if the model is; fp8: E4M3 with a scale "
+        "per 128 values, 0.57 of the bytes, but different results (rotary keys stay in bfloat16)",
     )
     dir: Text | None = Field(None, description="folder of the store; unset: no store")
     shared_group: Text | None = Field(
@@ -116,11 +116,11 @@ class KvConfig(Part):
     )
     max_bytes: Count | None = Field(None, description="size bound of the store")
     second_tier: Annotated[Text, AfterValidator(_folder_in_bucket)] | None = Field(
-        None, description="s3://bucket/folder that has all blocks, too: for nodes whose `dir` is on a disk of their own"
+        None, description="s3://bucket/folder with a copy of all blocks, for nodes whose `dir` is on a local disk"
     )
     block_tokens: int = Field(PAGE_TOKENS, ge=PAGE_TOKENS, le=2**20, description="tokens per block, a multiple of 64")
     persist: Literal["shared", "all", "none"] = Field(
-        "shared", description="blocks to write: those that several requests have, all, or none"
+        "shared", description="blocks to write: those of several requests, all, or none"
     )
     reuse: Literal["auto", "always"] = Field("auto", description="auto: stop loading when it is slower than computing")
     salt: str = Field("", description="part of every block's name: stores with other salts share nothing")
@@ -142,7 +142,7 @@ class KvConfig(Part):
 
 
 class PricingConfig(Part):
-    """Prices for the report; what is unset is not reported."""
+    """Prices for the report; values without a price are not reported."""
 
     gpu_hour: Price | None = Field(None, description="$ per accelerator-hour (per rank on a CPU)")
     input_hit: Price | None = Field(None, description="$ per million input tokens served from a cache")
@@ -151,7 +151,7 @@ class PricingConfig(Part):
 
 
 class S3Config(Part):
-    """How s3:// is reached. Credentials are never here: they come from AWS's environment variables and profiles."""
+    """Access to s3:// URIs. Credentials come from AWS's environment variables and profiles, never from the job."""
 
     endpoint: Text | None = Field(
         None, description="URL of another S3 service; unset: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, else Amazon's"
@@ -171,7 +171,7 @@ DEFAULT_S3 = S3Config()
 
 
 class SlurmConfig(Part):
-    """How a job uses a Slurm cluster; nothing here changes a result."""
+    """Use of a Slurm cluster, without effect on results."""
 
     schedule: list[Text] = Field(
         default=[],
@@ -180,7 +180,7 @@ class SlurmConfig(Part):
 
 
 class JobConfig(Part):
-    """One job file."""
+    """A job file."""
 
     input: InputConfig
     output: OutputConfig
@@ -194,7 +194,7 @@ class JobConfig(Part):
 
     @property
     def precision(self) -> str:
-        """What values are held in, for people and wherever runs are compared: model.dtype, and KV where it differs."""
+        """Precision in words, for reports and comparisons of runs: model.dtype, and kv.dtype unless it is auto."""
         return self.model.dtype if self.kv.dtype == "auto" else f"{self.model.dtype}, KV in {self.kv.dtype}"
 
     @model_validator(mode="after")

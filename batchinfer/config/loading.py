@@ -1,4 +1,4 @@
-"""A job file read, changed by `--set`, checked, with all its paths absolute; and written again."""
+"""Loading of a job file: read, changed by `--set`, checked, with absolute paths; and writing of a job."""
 
 import glob
 import os
@@ -20,14 +20,14 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> JobConfig:
-    """Read a job file, apply `--set` overrides, check everything, make all paths absolute.
+    """Load a job file: apply `--set` overrides, check all values, make all paths absolute.
 
     Args:
-        path: the TOML file; relative paths in it (and in overrides) count from its folder.
+        path: the TOML file; paths in the file and in overrides are relative to its folder.
         overrides: `part.key=value` with a TOML value, or a bare word for a string.
 
     Raises:
-        ConfigError: sentences with the file, the key, the value and what it should be (see `checked`).
+        ConfigError: a sentence per problem, with file, key, value and remedy (see `checked`).
     """
     path = Path(path)
     table = read_toml(path, "job file")
@@ -37,24 +37,24 @@ def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> J
 
 
 def job_of_table(table: dict[str, Any], source: Path, folder: Path) -> JobConfig:
-    """The job that the table of a job file is.
+    """Convert the table of a job file to a job, with all paths absolute.
 
     Args:
-        source: where the table is from, for messages.
-        folder: from which relative paths count.
+        source: the table's file, for messages.
+        folder: folder for relative paths.
 
     Raises:
-        ConfigError: one sentence with the source, the key, the value and what it should be.
+        ConfigError: a sentence per problem, with source, key, value and remedy.
     """
     job = _with_absolute_paths(checked(JobConfig, table, source), folder)
     return job.model_copy(update={"sampling": with_model_defaults(job.sampling, Path(job.model.path))})
 
 
 def checked(schema: type[Schema], table: dict[str, Any], path: Path) -> Schema:
-    """A table of the file at `path` by its schema.
+    """Convert the table of the file at `path` to its schema.
 
     Raises:
-        ConfigErrors: for each problem a sentence with the file, the key, the value and what it should be.
+        ConfigErrors: a sentence per problem, with file, key, value and remedy.
     """
     try:
         return schema.model_validate(table)
@@ -63,8 +63,8 @@ def checked(schema: type[Schema], table: dict[str, Any], path: Path) -> Schema:
 
 
 def dump_job(job: JobConfig) -> str:
-    """The job as TOML that `load_job` reads back to the same config (unset keys are left out)."""
-    # a column of ids that nobody named may be missing
+    """Return the job as TOML, without unset keys; `load_job` gives the same job again."""
+    # an id column that the job does not name may be missing in the input, so it must stay unset
     unset_id = {} if "id" in job.input.model_fields_set else {"input": {"id"}}
     return dump_parts(job.model_dump(exclude_none=True, exclude=unset_id))
 
@@ -95,7 +95,7 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
     if job.kv.dir is not None:
         update["kv"] = job.kv.model_copy(update={"dir": os.path.normpath(folder / job.kv.dir)})
     job = job.model_copy(update=update)
-    # a job file cannot spell such a name, but the folder that it is in may have it
+    # a job file is valid UTF-8, but the path of its folder may not be
     for what, value in _paths(job):
         try:
             value.encode()
@@ -105,7 +105,7 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
 
 
 def _paths(job: JobConfig) -> list[tuple[str, str]]:
-    """(key, value) of what names files and folders."""
+    """Return (key, value) of all keys with paths."""
     return [
         *(("input.files", pattern) for pattern in job.input.files),
         ("output.dir", job.output.dir),
@@ -116,7 +116,7 @@ def _paths(job: JobConfig) -> list[tuple[str, str]]:
 
 
 def _absolute_pattern(folder: Path, pattern: str) -> str:
-    """A glob below `folder`; in the folder's own name, and in that of a file that exists, nothing is a wildcard."""
+    """Return an absolute pattern; the folder's name, and the name of a file that exists, contain no wildcards."""
     pattern = local_path("input.files", pattern)
     if is_uri(pattern):
         return pattern
@@ -146,5 +146,5 @@ def _override_value(raw: str, text: str) -> Any:
             raise ConfigError(f"--set {text!r}: the value is not valid TOML; quote it, or write a bare word") from None
         return raw
     if list(parsed) != ["value"]:
-        raise ConfigError(f"--set {text!r} sets more than one key; give each key a --set of its own")
+        raise ConfigError(f"--set {text!r} sets more than one key; write a --set for each key")
     return parsed["value"]

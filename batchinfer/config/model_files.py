@@ -1,4 +1,4 @@
-"""Which file of a model folder says what the model is."""
+"""The configuration file of a model folder."""
 
 from pathlib import Path
 
@@ -6,6 +6,6 @@ HUGGING_FACE, MISTRAL = "config.json", "params.json"
 
 
 def config_file(folder: Path) -> Path:
-    """config.json, or params.json where there is only that: as Mistral's own code writes it."""
+    """Return the path of config.json, or of params.json (of Mistral's own code) if only that exists."""
     own = folder / MISTRAL
     return own if own.is_file() and not (folder / HUGGING_FACE).exists() else folder / HUGGING_FACE

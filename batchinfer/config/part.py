@@ -1,4 +1,4 @@
-"""What the parts of a TOML file have in common: a job's, or that of a cluster on paper."""
+"""Base class and common types of the parts of a TOML file: a job, or the specification of a simulated cluster."""
 
 from typing import Annotated
 
@@ -11,6 +11,6 @@ Count = Annotated[int, Field(ge=1, le=INT64_MAX)]
 
 
 class Part(BaseModel):
-    """Strict and frozen: unknown keys, wrong types, NaN and infinities are errors."""
+    """A part of a TOML file, frozen and strict: unknown keys, wrong types, NaN and infinities are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)

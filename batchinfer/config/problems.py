@@ -1,4 +1,4 @@
-"""What pydantic finds in a file, as sentences for the person who wrote it."""
+"""Error sentences for the problems that pydantic finds in a TOML file."""
 
 import json
 import re
@@ -14,10 +14,10 @@ from batchinfer.sanitize import clip
 
 
 def sentences(error: ValidationError, schema: type[BaseModel], path: Path) -> list[str]:
-    """Each problem of the file at `path` as a sentence, one for each key, in the order of the schema."""
+    """Return a sentence per key with a problem in the file at `path`, in the order of the schema."""
     first: dict[tuple[Any, ...], ErrorDetails] = {}
     for problem in error.errors(include_url=False):
-        # a value that fits none of several types has a problem with each of them
+        # a value that has none of several types has a problem for each type
         key = problem["loc"] if problem["type"] == "extra_forbidden" else problem["loc"][:2]
         known = first.setdefault(key, problem)
         if known["type"] == "literal_error" and problem["type"] == "bool_type":
@@ -28,7 +28,7 @@ def sentences(error: ValidationError, schema: type[BaseModel], path: Path) -> li
 def _sentence(problem: ErrorDetails, schema: type[BaseModel]) -> str:
     # a key with a line break in it must not break the message
     names = [str(name) if str(name).isprintable() else repr(name) for name in problem["loc"]]
-    # behind a key come places in lists, keys of tables, and pydantic's names for types
+    # after a key come positions in lists, keys of tables, and pydantic's names of types
     deeper = [f"[{name}]" if name.isdigit() else f".{name}" for name in names[2:] if name.isdigit() or name in KINDS]
     where = ".".join(names[:2]) + "".join(deeper)
     kind, value = problem["type"], problem.get("input")
@@ -59,7 +59,7 @@ def _sentence(problem: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def _instead(names: list[str], schema: type[BaseModel]) -> str:
-    """What to do with a key that is not known."""
+    """Return the remedy for an unknown key."""
     if len(names) > 2:
         return did_you_mean(names[-1], KINDS, f"use one of {', '.join(KINDS)}")
     known = list(schema.model_fields) if len(names) == 1 else _keys(schema, names[0])
@@ -70,7 +70,7 @@ def _instead(names: list[str], schema: type[BaseModel]) -> str:
 
 
 def _keys(schema: type[BaseModel], part: str, *, required: bool = False) -> list[str]:
-    """The keys of a part."""
+    """Return the keys of a part, or only the required ones."""
     annotation = schema.model_fields[part].annotation if part in schema.model_fields else None
     fields = getattr(annotation, "model_fields", {})
     return [name for name, field in fields.items() if field.is_required() or not required]

@@ -1,4 +1,4 @@
-"""How tokens are picked, by a job file or by one row: names and meaning as in vLLM and OpenAI's API."""
+"""[sampling] of a job file, or of one row: names and meanings as in vLLM and OpenAI's API."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 class StructuredOutputs(TypedDict, total=False):
-    """One of these."""
+    """Constraint on the answer; exactly one key is set."""
 
     json: str | dict[str, Any]  # a JSON schema, as text or as a table
     regex: Text
@@ -30,7 +30,7 @@ class StructuredOutputs(TypedDict, total=False):
 
 
 class SamplingConfig(Part):
-    """How tokens are picked; a row may override each key."""
+    """Choice of tokens, which a row may override key by key."""
 
     max_tokens: int = Field(
         ge=0,
@@ -42,20 +42,20 @@ class SamplingConfig(Part):
     top_k: int = Field(0, ge=0, lt=2**31, description="keep the k most likely tokens; 0: all")
     min_p: float = Field(0.0, ge=0, le=1, description="then drop tokens below this share of the top probability")
     n: int = Field(1, ge=1, le=16384, description="samples per row")
-    seed: int = Field(0, ge=-INT64_MAX, le=INT64_MAX, description="same seed, same row: same tokens, however it is run")
+    seed: int = Field(0, ge=-INT64_MAX, le=INT64_MAX, description="same seed and row: same tokens in every run")
     stop: list[Text] = Field(
         default=[], description="strings (or one) that end the text: the first that is complete; not part of it"
     )
     stop_token_ids: list[TokenId] = Field(
         default=[], description="token ids that end the output, in addition to the model's own"
     )
-    include_stop_str_in_output: bool = Field(False, description="what ended the text is part of it")
+    include_stop_str_in_output: bool = Field(False, description="the text includes the stop string or token at its end")
     ignore_eos: bool = Field(False, description="go on after the model's end token")
     min_tokens: int = Field(
         0,
         ge=0,
         lt=2**31,
-        description="nothing ends the output before it has this many tokens, but a structured output that is complete",
+        description="least new tokens, except for a structured output that is complete",
     )
     bad_words: list[Text] = Field(default=[], description="words that are not generated")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="taken off the logit of each generated token")
@@ -66,14 +66,14 @@ class SamplingConfig(Part):
         1.0, gt=0, le=100, description="divides (below 0: multiplies) logits of tokens in the prompt or the output"
     )
     logit_bias: dict[str, float] = Field(
-        default={}, description="token id (as text) to what is added to its logit, -100 to 100"
+        default={}, description="by token id (as text) a number added to its logit, -100 to 100"
     )
     structured_outputs: StructuredOutputs | None = Field(
         None,
-        description="one of json (a schema), regex, choice (a list), grammar, json_object: what the answer must be",
+        description="constraint on the answer: one of json (a schema), regex, choice (a list), grammar, json_object",
     )
     thinking_budget: int | None = Field(
-        None, ge=0, lt=2**31, description="a model that still thinks after this many tokens is made to end it"
+        None, ge=0, lt=2**31, description="most tokens of thinking; thinking is then ended by force"
     )
     logprobs: int | None = Field(None, ge=0, le=100, description="alternatives reported per token; unset: no logprobs")
     prompt_logprobs: int | None = Field(
@@ -83,13 +83,13 @@ class SamplingConfig(Part):
     @field_validator("stop", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """As vLLM and OpenAI's API have it, one string is a list of one."""
+        """Convert a single string to a list, as vLLM and OpenAI's API do."""
         return [value] if isinstance(value, str) else value
 
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _from_pairs(cls, value: Any) -> Any:
-        """A Parquet column holds a map as pairs, and may have numbers as its keys."""
+        """Convert pairs, the form of a map in a Parquet column, to a dict, and integer keys to text."""
         if isinstance(value, list) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
             value = dict(value)
         if not isinstance(value, dict):
@@ -109,7 +109,7 @@ class SamplingConfig(Part):
     @field_validator("structured_outputs", mode="before")
     @classmethod
     def _without_nulls(cls, value: Any) -> Any:
-        """A row's struct has all fields, most of them null."""
+        """Remove nulls: a row's struct has all fields, most of them null."""
         return {key: item for key, item in value.items() if item is not None} if isinstance(value, dict) else value
 
     @field_validator("structured_outputs")
@@ -134,7 +134,7 @@ class SamplingConfig(Part):
         return self
 
     def to_sampling(self) -> Sampling:
-        """The same as a record."""
+        """Return the values as a `Sampling` record."""
         values = self.model_dump(include=set(SamplingConfig.model_fields))
         structured, bias = values.pop("structured_outputs"), values.pop("logit_bias")
         values |= {name: tuple(values[name]) for name in SAMPLING_LISTS}
@@ -146,7 +146,7 @@ class SamplingConfig(Part):
 
 
 class JobSampling(SamplingConfig):
-    """How tokens are picked; a row may override each key but `defaults`."""
+    """Choice of tokens by a job; a row may override every key except `defaults`."""
 
     defaults: Literal["generation_config"] | None = Field(
         None,
@@ -156,10 +156,10 @@ class JobSampling(SamplingConfig):
 
 
 def with_model_defaults(sampling: JobSampling, model: Path) -> JobSampling:
-    """With the values that `defaults` asks for written out.
+    """Return the sampling with unset keys filled from the model's generation_config.json, if `defaults` says so.
 
     Raises:
-        ConfigError: the model's file is missing or holds impossible values.
+        ConfigError: the model's file is missing or has impossible values.
     """
     if sampling.defaults is None:
         return sampling
@@ -181,7 +181,7 @@ def with_model_defaults(sampling: JobSampling, model: Path) -> JobSampling:
 
 
 def _kind_and_text(value: StructuredOutputs) -> tuple[str, str]:
-    """Which kind is asked for, and what it says as text."""
+    """Return the kind of constraint that is set, and its value as text."""
     given = [kind for kind in KINDS if kind in value]
     if len(given) != 1:
         raise ValueError(f"one of {', '.join(KINDS)} must be set, not {' and '.join(given) or 'none'}")

@@ -1,4 +1,4 @@
-"""Settings as TOML: read from a file, and written so that they are read back."""
+"""Reading and writing of TOML."""
 
 import json
 import tomllib
@@ -11,13 +11,13 @@ from batchinfer.sanitize import first_line
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """A TOML file as a table.
+    """Return the table of a TOML file.
 
     Args:
         what: the kind of file, for messages.
 
     Raises:
-        ConfigError: it is not there or no TOML.
+        ConfigError: the file does not exist, or is not TOML.
     """
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8"), parse_float=exact_float)
@@ -31,7 +31,7 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def dump_parts(parts: dict[str, dict[str, Any]]) -> str:
-    """Parts of a job as TOML."""
+    """Return the parts of a job as TOML; values that contain null, which TOML does not have, are JSON texts."""
     lines = []
     for part, values in parts.items():
         lines.append(f"[{part}]")
@@ -43,7 +43,7 @@ def dump_parts(parts: dict[str, dict[str, Any]]) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """A value as it stands behind a key."""
+    """Return a value in the notation of TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):

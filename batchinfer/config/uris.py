@@ -1,4 +1,4 @@
-"""Places outside of this file system that a job file names."""
+"""URIs in a job file."""
 
 import re
 from urllib.parse import unquote
@@ -9,12 +9,12 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # a scheme of one letter would
 
 
 def is_uri(text: str) -> bool:
-    """Whether a path is on another file system, such as s3://bucket/key."""
+    """Return whether a text is a URI, such as s3://bucket/key, and not a path."""
     return _URI.match(text) is not None
 
 
 def local_path(what: str, text: str) -> str:
-    """The path in a file:// URI; anything else as it is."""
+    """Return the path in a file:// URI; any other text unchanged."""
     if not text.startswith("file://"):
         return text
     host = text.removeprefix("file://").partition("/")[0]
@@ -24,7 +24,7 @@ def local_path(what: str, text: str) -> str:
 
 
 def refuse_credentials(what: str, text: str) -> None:
-    """They would be copied to the run folder and to messages."""
+    """Raise ConfigError for a URI with credentials, which would be copied to the run folder and to messages."""
     scheme, _, rest = text.partition("://")
     host = rest.partition("/")[0]
     # a secret key may hold a slash, and no bucket's name a colon

@@ -1,6 +1,6 @@
-"""Prompts as they are computed: of a row with choices one per choice, which is the prompt's continuation."""
+"""Prompts to compute: of a row with choices, one prompt per choice, which is the row's prompt and the choice."""
 
-# B rows, K prompts of these
+# B rows, K prompts
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import pyarrow as pa
 from batchinfer.data.columns import list_lengths
 from batchinfer.plan.prefix.prompt_parts import offsets_of
 
-MOST_TOKENS = 1 << 23  # of the prompts that are written out at once, one at least
+MOST_TOKENS = 1 << 23  # of the prompts yielded together, at least one
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,13 @@ class Prompts:
 
     token_ids: np.ndarray  # flat
     offsets: np.ndarray  # [K + 1] int64
-    row: np.ndarray  # [K] int64, place of its row in the batch
+    row: np.ndarray  # [K] int64, position of the prompt's row in the batch
     choice: np.ndarray  # [K] int32, 0 for a row without choices
     score_from: np.ndarray  # [K] int64, where the choice begins; 0 for a row without choices
 
 
 def prompts_of(token_ids: pa.Array, choices: pa.Array) -> Iterator[Prompts]:
-    """The prompts of good rows.
+    """Yield the prompts of good rows.
 
     Args:
         token_ids: [B] lists of tokens.

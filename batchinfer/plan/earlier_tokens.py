@@ -1,4 +1,4 @@
-"""The token ids that an earlier run has of the same shards: their rows are not tokenised again."""
+"""Token ids of an earlier run for shards that did not change, whose rows need not be tokenised again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import read_state, shards_of_state
 
-# what must be the same, beside the shard, for the same token ids
+# parts of the fingerprint, in addition to the shard, on which token ids depend
 _SAME = ("tokenizer and template", "model.config", "version of batchinfer")
 _SAME_COLUMNS = (
     "prompt",
@@ -34,14 +34,14 @@ _SAME_COLUMNS = (
 
 
 class EarlierTokens:
-    """The tokens of an earlier run, or none.
+    """Token files of an earlier run that the job to plan can use; none if the jobs differ in a relevant setting.
 
     Args:
-        storage: of the run.
+        storage: storage of the earlier run.
         fingerprint: of the job to plan.
 
     Raises:
-        DamagedFileError: its run.json is damaged.
+        DamagedFileError: run.json of the earlier run is damaged.
     """
 
     def __init__(self, storage: Storage | None, fingerprint: Fingerprint) -> None:
@@ -63,8 +63,8 @@ class EarlierTokens:
             return
         try:
             storage.fetch("tokens")
-        except DamagedFileError as error:  # in a bucket one is gone
-            note(f"warning: tokens of the earlier run are not used: {error.path} cannot be had ({error.reason})")
+        except DamagedFileError as error:  # a file is missing in the bucket
+            note(f"warning: tokens of the earlier run are not used: {error.path} cannot be read ({error.reason})")
             return
         self._manifest = Manifest(run.root, state.get("files"))
         for shard in shards_of_state(state):
@@ -72,13 +72,13 @@ class EarlierTokens:
                 self._files[_identity(shard)] = run.tokens(shard.index)
 
     def of(self, shard: Shard) -> ShardTokens | None:
-        """What is known of a shard that is the same: path, size and footer of a file, version of an object."""
+        """Return the earlier tokens of a shard; None if it has none or changed (path, size, footer, version, rows)."""
         path = self._files.get(_identity(shard))
         return None if path is None else ShardTokens(shard, path, self._manifest)
 
 
 class ShardTokens:
-    """The token ids of a shard's rows, in their order, as far as the file is not damaged."""
+    """Reader of a shard's token ids in the order of rows, up to the first damaged part of the file."""
 
     def __init__(self, shard: Shard, path: Path, manifest: Manifest) -> None:
         self._shard = shard
@@ -87,9 +87,9 @@ class ShardTokens:
         self._is_damaged = False
 
     def take(self, num_rows: int) -> pa.RecordBatch | None:
-        """The next rows as ENCODED; None when they are to be encoded again.
+        """Return the next rows as columns.ENCODED; None if they must be encoded again.
 
-        That is where one of them was bad (what for, this job's checks are to say), and where the file is damaged.
+        Rows are encoded again if one of them was bad, because this job's checks may differ, or if the file is damaged.
         """
         try:
             while self._rows.num_rows < num_rows and not self._is_damaged:

@@ -1,4 +1,4 @@
-"""How fast a job's ranks are expected to be: as in an earlier run, or else on paper."""
+"""Expected speeds of a job's ranks: those of an earlier run, else simulated ones."""
 
 import numpy as np
 
@@ -11,11 +11,14 @@ from batchinfer.records import ConfigError
 
 
 def expected_speeds(prepared: Prepared, work: PlannedWork) -> tuple[Speeds | None, int | None]:
-    """(speeds of the earlier run, or else of cluster.gpu on paper; GPUs of a node of those)."""
+    """Return the speeds of the earlier run, else simulated speeds of cluster.gpu; and the GPUs per node.
+
+    A value is None if it is not known.
+    """
     cluster, learned = prepared.job.cluster, prepared.learned.speeds
     if cluster.gpu is None:
         return learned, None
-    # the simulator takes its time to load: jobs that do not name a gpu do without it
+    # imported here because the simulator is slow to load, and only jobs with cluster.gpu need it
     from batchinfer.sim.hardware import accelerator
     from batchinfer.sim.speeds import Ranks, paper_speeds
 

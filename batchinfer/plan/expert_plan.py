@@ -1,6 +1,6 @@
-"""Where experts are to be, from the tokens per expert that an earlier run counted.
+"""Placement of experts by the tokens per expert that an earlier run counted.
 
-A planner has a minute, so it searches longer than a controller does.
+A planner has a minute, so it searches longer than a controller.
 """
 
 # L MoE layers, E experts
@@ -19,7 +19,7 @@ from batchinfer.progress import note
 def plan_experts(
     cluster: ClusterConfig, model: ModelConfig, load_of_phase: dict[str, np.ndarray]
 ) -> list[ExpertTables]:
-    """Placements of the groups that have several ranks; says how even each is."""
+    """Return the placements for groups of several ranks, and report the balance of each."""
     groups = cluster.expert_groups
     if not groups:
         note("one rank holds all experts: the expert loads are not used")

@@ -1,4 +1,4 @@
-"""model.dtype for a checkpoint on this machine: what fits, keeps what the checkpoint says, and is quick; and why."""
+"""Choice of model.dtype for a checkpoint on this machine: fits into memory, keeps the values, and is fast."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_bytes import rank_bytes
 
 _STORED = {"F32": "float32", "F8_E4M3": "fp8"}
-# of processors for which 8-bit products are in C++, as /proc/cpuinfo of x86-64 and of Arm says it (docs/cpu.md)
+# flags in /proc/cpuinfo (x86-64 and Arm) of processors with 8-bit products in C++ (docs/cpu.md)
 _QUICK = {"flags": {"avx2", "fma"}, "Features": {"asimddp"}}
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides on this host; of a GPU's memory nothing is known before torch is there."""
+    """Properties of this host that decide the dtype; a GPU's memory is not known without torch."""
 
     free_bytes: int
     has_gpu: bool
@@ -28,25 +28,25 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The host of this process."""
+    """Return the properties of this host."""
     is_quick = any(wanted <= set((processor_field(field) or "").split()) for field, wanted in _QUICK.items())
     return Machine(free_memory_bytes(), has_gpu(), is_quick)
 
 
 def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:
-    """(model.dtype, why) for one rank on this machine.
+    """Return model.dtype for one rank on this machine, and the reason in words.
 
-    Without a GPU the weights have to fit into the free memory: of what the checkpoint is stored in and what takes less,
-    the first that fits. FP8 checkpoints stay in 8 bits where these are quick, else they are widened.
+    With a GPU: the dtype in which the checkpoint is stored. Without: the first dtype whose weights fit into free
+    memory, from the stored dtype on to smaller ones. An FP8 checkpoint is widened if 8-bit products are slow.
 
     Raises:
         ModelError: the model's files cannot be read.
     """
     if (packed := read_packed(model)) is not None:
-        return packed.dtype, "what the folder was converted to"
+        return packed.dtype, "the dtype that the folder was converted to"
     stored = stored_dtype(model)
     if machine.has_gpu:
-        return stored, "what the checkpoint is stored in"
+        return stored, "the dtype in which the checkpoint is stored"
     config = load_model_config(model)
     needed = {dtype: rank_bytes(config, dtype) for dtype in VALUE_BYTES}
     order = list(needed)[list(needed).index(stored) :]
@@ -63,14 +63,14 @@ def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:
         return chosen, f"the checkpoint is in fp8, which is slow on this processor; {takes}"
     if stored == "fp8":
         return chosen, f"the checkpoint is in fp8, quicker than bfloat16 here; {takes}"
-    return chosen, f"what keeps the checkpoint's values and fits: {takes}"
+    return chosen, f"it keeps the checkpoint's values and fits: {takes}"
 
 
 def stored_dtype(model: Path) -> str:
-    """What most matrices of a checkpoint are stored in, and bfloat16 for what no dtype of a job is.
+    """Return the dtype of most matrices in a checkpoint; bfloat16 if that is no dtype of a job.
 
     Raises:
-        ModelError: its files cannot be read.
+        ModelError: the checkpoint's files cannot be read.
     """
     headers = read_headers(model)
     stored = Counter(headers.info(name).dtype for name in headers if len(headers.info(name).shape) > 1)

@@ -1,4 +1,4 @@
-"""A job file for data and a model that somebody has: columns by their types and names, the rest by what is usual."""
+"""A first job file for given data and model: columns are chosen by type and name, other keys get usual values."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.first_dtype import choose_dtype, this_machine
-from batchinfer.plan.input_columns import no_rows
+from batchinfer.plan.input_columns import why_no_rows
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.whole_files import publish_text
 
 MAX_TOKENS = 512
-LOOK_ROWS = 100  # that say whether text is a chat as JSON, and which text is the longest
+LOOK_ROWS = 100  # read to see whether text is a chat as JSON, and which text is the longest
 CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialogue")
 TEXT_NAMES = ("prompt", "question", "instruction", "query", "problem", "input", "text", "content")
 TOKEN_NAMES = ("token_ids", "input_ids", "prompt_token_ids", "tokens")
@@ -41,17 +41,17 @@ ID_NAMES = ("id", "uuid", "custom_id", "key", "prompt_id", "question_id", "row_i
 
 @dataclass(frozen=True, slots=True)
 class FirstJob:
-    """A job file's text, and what was chosen, each as (what, choice)."""
+    """The text of a job file, with the choices that were made as (subject, choice)."""
 
     text: str
     choices: list[tuple[str, str]]
 
 
 def first_job(data: str, model: Path, target: Path) -> FirstJob:
-    """The job file to be written at `target`, checked by the schema.
+    """Return the job file for `target`, checked by the schema.
 
     Args:
-        data: a file of any format, a folder of them, a glob, or a URI of these.
+        data: a file of any format, a folder, a glob, or a URI of these.
         model: the model folder.
 
     Raises:
@@ -68,7 +68,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
         raise InputError(f"none of the {len(shards)} files of {data} can be read; the first: {shards[0].problem}")
     schema = shard_schema(readable[0])
     if not schema.names or why_no_row(schema) is not None:
-        raise ConfigError(no_rows(readable[0], schema))
+        raise ConfigError(why_no_rows(readable[0], schema))
     is_batch = readable[0].format == "jsonl" and are_requests(schema)
     inputs, of_inputs = _OF_BATCH if is_batch else _of_columns(_Columns(readable[0]), model)
     run = _free_folder(folder, target.stem)
@@ -97,7 +97,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
 
 
 def _of_columns(columns: _Columns, model: Path) -> tuple[str, list[tuple[str, str]]]:
-    """(keys of [input] for prompts and ids, what was chosen).
+    """Return the lines of [input] for prompts and ids, and the choices that were made.
 
     Raises:
         ConfigError: no column holds prompts.
@@ -117,13 +117,12 @@ def _of_columns(columns: _Columns, model: Path) -> tuple[str, list[tuple[str, st
 
 
 def write_question(folder: Path, question: str, model: Path, max_tokens: int, day: date) -> Path:
-    """A job of one row in this folder, its run folder `run`: the question through the chat template, if there is one.
+    """Write a job with one question to a folder, and return its job file; the run folder is `run`.
+
+    The question is a chat if the model has a chat template, else a raw prompt.
 
     Args:
-        day: the date that the chat template writes, where it writes one.
-
-    Returns:
-        The job file.
+        day: the date for chat templates that write one.
 
     Raises:
         ModelError: the model cannot be used.
@@ -149,7 +148,7 @@ def write_question(folder: Path, question: str, model: Path, max_tokens: int, da
 
 
 def _typed_shards(files: str) -> list[Shard]:
-    """The shards; those of lines are read twice, for the names of their columns and then for the types of all."""
+    """Return the shards. Files of lines are read twice: first for the columns' names, then for all types."""
     shards = find_shards([files])
     of_lines = [shard for shard in shards if shard.problem is None and is_of_lines(shard.format)]
     names = {name for shard in of_lines for name in shard_schema(shard).names}
@@ -157,7 +156,7 @@ def _typed_shards(files: str) -> list[Shard]:
 
 
 class _Columns:
-    """The columns of a shard, and which of them are prompts and ids."""
+    """The columns of a shard, from which prompts and ids are chosen."""
 
     def __init__(self, shard: Shard) -> None:
         schema = shard_schema(shard)
@@ -173,10 +172,10 @@ class _Columns:
                 self._settings[name] = ("a chat as JSON text", keys)
 
     def prompts(self) -> tuple[dict[str, str], str, str]:
-        """(keys of [input] that read the prompts, their column, what it holds in words).
+        """Return the keys of [input] that read the prompts, the column, and its content in words.
 
         Raises:
-            ConfigError: no column holds any.
+            ConfigError: no column has prompts.
         """
         chats = [name for name, (_, keys) in self._settings.items() if "messages" in keys]
         texts = [name for name, (_, keys) in self._settings.items() if "prompt" in keys]
@@ -195,19 +194,19 @@ class _Columns:
         return {key: value or name for key, value in keys.items()}, name, words
 
     def ids(self, prompts: str) -> str | None:
-        """The column of ids, if one is called like that."""
+        """Return the column of ids by its name and type, None if there is none."""
         able = [name for name, kind in self._kinds.items() if name != prompts and is_id_type(kind)]
         likely = [*_named(able, ID_NAMES), *(name for name in able if name.lower().endswith("_id"))]
         return likely[0] if likely else None
 
 
 def _named(names: list[str], known: tuple[str, ...]) -> list[str]:
-    """Those of the names that are known, in the order of `known`."""
+    """Return the names that are in `known`, in the order of `known`; case does not matter."""
     return sorted((name for name in names if name.lower() in known), key=lambda name: known.index(name.lower()))
 
 
 def _chat_keys(texts: list[Any]) -> dict[str, str] | None:
-    """The keys of [input] for texts that are all chats as JSON."""
+    """Return the keys of [input] for texts that are all chats as JSON; None if a text is no chat."""
     given = [text for text in texts if text is not None]
     try:
         chats = [json.loads(text) for text in given]
@@ -222,7 +221,7 @@ def _chat_keys(texts: list[Any]) -> dict[str, str] | None:
 
 
 def _pattern(data: str) -> str:
-    """The files that are meant, as input.files has them."""
+    """Return the value of input.files for a file, folder, glob or URI."""
     if is_uri(data):
         return data
     path = Path(data).absolute()
@@ -231,17 +230,17 @@ def _pattern(data: str) -> str:
     for inside in ("*.parquet", "**/*.parquet"):
         if any(path.glob(inside)):
             return f"{glob.escape(str(path))}/{inside}"
-    return glob.escape(str(path))  # whatever files of other formats it holds
+    return glob.escape(str(path))  # the folder, for files of other formats
 
 
 def _from(folder: Path, path: str) -> str:
-    """A path as the job file should have it: from its own folder when it is below that."""
+    """Return a path for the job file: relative if it is below the job file's folder."""
     found = os.path.relpath(path, folder)
     return path if found.startswith("..") else found
 
 
 def _free_folder(folder: Path, stem: str) -> str:
-    """A run folder that does not exist yet."""
+    """Return the relative path of a run folder that does not exist yet."""
     name, number = f"runs/{stem}", 2
     while (folder / name).exists():
         name, number = f"runs/{stem}-{number}", number + 1

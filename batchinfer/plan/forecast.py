@@ -1,4 +1,4 @@
-"""How even the ranks' work can be, and how long a planned job takes."""
+"""Forecast of a planned job: how evenly its work spreads over ranks, and how long it takes."""
 
 # N requests in the order of execution, U units
 
@@ -18,15 +18,15 @@ from batchinfer.config import PAGE_TOKENS, ClusterConfig
 from batchinfer.plan.earlier_run import Speeds
 from batchinfer.plan.prompt_groups import group_depths, group_numbers
 
-MAX_STEPPED_UNITS = 8  # of these, units that are cut into prefill steps
-MAX_UNITS = 32  # dealt out to look at their balance, spread over the job
+MAX_STEPPED_UNITS = 8  # units of the sample that are cut into prefill steps
+MAX_UNITS = 32  # size of the sample of units whose balance is computed, spread over the job
 GOLDEN_RATIO = (5**0.5 - 1) / 2
-FILLINGS = 2  # of these, units are decoded that fill all slots this many times
+FILLINGS = 2  # decoded units of the sample fill all decode slots this many times
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillBalance:
-    """Loads of the busiest rank of each prefill step, added up, by the sum of the means."""
+    """Sum of the busiest rank's load over prefill steps, divided by the sum of the mean load."""
 
     tokens: float
     attention: float
@@ -44,7 +44,7 @@ class PlannedWork:
 
     @property
     def answer_tokens(self) -> np.ndarray:
-        """[N] answer lengths to reckon with: what is expected, or the limit."""
+        """[N] answer lengths for the forecast: the expected length if known, else the limit."""
         known = ~np.isnan(self.expected_tokens)
         return np.where(known, np.minimum(self.expected_tokens, self.max_tokens), self.max_tokens)
 
@@ -52,13 +52,13 @@ class PlannedWork:
 def balances(
     work: PlannedWork, cluster: ClusterConfig, *, request_load: RequestLoad = ONE_PER_TOKEN
 ) -> tuple[PrefillBalance, Balance]:
-    """(prefill, decode) when units are dealt out, and decoded, as a controller does it.
+    """Return the balance of prefill and of decode for units that are dealt to ranks as a controller does.
 
-    Prefill: new tokens and attention work of the busiest rank of each step, by the mean. Decode: KV tokens over the
-    steps of a run on paper (balance/decode_run.py), in which answers are as long as expected (see `_likely_answers`).
+    Decode is simulated (balance/decode_run.py) with answers of the expected length (see `_likely_answers`); its
+    balance counts KV tokens over all steps.
 
     Args:
-        request_load: what a request costs a decode step.
+        request_load: cost of a request in a decode step.
     """
     num_ranks = cluster.num_prefill_ranks
     outputs_N = work.answer_tokens * (cluster.mode == "colocated")
@@ -85,7 +85,7 @@ def balances(
 
 
 def _order_of_unit(work: PlannedWork, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """[n] requests of a unit in the order in which they are dealt, and tokens that each shares with the one before."""
+    """Return [n] a unit's requests in the order of dealing, and [n] the tokens shared with the request before."""
     part = slice(first, end)
     order = longest_first(
         work.shared_tokens[part],
@@ -94,7 +94,7 @@ def _order_of_unit(work: PlannedWork, first: int, end: int) -> tuple[np.ndarray,
         after_tokens=int(work.shared_tokens[end]) if end < len(work.shared_tokens) else 0,
     )
     shared = work.shared_tokens[part]
-    # two prompts have in common the least of what the neighbours between them share
+    # the common prefix of two prompts is the shortest common prefix of neighbours between them
     lows, highs = np.minimum(order[:-1], order[1:]), np.maximum(order[:-1], order[1:])
     common = [int(shared[low + 1 : high + 1].min()) for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
     return first + order, np.array([0, *common], dtype=np.int64)
@@ -103,10 +103,10 @@ def _order_of_unit(work: PlannedWork, first: int, end: int) -> tuple[np.ndarray,
 def _decode_balance(
     work: PlannedWork, cluster: ClusterConfig, dealt: list[tuple[int, int, np.ndarray]], request_load: RequestLoad
 ) -> Balance:
-    """Of a run on paper through some of the units: all of a small job's.
+    """Return the balance of decode in a simulated run through some of the units.
 
     Args:
-        dealt: of units, first and last request and the rank of each in between.
+        dealt: of each unit: first request, last request (exclusive) and [n] the rank of each request.
     """
     if cluster.num_decode_ranks == 1 or not dealt:
         return EVEN
@@ -145,10 +145,10 @@ def _decode_balance(
 
 
 def _likely_answers(work: PlannedWork) -> tuple[np.ndarray, np.ndarray]:
-    """Return prompt groups and answer lengths of a run on paper ([N] int64 each).
+    """Return prompt groups and answer lengths of a simulated run ([N] int64 each).
 
-    Where nothing is known, the answers of a prompt group end together, and groups end at any part of the limit alike;
-    each prompt without a group is a group of its own.
+    If no length is known, answers of a prompt group have the same length, which is spread evenly over (0, limit] from
+    group to group. A prompt without a group counts as a group.
     """
     depths = group_depths(work.shared_tokens)
     groups = group_numbers(depths, work.shared_tokens)
@@ -159,9 +159,9 @@ def _likely_answers(work: PlannedWork) -> tuple[np.ndarray, np.ndarray]:
 
 
 def work_seconds(work: PlannedWork, cluster: ClusterConfig, speeds: Speeds) -> float | None:
-    """Seconds that a group of ranks needs from the start of the command to its last step, planning left out.
+    """Return the seconds from the start of the command to the last step on one group of ranks, without planning.
 
-    None when tokens are to be decoded and the speed of that is not known.
+    Return None if tokens are to be decoded and the speed of decode is not known.
     """
     new_tokens = int((work.prompt_tokens - work.shared_tokens).sum())
     # prefill gives the first token of every answer
@@ -177,15 +177,13 @@ def work_seconds(work: PlannedWork, cluster: ClusterConfig, speeds: Speeds) -> f
 def nodes_to_finish(
     work_s: float, deadline_s: float, *, least_s: float, num_units: int, num_ranks: int, gpus_per_node: int
 ) -> int | None:
-    """Nodes for as many groups of ranks as are done in time, each with whole units.
+    """Return the nodes for the number of groups of ranks that finish within `deadline_s`; None if no number does.
 
     Args:
-        work_s: of one group.
-        least_s: what no number of groups goes below.
-        num_ranks: of a group.
-
-    Returns:
-        None when no number of groups is done in time.
+        work_s: seconds of one group for the whole job.
+        least_s: lower bound of seconds for any number of groups.
+        num_units: units of the job, of which each group takes at least one.
+        num_ranks: ranks of a group.
     """
     num_groups = ceil(work_s / deadline_s)
     if num_groups > max(num_units, 1) or least_s > deadline_s:
@@ -199,5 +197,5 @@ def _some_units(unit_starts: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _spread(num: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `num`, evenly spread."""
+    """Return at most `most` of the numbers 0 .. num - 1, evenly spread."""
     return [] if num == 0 else np.unique(np.linspace(0, num - 1, min(num, most)).astype(np.int64)).tolist()

@@ -1,4 +1,4 @@
-"""The columns that a job names, against those that its shards have: what would make every row bad is refused."""
+"""Check of the columns that a job names against the shards' schemas, for mistakes that make every row bad."""
 
 import json
 
@@ -22,23 +22,23 @@ _OF_BATCH = 'these are lines of an OpenAI batch: set input.format = "openai" ins
 
 
 def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) -> list[pa.Field]:
-    """Refuse columns that no shard has, or that hold something else in all shards.
+    """Refuse columns that no shard has, or that have a wrong type in all shards.
 
     Args:
         of_prompts: the input columns that prompts are made of.
 
     Returns:
-        The kept columns as the outputs will have them.
+        The kept columns as fields of the outputs.
 
     Raises:
-        ConfigErrors: says of each what is wrong and what would do.
-        ConfigError: columns to keep do not go together, or have names of output columns.
+        ConfigErrors: each sentence names a column, the problem and the remedy.
+        ConfigError: kept columns have types without a common type, or names of output columns.
     """
     found = schemas_of_rows(shards)
-    # lines that are all broken say nothing of columns; the first schema is the one that sentences tell of
+    # files whose lines are all broken have no known columns; error sentences describe the first schema
     schemas = [schema for _, schema in found if schema.names and why_no_row(schema) is None]
     if not schemas:
-        raise ConfigError(no_rows(*found[0], job.s3))
+        raise ConfigError(why_no_rows(*found[0], job.s3))
     wanted = wanted_columns(job, of_prompts)
     ids = id_column(job)
     is_id_wanted = "id" in job.input.model_fields_set and ids.name != NO_IDS
@@ -60,7 +60,7 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
     return _kept(job, shards)
 
 
-def no_rows(shard: Shard, schema: pa.Schema, s3: S3Config = DEFAULT_S3) -> str:
+def why_no_rows(shard: Shard, schema: pa.Schema, s3: S3Config = DEFAULT_S3) -> str:
     """Return why a shard has no columns, or no row that can be read."""
     if not shard.num_rows:
         return f"the input has no rows and no columns: {shard.path} is empty; correct input.files"
@@ -107,7 +107,7 @@ def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
 
 
 def _setting(column: WantedColumn, schema: pa.Schema) -> str:
-    """Which setting reads what is there, or how it gets what it must be."""
+    """Return the setting that reads the column, or how to write it correctly; "" if neither is known."""
     if column.key == "id" and column_type(schema, column.name) == pa.float64():
         return '; pandas makes doubles of integers with nulls: write the column with astype("Int64")'
     if column.key not in ("prompt", "messages", "token_ids"):
@@ -127,7 +127,7 @@ def _setting(column: WantedColumn, schema: pa.Schema) -> str:
 
 
 def assignments(keys: dict[str, str], name: str) -> str:
-    """Keys of [input] as the job file has them, with a column's name where a value is ""."""
+    """Return keys of [input] in the form of a job file, with the column's name for the value ""."""
     return " and ".join(f"input.{key} = {json.dumps(value or name, ensure_ascii=False)}" for key, value in keys.items())
 
 

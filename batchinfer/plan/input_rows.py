@@ -1,6 +1,6 @@
-"""Whether rows can be what the job takes them for, where no column's type says it: chats as text, lines of a batch.
+"""Check of rows whose column types do not show whether the job can read them: chats as JSON text, lines of a batch.
 
-One row that can be ends the search. Rows that are null say nothing.
+The first row that the job can read ends the search. Nulls do not count.
 """
 
 import json
@@ -21,10 +21,10 @@ from batchinfer.records import ConfigError, Shard
 
 
 def check_rows(job: JobConfig, shards: list[Shard]) -> None:
-    """Refuse input of which every row would be bad because it is something else.
+    """Refuse input in which no row is a chat, or a request of a batch, as the job says.
 
     Raises:
-        ConfigError: says what the first row is and what would read it.
+        ConfigError: names the content of the first row and the setting that reads it.
         InputError, StoreError, RunMismatchError: a shard cannot be read (any more).
     """
     readable = [shard for shard in shards if shard.problem is None]
@@ -41,7 +41,7 @@ def _check_requests(job: JobConfig, shards: list[Shard]) -> None:
             errors = bad_lines(batch)
             named = zip(batch["custom_id"].to_pylist(), batch["url"].to_pylist(), strict=True)
             for row, (custom_id, url) in enumerate(named):
-                # a request that nothing answers has these; whatever lacks them is none
+                # even an unsupported request has a url, or a custom_id and no missing field
                 if url is not None or (custom_id is not None and not errors[row].endswith(" is missing")):
                     return
                 first = first or f"{shard.path}: {errors[row]}"
@@ -60,7 +60,7 @@ def _check_chats(job: JobConfig, name: str, shards: list[Shard]) -> None:
         if kind is None or pa.types.is_null(kind):
             continue
         if not is_text(kind):
-            return  # check_columns knows whether it is right
+            return  # check_columns checks the type
         for batch in read_batches(shard, [name], s3=job.s3):
             for value in python_values(batch[name]):
                 if isinstance(value, str):
@@ -73,7 +73,7 @@ def _check_chats(job: JobConfig, name: str, shards: list[Shard]) -> None:
 
 
 def _parsed(text: str) -> Any:
-    """What a text holds as JSON, or the text itself."""
+    """Return the value of a JSON text, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -85,7 +85,7 @@ def _is_chat(value: Any, key: str) -> bool:
 
 
 def _told(value: Any, name: str, shard: Shard) -> str:
-    """What it is, and the setting that reads it."""
+    """Return the kind of a value in words, and the setting that reads it if there is one."""
     try:
         settings = prompt_settings(pa.infer_type([value]))
     except pa.ArrowException:

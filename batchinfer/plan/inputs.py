@@ -1,4 +1,4 @@
-"""The input of a job: its shards, and whether they can be what the job says."""
+"""The input of a job: its shards, and checks that the job's settings fit the shards."""
 
 import pyarrow as pa
 
@@ -16,12 +16,12 @@ from batchinfer.run.open_storage import storage_of
 
 
 def find_inputs(job: JobConfig, encoders: Encoders, *, strict: bool) -> tuple[list[Shard], list[pa.Field]]:
-    """The job's shards and the columns to keep, as the outputs will have them.
+    """Return the job's shards, and the kept columns as fields of the outputs.
 
     Raises:
         InputError: no shard can be read; or `strict` and one cannot.
-        ConfigError: the input cannot be what the job says.
-        StoreError: an object store does not answer or refuses to.
+        ConfigError: the job's settings do not fit the input.
+        StoreError: an object store does not answer, or refuses the request.
     """
     with Stage("planning", "looking through the inputs"):
         roles = column_roles(job, encoders.columns)
@@ -36,18 +36,18 @@ def _check_shards(shards: list[Shard], *, strict: bool) -> None:
         note(f"warning: {shard.path} cannot be read: {shard.problem}")
     if bad and strict:
         raise InputError(f"{bad[0].path} cannot be read: {bad[0].problem}; repair it, or run without --strict")
-    refuse_no_shard(shards)
+    refuse_unreadable_input(shards)
 
 
-def refuse_no_shard(shards: list[Shard]) -> None:
-    """Raises InputError where none can be read."""
+def refuse_unreadable_input(shards: list[Shard]) -> None:
+    """Raise InputError if no shard can be read."""
     if all(shard.problem is not None for shard in shards):
         first = f"{shards[0].path}: {shards[0].problem}"
         raise InputError(f"none of the {len(shards)} input shards can be read; the first: {first}")
 
 
 def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> list[pa.Field]:
-    """Refuse input that cannot be what the job says; returns the kept columns as the outputs will have them."""
+    """Refuse settings that do not fit the input; return the kept columns as fields of the outputs."""
     if job.output.reasoning == "deepseek_r1" and not encoders.ends_thinking:
         raise ConfigError(
             "output.reasoning is 'deepseek_r1', but the model's tokenizer has no token </think> or [/THINK]; use 'none'"
@@ -69,9 +69,9 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> lis
 
 
 def warn_of_tools(job: JobConfig) -> None:
-    """Warn of tools that the model's chat template does not write."""
-    whose = "any that lines have" if job.input.tools is None else "those of input.tools"
+    """Warn that the model's chat template does not write tools."""
+    tools = "the lines' tools" if job.input.tools is None else "input.tools"
     note(
-        f"warning: the chat template of {job.model.path} does not write tools, so the model is not told of "
-        f"{whose}; give the folder one that does"
+        f"warning: the chat template of {job.model.path} does not write tools, so the model does not see {tools}; give "
+        "the folder a template that writes tools"
     )

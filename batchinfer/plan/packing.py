@@ -1,31 +1,31 @@
-"""Cuts the ordered requests into work units of equal work."""
+"""Division of the ordered requests into work units of about equal work."""
 
 import numpy as np
 
 MIN_UNIT_TOKENS = 65_536  # below this, claiming and committing would cost more than they protect
-MAX_UNIT_TOKENS = 4_000_000  # minutes on one node; what is lost with a unit stays small
-MAX_PROMPT_TOKENS = 1 << 24  # whole prompts of an open unit are in memory, shared or not: about 50 bytes per token
-SMALL_GROUP, NODE = 2, 8  # ranks that these two are for; larger groups need more work at once to balance it
+MAX_UNIT_TOKENS = 4_000_000  # minutes on one node, so that a lost unit costs little
+MAX_PROMPT_TOKENS = 1 << 24  # an open unit's whole prompts are in memory, shared or not: about 50 bytes per token
+SMALL_GROUP, NODE = 2, 8  # ranks for which the least and the largest units are; larger groups need larger units
 TARGET_UNITS = 256  # enough for many groups to end at about the same time
 
 
 def cut_units(
     new_tokens: np.ndarray, max_tokens: np.ndarray, *, prompt_tokens: np.ndarray | None = None, num_ranks: int = 1
 ) -> np.ndarray:
-    """Where each unit begins, keeping the order.
+    """Return the first request of each unit; the order of requests does not change.
 
-    The work of a request is counted as prompt tokens to compute plus tokens it may generate. A unit ends with the
-    request that reaches the target, so that no unit is larger than the target plus one request. It ends sooner where
-    its prompts, with all that they share, are MAX_PROMPT_TOKENS.
+    The work of a request is its prompt tokens to compute plus max_tokens. A unit ends with the request that reaches the
+    target, so no unit is larger than the target plus one request. A unit ends sooner if its whole prompts reach
+    MAX_PROMPT_TOKENS.
 
     Args:
         new_tokens: [Q] prompt tokens to compute per request, in the order of execution.
-        max_tokens: [Q] most tokens each may generate.
-        prompt_tokens: [Q] lengths of whole prompts; None: nothing is shared.
-        num_ranks: of the group that works on a unit together.
+        max_tokens: [Q] most tokens that each request may generate.
+        prompt_tokens: [Q] lengths of whole prompts; None: prompts share nothing.
+        num_ranks: ranks of the group that works on a unit.
 
     Returns:
-        [U + 1] int64 first request of each unit, and Q at the end; [0] when there are no requests.
+        [U + 1] int64, the first request of each unit, and Q at the end; [0] if there are no requests.
     """
     if len(new_tokens) == 0:
         return np.zeros(1, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Writes the plan's tables, requests with their token ids in the order of execution."""
+"""Writer of the plan's tables; requests are in the order of execution, with their token ids."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,12 +41,12 @@ def write_plan(
     """Write plan/{requests,units,duplicates}.parquet.
 
     Args:
-        manifest: vouches for them afterwards.
+        manifest: gets the files' checksums.
         keys: [Q] uint64, the requests' sampling keys.
         prompts: all prompts in the prefix plan's order, part by part.
-        num_ranks: of the group that works on a unit together.
+        num_ranks: ranks of the group that works on a unit.
         block_tokens: tokens per block of the KV store.
-        answer_lengths: known ones by prompt group.
+        answer_lengths: known answer lengths by prompt group.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -88,11 +88,11 @@ def write_plan(
 def _in_units(
     planned: PlannedRequests, prompt_tokens: np.ndarray, max_tokens: np.ndarray, num_ranks: int
 ) -> tuple[PlannedRequests, np.ndarray | slice, np.ndarray]:
-    """The requests in the order of execution, [Q] the place that each had before, [U + 1] where each unit begins."""
+    """Return the requests in the order of execution, [Q] their previous places, and [U + 1] units' first requests."""
     new_tokens = prompt_tokens - planned.cached_tokens
     starts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens, num_ranks=num_ranks)
     if not planned.score_from.any():
-        return planned, slice(None), starts  # as they are, without a copy
+        return planned, slice(None), starts  # unchanged, without a copy
     # in parts as for one rank, so that outputs' cached_tokens do not depend on the number of ranks
     parts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens)
     planned, order = scored_first(planned, prompt_tokens, parts)
@@ -102,7 +102,7 @@ def _in_units(
 def _unit_totals(
     prompt_tokens: np.ndarray, max_tokens: np.ndarray, cached_tokens: np.ndarray, first: int, end: int
 ) -> dict[str, int]:
-    """What requests `first` to `end` amount to, by columns of plan/units.parquet."""
+    """Return the totals of requests [first, end) by columns of plan/units.parquet."""
     prompts, outputs, cached = prompt_tokens[first:end], max_tokens[first:end], cached_tokens[first:end]
     kv_tokens = prompts + np.maximum(outputs - 1, 0)  # the last token of an answer is never run
     return {
@@ -119,9 +119,9 @@ def _unit_totals(
 def _last_units(
     unit_starts: np.ndarray, shared_tokens: np.ndarray, lengths: np.ndarray, block_tokens: int
 ) -> dict[int, list[int]]:
-    """The last unit that needs each block, for blocks that are needed after the unit that computes them.
+    """Return the last unit that needs each KV block, for blocks that are needed after the unit that computes them.
 
-    By request; of the blocks that a request is the first to compute, only leading ones outlive its unit.
+    The key is the request that is the first to compute the blocks; only its leading blocks outlive its unit.
     """
     unit_of_request = np.repeat(np.arange(len(unit_starts) - 1), np.diff(unit_starts))
     first, last = last_units(shared_tokens, lengths, unit_of_request, block_tokens=block_tokens)
@@ -132,7 +132,7 @@ def _last_units(
 
 
 def write_rows(target: Path, manifest: Manifest, schema: pa.Schema, *rows: dict[str, Any]) -> None:
-    """Write a small table, for which the manifest vouches afterwards.
+    """Write a small table and add its checksums to the manifest.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -142,7 +142,7 @@ def write_rows(target: Path, manifest: Manifest, schema: pa.Schema, *rows: dict[
 
 
 class _PromptCursor:
-    """Prompts in the plan's order, taken by place; places never go back."""
+    """Reader of prompts in the plan's order by their places, which must not decrease."""
 
     def __init__(self, parts: Iterator[SortedPrompts]) -> None:
         self._parts = parts
@@ -150,7 +150,7 @@ class _PromptCursor:
         self._first = 0  # place of its first prompt
 
     def take(self, places: np.ndarray) -> pa.Array:
-        """[K] lists of token ids at these places ([K] int64, rising; a place may come several times)."""
+        """Return [K] lists of token ids at these places ([K] int64, not decreasing)."""
         taken = []
         while len(places):
             count = int(np.searchsorted(places, self._first + len(self._lists)))
@@ -170,12 +170,12 @@ def _as_lists(part: SortedPrompts) -> pa.Array:
 def _row_groups(
     cursor: _PromptCursor, first: int, places: np.ndarray, num_tokens: np.ndarray
 ) -> Iterator[tuple[slice, pa.Array]]:
-    """Cut a unit into row groups: their requests, and these requests' prompts.
+    """Yield the row groups of a unit: the slice of requests, and their prompts.
 
     Args:
         first: the unit's first request.
-        places: [K] of its requests' prompts; only where they rise are the prompts taken a row group at a time.
-        num_tokens: [K] prompt tokens of its requests.
+        places: [K] places of the unit's prompts; if they decrease somewhere, all prompts are read at once.
+        num_tokens: [K] prompt tokens of the unit's requests.
     """
     taken = None
     if (np.diff(places) < 0).any():

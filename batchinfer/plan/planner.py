@@ -1,6 +1,6 @@
-"""From job file to plan: read, check and tokenise every row, order the requests, cut work units, predict.
+"""Planning of a job: read, check and tokenise every row, order the requests, cut work units, predict.
 
-No model is loaded. Every file is published whole, so that an interrupted plan goes on where it stopped.
+No model is loaded. Every file appears whole or not at all, so an interrupted plan continues where it stopped.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import earlier_run, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.plan.expected_speeds import expected_speeds
-from batchinfer.plan.inputs import find_inputs, refuse_no_shard
+from batchinfer.plan.inputs import find_inputs, refuse_unreadable_input
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.plan.preflight import check_job, check_names
@@ -38,8 +38,8 @@ from batchinfer.plan.prepared import Prepared
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
-from batchinfer.plan.token_files import keep_sound_tokens, tokenize_shards
-from batchinfer.plan.unused_plan import make_way
+from batchinfer.plan.token_files import keep_sound_token_files, tokenize_shards
+from batchinfer.plan.unused_plan import delete_unused_plan
 from batchinfer.progress import Stage, note
 from batchinfer.records import ConfigError, DamagedFileError, RunMismatchError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
@@ -67,21 +67,21 @@ def plan_job(
     again: Callable[[RunDir, Manifest], None] | None = None,
     tokenizer: TokenizerProcess | None = None,
 ) -> RunDir:
-    """Make (or find) the plan of a job in its run folder.
+    """Make the plan of a job in its run folder, or find the plan that is there.
 
     Args:
-        learn_from: folder or URI of an earlier run: how long answers are, how fast ranks, where experts are to be.
-        expert_loads: folder or URI of an earlier run whose tokens per expert say where experts are to be.
-        tokenizer: the process for it, if it was started already.
-        can_run_here: raises what keeps the job's ranks from running on this machine; asked before anything is written.
-        again: make a plan anew that is there, as a repair; called with the new plan's manifest, before it counts, to
-            set aside what was computed for another one.
+        learn_from: folder or URI of an earlier run, for answer lengths, speeds and expert loads.
+        expert_loads: folder or URI of an earlier run, for expert loads alone.
+        tokenizer: the tokenizer process, if it was started already.
+        can_run_here: raises an error if the job's ranks cannot run on this machine; called before anything is written.
+        again: make the plan again, as a repair. The function is called with the new plan's manifest before the plan
+            becomes valid, to set aside results of another plan.
 
     Raises:
         ConfigError, ModelError: the job, its files or its model cannot work.
         InputError: no shard can be read; or `strict` and a shard or row is bad.
-        RunMismatchError: the run folder, in which something was computed, or output.publish, belongs to another job.
-        StoreError: an object store of input.files or output.publish does not answer or refuses to.
+        RunMismatchError: the run folder has results of another job, or output.publish belongs to another job.
+        StoreError: an object store of input.files or output.publish does not answer, or refuses the request.
     """
     started = time.monotonic()
     model = load_model_config(Path(job.model.path))
@@ -110,9 +110,9 @@ def plan_job(
                 storage.commit(anew=again is not None)
             else:
                 storage.commit()  # job.toml
-                note(f"{run.shown} is planned already; going on with that plan")
+                note(f"{run.shown} is planned already; going on with this plan")
                 if learn_from is not None or expert_loads is not None:
-                    note("warning: the earlier run changes nothing in it; delete the folder to plan anew")
+                    note("warning: the earlier run does not change this plan; delete the folder to plan again")
     if strict:
         refuse_bad_rows(run)
     return run
@@ -121,7 +121,7 @@ def plan_job(
 def _open_run(
     storage: Storage, job: JobConfig, fingerprint: dict[str, Any], shards: list[Shard], *, again: bool
 ) -> dict[str, Any]:
-    """What run.json says; written when it is not there, or the plan is to be made again."""
+    """Return the content of run.json; write it if it does not exist, or if the plan is made again."""
     run, carried = storage.run, {}
     if run.run_json.exists():
         try:
@@ -137,9 +137,9 @@ def _open_run(
                     return state
                 carried = {key: state[key] for key in (MADE, "id") if key in state}
                 storage.fetch("plan", "tokens")
-                keep_sound_tokens(run, Manifest(run.root, state.get("files")), shards)
+                keep_sound_token_files(run, Manifest(run.root, state.get("files")), shards)
     state = {
-        "id": secrets.token_hex(8),  # drawn: another run of the same job is another one
+        "id": secrets.token_hex(8),  # random, so that two runs of the same job differ
         **carried,
         "state": "planning",
         "fingerprint": fingerprint,
@@ -153,7 +153,7 @@ def _open_run(
 def _is_same(
     storage: Storage, state: dict[str, Any], fingerprint: dict[str, Any], shards: list[Shard], *, again: bool
 ) -> bool:
-    """Whether the plan in the run folder is this job's; another one has made way for it."""
+    """Return whether the plan in the run folder is this job's; delete another job's plan if it has no results."""
     run = storage.run
     try:
         paths = {shard.name: shard.path for shard in [*shards_of_state(state), *shards]}
@@ -162,14 +162,14 @@ def _is_same(
         if again:
             raise
         storage.fetch("plan", "results", "claims", "stats", "signs", "sent")
-        make_way(run, state, mismatch)
-        note(f"{run.shown} held the plan of another job, of which nothing was computed; it is planned anew")
+        delete_unused_plan(run, state, mismatch)
+        note(f"{run.shown} held the plan of another job without results; the folder is planned again")
         return False
     return True
 
 
 def _publish_state(prepared: Prepared, state: dict[str, Any], shards: list[Shard]) -> None:
-    """Say that the plan is made and vouch for its files; checksums of token files are there from now on."""
+    """Write the planned state to run.json with the checksums of all files; remove the separate ones of token files."""
     run = prepared.run
     found = {"tool_forms": prepared.encoders.tool_forms, **shards_to_state(shards)}
     publish_json(run.run_json, {**state, **found, "files": prepared.manifest.as_json()})
@@ -180,7 +180,7 @@ def _publish_state(prepared: Prepared, state: dict[str, Any], shards: list[Shard
 def _plan_experts(prepared: Prepared) -> None:
     """Place the experts by the loads of an earlier run, if there is one."""
     if prepared.learned.expert_loads is not None:
-        # numba takes its time to load: jobs that learn nothing do without it
+        # imported here because numba is slow to load, and only these jobs need it
         from batchinfer.plan.expert_plan import plan_experts
 
         tables = plan_experts(prepared.job.cluster, prepared.model, prepared.learned.expert_loads)
@@ -191,7 +191,7 @@ def _plan_experts(prepared: Prepared) -> None:
 def _plan(
     prepared: Prepared, shards: list[Shard], session: Session, *, started: float, strict: bool
 ) -> tuple[list[Shard], dict[str, Any]]:
-    """Tokenise, order, cut, predict; returns the shards as they were found and the summary."""
+    """Tokenise rows, order requests, cut units and predict; return the shards with new problems, and the summary."""
     job, run, manifest, model = prepared.job, prepared.run, prepared.manifest, prepared.model
     if model.unknown_keys:
         note(_unknown_keys_warning(job, model))
@@ -199,12 +199,12 @@ def _plan(
         others = " and ".join(f"{prefix}*" for prefix in model.carrier.skipped)
         note(f"only the language model of {job.model.path} runs; its tensors {others} are not read")
     if job.kv.dtype == FP8:
-        note("KV is held in FP8 (kv.dtype): answers are other ones than with KV in bfloat16")
+        note("KV is stored in FP8 (kv.dtype): answers differ from those with KV in bfloat16")
     _plan_experts(prepared)
     _remove_leftovers(run)
     shards = tokenize_shards(prepared, shards, strict=strict)
     prepared.encoders.close()
-    refuse_no_shard(shards)
+    refuse_unreadable_input(shards)
     with (
         Stage("planning", "ordering the requests"),
         PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=PREFIX_MEMORY_BYTES) as prefixes,
@@ -247,7 +247,7 @@ def _plan(
 
 @contextmanager
 def _locked(storage: Storage, job: JobConfig, *, again: bool) -> Iterator[None]:
-    """Only one plan at a time in a run folder, which holds nothing else, can hold a run and is nobody else's."""
+    """Lock the run folder for planning; refuse foreign files, other owners and unsuitable file systems."""
     run = storage.run
     gid = group_id(job.output.shared_group, "output.shared_group")
     try:
@@ -257,13 +257,13 @@ def _locked(storage: Storage, job: JobConfig, *, again: bool) -> Iterator[None]:
         foreign = [path.name for path in run.root.iterdir() if path != run.lock and not _is_leftover(path, run)]
         if run.uri is None and foreign and not run.run_json.exists() and not (again and run.job.exists()):
             if was_planned(run):
-                read_state(run)  # says that it is gone, and what to do
+                read_state(run)  # raises: run.json is missing
             raise ConfigError(f"output.dir {run.root} holds files but no run; choose an empty or a new folder")
     except OSError as error:
         reason = error.strerror or error
         raise ConfigError(f"cannot write output.dir {run.root}: {reason}; choose another folder") from None
     if run.uri is not None:
-        storage.check()  # first: its reason is clearer than that of the lock, which is made by what is checked
+        storage.check()  # before the lock, which needs the same operations: the check has a clearer error
     with storage.locked(doing="plan this job"):
         if run.uri is None:
             storage.check()
@@ -271,7 +271,7 @@ def _locked(storage: Storage, job: JobConfig, *, again: bool) -> Iterator[None]:
 
 
 def _is_leftover(path: Path, run: RunDir) -> bool:
-    """Whether a file is what a plan killed at its very start leaves behind."""
+    """Return whether a file was left by a plan that was killed at its start."""
     return path.name.startswith((f".{run.run_json.name}.", ".probe-"))
 
 

@@ -1,6 +1,6 @@
-"""Whether a job goes with its model and with itself, asked before a row is tokenised. No torch here.
+"""Checks of a job against its model, before a row is tokenised and without torch.
 
-What depends on the machine that computes (its GPU, libraries, compiler) its ranks say: launch/can_run_here.py.
+Checks that depend on the machine (GPU, libraries, compiler) are made by its ranks: launch/can_run_here.py.
 """
 
 import os
@@ -18,17 +18,17 @@ from batchinfer.parallel.layout import rank_places
 from batchinfer.records import ConfigError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, output_files
 
-# The device of ranks with these backends, wherever they are; of the others it depends on the machine.
+# The device of ranks with these backends; for other backends it depends on the machine.
 DEVICE_OF_BACKEND = {"cpu": "cpu", "reference": "cpu", "hopper": "cuda", "hopper-invariant": "cuda", "sdpa": "cuda"}
 
 
 def check_job(job: JobConfig, model: ModelConfig) -> None:
-    """Refuse what the ranks would refuse on any machine.
+    """Refuse a job that ranks would refuse on any machine.
 
     Raises:
-        ModelError: the tensors do not fit config.json, by the headers of their files.
-        ConfigError: the experts do not spread evenly, exchange, backend and dtype do not go together, the model's KV
-            cannot be held as asked for, or sampling names tokens that the model does not have.
+        ModelError: the tensors in the headers of the model's files do not fit config.json.
+        ConfigError: experts do not spread evenly, exchange, backend and dtype do not go together, kv.dtype does not go
+            with the model, or sampling names tokens that the model does not have.
     """
     try:
         check_token_ids(job.sampling.to_sampling(), model.vocab_size)
@@ -51,13 +51,13 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
 
 
 def check_names(run: RunDir, shards: list[Shard], form: str) -> None:
-    """Refuse shards whose outputs could not be written for their names: objects may have longer ones.
+    """Refuse shards whose output files would have the same name or a name too long for the file system.
 
     Args:
         form: output.format.
 
     Raises:
-        ConfigError: names the first of them.
+        ConfigError: names the first such shard.
     """
     most_name, most_path = os.pathconf(run.root, "PC_NAME_MAX"), os.pathconf(run.root, "PC_PATH_MAX")
     shard_of: dict[Path, Shard] = {}
@@ -87,7 +87,7 @@ def _check_exchange(exchange: str, num_ranks: int, job: JobConfig, model: ModelC
 
 
 def _check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
-    """The experts must spread evenly over each group of ranks."""
+    """Refuse experts that do not spread evenly over each group of ranks."""
     if model.num_moe_layers == 0 and cluster.redundant_experts:
         raise ConfigError(
             f"cluster.redundant_experts is {cluster.redundant_experts}, but the model has no experts; leave it out"

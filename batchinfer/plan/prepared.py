@@ -1,4 +1,4 @@
-"""What planning works with, handed from one of its steps to the next."""
+"""Common arguments of the steps of planning."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,13 @@ from batchinfer.rundir import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """See module docstring."""
+    """Job, run folder, model, tokenizer and statistics of earlier runs that the steps of planning use."""
 
     job: JobConfig
     run: RunDir
-    manifest: Manifest  # of what it writes
+    manifest: Manifest  # checksums of the plan's files
     encoders: Encoders
     model: ModelConfig
     learned: Learned
     earlier: EarlierTokens
-    kept: list[pa.Field]  # input columns as the outputs will have them
+    kept: list[pa.Field]  # kept input columns as fields of the outputs

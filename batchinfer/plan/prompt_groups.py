@@ -1,4 +1,4 @@
-"""Prompts that are expected to get answers of like length: those with a long common start."""
+"""Groups of prompts with a long common start, whose answers are expected to have similar lengths."""
 
 # N prompts in prefix order, K requests in the order of execution
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-MIN_PROMPTS = 16  # of a group: fewer say little about the next one
-DEPTH_STEP = 8  # depths are cut to multiples of it, so that another job with the same instructions has the same groups
+MIN_PROMPTS = 16  # of a group: fewer do not predict the next answer's length
+DEPTH_STEP = 8  # depths are multiples of this, so that another job with the same instructions has the same groups
 
 
 def group_depths(shared_tokens: np.ndarray) -> np.ndarray:
-    """Tokens of the longest start that a prompt has in common with enough neighbours to be a group.
+    """Return the tokens of the longest start that each prompt shares with MIN_PROMPTS - 1 neighbours or more.
 
     Args:
         shared_tokens: [N] integers, tokens shared with the prompt before it; the first entry is not read.
@@ -25,7 +25,7 @@ def group_depths(shared_tokens: np.ndarray) -> np.ndarray:
     num_windows = num_prompts - MIN_PROMPTS + 1
     if num_windows < 1:
         return depths
-    # what all prompts of the window that begins at k share
+    # common tokens of all prompts in the window that begins at k
     of_window = np.asarray(shared_tokens[1 : 1 + num_windows]).astype(np.int32)
     for place in range(2, MIN_PROMPTS):
         np.minimum(of_window, shared_tokens[place : place + num_windows], out=of_window, casting="unsafe")
@@ -39,18 +39,18 @@ def group_depths(shared_tokens: np.ndarray) -> np.ndarray:
 def group_ids(
     token_ids: np.ndarray, offsets: np.ndarray, depths: np.ndarray, shared_tokens: np.ndarray, known: dict[int, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Names of the requests' groups, and what is known of their answers.
+    """Return the ids of the requests' groups and the expected lengths of their answers.
 
     Args:
         token_ids: flat [num_tokens] integers.
         offsets: [K + 1] int64, request k's prompt is token_ids[offsets[k]:offsets[k + 1]].
         depths: [K] from `group_depths`.
         shared_tokens: [K] tokens shared with the request before it; the first entry is not read.
-        known: answer lengths by group, of an earlier run; the deepest known group that a prompt belongs to counts, and
-            0 stands for prompts of no known group.
+        known: answer lengths by group, of an earlier run. A prompt's deepest known group counts; key 0 is for prompts
+            without a known group.
 
     Returns:
-        ([K] int64, 0 for none; [K] float32 expected answer tokens, NaN when not known).
+        ([K] int64 group ids, 0 for none; [K] float32 expected answer tokens, NaN if not known).
     """
     group_of_request = group_numbers(depths, shared_tokens)
     places = np.flatnonzero(np.diff(group_of_request, prepend=-1))
@@ -82,12 +82,12 @@ def group_numbers(depths: np.ndarray, shared_tokens: np.ndarray) -> np.ndarray:
 
 
 def group_id(prompt: np.ndarray, depth: int) -> int:
-    """63 bits for the first `depth` tokens of a prompt, the same in every job; 0 for no tokens."""
+    """Return a hash (63 bits) of the first `depth` tokens of a prompt, the same in every job; 0 for no tokens."""
     return _number(hashlib.blake2b(_as_bytes(prompt[:depth]), digest_size=8)) if depth else 0
 
 
 def _ids_down_to(prompt: np.ndarray, depth: int) -> Iterator[int]:
-    """`group_id` of every depth to this one, each token hashed once."""
+    """Yield `group_id` for every multiple of DEPTH_STEP up to `depth`; each token is hashed once."""
     start, hasher = _as_bytes(prompt[:depth]), hashlib.blake2b(digest_size=8)
     step = len(start) // max(depth, 1) * DEPTH_STEP
     for first in range(0, len(start), step or 1):

@@ -1,4 +1,4 @@
-"""From ordered rows to ordered requests: equal greedy requests merged, samples expanded."""
+"""Requests of the ordered rows: equal greedy requests are merged, samples are expanded."""
 
 from dataclasses import dataclass
 
@@ -17,12 +17,12 @@ class PlannedRequests:
     """Requests in the order of execution (Q), and duplicates (D); indices are rows of the RowTable."""
 
     row_index: np.ndarray  # [Q] int64
-    place: np.ndarray  # [Q] int64, place of its prompt in the prefix plan's order; rising but for scored.py's order
-    sample: np.ndarray  # [Q] int32, of a row with choices the choice
+    place: np.ndarray  # [Q] int64, place of the prompt in the prefix plan's order; increasing except after scored.py
+    sample: np.ndarray  # [Q] int32; for a row with choices, the number of the choice
     cached_tokens: np.ndarray  # [Q] int64, prompt tokens predicted to be in memory
     score_from: np.ndarray  # [Q] int64, see records.Request: of the first sample
-    shared_tokens: np.ndarray  # [Q] int64, the same without the limit that the last token has to run
-    group_depth: np.ndarray  # [Q] int32, tokens that its prompt group has in common (prompt_groups.py)
+    shared_tokens: np.ndarray  # [Q] int64, like cached_tokens, but the last token may be among them
+    group_depth: np.ndarray  # [Q] int32, common tokens of the request's prompt group (prompt_groups.py)
     duplicate_row: np.ndarray  # [D] int64
     duplicate_sample: np.ndarray  # [D] int32
     original_row: np.ndarray  # [D] int64, the row (its first sample) that answers it
@@ -32,9 +32,9 @@ class PlannedRequests:
 def plan_requests(rows: RowTable, prefixes: PrefixPlan) -> PlannedRequests:
     """Expand the ordered rows to requests; compute equal greedy requests once.
 
-    Greedy requests are equal when prompt, max_tokens, sampling and what is scored are; the first in input order is
-    computed, with sample 0, and answers all others and all further samples. Sampled requests are never merged: each has
-    its own draws.
+    Greedy requests are equal if prompt, max_tokens, sampling and scored tokens are equal. The first in input order is
+    computed, with sample 0, and its answer is that of all others and of all further samples. Sampled requests are never
+    merged, because each has its own random draws.
     """
     order, lengths = prefixes.order, rows.num_tokens
     greedy = rows.is_greedy[rows.sampling_code]
@@ -72,7 +72,7 @@ def sampling_keys(
     rows: RowTable,
     planned: PlannedRequests,
 ) -> np.ndarray:
-    """[Q] uint64, the keys of the requests' random draws; 0 for greedy requests, which draw nothing."""
+    """Return [Q] uint64, the keys of the requests' random draws; 0 for greedy requests, which have no draws."""
     keys = np.zeros(len(planned.row_index), dtype=np.uint64)
     codes = rows.sampling_code[planned.row_index]
     sampled = np.flatnonzero(~rows.is_greedy[codes])
@@ -91,7 +91,7 @@ def sampling_keys(
 
 
 def _originals(rows: RowTable, greedy: np.ndarray, order: np.ndarray, shared_tokens: np.ndarray) -> np.ndarray:
-    """[R] for a greedy row the first equal row in input order (often itself); other rows stand for themselves."""
+    """Return [R] for each greedy row the first equal row in input order, for each other row the row itself."""
     original = np.arange(len(order))
     lengths = rows.num_tokens[order]
     repeats = np.zeros(len(order), dtype=bool)
@@ -113,5 +113,5 @@ def _originals(rows: RowTable, greedy: np.ndarray, order: np.ndarray, shared_tok
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:
-    """0 .. c - 1 for each count c, one after the other."""
+    """Return the concatenated ranges 0 .. c - 1 of all counts c."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

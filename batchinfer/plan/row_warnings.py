@@ -1,4 +1,4 @@
-"""Warnings about the rows of all shards: each is written once, when all rows have been read."""
+"""Warnings about the rows of all shards, each written once after all rows were read."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -37,8 +37,8 @@ class RowWarnings:
             warn_of_tools(job)
         if self.lost_null:
             note(
-                f"warning: column {job.input.tools!r} has null as {self.lost_null}; structs cannot say whether it is a "
-                "value, so prompts leave it out; give tools as JSON text if it is meant"
+                f"warning: column {job.input.tools!r} has null as {self.lost_null}; in structs, null values and "
+                "missing fields look the same, so prompts leave both out; give tools as JSON text to keep nulls"
             )
         for sentence, num_rows in self.structured.items():
             what = "row" if num_rows == 1 else "rows"

@@ -1,4 +1,4 @@
-"""The tokenised rows of a job column by column; their token ids are handed on and not kept."""
+"""Columns of a job's tokenised rows in memory, without the token ids, which are passed on while reading."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,19 +10,19 @@ import pyarrow.compute as pc
 
 from batchinfer.data.parquet import own_parquet
 from batchinfer.manifest import Manifest
-from batchinfer.plan.background import made_ahead
 from batchinfer.plan.choices import prompts_of
+from batchinfer.plan.prefetch import prefetched
 from batchinfer.records import Sampling, Shard, sampling_from_json
 from batchinfer.rundir import RunDir
 
 COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error", "control_tokens", "choices"]
 _NAMES = ("shard", "row", "n", "max_tokens", "code", "length", "choice", "score_from")
 BATCH_ROWS = 1024
-NO_CODE = -1  # of null: for sampling, a row that uses the job's own
+NO_CODE = -1  # code of null: a row with the job's own sampling
 
 
 class SamplingTexts:
-    """Distinct overrides; a schema that many have beside seeds of their own is held once."""
+    """Distinct sampling overrides in compact form: a schema that many overrides share is in memory once."""
 
     def __init__(self) -> None:
         self._code_of: dict[tuple[str, ...], int] = {}
@@ -30,8 +30,8 @@ class SamplingTexts:
         self._shared: dict[str, str] = {}
 
     def code_of(self, text: str) -> int:
-        """The text's place among them; a new one gets the next."""
-        # inside a value the quotes would be escaped: this is the key, and up to the next one is what it must be
+        """Return the index of the text; a new text gets the next index."""
+        # inside a value quotes are escaped, so this is the key; its value ends at the next key
         head, key, rest = text.partition('"structured": ')
         shared, next_key, tail = rest.partition(', "temperature": ')
         parts = (head + key, self._shared.setdefault(shared, shared), next_key + tail)
@@ -69,7 +69,7 @@ class RowTable:
 
 @dataclass(frozen=True, slots=True)
 class RowIds:
-    """What names the good rows of all shards, in the order of the RowTable."""
+    """Ids of the good rows of all shards, in the order of the RowTable."""
 
     text: pa.Array  # [R] large_string, null where the input has none
     occurrence: np.ndarray  # [R] int64, rows with the same id before this one
@@ -133,7 +133,7 @@ def load_rows(
 
 
 def _by_code(texts: SamplingTexts, default: Sampling) -> Iterator[np.ndarray]:
-    """Whether nothing is drawn, the seed, and whether the prompt's log-probabilities are wanted: [C + 1] each."""
+    """Return by sampling code, [C + 1] each: is it greedy, the seed, are the prompt's log-probabilities wanted."""
     asked = (
         (sampling.is_greedy, sampling.seed, sampling.prompt_logprobs is not None)
         for sampling in (*map(sampling_from_json, texts), default)
@@ -160,7 +160,7 @@ def load_ids(run: RunDir, manifest: Manifest, shards: list[Shard]) -> RowIds:
 
 
 def first_equal(*sorted_keys: np.ndarray) -> np.ndarray:
-    """[N] int64, for each place the first place with the same keys ([N] each, equal ones side by side)."""
+    """Return [N] int64, for each place the first place with the same keys ([N] each, equal keys are adjacent)."""
     places = np.arange(len(sorted_keys[0]))
     is_first = np.zeros(len(places), dtype=bool)
     is_first[:1] = True
@@ -172,9 +172,9 @@ def first_equal(*sorted_keys: np.ndarray) -> np.ndarray:
 def _batches(
     run: RunDir, manifest: Manifest, shards: list[Shard], columns: list[str]
 ) -> Iterator[tuple[Shard, pa.RecordBatch]]:
-    """The tokenised rows batch by batch, of one row group each; the next is read ahead."""
+    """Yield the tokenised rows in batches, each of one row group; the next batch is read in advance."""
     with ThreadPoolExecutor(max_workers=1) as pool:
-        yield from made_ahead(_batches_read(run, manifest, shards, columns), pool)
+        yield from prefetched(_batches_read(run, manifest, shards, columns), pool)
 
 
 def _batches_read(
@@ -186,13 +186,13 @@ def _batches_read(
         path = run.tokens(shard.index)
         with own_parquet(path, manifest) as file:
             for group in range(file.num_row_groups):
-                # a row group at a time: over several, Arrow keeps what it has read of the earlier ones
+                # one row group at a time: else Arrow keeps the data of earlier row groups in memory
                 for batch in file.iter_batches(BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False):
                     yield shard, batch
 
 
 def _codes(texts: pa.Array, known_texts: SamplingTexts) -> np.ndarray:
-    """[N] int32 codes, NO_CODE for null; new texts get the next codes."""
+    """Return [N] int32 codes of the texts, NO_CODE for null; new texts get the next codes."""
     encoded = texts.dictionary_encode()
     known = [known_texts.code_of(text) for text in encoded.dictionary.to_pylist()]
     # the code of null comes last, where index -1 finds it
@@ -200,7 +200,7 @@ def _codes(texts: pa.Array, known_texts: SamplingTexts) -> np.ndarray:
 
 
 def _occurrences(ids: pa.Array) -> np.ndarray:
-    """[N] int64, how many equal ids come before each; null ids count nothing."""
+    """Return [N] int64, the number of equal ids before each id; 0 for null ids."""
     codes = ids.dictionary_encode().indices.fill_null(NO_CODE).to_numpy()
     by_code = np.argsort(codes, kind="stable")
     occurrence = np.empty(len(codes), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Prompts that are scored: what they compute although memory has it, and that others find it there afterwards."""
+"""Order of scored prompts, which compute tokens again that are in memory, because log-probabilities need them."""
 
 # Q requests, in the order of execution
 
@@ -10,21 +10,21 @@ import numpy as np
 from batchinfer.balance.prefix_order import whole_first
 from batchinfer.plan.requests import PlannedRequests
 
-MOST_PART_TOKENS = 1 << 26  # of prompts; a part with more keeps its order, since it would have to be in memory whole
+MOST_PART_TOKENS = 1 << 26  # a part with more prompt tokens keeps its order: to change it, all must be in memory
 
 
 def scored_first(
     planned: PlannedRequests, prompt_tokens: np.ndarray, part_starts: np.ndarray
 ) -> tuple[PlannedRequests, np.ndarray]:
-    """Let the prompt that has to run most begin, in each part and below each node of the prefix tree.
+    """Order the requests so that in each part, below each node of the prefix tree, the one that runs most comes first.
 
     Args:
-        planned: in prefix order.
+        planned: requests in prefix order.
         prompt_tokens: [Q] int64.
         part_starts: [P + 1] int64, first request of each part of the job, and Q.
 
     Returns:
-        The requests in their new order, and [Q] int64, the place that the k-th had before.
+        The requests in their new order, and [Q] int64, the previous place of each.
     """
     order = np.arange(len(prompt_tokens))
     most_cached = np.where(planned.score_from > 0, planned.score_from, prompt_tokens) - 1
@@ -54,10 +54,10 @@ def scored_first(
 
 
 def tokens_scored_again(planned: PlannedRequests, prompt_tokens: np.ndarray) -> int:
-    """Tokens that scored prompts have in common where each has to run them: no order computes them once only.
+    """Return the number of common tokens that scored prompts must compute again in every order.
 
     Args:
-        planned: in prefix order.
+        planned: requests in prefix order.
         prompt_tokens: [Q] int64.
     """
     scored = np.flatnonzero(planned.score_from)
@@ -65,7 +65,7 @@ def tokens_scored_again(planned: PlannedRequests, prompt_tokens: np.ndarray) -> 
         return 0
     with_last = np.minimum.reduceat(planned.shared_tokens[: scored[-1] + 1], scored[:-1] + 1)
     again = 0
-    covered: list[tuple[int, int]] = []  # from, to: parts of the latest prompt that have run for a scored one, rising
+    covered: list[tuple[int, int]] = []  # [from, to) of the latest prompt that were run for a scored one, ascending
     lengths, starts = prompt_tokens[scored].tolist(), (planned.score_from[scored] - 1).tolist()
     for length, start, common in zip(lengths, starts, [0, *with_last.tolist()], strict=True):
         while covered and covered[-1][1] > common:

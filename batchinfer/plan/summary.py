@@ -1,4 +1,4 @@
-"""What a plan says about a job: counts, balance, time, cost."""
+"""Summary of a plan: counts, balance, time and cost."""
 
 import time
 from typing import Any
@@ -19,7 +19,12 @@ from batchinfer.rundir import RunDir, read_state
 def count_plan(
     shards: list[Shard], rows: RowTable, requests: PlannedRequests, work: PlannedWork, plan_s: float
 ) -> dict[str, Any]:
-    """The counts of schemas.PLAN_SUMMARY; the requests are in prefix order."""
+    """Return the counts of schemas.PLAN_SUMMARY.
+
+    Args:
+        requests: in prefix order.
+        plan_s: seconds of planning.
+    """
     lengths = rows.num_tokens
     return {
         "input_rows": rows.num_input_rows,
@@ -49,13 +54,13 @@ def predict(
     held_before_s: float,
     gpus_per_node: int | None,
 ) -> dict[str, Any]:
-    """schemas.PREDICTIONS by name.
+    """Return the values of schemas.PREDICTIONS by name.
 
     Args:
-        speeds: of an earlier run, or simulated; without them time and cost are not known.
+        speeds: of an earlier run, or simulated; if None, time and cost are not known.
         request_load: see forecast.balances.
-        held_before_s: seconds for which the command holds the ranks before they start.
-        gpus_per_node: to count nodes; None: not known.
+        held_before_s: seconds for which the command holds the ranks' GPUs before the ranks start.
+        gpus_per_node: for the number of nodes; None: not known.
     """
     cluster = job.cluster
     prefill, decode = balances(work, cluster, request_load=request_load)
@@ -89,12 +94,12 @@ def predict(
 
 
 def read_summary(run: RunDir) -> dict[str, Any]:
-    """The plan's counts and predictions by name (schemas.PLAN_SUMMARY)."""
+    """Return the plan's counts and predictions by name (schemas.PLAN_SUMMARY)."""
     return dict(read_state(run)["counts"])
 
 
-def foreseen_end(run: RunDir) -> str | None:
-    """What the plan knows already of a run that will not end with exit code 0; None: nothing."""
+def expected_end(run: RunDir) -> str | None:
+    """Return a warning if the plan shows that the run will not end with exit code 0, else None."""
     state = read_state(run)
     num_bad = state["counts"]["bad_rows"]
     num_unreadable = sum(shard["problem"] is not None for shard in state["shards"])
@@ -103,13 +108,13 @@ def foreseen_end(run: RunDir) -> str | None:
     if not told:
         return None
     return (
-        f"warning: the run will end with exit code {ExitCode.ROW_ERRORS:d}: {told}; correct the input, or take them as "
-        "they are"
+        f"warning: the run will end with exit code {ExitCode.ROW_ERRORS:d}: {told}; correct the input, or accept these "
+        "errors"
     )
 
 
 def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
-    """The summary as a few lines for a person."""
+    """Return the summary as a few lines of text."""
     saved = summary["input_tokens"] - summary["computed_tokens"]
     share = saved / summary["input_tokens"] if summary["input_tokens"] else 0.0
     expected = summary["expected_output_tokens"]
@@ -124,7 +129,7 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
         + ("" if expected is None else f", {expected:,} expected"),
     ]
     if summary["control_rows"]:
-        lines.insert(1, f"control     {summary['control_rows']:>14,} rows spell control tokens in their text")
+        lines.insert(1, f"control     {summary['control_rows']:>14,} rows contain control tokens in their text")
     if num_ranks > 1:
         lines += [
             f"busiest rank{summary['prefill_attention_max_over_mean']:>14.3f} times the mean in prefill's attention, "

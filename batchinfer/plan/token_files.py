@@ -1,4 +1,4 @@
-"""tokens/<shard>.parquet: written once, and gone on with by a plan that was interrupted or is made anew."""
+"""The files tokens/<shard>.parquet: written once, and used again by a plan that was interrupted or is repeated."""
 
 from dataclasses import replace
 from functools import partial
@@ -21,7 +21,10 @@ from batchinfer.whole_files import Publisher
 
 
 def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) -> list[Shard]:
-    """Write tokens/<shard>.parquet for every shard that has none yet; a shard damaged in the middle gets a problem."""
+    """Write the token file of every readable shard that has none yet; return the shards.
+
+    A shard found damaged while it is read is returned with a problem, or raises InputError if `strict`.
+    """
     run, model = prepared.run, prepared.model
     limits = PromptLimits(window=model.max_positions, vocab_size=model.vocab_size)
     id_type = pa.type_for_alias(read_state(run)["id_type"])
@@ -77,7 +80,10 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
 
 
 def _found_before(prepared: Prepared, shard: Shard) -> ShardRows | None:
-    """What is in a shard whose token file a plan that was interrupted has left, whole: this one vouches for it then."""
+    """Return the row counts of a token file that an interrupted plan completed, else None.
+
+    The file is added to the manifest of the present plan.
+    """
     run = prepared.run
     if not run.token_checksums(shard.index).exists():
         return None
@@ -96,8 +102,8 @@ def _found_before(prepared: Prepared, shard: Shard) -> ShardRows | None:
     return found
 
 
-def keep_sound_tokens(run: RunDir, manifest: Manifest, shards: list[Shard]) -> None:
-    """Leave the token files that are not damaged to a plan that goes on with them."""
+def keep_sound_token_files(run: RunDir, manifest: Manifest, shards: list[Shard]) -> None:
+    """Keep the sound token files for a plan that is made again; move damaged ones to quarantine."""
     for path in [run.tokens(shard.index) for shard in shards]:
         try:
             manifest.check(path)
@@ -108,5 +114,5 @@ def keep_sound_tokens(run: RunDir, manifest: Manifest, shards: list[Shard]) -> N
 
 
 def _vouch_for_tokens(run: RunDir, manifest: Manifest, path: Path) -> None:
-    """Until run.json does so."""
+    """Write the checksums of a token file next to it, for as long as run.json does not have them."""
     publish_json(run.token_checksums(int(path.stem)), manifest[path].as_json())

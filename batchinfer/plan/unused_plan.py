@@ -1,4 +1,4 @@
-"""A plan of another job in the run folder: one on which no work has been done makes way for a new one."""
+"""Deletion of another job's plan from the run folder, if nothing was computed for that plan."""
 
 import shutil
 from typing import Any
@@ -11,23 +11,23 @@ from batchinfer.run.liveness import SILENT_S
 from batchinfer.rundir import RunDir, submission_records
 
 
-def make_way(run: RunDir, state: dict[str, Any], mismatch: RunMismatchError) -> None:
-    """Delete the plan of another job, if nothing was computed by it.
+def delete_unused_plan(run: RunDir, state: dict[str, Any], mismatch: RunMismatchError) -> None:
+    """Delete the plan of another job if nothing was computed for it.
 
     Args:
-        state: what run.json says.
-        mismatch: how the jobs differ.
+        state: content of run.json.
+        mismatch: error that names the difference of the jobs.
 
     Raises:
-        RunMismatchError: `mismatch`, and what deleting the run folder would lose.
+        RunMismatchError: `mismatch`, with the results that deleting the run folder would lose.
         ConfigError: the folder cannot be written, or is damaged.
     """
     lost = _what_is_there(run, state)
     if lost is not None:
         raise RunMismatchError(f"{mismatch}{lost}")
-    # first of all, so that whoever comes after a crash here plans, whichever job it has
+    # first, so that after a crash here the next command plans, for any job
     publish_json(run.run_json, {**state, "state": "planning"})
-    # statistics, signs of life and the trace of its sessions go with it: they are another job's
+    # with the other job's statistics, heartbeats and trace
     of_plan = (run.tokens(0).parent, run.requests.parent, run.unit_folders, run.done_marks, run.stats, run.work)
     for folder in of_plan:
         if folder.exists():
@@ -47,7 +47,7 @@ def _what_is_there(run: RunDir, state: dict[str, Any]) -> str | None:
     signs = signs_of_life(run)
     for path in sorted((run.stats / "nodes").glob("*.parquet")):
         for row in read_rows(path):
-            # whoever plans holds the lock that this process has
+            # no other process plans, because this process has the lock
             if row["state"] == "running" and row["command"] != "plan":
                 found = _may_live(signs.get(row["session"]))
                 if found is not None:
@@ -56,12 +56,12 @@ def _what_is_there(run: RunDir, state: dict[str, Any]) -> str | None:
 
 
 def _may_live(sign: Sign | None) -> str | None:
-    """Why a session that has not said that it ended may be alive, and what to do; None: it is not."""
+    """Return why a session without a recorded end may be alive, and the remedy; None if it is not alive."""
     if sign is None:
-        return "it has not said so and gives no sign of life; when nothing of it runs any more, delete the folder"
+        return "its end is not recorded and it has no heartbeat; delete the folder if none of its processes runs"
     if not sign.may_live:
         return None
     return (
-        f"it gave a sign of life {sign.silent_s:.0f} s ago; stop it, or if it was killed there, run this again after "
+        f"its last heartbeat was {sign.silent_s:.0f} s ago; stop it, or if it was killed there, run this again after "
         f"{SILENT_S:.0f} s"
     )

@@ -69,7 +69,7 @@ JOBS = [
         ["did you mean id?", "did you mean prompt?", "did you mean length?"],
     ),
     # formats
-    ({"input": {"format": "openai"}}, ["prompt does not go with format = 'openai', whose lines say all that"]),
+    ({"input": {"format": "openai"}}, ["prompt does not go with format = 'openai', whose lines have it"]),
     ({"input": {"format": "openai", "prompt": None, "id": "id"}}, ["input.id does not go with format = 'openai'"]),
     ({"input": {"format": "openai", "prompt": None, "tools": "t"}}, ["tools does not go with format = 'openai'"]),
     ({"input": {"format": "open-ai", "prompt": None}}, ["did you mean openai?"]),
@@ -224,7 +224,7 @@ USES = [
     ("verify finished", 0, "0 of them damaged"),
     ("verify nowhere", 2, "there is no run folder"),
     ("verify prompts", 2, "is not a run folder"),
-    ("plan planned", 0, "is planned already; going on with that plan"),
+    ("plan planned", 0, "is planned already; going on with this plan"),
     ("plan finished --set sampling.max_tokens=3", 2, "or delete that folder, which loses the outputs of 2 rows"),
     ("plan computed --set sampling.max_tokens=3", 2, "or delete that folder, which loses the answers of 1 work units"),
     ("plan prompts", 2, "is not a run folder"),

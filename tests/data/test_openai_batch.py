@@ -136,7 +136,7 @@ def test_a_plan_warns_of_tools_that_lines_have_and_the_template_does_not_write(
     write_batch(tmp_path / "batch.jsonl", lines)
     ended = batchinfer("plan", write_job(tmp_path, **PARTS, model={"path": str(model)}))
     assert ended.code == 0, ended.err
-    assert ("does not write tools, so the model is not told of any that lines have" in ended.err) == is_warned
+    assert ("does not write tools, so the model does not see the lines' tools" in ended.err) == is_warned
 
 
 @pytest.mark.parametrize("tools", [[None, json.dumps([WEATHER])], [None, "[]"], [[], [WEATHER]], ["null", "[ ]"]])
@@ -146,7 +146,7 @@ def test_a_plan_warns_of_a_column_of_tools_only_if_a_row_has_some(tmp_path, tool
     inputs = {"prompt": None, "messages": "m", "tools": "t"}
     ended = batchinfer("plan", write_job(tmp_path, input=inputs, model={"path": str(RANDOM_MODEL)}))
     assert ended.code == 0, ended.err
-    is_warned = "so the model is not told of those of input.tools" in ended.err
+    is_warned = "so the model does not see input.tools" in ended.err
     assert is_warned == (tools[1] not in ("[]", "[ ]"))
 
 

@@ -80,8 +80,8 @@ def test_a_plan_names_the_first_row_once_and_json_text_keeps_the_nulls(tmp_path)
         prompts[name] = prompts_of(tmp_path, f"{name}-run")
     assert warned == {
         "structs": [
-            f"warning: column 'tools' has null as default in row 0 of {tmp_path}/structs/a.parquet; structs cannot say "
-            "whether it is a value, so prompts leave it out; give tools as JSON text if it is meant"
+            f"warning: column 'tools' has null as default in row 0 of {tmp_path}/structs/a.parquet; in structs, null "
+            "values and missing fields look the same, so prompts leave both out; give tools as JSON text to keep nulls"
         ],
         "texts": [],
     }

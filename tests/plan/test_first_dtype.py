@@ -29,11 +29,11 @@ def model(tmp_path):
 @pytest.mark.parametrize(
     ("stored", "fits", "is_quick", "dtype", "why"),
     [
-        ("F32", "float32", True, "float32", "what keeps the checkpoint's values and fits"),
+        ("F32", "float32", True, "float32", "it keeps the checkpoint's values and fits"),
         ("F32", "bfloat16", True, "bfloat16", "answers may differ a little from those in float32"),
         ("F32", "fp8", True, "fp8", "float32 would take"),
-        ("BF16", "float32", True, "bfloat16", "what keeps the checkpoint's values and fits"),
-        ("F16", "bfloat16", True, "bfloat16", "what keeps the checkpoint's values and fits"),
+        ("BF16", "float32", True, "bfloat16", "it keeps the checkpoint's values and fits"),
+        ("F16", "bfloat16", True, "bfloat16", "it keeps the checkpoint's values and fits"),
         ("BF16", "fp8", True, "fp8", "bfloat16 would take"),
         ("BF16", "fp8", False, "fp8", "bfloat16 would take"),
         ("F8_E4M3", "float32", True, "fp8", "quicker than bfloat16 here"),
@@ -56,7 +56,7 @@ def test_without_a_gpu_it_is_the_first_that_fits(model, stored, fits, is_quick, 
 @pytest.mark.parametrize(("stored", "dtype"), [("F32", "float32"), ("BF16", "bfloat16"), ("F8_E4M3", "fp8")])
 def test_on_a_gpu_it_is_what_the_checkpoint_is_stored_in(model, stored, dtype):
     chosen, reason = choose_dtype(model(stored), Machine(1 << 20, has_gpu=True, is_quick_in_8_bits=True))
-    assert (chosen, reason) == (dtype, "what the checkpoint is stored in")
+    assert (chosen, reason) == (dtype, "the dtype in which the checkpoint is stored")
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [("float32", "float32"), ("float16", "bfloat16")])

@@ -255,7 +255,7 @@ def test_rows_that_spell_control_tokens_are_counted_and_treated_as_the_job_says(
         job = write_job(tmp_path, input={"control_tokens": control}, output={"dir": control})
         ended = batchinfer("plan", job)
         assert ended.code == 0
-        assert re.search(r"^control +2 rows spell control tokens", ended.out, re.M)
+        assert re.search(r"^control +2 rows contain control tokens", ended.out, re.M)
         (summary,) = pq.read_table(tmp_path / control / "plan" / "summary.parquet").to_pylist()
         assert (summary["control_rows"], summary["bad_rows"]) == (2, num_bad)
     job = write_job(tmp_path, input={"control_tokens": "text"}, output={"dir": "parse"})

@@ -30,7 +30,7 @@ def test_a_changed_job_is_planned_anew_while_nothing_was_computed(planned, tmp_p
     job = write_job(tmp_path, sampling={"max_tokens": 3})
     ended = batchinfer("plan", job)
     assert ended.code == 0, ended.err
-    assert "held the plan of another job, of which nothing was computed; it is planned anew" in ended.err
+    assert "held the plan of another job without results; the folder is planned again" in ended.err
     assert batchinfer("run", job).code == 0
     rows = answers(tmp_path / "run")
     assert len(rows) == 3
@@ -85,7 +85,7 @@ def test_a_run_that_somebody_may_work_in_is_left_alone(planned, tmp_path):
     heart = add_session(run)
     ended = batchinfer("plan", changed)
     assert ended.code == 2
-    assert "or delete that folder once its `batchinfer work` on far is over: it has not said so" in ended.err
+    assert "or delete that folder once its `batchinfer work` on far is over: its end is not recorded" in ended.err
     heart.beat()
     write_sign(run)
     ended = batchinfer("plan", changed)

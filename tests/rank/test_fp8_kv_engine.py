@@ -113,7 +113,7 @@ def test_a_run_and_its_report_name_it_and_a_job_of_the_other_kind_is_refused(fol
     assert other.code == 2
     assert "model.dtype was bfloat16, KV in fp8 and is now bfloat16" in other.err
     told = batchinfer("run", folder / "one.toml", "--set", "output.dir=told").err
-    assert "KV is held in FP8 (kv.dtype): answers are other ones than with KV in bfloat16" in told
+    assert "KV is stored in FP8 (kv.dtype): answers differ from those with KV in bfloat16" in told
     assert "on a CPU each step widens it" in told
 
 

@@ -1,7 +1,7 @@
-"""What an answer must be: requests for structured outputs become grammars of llguidance, or are refused with a reason.
+"""Constraints on answers: requests for structured outputs are compiled to llguidance's grammars, or refused.
 
-grammars.py has the ways in. A schema is read with exact numbers and walked (schema_tree.py): switches of the library
-are refused and keys without an effect told (schema_keywords.py), numbers get literals that the library reads right
+grammars.py has the entry points. A schema is read with exact numbers and walked (schema_tree.py): its switches
+are refused and keys without effect reported (schema_keywords.py), numbers get literals that the library reads right
 (schema_numbers.py) or are written as texts of a grammar (exact_grammar.py, integer_ranges.py), multiples are checked
 (merged_multiples.py), and values that could not end are left out (endless_schemas.py). lark_text.py and
 endless_rules.py read grammars in Lark; byte_matcher.py tries a grammar without a model.

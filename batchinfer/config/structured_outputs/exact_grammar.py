@@ -128,7 +128,7 @@ class _Rules:
         return " | ".join(map(_value, right))
 
     def _object(self, schema: dict[str, Any], name: str) -> str:
-        """Members come in the order of the properties, then others; those that are not required may be left out."""
+        """Return the rule of an object: its properties in order, if not required optional, then other members."""
         properties, required = schema.get("properties", {}), schema.get("required", [])
         others = schema.get("additionalProperties", True)
         if not (isinstance(properties, dict) and isinstance(required, list) and set(required) <= properties.keys()):

@@ -28,7 +28,7 @@ _TRIED_TOGETHER = 200
 
 
 class Literal(WrittenFloat):
-    """A literal that llguidance reads as a number, which need not be what it says."""
+    """A literal that llguidance reads as `number`, although its digits may be those of another number."""
 
     number: Decimal
 
@@ -172,7 +172,7 @@ def _is_kept_integer(value: int, number: SchemaNumber) -> bool:
 
 
 def _literals(values: list[Decimal]) -> dict[Decimal, str]:
-    """Return, for each number that can be had, a literal that llguidance reads as exactly that number."""
+    """Return literals that llguidance reads as exactly these numbers; numbers without such a literal are left out."""
     found: dict[Decimal, str] = {}
     candidates = {value: _candidates(value) for value in values}
     while candidates:

@@ -55,7 +55,13 @@ def plan_prefixes(token_ids: np.ndarray, offsets: np.ndarray, *, block_tokens: i
 
 
 def prefix_plan(order: np.ndarray, shared_tokens: np.ndarray, lengths: np.ndarray) -> PrefixPlan:
-    """What follows from the order and from what each prompt shares: [N] int64 each, the last two by request."""
+    """Return the prefix plan for an order of requests.
+
+    Args:
+        order: [N] int64, the requests in their order.
+        shared_tokens: [N] int64 by request, tokens shared with the request before it in the order.
+        lengths: [N] int64 by request, tokens of its prompt.
+    """
     return PrefixPlan(
         order=order,
         cached_tokens=np.minimum(shared_tokens, np.maximum(lengths - 1, 0)),

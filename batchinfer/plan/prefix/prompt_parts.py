@@ -63,7 +63,7 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
 
 
 def num_that_fit(offsets: np.ndarray, first: int, num_bytes: int) -> int:
-    """How many prompts from prompt `first` on take at most `num_bytes` together."""
+    """Return the number of prompts from prompt `first` on that take at most `num_bytes` together."""
     # a window that surely holds them, so that the cost is that of what fits
     window = offsets[first : first + num_bytes // PROMPT_BYTES + 2]
     taken = TOKEN_BYTES * (window - window[0]) + PROMPT_BYTES * np.arange(len(window))

@@ -105,7 +105,7 @@ def _is_not_greater(token_ids: np.ndarray, offsets: np.ndarray, one: int, other:
 def count_up_to(
     token_ids: np.ndarray, offsets: np.ndarray, first: int, limit: np.ndarray, is_equal_counted: bool
 ) -> int:
-    """How many prompts of a sorted piece, from its prompt `first` on, come before the prompt `limit` [num_tokens]."""
+    """Return the number of prompts of a sorted piece, from `first` on, before the prompt `limit` [num_tokens]."""
     low, high = first, len(offsets) - 1
     while low < high:
         middle = (low + high) // 2
@@ -124,7 +124,7 @@ def count_up_to(
 
 @compiled
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """How many leading tokens two prompts share."""
+    """Return the number of leading tokens that two prompts share."""
     most = min(len(one), len(other))
     common = 0
     while common < most and one[common] == other[common]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from batchinfer.plan.background import made_ahead
+from batchinfer.plan.prefetch import prefetched
 from batchinfer.plan.prefix.prompt_parts import SortedPrompts, join_parts, offsets_of
 from batchinfer.plan.prefix.prompt_sort import common_prefix, count_up_to, merge_sorted, take_tails
 from batchinfer.plan.prefix.sorted_runs import read_run
@@ -25,7 +25,7 @@ def merge_runs(files: list[Path], part_bytes: int) -> Iterator[SortedPrompts]:
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:
             per_run = part_bytes // max(len(files), 1)
-            cursors = [_RunCursor(made_ahead(read_run(file, per_run), pool)) for file in files]
+            cursors = [_RunCursor(prefetched(read_run(file, per_run), pool)) for file in files]
             last = np.zeros(0, dtype=np.uint32)
             while cursors := [cursor for cursor in cursors if cursor.has_prompts()]:
                 merged = _merge(_complete_pieces(cursors))

@@ -56,7 +56,7 @@ def read_run(source: Path, part_bytes: int) -> Iterator[SortedPrompts]:
 def _read_blocks(source: Path, first: int, num_bytes: int) -> list[SortedPrompts]:
     """Blocks from block `first` on that fit into `num_bytes`, at least one; none at the end of the run."""
     blocks: list[SortedPrompts] = []
-    # opened anew each time, since a large job has more runs than a process may hold files open;
+    # opened again each time, since a large job has more runs than a process may hold files open;
     # not memory-mapped, since pages of the file would count as memory of this process
     with pa.OSFile(str(source), "rb") as file:
         reader = pa.ipc.open_file(file)

@@ -15,7 +15,7 @@ from types import TracebackType
 
 import numpy as np
 
-from batchinfer.plan.background import made_ahead
+from batchinfer.plan.prefetch import prefetched
 from batchinfer.plan.prefix.in_memory import PrefixPlan, check_prompts, plan_prefixes, prefix_plan
 from batchinfer.plan.prefix.prompt_parts import TOKEN_BYTES, SortedPrompts, bytes_of, num_that_fit, offsets_of
 from batchinfer.records import ConfigError
@@ -106,7 +106,7 @@ class PrefixStream:
             yield from _parts_of(*self._buffer.prompts(), self._plan_in_memory)
             return
         with ThreadPoolExecutor(max_workers=1) as pool:
-            yield from made_ahead(self._merged(), pool)
+            yield from prefetched(self._merged(), pool)
 
     def _merged(self) -> Iterator[SortedPrompts]:
         # numba takes its time to load: small jobs do without it

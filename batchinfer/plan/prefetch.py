@@ -7,10 +7,10 @@ from typing import TypeVar
 Item = TypeVar("Item")
 
 
-def made_ahead(items: Iterator[Item], pool: ThreadPoolExecutor) -> Iterator[Item]:
-    """The same items, each made in the pool while the one before it is in use; at most one waits.
+def prefetched(items: Iterator[Item], pool: ThreadPoolExecutor) -> Iterator[Item]:
+    """Yield the items, each made in the pool while the previous item is in use; at most one item waits.
 
-    An item is never None. What making an item raises is raised where it would have been handed out.
+    An item must not be None. An error in making an item is raised in place of the item.
     """
     waiting = pool.submit(next, items, None)
     while (item := waiting.result()) is not None:
