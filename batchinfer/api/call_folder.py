@@ -1,6 +1,6 @@
-"""Temporary folders of calls. What a killed process leaves goes with the next call of this user on this host.
+"""Temporary folders of calls; folders of killed processes are removed by the user's next call on the same host.
 
-A folder has a lock that its process holds to its end, whatever ends it, and that is there no sooner than it is held.
+The process of a call holds a lock on its folder until it ends. The lock file appears after the lock is taken.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ LOCK, CONTENT = "lock", "call"
 
 @contextmanager
 def call_folder() -> Iterator[Path]:
-    """An empty folder that is gone afterwards."""
+    """Yield an empty temporary folder, which is removed afterwards."""
     prefix = f"batchinfer-{socket.gethostname()}-"  # locks may be unknown on other hosts
     for lock in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK}"):
         _remove_left(lock)
@@ -25,14 +25,14 @@ def call_folder() -> Iterator[Path]:
         folder = Path(name)
         (folder / CONTENT).mkdir()
         with open(folder / "new", "wb") as file:
-            with suppress(OSError):  # a file system without locks: nobody can tell whether it is left
+            with suppress(OSError):  # on a file system without locks, orphaned folders stay
                 fcntl.flock(file, fcntl.LOCK_EX)
                 (folder / "new").rename(folder / LOCK)
             yield folder / CONTENT
 
 
 def _remove_left(lock: Path) -> None:
-    """Remove the folder of this lock if it is this user's and its process is gone."""
+    """Remove the folder of this lock if it is this user's and its process has ended."""
     with suppress(OSError), open(lock, "rb") as file:  # another call may do the same, or the process still end
         if os.fstat(file.fileno()).st_uid == os.geteuid():
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

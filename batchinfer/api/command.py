@@ -1,11 +1,12 @@
-"""Commands in a process of their own, for a caller in Python: `python -m batchinfer.api.command EVENTS [run JOB]`.
+"""The process that runs commands for a caller in Python: `python -m batchinfer.api.command EVENTS [run JOB]`.
 
-EVENTS is the number of an inherited pipe, into which go JSON lines: {"progress": [title, done, total]} and
-{"error": {"classes": …, "message": …, "attributes": …}}. Standard input is a pipe, too: when it closes, or the process
-that started this one is gone, the caller has ended, and the command stops as by SIGTERM.
+EVENTS is the number of an inherited pipe for JSON lines: {"progress": [title, done, total]} and
+{"error": {"classes": …, "message": …, "attributes": …}}. Standard input is a pipe, too. If it closes, or the parent
+process ends, the caller has ended, and the command stops as by SIGTERM.
 
-Without a command the process runs one job after the other (a job file's path on a line of standard input each), with
-ranks and tokenizer that stay, and says {"ended": exit code} of each. The line "stop" stops the job, as by SIGTERM.
+Without a command, the process runs one job after the other, with ranks and tokenizer that stay loaded. Each line of
+standard input is the path of a job file, and {"ended": exit code} is written after each job. The line "stop" stops the
+job as by SIGTERM.
 """
 
 import json
@@ -29,14 +30,14 @@ from batchinfer.records import BatchinferError, ExitCode
 from batchinfer.stop import SIGNALS, ignore_signals
 
 STOP = b"stop"
-LOOK_S = 1.0  # for the process that started this one
-AGAIN_S = 0.2  # between signals, of which one may come while the command does not listen yet
+LOOK_S = 1.0  # between checks that the parent process lives
+AGAIN_S = 0.2  # between signals, because a signal may come before the command handles signals
 
 Tell = Callable[[BatchinferError], None]
 
 
 def main() -> None:
-    """Run the command of this process's arguments, or those that standard input brings, and end the process."""
+    """Run the command in this process's arguments, else the jobs on standard input; then end the process."""
     events = int(sys.argv.pop(1))
     os.set_inheritable(events, False)
     os.set_blocking(events, False)
@@ -45,13 +46,13 @@ def main() -> None:
     threading.Thread(target=_listen, args=(jobs, os.getppid()), daemon=True).start()
 
     def tell_progress(title: str, done: int, total: int) -> None:
-        # a caller that does not read now misses it; one that has ended needs none
+        # progress is dropped if the caller does not read now, or has ended
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(events, _line({"progress": [title, done, total]}))
 
     def tell(event: dict[str, object]) -> None:
         os.set_blocking(events, True)
-        with suppress(BrokenPipeError):  # nobody is there who could be told
+        with suppress(BrokenPipeError):  # the caller has ended
             os.write(events, _line(event))
         os.set_blocking(events, False)
 
@@ -73,7 +74,7 @@ def main() -> None:
 
 
 def _run_all(jobs: "queue.SimpleQueue[bytes | None]", tell: Tell, ended: Callable[[int], None]) -> NoReturn:
-    """Run one job after the other until there is none any more."""
+    """Run one job after the other until the queue gives None."""
     ignore_signals()  # the caller's, between jobs
     own_process.settle()
     kept, tokenizer = KeptRanks(SpareRank()), TokenizerProcess(stays=True)
@@ -98,7 +99,7 @@ def _line(event: dict[str, object]) -> bytes:
 
 
 def _listen(jobs: "queue.SimpleQueue[bytes | None]", starter: int) -> None:
-    """Pass on what standard input brings until the caller has ended; then stop what runs."""
+    """Put the lines of standard input into the queue until the caller ends; then stop the running job."""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     rest = b""

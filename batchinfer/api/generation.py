@@ -1,4 +1,4 @@
-"""A job over data that a program holds: what is asked for as the keys of a job file, the rows as its only shard."""
+"""`generate`: a job over data in memory, which is written as the job's only shard."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from batchinfer.records import ConfigError
 from batchinfer.run.open_storage import storage_of
 
 SHARD = "prompts.parquet"
-INPUT = "-input"  # behind the name of the run folder, which may hold nothing but the run
-_CALL = Path("generate()")  # in messages, where commands name the job file
+INPUT = "-input"  # suffix of the folder next to the run folder, in which only files of the run may be
+_CALL = Path("generate()")  # in messages, in place of the job file's path
 _COLUMNS = ("id", "chat_template_kwargs", "tools", "choices", "sampling")  # keys of [input] that may name columns
 
 
@@ -64,7 +64,7 @@ def generate(
     progress: Progress | None = None,
     **settings: Any,
 ) -> pa.Table | Iterator[dict[str, Any]]:
-    """Answer all prompts on this machine; a row that cannot be answered is a row with status 'error'.
+    """Answer all prompts on this machine; a row that cannot be answered gets the status 'error'.
 
     >>> answers = batchinfer.generate(
     ...     ["The ferry", "The baker"], model="sample_data/model", dtype="float32", max_tokens=3
@@ -77,27 +77,29 @@ def generate(
     [0]
 
     Args:
-        data: a list or Series of texts, of lists of messages or of lists of token ids (the rows' ids are their
-            numbers); or a table: of Arrow (Table, RecordBatchReader, Dataset), a Dataset of Hugging Face's, or any that
-            exports Arrow data (pandas, polars, DuckDB). A row may also be an array of numpy's.
-        model: the model folder, or the keys of [model].
-        messages, prompt, token_ids: the column that holds them; unset: for a list what its rows are, for a table the
-            only column that can hold one of these.
-        stream: give the rows as they become durable, in any order, each once; the job runs while they are asked for.
-        progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), how many are
-            done, of how many; "load" counts bytes of weights, "work" requests.
+        data: a list or Series of texts, of lists of messages or of lists of token ids (ids are row numbers); or a
+            table: of Arrow (Table, RecordBatchReader, Dataset), a Hugging Face Dataset, or any table that exports
+            Arrow data (pandas, polars, DuckDB). A row may also be a numpy array.
+        model: the model folder, or a dict of the keys of [model].
+        messages, prompt, token_ids: name of the column of prompts. If unset, the rows of a list are the prompts; of a
+            table, the only column whose type can be one of these.
+        stream: yield each row once when it is durable, in any order; the job runs while the iterator is read.
+        progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), the number done
+            and the total; "load" counts bytes of weights, "work" requests.
         settings: keys of [sampling] (max_tokens is required), dtype, and the other parts of a job file as dicts:
-            cluster={"prefill_ranks": 2}. output: the run folder, or a dict; unset: a temporary one, which is gone
-            afterwards, also when the call is interrupted. With a folder the same call goes on where it stopped.
+            cluster={"prefill_ranks": 2}. output: the run folder, or a dict. If unset, the run folder is temporary and
+            is removed after the call, also if the call is interrupted. With a run folder, the same call continues an
+            interrupted one.
 
     Returns:
-        The columns of outputs/ (`batchinfer schema --stats`) in input order; of an iterator, each row as a dict.
+        A table with the columns of outputs/ (`batchinfer schema --stats`) in input order; with `stream`, an iterator of
+        rows as dicts.
 
     Raises:
         ConfigError, InputError: a setting or the data is wrong.
         RunMismatchError: the run folder belongs to other data or settings.
         BatchinferError: the model cannot be used, or its ranks fail; see records.py for the classes.
-        KeyboardInterrupt: what is finished is kept, in a folder of yours.
+        KeyboardInterrupt: finished requests are kept if output names a run folder.
     """
     columns = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
     return answer(data, columns, parts_of({"model": model, **settings}), stream=stream, progress=progress)
@@ -112,11 +114,11 @@ def answer(
     progress: Progress | None,
     start: Start = CommandProcess,
 ) -> pa.Table | Iterator[dict[str, Any]]:
-    """See `generate`.
+    """Run a job over data (see `generate`).
 
     Args:
-        columns: by kind of prompt, the one that holds it; None: not named.
-        parts: of a job file.
+        columns: the named column of prompts by its kind, None for kinds without a name.
+        parts: the parts of a job file.
         start: starts the job's command.
     """
     named = {kind: name for kind, name in columns.items() if name is not None}
@@ -129,7 +131,7 @@ def answer(
 
 
 def _job(data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], stack: ExitStack, start: Start) -> Job:
-    """The job, its rows written to a folder beside its run folder; `stack` removes both unless they are to stay."""
+    """Write the rows to a folder next to the run folder and return the job; `stack` removes temporary folders."""
     inputs, outputs = parts["input"], parts["output"]
     named |= {kind: inputs.pop(kind) for kind in (*KINDS, "template") if kind in inputs}
     others = {name for key in _COLUMNS if isinstance(name := inputs.get(key, key), str)}
@@ -151,10 +153,10 @@ def _rows(job: Job, progress: Progress | None, stack: ExitStack) -> Iterator[dic
 
 
 def parts_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The settings of a call as the parts of a job file.
+    """Convert the settings of a call to the parts of a job file.
 
     Raises:
-        ConfigError: one of them is none.
+        ConfigError: a setting is not known.
     """
     parts: dict[str, dict[str, Any]] = {"input": {}, "output": {}, "sampling": {}}
     shorthands = {"model": "path", "output": "dir"}

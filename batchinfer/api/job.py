@@ -1,4 +1,4 @@
-"""A job as an object: plan it, run it, read what it wrote."""
+"""`Job`: planning, running and reading a job from Python."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from batchinfer.run.planned import run_of
 from batchinfer.run.storage import ALL_PARTS, Part
 from batchinfer.rundir import RunDir, read_state
 
-# A thread of Arrow's that lets go of bytes of Python while the caller's interpreter ends would abort the process.
+# An Arrow thread that releases Python bytes while the caller's interpreter ends would abort the process.
 WITHOUT_THREADS = {"use_threads": False}
-SLICE_BYTES = 1 << 20  # of rows that are Python objects at a time: log-probabilities are 50 times as large
+SLICE_BYTES = 1 << 20  # of rows converted to Python objects at a time, which may be 50 times larger (logprobs)
 
 Start = Callable[[str, JobConfig, Progress | None], AbstractContextManager[CommandProcess]]
 
 
 class Job:
-    """A job on this machine, by the keys of a job file; relative paths count from the working folder.
+    """A job on this machine, from the keys of a job file; paths are relative to the working folder.
 
     >>> job = batchinfer.Job(
     ...     {
@@ -53,7 +53,7 @@ class Job:
         table: the parts with their keys, as in TOML.
 
     Raises:
-        ConfigError: a key is missing, not known, or has a value that it cannot have.
+        ConfigError: a key is missing, not known, or has an impossible value.
     """
 
     def __init__(self, table: Mapping[str, Any]) -> None:
@@ -62,57 +62,58 @@ class Job:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Job:
-        """The job of a job file; relative paths count from its folder.
+        """Return the job of a job file; paths in the file are relative to its folder.
 
         Raises:
-            ConfigError: as of a table; or the file cannot be read.
+            ConfigError: the file cannot be read, or a key is missing, not known, or has an impossible value.
         """
         return cls.of(load_job(path))
 
     @classmethod
     def of(cls, config: JobConfig, start: Start = CommandProcess) -> Job:
-        """The job of keys that are checked already; `start` starts its commands."""
+        """Return the job of a checked configuration; `start` starts its commands."""
         job = cls.__new__(cls)
         job.config, job._start = config, start
         return job
 
     @property
     def folder(self) -> Path:
-        """The run folder, which the commands take as well: `batchinfer report FOLDER`."""
+        """The run folder, which is also an argument of commands: `batchinfer report FOLDER`."""
         return storage_of(self.config).run.root
 
     def plan(self, *, progress: Progress | None = None) -> dict[str, Any]:
-        """Check and tokenise every row and order the requests: `batchinfer plan`; a plan that is there stays.
+        """Check and tokenise every row and order the requests, as `batchinfer plan`; an existing plan stays.
 
         Returns:
-            What the plan counts and predicts: plan/summary in `batchinfer schema --stats`.
+            The plan's counts and predictions: plan/summary in `batchinfer schema --stats`.
 
         Raises:
-            BatchinferError: the job, its input or its model cannot work; see records.py for the classes.
+            BatchinferError: the job, its input or its model is wrong; see records.py for the classes.
         """
         self._run("plan", progress)
         return dict(read_state(self._run_dir())["counts"])
 
     def run(self, *, progress: Progress | None = None) -> None:
-        """Plan, compute and finish: `batchinfer run`. After an interrupt, a call with the same folder goes on.
+        """Plan, compute and finish, as `batchinfer run`; a call with the same folder continues an interrupted one.
 
-        Rows that cannot be computed are rows with status 'error' and raise nothing.
+        Rows that cannot be computed get the status 'error' and raise nothing.
 
         Args:
-            progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), how many are
-                done, of how many; "load" counts bytes of weights, "work" requests.
+            progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), the number
+                done and the total; "load" counts bytes of weights, "work" requests.
 
         Raises:
-            BatchinferError: the job, its input or its model cannot work, or its ranks fail.
-            KeyboardInterrupt: what is finished is kept.
-            InterruptedRunError: somebody has sent SIGTERM or SIGINT to the job's process; what is finished is kept.
+            BatchinferError: the job, its input or its model is wrong, or its ranks fail.
+            KeyboardInterrupt: the call was interrupted; finished requests are kept.
+            InterruptedRunError: the job's process got SIGTERM or SIGINT; finished requests are kept.
         """
         self._run("run", progress)
 
     def rows(self, *, progress: Progress | None = None) -> Iterator[dict[str, Any]]:
-        """Run, and give each output row once, in any order, as soon as it is durable (cluster.commit_seconds).
+        """Run the job and yield each output row once, in any order, when it is durable (cluster.commit_seconds).
 
-        With several shards rows are told apart by their ids. An iterator that is closed or forgotten stops the job.
+        Rows of several shards can only be distinguished by their ids. The job stops if the iterator is closed or
+        garbage-collected.
 
         Raises:
             BatchinferError, KeyboardInterrupt, InterruptedRunError: as `run`.
@@ -128,10 +129,10 @@ class Job:
                 yield from _not_given(file.read_row_group(group, **WITHOUT_THREADS), shard, given)
 
     def status(self) -> dict[str, Any]:
-        """How far it is, also while another process runs it: `batchinfer status --json`.
+        """Return the job's progress, also if another process runs it, as `batchinfer status --json`.
 
         Raises:
-            ConfigError, RunMismatchError: the folder holds no plan, or another job's.
+            ConfigError, RunMismatchError: the folder has no plan, or another job's.
         """
         from batchinfer.slurm.status import StatusReader
         from batchinfer.slurm.status_text import as_document
@@ -139,19 +140,21 @@ class Job:
         return as_document(StatusReader(self._run_dir(may_be_planning=True), storage_of(self.config)).read())
 
     def outputs(self) -> pa.Table:
-        """All output rows in input order, shard by shard.
+        """Return all output rows in input order, shard by shard.
 
         Raises:
             IncompleteRunError: the job is not finished.
-            ConfigError, RunMismatchError: the folder holds no plan, or another job's; or an output file is damaged.
+            ConfigError, RunMismatchError: the folder has no plan, or another job's; or an output file is damaged.
         """
         return pa.concat_tables([file.read(**WITHOUT_THREADS) for _, file in self._output_files()])
 
     def report(self) -> dict[str, Any]:
-        """The figures: `batchinfer report --json`; "unfinished" says how much is done, and is None when all is.
+        """Return the report's figures, as `batchinfer report --json`.
+
+        The key "unfinished" has the progress of an unfinished job, and is None for a finished one.
 
         Raises:
-            ConfigError, RunMismatchError: the folder holds no run, or another job's.
+            ConfigError, RunMismatchError: the folder has no run, or another job's.
         """
         from batchinfer.commands.so_far import report_document
 
@@ -166,11 +169,11 @@ class Job:
         return run_of(self.config, "call plan() or run() first", *parts, may_be_planning=may_be_planning)
 
     def _output_files(self) -> Iterator[tuple[int, pq.ParquetFile]]:
-        """(shard, its output file, compared with what was written as it is read)."""
+        """Yield (index of a shard, its output file); the file is compared with its checksum while it is read."""
         run = self._run_dir("outputs")
         state = read_state(run)
         if "finished" not in state:
-            raise IncompleteRunError(f"{run.root} is not finished; call run(), which goes on where it stopped")
+            raise IncompleteRunError(f"{run.root} is not finished; call run(), which continues where the job stopped")
         manifest = Manifest(run.root, state["files"])
         for shard in state["shards"]:
             if shard["problem"] is None:
@@ -180,7 +183,7 @@ class Job:
 
 
 def plain(value: Any) -> Any:
-    """A value as TOML would have it: paths are texts, tuples and arrays lists, all mappings dicts, numbers Python's."""
+    """Convert a value to a type that TOML has: paths to texts, tuples and arrays to lists, mappings to dicts."""
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""A model whose ranks stay loaded between calls."""
+"""`Model`: ranks that stay loaded between calls of `generate`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from batchinfer.config import JobConfig, job_of_table
 from batchinfer.model.config import load_model_config
 from batchinfer.records import ConfigError
 
-FIXED = ("model", "dtype", "cluster", "kv")  # settings of the model, not of a call
+FIXED = ("model", "dtype", "cluster", "kv")  # settings of a Model, not of a call
 _ANY_CALL = {"input": {"files": ["-"], "prompt": "-"}, "output": {"dir": "-"}, "sampling": {"max_tokens": 1}}
 
 
 class Model:
-    """A model folder for several calls of `generate`: its ranks load in the first one and wait for the next.
+    """A model folder for several calls of `generate`; ranks load in the first call and stay for the next.
 
     >>> with batchinfer.Model("sample_data/model", dtype="float32") as model:
     ...     greedy = model.generate(["The ferry", "The baker"], max_tokens=3)
@@ -31,16 +31,16 @@ class Model:
     >>> greedy.num_rows, warm.num_rows
     (2, 2)
 
-    One call computes at a time; one from another thread waits. Ranks that are lost are loaded anew. They end with
-    `close`, with the `with` statement, or with the process that made the model, however that ends.
+    One call computes at a time; a call from another thread waits. Lost ranks are loaded again. The ranks end with
+    `close`, with the `with` statement, or with the process that made the Model, however this process ends.
 
     Args:
         path: the model folder.
         settings: dtype, and the keys of [model], [cluster] and [kv] as dicts: cluster={"prefill_ranks": 2}.
 
     Raises:
-        ConfigError: a setting is wrong, or is one of a call.
-        ModelError: there is no such model.
+        ConfigError: a setting is wrong, or is a setting of a call.
+        ModelError: the model folder does not exist or cannot be used.
     """
 
     def __init__(self, path: str | Path, **settings: Any) -> None:
@@ -52,12 +52,12 @@ class Model:
         parts = parts_of({"model": path}), parts_of(settings)
         self._parts = {key: {**parts[0].get(key, {}), **parts[1].get(key, {})} for key in ("model", "cluster", "kv")}
         job = job_of_table(self._parts | _ANY_CALL, Path("Model()"), Path.cwd())
-        self._parts["model"]["path"] = job.model.path  # as it is now, wherever the process goes
+        self._parts["model"]["path"] = job.model.path  # absolute, because the working folder may change
         load_model_config(Path(job.model.path))
         self._maker = os.getpid()
         self._process: OwnProcess | None = None
         self._lock = threading.Lock()
-        self._caller: int | None = None  # the thread whose call it is
+        self._caller: int | None = None  # the thread of the present call
         self._is_closed = False
 
     @overload
@@ -97,24 +97,25 @@ class Model:
         progress: Progress | None = None,
         **settings: Any,
     ) -> pa.Table | Iterator[dict[str, Any]]:
-        """`batchinfer.generate` with this model: the same arguments, less those of the model, and the same rows.
+        """Answer prompts as `batchinfer.generate`, with the same arguments except for those of the model.
 
-        A call that fails or is interrupted leaves the model as it was.
+        The Model stays usable after a call that fails or is interrupted.
 
         Raises:
-            ConfigError: also: the model is closed, belongs to another process, or this thread has an iterator open.
+            ConfigError: in addition to `batchinfer.generate`: the Model is closed, belongs to another process, or this
+                thread has an open iterator.
         """
         fixed = [key for key in settings if key in FIXED]
         if fixed:
             raise ConfigError(
-                f"{fixed[0]} is a setting of the Model; give it where that is made: Model(…, {fixed[0]}=…)"
+                f"{fixed[0]} is a setting of the Model; give it when the Model is made: Model(…, {fixed[0]}=…)"
             )
         columns = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
         parts = {key: dict(keys) for key, keys in self._parts.items()} | parts_of(settings)
         return answer(data, columns, parts, stream=stream, progress=progress, start=self._start)
 
     def close(self) -> None:
-        """End the ranks; a call that still runs is stopped as by Ctrl-C. Again: nothing happens."""
+        """End the ranks; a running call is stopped as by Ctrl-C. Further calls do nothing."""
         self._is_closed = True
         process, self._process = self._process, None
         if process is not None:
@@ -131,7 +132,7 @@ class Model:
 
     @contextmanager
     def _start(self, command: str, job: JobConfig, progress: Progress | None) -> Iterator[CommandProcess]:
-        """Have the model's process run a command; start it where there is none."""
+        """Run a command in the model's process, which is started if there is none."""
         if self._maker != os.getpid():
             raise ConfigError("this Model was made by another process; make one in each process")
         if self._caller == threading.get_ident():

@@ -1,4 +1,4 @@
-"""The process of commands as its caller sees it: start, progress, errors, and the end that an interrupt brings."""
+"""The caller's side of the process that runs commands: start, progress, errors and interrupts."""
 
 import json
 import logging
@@ -20,8 +20,8 @@ from batchinfer.config import JobConfig, dump_job
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
 
 Progress = Callable[[str, int, int], object]  # called with a title ("work", for example), done, total
-WORDS_BYTES = 4096  # of what the process wrote last, for an error that it could not tell
-STOP_AGAIN_S = 0.2  # a wish to stop may come while the job does not listen yet
+WORDS_BYTES = 4096  # of the end of stderr, for a process that ended without an error event
+STOP_AGAIN_S = 0.2  # between requests to stop, because a request may come before the job handles signals
 _log = logging.getLogger("batchinfer")
 
 
@@ -29,17 +29,17 @@ class OwnProcess:
     """`python -m batchinfer.api.command` (see there) with these arguments.
 
     Args:
-        is_quiet: its lines go to the logger "batchinfer", warnings as such; else they go where this process's go.
+        is_quiet: whether stderr's lines go to the logger "batchinfer" (warnings with their level), else to stderr.
     """
 
     def __init__(self, *arguments: str, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
-        self._rest = b""  # of the pipe, behind its last whole line
-        self._logged = 0  # bytes of stderr
+        self._rest = b""  # bytes read from the pipe after the last complete line
+        self._logged = 0  # bytes of stderr that were logged
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (as long as this)
         ours, theirs = os.pipe()
         self._events = os.fdopen(ours, "rb", buffering=0)
-        # the same modules as here, also in ranks: nothing of the working folder unless this process looks there, too
+        # the same module search path as here, also for ranks: the working folder only if it is in this process's path
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         self._process = subprocess.Popen(
             own_process.command("batchinfer.api.command", str(theirs), *arguments),
@@ -52,14 +52,14 @@ class OwnProcess:
         os.close(theirs)
 
     def send(self, line: str) -> None:
-        """Write a line to its standard input; one that has ended takes none, as `read` says."""
+        """Write a line to the process's standard input; do nothing if the process has ended."""
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             with suppress(BrokenPipeError):
                 os.write(self._process.stdin.fileno(), os.fsencode(line) + b"\n")
 
     def read(self, within_s: float | None) -> list[dict[str, Any]] | None:
-        """What it has told since the last time, at the latest after so long; None: it will not tell anything more."""
+        """Return the events since the last call, waiting up to `within_s` for one; None after the last event."""
         poll = select.poll()
         poll.register(self._events, select.POLLIN)
         if not poll.poll(None if within_s is None else within_s * 1000):
@@ -72,21 +72,21 @@ class OwnProcess:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it takes no more jobs."""
+        """Whether the process accepts no more jobs."""
         assert self._process.stdin is not None
         return self._process.stdin.closed or self._process.poll() is not None
 
     def wait(self) -> int:
-        """The exit code, or minus the signal that ended it."""
+        """Wait for the process to end; return its exit code, or minus the number of the signal that ended it."""
         return self._process.wait()
 
     def words(self) -> str:
-        """What it wrote last; "" where that went elsewhere."""
+        """Return the end of the process's stderr, "" if it was not redirected to the logger."""
         size = os.fstat(self._stderr.fileno()).st_size
         return os.pread(self._stderr.fileno(), WORDS_BYTES, max(0, size - WORDS_BYTES)).decode(errors="replace")
 
     def let_end(self) -> None:
-        """Have it end soon; what runs in it is stopped as by Ctrl-C."""
+        """Close standard input, so that the process ends soon; a running job is stopped as by Ctrl-C."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
@@ -99,13 +99,13 @@ class OwnProcess:
 
 
 class CommandProcess:
-    """`batchinfer plan` or `run` over a job, from `with` to its end; leaving before that stops it as Ctrl-C does.
+    """`batchinfer plan` or `run` over a job; leaving the `with` block early stops the command as Ctrl-C does.
 
-    On a terminal it shows what the command shows.
+    On a terminal, the command's messages are shown unless `progress` is given.
 
     Args:
-        progress: called in the caller's thread; nothing is shown then.
-        held: a process without a command, which runs it and goes on; None: it gets one of its own.
+        progress: called in the caller's thread.
+        held: a process for several commands, in which the command runs; None: start a process for this command.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class CommandProcess:
                 self._held.send("stop")
                 self._read(STOP_AGAIN_S)
         except BaseException:
-            self.process.let_end()  # it did not end soon enough for somebody
+            self.process.let_end()  # interrupted while waiting for the end
             raise
         finally:
             self._files.close()
@@ -146,13 +146,13 @@ class CommandProcess:
                 self.process.wait()
 
     def ended(self, within_s: float | None = None) -> bool:
-        """Wait for something to happen; whether the command has ended.
+        """Wait for the next event; return whether the command has ended.
 
         Args:
-            within_s: at most so long; None: as long as it takes.
+            within_s: longest wait in seconds; None: no limit.
 
         Raises:
-            BatchinferError, InterruptedRunError: it has not ended well, as the command would have said.
+            BatchinferError, InterruptedRunError: the command failed, or was stopped.
         """
         self._read(within_s)
         if self._code is None:
@@ -187,13 +187,13 @@ class CommandProcess:
 
 
 def is_terminal() -> bool:
-    """Whether a process would write to the terminal that this one's messages go to."""
+    """Return whether this process's stderr is a terminal, to which a child process would write, too."""
     own = sys.__stderr__
     return own is not None and sys.stderr is own and own.isatty()
 
 
 def _error_of(classes: list[str], message: str, attributes: dict[str, str]) -> BatchinferError:
-    """The error that the process has told of; one of a class that only it knows is the nearest of records.py."""
+    """Return the error of an error event; for a class that is not in records.py, the nearest base class."""
     kind = next(found for name in classes if (found := getattr(records, name, None)) is not None)
     error: BatchinferError = kind.__new__(kind, message)
     vars(error).update({name: Path(value) if name == "path" else value for name, value in attributes.items()})

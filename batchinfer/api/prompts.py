@@ -1,4 +1,4 @@
-"""Prompts that a program holds (lists, columns, tables), as one Parquet shard."""
+"""Conversion of prompts in memory (lists, columns, tables) to a Parquet shard."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from batchinfer.sanitize import first_line
 from batchinfer.whole_files import cannot_write, published
 
 KINDS = ("prompt", "messages", "token_ids")  # keys of [input]
-INDEX = re.compile(r"__index_level_\d+__")  # the name of a pandas index that has none
+INDEX = re.compile(r"__index_level_\d+__")  # pandas' name for an index without a name
 USE = "give a list of texts, of lists of messages or of lists of token ids, or a table"
-BATCH_ROWS = 16384  # of a list, in a row group
+BATCH_ROWS = 16384  # rows of a list in a row group
 
 
 def reader_of(
     data: Any, named: Mapping[str, str], others: set[str], kept: Any = None
 ) -> tuple[pa.RecordBatchReader, dict[str, str]]:
-    """Return (the rows, which column holds what: one of KINDS -> its name).
+    """Return a reader of the rows, and the columns of prompts by kind (one of KINDS).
 
-    Columns that nothing reads are left out if Parquet cannot hold them.
+    Columns that the job does not read are left out if they cannot be written to Parquet.
 
     Args:
-        named: the same as the caller names it, empty: it is to be found.
-        others: columns that hold something else.
-        kept: the list of those that are copied to the outputs, which are taken only if no other fits.
+        named: the columns of prompts by kind, as named by the caller; if empty, the column is searched.
+        others: columns with another use, which are not searched.
+        kept: columns that are copied to the outputs, which are chosen only if no other column fits.
 
     Raises:
-        InputError: it is nothing that holds prompts, or rows of several kinds; or a column that is read cannot be held.
-        ConfigError: no column fits or several do, or the named one is not there.
+        InputError: data has no prompts, or rows of several kinds; or a column that the job reads cannot be written.
+        ConfigError: no column fits, several fit, or the named column does not exist.
     """
     kept = kept if isinstance(kept, list) else []
     try:
@@ -55,7 +55,7 @@ def reader_of(
     if found is None:
         raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {USE}")
     reader, lost = found
-    if lost and not named:  # it may be the prompts
+    if lost and not named:  # a column left out may be that of the prompts
         name, reason = next(iter(lost.items()))
         raise InputError(
             f"column {name!r} of data cannot be taken: {reason}; convert it, or name the column of prompts (prompt=, "
@@ -71,10 +71,10 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
     """Write the rows to a file that a job reads.
 
     Args:
-        run_json: where the job's run is known by; it goes on only with the rows that it was made for.
+        run_json: run.json of the job; if it exists, the rows must be those in the present target.
 
     Raises:
-        RunMismatchError: there is a run, and it was made for other rows.
+        RunMismatchError: the run folder belongs to other rows.
         ConfigError: the folder cannot be written.
         InputError: the rows cannot be read or written.
     """
@@ -98,7 +98,7 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
 
 
 def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:
-    """Return rows of one kind as a column, and their numbers as ids."""
+    """Return a reader of rows of one kind as a column, with row numbers as ids; and the columns by kind."""
     rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]  # arrays of numpy's, tensors
     kinds = {_kind(row, place) for place, row in enumerate(rows)} - {""}
     if len(kinds) > 1:
@@ -113,7 +113,7 @@ def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBa
 
 
 def _of_column(column: pa.ChunkedArray, named: Mapping[str, str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:
-    """Return the values of an array or a Series as a column, and their numbers as ids."""
+    """Return a reader of an array or a Series as a column, with row numbers as ids; and the columns by kind."""
     kind = _kind_of(column.type) or (next(iter(named), "prompt") if pa.types.is_null(column.type) else "")
     if not kind:
         raise InputError(f"data is a column of {column.type}, which holds no prompts; {USE}")
@@ -122,10 +122,10 @@ def _of_column(column: pa.ChunkedArray, named: Mapping[str, str]) -> tuple[pa.Re
 
 
 def _columns_of(kind: str, named: Mapping[str, str]) -> dict[str, str]:
-    """Return which column holds prompts that have no names.
+    """Return the name of the prompts' column by kind, for data that is a single column of this kind.
 
     Raises:
-        ConfigError: the caller names one of another kind.
+        ConfigError: the caller names a column of another kind.
     """
     columns = dict(named) or {kind: kind}
     # chats may be JSON text, too, and a template has the texts as its {{ prompt }}
@@ -144,7 +144,7 @@ def _numbered(
 
 
 def _texts(values: Sequence[str | None]) -> pa.Array:
-    """As a column; a text with half a surrogate pair, which UTF-8 has not, stays one that is found to be bad."""
+    """Return the texts as a column; a text with a lone surrogate becomes invalid UTF-8, so that its row is bad."""
     try:
         return pa.array(values, pa.string())
     except UnicodeEncodeError:
@@ -153,7 +153,7 @@ def _texts(values: Sequence[str | None]) -> pa.Array:
 
 
 def _kind(row: Any, place: int) -> str:
-    """What a row of a list is, as one of KINDS; "" where it may be any."""
+    """Return the kind (one of KINDS) of a row of a list, "" for null or an empty list."""
     if row is None or (isinstance(row, list | tuple) and not row):
         return ""
     if isinstance(row, str):
@@ -167,7 +167,7 @@ def _kind(row: Any, place: int) -> str:
 
 
 def _found(schema: pa.Schema, others: set[str], kept: list[str]) -> dict[str, str]:
-    """The only column that can hold prompts."""
+    """Return the only column whose type can be prompts, by its kind."""
     asked = [field for field in schema if field.name not in others and not INDEX.fullmatch(field.name)]
     fits = [(kind, field.name) for field in asked if (kind := _kind_of(field.type))]
     if len(fits) > 1:
@@ -184,7 +184,7 @@ def _found(schema: pa.Schema, others: set[str], kept: list[str]) -> dict[str, st
 
 
 def _kind_of(column_type: pa.DataType) -> str:
-    """What a column of this type can hold, as one of KINDS; "" for none, and for JSON, which may be anything."""
+    """Return the kind of prompts (one of KINDS) in a column of this type; "" for none, and for JSON."""
     held = plain_type(column_type)
     if is_json(column_type):
         return ""

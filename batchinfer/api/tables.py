@@ -1,4 +1,4 @@
-"""Tables of any library as batches of rows whose columns Parquet can hold."""
+"""Conversion of tables of any library to batches of rows whose columns can be written to Parquet."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from batchinfer.data.wide_rows import decoded
 from batchinfer.records import InputError
 from batchinfer.sanitize import first_line
 
-BATCH_ROWS = 16384  # of a Dataset of Hugging Face's, at a time
-# what a library raises for a column that Arrow has no type for
+BATCH_ROWS = 16384  # read from a Hugging Face Dataset at a time
+# errors of libraries for a column without an Arrow type
 NOT_ARROW = (pa.ArrowException, ValueError, TypeError, OverflowError)
 
 
 def is_column(data: Any) -> bool:
-    """Whether this is one column: an array of Arrow's, or a Series of pandas or polars."""
+    """Return whether data is a column: an Arrow array, or a Series of pandas or polars."""
     is_array = isinstance(data, pa.Array | pa.ChunkedArray)
     # asked of the class: a frame has its columns as attributes
     return is_array or (hasattr(data, "__arrow_c_stream__") and hasattr(type(data), "dtype"))
@@ -30,18 +30,18 @@ def column_of(data: Any) -> pa.ChunkedArray:
     """Return the values of one column.
 
     Raises:
-        pa.ArrowException, ValueError, TypeError, OverflowError: they cannot be Arrow data.
+        pa.ArrowException, ValueError, TypeError, OverflowError: the values cannot be converted to Arrow.
     """
     return pa.chunked_array([data] if isinstance(data, pa.Array) else data)
 
 
 def batches_of(data: Any) -> tuple[pa.RecordBatchReader, dict[str, str]] | None:
-    """Return the rows of a table, and why each column that is missing from them is; None if `data` is no table.
+    """Return a reader of a table's rows, and the reason for each column left out; None if `data` is no table.
 
-    A column of structs is a table.
+    A column of structs counts as a table.
 
     Raises:
-        pa.ArrowException, ValueError, TypeError, OverflowError: none of its columns can be Arrow data.
+        pa.ArrowException, ValueError, TypeError, OverflowError: no column can be converted to Arrow.
     """
     if is_column(data):
         return pa.Table.from_struct_array(column_of(data)).to_reader(), {}
@@ -61,21 +61,21 @@ def batches_of(data: Any) -> tuple[pa.RecordBatchReader, dict[str, str]] | None:
             raise
         reader = pa.RecordBatchReader.from_stream(data[good])
     if type(data).__module__.startswith("polars"):
-        # polars hands over Python objects as their addresses, and nothing else as bytes of one size
+        # polars exports Python objects as their addresses, in binary of a fixed size, which nothing else has
         sizes = {field.name for field in reader.schema if pa.types.is_fixed_size_binary(field.type)}
         lost |= dict.fromkeys(sizes, "it holds Python objects")
     return reader, lost
 
 
 def storable(reader: pa.RecordBatchReader, lost: dict[str, str], used: Collection[str]) -> pa.RecordBatchReader:
-    """Return the rows with their columns as Parquet has them, without those that it has not.
+    """Return a reader of the rows with columns of types that Parquet has; other columns are left out.
 
     Args:
-        lost: columns that cannot be taken, and why.
+        lost: columns left out before, with reasons; more are added.
         used: the columns that the job reads.
 
     Raises:
-        InputError: one of these cannot be taken.
+        InputError: a column that the job reads is left out.
     """
     stored = [field.with_type(_stored_type(field.type)) for field in reader.schema]
     for field, read in zip(stored, reader.schema, strict=True):
@@ -100,12 +100,12 @@ def _stored_batches(reader: pa.RecordBatchReader, places: list[int], schema: pa.
 
 def _stored_type(kind: pa.DataType) -> pa.DataType:
     plain = plain_type(kind, keeps_json=True)
-    # the type that Parquet gives for a dictionary of large texts
+    # the type that Parquet returns for a dictionary of large texts
     return pa.string() if pa.types.is_dictionary(kind) and pa.types.is_large_string(plain) else plain
 
 
 def _columns_not_arrow(data: Any) -> dict[str, str]:
-    """Return the columns of a frame that cannot be Arrow data, each with the reason."""
+    """Return the columns of a data frame that cannot be converted to Arrow, with reasons."""
     lost = {}
     for name in getattr(data, "columns", ()):
         try:
@@ -117,12 +117,12 @@ def _columns_not_arrow(data: Any) -> dict[str, str]:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the first of an error's sentences: pandas adds one that names the column."""
+    """Return the first sentence of an error; pandas adds another one that names the column."""
     return first_line(ValueError(*error.args[:1]))
 
 
 def _of_hugging_face(data: Any) -> pa.RecordBatchReader:
-    """Return the rows of a Dataset of the library `datasets` in its own order; its table may hold others, too."""
+    """Return a reader of a Hugging Face Dataset in its order; its Arrow table may have more rows."""
     schema = data.features.arrow_schema
     tables = data.with_format("arrow").iter(BATCH_ROWS)
     batches = (batch for table in tables for batch in table.cast(schema).to_batches())
