@@ -1,4 +1,4 @@
-"""A model rewritten so that ranks map it."""
+"""`convert`: a model folder rewritten in a form that ranks map into memory."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "fp8", "int4"]),
     required=True,
-    help="The model.dtype of the jobs that are to use it.",
+    help="The model.dtype of the jobs that will use DIR.",
 )
 @pass_stop
 def convert(stop: StopSignal, model: Path, target: Path, dtype: str) -> None:
-    """Write MODEL to the new folder DIR as the C++ operations hold it in a dtype.
+    """Write MODEL to the new folder DIR in the memory layout of the C++ operations for a dtype.
 
-    A job whose model.path is DIR gives the same answers as with MODEL, and its ranks map the files instead of packing
-    the weights: it starts in the time that reading them takes, at once where they are in memory from before. DIR has
-    the tokenizer and config.json, too. It is for processors, any that have the C++ operations; exit code 2 when there
-    is no room for it.
+    A job whose model.path is DIR gives the same answers as with MODEL, but its ranks map the files instead of packing
+    the weights. It starts in the time that reading the files takes, or at once if they are in the page cache. DIR has
+    the tokenizer and config.json, too. DIR is for CPUs, any that have the C++ operations. Exit code 2 if the disk has
+    no room for it.
     """
     from batchinfer.model.convert import convert_model
     from batchinfer.model.ops import Ops

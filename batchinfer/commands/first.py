@@ -1,4 +1,4 @@
-"""First steps: a job file for data that somebody has, and one question to a model."""
+"""First steps: `init` writes a job file for given data, `ask` asks a model one question."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _model_option = click.option(
     default="job.toml",
     show_default=True,
     type=click.Path(path_type=Path),
-    help="The job file to write; one that is there is left alone.",
+    help="The job file to write; an existing file is not changed.",
 )
 def init(data: str, model: Path, target: Path) -> None:
-    """Write a job file for DATA (a file, a folder of them or a glob) that runs as it is.
+    """Write a job file for DATA (a file, a folder or a glob) that runs without changes.
 
-    Which columns hold prompts and ids is told by their types and names, model.dtype by the checkpoint and what fits
-    into this machine. The file has comments and what else is often set.
+    The columns of prompts and ids are chosen by types and names, model.dtype by the checkpoint and this machine's
+    memory. The file has comments and other keys that are often set.
     """
     from batchinfer.plan.first_job import first_job
     from batchinfer.whole_files import create_exclusively
 
-    taken = click.UsageError(f"{target} is there already; name another file with -o")
+    taken = click.UsageError(f"{target} exists already; name another file with -o")
     if target.exists():
         raise taken
     made = first_job(data, model, target)
@@ -64,10 +64,10 @@ def init(data: str, model: Path, target: Path) -> None:
     help="For chat templates that write the date; default: today.",
 )
 def ask(question: str, model: Path, max_tokens: int, date: datetime | None) -> None:
-    """Ask a model one QUESTION and print its answer, greedy: is the model what it should be?
+    """Ask a model one QUESTION and print its greedy answer, to see that the model works.
 
-    The question is put through the model's chat template where it has one. It runs as a job of one row in a temporary
-    folder, so it takes as long as loading the model; a terminal shows meanwhile what it is at. For many questions write
+    The question goes through the model's chat template if there is one. The command runs a job of one row in a
+    temporary folder, so it takes as long as loading the model; a terminal shows the progress. For many questions, write
     a job file (`init`).
     """
     from batchinfer.plan.first_job import write_question
@@ -82,7 +82,7 @@ def ask(question: str, model: Path, max_tokens: int, date: datetime | None) -> N
                     told = "".join(map(words.hear, running.stderr or ()))
                 running.wait()
             except BaseException:
-                running.terminate()  # a signal may have come to this process alone
+                running.terminate()  # a signal may have reached this process alone
                 raise
         code = running.returncode
         if code not in (ExitCode.OK, ExitCode.ROW_ERRORS):
@@ -93,11 +93,11 @@ def ask(question: str, model: Path, max_tokens: int, date: datetime | None) -> N
         click.echo(sanitize(f"error: {row['error']}"), err=True)
         sys.exit(code)
     for line in told.splitlines():
-        if line.startswith("warning: "):  # of the model: the answer is to say what it is like
+        if line.startswith("warning: "):  # about the model, which the user wants to test
             click.echo(sanitize(line), err=True)
     click.echo(sanitize(row["text"]))
     if row["finish_reason"] == "length":
-        click.echo(f"cut after {row['completion_tokens']} tokens; --max-tokens gives it more", err=True)
+        click.echo(f"cut after {row['completion_tokens']} tokens; --max-tokens allows more", err=True)
 
 
 def _only_row(folder: Path) -> dict[str, str]:

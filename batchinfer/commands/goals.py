@@ -1,4 +1,4 @@
-"""What `submit` was asked for with --finish-by and --max-cost, and what that would take."""
+"""The goal of `submit` (--finish-by, --max-cost), and the tasks that the goal needs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ GOAL_OPTIONS = ("finish_by", "max_cost", "prices")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """How many tasks, in one of two ways: a number, or what they are to reach."""
+class GoalOptions:
+    """Options of `submit` for the number of tasks: a number, or a goal."""
 
     array: str | None
     finish_by: str | None
@@ -29,8 +29,8 @@ class Asked:
     prices: Path | None
 
     @property
-    def says_anything(self) -> bool:
-        return self != Asked(None, None, None, None)
+    def is_given(self) -> bool:
+        return self != GoalOptions(None, None, None, None)
 
     @property
     def has_goal(self) -> bool:
@@ -43,10 +43,10 @@ class Asked:
         return None if self.array is None else parse_size(self.array)
 
     def check(self, *, has_goal: bool) -> None:
-        """Refuse what does not go together.
+        """Refuse options that do not go together.
 
         Args:
-            has_goal: one is asked for, or was before.
+            has_goal: whether these options or an earlier submission have a goal.
         """
         size = self.size
         if size is not None and not size.tasks:
@@ -57,7 +57,7 @@ class Asked:
             raise click.UsageError("--prices is for --finish-by and --max-cost; add one of them")
 
     def goal(self, job: JobConfig, earlier: Goal | None = None) -> Goal:
-        """What was asked for, and what is left of an earlier goal."""
+        """Return the earlier goal with the changes of these options, or a new goal."""
         from batchinfer.report.price.price_list import PriceList, read_prices
         from batchinfer.slurm.goal import Goal, check_goal, parse_deadline
 
@@ -76,7 +76,7 @@ class Asked:
 
 
 def expected_size(storage: Storage, config: JobConfig, goal: Goal) -> ArraySize | None:
-    """Show what the rule would do by the plan; the tasks that it would begin with, if any."""
+    """Print the expected schedule of tasks by the plan; return the first number of tasks, None if it is 0."""
     from batchinfer.slurm.goal import clock, look_ahead, sentences
     from batchinfer.slurm.meter import RunMeter
     from batchinfer.slurm.pursue import measure_seconds

@@ -1,4 +1,4 @@
-"""`submit --to k8s`."""
+"""`submit --to k8s`, and changes of the number of tasks in Kubernetes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchinfer.commands.goals import Asked
+from batchinfer.commands.goals import GoalOptions
 from batchinfer.commands.target import Target, tasks_of
 
 if TYPE_CHECKING:
     from batchinfer.run.storage import Storage
 
 
-def submit_to_k8s(target: Target, asked: Asked, options: dict[str, Any]) -> None:
+def submit_to_k8s(target: Target, asked: GoalOptions, options: dict[str, Any]) -> None:
     """Send the job's tasks to Kubernetes, or print their manifests."""
     from batchinfer.run.open_storage import storage_of
     from batchinfer.submit.k8s.kubectl import Kubectl
@@ -28,10 +28,10 @@ def submit_to_k8s(target: Target, asked: Asked, options: dict[str, Any]) -> None
     run, job = target.run_and_job
     check_shape(job, shape)
     if target.dry_run:
-        target.tell_expected(tasks, shape.nodes_per_group)
+        target.print_expected(tasks, shape.nodes_per_group)
         click.echo(as_yaml(manifests(run, job.output.dir, shape, tasks)[1]), nl=False)
         return
-    Kubectl(shape.context, shape.namespace).check()  # without a cluster there is no need to plan
+    Kubectl(shape.context, shape.namespace).check()  # fail before planning if there is no cluster
     target.plan()
     storage = storage_of(job)
     storage.fetch("state", "sent")
@@ -41,7 +41,7 @@ def submit_to_k8s(target: Target, asked: Asked, options: dict[str, Any]) -> None
 
 
 def resize_on_k8s(storage: Storage, size: str, busy: Container[str]) -> list[str]:
-    """Change the number of tasks; what came of it, for a person."""
+    """Change the number of tasks; return lines that report the change."""
     from batchinfer.submit.k8s.tasks import resize
     from batchinfer.submit.size import parse_tasks
 

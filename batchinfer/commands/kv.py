@@ -12,7 +12,7 @@ from batchinfer.records import ExitCode
 
 @click.group()
 def kv() -> None:
-    """Look after the KV store on disk: STORE is its folder, or a JOB.toml whose [kv] dir names it."""
+    """Manage the KV store on disk: STORE is its folder, or a JOB.toml whose [kv] dir names it."""
 
 
 _store_argument = click.argument("target", metavar="STORE", type=click.Path(path_type=Path))
@@ -22,7 +22,7 @@ _store_argument = click.argument("target", metavar="STORE", type=click.Path(path
 @_store_argument
 @json_option
 def kv_stat(target: Path, as_json: bool) -> None:
-    """What a store holds, by model, and what runs read from it and wrote to it."""
+    """Print a store's blocks by model, and the reads and writes of runs."""
     from batchinfer.kv_store.upkeep import describe_store, format_description, open_kv_store
 
     found = describe_store(open_kv_store(target))
@@ -33,7 +33,7 @@ def kv_stat(target: Path, as_json: bool) -> None:
 @_store_argument
 @json_option
 def kv_verify(target: Path, as_json: bool) -> None:
-    """Read every block and check its checksum. Damaged files go to quarantine; exit code 3 when there were any."""
+    """Read every block and compare its checksum. Damaged files go to quarantine; exit code 3 if there are any."""
     from batchinfer.kv_store.upkeep import open_kv_store, verify_store
 
     found = verify_store(open_kv_store(target))
@@ -51,7 +51,7 @@ def kv_verify(target: Path, as_json: bool) -> None:
 @click.option("--max-bytes", metavar="SIZE", help="Evict until all files are below this, for example 500GB or 2TiB.")
 @json_option
 def kv_gc(target: Path, max_bytes: str | None, as_json: bool) -> None:
-    """Delete what killed runs left behind and, with --max-bytes, the blocks least worth having. Live runs may go on."""
+    """Delete files that killed runs left and, with --max-bytes, the least useful blocks. Live runs may continue."""
     from batchinfer.kv_store.upkeep import open_kv_store, parse_bytes, shrink_store
 
     found = shrink_store(open_kv_store(target), None if max_bytes is None else parse_bytes(max_bytes))
@@ -68,7 +68,7 @@ def kv_gc(target: Path, max_bytes: str | None, as_json: bool) -> None:
 @_store_argument
 @click.argument("block", required=False)
 def kv_path(target: Path, block: str | None) -> None:
-    """Print the folder of a store, or the file that holds BLOCK (its name in hex, 12 digits of it or more)."""
+    """Print the folder of a store, or the file of BLOCK (the first 12 hex digits of its name, or more)."""
     from batchinfer.kv_store.upkeep import find_block, open_kv_store
 
     store = open_kv_store(target)

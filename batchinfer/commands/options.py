@@ -1,4 +1,4 @@
-"""What several commands share: options, and how a run begins."""
+"""Options that several commands have, and the session with which a run begins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Exit codes:
   1   internal failure
   2   bad job, input or usage
   3   finished, some rows are error rows
-  75  interrupted; the same command goes on where it stopped
+  75  interrupted; the same command continues where it stopped
 """
 
 run_argument = click.argument("target", metavar="RUN", type=click.Path(path_type=Path))
@@ -35,16 +35,16 @@ json_option = click.option("--json", "as_json", is_flag=True, help="One JSON doc
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What the process of a command brings along."""
+    """Objects of a command's process, made before the command is known."""
 
     stop: StopSignal
-    spare: SpareRank | None  # started before the command was read
-    tokenizer: TokenizerProcess | None  # as well
-    kept: KeptRanks | None = None  # for one job after the other, by a caller who reads no report
+    spare: SpareRank | None  # a rank process that is started already
+    tokenizer: TokenizerProcess | None  # a tokenizer process that is started already
+    kept: KeptRanks | None = None  # ranks that stay for several jobs of a Python caller, who gets no printed report
 
 
 def pass_stop(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command its process's StopSignal."""
+    """Pass the process's StopSignal to a command as the first argument."""
 
     @click.pass_obj
     @wraps(command)
@@ -76,15 +76,14 @@ def earlier_run_options(command: Callable[..., None]) -> Callable[..., None]:
             "--expert-loads",
             metavar="RUN",
             type=click.Path(path_type=Path),
-            help="Place the experts by the tokens that this earlier run counted, not by a calibration.",
+            help="Place experts by the token counts of this earlier run instead of a calibration.",
         ),
         click.option(
             "--learn-from",
             metavar="RUN",
             type=click.Path(path_type=Path),
-            help="Take answer lengths, speed and expert loads from this finished run: the ranks' work is spread by "
-            "them, and the plan says how long the job will take and what it will cost. Shards that it has tokenised "
-            "with the same tokenizer are not tokenised again.",
+            help="Use answer lengths, speed and expert loads of this finished run to spread work over ranks and to "
+            "predict time and cost. Shards that it tokenised with the same tokenizer are not tokenised again.",
         ),
     ):
         command = option(command)
@@ -92,7 +91,7 @@ def earlier_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def alone(command: str, stop: StopSignal) -> Session:
-    """The session of a command that must not run in several processes at once."""
+    """Return the session of a command, after a check that no launcher runs it in several processes."""
     from batchinfer.launch.nodes import refuse_several_processes
     from batchinfer.run.session import Session
 

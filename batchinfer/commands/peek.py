@@ -1,4 +1,4 @@
-"""What a run has answered so far."""
+"""`peek`: the answers of a run so far."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NUM_ROWS = 10
 FOLLOW_S = 2.0
-QUIET_LOOKS = 5  # a worker may be between two units
+QUIET_LOOKS = 5  # without a worker before --follow ends: a worker may be between two units
 ID_WIDTH, STATUS_WIDTH, WIDTH = 20, 14, 110
 
 
@@ -27,10 +27,10 @@ ID_WIDTH, STATUS_WIDTH, WIDTH = 20, 14, 110
 @click.option("--json", "as_json", is_flag=True, help="The rows as one JSON document on stdout.")
 @click.option("--follow", is_flag=True, help="Print answers as they become durable, until the run is over.")
 def peek(target: Path, sql: str | None, as_json: bool, follow: bool) -> None:
-    """The answers so far of RUN (a run folder or a .toml file), whether it is running, interrupted or finished.
+    """Print the answers so far of RUN (a run folder or a .toml file), which may be running, interrupted or finished.
 
-    Without options: those that ended last. Nothing is changed. An answer is there within cluster.commit_seconds. Rows
-    that the plan found to be bad, and duplicates of other rows, come with the outputs only.
+    Without options, print the latest answers. Nothing is changed. An answer appears within cluster.commit_seconds. Rows
+    that the plan found bad, and duplicates of other rows, are in the outputs only.
 
     \b
     The view results has a row's id and the columns of units/*/*/part-*.parquet (`batchinfer schema --stats`):

@@ -1,4 +1,4 @@
-"""`submit --to ray`."""
+"""`submit --to ray`, and changes of the number of tasks in Ray."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchinfer.commands.goals import Asked
+from batchinfer.commands.goals import GoalOptions
 from batchinfer.commands.target import Target, tasks_of
 
 if TYPE_CHECKING:
     from batchinfer.run.storage import Storage
 
 
-def submit_to_ray(target: Target, asked: Asked, options: dict[str, Any]) -> None:
-    """Send the job's tasks to a Ray cluster, or print what they would be."""
+def submit_to_ray(target: Target, asked: GoalOptions, options: dict[str, Any]) -> None:
+    """Send the job's tasks to a Ray cluster, or print their description."""
     from dataclasses import replace
 
     from batchinfer.data.stores import s3_endpoint
@@ -26,13 +26,13 @@ def submit_to_ray(target: Target, asked: Asked, options: dict[str, Any]) -> None
     tasks, shape = tasks_of(asked.array, "ray"), Shape(**options)
     run, job = target.run_and_job
     check_shape(job, shape)
-    if run.uri is not None:  # nodes have only the URI to find their job file with
+    if run.uri is not None:  # nodes find the job file by the URI alone, so they need the endpoint
         shape = replace(shape, endpoint=s3_endpoint(job.s3))
     if target.dry_run:
-        target.tell_expected(tasks, shape.nodes_per_group)
+        target.print_expected(tasks, shape.nodes_per_group)
         click.echo(dry_run_text(run, shape, tasks))
         return
-    connect(shape)  # without a cluster there is no need to plan
+    connect(shape)  # fail before planning if there is no cluster
     target.plan()
     storage = storage_of(job)
     storage.fetch("state", "sent")
@@ -40,7 +40,7 @@ def submit_to_ray(target: Target, asked: Asked, options: dict[str, Any]) -> None
 
 
 def resize_on_ray(storage: Storage, size: str, busy: Container[str]) -> list[str]:
-    """Change the number of tasks; what came of it, for a person. The driver knows by itself which tasks to take."""
+    """Change the number of tasks; return lines that report the change. Ray's driver chooses the tasks to end."""
     from batchinfer.submit.ray.client import resize
     from batchinfer.submit.size import parse_tasks
 

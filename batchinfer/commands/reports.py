@@ -1,4 +1,4 @@
-"""Figures: of a run (report), of numbers (price), of a cluster that is not here (simulate)."""
+"""Commands that print figures: of runs (report), of given numbers (price), of a simulated cluster (simulate)."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -43,10 +43,10 @@ def report(
     html: Path | None,
     parquet: Path | None,
 ) -> None:
-    """What one or several RUNs (run folders or .toml files) did: tokens, cache hits, speed, cost and margin.
+    """Print the figures of one or several RUNs (run folders or .toml files): tokens, cache hits, speed, cost, margin.
 
-    Several runs come side by side, with a column for all of them together. Of a run that is not finished the report
-    says how much is done, and its figures are of that; --sql and --parquet want its end, `peek` shows answers so far.
+    Several runs are shown side by side, with a column for all together. For an unfinished run, the figures are those so
+    far, with the progress; --sql and --parquet need a finished run, `peek` shows answers so far.
 
     \b
     The views for --sql: outputs, requests, units, steps, experts, expert_rows, placements, nodes, kv, run,
@@ -128,10 +128,10 @@ def price(
 @click.argument("spec", type=click.Path(path_type=Path))
 @json_option
 def simulate(spec: Path, as_json: bool) -> None:
-    """The cluster on paper: what the job of SPEC (a .toml file) would take on GPUs that are not here.
+    """Simulate the job of SPEC (a .toml file) on a cluster of GPUs; no GPU is needed.
 
-    Tokens/s per node, what limits each stage, nodes over time, cost and margin, the cheapest EP sizes and batch, and
-    nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
+    Printed are tokens/s per node, the bottleneck of each stage, nodes over time, cost and margin, the cheapest EP sizes
+    and batch, and nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
     """
     from batchinfer.report.terminal import show
     from batchinfer.sim.answer import answer
@@ -146,7 +146,7 @@ def simulate(spec: Path, as_json: bool) -> None:
 
 
 def print_report(runs: list[Path], *, as_json: bool, together: bool = False, compare: bool = False) -> None:
-    """The report of one or several runs on stdout: one after the other, together, or two compared."""
+    """Print the report of one or several runs on stdout: one run, side by side, together, or two compared."""
     from batchinfer.commands.so_far import is_unfinished, readable
     from batchinfer.report.compare import Column, changed, run_names, side_by_side
     from batchinfer.report.panel import panel
@@ -176,8 +176,8 @@ def print_report(runs: list[Path], *, as_json: bool, together: bool = False, com
         show(*both)
     for folder in filter(is_unfinished, () if as_json else runs):
         click.echo(
-            f"not finished: `batchinfer status {folder}` says who works on it, `batchinfer run {folder}` goes on with "
-            f"it, `batchinfer peek {folder}` shows the answers so far"
+            f"not finished: `batchinfer status {folder}` shows its workers, `batchinfer run {folder}` continues it, "
+            f"`batchinfer peek {folder}` shows the answers so far"
         )
 
 
@@ -207,7 +207,7 @@ def _export(runs: list[Path], folder: Path) -> None:
 
 
 def read_sql(sql: str) -> str:
-    """The SQL itself, or what the file says that is named by @FILE."""
+    """Return the SQL text, or for @FILE the content of the file."""
     if not sql.startswith("@"):
         return sql
     try:
@@ -217,7 +217,7 @@ def read_sql(sql: str) -> str:
 
 
 def print_rows(ask: Callable[[], tuple[list[str], Iterator[tuple[Any, ...]]]], *, as_json: bool) -> None:
-    """Rows of other people's SQL on stdout, in bounded memory."""
+    """Print the rows of a user's SQL query on stdout, in bounded memory."""
     from batchinfer.report.query_limits import memory_limited, query_bytes
     from batchinfer.report.rows import json_records, table_of_rows
     from batchinfer.report.terminal import show

@@ -1,4 +1,4 @@
-"""A job on a cluster: status, cancel, retry; and `submit --to slurm`."""
+"""Commands for a job on a cluster: status, cancel, retry; and `submit --to slurm`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchinfer.commands.goals import Asked, expected_size
+from batchinfer.commands.goals import GoalOptions, expected_size
 from batchinfer.commands.options import json_option, run_argument
 from batchinfer.commands.target import Target
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @click.command()
 @run_argument
-@click.option("--watch", is_flag=True, help="Again every few seconds, until the run is finished.")
+@click.option("--watch", is_flag=True, help="Print again every few seconds until the run is finished.")
 @json_option
 def status(target: Path, watch: bool, as_json: bool) -> None:
-    """What goes on in RUN (a run folder or a .toml file) and how far it is.
+    """Print the state and progress of RUN (a run folder or a .toml file).
 
-    It is planning, planned (nobody works yet), running, interrupted (nobody works any more), computed (finish is
-    next), finished or partial; then come tokens, units, rows, speed, time left, what each command does, and problems.
+    The state is planning, planned (no worker yet), running, interrupted (no worker any more), computed (finish is
+    next), finished or partial. Then come tokens, units, rows, speed, time left, running commands and problems.
     """
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
@@ -48,7 +48,7 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 @click.command()
 @run_argument
 def cancel(target: Path) -> None:
-    """End all tasks of RUN (a run folder or a .toml file). What is finished stays; `submit` goes on later."""
+    """End all tasks of RUN (a run folder or a .toml file). Results are kept; `submit` continues later."""
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.slurm import submit as slurm
@@ -66,11 +66,11 @@ def cancel(target: Path) -> None:
 
 @click.command()
 @run_argument
-@click.option("--array", metavar="N[%M]", help="Tasks to send for it, like those of the last submission.")
+@click.option("--array", metavar="N[%M]", help="Send this number of tasks, with the last submission's options.")
 def retry(target: Path, array: str | None) -> None:
-    """Give failed rows of RUN (a run folder or a .toml file) another try; good rows keep their answers.
+    """Compute the failed rows of RUN (a run folder or a .toml file) again; good rows keep their answers.
 
-    Rows that the plan found to be bad stay error rows.
+    Rows that the plan found bad stay error rows.
     """
     from batchinfer.controller.retry import retry_failed
     from batchinfer.run.open_storage import storage_of
@@ -87,7 +87,7 @@ def retry(target: Path, array: str | None) -> None:
     if found.num_held:
         click.echo(f"{found.num_held:,} more units with failed requests are being worked on; retry again afterwards")
     if found.num_bad_rows:
-        click.echo(f"{found.num_bad_rows:,} rows are bad in the input; no try helps them")
+        click.echo(f"{found.num_bad_rows:,} rows are bad in the input; a retry does not change them")
     if not found.num_open_units:
         click.echo("all units are done")
     elif size is None:
@@ -99,7 +99,7 @@ def retry(target: Path, array: str | None) -> None:
 
 
 def _send_again(storage: Storage, size: ArraySize) -> str:
-    """Tasks like those of the last submission, where that was; what to watch, for a person."""
+    """Send tasks with the options of the last submission, by its launcher; return the line to print."""
     from batchinfer.slurm import client, submit
     from batchinfer.submit.k8s import tasks as k8s
     from batchinfer.submit.ray import client as ray
@@ -118,7 +118,7 @@ def _send_again(storage: Storage, size: ArraySize) -> str:
     return submit.what_to_watch(run, sent)
 
 
-def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> None:
+def submit_to_slurm(target: Target, asked: GoalOptions, options: dict[str, Any]) -> None:
     """Send the job's tasks to Slurm, or print the sbatch commands."""
     import shlex
     from dataclasses import replace
@@ -143,11 +143,11 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
             planned_run(target.path, target.overrides)
             size = expected_size(storage_of(config), config, goal)
         elif size is not None:
-            target.tell_expected(size.tasks, shape.nodes_per_group)
+            target.print_expected(size.tasks, shape.nodes_per_group)
         if size is not None:
             click.echo("\n".join(shlex.join(command) for command in dry_run_commands(run, shape, size)))
         return
-    limit = max_array_size()  # without Slurm there is no need to plan
+    limit = max_array_size()  # fails before planning if there is no Slurm
     target.plan()
     storage = storage_of(config)
     storage.fetch("state", "sent")
@@ -161,18 +161,18 @@ def submit_to_slurm(target: Target, asked: Asked, options: dict[str, Any]) -> No
     write_goal(run, goal)
     storage.keep_sent()
     click.echo(
-        "this command stays until the run is finished. If it ends before, tasks go on as they are, and "
-        f"`batchinfer submit --follow {run.shown}` changes their number again"
+        "this command stays until the run is finished. If it ends before, tasks continue, and "
+        f"`batchinfer submit --follow {run.shown}` adapts their number again"
     )
     pursue(storage, config, goal)
 
 
 def _endpoint(config: JobConfig) -> tuple[str, ...]:
-    """For tasks, which have only the URI to find their job file with."""
+    """Return sbatch's option for the S3 endpoint, because tasks find the job file by its URI alone."""
     return () if config.s3.endpoint is None else (f"--export=ALL,AWS_ENDPOINT_URL_S3={config.s3.endpoint}",)
 
 
-def follow_run(target: Path, overrides: tuple[str, ...], asked: Asked) -> None:
+def follow_run(target: Path, overrides: tuple[str, ...], asked: GoalOptions) -> None:
     """Resize a submitted run by its schedule or its goal until it is finished."""
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
@@ -197,7 +197,7 @@ def follow_run(target: Path, overrides: tuple[str, ...], asked: Asked) -> None:
 
 
 def resize_on_slurm(storage: Storage, size: str, busy: Container[str]) -> list[str]:
-    """Change the number of tasks; what came of it, for a person."""
+    """Change the number of tasks; return lines that report the change."""
     from batchinfer.slurm.submit import resize, what_to_watch
     from batchinfer.submit.size import parse_size
 

@@ -1,4 +1,4 @@
-"""Run folders as the report reads them: a finished one itself, of an unfinished one its statistics so far."""
+"""Run folders for reports: a finished run's own folder, or a temporary one with an unfinished run's figures so far."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from batchinfer.slurm.status import StatusReader
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether it is a run folder in which rows are still to be computed or outputs to be written."""
+    """Return whether a run folder has rows to compute or outputs to write."""
     run = RunDir(folder)
     return run.run_json.is_file() and (not run.stats_file("run").exists() or read_state(run)["state"] == "partial")
 
 
 @contextmanager
 def readable(folders: Sequence[Path]) -> Iterator[list[Path]]:
-    """For each run folder the one to read, gone at the end if it was made for this.
+    """Yield the folder to read for each run folder; temporary folders are removed at the end.
 
     Raises:
         ConfigError: an unfinished run is damaged.
     """
     with tempfile.TemporaryDirectory(prefix="batchinfer-") as scratch:
-        made: dict[Path, Path] = {}  # a folder that is given twice is one run
+        made: dict[Path, Path] = {}  # a folder that occurs twice is read once
         for folder in (folder.resolve() for folder in folders):
             if folder not in made:
                 made[folder] = _so_far(folder, Path(scratch, str(len(made)))) if is_unfinished(folder) else folder
@@ -40,10 +40,10 @@ def readable(folders: Sequence[Path]) -> Iterator[list[Path]]:
 
 
 def report_document(folder: Path) -> dict[str, Any]:
-    """What `report --json` prints of a run folder.
+    """Return the document that `report --json` prints for a run folder.
 
     Raises:
-        ConfigError: it holds no run, or a damaged one.
+        ConfigError: the folder has no run, or a damaged one.
     """
     with readable([folder]) as (found,):
         return as_document(read_report(found))

@@ -1,4 +1,4 @@
-"""A planned job on a cluster: `submit` for Slurm, Kubernetes and Ray."""
+"""`submit`: a job on a cluster of Slurm, Kubernetes or Ray."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import click
 
 from batchinfer.commands import k8s, ray, slurm
-from batchinfer.commands.goals import GOAL_OPTIONS, Asked
+from batchinfer.commands.goals import GOAL_OPTIONS, GoalOptions
 from batchinfer.commands.options import job_options, pass_stop, tracer_of
 from batchinfer.commands.target import Target
 from batchinfer.stop import StopSignal
 
-# Options that only some launchers know.
+# Options that only some launchers have.
 ONLY_OF = {
     **dict.fromkeys((*GOAL_OPTIONS, "partition", "account", "qos", "time", "sbatch_args"), ("slurm",)),
     **dict.fromkeys(("template", "finish_template"), ("slurm", "k8s")),
@@ -22,7 +22,7 @@ ONLY_OF = {
     "cpus": ("k8s", "ray"),
     "address": ("ray",),
 }
-SPELT = {"sbatch_args": "--sbatch-arg", "volumes": "--pvc"}  # options that are not called as their parameters are
+SPELT = {"sbatch_args": "--sbatch-arg", "volumes": "--pvc"}  # options whose names differ from their parameters' names
 
 
 def _slurm_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -30,15 +30,15 @@ def _slurm_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--finish-by",
             metavar="TIME",
-            help="Slurm, instead of --array: as many tasks as end the run by then, local time unless TIME names a "
-            "zone, for example '2026-11-23 06:00'; raised and lowered while it runs, so this command stays. --array N "
-            "is then the most at once.",
+            help="Slurm, instead of --array: the number of tasks that finish the run by TIME (local time without a "
+            "zone, for example '2026-11-23 06:00'). This command stays and adapts the number. --array N is then the "
+            "most tasks at once.",
         ),
         click.option(
             "--max-cost",
             metavar="DOLLARS",
             type=click.FloatRange(min=0, min_open=True),
-            help="Slurm: commit and pause, with exit code 75, before all tasks of the run have cost more.",
+            help="Slurm: commit and pause, with exit code 75, before the run's tasks cost more.",
         ),
         click.option(
             "--prices",
@@ -50,7 +50,7 @@ def _slurm_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--partition", metavar="NAME", help="Slurm."),
         click.option("--account", metavar="NAME", help="Slurm."),
         click.option("--qos", metavar="NAME", help="Slurm."),
-        click.option("--time", metavar="LIMIT", help="Slurm: of a task; it goes back into the queue before that."),
+        click.option("--time", metavar="LIMIT", help="Slurm: time limit of a task, which is requeued before."),
         click.option(
             "--sbatch-arg",
             "sbatch_args",
@@ -65,20 +65,20 @@ def _slurm_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _other_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
-        click.option("--image", metavar="NAME", help="Kubernetes: the container's, with batchinfer in it."),
+        click.option("--image", metavar="NAME", help="Kubernetes: a container image with batchinfer in it."),
         click.option("--namespace", metavar="NAME", help="Kubernetes; default: the context's."),
-        click.option("--context", metavar="NAME", help="Kubernetes: of kubectl; default: its current one."),
+        click.option("--context", metavar="NAME", help="Kubernetes: context of kubectl; default: the current one."),
         click.option("--queue", metavar="NAME", help="Kubernetes: Kueue's LocalQueue."),
         click.option(
             "--pvc",
             "volumes",
             metavar="CLAIM:PATH",
             multiple=True,
-            help="Kubernetes: mounts a PersistentVolumeClaim at PATH in each pod. May be repeated.",
+            help="Kubernetes: mount a PersistentVolumeClaim at PATH in each pod. May be repeated.",
         ),
         click.option("--secret", metavar="NAME", help="Kubernetes: its keys become variables (credentials for s3://)."),
-        click.option("--memory", metavar="QUANTITY", help="Kubernetes: of each node of a task, for example 64Gi."),
-        click.option("--cpus", metavar="NUMBER", help="Kubernetes, Ray: of each node of a task."),
+        click.option("--memory", metavar="QUANTITY", help="Kubernetes: for each node of a task, for example 64Gi."),
+        click.option("--cpus", metavar="NUMBER", help="Kubernetes, Ray: for each node of a task."),
         click.option("--address", metavar="URL", help="Ray: the cluster's dashboard, for example http://head:8265."),
     ):
         command = option(command)
@@ -94,27 +94,27 @@ def _other_options(command: Callable[..., None]) -> Callable[..., None]:
 @_slurm_options
 @_other_options
 @click.option(
-    "--template", type=click.Path(path_type=Path), help="Own file instead of jobs/array.sbatch or jobs/k8s/tasks.yaml."
+    "--template", type=click.Path(path_type=Path), help="File instead of jobs/array.sbatch or jobs/k8s/tasks.yaml."
 )
-@click.option("--finish-template", type=click.Path(path_type=Path), help="The same for the job that finishes.")
+@click.option("--finish-template", type=click.Path(path_type=Path), help="The same for the finishing job.")
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print what would be sent (sbatch commands, manifests), and the tasks, hours and cost that a plan expects; "
-    "plan and send nothing.",
+    help="Print the sbatch commands or manifests, and the tasks, hours and cost that a plan expects; plan and send "
+    "nothing.",
 )
 @click.option(
     "--resize",
     nargs=2,
     metavar="RUN N[%M]",
-    help="Have N tasks of a submitted RUN from now on: add some, or have some commit and leave.",
+    help="Change the number of tasks of a submitted RUN to N: add tasks, or let some commit and end.",
 )
 @click.option(
     "--follow",
     metavar="RUN",
     type=click.Path(path_type=Path),
-    help="Slurm: resize a submitted RUN by its slurm.schedule, or by --finish-by and --max-cost as they were or are "
-    "given, until it is finished.",
+    help="Slurm: resize a submitted RUN by its slurm.schedule, or by its earlier or these --finish-by and --max-cost, "
+    "until it is finished.",
 )
 @job_options
 @pass_stop
@@ -133,14 +133,14 @@ def submit(
 ) -> None:
     """Plan JOB (a .toml file or a run folder) here, then have a cluster compute it: Slurm, Kubernetes or Ray.
 
-    N tasks claim work units until none is left; each task is a group of K nodes that computes as one. What comes behind
-    them writes the outputs. Tasks may end, be added or be taken away at any time.
+    N tasks claim work units until none is left; each task is a group of K nodes that computes together. A last job
+    writes the outputs. Tasks may end, be added or be removed at any time.
     """
     _refuse_others(to, shape)
-    asked = Asked(array, *(shape.pop(name) for name in GOAL_OPTIONS))
+    asked = GoalOptions(array, *(shape.pop(name) for name in GOAL_OPTIONS))
     if resize is not None or follow is not None:
-        if target is not None or dry_run or (resize is not None and (follow is not None or asked.says_anything)):
-            raise click.UsageError("--resize and --follow stand alone: tasks that are added are like the earlier ones")
+        if target is not None or dry_run or (resize is not None and (follow is not None or asked.is_given)):
+            raise click.UsageError("--resize and --follow take no other options: new tasks are like the earlier ones")
         if resize is not None:
             _resize(Path(resize[0]), resize[1])
         if follow is not None:
@@ -159,7 +159,7 @@ def submit(
 
 
 def _refuse_others(to: str, shape: dict[str, Any]) -> None:
-    """Options of other launchers than the one that is meant."""
+    """Refuse options that the chosen launcher does not have."""
     for name, value in shape.items():
         if value not in (None, ()) and to not in ONLY_OF.get(name, (to,)):
             option = SPELT.get(name, f"--{name.replace('_', '-')}")
@@ -178,7 +178,7 @@ def _resize(target: Path, size: str) -> None:
     storage = storage_of(config)
     busy = {holder.task for holder in StatusReader(run, storage).read().running if holder.task is not None}
     change = {"k8s": k8s.resize_on_k8s, "ray": ray.resize_on_ray}.get(last_launcher(run) or "", slurm.resize_on_slurm)
-    lines = change(storage, size, busy) or [f"{run.shown} has that many tasks already"]
+    lines = change(storage, size, busy) or [f"{run.shown} has this number of tasks already"]
     storage.keep_sent()
     for line in lines:
         click.echo(line)

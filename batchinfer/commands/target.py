@@ -1,4 +1,4 @@
-"""What `submit` is asked to send, whichever launcher takes it."""
+"""The job of `submit`, for every launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """A job file or a run folder, and how to plan it."""
+    """A job file or a run folder to submit, with the options for its plan."""
 
     path: Path
     overrides: tuple[str, ...]
@@ -32,7 +32,7 @@ class Target:
 
     @cached_property
     def run_and_job(self) -> tuple[RunDir, JobConfig]:
-        """The run folder and its job; a run folder that is named must have a plan."""
+        """The run folder and its job; if the target is a run folder, it must have a plan."""
         from batchinfer.config import load_job
         from batchinfer.run.open_storage import storage_of
         from batchinfer.run.planned import planned_run
@@ -48,20 +48,20 @@ class Target:
 
     @property
     def is_run(self) -> bool:
-        """Whether a run folder was named, not a job file."""
+        """Whether the target is a run folder, and not a job file."""
         from batchinfer.run.storage import uri_of
 
         return self.path.is_dir() or uri_of(self.path) is not None
 
     def plan(self) -> None:
-        """Make the plan of a job file, or go on with it."""
+        """Plan a job file, or continue its plan; a run folder is planned already."""
         _, job = self.run_and_job
         if not self.is_run:
             with alone("plan", self.stop) as session:
                 plan_here(job, session, self.tracer, strict=self.strict, learn_from=None, expert_loads=None)
 
-    def tell_expected(self, tasks: int, nodes: int) -> None:
-        """Print what the plan expects, on stderr: what would be sent is on stdout."""
+    def print_expected(self, tasks: int, nodes: int) -> None:
+        """Print the plan's expectations on stderr, because stdout has the commands or manifests."""
         from batchinfer.submit.outlook import expected_lines
 
         for line in expected_lines(*self.run_and_job, tasks, nodes):
@@ -69,10 +69,10 @@ class Target:
 
 
 def tasks_of(array: str | None, to: str) -> int:
-    """The number of tasks where only a number will do.
+    """Return the number of tasks for a launcher without goals.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no number.
     """
     from batchinfer.submit.size import parse_tasks
 

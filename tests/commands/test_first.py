@@ -40,7 +40,7 @@ def test_init_leaves_a_file_alone_that_is_there(tmp_path):
     (tmp_path / "mine.toml").write_text("mine")
     made = batchinfer("init", tmp_path / "prompts", "--model", RANDOM_MODEL, "-o", tmp_path / "mine.toml")
     assert made.code == 2
-    assert "is there already; name another file with -o" in made.err
+    assert "exists already; name another file with -o" in made.err
     assert (tmp_path / "mine.toml").read_text() == "mine"
 
 
@@ -70,7 +70,7 @@ def test_ask_prints_the_answer_and_nothing_else(tmp_path, monkeypatch):
     out, err = asked.communicate(timeout=120)
     assert asked.returncode == 0, err
     assert out.endswith("\n")
-    assert err in ("", "cut after 4 tokens; --max-tokens gives it more\n")
+    assert err in ("", "cut after 4 tokens; --max-tokens allows more\n")
     assert list(tmp_path.glob("batchinfer-ask-*")) == []
 
 

@@ -138,7 +138,7 @@ def test_a_budget_needs_a_price(tmp_path):
 
 
 def test_goals_go_with_follow_and_not_with_resize(planned):
-    assert "stand alone" in batchinfer("submit", "--resize", planned.root, "3", "--finish-by", IN_AN_HOUR).err
+    assert "take no other options" in batchinfer("submit", "--resize", planned.root, "3", "--finish-by", IN_AN_HOUR).err
     assert "go with --finish-by" in batchinfer("submit", "--follow", planned.root, "--array", "3").err
 
 

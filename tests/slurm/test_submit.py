@@ -148,8 +148,8 @@ def test_own_templates(job, tmp_path):
         (("--array", "1", "--gpus-per-node", "2"), "4 ranks per node need as many GPUs"),
         (("--array", "0"), "would send nothing"),
         ((), "needs a JOB and --array"),
-        (("--array", "1", "--resize", "run", "3"), "stand alone"),
-        (("--follow", "run"), "stand alone"),
+        (("--array", "1", "--resize", "run", "3"), "take no other options"),
+        (("--follow", "run"), "take no other options"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_planned(job, options, sentence):
