@@ -1,18 +1,20 @@
 """The files tokens/<shard>.parquet: written once, and used again by a plan that was interrupted or is repeated."""
 
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 
 from batchinfer.checked_json import publish_json, read_json
+from batchinfer.config import JobConfig
 from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.validate import ShardRows, rows_found, tokenize_shard
 from batchinfer.manifest import Manifest
+from batchinfer.plan.inputs import warn_of_tools
 from batchinfer.plan.prepared import Prepared
-from batchinfer.plan.row_warnings import RowWarnings
 from batchinfer.progress import Progress, note
 from batchinfer.records import DamagedFileError, InputError, Shard
 from batchinfer.run.quarantine import set_aside
@@ -116,3 +118,42 @@ def keep_sound_token_files(run: RunDir, manifest: Manifest, shards: list[Shard])
 def _vouch_for_tokens(run: RunDir, manifest: Manifest, path: Path) -> None:
     """Write the checksums of a token file next to it, for as long as run.json does not have them."""
     publish_json(run.token_checksums(int(path.stem)), manifest[path].as_json())
+
+
+@dataclass(slots=True)
+class RowWarnings:
+    """Counts over the good rows of all shards; each warning is written once, after all rows were read."""
+
+    num_capped: int = 0  # max_tokens cut to the model's window
+    num_unwritten_tools: int = 0  # with tools that the chat template does not write
+    lost_null: str | None = None  # the first null of a tool that prompts leave out, with its row and shard
+    structured: Counter[str] = field(default_factory=Counter)  # rows by sentence about their structured outputs
+
+    def add(self, shard: Shard, found: ShardRows) -> None:
+        """Add what was found in a shard."""
+        self.num_capped += found.num_capped
+        self.num_unwritten_tools += found.num_unwritten_tools
+        self.structured.update(found.warnings)
+        if found.lost_null is not None and self.lost_null is None:
+            self.lost_null = f"{found.lost_null} of {shard.path}"
+
+    def write(self, job: JobConfig, window: int) -> None:
+        """Write the warnings.
+
+        Args:
+            window: most tokens of the model.
+        """
+        if self.num_unwritten_tools:
+            warn_of_tools(job)
+        if self.lost_null:
+            note(
+                f"warning: column {job.input.tools!r} has null as {self.lost_null}; in structs, null values and "
+                "missing fields look the same, so prompts leave both out; give tools as JSON text to keep nulls"
+            )
+        for sentence, num_rows in self.structured.items():
+            what = "row" if num_rows == 1 else "rows"
+            note(f"warning: structured_outputs of {num_rows:,} {what}: {sentence}")
+        if self.num_capped:
+            note(
+                f"warning: {self.num_capped:,} rows leave less room than max_tokens in the window of {window:,} tokens"
+            )
