@@ -1,4 +1,4 @@
-"""batchinfer.generate: what it takes, what it gives, and that it is `batchinfer run`."""
+"""batchinfer.generate: its arguments, its results, and that it is `batchinfer run`."""
 
 import doctest
 import json
@@ -29,7 +29,7 @@ def table_of(texts=TEXTS, **columns):
 
 
 def kinds_of(data, others=("id",), **named):
-    """What `data` is taken for: its column, and its rows."""
+    """Return the columns found in `data`, and its rows."""
     reader, columns = prompts.reader_of(data, named, set(others))
     ((kind, name),) = columns.items()
     return kind, name, reader.read_all().column(name).to_pylist()

@@ -1,4 +1,4 @@
-"""batchinfer.Model: calls whose ranks stay loaded, what may go wrong with them, and their end."""
+"""batchinfer.Model: calls with ranks that stay loaded, their failures and their end."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def wait_until(holds: Callable[[], object]) -> None:
 
 
 def same_as_own_run(made: Path, folder: Path) -> None:
-    """Whether a run folder holds what a run of its own gives."""
+    """Return whether a run folder equals that of a separate run."""
     ended = command("run", made / "job.toml", "--set", f"output.dir={folder}")
     assert ended.code == 0, ended.err
     assert output_bytes(made) == output_bytes(folder)

@@ -43,7 +43,7 @@ def test_ray_data_maps_batches_with_a_model(tmp_path):
 
 
 def test_a_task_of_ray_generates(tmp_path):
-    """In a process of its own: a cluster of Ray leaves threads and settings behind."""
+    """The test runs in a separate process, because a Ray cluster leaves threads and settings behind."""
     pytest.importorskip("ray")
     code = (
         "import json, ray, batchinfer\n"

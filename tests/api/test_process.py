@@ -1,4 +1,4 @@
-"""Where jobs are called from: scripts, threads, notebooks; interrupts, progress, and what is left of the process."""
+"""Callers of jobs: scripts, threads, notebooks; interrupts, progress, and the end of the process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHORT = {"model": RANDOM_MODEL, "dtype": "float32", "max_tokens": 4}
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The run folder of a job that nobody interrupts."""
+    """The run folder of a job that is not interrupted."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     batchinfer.generate(TEXTS, output=folder, **LONG)
     return folder

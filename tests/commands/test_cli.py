@@ -464,7 +464,7 @@ def test_an_interrupt_of_which_python_makes_another_error_is_one_sentence():
 
 
 def test_a_signal_while_duckdb_is_imported_comes_afterwards(tmp_path):
-    """It calls Python while it is imported, and would end the process when that raises."""
+    """DuckDB calls Python while it is imported, and ends the process if that raises."""
     write_questions(tmp_path / "prompts", (3,))
     assert batchinfer("plan", write_job(tmp_path)).code == 0
     text = INTERRUPTED_IMPORT.replace("SIGINT)", "SIGTERM)\n            print('goes on')")
@@ -514,7 +514,7 @@ def test_no_process_of_a_run_imports_pandas(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("command", ["run", "ask"])
 def test_nothing_in_the_working_folder_is_executed(tmp_path, monkeypatch, command):
-    """Whoever sends data may put files into it that have the names of modules."""
+    """A folder of data may contain files with the names of modules."""
     write_questions(tmp_path / "prompts", (3,))
     job, folder = write_job(tmp_path), tmp_path / "data"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What newcomers get wrong, as a table: each use with the exit code and the words that it gets."""
+"""Mistakes of new users as a table: each with its exit code and error sentence."""
 
 import json
 

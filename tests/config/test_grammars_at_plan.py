@@ -86,7 +86,7 @@ TAKEN = [
     ("grammar", 'start: "/" %json {"const": 93859586.77423489} // 9', ["/93859586.77423489"], ["/93859586.77423488"]),
     ("grammar", 'root ::= "a" root | "b"', ["ab"], ["a"]),
 ]  # fmt: skip
-# schema, what is said of it
+# schema, its error sentence
 WARNED = [
     ({"type": "string", "nullable": True}, ["nullable at # has no effect"]),
     ({"properties": {"a": {"nullable": True}}}, ["nullable at #/properties/a has no effect"]),

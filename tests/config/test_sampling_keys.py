@@ -1,4 +1,4 @@
-"""The sampling keys of a job file and of its rows: what is refused, and with which sentence."""
+"""Sampling keys of a job file and of its rows: refused values and their error sentences."""
 
 from __future__ import annotations
 

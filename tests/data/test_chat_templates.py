@@ -1,4 +1,4 @@
-"""Chats of models whose folder has no template: against what their own program writes, taken down by hand."""
+"""Chats of models whose folder has no template, compared with the text that the model's own program writes."""
 
 import json
 

@@ -67,7 +67,7 @@ def test_each_row_has_its_own_ids_in_order():
 
 
 def test_rows_that_come_one_at_a_time_share_a_worker(monkeypatch):
-    """As the rows of many small shards do: each worker is a fork."""
+    """Rows of many small shards share a worker, too, because each worker is a fork."""
     fork, forked = TokenizerProcess.fork, []
     monkeypatch.setattr(TokenizerProcess, "fork", lambda process: forked.append(process) or fork(process))
     with Encoders(job_of(SAMPLE_MODEL), window=2048) as opened:
@@ -105,7 +105,7 @@ def test_a_panic_of_the_tokenizer_is_the_error_of_its_row(tmp_path):
 
 
 def test_workers_that_somebody_ends_make_no_row_bad(monkeypatch):
-    """As the kernel does for want of memory: the row is tried again, and when that goes on the command ends."""
+    """A row whose worker the kernel kills for lack of memory is tried again; after several kills the command ends."""
     texts = [f"row {number}" for number in range(200)]
     with Encoders(job_of(SAMPLE_MODEL), window=2048) as opened:
         fork, victims = TokenizerProcess.fork, []
@@ -244,7 +244,7 @@ def test_hostile_rows_cost_themselves_only(tmp_path, split, num_good, num_bad):
 
 
 def memory_of_all(pid: int) -> int:
-    """Bytes of a process and those below it; what they share is counted once."""
+    """Return the bytes of a process and its children; shared memory counts once."""
     try:
         found = re.search(r"^Pss:\s+(\d+) kB", Path(f"/proc/{pid}/smaps_rollup").read_text(), re.M)
         own = int(found[1]) * 1024 if found else 0

@@ -1,4 +1,4 @@
-"""Which files are a job's input: patterns, folders, links, run folders, names."""
+"""The files of a job's input: patterns, folders, links, run folders, names."""
 
 from __future__ import annotations
 

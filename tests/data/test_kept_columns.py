@@ -127,7 +127,7 @@ def test_a_kept_value_is_the_same_in_the_outputs_or_refused(tmp_path, kind):
                 found = cast_kept_columns(batch, kept_fields(shards, ["task"]), shard)["task"]
                 assert found.to_pylist() == batch["task"].to_pylist()
                 num_kept += 1
-    assert num_kept >= 2  # at least beside its like
+    assert num_kept >= 2  # at least with another one of its kind
 
 
 def test_integers_that_a_double_does_not_hold_are_refused_by_their_value(tmp_path):

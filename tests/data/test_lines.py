@@ -20,7 +20,7 @@ GOOD = b'{"prompt": "What?"}'
 
 
 def column(path: Path, name: str, role: str = "kept") -> pa.Array:
-    """A column of a shard of lines as it is read."""
+    """Return the values read from a column of a shard of lines."""
     (shard,) = find_shards([str(path)], roles={name: role})
     assert shard.problem is None, shard.problem
     return pa.chunked_array([batch[name] for batch in read_batches(shard, [name])])

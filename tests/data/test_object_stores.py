@@ -155,7 +155,7 @@ def test_finish_again_puts_only_what_is_new_or_gone(remote, server):
 
     before = written("part-1.parquet")
     client.delete_object(Bucket="results", Key="remote/outputs/part-0.parquet")
-    os.utime(folder / "remote" / "outputs" / "part-2.parquet")  # as if a retry had written it anew
+    os.utime(folder / "remote" / "outputs" / "part-2.parquet")  # as if a retry had written it again
     time.sleep(1.1)  # the server tells whole seconds
     assert batchinfer("finish", folder / "remote").code == 0
     assert written("part-0.parquet") > before
@@ -256,7 +256,7 @@ def test_a_large_object_that_is_put_in_parts_shows_only_when_it_is_whole(tmp_pat
 
 
 def test_a_store_that_wants_the_length_of_a_body_first_is_served(tmp_path, server):
-    """As Ceph's gateway."""
+    """Ceph's gateway wants the length first."""
     (tmp_path / "small").write_bytes(b"12345")
     with gate(server, lambda method, path: None, takes_chunks=False) as url:
         command = [sys.executable, "-c", PUT_ONE, str(tmp_path / "small"), "s3://results/length/object", url]
@@ -344,7 +344,7 @@ def test_no_permission_is_one_sentence(local, server):
 
 @pytest.fixture
 def changing(local, server, tmp_path):
-    """A planned job of its own over one object, and that object's content."""
+    """A separate planned job over one object, and the object's content."""
     data = (local / "prompts" / "part-1.parquet").read_bytes()
     key = f"{tmp_path.name}/a.parquet"
     server.put("data", key, data)

@@ -46,7 +46,7 @@ def check(tmp_path, lines: list[Any], **keys: Any) -> list[dict]:
 
 
 def token_ids(tmp_path, prompts: dict[str, list], **keys: Any) -> list[list[int]]:
-    """What a job over Parquet makes of the same."""
+    """Return the token ids of the same chat in a job over Parquet."""
     write_shard(tmp_path / "same.parquet", prompts)
     rows = checked(tmp_path / "same.parquet", make_job(tmp_path / "same.parquet", **keys))[1]
     assert [row["error"] for row in rows] == [None] * len(rows)

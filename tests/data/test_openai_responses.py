@@ -30,7 +30,7 @@ HELLO = {"role": "user", "content": "Hello"}
 
 
 def read(body: dict[str, Any]) -> dict[str, Any] | str:
-    """What is read of a line with this body: the request and the sampling, or the sentence that says what is wrong."""
+    """Return the request and the sampling of a line with this body, or the error sentence."""
     content = io.BufferedReader(io.BytesIO(json.dumps(body).encode()))
     ((_, _, values),) = openai_records(content)
     if isinstance(values, BadRow):

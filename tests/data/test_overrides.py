@@ -1,4 +1,4 @@
-"""What rows ask for beside the job's sampling: remembered in bounded memory."""
+"""Sampling overrides of rows are cached in bounded memory."""
 
 from __future__ import annotations
 

@@ -56,5 +56,5 @@ def test_folders_that_go_while_they_are_looked_into_hold_nothing(tmp_path, monke
 
 
 def _places(paths):
-    """Without files with a slash behind them, which glob finds by a/**."""
+    """Return the paths without files that end with a slash, which glob finds by a/**."""
     return {os.path.abspath(path) for path in paths if os.path.isdir(path) or not path.endswith("/")}

@@ -53,7 +53,7 @@ def authority(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def endpoint(authority):
-    """Of moto's server over TLS, which has no bucket yet."""
+    """URL of moto's server over TLS, which has no bucket yet."""
     port = free_port()
     files = ["-c", str(authority / "server.pem"), "-k", str(authority / "key.pem")]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port), *files]
@@ -77,7 +77,7 @@ def endpoint(authority):
 
 
 def said(*arguments, **environment):
-    """What a command of its own says: libraries read the variable once in a process."""
+    """Return the output of a separate command, because libraries read the variable once in a process."""
     command = [sys.executable, "-P", "-m", "batchinfer", *map(str, arguments)]
     ended = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert ended.returncode == 2, ended.stderr

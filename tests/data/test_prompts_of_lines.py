@@ -84,7 +84,7 @@ def test_token_ids_of_a_wrong_kind_are_bad_rows(tmp_path, value, told):
     assert errors(tmp_path / "in.jsonl", make_job(tmp_path / "in.jsonl", token_ids="ids")) == [None, told, None]
 
 
-# values of a column of token ids, and what else may stand in its line
+# values of a column of token ids, and other values in its line
 IDS = [
     "[1, 2, 3]", "[]", "[ ]", "[0]", "[-1]", "[-0]", "[ 7 ,\t8]", "[9223372036854775807]",
     "[-9223372036854775808, 5]", "[9223372036854775808]", "[1, 99999999999999999999]", "[1.0]", "[1e3]", "[1, 2.5]",

@@ -188,7 +188,7 @@ def nested(column: pa.Array) -> pa.Array:
 
 @pytest.mark.parametrize("shape", [lambda column: column, nested], ids=["flat", "nested"])
 def test_views_become_what_they_show_in_small_batches(tmp_path, shape):
-    """As polars writes text; each batch of the file is cut by the bytes of its rows, not by those they share."""
+    """polars writes text as views; a batch of the file is cut by the bytes of its rows, not by shared bytes."""
     texts = [*(letter * 3_000_000 for letter in "abcdefghij"), "short", None, "k" * 20_000_000]
     column = shape(pa.array(["left out", *texts], pa.string_view()).slice(1))
     with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("t", column.type)])) as file:

@@ -1,4 +1,4 @@
-"""What a row's prompt can be: JSON text, content parts, ShareGPT, the job's template, and what goes to the model's."""
+"""Prompts of rows: JSON text, content parts, ShareGPT, the job's template, and the model's template."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def words() -> list[str]:
 
 @cache
 def tokenizer_of(name: str, added: str = "none") -> Tokenizer:
-    """With merges over every place at which the pre-tokenizer splits: what is cut wrongly has other tokens."""
+    """Return a tokenizer with merges across every split of the pre-tokenizer, so that a wrong cut changes tokens."""
     made = Tokenizer(models.BPE())
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.pre_tokenizer = whole
@@ -86,7 +86,7 @@ def cases(quick: set[tuple[str, str]]) -> list:
 )
 def test_thousands_of_texts_have_the_library_s_tokens(name, added, monkeypatch):
     monkeypatch.setattr(text_memo, "STRETCH_CHARS", 40)
-    monkeypatch.setattr(text_memo, "MEMO_BYTES", 100_000)  # both memos begin anew on the way
+    monkeypatch.setattr(text_memo, "MEMO_BYTES", 100_000)  # both caches are emptied on the way
     tokenizer, chance = tokenizer_of(name, added), random.Random(1)
     heads = ["".join(chance.choices(PIECES, k=chance.randint(1, 60))) for _ in range(20)]
     found = [text for text in hostile_texts(60) if len(text) < 10_000] + words()
@@ -110,7 +110,7 @@ def test_thousands_of_texts_have_the_library_s_tokens(name, added, monkeypatch):
 @example(text="²5 5² ٣5")
 @example(text=" \n \n x")
 def test_a_text_may_be_cut_at_each_of_its_cuts(name, added, text):
-    """By the library alone: the tokens of what is before a cut and of what is after it are those of the whole."""
+    """The tokenizers library alone gives the same tokens for the parts around a cut as for the whole text."""
     tokenizer = tokenizer_of(name, added)
     chunks = safe_cuts(tokenizer).chunk.findall(text)
     assert "".join(chunks) == text
@@ -151,7 +151,7 @@ def test_a_shared_beginning_goes_through_the_tokenizer_once(monkeypatch):
 
 
 class AskedByKey(dict):
-    """What is remembered, which nobody may go through: there are hundreds of thousands."""
+    """A cache whose entries may not be iterated: there are hundreds of thousands."""
 
     def keys(self):
         raise AssertionError("all that is remembered is gone through")
@@ -199,7 +199,7 @@ def test_a_plain_expression_has_cuts():
         split(r".+"),
         split(r"(?x) \p{L}+ | \s+"),
         split(r"[\p{L} ]+|[^\p{L} ]+"),  # the rest can be read, and cuts nothing after a letter
-        split(r"\p{L}{2,}"),  # a letter alone is no word, and stays with what is beside it
+        split(r"\p{L}{2,}"),  # a letter alone is no word, and stays with its neighbour
         split(WORDS, behavior="MergedWithPrevious"),
         split(WORDS, invert=True),
         {"pre_tokenizer": {**split(WORDS)["pre_tokenizer"], "pattern": {"String": " "}}},

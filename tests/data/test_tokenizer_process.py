@@ -1,4 +1,4 @@
-"""The process that loads the tokenizer is ended by somebody else: it starts again, and a plan does not notice."""
+"""A tokenizer process that is killed from outside starts again, and a plan does not notice."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_process_that_its_program_ends_starts_no_more(tmp_path, process, monke
     def exchange_while_it_ends(asked, question, descriptors=None):
         questions.append(question)
         if len(questions) == 1 < times:
-            kill(asked)  # by somebody else: it is started again
+            kill(asked)  # from outside: the process is started again
         elif len(questions) == times:
             ended.append(threading.Thread(target=asked.end))
             ended[0].start()

@@ -1,4 +1,4 @@
-"""model.dtype for a checkpoint on a machine: by what it is stored in, what is free, and what is quick there."""
+"""Choice of model.dtype by the checkpoint's dtype, free memory and fast dtypes of the machine."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""A job file for data that somebody has: the columns that are chosen, and that the file runs as it is."""
+"""First job files: the chosen columns, and that the file runs without changes."""
 
 import gzip
 import json

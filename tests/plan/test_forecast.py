@@ -1,4 +1,4 @@
-"""What a plan predicts of balance and time, and what it learns from an earlier run; the report beside it."""
+"""A plan's predictions of balance and time, its use of an earlier run, and the report's figures."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_the_same_inputs_give_the_same_plan(tmp_path):
 
 
 def test_what_rows_share_does_not_depend_on_the_number_of_ranks_where_some_are_scored(tmp_path, monkeypatch):
-    """They are put in another order part by part; larger groups of ranks have larger units."""
+    """Scored requests are ordered part by part, although larger groups of ranks have larger units."""
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 300)
     rng = random.Random(0)
     documents = [rng.choices(range(2, 900), k=rng.randrange(1, 60)) for _ in range(5)]

@@ -1,4 +1,4 @@
-"""What is refused before a row is tokenised: tensors, keys of config.json, backend, exchange and dtype."""
+"""Checks before a row is tokenised: tensors, keys of config.json, backend, exchange and dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts that are scored run first among those that share their start, so that the others find it."""
+"""Scored prompts run first among prompts with the same start, so that the others find the start in memory."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_least_to_compute_counts_a_token_for_each_prompt_that_is_scored_ther
 
 @pytest.mark.parametrize("seed", range(100))
 def test_what_runs_is_what_the_plan_says_and_what_is_replicated(seed):
-    """Some prompts are scored; whatever the lengths of answers, the ranks compute what the plan's order computes."""
+    """Ranks compute the same tokens as the plan's order for any lengths of answers, if some prompts are scored."""
     rng = random.Random(seed)
     prompts = sorted({tuple(rng.choices(range(3), k=rng.randint(2, 12))) for _ in range(60)})
     score_from = np.array([rng.choice([0, 0, 1, rng.randint(1, len(prompt) - 1)]) for prompt in prompts])

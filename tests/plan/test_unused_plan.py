@@ -1,4 +1,4 @@
-"""A run folder with the plan of another job: planned anew while nothing was computed, refused after that."""
+"""A run folder with the plan of another job: planned again if nothing was computed, else refused."""
 
 import os
 import time

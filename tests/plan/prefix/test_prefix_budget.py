@@ -31,7 +31,7 @@ def few_shot_tree(rng):
 
 
 def conversations(rng):
-    """Every turn of a conversation is a request of its own, with all before it."""
+    """Return conversations of which every turn is a separate request, with all turns before."""
     prompts = []
     for _ in range(40):
         history = tokens(rng, 20)
