@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 PHASES = ("prefill", "decode")  # the two kinds of steps of the model, which are counted apart
+COMPUTE, SEND, RECEIVE, FLIGHT, WAIT = "compute", "send", "receive", "flight", "wait"  # kinds of Span, of experts' rows
+KV = "kv"  # a kind of Span: a prompt's KV sent or received between ranks; not part of the expert exchange
 
 
 class ExitCode:
@@ -225,6 +227,17 @@ class RequestTimes:
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     finished_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time of one rank in one step, Unix seconds."""
+
+    kind: str  # COMPUTE, SEND, RECEIVE, FLIGHT, WAIT or KV
+    name: str
+    micro_batch: int
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True, slots=True)

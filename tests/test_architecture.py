@@ -14,6 +14,7 @@ PACKAGE = ROOT / "batchinfer"
 # Files in the package root: what every room may import, and the doors through which people come in.
 GROUND = (
     "records",
+    "equal_rows",
     "sanitize",
     "host_info",
     "ownership",
@@ -37,16 +38,16 @@ ROOMS: dict[str, set[str]] = {
     "kv": set(),
     "kv_store": {"data"},
     "model": {"parallel"},
-    "run": {"data", "parallel"},
-    "protocol": {"net", "parallel", "run"},
+    "run": {"data"},
+    "protocol": {"net"},
     "report": {"balance", "data", "run"},
     "sim": {"balance", "model", "report"},
     "plan": {"balance", "data", "model", "parallel", "run", "sim"},
-    "launch": {"data", "model", "net", "parallel", "protocol", "run"},
+    "launch": {"data", "model", "net", "protocol", "run"},
     "rank": {"data", "kv", "kv_store", "launch", "model", "parallel", "protocol", "run"},
     "controller": {"balance", "data", "launch", "model", "protocol", "run"},
     "finish": {"controller", "data", "run"},
-    "submit": {"parallel", "run"},
+    "submit": {"run"},
     "slurm": {"balance", "controller", "data", "report", "run", "submit"},
     "doctor": {"launch", "parallel"},
     "commands": {
@@ -70,7 +71,7 @@ ROOMS: dict[str, set[str]] = {
 WITH_KERNELS = {"parallel", "kv", "model", "rank", "doctor"}
 WITHOUT_TORCH = {*GROUND, *DOORS, *ROOMS} - WITH_KERNELS
 NEED_RAY = {"submit.ray.driver", "submit.ray.group"}  # run in a Ray cluster only
-STANDARD_LIBRARY_ONLY = ("records", "sanitize", "host_info", "own_process", "lack")
+STANDARD_LIBRARY_ONLY = ("records", "equal_rows", "sanitize", "host_info", "own_process", "lack")
 
 
 def modules():

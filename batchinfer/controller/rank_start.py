@@ -6,10 +6,10 @@ from typing import Any
 from batchinfer.config import JobConfig
 from batchinfer.controller.expert_history import ExpertHistory
 from batchinfer.controller.units import kv_tokens
+from batchinfer.equal_rows import UNEQUAL, EqualRows, combine
 from batchinfer.launch.rank_loader import RankLoader, join_message
 from batchinfer.progress import note
 from batchinfer.protocol.messages import Start
-from batchinfer.run.bit_equality import UNEQUAL, EqualRows, together
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
 from batchinfer.run.weights_digest import cache_folder, whole_weights_digest
@@ -91,7 +91,7 @@ class RankStart:
     def _note_equal_rows(self, said: list[EqualRows]) -> None:
         """Keep what the ranks say of their rows with what those before a restart have said; tell what is wrong."""
         earlier = [] if self._session.equal_rows is None else [self._session.equal_rows]
-        found = self._session.equal_rows = together([*earlier, *said])
+        found = self._session.equal_rows = combine([*earlier, *said])
         if found.bit_equal is False and found.bit_equal_reason not in self._told:
             self._told.add(found.bit_equal_reason)
             note(f"warning: {UNEQUAL}: {found.bit_equal_reason}")

@@ -17,10 +17,10 @@ from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.data.parquet import own_file, read_rows, table_writer
 from batchinfer.data.schemas.internal import PREDICTIONS
 from batchinfer.data.schemas.statistics import STATS_REQUESTS, STATS_RUN, STATS_UNITS
+from batchinfer.equal_rows import EqualRows, combine
 from batchinfer.finish.join import CountedUnit, output_rows, query
 from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
-from batchinfer.run.bit_equality import EqualRows, together
 from batchinfer.rundir import RunDir
 
 GROUP_ROWS = 1 << 17  # of stats/requests.parquet
@@ -111,7 +111,7 @@ def run_equality(run: RunDir) -> dict[str, Any]:
         for session in sessions
         if session.get("processor") is not None or session.get("first_prefill_s") is not None
     ]
-    return asdict(together(said))
+    return asdict(combine(said))
 
 
 def _expert_prediction(run: RunDir) -> dict[str, float | None]:

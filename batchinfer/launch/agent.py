@@ -7,11 +7,11 @@ from dataclasses import fields
 import pyarrow.parquet as pq
 
 from batchinfer.data.parquet import own_file, sealed_table
+from batchinfer.equal_rows import EqualRows
 from batchinfer.launch.nodes import NodeShare, find_meeting_point
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.progress import note
 from batchinfer.records import InterruptedRunError
-from batchinfer.run.bit_equality import EqualRows
 from batchinfer.run.session import Session
 from batchinfer.run.storage import Storage
 from batchinfer.stop import StopSignal

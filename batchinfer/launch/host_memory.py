@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from batchinfer.config import JobConfig
+from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.host_info import free_memory_bytes, has_gpu
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.weight_bytes import rank_bytes
-from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.records import ConfigError
 
 _DTYPES = ("bfloat16", "fp8", "int4")  # which take less

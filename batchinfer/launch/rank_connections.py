@@ -5,10 +5,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from batchinfer.config.rank_layout import RankPlace
 from batchinfer.net.credentials import make_credentials
 from batchinfer.net.listener import Listener
 from batchinfer.net.stream import Stream
-from batchinfer.parallel.layout import RankPlace
 from batchinfer.protocol.channel import Channel, ChannelClosedError
 from batchinfer.protocol.messages import (
     Failed,

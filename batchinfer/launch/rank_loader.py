@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from batchinfer.config import JobConfig
+from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.launch.host_memory import refuse_too_large
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
@@ -22,7 +23,6 @@ from batchinfer.launch.weight_prefetch import read_ahead
 from batchinfer.model.config import load_model_config
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_bytes import weight_bytes
-from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.progress import Progress
 from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Loading, Ready
 from batchinfer.records import InterruptedRunError, ModelError

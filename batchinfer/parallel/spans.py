@@ -23,10 +23,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-ReceivedT = TypeVar("ReceivedT", covariant=True)  # noqa: PLC0105
+from batchinfer.records import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, Span
 
-COMPUTE, SEND, RECEIVE, FLIGHT, WAIT = "compute", "send", "receive", "flight", "wait"
-KV = "kv"  # between ranks: a prompt's KV packed or taken in; not part of the expert exchange
+ReceivedT = TypeVar("ReceivedT", covariant=True)  # noqa: PLC0105
 
 
 class Arriving(Protocol[ReceivedT]):
@@ -45,17 +44,6 @@ class Arriving(Protocol[ReceivedT]):
     def arrived_s(self) -> float | None:
         """After `wait`: Unix time when all of it was here; None where that is not known."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One stretch of time, Unix seconds."""
-
-    kind: str
-    name: str
-    micro_batch: int
-    start_s: float
-    end_s: float
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from batchinfer.config import ClusterConfig, JobConfig
+from batchinfer.config.rank_layout import rank_places
 from batchinfer.data.overrides import check_token_ids
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import read_headers
@@ -14,7 +15,6 @@ from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import PageFormat
 from batchinfer.model.tensor_names import check_tensors
 from batchinfer.parallel.exchange_rules import check_device, check_group, check_rows
-from batchinfer.parallel.layout import rank_places
 from batchinfer.records import ConfigError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, output_files
 

@@ -10,9 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from batchinfer.parallel.spans import Span
-from batchinfer.records import Completion, Request, RequestKey, RequestTimes, TokenLogprob
-from batchinfer.run.bit_equality import EqualRows
+from batchinfer.equal_rows import EqualRows
+from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Span, TokenLogprob
 
 
 class MalformedMessageError(Exception):

@@ -5,11 +5,11 @@ Said once, when the model is loaded. A GPU's libraries may split sums by what el
 
 import torch
 
+from batchinfer.equal_rows import EqualRows
 from batchinfer.host_info import matrix_library_mode, matrix_library_settings, processor_kind, processor_name
 from batchinfer.model.row_computations import plain_computations
 from batchinfer.model.transformer import Transformer
 from batchinfer.rank.device import device_name
-from batchinfer.run.bit_equality import EqualRows
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.registry import AUTO
 from batchinfer_kernels.row_check import why_rows_differ

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 
+from batchinfer.config.rank_layout import RankPlace
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.model.fused.graph_size import num_filler_pages
 from batchinfer.model.fused.graphs import DecodeGraphs, has_memory, why_not_recorded
@@ -14,7 +15,6 @@ from batchinfer.model.fused.stack import FusedDecode
 from batchinfer.model.mtp import Draft
 from batchinfer.model.schedules import Schedule, plain
 from batchinfer.model.transformer import Transformer
-from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.logit_rules import RuleMaker

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from batchinfer.config import PAGE_TOKENS, ClusterConfig, JobConfig
+from batchinfer.config.rank_layout import RankPlace
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.kv.pages import pages_for
 from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
-from batchinfer.parallel.layout import RankPlace
 from batchinfer.protocol.messages import Start
 from batchinfer.records import ConfigError
 

@@ -8,6 +8,7 @@ from typing import TypedDict
 import torch
 
 from batchinfer.config import JobConfig
+from batchinfer.config.rank_layout import RankPlace
 from batchinfer.data.bucket import Bucket
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.host_info import matrix_library_mode, processor_kind
@@ -20,7 +21,6 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.page_format import PageFormat
 from batchinfer.model.transformer import Transformer
 from batchinfer.ownership import group_id
-from batchinfer.parallel.layout import RankPlace
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat

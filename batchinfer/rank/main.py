@@ -42,6 +42,7 @@ from typing import NoReturn
 import torch
 
 from batchinfer.config import JobConfig
+from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.data.bucket import Bucket
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.lack import lack
@@ -50,7 +51,6 @@ from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.fused.graphs import ON_HOST, why_not_recorded
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.group_store import GroupStore
-from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.parallel.mesh import Mesh, Seat
 from batchinfer.parallel.tls_exchange import Meeting
 from batchinfer.protocol import messages

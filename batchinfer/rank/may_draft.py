@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from batchinfer.config import JobConfig
+from batchinfer.config.rank_layout import RankPlace
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
@@ -12,7 +13,6 @@ from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import PageFormat
 from batchinfer.model.tensor_names import why_no_mtp
 from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
-from batchinfer.parallel.layout import RankPlace
 
 _MEMORY_SHARE = 0.25  # of what is free beside the model's weights, at most, goes to the layer
 

@@ -7,14 +7,14 @@ from collections import Counter
 
 import numpy as np
 
-from batchinfer.parallel.spans import Span, SpanLog
+from batchinfer.parallel.spans import SpanLog
 from batchinfer.protocol.feed import Feed
 from batchinfer.protocol.messages import ExpertCounts, StepRecord
 from batchinfer.rank.batch import StepResult
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.step_vote import Agreed
 from batchinfer.rank.stored_prefixes import StoredPrefixes
-from batchinfer.records import PHASES
+from batchinfer.records import PHASES, Span
 from batchinfer_kernels import registry
 
 STORE_S = 5.0  # between reports of what the KV store has done

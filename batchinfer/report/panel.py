@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
+from batchinfer.equal_rows import UNEQUAL
 from batchinfer.report import forms
 from batchinfer.report.figures import EXPERTS, GROUPS, PART_COSTS, PARTS, PREDICTIONS, RANKS, STORE
 from batchinfer.report.forms import Value
@@ -20,7 +21,6 @@ from batchinfer.report.terminal import (
     table,
     text,
 )
-from batchinfer.run.bit_equality import UNEQUAL
 from batchinfer.sanitize import display_width, fit
 
 Cells = Sequence[str | Text]

@@ -14,10 +14,10 @@ import pyarrow as pa
 from batchinfer.config import ClusterConfig
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas.statistics import STATS_NODES
+from batchinfer.equal_rows import EqualRows
 from batchinfer.host_info import node_name
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, InterruptedRunError
-from batchinfer.run.bit_equality import EqualRows
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.checked_json import document_of
-from batchinfer.parallel.spans import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, Span
-from batchinfer.records import DamagedFileError
+from batchinfer.records import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, DamagedFileError, Span
 from batchinfer.run.storage import Storage
 from batchinfer.whole_files import publish_text
 

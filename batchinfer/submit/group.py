@@ -1,7 +1,7 @@
 """The nodes of one task: the job's ranks have to spread over them, and their rows have to travel between these."""
 
 from batchinfer.config import ClusterConfig
-from batchinfer.parallel.layout import rank_places
+from batchinfer.config.rank_layout import rank_places
 from batchinfer.records import ConfigError
 
 

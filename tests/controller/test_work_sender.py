@@ -12,10 +12,10 @@ from batchinfer.balance.decode_loads import DecodeLoads
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import ClusterConfig, SamplingConfig
+from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.waiting_pieces import RankRoom
 from batchinfer.controller.work_sender import WorkSender
-from batchinfer.parallel.layout import RankPlace, rank_places
 from batchinfer.protocol.messages import CachedTokens, Handover, Message
 from batchinfer.records import Request, RequestKey, RequestTimes
 

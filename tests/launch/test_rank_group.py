@@ -6,11 +6,11 @@ import time
 
 import pytest
 
+from batchinfer.config.rank_layout import RankPlace
 from batchinfer.launch import rank_group
 from batchinfer.launch.rank_group import RankGroup, RanksDiedError
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.net.tls import call
-from batchinfer.parallel.layout import RankPlace
 from batchinfer.protocol.channel import Channel, ChannelClosedError
 from batchinfer.protocol.messages import (
     Bye,

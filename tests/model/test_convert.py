@@ -19,13 +19,13 @@ from batchinfer.checked_json import json_text
 from batchinfer.commands.convert import convert as command
 from batchinfer.config import load_job
 from batchinfer.config.job import VALUE_BYTES
+from batchinfer.config.rank_layout import rank_places
 from batchinfer.model.config import load_model_config
 from batchinfer.model.convert import convert_model
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import LAYOUT, MANIFEST, MTP, read_packed
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
-from batchinfer.parallel.layout import rank_places
 from batchinfer.plan.first_dtype import Machine, choose_dtype
 from batchinfer.protocol.messages import Start
 from batchinfer.rank import kv_budget

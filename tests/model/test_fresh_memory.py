@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from batchinfer.config import JobConfig
+from batchinfer.config.rank_layout import rank_places
 from batchinfer.launch.rank_loader import open_ranks
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.config import load_model_config
@@ -17,7 +18,6 @@ from batchinfer.model.fresh_memory import FreshMemory, zeroed
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.model.weights import ModelWeights, MoeWeights
-from batchinfer.parallel.layout import rank_places
 from batchinfer.protocol.messages import Start
 from batchinfer.rank import kv_budget, rank_task
 from batchinfer.rank.load import BITS, DTYPES

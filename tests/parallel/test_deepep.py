@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from batchinfer.config import load_job
+from batchinfer.config.rank_layout import rank_places
 from batchinfer.model.moe import MoeMlp, Routing, YieldPoint
 from batchinfer.model.ops import Ops
 from batchinfer.parallel.deepep.dispatcher import open_dispatchers, why_not
 from batchinfer.parallel.dispatch import LocalDispatcher
 from batchinfer.parallel.exchange_rules import DEEPEP as KINDS
 from batchinfer.parallel.exchange_rules import check_group, check_rows
-from batchinfer.parallel.layout import rank_places
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog

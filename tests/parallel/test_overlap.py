@@ -15,7 +15,8 @@ from batchinfer.parallel.all_to_all import AllToAllDispatcher
 from batchinfer.parallel.overlap import run_decode_pair, run_prefill_pair, run_to_end
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
-from batchinfer.parallel.spans import COMPUTE, FLIGHT, RECEIVE, SEND, SpanLog
+from batchinfer.parallel.spans import SpanLog
+from batchinfer.records import COMPUTE, FLIGHT, RECEIVE, SEND
 from support.checkpoints import make_checkpoint
 from support.exchanges import ThreadedMesh
 

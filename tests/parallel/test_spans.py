@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchinfer.parallel import spans as spans_module
-from batchinfer.parallel.spans import COMPUTE, FLIGHT, RECEIVE, SEND, WAIT, MicroBatchSpans, Span, SpanLog
+from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
+from batchinfer.records import COMPUTE, FLIGHT, RECEIVE, SEND, WAIT, Span
 
 repeatable = settings(derandomize=True, deadline=None, max_examples=300)
 

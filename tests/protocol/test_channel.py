@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from batchinfer.net.stream import Stream
-from batchinfer.parallel.spans import Span
 from batchinfer.protocol.channel import Channel, ChannelClosedError
 from batchinfer.protocol.messages import (
     Adopt,
@@ -35,7 +34,7 @@ from batchinfer.protocol.messages import (
     decode_from_rank,
     encode,
 )
-from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sampling, TokenLogprob
+from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sampling, Span, TokenLogprob
 
 KEY = RequestKey(2, 1 << 40, 0)
 TIMES = RequestTimes(1.5, 2.25, 0.0)

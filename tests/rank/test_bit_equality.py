@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.data.schemas.statistics import STATS_NODES
+from batchinfer.equal_rows import EqualRows, combine
 from batchinfer.launch.agent import _take_over
-from batchinfer.run.bit_equality import EqualRows, together
 from batchinfer.run.session import Session
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
@@ -47,14 +47,14 @@ F.linear = lambda x, *rest: linear(x, *rest) * (1 + 2**-20) if x.shape[-2:-1] ==
     ],
 )
 def test_a_run_is_as_equal_as_the_least_of_its_ranks(said, bit_equal, reason, processor):
-    found = together(said)
+    found = combine(said)
     assert (found.bit_equal, found.processor) == (bit_equal, processor)
     assert found.bit_equal_reason == reason or found.bit_equal_reason.startswith(reason)
 
 
 def test_it_does_not_matter_in_how_many_steps_it_is_put_together():
     for said in ([CPP, OLDER, UNEQUAL], [CPP, PLAIN, CPP], [CPP, OLDER, CPP]):
-        assert together([together(said[:2]), said[2]]).bit_equal is together(said).bit_equal
+        assert combine([combine(said[:2]), said[2]]).bit_equal is combine(said).bit_equal
 
 
 @pytest.fixture

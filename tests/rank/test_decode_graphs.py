@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from batchinfer.config import PAGE_TOKENS, ClusterConfig
+from batchinfer.config.rank_layout import RankPlace
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.fused.graph_size import filled_up, graph_pages, graph_rows
 from batchinfer.model.fused.graphs import ON_HOST, DecodeGraphs, why_not_recorded
@@ -15,7 +16,6 @@ from batchinfer.model.sampling import sample
 from batchinfer.model.schedules import Schedule, plain
 from batchinfer.model.step import StepInput, StepOutput
 from batchinfer.model.transformer import Transformer
-from batchinfer.parallel.layout import RankPlace
 from batchinfer.rank import kv_budget
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.kv_budget import RESERVE_SHARE, bytes_for_pages, largest_steps, measured_budget

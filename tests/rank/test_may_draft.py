@@ -8,7 +8,7 @@ import torch
 
 from batchinfer.config import JobConfig
 from batchinfer.config.job import KvConfig
-from batchinfer.parallel.layout import RankPlace, rank_places
+from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.rank import may_draft
 from support.paths import SAMPLE_MODEL
 

@@ -11,9 +11,10 @@ import pytest
 
 from batchinfer.model.fused.graph_size import DecodeBatch
 from batchinfer.model.fused.graphs import DecodeGraphs
-from batchinfer.parallel.spans import COMPUTE, FLIGHT, Span, SpanLog
+from batchinfer.parallel.spans import SpanLog
 from batchinfer.rank.overlap_rule import LEAST_GAIN, UNKNOWN, OverlapRule, StepTime, is_quicker_in_pairs
 from batchinfer.rank.step_vote import TRIED, Agreed, Kind, MeasuredOverlap, StepVote, agree
+from batchinfer.records import COMPUTE, FLIGHT, Span
 
 STEP_S = 0.010  # of a whole step, on a machine without noise
 Seconds = Callable[[int, bool], float]  # of the step of this number, whole or in halves

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from batchinfer.equal_rows import UNEQUAL
 from batchinfer.report import forms
 from batchinfer.report.export import refuse_inside_runs
 from batchinfer.report.figure import Values, groups_of
@@ -17,7 +18,6 @@ from batchinfer.report.page.answers import answers
 from batchinfer.report.page.data import PageData, ShownRow, read_page_data
 from batchinfer.report.page.markup import Card, Section, Table, render, shown
 from batchinfer.report.read import Report, is_worth_showing, read_together
-from batchinfer.run.bit_equality import UNEQUAL
 from batchinfer.sanitize import fit
 from batchinfer.whole_files import publish_text
 

@@ -1,16 +1,16 @@
-"""Which rank does what: the roles and expert-parallel groups of a job's ranks."""
+"""Roles and expert-parallel groups of a job's ranks."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from batchinfer.config import ClusterConfig
+from batchinfer.config.cluster import ClusterConfig
 
 Role = Literal["both", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """One rank: its number in the job, what it does, and its place among the ranks that share experts with it."""
+    """One rank: its number in the job, its role, and its number and the size of its expert-parallel group."""
 
     rank: int
     role: Role
@@ -19,7 +19,7 @@ class RankPlace:
 
     @property
     def leader(self) -> int:
-        """The first rank of the group, by its number in the job."""
+        """Number in the job of the first rank of this rank's group."""
         return self.rank - self.group_rank
 
     @property
@@ -31,25 +31,25 @@ class RankPlace:
         return self.role != "prefill"
 
     def exchange(self, cluster: ClusterConfig) -> str:
-        """How rows travel in this rank's group, as `cluster.exchange` says.
+        """Return `cluster.exchange`, or DeepEP's normal mode where a prefill rank would use its low-latency mode.
 
-        DeepEP's low-latency mode is for the few rows of decode; ranks for prefill alone take its normal mode.
+        The low-latency mode is for the few rows of a decode step.
         """
         if cluster.exchange == "deepep-low-latency" and not self.runs_decode:
             return "deepep-v1"
         return cluster.exchange
 
     def most_tokens(self, cluster: ClusterConfig) -> int:
-        """The most tokens that this rank, and any other of its group, has in one step."""
+        """Return the largest number of tokens in one step of this rank, and of any rank of its group."""
         prefill = cluster.prefill_tokens if self.runs_prefill else 0
         return max(prefill, cluster.decode_requests if self.runs_decode else 0)
 
 
 def rank_places(cluster: ClusterConfig) -> list[RankPlace]:
-    """All ranks of the job in order.
+    """Return the job's ranks in order.
 
-    colocated       0 … R-1 do both, one group
-    disaggregated   0 … P-1 prefill, P … P+D-1 decode, a group each
+    colocated       0 … R-1 run prefill and decode; one group
+    disaggregated   0 … P-1 run prefill, P … P+D-1 run decode; one group each
     """
     if cluster.mode == "colocated":
         return [RankPlace(rank, "both", rank, cluster.num_ranks) for rank in range(cluster.num_ranks)]
