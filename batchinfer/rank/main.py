@@ -17,12 +17,10 @@ if __name__ == "__main__":
     from batchinfer import own_process
     from batchinfer.lack import tell_of_rank
     from batchinfer.rank.rank_task import read_task
-    from batchinfer.rank.torch_import import put_off_compilers
 
     # what libraries print goes to the command's log, too
     sys.stdout, sys.stderr = (own_process.stream(own_process.Log, of) for of in (sys.stdout, sys.stderr))
     sys.excepthook = tell_of_rank
-    put_off_compilers()
     gc.disable()  # until the model is loaded: all imports stay, and looking through them takes 0.4 s of the start
     task = read_task()
 

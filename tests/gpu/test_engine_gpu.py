@@ -11,8 +11,6 @@ import importlib
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -61,7 +59,6 @@ from support.jobs import answers, batchinfer, question, write_job, write_shard
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL, SAMPLE_MODEL
 
-PUT_OFF = "from batchinfer.rank.torch_import import put_off_compilers; put_off_compilers(); import torch; print({work})"
 pytestmark = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available(),
@@ -82,16 +79,6 @@ MOST_BEYOND_TIES = 0.05
 # The same in the random model's logits, whose experts are much alike. C++ beside plain PyTorch, on a CPU: 0.17, with a
 # median of 0.017 of the largest logit; an H200 beside the same: 0.21, 0.017.
 MOST_MOVED = 0.25
-
-
-@needs_gpu_or_rehearsal
-def test_torch_can_be_imported_as_ranks_do_it():
-    """Some of its modules are put off until they are used, which has been tried on builds for a CPU."""
-    work = "torch.ones(4, device='cuda').sum()" if torch.cuda.is_available() else "torch.ones(4).sum()"
-    command = [sys.executable, "-P", "-c", PUT_OFF.format(work=work)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("tensor(4.")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""How ranks are started: with which settings, when, and with a torch that leaves out what nobody uses."""
+"""How ranks are started: with which settings, when, and that none outlives its command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -17,12 +16,9 @@ import pytest
 
 from batchinfer import own_process
 from batchinfer.launch import rank_process
-from batchinfer.rank.torch_import import PUT_OFF
 from batchinfer.stop import SIGNALS
 from support.faults import ended, wait_until
 from support.jobs import start, write_job, write_questions
-
-START = "import sys; from batchinfer.rank.torch_import import put_off_compilers; put_off_compilers(); import torch; "
 
 
 def is_alive(pid: int) -> bool:
@@ -30,33 +26,6 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def run(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", START + code], check=True, capture_output=True, text=True).stdout
-
-
-def test_a_rank_never_executes_what_was_put_off():
-    code = "import batchinfer.rank.main; print([type(sys.modules[n]).__name__ for n in sys.argv[1:]])"
-    program = [sys.executable, "-c", START + code, *PUT_OFF]
-    printed = subprocess.run(program, check=True, capture_output=True, text=True).stdout
-    assert printed.strip() == str(["_LateModule"] * len(PUT_OFF))
-
-
-@pytest.mark.parametrize(
-    ("use", "prints"),
-    [
-        (
-            "torch._meta_registrations.meta_mm; a = torch.ones(2, 3, device='meta'); print(a @ a.T)",
-            "tensor(..., device='meta', size=(2, 2))",
-        ),
-        ("print(float(torch.distributions.Normal(0.0, 1.0).mean))", "0.0"),
-        ("from torch.quantization import QConfig; print(QConfig.__name__)", "QConfig"),
-        ("print(hasattr(torch.distributions, 'no such name'))", "False"),
-    ],
-)
-def test_what_was_put_off_is_whole_when_it_is_used(use, prints):
-    assert run(use).strip() == prints
 
 
 def test_a_signal_that_stops_a_job_ends_no_rank_from_its_first_moment_on():
@@ -81,28 +50,6 @@ def test_a_rank_that_cannot_load_torch_for_want_of_memory_says_so_in_a_sentence(
     assert done.returncode == 1
     said = rb"a rank has ended: more memory cannot be had \(`ulimit -v` is 409600\); raise .*\n"
     assert re.fullmatch(said, done.stderr), done.stderr
-
-
-def test_a_torch_that_nobody_has_tried_is_imported_whole():
-    unknown = "import importlib.metadata as metadata; metadata.version = lambda name: '9.1.0'; "
-    printed = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"{unknown}{START}print([type(sys.modules[n]).__name__ for n in sys.argv[1:]])",
-            *PUT_OFF,
-        ],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    assert printed.strip() == str(["module"] * len(PUT_OFF))
-
-
-def test_a_product_has_its_bits_without_them():
-    code = "torch.manual_seed(0); print(torch.nn.functional.linear(torch.randn(4, 8), torch.randn(3, 8)).sum().item())"
-    plain = [sys.executable, "-c", f"import torch; {code}"]
-    assert run(code) == subprocess.run(plain, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture
