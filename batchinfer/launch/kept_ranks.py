@@ -6,7 +6,6 @@ from batchinfer.config import ClusterConfig, JobConfig, ModelPart
 from batchinfer.data.folder_state import FolderState, folder_state
 from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
 from batchinfer.launch.rank_process import SpareRank
-from batchinfer.launch.weight_prefetch import read_ahead
 from batchinfer.stop import StopSignal
 
 
@@ -30,7 +29,6 @@ class KeptRanks:
             self._ranks, self._of = open_local_ranks(job, stop, self._spare), wanted
             self._ranks.group.keeps_ranks = True
             self._spare = None
-            read_ahead(Path(job.model.path))
         self._ranks.stop = stop
         self._ranks.load_ahead(join_message(job, {}))
         return self._ranks

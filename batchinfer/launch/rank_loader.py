@@ -19,7 +19,6 @@ from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
 from batchinfer.launch.rank_process import SpareRank
 from batchinfer.launch.rank_watcher import LocalRanks
-from batchinfer.launch.weight_prefetch import read_ahead
 from batchinfer.model.config import load_model_config
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_bytes import weight_bytes
@@ -220,7 +219,6 @@ def ranks_ahead(
         return
     ranks = open_local_ranks(job, stop, spare)
     try:
-        read_ahead(Path(job.model.path))
         ranks.load_ahead(join_message(job, {}))
         yield ranks
     finally:
