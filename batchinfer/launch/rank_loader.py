@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -19,12 +18,9 @@ from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
 from batchinfer.launch.rank_process import SpareRank
 from batchinfer.launch.rank_watcher import LocalRanks
-from batchinfer.model.config import load_model_config
-from batchinfer.model.packed_folder import read_packed
-from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.progress import Progress
 from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Loading, Ready
-from batchinfer.records import InterruptedRunError, ModelError
+from batchinfer.records import InterruptedRunError
 from batchinfer.run.open_storage import storage_of
 from batchinfer.stop import StopSignal
 
@@ -187,7 +183,7 @@ def open_ranks(
         one_host: whether all ranks of the job are on this host.
         spare: see LocalRanks.
     """
-    local = LocalRanks(ranks, one_host=one_host, weight_bytes=_weight_bytes(job), spare=spare)
+    local = LocalRanks(ranks, one_host=one_host, spare=spare)
     return RankLoader(RankGroup(rank_places(job.cluster), local, host), stop)
 
 
@@ -239,15 +235,3 @@ def join_message(job: JobConfig, slots_of_role: dict[str, ExpertSlots | None]) -
 def _placed(join: Join) -> dict[str, ExpertSlots]:
     """Where experts are of groups that do not have them in order."""
     return {role: slots for role, slots in join.slots_of_role.items() if slots is not None}
-
-
-def _weight_bytes(job: JobConfig) -> int:
-    """What the weights take in memory when one rank holds them all; 0 when they are spread, or nothing is known."""
-    if job.cluster.num_ranks > 1:
-        return 0
-    try:
-        if read_packed(Path(job.model.path)) is not None:
-            return 0  # files are its memory
-        return weight_bytes(load_model_config(Path(job.model.path)), job.model.dtype)
-    except ModelError:  # said where the model is loaded
-        return 0

@@ -33,14 +33,12 @@ class RankEnvironment:
     """How a rank process finds its controller and its cores.
 
     index: its number among the ranks of this host, from 0; with GPUs, that of its GPU.
-    weight_bytes: memory for weights to touch before they are loaded, 0: none.
     host, port, credentials: where the controller listens, if it is another process than the one that starts this rank.
     socket: else the number of this process's end of a socket pair.
     """
 
     rank: int
     index: int = 0
-    weight_bytes: int = 0
     host: str = ""
     port: int = 0
     credentials: str = ""
@@ -48,7 +46,7 @@ class RankEnvironment:
 
     def variables(self, cores: list[int]) -> dict[str, str]:
         """As environment variables, which only the same user can read."""
-        values: dict[str, str | int] = {"NUMBER": self.rank, "INDEX": self.index, "WEIGHT_BYTES": self.weight_bytes}
+        values: dict[str, str | int] = {"NUMBER": self.rank, "INDEX": self.index}
         values |= {"HOST": self.host, "PORT": self.port, "CREDENTIALS": self.credentials}
         values["CORES"] = ",".join(map(str, cores))
         return {_PREFIX + name: str(value) for name, value in values.items()}
@@ -66,14 +64,14 @@ class RankEnvironment:
                 sys.exit()
             os.environ.update(json.loads(line))
         try:
-            names = ("NUMBER", "INDEX", "WEIGHT_BYTES", "HOST", "PORT", "CREDENTIALS")
-            number, index, weight_bytes, host, port, credentials = (os.environ[_PREFIX + name] for name in names)
+            names = ("NUMBER", "INDEX", "HOST", "PORT", "CREDENTIALS")
+            number, index, host, port, credentials = (os.environ[_PREFIX + name] for name in names)
         except KeyError:
             raise ConfigError("a rank is started by `batchinfer work` or `batchinfer run`, not by hand") from None
         end = int(os.environ[_SOCKET]) if _SOCKET in os.environ else None
         if end is not None:
             os.set_inheritable(end, False)  # the controller is to see at once that this process has ended
-        return cls(int(number), int(index), int(weight_bytes), host, int(port), credentials, end)
+        return cls(int(number), int(index), host, int(port), credentials, end)
 
     def connect(self, timeout_s: float) -> Stream:
         """The connection to the controller.

@@ -18,7 +18,6 @@ class LocalRanks:
         ranks: their numbers.
         controller: where they call; None: this process, by socket pairs.
         one_host: whether all ranks of the job are on this host.
-        weight_bytes: see RankEnvironment.
         spare: taken for a lone rank if it fits.
     """
 
@@ -28,15 +27,12 @@ class LocalRanks:
         *,
         controller: MeetingPoint | None = None,
         one_host: bool = True,
-        weight_bytes: int = 0,
         spare: SpareRank | None = None,
     ) -> None:
         # torchrun starts several of these on a host, with one rank each
         first = int(os.environ.get("LOCAL_RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
         call = () if controller is None else (controller.host, controller.port, controller.credentials)
-        self._environments = [
-            RankEnvironment(rank, index, weight_bytes, *call) for index, rank in enumerate(ranks, first)
-        ]
+        self._environments = [RankEnvironment(rank, index, *call) for index, rank in enumerate(ranks, first)]
         self._controller = controller
         self.one_host = one_host
         self.streams: list[Stream] = []  # to each, unless they call another process

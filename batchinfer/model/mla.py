@@ -11,7 +11,9 @@ latent space instead (one query per request: decode).
 # A = N + R, C latent width, W = C + R, V value width, Z = N + V
 
 import math
+import mmap
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import NamedTuple
@@ -20,7 +22,6 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.config import ModelConfig
-from batchinfer.model.fresh_memory import zeroed
 from batchinfer.model.ops import Ops, normed
 from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.model.rope_config import QueryScale, RopeConfig
@@ -145,6 +146,18 @@ class Attention:
     def add_output(self, hidden_TD: torch.Tensor, out_THV: torch.Tensor) -> torch.Tensor:
         """The residual with the output projection of all heads added, [T, D]."""
         return self.ops.linear(out_THV.flatten(1), *self.weights.out, residual=hidden_TD)
+
+
+def zeroed(num_bytes: int) -> mmap.mmap:
+    """Return zeros that take no memory until their pages are touched; in large pages if the system has them.
+
+    Raises:
+        OSError: the address space does not suffice.
+    """
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # a system without large pages, or without the choice
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def empty_pages(config: ModelConfig, num_pages: int, form: PageFormat, device: torch.device) -> torch.Tensor:

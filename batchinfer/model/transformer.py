@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.fused.layers import attention_of, moe_of
 from batchinfer.model.layer import DecoderLayer
 from batchinfer.model.mla import RotaryAngles, empty_pages
@@ -76,7 +75,6 @@ class Transformer:
         device: torch.device | str = "cpu",
         backend: str = "auto",
         mtp: bool = False,
-        memory: FreshMemory | None = None,
         told: Callable[[int, int], None] | None = None,
     ) -> Transformer:
         """Read a model folder (config.json and *.safetensors), or map a converted one.
@@ -87,7 +85,7 @@ class Transformer:
             dispatchers: the expert exchange of each MoE layer; None keeps all rows here.
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
-            mtp, memory, told: see load_weights.
+            mtp, told: see load_weights.
 
         Raises:
             ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
@@ -101,7 +99,7 @@ class Transformer:
         if (packed := read_packed(folder)) is not None:
             weights = map_weights(packed, config, ops, **wanted)
         else:
-            weights = load_weights(folder, config, ops=ops, memory=memory, told=told, **wanted)
+            weights = load_weights(folder, config, ops=ops, told=told, **wanted)
         return cls(config, weights, dispatchers, ops)
 
     def place_experts(self, folder: Path, placements: Sequence[Placement], rank: int) -> None:

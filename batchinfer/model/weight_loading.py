@@ -25,7 +25,6 @@ import torch.nn.functional as F
 
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
-from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, num_bytes_to_read
@@ -55,7 +54,6 @@ def load_weights(
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
     mtp: bool = False,
-    memory: FreshMemory | None = None,
     told: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Check the checkpoint in `folder` against `config`, then read it.
@@ -66,24 +64,16 @@ def load_weights(
         expert_ids: per MoE layer the routed experts to read, in the order of its E dim (an expert may be there twice);
             None for all of them.
         mtp: read the layer for multi-token prediction, too, which is there (`why_no_mtp`).
-        memory: where weights go as long as there is room; what is not needed of it is given back.
         told: called with the bytes that were read so far, and that are to be read.
 
     Raises:
         ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
     """
     ops, device = ops or Ops.select("reference"), torch.device(device)
-    if memory is not None and (device.type != "cpu" or (ops.eight_bit and not ops.expert_format(dtype, device).copies)):
-        memory.close()
-        memory = None
-    loader = open_loader(
-        folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, mtp=mtp, memory=memory, told=told
-    )
+    loader = open_loader(folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, mtp=mtp, told=told)
     embedding, norm, lm_head = read_ends(loader)
     layers = tuple(loader.layer(layer) for layer in range(config.num_hidden_layers))
     of_mtp = read_mtp(loader) if mtp else None
-    if memory is not None:
-        memory.close()
     return ModelWeights(embedding, layers, norm, lm_head, loader.expert_ids, of_mtp)
 
 
@@ -96,7 +86,6 @@ def open_loader(
     expert_ids: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
     mtp: bool = False,
-    memory: FreshMemory | None = None,
     told: Callable[[int, int], None] | None = None,
 ) -> WeightLoader:
     """Check the checkpoint in `folder` against `config`; arguments and errors as of `load_weights`."""
@@ -111,7 +100,7 @@ def open_loader(
         if ids and not 0 <= min(ids) <= max(ids) < config.n_routed_experts:
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
     total_bytes = num_bytes_to_read(checkpoint, config, held, mtp=mtp)
-    return WeightLoader(checkpoint, config, dtype, torch.device(device), held, ops, memory)
+    return WeightLoader(checkpoint, config, dtype, torch.device(device), held, ops)
 
 
 def read_ends(loader: WeightLoader) -> tuple[torch.Tensor, torch.Tensor, Weight]:
@@ -189,10 +178,8 @@ class WeightLoader:
         device: torch.device,
         expert_ids: tuple[tuple[int, ...], ...],
         ops: Ops,
-        memory: FreshMemory | None = None,
     ):
         self.checkpoint = checkpoint
-        self._memory = memory
         self._ops = ops
         self.config = config
         self.dtype = dtype
@@ -289,12 +276,7 @@ class WeightLoader:
             form.put(weight, slot, *parts)
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory that somebody has touched already, if there is some left."""
-        num_values = torch.Size(shape).numel()
-        memory = self._memory.take(num_values * dtype.itemsize) if self._memory is not None and num_values else None
-        if memory is None:
-            return torch.empty(shape, dtype=dtype, device=self.device)
-        return torch.frombuffer(memory, dtype=dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _mlp(self, prefix: str) -> MlpWeights:
         width = _filled(self._stored.shape(f"{prefix}.gate_proj.weight")[0], self._narrow_format)

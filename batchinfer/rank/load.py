@@ -16,7 +16,6 @@ from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.second_tier import ATTEMPTS as TIER_ATTEMPTS
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.ops import Ops
 from batchinfer.model.page_format import PageFormat
 from batchinfer.model.transformer import Transformer
@@ -51,7 +50,6 @@ def load_model(
     place: RankPlace,
     slots: ExpertSlots | None,
     device: torch.device,
-    memory: FreshMemory | None = None,
     *,
     mtp: bool = False,
     before_weights: Callable[[], None] | None = None,
@@ -62,7 +60,6 @@ def load_model(
     Args:
         place: of the rank; what it does says how many rows it may send at once.
         slots: where the experts are; None: in order.
-        memory: for weights, where this rank holds all of them (else None).
         mtp: load the layer for multi-token prediction, too, of a rank that holds all experts.
         before_weights: runs when backend, dtype and exchange are known to run here, and only weights are missing.
         told: called with the bytes of weights that were read so far, and that are to be read.
@@ -97,7 +94,6 @@ def load_model(
         device=device,
         backend=backend,
         mtp=mtp,
-        memory=memory,
         told=told,
         fp8_pages=PageFormat.of(job).is_fp8,
         **bits,

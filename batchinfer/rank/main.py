@@ -16,13 +16,11 @@ if __name__ == "__main__":
 
     from batchinfer import own_process
     from batchinfer.lack import tell_of_rank
-    from batchinfer.rank.rank_task import read_task
 
     # what libraries print goes to the command's log, too
     sys.stdout, sys.stderr = (own_process.stream(own_process.Log, of) for of in (sys.stdout, sys.stderr))
     sys.excepthook = tell_of_rank
     gc.disable()  # until the model is loaded: all imports stay, and looking through them takes 0.4 s of the start
-    task = read_task()
 
 import os
 import queue
@@ -31,7 +29,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -45,7 +42,6 @@ from batchinfer.data.bucket import Bucket
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.lack import lack
 from batchinfer.launch.rank_process import RankEnvironment
-from batchinfer.model.fresh_memory import FreshMemory
 from batchinfer.model.fused.graphs import ON_HOST, why_not_recorded
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.group_store import GroupStore
@@ -67,7 +63,6 @@ from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.device import device_name, rank_device
 from batchinfer.rank.kv_budget import kv_budget
 from batchinfer.rank.load import LoadedRank, first_placements, load_model, make_worker
-from batchinfer.rank.rank_task import RankTask
 from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ConfigError, ExitCode
 from batchinfer.run.liveness import this_host
@@ -81,10 +76,10 @@ LOADING_S = 0.5  # between reports of the weights read
 RankChannel = Channel[FromController]
 
 
-def main(task: Future[RankTask]) -> NoReturn:
+def main() -> NoReturn:
     """Run one rank to its end."""
     ignore_signals()
-    environment, memory = task.result()
+    environment = RankEnvironment.read()
     environment.take_cores()
     try:
         channel = Channel(environment.connect(CONNECT_S), decode_from_controller)
@@ -103,7 +98,7 @@ def main(task: Future[RankTask]) -> NoReturn:
     channel.read_on(take, at_end=lambda reason: _controller_ended(channel, reason))
     channel.send_on(at_fault=lambda error: _fail(channel, error))
     channel.send(messages.Hello(environment.rank, os.getpid(), this_host()))
-    code = _run(channel, received, store, environment, memory)
+    code = _run(channel, received, store, environment)
     channel.close()
     _end(code)
 
@@ -113,11 +108,10 @@ def _run(
     received: queue.SimpleQueue[FromController],
     store: GroupStore,
     environment: RankEnvironment,
-    memory: FreshMemory | None,
 ) -> int:
     """Take part in the job; what goes wrong is told to the controller."""
     try:
-        _work(channel, received, store, environment, memory)
+        _work(channel, received, store, environment)
         channel.send_last(messages.Bye())
         return ExitCode.OK
     except ChannelClosedError:
@@ -160,7 +154,6 @@ def _work(
     received: queue.SimpleQueue[FromController],
     store: GroupStore,
     environment: RankEnvironment,
-    memory: FreshMemory | None,
 ) -> None:
     """Load the model, say so, and step until the end, for one job after the other."""
     join, job, place, device, mesh = _join(received, store, environment)
@@ -173,7 +166,6 @@ def _work(
         place,
         slots,
         device,
-        memory,
         mtp=asked and no_drafts is None,
         before_weights=lambda: channel.send(messages.CanRun()),
         told=_load_reports(channel),
@@ -295,4 +287,4 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    main(task)
+    main()

@@ -45,10 +45,10 @@ def test_a_signal_that_stops_a_job_ends_no_rank_from_its_first_moment_on():
 
 def test_a_rank_that_cannot_load_torch_for_want_of_memory_says_so_in_a_sentence():
     command = own_process.command("batchinfer.rank.main")
-    limited = partial(resource.setrlimit, resource.RLIMIT_AS, (400 << 20, 400 << 20))  # torch is more
+    limited = partial(resource.setrlimit, resource.RLIMIT_AS, (300 << 20, 300 << 20))  # torch is more
     done = subprocess.run(command, preexec_fn=limited, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert done.returncode == 1
-    said = rb"a rank has ended: more memory cannot be had \(`ulimit -v` is 409600\); raise .*\n"
+    said = rb"a rank has ended: more memory cannot be had \(`ulimit -v` is 307200\); raise .*\n"
     assert re.fullmatch(said, done.stderr), done.stderr
 
 

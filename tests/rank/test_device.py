@@ -184,7 +184,7 @@ def test_ranks_of_a_host_are_numbered_for_their_gpus(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert places()[0] == 3
-    environment = RankEnvironment(5, 3, 7, "host", 1, "secret")
+    environment = RankEnvironment(5, 3, "host", 1, "secret")
     for name, value in environment.variables([0]).items():
         monkeypatch.setenv(name, value)
     assert RankEnvironment.read() == environment

@@ -25,7 +25,6 @@ import pytest
 from batchinfer.data import tokenizer_process, tokenizer_worker
 from batchinfer.launch import rank_process
 from batchinfer.rank import main
-from batchinfer.rank.rank_task import read_task
 
 # Read by a rank when it runs, not while modules are imported. Any other variable may have been.
 READ_LATE = (
@@ -120,4 +119,4 @@ def _run(variables: dict[str, str], end: socket.socket | None, folder: str, trap
     os.dup2(2, 1)
     if trap is not None:
         runpy.run_path(str(trap))
-    main.main(read_task())
+    main.main()
