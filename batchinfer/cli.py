@@ -24,7 +24,6 @@ from batchinfer.stop import StopSignal
 if TYPE_CHECKING:
     from batchinfer.data.tokenizer_process import TokenizerProcess
     from batchinfer.launch.kept_ranks import KeptRanks
-    from batchinfer.launch.rank_process import SpareRank
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}, epilog=EXIT_CODES)
@@ -103,7 +102,6 @@ def _run_command(process: Process) -> None:
 
 
 def main(
-    spare: SpareRank | None = None,
     tokenizer: TokenizerProcess | None = None,
     tell: Callable[[BatchinferError], None] | None = None,
     kept: KeptRanks | None = None,
@@ -111,14 +109,13 @@ def main(
     """The command in this process: errors become one sentence on stderr and the exit code that the contract names.
 
     Args:
-        spare: for a command that needs a lone rank.
         tokenizer: for a command that plans.
         tell: is told what went wrong, in place of the person at stderr.
         kept: see Process.
     """
     try:
         # installed first: a signal during the imports below counts too
-        _run_command(Process(StopSignal(), spare, tokenizer, kept))
+        _run_command(Process(StopSignal(), tokenizer, kept))
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:

@@ -50,13 +50,9 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
     _open_closed_streams()
     sys.stdout = own_process.stream(own_process.Output, sys.stdout)
     sys.stderr = own_process.stream(own_process.Log, sys.stderr)
-    spare = tokenizer = None
+    tokenizer = None
     try:
         # before the imports of the command
-        if sys.argv[1:2] == ["run"]:
-            from batchinfer.launch.rank_process import SpareRank
-
-            spare = SpareRank()
         if sys.argv[1:2] in (["plan"], ["run"]):
             from batchinfer.data.tokenizer_process import TokenizerProcess
 
@@ -64,7 +60,7 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
                 tokenizer = TokenizerProcess()
         from batchinfer.cli import main
 
-        main(spare, tokenizer, tell)
+        main(tokenizer, tell)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -84,8 +80,6 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
         from batchinfer.stop import ignore_signals
 
         ignore_signals()  # how the command ends is decided
-        if spare is not None:
-            spare.end()
         if tokenizer is not None:
             tokenizer.end()
     return ExitCode.OK

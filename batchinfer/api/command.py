@@ -24,7 +24,6 @@ from typing import NoReturn
 from batchinfer import own_process, progress
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.launch.kept_ranks import KeptRanks
-from batchinfer.launch.rank_process import SpareRank
 from batchinfer.program import program
 from batchinfer.records import BatchinferError, ExitCode
 from batchinfer.stop import SIGNALS, ignore_signals
@@ -77,14 +76,14 @@ def _run_all(jobs: "queue.SimpleQueue[bytes | None]", tell: Tell, ended: Callabl
     """Run one job after the other until the queue gives None."""
     ignore_signals()  # the caller's, between jobs
     own_process.settle()
-    kept, tokenizer = KeptRanks(SpareRank()), TokenizerProcess(stays=True)
+    kept, tokenizer = KeptRanks(), TokenizerProcess(stays=True)
     from batchinfer import cli
 
     while (job := jobs.get()) is not None:
         sys.argv[1:] = ["run", os.fsdecode(job)]
         code: int | str | None = ExitCode.OK
         try:
-            cli.main(None, tokenizer, tell, kept)
+            cli.main(tokenizer, tell, kept)
         except SystemExit as end:
             code = end.code
         ignore_signals()

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from batchinfer.data.tokenizer_process import TokenizerProcess
     from batchinfer.finish.finish import FinishedRun
     from batchinfer.launch.rank_loader import RankLoader
-    from batchinfer.launch.rank_process import SpareRank
     from batchinfer.manifest import Manifest
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
@@ -194,12 +193,12 @@ def run(
     from batchinfer.run.planned import job_of
 
     refuse_several_processes("run")
-    stop, spare = process.stop, process.spare
+    stop = process.stop
     config = job_of(job, overrides)
     know_experts = learn_from is not None or expert_loads is not None
     ahead: AbstractContextManager[RankLoader | None]
     if process.kept is None:
-        ahead = ranks_ahead(config, stop, spare, know_experts=know_experts)
+        ahead = ranks_ahead(config, stop, know_experts=know_experts)
     else:
         ahead = nullcontext(process.kept.of_job(config, stop))
     with ahead as ranks, alone("run", stop) as session:
@@ -211,14 +210,14 @@ def run(
             strict=strict,
             learn_from=learn_from,
             expert_loads=expert_loads,
-            can_run_here=lambda: refuse_what_cannot_run_here(config, ranks, stop, spare),
+            can_run_here=lambda: refuse_what_cannot_run_here(config, ranks, stop),
             tokenizer=process.tokenizer,
         )
         if ranks is not None:
             with stop.held():  # as in _finish
                 import batchinfer.finish.finish  # while the ranks load: this process only waits for them
                 import batchinfer.report.panel  # noqa: F401
-        _work(run_dir, config, session, stop, tracer, ranks, spare)
+        _work(run_dir, config, session, stop, tracer, ranks)
         code = _finish(run_dir, config, stop, tracer, allow_partial=False)
     if process.kept is None:
         print_report([run_dir.root], as_json=False)
@@ -277,12 +276,11 @@ def _work(
     stop: StopSignal,
     tracer: Tracer,
     ranks: RankLoader | None = None,
-    spare: SpareRank | None = None,
 ) -> None:
     from batchinfer.controller.work import work_on
 
     try:
-        work_on(run_dir, config, session, stop, tracer, ranks, spare)
+        work_on(run_dir, config, session, stop, tracer, ranks)
     finally:
         tracer.write(run_dir.trace)
 

@@ -15,7 +15,6 @@ from batchinfer.stop import StopSignal
 if TYPE_CHECKING:
     from batchinfer.data.tokenizer_process import TokenizerProcess
     from batchinfer.launch.kept_ranks import KeptRanks
-    from batchinfer.launch.rank_process import SpareRank
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
 
@@ -38,7 +37,6 @@ class Process:
     """Objects of a command's process, made before the command is known."""
 
     stop: StopSignal
-    spare: SpareRank | None  # a rank process that is started already
     tokenizer: TokenizerProcess | None  # a tokenizer process that is started already
     kept: KeptRanks | None = None  # ranks that stay for several jobs of a Python caller, who gets no printed report
 

@@ -31,7 +31,6 @@ from batchinfer.launch.agent import serve_node
 from batchinfer.launch.host_memory import refuse_too_large
 from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
 from batchinfer.launch.rank_loader import RankLoader, open_ranks
-from batchinfer.launch.rank_process import SpareRank
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
@@ -52,13 +51,11 @@ def work_on(
     stop: StopSignal,
     tracer: Tracer,
     ranks_ahead: RankLoader | None = None,
-    spare: SpareRank | None = None,
 ) -> None:
     """Compute all units of a planned run that nobody else holds.
 
     Args:
         ranks_ahead: the job's ranks, if they were started already; whoever did it closes them.
-        spare: for a lone rank, if they were not.
 
     Raises:
         InterruptedRunError: a signal came; everything finished is committed.
@@ -88,7 +85,7 @@ def work_on(
     with (
         claims_in(storage) as claims,
         WorkProgress(units.all_rows, open_units, read_state(run)["counts"], job.cluster) as progress,
-        _ranks(storage, job, session, stop, node, ranks_ahead, spare) as ranks,
+        _ranks(storage, job, session, stop, node, ranks_ahead) as ranks,
     ):
         _controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
@@ -106,11 +103,10 @@ def _ranks(
     stop: StopSignal,
     node: NodeShare,
     ranks_ahead: RankLoader | None,
-    spare: SpareRank | None,
 ) -> Iterator[RankLoader]:
     """The job's ranks, of which this process starts its own share; those of other processes call."""
     host = None if node.count == 1 else "127.0.0.1" if node.is_one_host else own_address()
-    ranks = ranks_ahead or open_ranks(job, node.ranks, stop, host=host, one_host=node.is_one_host, spare=spare)
+    ranks = ranks_ahead or open_ranks(job, node.ranks, stop, host=host, one_host=node.is_one_host)
     is_ours = ranks_ahead is None
     connections, announced = ranks.group.connections, None
     if connections.listener is not None:

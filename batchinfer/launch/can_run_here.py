@@ -3,16 +3,13 @@
 from batchinfer.config import JobConfig
 from batchinfer.host_info import has_gpu
 from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
-from batchinfer.launch.rank_process import SpareRank
 from batchinfer.records import ConfigError
 from batchinfer.run.open_storage import storage_of
 from batchinfer.rundir import read_state
 from batchinfer.stop import StopSignal
 
 
-def refuse_what_cannot_run_here(
-    job: JobConfig, ranks: RankLoader | None, stop: StopSignal, spare: SpareRank | None = None
-) -> None:
+def refuse_what_cannot_run_here(job: JobConfig, ranks: RankLoader | None, stop: StopSignal) -> None:
     """Wait for the ranks' word on what the job names, where this machine decides whether it runs.
 
     A job that leaves backend and exchange to the machine is not held up.
@@ -29,7 +26,7 @@ def refuse_what_cannot_run_here(
     if ranks is not None:
         ranks.refuse_if_unable()
         return
-    asked = open_local_ranks(job, stop, spare)
+    asked = open_local_ranks(job, stop)
     try:
         asked.load_ahead(join_message(job, {}))
         asked.refuse_if_unable()

@@ -5,19 +5,13 @@ from pathlib import Path
 from batchinfer.config import ClusterConfig, JobConfig, ModelPart
 from batchinfer.data.folder_state import FolderState, folder_state
 from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
-from batchinfer.launch.rank_process import SpareRank
 from batchinfer.stop import StopSignal
 
 
 class KeptRanks:
-    """See module docstring; whoever makes one calls `end` at last.
+    """See module docstring; call `end` at last."""
 
-    Args:
-        spare: for a lone rank, the first time.
-    """
-
-    def __init__(self, spare: SpareRank | None) -> None:
-        self._spare = spare
+    def __init__(self) -> None:
         self._ranks: RankLoader | None = None
         self._of: tuple[ModelPart, str, ClusterConfig, FolderState] | None = None
 
@@ -26,9 +20,8 @@ class KeptRanks:
         wanted = (job.model, job.kv.dtype, job.cluster, folder_state(Path(job.model.path)))
         if self._ranks is None or wanted != self._of:
             self.end()
-            self._ranks, self._of = open_local_ranks(job, stop, self._spare), wanted
+            self._ranks, self._of = open_local_ranks(job, stop), wanted
             self._ranks.group.keeps_ranks = True
-            self._spare = None
         self._ranks.stop = stop
         self._ranks.load_ahead(join_message(job, {}))
         return self._ranks

@@ -16,7 +16,6 @@ from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.launch.host_memory import refuse_too_large
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
-from batchinfer.launch.rank_process import SpareRank
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.progress import Progress
 from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Loading, Ready
@@ -173,7 +172,6 @@ def open_ranks(
     *,
     host: str | None = None,
     one_host: bool = True,
-    spare: SpareRank | None = None,
 ) -> RankLoader:
     """The job's ranks, none of them started yet.
 
@@ -181,13 +179,12 @@ def open_ranks(
         ranks: those that this process starts.
         host: the address of this process at which those of other processes call; None: there are none.
         one_host: whether all ranks of the job are on this host.
-        spare: see LocalRanks.
     """
-    local = LocalRanks(ranks, one_host=one_host, spare=spare)
+    local = LocalRanks(ranks, one_host=one_host)
     return RankLoader(RankGroup(rank_places(job.cluster), local, host), stop)
 
 
-def open_local_ranks(job: JobConfig, stop: StopSignal, spare: SpareRank | None) -> RankLoader:
+def open_local_ranks(job: JobConfig, stop: StopSignal) -> RankLoader:
     """The ranks of a job of which all run on this host, none of them started yet.
 
     Raises:
@@ -195,13 +192,11 @@ def open_local_ranks(job: JobConfig, stop: StopSignal, spare: SpareRank | None) 
     """
     ranks = this_node(job.cluster.num_ranks).ranks
     refuse_too_large(job, ranks)
-    return open_ranks(job, ranks, stop, spare=spare)
+    return open_ranks(job, ranks, stop)
 
 
 @contextmanager
-def ranks_ahead(
-    job: JobConfig, stop: StopSignal, spare: SpareRank | None, *, know_experts: bool
-) -> Iterator[RankLoader | None]:
+def ranks_ahead(job: JobConfig, stop: StopSignal, *, know_experts: bool) -> Iterator[RankLoader | None]:
     """The ranks of a job that is still to be planned, loading meanwhile; its controller takes them over.
 
     None for a job that has a run folder already (there may be nothing left to compute), or whose plan says which
@@ -213,7 +208,7 @@ def ranks_ahead(
     if know_experts or _is_begun(job):
         yield None
         return
-    ranks = open_local_ranks(job, stop, spare)
+    ranks = open_local_ranks(job, stop)
     try:
         ranks.load_ahead(join_message(job, {}))
         yield ranks

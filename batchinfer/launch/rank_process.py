@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
-import sys
-import threading
-import time
-from contextlib import suppress
 from dataclasses import dataclass
 
 from batchinfer import own_process
@@ -19,7 +14,6 @@ from batchinfer.records import ConfigError
 from batchinfer.stop import signals_wait
 
 _PREFIX = "BATCHINFER_RANK_"
-_SPARE = _PREFIX + "SPARE"  # set: the other variables of this prefix come on standard input, a JSON line
 _SOCKET = _PREFIX + "SOCKET"  # the number of an inherited socket
 # Memory that a step gives back is kept for the next one: the kernel would have to clear it again, page by page. Large
 # pages: reading weights and KV all over memory takes fewer address translations (a seventh of a decode step).
@@ -53,16 +47,11 @@ class RankEnvironment:
 
     @classmethod
     def read(cls) -> RankEnvironment:
-        """What the starter of this process left; a spare rank waits here until it is needed, and ends when it is not.
+        """Return the settings that the starter of this process left in its environment.
 
         Raises:
-            ConfigError: it was started by hand.
+            ConfigError: the process was started by hand.
         """
-        if os.environ.pop(_SPARE, None):
-            line = sys.stdin.readline()
-            if not line:
-                sys.exit()
-            os.environ.update(json.loads(line))
         try:
             names = ("NUMBER", "INDEX", "HOST", "PORT", "CREDENTIALS")
             number, index, host, port, credentials = (os.environ[_PREFIX + name] for name in names)
@@ -112,9 +101,7 @@ def rank_variables(environment: RankEnvironment, *, num_ranks: int) -> dict[str,
     return {**settings, **os.environ, **environment.variables(cores)}
 
 
-def start_rank(
-    variables: dict[str, str], end: socket.socket | None, stdin: int = subprocess.DEVNULL
-) -> subprocess.Popen[bytes]:
+def start_rank(variables: dict[str, str], end: socket.socket | None) -> subprocess.Popen[bytes]:
     """A rank with these environment variables.
 
     Args:
@@ -126,61 +113,7 @@ def start_rank(
         variables = {**variables, _SOCKET: str(end.fileno())}
     # standard output stays the command's own: what a rank's libraries print is for people
     with signals_wait():  # a rank ignores them, but Ctrl-C comes to it, too, before its first line has run
-        return subprocess.Popen(command, env=variables, stdin=stdin, stdout=2, pass_fds=inherited)
-
-
-class SpareRank:
-    """A lone rank started before its job is known: its imports take longer than all that the command does until then.
-
-    It waits for its task. Whoever makes one calls `end` at last.
-    """
-
-    def __init__(self) -> None:
-        self._variables = rank_variables(RankEnvironment(0), num_ranks=1)
-        self._process: subprocess.Popen[bytes] | None = None  # None: taken, ended, or never started
-        self._lock = threading.Lock()  # ranks are loaded by a thread, while this one may have been told to stop
-        self.started_s = time.time()
-        self._end, end = socket.socketpair()
-        with suppress(OSError), end:  # too many processes, say; the rank is started when it is needed, and this is told
-            self._process = start_rank({**self._variables, _SPARE: "1"}, end, subprocess.PIPE)
-
-    def take(self, variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket] | None:
-        """Hand over the process with its task, and this end of the connection to it.
-
-        Ends it if it was started with other settings than are wanted now.
-        """
-        if _settings(self._variables) != _settings(variables):
-            self.end()
-        process = self._let_go()
-        if process is None:
-            return None
-        assert process.stdin is not None
-        task = {name: value for name, value in variables.items() if name.startswith(_PREFIX)}
-        try:
-            process.stdin.write(json.dumps(task).encode() + b"\n")
-            process.stdin.close()
-        except BrokenPipeError:  # somebody has killed it
-            process.wait()
-            return None
-        return process, self._end
-
-    def end(self) -> None:
-        """End the process unless somebody took it."""
-        process = self._let_go()
-        if process is not None:
-            self._end.close()
-            process.kill()
-            process.wait()
-
-    def _let_go(self) -> subprocess.Popen[bytes] | None:
-        """The process, for one caller alone."""
-        with self._lock:
-            process, self._process = self._process, None
-        return process
-
-
-def _settings(variables: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in variables.items() if not name.startswith(_PREFIX)}
+        return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=2, pass_fds=inherited)
 
 
 def thread_settings(num_threads: int) -> dict[str, str]:

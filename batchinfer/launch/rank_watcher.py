@@ -7,7 +7,7 @@ import subprocess
 import time
 
 from batchinfer.launch.nodes import MeetingPoint
-from batchinfer.launch.rank_process import RankEnvironment, SpareRank, rank_variables, start_rank
+from batchinfer.launch.rank_process import RankEnvironment, rank_variables, start_rank
 from batchinfer.net.stream import Stream
 
 
@@ -18,7 +18,6 @@ class LocalRanks:
         ranks: their numbers.
         controller: where they call; None: this process, by socket pairs.
         one_host: whether all ranks of the job are on this host.
-        spare: taken for a lone rank if it fits.
     """
 
     def __init__(
@@ -27,7 +26,6 @@ class LocalRanks:
         *,
         controller: MeetingPoint | None = None,
         one_host: bool = True,
-        spare: SpareRank | None = None,
     ) -> None:
         # torchrun starts several of these on a host, with one rank each
         first = int(os.environ.get("LOCAL_RANK", "0")) if "TORCHELASTIC_RUN_ID" in os.environ else 0
@@ -36,7 +34,6 @@ class LocalRanks:
         self._controller = controller
         self.one_host = one_host
         self.streams: list[Stream] = []  # to each, unless they call another process
-        self._spare = spare
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
@@ -44,16 +41,12 @@ class LocalRanks:
         return len(self._environments)
 
     def start(self) -> float:
-        """Start all of them; none may be running. Returns since when, in Unix seconds: a spare one has begun before."""
+        """Start the ranks, of which none may be running; return when, in Unix seconds."""
         assert not self._processes
         started_s = time.time()
-        spare, self._spare = self._spare, None
         for environment in self._environments:
             variables = rank_variables(environment, num_ranks=self.num_ranks)
-            taken = spare and spare.take(variables)
-            if spare is not None and taken is not None:
-                started_s = spare.started_s
-            self._add(environment.rank, *(taken or self._start(variables)))
+            self._add(environment.rank, *self._start(variables))
         return started_s
 
     def may_be(self, rank: int, pid: int) -> bool:

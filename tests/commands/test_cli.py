@@ -479,19 +479,19 @@ def test_signals_behind_the_end_of_a_command_change_nothing():
     text = """
 import os, sys
 from batchinfer import cli, program
-from batchinfer.launch.rank_process import SpareRank
+from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.stop import SIGNALS, StopSignal
 
 def main(*_):
     StopSignal()
     sys.exit(3)
 
-def end(self, end=SpareRank.end):
+def end(self, end=TokenizerProcess.end):
     for number in (*SIGNALS, *SIGNALS):
         os.kill(os.getpid(), number)
     end(self)
 
-cli.main, SpareRank.end = main, end
+cli.main, TokenizerProcess.end = main, end
 program.program()
 """
     done = subprocess.run([sys.executable, "-c", text, "run"], check=False, capture_output=True, text=True)
