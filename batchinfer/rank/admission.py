@@ -1,4 +1,4 @@
-"""When a rank wants to prefill, decode and ask for more: what it votes for before each step."""
+"""Admission of requests: a rank's vote before each step, and its demand for further requests."""
 
 from batchinfer.config import FREE_SHARE
 from batchinfer.model.fused.graph_size import DecodeBatch
@@ -13,7 +13,7 @@ from batchinfer.records import ConfigError
 
 
 class Admission:
-    """Looks at what waits and runs on a rank; changes nothing."""
+    """Decides by the waiting and running requests of a rank; changes nothing."""
 
     def __init__(
         self,
@@ -28,21 +28,21 @@ class Admission:
 
     @property
     def num_free_slots(self) -> int:
-        """Sequences that decode has room for."""
+        """Number of sequences that decode has room for."""
         return self._context.decode_requests - len(self._running.sequences) - self._queue.num_kept_slots
 
     @property
     def num_to_admit(self) -> int | None:
-        """Prompts that may begin now; None: not even one under way may go on, as decode ranks have enough to read."""
+        """Number of prompts that may begin now; None if decode ranks have enough to read, so that no prompt may run."""
         if self._context.place.runs_decode:
-            return 0 if self._migration.waiting else self.num_free_slots  # those that have run elsewhere go first
+            return 0 if self._migration.waiting else self.num_free_slots  # requests from other ranks go first
         if not self._migration.has_room:
             return None
         return min(self._context.decode_requests, self._migration.num_fitting(self._queue.waiting))
 
     @property
     def needs_work(self) -> bool:
-        """Whether less is waiting than two prefill steps take: one runs while more come; others would only lie here."""
+        """Whether less than two prefill steps are waiting: one step runs while further requests arrive."""
         context, queue = self._context, self._queue
         return (
             context.place.runs_prefill
@@ -51,7 +51,7 @@ class Admission:
         )
 
     def vote(self, *, leave: bool, place: bool, calibrate: bool = False) -> StepVote:
-        """What this rank could do next."""
+        """Return this rank's vote for the next step."""
         num_running = len(self._running.sequences)
         prefill = self._should_prefill()
         both_halves = self._queue.fills_both_halves if prefill else num_running > 1
@@ -66,10 +66,10 @@ class Admission:
         )
 
     def refuse_what_never_fits(self) -> None:
-        """With nothing running all pages can be had: what does not fit then never will.
+        """Raise if the first waiting request does not fit although no request runs, so that all pages are free.
 
         Raises:
-            ConfigError: the first waiting request needs more.
+            ConfigError: the first waiting request needs more pages than the budget holds.
         """
         if self._prompt_pages.num_running:
             return
@@ -82,7 +82,7 @@ class Admission:
             )
 
     def _batch(self) -> DecodeBatch:
-        """What a decode step would have on this rank."""
+        """Return the size of a decode step of this rank, for the choice of a graph."""
         context, running = self._context, self._running
         return DecodeBatch() if context.graphs is None else context.graphs.batch(context.model, running.kv_lengths)
 

@@ -1,4 +1,4 @@
-"""What goes into a model step and comes out of it: chunks of prompts as tensors, new tokens for sequences."""
+"""Inputs and results of a model step: chunks of prompts as tensors, new tokens for sequences."""
 
 from dataclasses import dataclass, field
 from math import isfinite
@@ -42,23 +42,23 @@ class Chunk:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the first new token is picked behind it."""
+        """Whether the step samples the first new token after this chunk."""
         return self.completes_prompt and self.sequence.request.sampling.max_tokens > 0
 
     @property
     def scored_tokens(self) -> list[int]:
-        """The tokens of the prompt that are scored by what runs here: each under the logits of the one before it."""
+        """The prompt's tokens that this chunk scores: each under the logits of the token before it."""
         request = self.sequence.request
         return request.token_ids[max(self.start + 1, request.score_from) : self.end + 1] if request.score_from else []
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step did on this rank; the counts are those of StepRecord."""
+    """Results of one step of this rank; the counts are those of StepRecord."""
 
     expert_counts: torch.Tensor  # see StepOutput
-    done_s: float  # Unix time when its tokens were there
-    finished: list[Sequence]  # with it, no longer running
+    done_s: float  # Unix time when the step's tokens were on the host
+    finished: list[Sequence]  # sequences that ended in this step
     num_requests: int
     new_tokens: int
     output_tokens: int
@@ -68,18 +68,18 @@ class StepResult:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     attention_work: float = 0.0
-    started: list[Sequence] = field(default_factory=list)  # their prompt has run and they go on
+    started: list[Sequence] = field(default_factory=list)  # sequences whose prompt is complete and that go on
 
 
 def prefill_step(
     chunks: list[Chunk], copies: dict[int, int], *, num_alternatives: int = 0, num_states: int = 0
 ) -> StepInput:
-    """One step over chunks of several prompts, packed one after the other; without chunks a step without tokens.
+    """Build one step of chunks of several prompts, packed one after the other; without chunks a step without tokens.
 
     Args:
         copies: KV slot to fill -> KV slot to copy from, in every layer before attention reads the pages.
-        num_alternatives: to report beside each scored token.
-        num_states: most last tokens of each complete prompt whose states are wanted, see `state_counts`.
+        num_alternatives: most likely tokens to report with each scored token.
+        num_states: largest number of last tokens of each complete prompt whose states are returned, see `state_counts`.
     """
     tokens = _joined([np.asarray(chunk.sequence.request.token_ids[chunk.start : chunk.end]) for chunk in chunks])
     positions = _joined([np.arange(chunk.start, chunk.end) for chunk in chunks])
@@ -114,19 +114,19 @@ def prefill_step(
 
 
 def state_counts(chunks: list[Chunk], most: int) -> np.ndarray:
-    """[number of chunks] how many of the last rows of each leave their states: those of prompts that are answered."""
+    """Return [number of chunks] the number of last rows of each chunk whose states are kept; 0 unless it is sampled."""
     return np.array([min(most, chunk.num_tokens) if chunk.is_sampled else 0 for chunk in chunks], dtype=np.int64)
 
 
 def sampling_rows(sequences: list[Sequence]) -> SamplingRows:
-    """The sampling parameters of some sequences as columns."""
+    """Return the sampling parameters of some sequences as columns."""
     return SamplingRows.of(
         [sequence.request.sampling for sequence in sequences], [sequence.request.sampling_key for sequence in sequences]
     )
 
 
 def take_token(sequence: Sequence, sampled: Sampled, row: int, eos_token_ids: frozenset[int]) -> None:
-    """Let a sequence decide about its new token, in this row."""
+    """Give a sequence its new token, in this row; the sequence decides whether it ends."""
     if sampled.is_finite[row]:
         sequence.accept(int(sampled.tokens[row]), _logprob(sampled, row, sequence), eos_token_ids)
     else:
@@ -134,11 +134,11 @@ def take_token(sequence: Sequence, sampled: Sampled, row: int, eos_token_ids: fr
 
 
 def take_tokens(sequence: Sequence, tokens: list[int], is_finite: bool, eos_token_ids: frozenset[int]) -> int:
-    """Let a sequence decide about its new tokens, whose logits nobody asks for; how many it has taken.
+    """Give a sequence several new tokens without log-probabilities; return the number that it took before it ended.
 
     Args:
-        tokens: at least one; none but the last ends a sequence that does not look at each of them.
-        is_finite: the logits of the last one.
+        tokens: at least one; only the last one can end a sequence that does not look at every token.
+        is_finite: whether the logits of the last one are finite.
     """
     *first, last = tokens
     if not sequence.looks_at_every_token:
@@ -164,7 +164,7 @@ def _logprob(sampled: Sampled, row: int, sequence: Sequence) -> TokenLogprob | N
 
 
 def take_scores(chunks: list[Chunk], scores: Scores) -> None:
-    """Give sequences what these chunks of their prompts have scored."""
+    """Add the scores of these chunks' tokens to their sequences."""
     columns = [values.tolist() for values in to_host(scores.logprobs, scores.top_tokens, scores.top_logprobs)]
     place = 0
     for chunk in chunks:
@@ -181,8 +181,8 @@ def take_scores(chunks: list[Chunk], scores: Scores) -> None:
 
 
 def _scored_rows(chunk: Chunk, end: int) -> np.ndarray:
-    """The rows of the step under whose logits a chunk's tokens are scored; it ends before row `end`."""
-    last = end - chunk.completes_prompt  # nothing of the prompt comes behind its last token
+    """Return the rows of the step whose logits score a chunk's tokens; the chunk ends before row `end`."""
+    last = end - chunk.completes_prompt  # the last token has no next one to score
     return np.arange(last - len(chunk.scored_tokens), last)
 
 

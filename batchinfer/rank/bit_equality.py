@@ -1,6 +1,6 @@
-"""Whether a row of this rank's has the same bits alone and among others: known of C++, measured of plain PyTorch.
+"""Bit equality of this rank's rows, alone and in any batch: given for C++, measured for plain PyTorch.
 
-Said once, when the model is loaded. A GPU's libraries may split sums by what else there is, so nothing is said of them.
+Reported once, when the model is loaded. On a GPU it is unknown: its libraries may split sums by the batch.
 """
 
 import torch
@@ -18,15 +18,15 @@ _PLAIN = "reference"  # a backend, and how the names of its operations' modules 
 
 
 def equal_rows(model: Transformer, backend: str = AUTO) -> EqualRows:
-    """What holds for this model in this process, with its number of threads.
+    """Return whether rows of this model have equal bits in every batch, in this process with its number of threads.
 
     Args:
-        backend: that the model was loaded with, for advice.
+        backend: the backend with which the model was loaded, for the remedy.
     """
     kinds = model.kernels.split(", ")[0].split()
     if model.device.type != "cpu" or not (model.ops.has_fixed_sums or all(kind.startswith(_PLAIN) for kind in kinds)):
         processor = device_name(model.device) if model.device.type != "cpu" else processor_name()
-        reason = "kernels for GPUs may split a row's sums by what else there is; it is not measured"
+        reason = "kernels for GPUs may split a row's sums by the other rows of the batch; this is not measured"
         return EqualRows(None, reason, processor, f"{processor}, {model.kernels}")
     if model.ops.has_fixed_sums:
         return EqualRows(True, None, f"{processor_name()} ({cpu_build.instructions().name})", model.kernels)
@@ -43,14 +43,14 @@ def equal_rows(model: Transformer, backend: str = AUTO) -> EqualRows:
 
 
 def why_no_cpp(model: Transformer, backend: str) -> str | None:
-    """Why a model on a CPU runs in plain PyTorch although its backend leaves the C++ operations open."""
+    """Return why a model on a CPU runs in plain PyTorch although its backend is "auto"; None if it does not."""
     if model.device.type != "cpu" or backend != AUTO or model.ops.has_fixed_sums:
         return None
     return cpu_build.why_not()
 
 
 def _remedy(backend: str) -> str:
-    """What to do about plain PyTorch that depends on the batch."""
+    """Return the remedy for plain PyTorch whose bits depend on the batch."""
     if matrix_library_mode() and not matrix_library_settings():
         return "unset MKL_CBWR in the environment"
     if backend == _PLAIN:

@@ -1,6 +1,6 @@
-"""KV on its way between hosts that share no folder: an object of the run folder in an object store, until it was read.
+"""KV transfers between hosts that share no folder: each is an object of the run, deleted once it was read.
 
-What is put and fetched is memory without a name, so no disk is touched.
+Transfers are put from and fetched into anonymous memory: no disk is touched.
 """
 
 import os
@@ -15,10 +15,10 @@ from batchinfer.records import PeerLostError
 
 
 class BucketTransfers:
-    """The transfers of one rank.
+    """KV transfers of one rank through an object store.
 
     Args:
-        folder: of this rank's objects.
+        folder: the folder of this rank's objects in the store.
     """
 
     def __init__(self, bucket: Bucket, folder: str) -> None:
@@ -39,10 +39,10 @@ class BucketTransfers:
 
     @contextmanager
     def fetched(self, name: str) -> Iterator[str]:
-        """The path of a transfer that another rank has put, in memory.
+        """Fetch a transfer that another rank has put; yield its path in memory.
 
         Raises:
-            PeerLostError: it is gone; its sender has ended.
+            PeerLostError: the transfer is gone, as its sender has ended.
             StoreError: the store does not give it.
         """
         descriptor = os.memfd_create("batchinfer-kv")

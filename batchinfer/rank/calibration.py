@@ -1,4 +1,4 @@
-"""Which experts a few pieces of the job's prompts ask for, before the first request: what placing begins with."""
+"""Calibration: counts of the experts that a few pieces of prompts choose, for placing them before the first request."""
 
 import torch
 
@@ -9,12 +9,13 @@ from batchinfer.rank.context import RankContext
 
 
 def count_experts(context: RankContext, pieces: list[list[int]]) -> tuple[int, list[list[int]]]:
-    """Run pieces of prompts as one prefill step whose results are thrown away; all ranks of the group do so together.
+    """Run pieces of prompts as one prefill step and drop its results; all ranks of the group do so together.
 
     Every token is finished, so that the last layer counts all of them, too. No page may be in use.
 
     Returns:
-        The tokens that ran, as many as fit a step and the pages; and how often each expert was chosen, [L, E].
+        The number of tokens that ran, as many as fit into a step and the pages.
+        [L, E] the number of times that each expert was chosen.
     """
     spans: list[PrefillSpan] = []
     tokens: list[int] = []

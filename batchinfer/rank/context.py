@@ -1,4 +1,4 @@
-"""What the parts of a rank have in common: its model, its pages, its role and the size of its steps."""
+"""RankContext, shared by all parts of a rank: model, pages, role and step sizes."""
 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -26,7 +26,7 @@ ALONE = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank."""
+    """Model, tokenizer, pages, role and limits of one rank."""
 
     model: Transformer
     tokenizer: PromptTokenizer
@@ -35,14 +35,14 @@ class RankContext:
     decode_requests: int  # most of a decode step
     place: RankPlace = ALONE
     mesh: Mesh = field(default_factory=Mesh.alone)
-    transfer_bytes: int = 0  # of KV that other ranks have not read yet: no prompt is admitted while there is more
-    transfers: Path | BucketTransfers | None = None  # for KV between hosts; None: anonymous memory
-    graphs_off: bool = False  # decode steps are never to run as CUDA graphs
+    transfer_bytes: int = 0  # no prompt is admitted while other ranks have more KV than this still to read
+    transfers: Path | BucketTransfers | None = None  # where KV goes on its way between hosts; None: anonymous memory
+    graphs_off: bool = False  # decode steps never run as CUDA graphs
     # run two micro-batches in turn when there is work for both; "auto": where the ranks have measured that it pays
     overlap: bool | Literal["auto"] = False
     share_prefixes: bool = True
     traced: bool = False  # report the spans of the first steps
-    reasoning: Mode = "none"  # how thinking is told from answers
+    reasoning: Mode = "none"  # how thinking is separated from answers
     continues: bool = False  # answers go on with the last message of their prompt
     placement: int = 0  # number of the placement with which the experts were loaded
 
@@ -52,25 +52,25 @@ class RankContext:
 
     @cached_property
     def pages(self) -> torch.Tensor:
-        """[L, P, 64, W], the pool; where graphs need them, pages behind it that no request has."""
+        """[L, P, 64, W], the page pool, followed by the filler pages of graphs, which no request uses."""
         num_filler = 0 if self.no_graphs else num_filler_pages(self.decode_requests, self.mesh.size)
         return self.model.new_pages(self.num_pages + num_filler)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The quickest way to run steps that are not recorded as graphs: decode in one call, else plain."""
+        """The fastest schedule of steps that are not recorded as graphs: decode in one call if possible, else plain."""
         return Schedule(decode=FusedDecode.of(self.model) or plain)
 
     @cached_property
     def no_graphs(self) -> str | None:
-        """Why this rank's decode steps never run as graphs; None: they do where the group agrees on it."""
+        """Reason why this rank's decode steps never run as graphs; None if they do where the group agrees."""
         if not self.place.runs_decode:
             return "the rank runs no decode steps"
         return why_not_recorded(self.model, switched_off=self.graphs_off)
 
     @cached_property
     def graphs(self) -> DecodeGraphs | None:
-        """Of decode steps; None: see `no_graphs`."""
+        """CUDA graphs of decode steps; None for the reason in `no_graphs`."""
         if self.no_graphs:
             return None
         memory = partial(has_memory, self.model.device)
@@ -78,26 +78,26 @@ class RankContext:
 
     @property
     def draft(self) -> Draft:
-        """The quickest way to draft tokens with the model's layer for multi-token prediction."""
+        """The fastest way to draft tokens with the model's layer for multi-token prediction."""
         assert self.model.mtp is not None
         decode = self.schedule.decode
         return decode.draft if isinstance(decode, FusedDecode) and decode.has_mtp else self.model.mtp
 
     @property
     def stack(self) -> Any:
-        """What runs decode steps with drafted tokens in one call; None: nothing does."""
+        """The C++ stack that runs decode steps with drafted tokens in one call; None if there is none."""
         decode = self.schedule.decode
-        if self.model.config.rope.query_scale is not None:  # its rows have cos and sin alone
+        if self.model.config.rope.query_scale is not None:  # the stack's rows hold cos and sin alone
             return None
         return decode.stack if isinstance(decode, FusedDecode) and decode.has_mtp else None
 
     @cached_property
     def rules(self) -> RuleMaker:
-        """Makes the rules of requests that change the model's logits."""
+        """Factory of the rules of requests that change the model's logits."""
         return RuleMaker(self.tokenizer, self.model.config.vocab_size)
 
     def thinking(self, request: Request) -> Thinking | None:
-        """The thinking of a request's answer; None: nothing looks for any."""
+        """Return the thinking of a request's answer; None if the job and the request do not look for it."""
         if self.reasoning == "none" and request.sampling.thinking_budget is None:
             return None
         tokens = self._thinking_tokens

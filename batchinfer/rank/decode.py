@@ -1,4 +1,4 @@
-"""Decode steps: all running sequences take a token per step, or several, and come and go between steps."""
+"""Decode steps: every running sequence takes one token or several; sequences join and leave between steps."""
 
 import time
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ def decode_step(
     drafter: Drafter | None = None,
     graph: GraphSize | None = None,
 ) -> StepResult:
-    """Generate one token for every running sequence (there may be none: then only take part), or several.
+    """Generate one token or several for every running sequence; without sequences only take part in the group's step.
 
     Args:
         table: the running sequences; those that finish leave it.
-        log: receives what was done when.
+        log: receives the spans of the step.
         in_pairs: run two micro-batches in turn.
-        drafter: of a rank that drafts tokens; what it drafts is run beside the tokens that are due, and a guess that
-            is what would have been picked anyway saves a step.
+        drafter: drafts tokens, if this rank does; guesses run in the same step as the due tokens, and a guess that
+            equals the sampled token saves a step.
         graph: run the step as a graph of this size; None: as plain operations.
     """
     drafts = None
@@ -77,7 +77,7 @@ def decode_step(
 def _speculate(
     context: RankContext, table: DraftedTable, log: SpanLog, drafter: Drafter, num_guesses: int
 ) -> StepResult | None:
-    """Steps with guesses in one call, which count as one; None: they cannot be run so."""
+    """Run several steps with guesses in one call, which count as one step; return None if this is not possible."""
     kv_lengths = table.kv_lengths.copy()
     with MicroBatchSpans(log).compute("DECODE"):
         ran = drafter.speculate(table, context.pages, num_guesses)
@@ -86,7 +86,7 @@ def _speculate(
     finished, taken = table.accept_steps(ran.outcome)
     drafter.forget(finished)
     drafter.note_speculated(len(taken), ran)
-    num_dropped = sum(row[0] for row in ran.outcome) - int(taken.sum())  # behind a stop string
+    num_dropped = sum(row[0] for row in ran.outcome) - int(taken.sum())  # after a stop string
     return _result(ran.expert_counts, finished, kv_lengths, taken, ran.num_drafted, sum(ran.right) - num_dropped)
 
 
@@ -98,7 +98,12 @@ def _result(
     num_drafted: int,
     num_accepted: int | None = None,
 ) -> StepResult:
-    """Of a step that has just ended; each request had this KV length before it and has taken this number of tokens."""
+    """Return the result of a step that has just ended.
+
+    Args:
+        kv_lengths: [S] KV tokens of each request before the step.
+        taken: [S] tokens that each request took.
+    """
     count, num_new = len(taken), int(taken.sum())
     return StepResult(
         expert_counts,
@@ -115,7 +120,7 @@ def _result(
 
 
 def _note(drafter: Drafter, drafts: Drafts | None, sequences: list[Sequence], taken: np.ndarray) -> None:
-    """Tell the drafter of the step that has just ended."""
+    """Report the step that has just ended to the drafter."""
     if drafts is None:
         drafter.note_step(len(sequences))
     else:
@@ -124,7 +129,7 @@ def _note(drafter: Drafter, drafts: Drafts | None, sequences: list[Sequence], ta
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """A step to run, and how its rows are sampled."""
+    """The next step, and the sampling of its rows."""
 
     step: StepInput | StepHalves
     sampling: SamplingRows

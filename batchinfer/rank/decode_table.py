@@ -1,6 +1,6 @@
 """The running sequences of a rank as arrays, so that a decode step costs no Python per sequence."""
 
-# S running sequences, P pages of the one that has most
+# S running sequences, P pages of the sequence with most
 
 from collections.abc import Container
 
@@ -16,19 +16,19 @@ from batchinfer.rank.sequence import Sequence
 from batchinfer.records import RequestKey
 
 _ALL = slice(None)
-HELD_STEPS = 64  # tokens of a sequence that the table holds before it hands them over
+HELD_STEPS = 64  # tokens of a sequence that the table holds before the sequence gets them
 
 # as struct RequestRow of csrc/speculation.h
 ROW = np.dtype(
     [
-        ("kv_tokens", np.int64),  # that the next step attends to, its own new token included
+        ("kv_tokens", np.int64),  # KV tokens that the next step attends to, its own new token included
         ("num_new", np.int64),  # tokens generated
         ("max_tokens", np.int64),
         ("last_token", np.int64),
-        ("slot", np.int64),  # of what is kept of it for drafting
+        ("slot", np.int64),  # of the sequence in DraftStates
         ("first_held", np.int64),  # column of the first token that its sequence does not have yet
         ("ignores_eos", np.bool_),
-        ("is_watched", np.bool_),  # more than its end depends on a token: the sequence looks at each itself
+        ("is_watched", np.bool_),  # the sequence looks at every token, as more than its end depends on them
         ("has_rules", np.bool_),
     ],
     align=True,
@@ -36,43 +36,43 @@ ROW = np.dtype(
 
 
 class DecodeTable:
-    """A row per sequence. A step counts up and stores the new tokens; sequences come and go row by row.
+    """Table with a row per running sequence; a step counts up and stores the new tokens.
 
-    Most tokens change nothing but a count. A sequence hears of its tokens when it may have ended, when it looks at each
-    of them, when it leaves, and every HELD_STEPS steps.
+    Most tokens change nothing but a count. A sequence gets its tokens when it may have ended, when it looks at every
+    token, when it leaves, and every HELD_STEPS steps.
     """
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self.sequences: list[Sequence] = []
         self._eos_token_ids = eos_token_ids
         self._eos_tokens = np.array(sorted(eos_token_ids), dtype=np.int64)
-        self._stop_tokens = np.zeros(0, dtype=np.int64)  # that end some of the sequences
+        self._stop_tokens = np.zeros(0, dtype=np.int64)  # stop tokens of any sequence
         self._rows = np.zeros(0, ROW)
         self._pages = np.zeros((0, 1), dtype=np.int64)  # [S, P]
         self._held = np.zeros((0, HELD_STEPS), dtype=np.int64)  # [S, HELD_STEPS] new tokens
-        self._num_held = 0  # columns of it that are filled
-        self._num_first: int | None = None  # sequences of micro-batch 0; None: not halved since one came or went
-        self._is_arranged = False  # since one came or went
+        self._num_held = 0  # filled columns of _held
+        self._num_first: int | None = None  # sequences of micro-batch 0; None if one joined or left since halving
+        self._is_arranged = False  # since a sequence joined or left
         self.sampling = SamplingRows.of([], [])
 
     @property
     def num_new(self) -> np.ndarray:
-        """[S] tokens that each has generated so far."""
+        """[S] tokens that each sequence has generated so far."""
         return self._rows["num_new"]
 
     @property
     def kv_lengths(self) -> np.ndarray:
-        """[S] KV tokens that each attends to in the next step."""
+        """[S] KV tokens that each sequence attends to in the next step."""
         return self._rows["kv_tokens"]
 
     @property
     def rules(self) -> list[tuple[int, LogitRules]]:
-        """Of the rows that have some."""
+        """(row, rules) of each row that has logit rules."""
         rows = np.flatnonzero(self._rows["has_rules"]).tolist()
         return [(row, rules) for row in rows if (rules := self.sequences[row].rules) is not None]
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Sequences with at least one generated token join."""
+        """Add sequences with at least one generated token."""
         if not sequences:
             return
         rows = np.zeros(len(sequences), ROW)
@@ -99,23 +99,23 @@ class DecodeTable:
         self._num_first, self._is_arranged = None, False
 
     def remove(self, keys: Container[RequestKey]) -> list[Sequence]:
-        """Take those of these requests that are here out."""
+        """Take the sequences of these requests out, as far as they are here, and return them."""
         rows = [row for row, sequence in enumerate(self.sequences) if sequence.request.key in keys]
         for row in rows:
             self._hand_over(row)
         return self._take_out(rows)
 
     def arrange(self) -> None:
-        """Put long and short sequences by turns: what lies together adds up to about the same everywhere.
+        """Alternate long and short sequences, so that any run of neighbours has about the same total length.
 
-        A GPU's parts get sequences that lie together.
+        Each part of a GPU gets neighbouring sequences.
         """
         if not self._is_arranged:
             self._keep(_by_turns(np.argsort(-self._rows["kv_tokens"], kind="stable")))
             self._num_first, self._is_arranged = None, True
 
     def next_halves(self) -> StepHalves:
-        """As `next_step`, in two micro-batches, equal in number and nearly equal in KV tokens, each as by `arrange`."""
+        """Return the next step as two micro-batches, equal in number, nearly in KV tokens, ordered as by `arrange`."""
         if self._num_first is None:
             order, self._num_first = _halve_sequences(self._rows["kv_tokens"])
             self._keep(order)
@@ -123,12 +123,12 @@ class DecodeTable:
         return StepHalves(self.next_step(slice(self._num_first)), self.next_step(slice(self._num_first, None)))
 
     def next_step(self, rows: slice = _ALL) -> StepInput:
-        """One new token for each sequence of `rows`: the last generated one, at the end of its KV."""
+        """Return the step that runs the last generated token of each sequence of `rows`, at the end of its KV."""
         table = self._rows[rows]
         return decode_rows(table["last_token"].copy(), table["kv_tokens"].copy(), self._pages[rows])
 
     def accept(self, sampled: Sampled) -> list[Sequence]:
-        """Every sequence has one more token; those that end with it leave and are returned."""
+        """Give every sequence one more token; remove and return the sequences that end with it."""
         rows = self._rows
         rows["kv_tokens"] += 1
         rows["num_new"] += 1
@@ -150,7 +150,7 @@ class DecodeTable:
         return self._take_out([row for row in asked if self.sequences[row].finish_reason is not None])
 
     def _hand_over(self, row: int) -> None:
-        """Give a sequence its tokens that are only here."""
+        """Give a sequence its tokens that are only in the table."""
         first = int(self._rows["first_held"][row])
         if first < self._num_held:
             self.sequences[row].token_ids += self._held[row, first : self._num_held].tolist()
@@ -163,14 +163,14 @@ class DecodeTable:
         return taken
 
     def _keep(self, rows: np.ndarray) -> None:
-        """Only these rows, in this order."""
+        """Keep only these rows, in this order."""
         self.sequences = [self.sequences[row] for row in rows.tolist()]
         self._rows, self._pages, self._held = self._rows[rows], self._pages[rows], self._held[rows]
         self.sampling = self.sampling.take(rows)
 
 
 def decode_rows(tokens: np.ndarray, kv_tokens: np.ndarray, pages: np.ndarray) -> StepInput:
-    """A row per token, at the end of its KV."""
+    """Return a decode step with a row per token, each at the end of its sequence's KV."""
     positions = kv_tokens - 1
     page = pages[np.arange(len(positions)), positions // PAGE_TOKENS]
     used_pages = -(-int(kv_tokens.max(initial=1)) // PAGE_TOKENS)
@@ -185,12 +185,12 @@ def decode_rows(tokens: np.ndarray, kv_tokens: np.ndarray, pages: np.ndarray) ->
 
 
 def _are_among(tokens: np.ndarray, few: np.ndarray) -> np.ndarray:
-    """[S] bool; for a handful of tokens this is several times quicker than np.isin."""
+    """Return [S] bool, whether each token is one of `few`; for a handful several times faster than np.isin."""
     return (tokens[:, None] == few).any(axis=1)
 
 
 def _halve_sequences(kv_tokens: np.ndarray) -> tuple[np.ndarray, int]:
-    """[S] rows, those of micro-batch 0 first, and how many these are: longest first, 0 1 1 0 0 1 1 0 …"""
+    """Return [S] rows, those of micro-batch 0 first, and their number; longest first they go to 0 1 1 0 0 1 1 0 …"""
     longest_first = np.argsort(-kv_tokens, kind="stable")
     micro_batch = (np.arange(len(kv_tokens)) + 1) // 2 % 2
     halves = [_by_turns(longest_first[micro_batch == half]) for half in (0, 1)]
@@ -198,7 +198,7 @@ def _halve_sequences(kv_tokens: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _by_turns(rows: np.ndarray) -> np.ndarray:
-    """The first, the last, the second, the last but one, and so on to the one in the middle."""
+    """Return the first row, the last, the second, the last but one, and so on to the middle."""
     order = np.empty_like(rows)
     order[::2], order[1::2] = rows[: (len(rows) + 1) // 2], rows[::-1][: len(rows) // 2]
     return order

@@ -1,4 +1,4 @@
-"""Where a rank computes: a GPU of its own where there is one that the backend wants, else the CPU."""
+"""The device of a rank: a separate GPU for each rank if the backend uses GPUs and there are any, else the CPU."""
 
 import torch
 
@@ -9,11 +9,11 @@ _CPU_BACKENDS = ("cpu", "reference")
 
 
 def rank_device(backend: str, local_rank: int) -> torch.device:
-    """The device of a rank, which becomes this process's current one; its products in float32 are not shortened.
+    """Choose a rank's device, make it the process's current one, and have float32 products computed in full precision.
 
     Args:
         backend: cluster.backend; "cpu" and "reference" keep to the CPU, and so does Triton's interpreter.
-        local_rank: the rank's number among those of this host, from 0.
+        local_rank: the rank's number among the ranks of this host, from 0.
 
     Raises:
         ConfigError: the host has fewer GPUs than ranks.
@@ -35,5 +35,5 @@ def rank_device(backend: str, local_rank: int) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """As stats call it: "cpu", or what the GPU's maker calls it."""
+    """Return the device's name in statistics: "cpu", or the GPU's product name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -1,13 +1,13 @@
-"""How many tokens to draft for each running request: what pays by the times and guesses measured so far on this rank.
+"""The number of tokens to draft for each running request, by the times and guesses measured so far on this rank.
 
 A step over B requests with J guesses each runs B * (1 + J) rows and gives 1 + c1 + c1 c2 + ... tokens a request, where
-c says how often a guess is right of which those before it were. Where a step waits for weights, or for what lies around
-it, more rows cost little; where it computes they cost as much as they give.
+c is the share of guesses that are right among those whose predecessors were right. Where a step waits for weights, or
+for the work around it, more rows cost little; where it computes they cost as much as they give.
 
-A step without guesses is measured first. More rows than were measured are taken to cost what the last ones did, or
-nothing where none or one number of rows is known, and guesses to be right, so that they are tried; what was measured
-long ago is forgotten, and a guess that is not used is trusted a little more with every step. Where guesses do not pay
-nothing is measured for a while, each time longer.
+A step without guesses is measured first. So that guesses are tried, they are assumed to be right at first, and more
+rows than were measured to cost as much per row as the last ones, or nothing if one number of rows or none is known.
+Old measurements expire, and an unused guess is trusted a little more with every step. Where guesses do not pay nothing
+is measured for a while, each time longer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepTimes:
         self._last: dict[int, int] = {}  # the step in which the latest time came
 
     def note(self, size: int, seconds: float, step: int) -> None:
-        """A step of this size has run."""
+        """Take in the time of a step of this size."""
         name = _class_of(size)
         if self._is_old(name, step):
             self._times.pop(name)
@@ -59,10 +59,10 @@ class StepTimes:
             self._least[name] = min(times)
 
     def of(self, size: int, step: int, least: Point | None = None) -> float | None:
-        """As measured, or between what was measured of fewer and of more; None: not known.
+        """Return the measured seconds of a size, interpolated between its neighbours; None if they are not known.
 
         Args:
-            least: a size and its seconds in place of what was measured of it and of smaller ones.
+            least: a size and its seconds, which replace the measurements of this size and of smaller ones.
         """
         known = self._known(step, least)
         below = max((other for other in known if other <= _class_of(size)), default=None)
@@ -73,7 +73,10 @@ class StepTimes:
         return known[below] + share * (known[above] - known[below])
 
     def hoped(self, size: int, step: int, least: Point | None = None) -> float | None:
-        """As `of`; up to twice the largest size as the two largest go on, or at no cost where one alone is known."""
+        """Return the seconds of a size as `of` does, extrapolated to twice the largest size.
+
+        The two largest sizes give the slope; with a single known size it is 0.
+        """
         found = self.of(size, step, least)
         known = sorted((other, seconds) for other, seconds in self._known(step, least).items() if other <= size)
         if found is not None or not known or _class_of(size) > 2 * known[-1][0]:
@@ -84,7 +87,7 @@ class StepTimes:
         return seconds + (size - last) * max(0.0, seconds - before[0][1]) / (last - before[0][0])
 
     def age(self, size: int, step: int) -> int:
-        """Steps since one of this size was measured; of sizes that were not, since the first step."""
+        """Return the number of steps since this size was measured, or since the first step if it was not."""
         return step - self._last.get(_class_of(size), 0)
 
     def _known(self, step: int, least: Point | None) -> dict[int, float]:
@@ -99,14 +102,14 @@ class StepTimes:
 
 
 class DraftRule:
-    """Chooses by what it is told of each decode step. It decides about speed and never about a token."""
+    """The choice of the number of guesses by measured decode steps; it changes the speed and never a token."""
 
     def __init__(self) -> None:
         self._step = 0
         self._plain = StepTimes(_MOST_AGE)  # by requests
         self._drafted = StepTimes(_MOST_AGE)  # by rows
         self._drafts = [StepTimes() for _ in range(MOST_GUESSES)]  # by requests
-        self._right = [1.0] * MOST_GUESSES  # how often each guess is right of which those before it were
+        self._right = [1.0] * MOST_GUESSES  # share of right guesses, among those whose predecessors were right
         self._tried = [0] * MOST_GUESSES
         self._hoped_step = 0  # up to which guesses are trusted more for not being used
         self._kept: dict[int, _Decision] = {}  # by requests
@@ -114,30 +117,30 @@ class DraftRule:
         self._last_trial = 0  # the step
 
     def choose(self, num_requests: int) -> int:
-        """Guesses for each of `num_requests` in the coming step, 0 .. MOST_GUESSES; asked once for each step."""
+        """Return the guesses, 0 .. MOST_GUESSES, for each request in the next step; call it once for each step."""
         num_guesses = self._decision(num_requests).num_guesses
         self._step += 1
         return num_guesses
 
     def may_pay(self, num_requests: int) -> bool:
-        """Whether guesses are made in the coming step, or it is not known yet that they do not pay."""
+        """Return whether guesses are made in the next step, or may still turn out to pay."""
         decision = self._decision(num_requests)
         return decision.is_open or decision.num_guesses > 0
 
     def note_step(self, num_requests: int, seconds: float) -> None:
-        """A step without guesses took this long with all around it."""
+        """Take in the time of a step without guesses, with all work around it."""
         self._plain.note(num_requests, seconds, self._step)
 
     def note_drafted_step(self, num_rows: int, seconds: float) -> None:
-        """A step of this number of rows, guesses among them, took this long with all around it but the drafting."""
+        """Take in the time of a step with guesses, with all work around it but the drafting; rows include guesses."""
         self._drafted.note(num_rows, seconds, self._step)
 
     def note_drafts(self, num_requests: int, num_guesses: int, seconds: float) -> None:
-        """Drafting this number of tokens for each of these requests took this long."""
+        """Take in the time of drafting this number of tokens for each of these requests."""
         self._drafts[num_guesses - 1].note(num_requests, seconds, self._step)
 
     def note_right(self, tried: Sequence[int], right: Sequence[int]) -> None:
-        """How many first, second, ... guesses were looked at, and how many of these were right."""
+        """Take in the numbers of first, second, ... guesses that were tried, and that were right."""
         for guess, (num_tried, num_right) in enumerate(zip(tried, right, strict=True)):
             if num_tried:
                 self._tried[guess] += num_tried
@@ -145,7 +148,7 @@ class DraftRule:
                 self._right[guess] += news * (num_right / num_tried - self._right[guess])
 
     def tokens_per_request(self, num_guesses: int) -> float:
-        """That a step is expected to give."""
+        """Return the expected number of tokens per request and step."""
         tokens = chance = 1.0
         for right in self._right[:num_guesses]:
             chance *= right
@@ -160,7 +163,7 @@ class DraftRule:
         return kept
 
     def _rest_of_fewer(self, name: int) -> _Decision | None:
-        """What does not pay with fewer requests does not with more."""
+        """Return a current decision against guesses with fewer requests, which holds for more, too; else None."""
         rests = [kept for other, kept in self._kept.items() if other < name and kept.is_rest]
         return next((kept for kept in rests if self._step < kept.end_step), None)
 
@@ -200,7 +203,7 @@ class DraftRule:
 class _Decision:
     num_guesses: int
     is_open: bool  # steps without guesses are to be measured first
-    end_step: int  # in which it is made anew
+    end_step: int  # the step in which it is decided again
 
     @property
     def is_rest(self) -> bool:
@@ -208,6 +211,6 @@ class _Decision:
 
 
 def _class_of(size: int) -> int:
-    """Sizes that are measured together: 1 .. 8, then those that have their first three bits in common."""
+    """Return the class of sizes that are measured together: 1 .. 8, then sizes with the same first three bits."""
     dropped = max(0, size.bit_length() - 3)
     return size >> dropped << dropped

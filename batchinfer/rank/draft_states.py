@@ -1,13 +1,13 @@
-"""What is kept of running requests so that the layer for multi-token prediction can draft their next tokens.
+"""States of running requests from which the layer for multi-token prediction drafts their next tokens.
 
-The layer has keys of its own, which nobody else needs: they are made of the latest states of a request when tokens are
-drafted for it, and kept from then on in pages of their own. A request's slot has
+The layer has separate keys. They are computed from a request's latest states when tokens are drafted for it, and kept
+from then on in separate pages. A request's slot has
 
     states, tokens   of its latest CONTEXT places, each at its number modulo CONTEXT
-    pages            the keys of places from `base` on; when they are full they begin anew with the latest CONTEXT
+    pages            the keys of places from `base` on; when they are full they restart with the latest CONTEXT
 
-A place is a position of the text: the model's normed state there and the token behind it. The newest one is the last
-but one of the tokens.
+A place is a position of the text: the model's normed state there and the next token. The newest place is that of the
+last but one of the tokens.
 """
 
 # S requests, R places, D hidden
@@ -29,7 +29,7 @@ from batchinfer.rank.drafts import depths_of
 from batchinfer.rank.sequence import Sequence
 
 CONTEXT = 32  # places whose states are kept
-MOST_REQUESTS = 64  # that have a slot; with more running nothing is kept
+MOST_REQUESTS = 64  # number of slots; with more requests running nothing is kept
 _PAGES = 8  # of a slot
 
 
@@ -55,13 +55,13 @@ class DraftStates:
         states: torch.Tensor,
         tokens: np.ndarray,
     ) -> None:
-        """Remember the newest places of at most MOST_REQUESTS running sequences.
+        """Keep the newest places of at most MOST_REQUESTS running sequences.
 
         Args:
-            ends: [S] behind the last place of each.
-            counts: [S] places of each, at most CONTEXT.
+            ends: [S] the position after the last place of each sequence.
+            counts: [S] number of places of each sequence, at most CONTEXT.
             states: [R, D] in the order of sequences and places.
-            tokens: [R] int64, behind each place.
+            tokens: [R] int64, the token after each place.
         """
         slots, starts = self.slots_of(sequences), ends - counts
         begins_anew = self._end[slots] != starts
@@ -77,19 +77,19 @@ class DraftStates:
         self._tokens[rows] = torch.from_numpy(tokens)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """They do not run here any more."""
+        """Drop the states of sequences that left this rank."""
         for sequence in sequences:
             self._slot_of.pop(sequence, None)
 
     def are_known(self, sequences: ListOf[Sequence], ends: np.ndarray) -> np.ndarray:
-        """[S] bool, whether the places of a sequence are known up to `ends`."""
+        """Return [S] bool, whether the places of each sequence are known up to `ends`."""
         slots = np.array([self._slot_of.get(sequence, -1) for sequence in sequences], dtype=np.int64)
         return (slots >= 0) & (self._end[slots] == ends)
 
     def next_input(
         self, sequences: ListOf[Sequence], sampling: SamplingRows, num_new: np.ndarray, num_guesses: int
     ) -> DraftInput:
-        """Rows of those places of some sequences that have no keys yet, and of further guesses; all get keys by it."""
+        """Return rows for the places of some sequences that have no keys yet, and for further guesses; all get keys."""
         slots = np.array([self._slot_of[sequence] for sequence in sequences], dtype=np.int64)
         ends, filled, base = self._end[slots], self._filled[slots], self._base[slots]
         oldest = np.maximum(self._first[slots], ends - CONTEXT)
@@ -123,7 +123,7 @@ class DraftStates:
         )
 
     def slots_of(self, sequences: ListOf[Sequence]) -> np.ndarray:
-        """[S] of these sequences, which have one from now on."""
+        """Return [S] the slots of these sequences; give a free slot to each sequence without one."""
         missing = [sequence for sequence in sequences if sequence not in self._slot_of]
         free = sorted(set(range(MOST_REQUESTS)) - set(self._slot_of.values())) if missing else []
         for sequence, slot in zip(missing, free, strict=False):

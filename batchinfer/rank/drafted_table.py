@@ -1,4 +1,4 @@
-"""The running sequences of a rank whose decode steps have guesses, several tokens of each in a step."""
+"""The running sequences of a rank whose decode steps have guesses: a step may give each several tokens."""
 
 # S running sequences
 
@@ -17,31 +17,31 @@ from batchinfer.rank.sequence import Sequence
 
 
 class DraftedTable(DecodeTable):
-    """As DecodeTable."""
+    """A DecodeTable that also takes several tokens per sequence and step."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         super().__init__(eos_token_ids)
         self._tensors: RequestTensors | None = None
-        self._of_rows = self._rows  # that they are made of
+        self._of_rows = self._rows  # of which _tensors is made
 
     @property
     def most_guesses(self) -> np.ndarray:
-        """[S] tokens that may be drafted for each: it must have room for one more, and its rules know no guesses."""
+        """[S] largest number of guesses for each: 0 with logit rules, else its tokens left but one."""
         return np.where(self._rows["has_rules"], 0, self._rows["max_tokens"] - self._rows["num_new"] - 1)
 
     @property
     def slots(self) -> np.ndarray:
-        """[S] see ROW; whoever drafts writes them."""
+        """[S] slot of each sequence in DraftStates; Drafter writes them."""
         return self._rows["slot"]
 
     @property
     def are_told_tokens_alone(self) -> bool:
-        """Whether nobody changes the logits of a sequence or looks at more of them than its token."""
+        """Whether no sequence has logit rules or reports log-probabilities."""
         return not self._rows["has_rules"].any() and int(self.sampling.num_logprobs.max(initial=-1)) < 0
 
     @property
     def tensors(self) -> RequestTensors:
-        """The same memory for C++; another object whenever a sequence has come or gone."""
+        """The table's memory as tensors for C++; another object after a sequence joined or left."""
         if self._tensors is None or self._of_rows is not self._rows:
             self._of_rows = rows = self._rows
             sampling = self.sampling
@@ -56,13 +56,17 @@ class DraftedTable(DecodeTable):
         return self._tensors
 
     def next_drafted_step(self, drafts: Drafts) -> StepInput:
-        """As `next_step`, with a row behind that for each guess as if it were right: a row sees those before it."""
+        """Return `next_step` with a further row for each guess after its sequence's row, which it attends to."""
         of_row, tokens = drafts.of_row, self._rows["last_token"][drafts.of_row]
         tokens[drafts.depths > 0] = drafts.tokens[drafts.are_tried]
         return decode_rows(tokens, self._rows["kv_tokens"][of_row] + drafts.depths, self._pages[of_row])
 
     def accept_drafted(self, sampled: Sampled, drafts: Drafts) -> tuple[list[Sequence], np.ndarray]:
-        """Every sequence has the tokens up to the first that was not guessed; as `accept`, with how many each has."""
+        """Give every sequence its tokens up to the first that was not guessed.
+
+        Returns:
+            The sequences that end, which leave, and [S] the number of tokens of each sequence.
+        """
         self._hand_all_over()
         rows, taken = self._rows, _take_tokens(self.sequences, sampled, drafts, self._eos_token_ids)
         rows["kv_tokens"] += taken
@@ -72,7 +76,7 @@ class DraftedTable(DecodeTable):
         return self._take_out(finished), taken
 
     def accept_steps(self, outcome: list[list[int]]) -> tuple[list[Sequence], np.ndarray]:
-        """As `accept_drafted`, of steps whose counts and last tokens are in the rows already.
+        """Give every sequence its tokens as `accept_drafted` does; counts and last tokens are in the rows already.
 
         Args:
             outcome: see Speculated.
@@ -90,7 +94,7 @@ class DraftedTable(DecodeTable):
         return self._take_out(finished), taken
 
     def _hand_all_over(self) -> None:
-        """Give the sequences their tokens that are only here."""
+        """Give the sequences their tokens that are only in the table."""
         if self._num_held:
             for row in range(len(self.sequences)):
                 self._hand_over(row)
@@ -100,7 +104,7 @@ class DraftedTable(DecodeTable):
 def _take_tokens(
     sequences: list[Sequence], sampled: Sampled, drafts: Drafts, eos_token_ids: frozenset[int]
 ) -> np.ndarray:
-    """Let each sequence decide about its tokens up to the first that was not guessed; [S] how many it has taken."""
+    """Give each sequence its tokens up to the first that was not guessed; return [S] the numbers of tokens taken."""
     taken = np.ones(len(sequences), dtype=np.int64)
     tokens, guesses = sampled.tokens.tolist(), drafts.tokens.tolist()
     for row, (sequence, first) in enumerate(zip(sequences, drafts.first_rows.tolist(), strict=True)):

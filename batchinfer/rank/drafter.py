@@ -1,6 +1,6 @@
-"""Drafts the next tokens of a rank's running requests where that pays, and learns from each step whether it does.
+"""Drafting of the next tokens of a rank's running requests where it pays, which each step measures.
 
-Only the speed of a rank depends on it: a guess counts where the model, run behind it, picks the same token.
+Drafting changes only the speed of a rank: a guess counts if the model, run at its place, picks the same token.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from batchinfer.rank.sequence import Sequence
 
 _MOST_PROMPTS = 16
 MOST_STEPS = 8  # of one call
-_MICROSECONDS = 2000  # after which a call begins no further step: the rank is to look at its messages
+_MICROSECONDS = 2000  # after which a call begins no further step, so that the rank reads its messages
 
 
 class Drafter:
-    """Of one rank.
+    """The drafting of one rank.
 
     Args:
         draft: runs the model's layer for multi-token prediction.
-        rule: says how many tokens to draft.
-        stack: runs steps with guesses in one call, see speculate; None: they are run operation by operation.
+        rule: chooses the number of tokens to draft.
+        stack: runs steps with guesses in one call, see speculate; None: they run operation by operation.
     """
 
     def __init__(self, model: Transformer, draft: Draft, rule: DraftRule | None = None, stack: Any = None) -> None:
@@ -48,15 +48,15 @@ class Drafter:
 
     @classmethod
     def of(cls, context: RankContext, rule: DraftRule | None = None) -> Drafter:
-        """The quickest one for this rank."""
+        """Return the fastest drafter for this rank."""
         return cls(context.model, context.draft, rule, context.stack)
 
     def wants_prompts(self, num_requests: int) -> bool:
-        """Whether prompts are to leave their last tokens' states when these numbers of requests run, start and wait."""
+        """Return whether prompts should keep their last states if this number of requests runs, starts and waits."""
         return 0 < num_requests <= _MOST_PROMPTS and self._rule.may_pay(num_requests)
 
     def choose(self, num_requests: int) -> int:
-        """Guesses for each of this number of requests in the coming step; 0: a plain one is better."""
+        """Return the guesses for each of `num_requests` in the next step; 0 if a step without guesses is better."""
         self._drafted_s = 0.0
         if not 0 < num_requests <= MOST_REQUESTS:
             self._keeps, self._ended_s = False, None
@@ -68,7 +68,7 @@ class Drafter:
         return num_guesses
 
     def speculate(self, table: DraftedTable, pages: torch.Tensor, num_guesses: int) -> Speculated | None:
-        """Run some steps of all requests; None: these ones are run step by step."""
+        """Run several steps of all requests in one call; return None if they have to run step by step."""
         if self._stack is None or not table.are_told_tokens_alone:
             return None
         tensors = table.tensors
@@ -80,7 +80,7 @@ class Drafter:
         return speculate(self._stack, self._model, tensors, self._states.tensors, pages, limits)
 
     def next_drafts(self, table: DraftedTable, num_guesses: int) -> Drafts | None:
-        """Guesses for the coming step; None: nothing is known yet."""
+        """Return guesses for the next step; None if no request has states to draft from."""
         started_s, count = time.perf_counter(), len(table.sequences)
         most = np.minimum(table.most_guesses, num_guesses)
         most[~self._states.are_known(table.sequences, table.kv_lengths - 1)] = 0
@@ -99,7 +99,7 @@ class Drafter:
 
     @property
     def keeps_step(self) -> bool:
-        """Whether the states of the step for which `choose` was asked are wanted."""
+        """Whether to keep the states of the step for which `choose` was called last."""
         return self._keeps
 
     def keep(
@@ -110,24 +110,24 @@ class Drafter:
         states: torch.Tensor,
         tokens: np.ndarray,
     ) -> None:
-        """See DraftStates."""
+        """Keep a step's states, see DraftStates.keep."""
         self._states.keep(sequences, ends, counts, states, tokens)
 
     def pause(self) -> None:
-        """Something else than decode steps runs."""
+        """Exclude the time until the next decode step from measurement, as another step runs."""
         self._ended_s = None
 
     def note_step(self, num_requests: int) -> None:
-        """A decode step without guesses has ended."""
+        """Take in a decode step without guesses that has ended."""
         if (seconds := self._since_last()) is not None:
             self._rule.note_step(num_requests, seconds)
 
     def note_drafts(self, drafts: Drafts, taken: np.ndarray, finished: np.ndarray) -> None:
-        """A decode step with guesses has ended.
+        """Take in a decode step with guesses that has ended.
 
         Args:
             taken: [S] new tokens of each request.
-            finished: [S] bool, whether it has ended: guesses behind its last token were not looked at.
+            finished: [S] bool, whether each request has ended: guesses after its last token were not checked.
         """
         right = taken - 1
         tried, depths = np.where(finished, right, np.minimum(right + 1, drafts.counts)), range(drafts.tokens.shape[1])
@@ -135,12 +135,12 @@ class Drafter:
         self._note(len(taken), drafts.tokens.shape[1], 1, len(drafts.of_row), self._drafted_s)
 
     def note_speculated(self, num_requests: int, ran: Speculated) -> None:
-        """Steps with guesses have ended."""
+        """Take in a call of several steps with guesses that has ended."""
         self._rule.note_right(ran.tried, ran.right)
         self._note(num_requests, len(ran.tried), ran.num_steps, ran.num_rows, ran.draft_s)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """They do not run here any more."""
+        """Drop the states of sequences that left this rank."""
         self._states.forget(sequences)
 
     def _note(self, num_requests: int, num_guesses: int, num_steps: int, num_rows: int, draft_s: float) -> None:

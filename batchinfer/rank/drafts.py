@@ -12,10 +12,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Drafts:
-    """For one step, whose rows go request by request."""
+    """The guesses of one step, whose rows are ordered by request."""
 
     tokens: np.ndarray  # [S, J] int64
-    counts: np.ndarray  # [S] int64, how many of these are tried; 0 for requests that nothing is drafted for
+    counts: np.ndarray  # [S] int64, number of guesses that are tried; 0 for requests without guesses
 
     @cached_property
     def of_row(self) -> np.ndarray:
@@ -24,7 +24,7 @@ class Drafts:
 
     @cached_property
     def depths(self) -> np.ndarray:
-        """[R] which of its request's guesses a row runs, from 1; 0: the token that was sampled."""
+        """[R] number of the guess that a row runs, from 1 in each request; 0: the token that was sampled."""
         return depths_of(self.counts + 1)
 
     @cached_property
@@ -38,10 +38,10 @@ class Drafts:
         return np.arange(self.tokens.shape[1]) < self.counts[:, None]
 
     def rows_of(self, taken: np.ndarray) -> np.ndarray:
-        """The first `taken` [S] rows of each request."""
+        """Return the first `taken` [S] rows of each request."""
         return np.repeat(self.first_rows, taken) + depths_of(taken)
 
 
 def depths_of(counts: np.ndarray) -> np.ndarray:
-    """0 .. count - 1 of each count, one after the other."""
+    """Return 0 .. count - 1 for each count, concatenated."""
     return np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)

@@ -1,8 +1,8 @@
-"""The tokenizer as grammars need it: text is text, also where it spells a control token.
+"""The tokenizer for grammars, in which no text encodes to a control token.
 
-llguidance encodes the text that a grammar leaves no choice about. Where that text spells an added token, the encoder
-makes one token of it, a control token, which no grammar of texts takes. Here such tokens have a mark in their names,
-so that no text spells them; their ids stay.
+llguidance encodes text about which a grammar leaves no choice. If that text spells an added token, the encoder would
+return that control token, which no grammar of texts accepts. Here such tokens have a mark in their names, so that no
+text spells them; their ids stay.
 """
 
 import json
@@ -14,7 +14,7 @@ MARK = "\U000f0ba7\U000f1c3d"  # characters for private use
 
 
 def without_spelt_tokens(tokenizer_json: str) -> tuple[str, frozenset[str]]:
-    """Mark the names of the added tokens that llguidance takes for control tokens.
+    """Mark the names of the added tokens that llguidance treats as control tokens.
 
     Returns:
         tokenizer.json, and the names that have a mark in it.

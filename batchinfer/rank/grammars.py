@@ -1,4 +1,4 @@
-"""Grammars along with answers: which tokens may come next, and when an answer is complete."""
+"""Grammars of answers: the tokens that may come next, and the end of an answer."""
 
 import functools
 
@@ -13,7 +13,7 @@ _MOST_CHARS = 200  # of a reason
 
 
 class GrammarMatcher:
-    """The state of one answer; a copy of the grammar that all rows with it share."""
+    """The state of one answer under its grammar, a copy of the compiled grammar."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher

@@ -1,4 +1,4 @@
-"""How many KV pages a rank has: on a CPU of the memory that is free, on a GPU of what the largest steps leave over.
+"""The number of KV pages of a rank: on a CPU by the free memory, on a GPU by the memory that the largest steps leave.
 
 all of the GPU   | weights, libraries | KV pages           | largest step | reserve |
 """
@@ -20,24 +20,24 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.messages import Start
 from batchinfer.records import ConfigError
 
-# Of the GPU's memory, for what comes later: captured graphs, buffers of libraries, gaps between blocks of memory, and
-# steps in which this rank's experts get more rows than in the measured ones.
+# Share of the GPU's memory for later needs: captured graphs, buffers of libraries, gaps between blocks of memory, and
+# steps in which this rank's experts get more rows than in the measured steps.
 RESERVE_SHARE = 0.08
 MEMORY_SHARE = 0.5  # of the memory that is free after loading, at most, goes to KV pages
-_ALTERNATIVES = 20  # that rows want beside a token
+_ALTERNATIVES = 20  # alternatives that rows report with a token
 _STRIDE = 7919  # between the tokens of the steps, so that they go to many experts
 
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """KV of one rank."""
+    """KV memory of one rank."""
 
     num_pages: int
-    transfer_bytes: int  # on its way to other ranks, at most
+    transfer_bytes: int  # largest number of bytes on their way to other ranks
 
 
 def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start, num_local_ranks: int) -> KvBudget:
-    """Pages for the memory there is, once all ranks of the host have loaded; all ranks of a group ask together.
+    """Return the page budget by the free memory, once all ranks of the host have loaded; all ranks of a group call it.
 
     Args:
         num_local_ranks: ranks that share this host's memory.
@@ -49,7 +49,7 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     page_bytes = PAGE_TOKENS * model.ops.page_format(model.dtype).bytes_per_token(model.config)
     # KV on its way takes as much as the decode ranks' pages at most
     num_shares = num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
-    # mapped weights count as free, and must not have to go for pages; some of them the host's ranks share
+    # mapped weights count as free memory, but must not be displaced by pages; the host's ranks share some of them
     free_bytes = max(0, free_memory_bytes() - num_local_ranks * model.weights.mapped_bytes)
     host_share = int(free_bytes * MEMORY_SHARE) // num_shares
     useful_tokens = start.most_tokens
@@ -65,7 +65,7 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     num_pages = min(num_bytes // page_bytes, pages_for(useful_tokens))
     pages_of_host = num_pages * page_bytes * num_local_ranks
     if on_cpu and pages_of_host > free_bytes:
-        # they take memory when they are used, which would end this process in the middle of the job
+        # pages take memory when they are used: the kernel would end this process in the middle of the job
         raise ConfigError(
             f"KV pages of this host's ranks ({pages_of_host / 1e9:.1f} GB) do not fit into its free memory "
             f"({free_bytes / 1e9:.1f} GB); lower cluster.page_bytes or free memory"
@@ -76,17 +76,17 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
             f"{num_pages * PAGE_TOKENS:,}; lower max_tokens, use a smaller dtype or free memory"
         )
     transfer_bytes = num_pages * page_bytes * cluster.num_decode_ranks // cluster.num_prefill_ranks
-    # transfers are in the host's memory, of which there may be less than of a GPU's
+    # transfers are in the host's memory, which may be smaller than the GPU's
     return KvBudget(num_pages, transfer_bytes if on_cpu else min(transfer_bytes, host_share))
 
 
 def measured_budget(
     model: Transformer, cluster: ClusterConfig, place: RankPlace, largest_tokens: int, *, scores: bool = False
 ) -> int:
-    """Run the largest steps once on the model's GPU, and say how many bytes are left for KV pages.
+    """Run the largest steps once on the model's GPU; return the bytes that are left for KV pages.
 
     Args:
-        largest_tokens: of the largest request, prompt and output.
+        largest_tokens: tokens of the largest request, prompt and output.
         scores: whether prompts may be scored.
     """
     device = model.device
@@ -109,12 +109,12 @@ def measured_budget(
 
 
 def bytes_for_pages(*, total: int, free: int, working: int) -> int:
-    """Bytes for pages.
+    """Return the bytes for KV pages of a GPU.
 
     Args:
-        total: of the GPU.
-        free: while no step runs.
-        working: that the largest step takes.
+        total: bytes of the GPU.
+        free: free bytes while no step runs.
+        working: bytes that the largest step takes.
     """
     return max(0, free - working - int(total * RESERVE_SHARE))
 
@@ -122,12 +122,11 @@ def bytes_for_pages(*, total: int, free: int, working: int) -> int:
 def largest_steps(
     prefill_tokens: int, decode_requests: int, largest_tokens: int, vocab_size: int, *, scores: bool = False
 ) -> tuple[tuple[StepInput, StepInput], int]:
-    """A prefill step and a decode step as large as they get, and how many pages they need.
+    """Return the largest prefill step and the largest decode step of a rank, and the number of pages for them.
 
-    In prefill the last tokens of a prompt that is as long as possible, with logits of as many as could be the last ones
-    of short prompts, and the others scored if `scores`; in decode requests that all are that long but for one of one
-    token, which attends in another way where attention is sparse. What they attend to is garbage: the pages of their
-    own tokens, again and again.
+    Prefill runs the last tokens of the longest possible prompt, with logits for as many rows as short prompts could
+    need, and scores of the others if `scores`. Decode runs requests of the longest length, and one of a single token,
+    which attends differently with sparse attention. They attend to garbage: the pages of their own tokens, repeated.
     """
     num_pages = pages_for(max(prefill_tokens, decode_requests))
     context = max(largest_tokens, prefill_tokens)
@@ -157,7 +156,7 @@ def largest_steps(
 
 
 def _drawn_rows(count: int) -> SamplingRows:
-    """Rows whose tokens are drawn behind every filter, which takes several times the memory of their logits."""
+    """Return rows that are drawn after every filter, which takes several times the memory of their logits."""
     return SamplingRows(
         temperature=np.ones(count),
         top_k=np.full(count, 1000),

@@ -1,4 +1,4 @@
-"""What a rank holds: its share of the model, KV pages for the memory there is, and its view of the KV store."""
+"""Loading of a rank: its share of the model, its KV pages, and its view of the KV store."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ from batchinfer.records import ConfigError
 
 
 class Bits(TypedDict, total=False):
-    """What Ops says of weights that are held otherwise than rows."""
+    """Arguments of Ops for weights in fewer bits than rows."""
 
     eight_bit: bool
     four_bit: bool
@@ -55,14 +55,14 @@ def load_model(
     before_weights: Callable[[], None] | None = None,
     told: Callable[[int, int], None] | None = None,
 ) -> Transformer:
-    """Load this rank's share onto its device: everything but the routed experts in other ranks' slots.
+    """Load this rank's share of the model onto its device: all weights but the routed experts in other ranks' slots.
 
     Args:
-        place: of the rank; what it does says how many rows it may send at once.
-        slots: where the experts are; None: in order.
-        mtp: load the layer for multi-token prediction, too, of a rank that holds all experts.
-        before_weights: runs when backend, dtype and exchange are known to run here, and only weights are missing.
-        told: called with the bytes of weights that were read so far, and that are to be read.
+        place: the rank's place; its role gives the largest number of rows that it sends at once.
+        slots: the expert of each slot; None: in order.
+        mtp: load the layer for multi-token prediction, too; only for a rank that holds all experts.
+        before_weights: called once backend, dtype and exchange are known to run here, before weights are read.
+        told: called with the bytes of weights that were read so far, and with all bytes to read.
 
     Raises:
         ModelError: the weights do not fit the config or are damaged, or the backend cannot run here.
@@ -101,10 +101,10 @@ def load_model(
 
 
 def first_placements(job: JobConfig, config: ModelConfig, slots: ExpertSlots | None, mesh: Mesh) -> list[Placement]:
-    """Where experts are when a job begins, per MoE layer.
+    """Return the placement of each MoE layer's experts at the start of a job.
 
     Args:
-        slots: None: in order.
+        slots: the expert of each slot; None: in order.
     """
     if config.n_routed_experts == 0:
         return []
@@ -115,7 +115,7 @@ def first_placements(job: JobConfig, config: ModelConfig, slots: ExpertSlots | N
 
 
 def _check_ops(job: JobConfig, device: torch.device) -> None:
-    """Refuse a backend that cannot run on this device, or not in 8 or 4 bits."""
+    """Raise if the backend cannot run on this device, or not in 8 or 4 bits."""
     backend, dtype = job.cluster.backend, job.model.dtype
     ops = Ops.select(backend, DTYPES[dtype], device=device, **BITS.get(dtype, {}))
     try:
@@ -125,10 +125,10 @@ def _check_ops(job: JobConfig, device: torch.device) -> None:
 
 
 def _row_format(job: JobConfig, mesh: Mesh, device: torch.device) -> RowFormat:
-    """How rows travel to the experts: in FP8 where the experts of all ranks are in FP8, else in the model's dtype.
+    """Return the format in which rows travel to the experts: FP8 if all ranks hold FP8 experts, else the model's dtype.
 
-    Rounding to FP8 before the journey or after it gives the same bits, on one rank and on many. For integers of 8
-    and 4 bits they are rounded otherwise, so rows for these travel in bfloat16.
+    Rounding to FP8 before or after the transfer gives the same bits, on one rank and on many. Weights in integers of 8
+    and 4 bits round rows differently, so their rows travel in bfloat16.
     """
     dtype = job.model.dtype
     if dtype not in BITS:
@@ -140,28 +140,28 @@ def _row_format(job: JobConfig, mesh: Mesh, device: torch.device) -> RowFormat:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRank:
-    """A rank that has loaded its model: what stays from one job to the next."""
+    """A rank that has loaded its model, which it keeps from one job to the next."""
 
     place: RankPlace
     mesh: Mesh
     model: Transformer
     tokenizer: PromptTokenizer
-    slots: ExpertSlots | None  # with which every job begins; None: experts in order
-    can_draft: bool  # tokens, with the model's layer for that
+    slots: ExpertSlots | None  # the expert of each slot at the start of every job; None: experts in order
+    can_draft: bool  # with the model's layer for multi-token prediction
 
     @property
     def placement(self) -> int:
-        """Number of the placement of experts with which every job begins."""
+        """Number of the experts' placement at the start of every job."""
         return 0 if self.slots is None else self.slots.placement
 
 
 def make_worker(
     job: JobConfig, rank: LoadedRank, start: Start, budget: KvBudget, transfers: Path | BucketTransfers | None
 ) -> RankWorker:
-    """Allocate the KV pages, and put the parts of this rank together.
+    """Allocate the KV pages and build this rank's worker.
 
     Args:
-        transfers: place of this rank, for KV on its way between hosts; None: all ranks are on one host.
+        transfers: where this rank puts KV for other hosts; None: all ranks are on one host.
 
     Raises:
         ConfigError: there is no memory for the pages.
@@ -178,7 +178,7 @@ def make_worker(
         transfer_bytes=budget.transfer_bytes,
         transfers=transfers,
         graphs_off=cluster.graphs == "off",
-        # without experts nothing travels under which the other half could compute
+        # without experts no rows travel that computing could hide
         overlap=cluster.overlap if mesh.size > 1 and model.num_moe_layers > 0 else False,
         traced=start.traced,
         reasoning=job.output.reasoning,
@@ -202,7 +202,7 @@ def make_worker(
 
 
 def _open_prefixes(job: JobConfig, model: Transformer, pages: torch.Tensor, start: Start) -> StoredPrefixes:
-    """This rank's view of the job's KV store."""
+    """Open the job's KV store for this rank."""
     assert job.kv.dir is not None
     num_layers, _, _, row_width = pages.shape
     identity = KvIdentity(
@@ -233,7 +233,7 @@ def _open_prefixes(job: JobConfig, model: Transformer, pages: torch.Tensor, star
 
 
 def _numerics(model: Transformer) -> str:
-    """What decides the bits of a latent, apart from model and dtype: C++ sources; or processor, library and kernels."""
+    """Return the name of the arithmetic behind a latent's bits: C++ sources, or processor, library and kernels."""
     if model.device.type == "cuda":
         gpu = f"{torch.cuda.get_device_name(model.device)}, CUDA {torch.version.cuda}"
         return f"{gpu}, torch {torch.__version__}, {model.kernels}"

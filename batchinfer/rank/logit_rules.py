@@ -1,6 +1,6 @@
-"""What a request changes in the model's logits before a token is picked from them.
+"""Changes of the model's logits that a request asks for, before its token is sampled.
 
-In the order of vLLM's sampler: what may not come at all, biases, then the penalties for what was there before.
+The order is that of vLLM's sampler: forbidden tokens, biases, then penalties for earlier tokens.
 Definitions: repetition_penalty of Keskar et al. 2019 as in transformers, over prompt and output; presence_penalty and
 frequency_penalty of OpenAI's API, over the output; bad_words and min_tokens of vLLM.
 """
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 MOST_MASK_THREADS = 4
 
-# What may not come: finite, so that a row is still seen to be, and too small for any weight in a draw.
+# The logit of a forbidden token: finite, as rows are checked for that, and too small to have any weight in a draw.
 NEVER = -1e30
 
 
 class LogitRules:
-    """One request's rules, as they are after the tokens that it has generated.
+    """The rules of one request, which follow the tokens that it generates.
 
     Args:
-        prompt: its tokens.
+        prompt: the prompt's tokens.
         ends: tokens that end an answer.
         bad_words: see `bad_word_tokens`.
-        grammar: what the answer must be, if anything, once it has ended its thinking; where it may begin in thinking,
-            <think> may come first.
-        thinking: is told of each token before the rules are.
+        grammar: of the answer after its thinking; None: any answer. If the answer may begin with thinking, <think> is
+            allowed first.
+        thinking: takes each token before these rules do.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LogitRules:
         self._generated = _Seen([])
 
     def accept(self, token: int) -> None:
-        """The answer goes on with this token."""
+        """Take a generated token into account."""
         self._tokens.append(token)
         if self._sampling.repetition_penalty != 1.0:
             self._repeated.add(token)
@@ -79,7 +79,7 @@ class LogitRules:
 
     @property
     def grammar(self) -> GrammarMatcher | None:
-        """What the next token must go along with."""
+        """The grammar that limits the next token; None if none does, as while the answer is thinking."""
         return None if self._is_thinking else self._grammar
 
     @property
@@ -89,7 +89,7 @@ class LogitRules:
 
     @property
     def problem(self) -> str | None:
-        """Why the answer cannot go on."""
+        """Reason why the answer cannot go on; None if it can."""
         if self._is_stuck:
             return "bad_words and min_tokens forbid every token that may come next"
         return None if self._grammar is None else self._grammar.problem
@@ -102,7 +102,7 @@ class LogitRules:
         """Change the logits of the next token in place.
 
         Args:
-            mask: [ceil(V / 32)] uint32, of the grammar (`Grammars.masks`).
+            mask: [ceil(V / 32)] uint32, tokens that the grammar allows (`Grammars.masks`).
         """
         sampling = self._sampling
         if len(self._bias):
@@ -119,7 +119,7 @@ class LogitRules:
         words = [last for *before, last in self._bad_words if before == self._tokens[len(self._tokens) - len(before) :]]
         if mask is not None:
             bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits_V)]
-            # white space before it would be part of what the grammar asks for
+            # white space before <think> would count as part of the grammar's text
             if self._thinking is not None and self._thinking.may_begin_with is not None and not self._tokens:
                 bits[self._thinking.may_begin_with] = 1
             logits_V.masked_fill_(moved(torch.from_numpy(bits == 0), logits_V.device), NEVER)
@@ -136,10 +136,10 @@ class LogitRules:
 
 
 class RuleMaker:
-    """Makes the rules of a rank's requests.
+    """Factory of the rules of a rank's requests.
 
     Args:
-        vocab_size: the model's; tokens beyond it, which tokenizer and generation_config.json may name, never come.
+        vocab_size: the model's; tokens beyond it, which tokenizer and generation_config.json may name, are ignored.
     """
 
     def __init__(self, tokenizer: PromptTokenizer, vocab_size: int) -> None:
@@ -148,7 +148,7 @@ class RuleMaker:
         self._bad_words = functools.lru_cache(1024)(functools.partial(bad_word_tokens, tokenizer=tokenizer))
 
     def make(self, request: Request, thinking: Thinking | None) -> LogitRules | None:
-        """None: the request takes the model's logits as they are."""
+        """Return a request's rules; None if it takes the model's logits unchanged."""
         sampling = request.sampling
         if not sampling.changes_logits:
             return None
@@ -160,8 +160,8 @@ class RuleMaker:
 
     @functools.cached_property
     def grammars(self) -> Grammars:
-        """Made when the first request asks for one: it takes about a second for a large vocabulary."""
-        # few jobs need it: ranks of others start without loading the library
+        """The grammar compiler, made for the first grammar, as this takes about a second for a large vocabulary."""
+        # few jobs have grammars: ranks of other jobs start without loading the library
         from batchinfer.rank.grammars import Grammars
 
         threads = min(MOST_MASK_THREADS, torch.get_num_threads())
@@ -169,7 +169,7 @@ class RuleMaker:
         return Grammars(self._tokenizer.to_json(), vocab_size, self._ends, num_threads=threads)
 
     def begin(self, rows: list[tuple[int, LogitRules]]) -> StepRules:
-        """The rules of some rows of a step; what grammars allow is found while the model computes."""
+        """Return the rules of some rows of a step; a thread computes the masks of grammars while the model computes."""
         matchers = [rules.grammar for _, rules in rows if rules.grammar is not None]
         return StepRules(rows, self._thread.submit(self.grammars.masks, matchers) if matchers else None)
 
@@ -186,7 +186,7 @@ class StepRules:
     masks: Future[np.ndarray] | None
 
     def changes(self) -> Changes:
-        """For `sample`; waits for the masks."""
+        """Wait for the masks and return the changes of logits for `sample`."""
         masks = iter(() if self.masks is None else self.masks.result())
         return [
             (row, functools.partial(rules.apply, mask=None if rules.grammar is None else next(masks)))
@@ -195,7 +195,7 @@ class StepRules:
 
 
 class _Seen:
-    """Distinct tokens and how often each was there."""
+    """Distinct tokens and the number of times that each occurred."""
 
     def __init__(self, tokens: list[int]) -> None:
         distinct, counts = np.unique(np.array(tokens, dtype=np.int64), return_counts=True)
@@ -213,14 +213,14 @@ class _Seen:
         self._counts[place] += 1
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """([K] int64 tokens, [K] float32 counts)"""
+        """Return [K] int64 tokens and [K] float32 counts on a device."""
         num = len(self._place)
         tokens, counts = torch.from_numpy(self._tokens[:num]), torch.from_numpy(self._counts[:num])
         return moved(tokens, device), moved(counts, device)
 
 
 def bad_word_tokens(words: tuple[str, ...], tokenizer: PromptTokenizer) -> list[list[int]]:
-    """The tokens of each word at the start of a text, and of the same word behind a space where that is another one."""
+    """Return each word's tokens at the start of a text, and after a space if its first token is another one there."""
     found = []
     for word in words:
         plain, behind_space = (tokenizer.encode_piece(before + word.strip()) for before in ("", " "))

@@ -1,8 +1,8 @@
-"""The program of one rank: `python -m batchinfer.rank.main`, started by its node's controller (or torchrun).
+"""The program of one rank: `python -m batchinfer.rank.main`, started by its node's controller or agent.
 
-It finds the controller through its environment, meets the other ranks of its group, loads its share of the model and
-steps until the controller says that this is over; then again for another job, if it is to stay. Signals are the
-controller's business: a rank ignores those that stop a job, and ends by itself when the controller is gone.
+The rank connects to the controller named in its environment, meets the other ranks of its group, loads its share of
+the model and steps until the controller ends the job; then it may stay for the next job. A rank ignores the signals
+that stop a job, which the controller handles, and ends when its controller is gone.
 """
 
 import gc
@@ -17,10 +17,10 @@ if __name__ == "__main__":
     from batchinfer import own_process
     from batchinfer.lack import tell_of_rank
 
-    # what libraries print goes to the command's log, too
+    # libraries print to the command's log, too
     sys.stdout, sys.stderr = (own_process.stream(own_process.Log, of) for of in (sys.stdout, sys.stderr))
     sys.excepthook = tell_of_rank
-    gc.disable()  # until the model is loaded: all imports stay, and looking through them takes 0.4 s of the start
+    gc.disable()  # until the model is loaded: imported objects stay, and scanning them takes 0.4 s of the start
 
 import os
 import queue
@@ -109,7 +109,7 @@ def _run(
     store: GroupStore,
     environment: RankEnvironment,
 ) -> int:
-    """Take part in the job; what goes wrong is told to the controller."""
+    """Run the job, report an error to the controller, and return the exit code."""
     try:
         _work(channel, received, store, environment)
         channel.send_last(messages.Bye())
@@ -131,7 +131,7 @@ def _run(
 def _join(
     received: queue.SimpleQueue[FromController], store: GroupStore, environment: RankEnvironment
 ) -> tuple[messages.Join, JobConfig, RankPlace, torch.device, Mesh]:
-    """Meet the other ranks of the group; returns the controller's message, and what follows from it."""
+    """Meet the other ranks of the group; return the controller's message, and job, place, device and mesh by it."""
     join = received.get()
     assert isinstance(join, messages.Join), join
     job = JobConfig.model_validate_json(join.job)
@@ -155,7 +155,7 @@ def _work(
     store: GroupStore,
     environment: RankEnvironment,
 ) -> None:
-    """Load the model, say so, and step until the end, for one job after the other."""
+    """Load the model, report it, and run one job after another until the controller ends this rank."""
     join, job, place, device, mesh = _join(received, store, environment)
     slots = join.slots_of_role.get(place.role)
     asked = may_draft.is_asked_for(job, place)
@@ -187,13 +187,13 @@ def _work(
     channel.send(ready)
     rank = LoadedRank(place, mesh, model, tokenizer, slots, can_draft=model.mtp is not None and no_drafts is None)
     while isinstance(start := received.get(), messages.Start):
-        gc.freeze()  # what is there now stays: looking through it again and again would cost a part of every short step
+        gc.freeze()  # objects of now stay: scanning them again and again would cost a part of every short step
         gc.enable()
         if not _run_job(rank, join, start, channel, received).stay:
             mesh.close()
             return
         channel.send(messages.Bye())
-        gc.collect()  # parts of the job that hold each other hold its pages, too
+        gc.collect()  # reference cycles of the job keep its pages alive
     assert isinstance(start, messages.Leave), start
 
 
@@ -204,7 +204,7 @@ def _run_job(
     channel: RankChannel,
     received: queue.SimpleQueue[FromController],
 ) -> messages.Leave:
-    """Step until the controller says that the job is over."""
+    """Step until the controller ends the job; return its message."""
     job, model = JobConfig.model_validate_json(start.job), rank.model
     transfers = None if join.all_on_one_host else _transfers(job, Path(start.transfer_folder), rank.place)
     budget = kv_budget(job, model, rank.place, start, join.num_local_ranks)
@@ -223,7 +223,7 @@ def _run_job(
 
 
 def _graphs(model: Transformer, place: RankPlace, job: JobConfig) -> str | None:
-    """What is said of this rank's graphs; on a CPU nobody expects any."""
+    """Return a sentence for the user about this rank's CUDA graphs; None on a CPU, where none are expected."""
     switched_off = job.cluster.graphs == "off"
     reason = why_not_recorded(model, switched_off=switched_off) if place.runs_decode else ON_HOST
     if reason == ON_HOST:
@@ -232,9 +232,9 @@ def _graphs(model: Transformer, place: RankPlace, job: JobConfig) -> str | None:
 
 
 def _transfers(job: JobConfig, folder: Path, place: RankPlace) -> Path | BucketTransfers:
-    """Where this rank's KV lies on its way to another host; in a store, under the last parts of its folder.
+    """Return where this rank puts KV for other hosts: a folder, or objects under the last parts of its path.
 
-    Not that of an earlier life of the rank, which on another host may still write and delete after it was given up.
+    The folder is new for each start: an earlier process of the rank, on another host, may still write and delete.
     """
     own = folder / f"rank-{place.rank}-{secrets.token_hex(4)}"
     if not is_in_bucket(job.output.dir):
@@ -243,7 +243,7 @@ def _transfers(job: JobConfig, folder: Path, place: RankPlace) -> Path | BucketT
 
 
 def _load_reports(channel: RankChannel) -> Callable[[int, int], None]:
-    """Tells the controller now and then, and at the end, how much of the weights has been read."""
+    """Return a callback that reports the bytes of weights read to the controller, twice a second and at the end."""
     told_s = -LOADING_S
 
     def tell(num_bytes: int, total_bytes: int) -> None:
@@ -257,7 +257,7 @@ def _load_reports(channel: RankChannel) -> Callable[[int, int], None]:
 
 
 def _say_last(channel: RankChannel, message: Failed) -> None:
-    with suppress(ChannelClosedError):  # then nobody is there to hear it
+    with suppress(ChannelClosedError):  # the controller is gone
         channel.send_last(message)
 
 
@@ -266,21 +266,21 @@ def _failed(error: Exception) -> Failed:
 
 
 def _controller_ended(channel: RankChannel, reason: Exception) -> NoReturn:
-    """Without its controller nothing that a rank computes would be kept."""
+    """End this rank: without a controller none of its results would be kept."""
     if isinstance(reason, MalformedMessageError):
         _fail(channel, reason)
     _end(ExitCode.INTERRUPTED)
 
 
 def _fail(channel: RankChannel, error: Exception) -> NoReturn:
-    """End because of what went wrong in a thread that sends or reads messages."""
+    """Report an error of a thread that sends or reads messages, and end."""
     with suppress(ChannelClosedError):
         channel.send_now(_failed(error))
     _end(ExitCode.INTERNAL)
 
 
 def _end(code: int) -> NoReturn:
-    """End at once: threads of libraries may be stuck in a collective that nobody else is in any more."""
+    """End the process at once: threads of libraries may be stuck in a collective that the other ranks have left."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Whether a rank drafts tokens with the model's layer for multi-token prediction, or why it does not."""
+"""The choice whether a rank drafts tokens with the model's layer for multi-token prediction, with the reason."""
 
 from pathlib import Path
 
@@ -14,17 +14,17 @@ from batchinfer.model.page_format import PageFormat
 from batchinfer.model.tensor_names import why_no_mtp
 from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
 
-_MEMORY_SHARE = 0.25  # of what is free beside the model's weights, at most, goes to the layer
+_MEMORY_SHARE = 0.25  # largest share of the memory left by the model's weights that the layer may take
 
 
 def is_asked_for(job: JobConfig, place: RankPlace) -> bool:
-    """Whether anybody expects it of this rank: a model without such a layer has nothing to draft with."""
+    """Return whether this rank should draft: the job asks for it, the rank decodes and the model has an MTP layer."""
     has_layer = load_model_config(Path(job.model.path)).num_mtp_layers > 0
     return job.cluster.speculate == "auto" and place.runs_decode and has_layer
 
 
 def why_not(job: JobConfig, place: RankPlace, device: torch.device) -> str | None:
-    """Why a rank of which it is asked cannot do it; None: it loads the layer and drafts."""
+    """Return why a rank that should draft cannot; None if it can, and loads the layer."""
     if place.group_size > 1:
         return f"experts are spread over {place.group_size} ranks"
     if device.type != "cpu":

@@ -1,8 +1,8 @@
-"""Requests that go on at another rank, both ends of it; their KV travels as kv/transfer.py says.
+"""Moves of requests between ranks, both ends; kv/transfer.py carries their KV.
 
-A prefill rank sends each prompt on that has run and goes on; it stops admitting prompts while the KV that nobody has
-read yet is more than its share of the decode ranks' page budget, or holds as many descriptors as it should. A decode
-rank sends running requests away when it is asked to, and takes others in order, as pages come free.
+A prefill rank sends each complete prompt that goes on to a decode rank. It stops admitting prompts while its unread
+transfers exceed its share of the decode ranks' page budget, or the number of descriptors. A decode rank sends running
+requests away when it is asked to, and takes others in order, as pages become free.
 """
 
 import math
@@ -23,25 +23,25 @@ from batchinfer.records import Request, RequestKey
 
 
 class KvMigration:
-    """What a rank has sent and nobody has read yet, and what waits here for pages, in the order in which it came."""
+    """Outgoing KV transfers that are not read yet, and incoming requests that wait for pages (FIFO)."""
 
     def __init__(self, context: RankContext, prompt_pages: PromptPages) -> None:
         self.waiting: deque[Adoption] = deque()
         self._context = context
         self._prompt_pages = prompt_pages
         self._sent: dict[RequestKey, KvTransfer] = {}
-        self._num_bytes = 0  # of these
+        self._num_bytes = 0  # of the transfers in _sent
         self._most = most_in_memory() if context.transfers is None else math.inf
 
     @property
     def has_room(self) -> bool:
-        """Whether what was sent and not read yet is no more than it should be."""
+        """Whether the unread transfers are within their limits of bytes and number."""
         return self._num_bytes <= self._context.transfer_bytes and len(self._sent) < self._most
 
     def num_fitting(self, requests: Iterable[Request]) -> int:
-        """How many of these requests, in order, may be prefilled now so that their KV fits with the rest.
+        """Return the number of these requests, in order, whose KV fits next to the unread transfers.
 
-        At least one when nothing is under way: a share may be smaller than the largest prompt.
+        At least one if no transfer is unread: a share may be smaller than the largest prompt.
         """
         num_bytes, num_sent, count = self._num_bytes, len(self._sent), 0
         for request in requests:
@@ -54,7 +54,7 @@ class KvMigration:
         return count or int(not self._sent)
 
     def migrate_out(self, sequences: Iterable[Sequence], log: SpanLog) -> list[Handover]:
-        """Copy the KV that is there so far out of the pages, and release them."""
+        """Copy the KV of these sequences out of their pages, and release the pages."""
         handovers = []
         for sequence in sequences:
             with log.kv("KV out"):
@@ -63,14 +63,14 @@ class KvMigration:
         return handovers
 
     def free(self, keys: Iterable[RequestKey]) -> None:
-        """The KV of these requests has been read."""
+        """Release the transfers of these requests, which have been read."""
         for key in keys:
             transfer = self._sent.pop(key)
             self._num_bytes -= transfer.num_bytes
             transfer.close()
 
     def migrate_in(self, num_slots: int, log: SpanLog) -> list[Sequence]:
-        """Read the KV of at most `num_slots` waiting requests, as far as there are pages."""
+        """Read the KV of at most `num_slots` waiting requests, as long as there are pages; return their sequences."""
         taken: list[Sequence] = []
         while self.waiting and len(taken) < num_slots:
             sequence = self._receive(self.waiting[0], log)
@@ -81,7 +81,7 @@ class KvMigration:
         return taken
 
     def close(self) -> None:
-        """Let go of what nobody has read: the job is over."""
+        """Release the unread transfers at the end of the job."""
         self.free(list(self._sent))
 
     def _send(self, sequence: Sequence) -> Handover:
@@ -106,7 +106,7 @@ class KvMigration:
         )
 
     def _receive(self, adoption: Adoption, log: SpanLog) -> Sequence | None:
-        """None: it has to wait for pages."""
+        """Read a request's KV into pages; return its sequence, None if it has to wait for pages."""
         request, handover = adoption.request, adoption.handover
         match = self._prompt_pages.match(request, with_branch=False)
         if match is None:

@@ -1,4 +1,4 @@
-"""Whether steps run as two micro-batches in turn: the quicker way, by the times of the steps that have run.
+"""The choice between whole steps and steps in two micro-batches: the faster way, by measured step times.
 
 Two micro-batches hide the exchange of rows behind computing, and they cost: every operation runs twice, on half the
 rows. Which of both weighs more is measured. A group begins with whole steps. As long as these wait for the exchange
@@ -39,7 +39,7 @@ UNKNOWN = -1
 
 
 class StepTime(NamedTuple):
-    """What a rank measured of the latest step; of none where all is 0.
+    """Measurements of one rank's latest step; all 0 if there is none.
 
     hideable_us: time in which the rank waited for rows that could have travelled while it computed; at most the time
         for which it computed. UNKNOWN: the rank cannot tell, as on a GPU.
@@ -51,7 +51,7 @@ class StepTime(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How the next step of a kind runs; during a trial no CUDA graph is used or recorded, so that both ways compare."""
+    """The way in which the next step runs; during a trial no CUDA graph is used or recorded, for a fair comparison."""
 
     in_pairs: bool
     is_trial: bool
@@ -61,7 +61,7 @@ def is_quicker_in_pairs(gains: Sequence[float]) -> bool | None:
     """Return whether steps are quicker in two micro-batches; None when more comparisons are needed.
 
     Args:
-        gains: of each comparison the time of the whole step by that of the step in halves.
+        gains: the ratio of each comparison: time of the whole step / time of the step in halves.
     """
     if len(gains) == 2 and all(gain >= _FAR_GAIN for gain in gains):
         return True
@@ -105,7 +105,7 @@ class _Trial:
 
 @dataclass(slots=True)
 class _Size:
-    """Steps of about one size: what is known of them."""
+    """Measurements and decision of steps of about one size."""
 
     decision: bool | None = None
     trial: _Trial | None = None
@@ -115,15 +115,15 @@ class _Size:
 
     @property
     def may_gain(self) -> bool:
-        """Whether there is something to hide, as far as whole steps have shown."""
+        """Whether whole steps, as far as they ran, waited long enough for rows that computing could hide."""
         return not self.hideable or statistics.median(self.hideable) >= _LEAST_HIDEABLE
 
 
 class OverlapRule:
-    """Decides for steps of one kind, by what all ranks have measured of those before.
+    """The decision for steps of one kind, by all ranks' measurements of earlier steps.
 
     Args:
-        by_size: decide for steps with few rows and with many apart.
+        by_size: decide separately for steps of different numbers of rows.
     """
 
     def __init__(self, *, by_size: bool) -> None:
@@ -132,7 +132,7 @@ class OverlapRule:
         self._latest: int | None = None  # size of the latest step; the coming one is taken to be like it
 
     def choose(self) -> Way:
-        """Return how the coming step runs."""
+        """Return the way of the next step."""
         if self._latest is None:
             return Way(in_pairs=False, is_trial=True)  # the first step of a kind warms up, and is not compared
         trial = self._sizes[self._latest].trial
@@ -141,7 +141,7 @@ class OverlapRule:
         return Way(self._decision(self._latest), is_trial=False)
 
     def note(self, times: Sequence[StepTime], *, in_pairs: bool) -> None:
-        """Learn from a step that could have run either way, by what each rank has measured."""
+        """Take in each rank's measurements of a step that could have run either way."""
         rows, seconds = max(time.rows for time in times), max(time.step_us for time in times) / 1e6
         if rows == 0 or seconds == 0:
             return
@@ -169,7 +169,7 @@ class OverlapRule:
             size.decision, size.trial = decision, None
 
     def _may_try(self, size: _Size) -> bool:
-        """Whether a trial of this size begins: there is something to gain, and trials have not taken much time."""
+        """Return whether a trial of this size begins: time can be gained, and trials are within their share."""
         if not size.may_gain:
             return False
         sizes = self._sizes.values()
@@ -177,7 +177,7 @@ class OverlapRule:
         return trial_s <= _TRIAL_SHARE * run_s and size.trial_s <= _TRIAL_SHARE * size.run_s
 
     def _decision(self, name: int) -> bool:
-        """What was decided for this size, or else for the nearest one."""
+        """Return the decision for this size, else for the nearest size that has one."""
         own = self._sizes[name]
         if not own.may_gain and own.decision is None:
             return False
@@ -186,7 +186,7 @@ class OverlapRule:
 
 
 class MeasuredOverlap:
-    """The choice of a rank for steps of all kinds; equal on all ranks of a group."""
+    """A rank's decisions for steps of all kinds; equal on all ranks of a group."""
 
     def __init__(self) -> None:
         self._rules = {"prefill": OverlapRule(by_size=False), "decode": OverlapRule(by_size=True)}
@@ -194,22 +194,22 @@ class MeasuredOverlap:
         self._latest = StepTime()
 
     def measure(self, rows: int, seconds: float, log: SpanLog) -> None:
-        """Take in what this rank has measured of the step that has just run, for its next vote."""
+        """Keep this rank's measurements of the latest step for its next vote."""
         hideable_s = log.hideable_s()
         hideable_us = UNKNOWN if hideable_s is None else round(1e6 * hideable_s)
         self._latest = StepTime(rows, round(1e6 * seconds), hideable_us)
 
     def tell_latest(self) -> StepTime:
-        """Return what this rank has measured since the last call."""
+        """Return this rank's latest measurements, once."""
         latest, self._latest = self._latest, StepTime()
         return latest
 
     def choose(self, kind: str, *, can_pair: bool) -> Way:
-        """Return how the coming step runs.
+        """Return the way of the next step.
 
         Args:
             kind: "prefill" or "decode".
-            can_pair: whether some rank has rows for two micro-batches; else the step runs whole, and teaches nothing.
+            can_pair: whether some rank has rows for two micro-batches; else the step runs whole and is not compared.
         """
         if not can_pair:
             self._running = None
@@ -219,7 +219,7 @@ class MeasuredOverlap:
         return way
 
     def learn(self, times: Sequence[StepTime]) -> None:
-        """Take in what each rank has measured of the step that was chosen last."""
+        """Take in each rank's measurements of the step that was chosen last."""
         if self._running is not None:
             kind, in_pairs = self._running
             self._running = None

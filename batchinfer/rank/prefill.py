@@ -1,4 +1,4 @@
-"""Prefill steps: the tokens that the queue has packed run, and prompts that are complete get their first token."""
+"""Prefill steps: run the tokens that the queue has packed, and sample the first token of each complete prompt."""
 
 import time
 
@@ -28,7 +28,7 @@ from batchinfer_kernels.transfer import wait_for
 
 
 class Prefill:
-    """The prefill steps of a rank, which learns from them how long tokens take."""
+    """The prefill steps of a rank."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Prefill:
         self._drafter = drafter
 
     def step(self, num_slots: int | None, log: SpanLog, *, in_pairs: bool) -> StepResult:
-        """Run the next step (it may be empty: then only take part).
+        """Run the next step; without chunks only take part in the group's step.
 
         Args:
             num_slots: prompts that may begin; None: no prompt of this rank may run.
@@ -88,7 +88,7 @@ class Prefill:
     def _run(
         self, chunks: list[Chunk], copies: dict[int, int], log: SpanLog, *, in_pairs: bool
     ) -> tuple[StepOutput, list[Sequence]]:
-        """Run the chunks; returns the output and the sequences whose prompt is complete, in the order of its logits."""
+        """Run the chunks; return the output, and the sequences with a complete prompt in the order of its logits."""
         step: StepInput | StepHalves
         requests = [chunk.sequence.request for chunk in chunks]
         most = max((request.num_alternatives for request in requests if request.score_from), default=0)
@@ -106,12 +106,12 @@ class Prefill:
 
     @property
     def _num_states(self) -> int:
-        """Last tokens of a prompt whose states are kept for drafting."""
+        """Number of last tokens of a prompt whose states are kept for drafting."""
         num_requests = min(self._context.decode_requests, self._pages.num_running + len(self._queue.waiting))
         return CONTEXT if self._drafter is not None and self._drafter.wants_prompts(num_requests) else 0
 
     def _keep_states(self, answering: list[Sequence], chunks: list[Chunk], output: StepOutput) -> None:
-        """Those of prompts that are answered here; each has got its first token."""
+        """Keep the last states of the prompts that got their first token here, for drafting."""
         num_states = self._num_states
         if self._drafter is None or not num_states:
             return
@@ -128,7 +128,7 @@ class Prefill:
 
 
 def _halve_chunks(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
-    """The earlier and the later half of a packed step; one prompt may be cut between them.
+    """Return the earlier and the later half of a packed step; one prompt may be cut between them.
 
     A token's attention work is the number of tokens it attends to. Chunks keep their order, so whatever a chunk shares
     with an earlier one is written by the half that runs first.

@@ -1,4 +1,4 @@
-"""Prompts that wait for prefill or are partly computed, and which of their tokens run in the next step."""
+"""The queue of prompts that wait for prefill or are partly computed, packed into steps."""
 
 import time
 from collections import deque
@@ -13,7 +13,7 @@ from batchinfer.records import Request, RequestKey, RequestTimes
 
 
 class PrefillQueue:
-    """Waiting requests, prompts that are partly computed, and the pieces of both in the order in which they run."""
+    """Waiting requests, partly computed prompts, and the pieces of both in the order in which they run."""
 
     def __init__(self, pages: PromptPages, stored: StoredPrefixes | None, max_step_tokens: int) -> None:
         self.waiting: deque[Request] = deque()  # not begun; `add` and `next_step` change it
@@ -41,11 +41,11 @@ class PrefillQueue:
         self.waiting_tokens += sum(piece.num_tokens for piece in pieces)
 
     def can_run(self, num_slots: int, *, must_go_on: bool) -> bool:
-        """Whether the next piece can run now.
+        """Return whether the next piece can run now.
 
         Args:
-            num_slots: prompts that may begin.
-            must_go_on: nothing else runs that could make room; partly computed prompts then overtake one that waits.
+            num_slots: number of prompts that may begin.
+            must_go_on: nothing else runs that could make room; partly computed prompts then overtake a waiting one.
         """
         self._drop_done()
         if not self._pieces or self._pieces[0].key in self._open or (must_go_on and self._open):
@@ -55,10 +55,10 @@ class PrefillQueue:
     def next_step(self, num_slots: int) -> tuple[list[Chunk], dict[int, int]]:
         """Pack the next prefill step: at most `max_step_tokens` tokens, at most `num_slots` new sequences that go on.
 
-        A step has the pieces that were planned for it, and those of the next planned step if they fit, too. Prompts
-        begin strictly in order. If the first one finds no room, and no piece can run, prompts under way go on to their
-        ends: that makes room. A prompt may share pages that are written in this very step: every layer writes all
-        latents before attention reads any.
+        A step has the pieces that were planned for it, and the pieces of the next planned step if they fit, too.
+        Prompts begin strictly in order. If the first prompt finds no room, and no piece can run, partly computed
+        prompts run to their ends, which makes room. A prompt may share pages that this very step writes: every layer
+        writes all latents before attention reads any.
 
         Returns:
             The chunks, and the KV slots to copy (to -> from) where prompts branch inside a page.
@@ -89,7 +89,7 @@ class PrefillQueue:
         return list(chunks.values()), copies
 
     def _run(self, key: RequestKey, end: int, chunks: dict[RequestKey, Chunk], budget: int) -> tuple[bool, int]:
-        """Add a prompt up to token `end` to the step's chunks, as far as the budget goes.
+        """Add a prompt up to token `end` to the step's chunks, as far as the budget of tokens allows.
 
         Returns:
             Whether all of it was added, and the number of tokens.
@@ -111,13 +111,13 @@ class PrefillQueue:
         return sequence.num_computed >= wanted, num_tokens
 
     def _go_on(self, chunks: dict[RequestKey, Chunk]) -> None:
-        """Run prompts under way if the step has nothing else; their later pieces are then done."""
+        """Run partly computed prompts to their ends if the step has no chunk; their later pieces are then done."""
         budget = 0 if chunks else self._max_step_tokens
         for key, sequence in list(self._open.items()):
             budget -= self._run(key, sequence.num_prompt_tokens, chunks, budget)[1]
 
     def _fits(self, budget: int, computed_share: float) -> bool:
-        """Whether the next planned step fits, if as much of it has to be computed as of this one."""
+        """Return whether the next planned step fits, if the same share of it has to be computed as of this one."""
         num_tokens = 0
         for piece in self._pieces:
             num_tokens += piece.num_tokens
@@ -126,7 +126,7 @@ class PrefillQueue:
         return False
 
     def _drop_done(self) -> None:
-        """Drop the first pieces as long as they are of prompts that are complete already."""
+        """Drop the first pieces as long as their prompts are complete already."""
         while self._pieces and not self._pieces[0].begins and self._pieces[0].key not in self._open:
             self._drop_first()
 
@@ -150,24 +150,24 @@ class PrefillQueue:
 
 
 def _cached(request: Request, num_known: int, num_stored: int, stored: StoredPrefixes | None) -> CachedTokens:
-    """How the first `num_known` tokens, in memory, and the first `num_stored`, on disk, are counted.
+    """Return the counts of a prompt whose first `num_known` tokens are in memory and first `num_stored` on disk.
 
-    The plan's order shares `shared_tokens` with earlier prompts. What the own rank has not of these is computed
-    again or read; what the disk has beyond them has not been computed in this run, or by a session that was killed:
-    then it was needed once, and is no hit. What is computed again is replicated where only another rank has had it,
-    and recomputed where this one has had it:
+    The plan's order shares `shared_tokens` with earlier prompts. The tokens of these that this rank lacks are computed
+    again or read. Tokens on disk beyond `shared_tokens` were not computed in this run, or by a killed session of it;
+    then they were needed once, and are no hit. Tokens computed again are replicated if only another rank has had
+    them, and recomputed if this rank has had them:
 
       prompt   [ found           )[ replicated )[ recomputed )[ of results )[ new    )
                0              known             ^ any order   shared        counted  end
 
-    What results of killed ranks and sessions count beyond that is no more needed: where it runs again it is wasted.
+    Tokens that results of killed ranks and sessions count beyond that are wasted if they run again.
     """
     shared, counted = request.shared_tokens, max(request.shared_tokens, request.counted_tokens)
-    # below 0: memory has more than was expected
+    # below 0: memory has more than the plan expected
     missing = max(shared, min(num_known, counted)) - max(num_known, min(num_stored, shared))
     replicated = min(request.replicated_tokens, missing)
     return CachedTokens(
-        # without a store a row says what the plan says, so that it is the same after any restart
+        # without a store a row has the plan's counts, so that it is the same after any restart
         memory=request.cached_tokens if stored is None else counted,
         disk=0 if stored is None else stored.older_tokens(request, max(num_known, counted), num_stored),
         replicated=replicated,

@@ -1,4 +1,4 @@
-"""The KV pages of running requests: which prompts share which, and what a prompt copies where it branches in a page."""
+"""KV pages of running requests: pages shared between prompts, and copies of a page's tokens where prompts branch."""
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.pages import PagePool, pages_for
@@ -11,7 +11,7 @@ NO_MATCH = Match((), None, 0)
 
 
 class PromptPages:
-    """The page pool of a rank, as its requests use it."""
+    """The page pool of a rank and the prefix tree of the prompts in it."""
 
     def __init__(self, context: RankContext) -> None:
         self.pool = PagePool(context.num_pages)
@@ -23,20 +23,20 @@ class PromptPages:
         self.num_running = 0  # sequences that hold pages
 
     def can_fit(self, request: Request) -> bool:
-        """Whether the pool is large enough for a request when nothing else runs."""
+        """Return whether the pool is large enough for a request if no other one runs."""
         return self._num_pages(request) <= self.pool.num_pages
 
     def match(self, request: Request, *, with_branch: bool = True) -> Match | None:
-        """What the request shares, with the rest of its pages made free; None when it has to wait.
+        """Find the pages that a request shares and free the rest of its pages; return None if the request has to wait.
 
         Args:
-            with_branch: also look for a page of which it could copy the first tokens.
+            with_branch: also look for a page whose first tokens the request can copy.
         """
         found = self._tree.match(request.token_ids, request.most_cached_tokens) if self._share_prefixes else NO_MATCH
         without_branch = Match(found.full, None, 0)
         if with_branch and self._make_room(request, found):
             return found
-        # with nothing running no page will come free: do without the page that would be copied from
+        # if nothing runs no page will become free: do without the page to copy from
         may_do_without = not with_branch or (self.num_running == 0 and found.branch is not None)
         return without_branch if may_do_without and self._make_room(request, without_branch) else None
 
@@ -57,28 +57,28 @@ class PromptPages:
         )
 
     def make_known(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let later prompts share the pages of these first tokens of a prompt."""
+        """Let later prompts share the pages of a prompt's first tokens."""
         if self._share_prefixes:
             self._tree.insert(sequence.request.token_ids[:num_tokens], sequence.pages[: pages_for(num_tokens)])
 
     def copy_branch(self, match: Match, sequence: Sequence, copies: dict[int, int]) -> None:
-        """Add the slots to copy (to -> from), which take the common part of a page over in the coming step."""
+        """Add the slots to copy (to -> from) in the next step, for the tokens of a page that both prompts have."""
         assert match.branch is not None
         source, target = match.branch.page, sequence.pages[len(match.full)]
         self._tree.hold(Match((match.branch,), None, 0))
         self._copied_pages.append(source)
         for offset in range(match.num_branch_tokens):
             slot = source * PAGE_TOKENS + offset
-            # the source may itself be filled by a copy in this step: then take it from where that one does
+            # a copy of this step may fill the source itself: then copy from that copy's source
             copies[target * PAGE_TOKENS + offset] = copies.get(slot, slot)
 
     def end_step(self) -> None:
-        """The step has run: pages that were copied from need not be held any longer."""
+        """Release the pages that the step has copied from."""
         self._tree.release(self._copied_pages)
         self._copied_pages.clear()
 
     def release(self, sequence: Sequence) -> None:
-        """Give a sequence's pages back; prompt pages known to the tree stay until room is needed."""
+        """Release a sequence's pages; pages in the prefix tree stay until their room is needed."""
         self._tree.release(sequence.pages)
         self.num_running -= 1
 

@@ -1,4 +1,4 @@
-"""One running request: its pages, its tokens, and when its answer ends."""
+"""One running request: its pages, its tokens, and the end of its answer."""
 
 from dataclasses import dataclass, field
 
@@ -155,7 +155,7 @@ class Sequence:
 
 
 def pages_needed(request: Request, *, prompt_only: bool = False) -> int:
-    """Return the number of pages for the prompt and every token it may generate but the last, which nobody attends to.
+    """Return the number of pages for the prompt and all tokens it may generate but the last, which no token attends to.
 
     Args:
         prompt_only: leave the generated tokens out, for a rank that only runs prefill.

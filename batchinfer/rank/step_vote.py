@@ -1,8 +1,8 @@
-"""What the ranks of a group do next: each says what it could do, all draw the same conclusion.
+"""The vote of a group's ranks on their next step: each sends its state, and all come to the same decision.
 
-Experts are spread over the ranks, so every rank takes part in every step, also with nothing of its own to compute.
-Whether a step runs as two micro-batches, whether a decode step runs as a graph, and as one of which size, is agreed in
-the same exchange: all ranks have measured or recorded the same steps, so from equal votes all find the same.
+Experts are spread over the ranks, so every rank takes part in every step, also without tokens of its own.
+The same exchange decides whether a step runs as two micro-batches, and as which graph a decode step runs: all ranks
+have measured or recorded the same steps, so equal votes lead all ranks to equal decisions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CANNOT, NO_MEMORY = "a rank of the group has no graphs", "a rank of the group ha
 
 
 class Kind(Enum):
-    """What a group does together."""
+    """A common action of a group's ranks."""
 
     LEAVE = "leave"
     CALIBRATE = "calibrate"
@@ -73,7 +73,7 @@ class Agreed:
 
 
 def agree(mesh: Mesh, vote: StepVote, *, overlap: bool | MeasuredOverlap, graphs: DecodeGraphs | None = None) -> Agreed:
-    """One small exchange between all ranks of the group.
+    """Exchange votes with all ranks of the group and return the next step.
 
     Leaving goes before prefill, prefill before decode: a rank asks for prefill only when it has room for many new
     requests. Experts move once all ranks know where to; likewise with the calibration. Two micro-batches are run when
@@ -81,8 +81,7 @@ def agree(mesh: Mesh, vote: StepVote, *, overlap: bool | MeasuredOverlap, graphs
     ranks have that one or all can record it, but never while both ways are tried.
 
     Args:
-        overlap: fixed, or by what the ranks measure: what this rank has measured goes into its vote, and it learns
-            from all votes.
+        overlap: fixed, or by measurement: this rank's measurements go into its vote, and it learns from all votes.
         graphs: of this rank; None: it has none.
     """
     if isinstance(overlap, MeasuredOverlap):
@@ -120,7 +119,7 @@ def agree(mesh: Mesh, vote: StepVote, *, overlap: bool | MeasuredOverlap, graphs
 
 
 def _way(kind: Kind, votes: Sequence[StepVote], overlap: bool | MeasuredOverlap) -> Way:
-    """How the step runs that these votes lead to."""
+    """Return the way of the step that these votes lead to."""
     can_pair = any(vote.fills_both_halves for vote in votes)
     if not isinstance(overlap, MeasuredOverlap):
         return Way(overlap and can_pair, is_trial=False)

@@ -1,4 +1,4 @@
-"""The search for stop strings in an answer: where its text ends, whatever tokens the text is cut into."""
+"""The search for stop strings in an answer, whose end does not depend on the borders of tokens."""
 
 from batchinfer.data.prompt_tokenizer import TextStream
 from batchinfer.rank.thinking import Thinking, answer_text
@@ -22,7 +22,7 @@ class StopSearch:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a part of the generated text is behind the end of the answer."""
+        """Whether generated text follows the end of the answer."""
         return self.text_end is not None and self.text_end < len(self._text)
 
     def read(self, token_ids: list[int], num_tokens: int, *, is_whole: bool) -> tuple[str, int] | None:

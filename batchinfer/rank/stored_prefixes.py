@@ -1,8 +1,8 @@
-"""Prompt prefixes on disk, as one rank's prefill sees them: read ahead of it, written behind it.
+"""Prompt prefixes on disk for one rank's prefill: read before a prompt runs, written after it has run.
 
-The plan's order says which blocks are needed next. Of a prompt that is waiting, the blocks that memory is not expected
-to hold are read while earlier prompts run; when it is admitted they are copied into its pages, in place of computing
-them. After a step the blocks that it has completed go to the writer, but for what is not finite: it is of no use.
+The plan's order gives the blocks that are needed next. While earlier prompts run, the rank reads the blocks of a
+waiting prompt that memory is not expected to hold. When the prompt is admitted they are copied into its pages, instead
+of being computed. After a step the writer gets the blocks that it has completed, up to the first that is not finite.
 """
 
 # B blocks of one prompt
@@ -24,7 +24,7 @@ from batchinfer.kv_store.writer import Writer
 from batchinfer.rank.batch import Chunk
 from batchinfer.records import Request, RequestKey
 
-CLOSE_S = 10.0  # for writing what is left at the end
+CLOSE_S = 10.0  # for writing the last blocks at the end
 
 
 @dataclass(slots=True)
@@ -34,10 +34,10 @@ class _Prompt:
     names: list[bytes]  # [B] of its whole blocks
     first: int  # block from which on `read` reads
     read: BlockRead | None
-    older: list[bool] = field(default_factory=list)  # of the blocks that were read: no session of this run computed it
+    older: list[bool] = field(default_factory=list)  # whether each block that was read is older than this run
 
     def older_tokens(self, start: int, end: int, block_tokens: int) -> int:
-        """Tokens from `start` to `end` in blocks that are older than this run."""
+        """Return the number of tokens from `start` to `end` in blocks that are older than this run."""
         num_older = 0
         for number, is_older in enumerate(self.older, self.first):
             begin, stop = max(start, number * block_tokens), min(end, (number + 1) * block_tokens)
@@ -51,9 +51,9 @@ class StoredPrefixes:
     Args:
         store: opened for this model.
         pages: [L, P, 64, W], the page pool.
-        persist: which blocks are written: those that several requests share, all, or none.
+        persist: the blocks to write: blocks that several requests share, all, or none.
         reuse: "auto" ends reading when it turns out slower than computing.
-        wait_s: a disk that does not answer within this time is given up.
+        wait_s: time after which a read that the disk does not answer is abandoned.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class StoredPrefixes:
         self._later_uses = _LaterUses(store)
 
     def read_ahead(self, requests: Iterable[Request]) -> None:
-        """These prompts come next: begin to read what memory is not expected to hold."""
+        """Begin to read the blocks of the next prompts that memory is not expected to hold."""
         for request in requests:
             names = self._store.identity.chain(request.token_ids)
             num_usable = request.most_cached_tokens // self._block_tokens
@@ -85,20 +85,20 @@ class StoredPrefixes:
             self._prompts[request.key] = _Prompt(names, first, self._ask(names[:num_usable], first))
 
     def fill(self, request: Request, num_known_pages: int, page_ids: list[int]) -> int:
-        """Copy what is on disk of an admitted prompt into its pages.
+        """Copy the blocks of an admitted prompt that are on disk into its pages.
 
         Args:
-            num_known_pages: of its first pages, those that hold their content already.
-            page_ids: of the whole prompt.
+            num_known_pages: number of first pages that hold their content already.
+            page_ids: the pages of the whole prompt.
 
         Returns:
-            How many tokens, from the first on, have their KV in the pages now; 0 when the disk adds nothing.
+            The number of tokens, from the first on, whose KV is in the pages now; 0 if the disk adds nothing.
         """
         prompt = self._prompts[request.key]
         self._later_uses.note(request, prompt.names)
         num_known = num_known_pages * PAGE_TOKENS // self._block_tokens  # blocks
         if prompt.first > num_known:
-            # memory holds less than the plan thought: read the blocks between, too
+            # memory holds less than the plan expected: read the blocks between, too
             if prompt.read is not None:
                 prompt.read.close()
             num_usable = request.most_cached_tokens // self._block_tokens
@@ -120,14 +120,14 @@ class StoredPrefixes:
         return num_tokens
 
     def older_tokens(self, request: Request, start: int, end: int) -> int:
-        """Tokens from `start` to `end` of a prompt that `fill` has filled which the store had before this run.
+        """Return the number of tokens from `start` to `end` of a filled prompt that the store had before this run.
 
-        The others were computed by a session of this run that was killed, or by other ranks or nodes of it.
+        The other tokens were computed by a killed session of this run, or by other ranks or nodes of it.
         """
         return self._prompts[request.key].older_tokens(start, end, self._block_tokens)
 
     def note_step(self, chunks: list[Chunk], compute_s: float) -> None:
-        """A prefill step has run: its complete blocks can be written."""
+        """Have the complete blocks of a prefill step written, and keep the step's time per token."""
         self._computed_tokens += sum(chunk.num_tokens for chunk in chunks)
         self._compute_s += compute_s
         for chunk in chunks:
@@ -138,15 +138,15 @@ class StoredPrefixes:
                 self._write(chunk, prompt.names[: worthwhile // self._block_tokens])
 
     def take_problems(self) -> list[str]:
-        """Sentences for the user, each once."""
+        """Return new sentences for the user, each once."""
         return list(iter(self._store.take_problem, None))
 
     def counts(self) -> dict[str, float]:
-        """What the store has done for this rank so far (kv_store/session.py)."""
+        """Return the store's counters of this rank (kv_store/session.py)."""
         return self._store.counters.as_dict()
 
     def close(self) -> None:
-        """Write what is waiting, for a moment at most, and let go of the store."""
+        """Write the waiting blocks, for CLOSE_S at most, and close the store."""
         for prompt in self._prompts.values():
             if prompt.read is not None:
                 prompt.read.close()
@@ -164,7 +164,7 @@ class StoredPrefixes:
         return self._reader.ask(names[first:])
 
     def _judge(self, content: np.ndarray, num_tokens: int, read_s: float) -> None:
-        """Learn from a read whether reading is worth it."""
+        """Compare a read's time with computing the same tokens; end reading if it turns out slower."""
         if not self._computed_tokens:
             return
         self._rule.note(
@@ -181,7 +181,7 @@ class StoredPrefixes:
             )
 
     def _write(self, chunk: Chunk, names: list[bytes]) -> None:
-        """Have the blocks written that this step has completed and that are not in the store."""
+        """Queue the blocks that this step has completed for writing, unless they are in the store."""
         first = chunk.start // self._block_tokens
         while first < len(names) and self._store.find(names[first : first + 1]):
             first += 1
@@ -194,7 +194,7 @@ class StoredPrefixes:
 
 
 class _LaterUses:
-    """Tells the store which blocks later units need: what they do not need goes first."""
+    """Reports the blocks that later units need to the store, which evicts other blocks first."""
 
     def __init__(self, store: DiskStore) -> None:
         self._store = store
@@ -202,7 +202,7 @@ class _LaterUses:
         self._last_unit: dict[bytes, int] = {}  # of blocks that later units need
 
     def note(self, request: Request, names: list[bytes]) -> None:
-        """A request begins; `names` are the blocks of its prompt."""
+        """Take in a request that begins; `names` are the blocks of its prompt."""
         if request.unit > self._unit:
             self._unit = request.unit
             over = [name for name, unit in self._last_unit.items() if unit <= self._unit]

@@ -1,4 +1,4 @@
-"""What a rank tells its controller about its steps: records, expert counts, spans, and its KV store's counts."""
+"""A rank's reports to its controller: step records, expert counts, spans, and counters of its KV store."""
 
 # L MoE layers, E experts
 
@@ -17,19 +17,19 @@ from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.records import PHASES, Span
 from batchinfer_kernels import registry
 
-STORE_S = 5.0  # between reports of what the KV store has done
-TRACED_STEPS = 50  # of each kind; enough to see the order of things, and a bound for the file
+STORE_S = 5.0  # between reports of the KV store's counters
+TRACED_STEPS = 50  # of each kind; enough to see the order of spans, and a bound for the file
 
 
 class Telemetry:
-    """Counts since the rank started; those of experts since these are where they are."""
+    """Counts since the rank started; expert counts since the latest change of placement."""
 
     def __init__(self, context: RankContext) -> None:
         model = context.model
         self._model = model
         self._exchanges_rows = context.mesh.size > 1
         self._no_graphs = context.no_graphs
-        self.placement = context.placement  # number of the one in force
+        self.placement = context.placement  # number of the current one
         self._rows_L = model.expert_rows  # after the latest step
         self._num_fallbacks = registry.num_fallbacks()
         self._left_to_trace = Counter(prefill=TRACED_STEPS, decode=TRACED_STEPS) if context.traced else Counter()
@@ -38,23 +38,23 @@ class Telemetry:
         self.count_anew(self.placement)
 
     def count_anew(self, placement: int) -> None:
-        """From now on counts are of this placement of the experts."""
+        """Restart expert counts for this placement of the experts."""
         self.placement = placement
         num_layers, num_experts = self._model.num_moe_layers, self._model.config.n_routed_experts
         self._tokens_LE = {phase: np.zeros((num_layers, num_experts), dtype=np.int64) for phase in PHASES}
         self._new_rows_L = {phase: np.zeros(num_layers, dtype=np.int64) for phase in PHASES}
 
     def forget_rows(self) -> None:
-        """Rows that experts have computed since the latest step are of no step."""
+        """Count the experts' rows since the latest step for no step."""
         self._rows_L = self._model.expert_rows
 
     def expert_counts(self) -> ExpertCounts:
-        """What was counted with the experts where they are."""
+        """Return the counts under the current placement of the experts."""
         tokens = {phase: counts.tolist() for phase, counts in self._tokens_LE.items()}
         return ExpertCounts(self.placement, tokens, {phase: rows.tolist() for phase, rows in self._new_rows_L.items()})
 
     def record(self, agreed: Agreed, ran: StepResult, log: SpanLog, *, start_s: float, pages_used: int) -> StepRecord:
-        """The record of the step that has just run."""
+        """Return the record of the step that has just run, and add its expert counts."""
         kind = agreed.kind.value
         before_L, self._rows_L = self._rows_L, self._model.expert_rows
         fallbacks_before, self._num_fallbacks = self._num_fallbacks, registry.num_fallbacks()
@@ -88,7 +88,7 @@ class Telemetry:
         )
 
     def traced(self, kind: str, log: SpanLog) -> list[Span]:
-        """The spans of a step and of what was done before it; none once enough steps were traced."""
+        """Return the spans of a step and of the time before it; none after TRACED_STEPS steps of its kind."""
         between, self.between_steps = self.between_steps.spans, SpanLog()
         if self._left_to_trace[kind] <= 0:
             return []
@@ -96,7 +96,7 @@ class Telemetry:
         return between + log.spans
 
     def report_store(self, feed: Feed, stored: StoredPrefixes, *, is_last: bool = False) -> None:
-        """Report problems of the KV store at once, and its counts now and then: a killed rank's are not lost."""
+        """Report problems of the KV store at once, and its counters every STORE_S, so that a killed rank loses few."""
         problems, now_s = stored.take_problems(), time.monotonic()
         if problems or is_last or now_s - self._last_store_s >= STORE_S:
             self._last_store_s = now_s

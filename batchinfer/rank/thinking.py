@@ -1,4 +1,4 @@
-"""What a reasoning model thinks before it answers: where it ends, token by token."""
+"""The thinking of a reasoning model before its answer, followed token by token to its end."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class ThinkingTokens:
 
     @classmethod
     def of(cls, tokenizer: PromptTokenizer) -> "ThinkingTokens | None":
-        """None: the tokenizer has no token for the end of thinking."""
+        """Return a tokenizer's thinking tokens; None if it has no token for the end of thinking."""
         found = thinking_tokens(tokenizer)
         if found is None:
             return None
         return cls(*found, lambda token: tokenizer.decode([token], with_special=True).isspace())
 
     def last_of(self, prompt: Sequence[int], *, anywhere: bool) -> int | None:
-        """<think> or </think> where a prompt ends in it, but for white space, or the last one anywhere; else None."""
+        """Return the mark in which a prompt ends, but for white space; with `anywhere` its last mark; else None."""
         for token in reversed(prompt):
             if token in (self.begin, self.end):
                 return token
@@ -43,7 +43,7 @@ class Thinking:
     line break before it.
 
     Args:
-        continues: the answer goes on with the prompt's last message, in which the mark may be further back.
+        continues: the answer continues the prompt's last message, in which the mark may be further back.
     """
 
     def __init__(self, tokens: ThinkingTokens, prompt: Sequence[int], mode: Mode, *, continues: bool = False) -> None:
@@ -58,16 +58,16 @@ class Thinking:
 
     @property
     def end_token(self) -> int:
-        """</think>."""
+        """The token </think>."""
         return self._tokens.end
 
     @property
     def may_begin_with(self) -> int | None:
-        """<think> where the next token may be the one that begins the thinking."""
+        """The token <think> if the next token may be it, else None."""
         return self._tokens.begin if self._may_begin else None
 
     def accept(self, token: int) -> None:
-        """The answer goes on with this token."""
+        """Take a generated token into account."""
         self._num_seen += 1
         if token == self.may_begin_with:
             self.is_open = self.has_begun = True

@@ -1,7 +1,4 @@
-"""Memory and steps over nothing before the first real step, which then finds threads started and memory at hand.
-
-For a rank that computes alone on the CPU, while the job is still planned.
-"""
+"""Warm-up of a lone CPU rank while its job is planned: starts threads and touches memory before the first step."""
 
 import time
 
@@ -11,19 +8,19 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
 
-MOST_S = 0.25  # that a step here may take
+MOST_S = 0.25  # longest expected duration of a warm-up step
 _GROWTH = 8
 _CHUNK_TOKENS = 8 * PAGE_TOKENS
-_MOST_TOUCHED_TOKENS = 8192  # of a larger step the rest is touched when there is one
-_KEPT_SHARE = 1.5  # what a step takes at most ÷ what passes between its layers; 1.25 and 1.35 on two models
+_MOST_TOUCHED_TOKENS = 8192  # the memory of larger steps is touched when they run
+_KEPT_SHARE = 1.5  # peak memory of a step ÷ values between its layers; 1.25 and 1.35 on two models
 
 
 def warm_up(model: Transformer, most_tokens: int) -> None:
-    """Run prefill steps of more and more tokens, up to `most_tokens`, as long as the next one should be short.
+    """Run prefill steps of more and more tokens, up to `most_tokens`, as long as the next step should be short.
 
-    What is computed is forgotten. Ranks that exchange rows would have to do it together.
+    Their results are dropped. Ranks that exchange rows would have to run these steps together.
     """
-    # each thread touches a part of its own, once; it is given back to the allocator, which keeps it (rank_process.py)
+    # each thread touches another part, once; the memory goes back to the allocator, which keeps it (rank_process.py)
     torch.empty(_step_bytes(model, min(most_tokens, _MOST_TOUCHED_TOKENS)), dtype=torch.uint8).fill_(1)
     num_tokens = min(PAGE_TOKENS, most_tokens)
     while True:
@@ -37,7 +34,7 @@ def warm_up(model: Transformer, most_tokens: int) -> None:
 
 
 def _step_bytes(model: Transformer, num_tokens: int) -> int:
-    """Memory of a prefill step, roughly: the residual, queries and attention, and the rows of the chosen experts."""
+    """Return the rough bytes of a prefill step: residual, queries, attention and rows of the chosen experts."""
     config = model.config
     heads = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
     per_expert = config.hidden_size + config.moe_intermediate_size
@@ -46,7 +43,7 @@ def _step_bytes(model: Transformer, num_tokens: int) -> int:
 
 
 def _idle_step(num_tokens: int) -> tuple[StepInput, int]:
-    """Chunks of token 0, each with pages of its own; and how many pages."""
+    """Return a prefill step of chunks of token 0, each with separate pages, and the number of pages."""
     spans, first_page = [], 0
     for start in range(0, num_tokens, _CHUNK_TOKENS):
         count = min(_CHUNK_TOKENS, num_tokens - start)

@@ -1,4 +1,4 @@
-"""One rank's step loop: look at what came, agree with the other ranks, act, report."""
+"""One rank's step loop: read messages, agree with the other ranks, act, report."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -25,16 +25,16 @@ from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.rank.telemetry import Telemetry
 from batchinfer.records import Completion
 
-WAIT_S = 0.5  # a rank with nothing to do looks at its messages at once, at the other ranks this often
+WAIT_S = 0.5  # between votes of idle ranks; messages are read at once
 
 
 class RankWorker:
-    """Runs prefill and decode steps together with the other ranks of its group.
+    """The loop of prefill and decode steps, run together with the other ranks of the group.
 
     Args:
-        place_experts: moves this rank's experts; None for a rank alone.
-        open_prefixes: opens the KV store of a rank that runs prefill, for its pages; None: no store.
-        drafter: of a rank that drafts tokens.
+        place_experts: moves this rank's experts; None for a lone rank.
+        open_prefixes: opens the KV store for the pages of a rank that runs prefill; None: no store.
+        drafter: drafts tokens; None: this rank does not.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RankWorker:
         self._overlap = MeasuredOverlap() if context.overlap == "auto" else context.overlap
 
     def run(self, feed: Feed) -> None:
-        """Step until the controller says that this is over.
+        """Step until the controller ends the job.
 
         Raises:
             PeerLostError: another rank of the group has ended.
@@ -92,7 +92,7 @@ class RankWorker:
             self.telemetry.report_store(feed, self._stored, is_last=True)
 
     def _take_in(self, feed: Feed, wait_s: float) -> None:
-        """Look at what came, ask for more, and give requests from other ranks pages."""
+        """Read messages, ask for further requests, and give pages to requests from other ranks."""
         inbox, migration, log = feed.receive(wait_s), self._migration, self.telemetry.between_steps
         self._leave = self._leave or inbox.leave
         self._expert_slots = inbox.expert_slots or self._expert_slots
@@ -105,7 +105,7 @@ class RankWorker:
         migration.waiting.extend(inbox.adoptions)
         migration.free(inbox.adopted)
         if inbox.give_away:
-            # those that have finished meanwhile are not there any more
+            # requests that have finished meanwhile are no longer here
             given_away = self._running.remove(set(inbox.give_away))
             feed.hand_over(migration.migrate_out(given_away, log))
             if self._drafter is not None:
@@ -119,7 +119,7 @@ class RankWorker:
         self._admission.refuse_what_never_fits()
 
     def _calibrate(self, feed: Feed) -> None:
-        """Run pieces of prompts for the sake of their experts, before the first request."""
+        """Run pieces of prompts to count their experts, before the first request."""
         assert self._pieces is not None
         num_tokens, counts = count_experts(self._context, self._pieces)
         self._pieces = None
@@ -127,7 +127,7 @@ class RankWorker:
         feed.send_calibrated(num_tokens, counts)
 
     def _move_experts(self, feed: Feed) -> None:
-        """Report what was counted so far, and count anew with the experts where they are wanted."""
+        """Report the expert counts so far, move the experts, and restart the counts."""
         assert self._place_experts is not None
         assert self._expert_slots is not None
         feed.send_experts()
@@ -140,7 +140,7 @@ class RankWorker:
         feed.send_placed(time.monotonic() - started_s)
 
     def _step(self, agreed: Agreed, feed: Feed) -> None:
-        """Run a step; what it has started goes on here or at another rank."""
+        """Run a step; requests that it starts go on here or at another rank."""
         start_s, log = time.time(), SpanLog()
         if agreed.kind is Kind.PREFILL:
             ran = self._prefill.step(self._admission.num_to_admit, log, in_pairs=agreed.in_pairs)
