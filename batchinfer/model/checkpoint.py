@@ -25,7 +25,7 @@ class Checkpoint(TensorHeaders):
         self._told, self._num_bytes = told, 0
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor as stored, possibly a view of the mapped file: copy it before keeping it.
+        """Return one tensor as stored, possibly a view of the mapped file: copy it before keeping it.
 
         Raises:
             ModelError: the file cannot be read any more.

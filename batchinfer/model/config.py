@@ -1,4 +1,4 @@
-"""What config.json says about the model, checked once; read by the planner (no torch here) and by model loading.
+"""The model's config.json, checked once; read by the planner (no torch here) and by model loading.
 
 The families of families.py are understood, each as written by the original release (`rope_theta`, `rope_scaling`,
 `first_k_dense_replace`) and by newer libraries (`rope_parameters`, `num_mtp_layers`, `mlp_layer_types`).
@@ -77,7 +77,7 @@ class ModelConfig:
 
     @property
     def latent_dim(self) -> int:
-        """What attention reads of a token: the compressed key-value latent, then the rotary key all heads share."""
+        """Values that attention reads per token: the compressed key-value latent and the rotary key of all heads."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -104,7 +104,7 @@ class ModelConfig:
         return self.max_position_embeddings
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether this layer routes to experts (otherwise it has one dense MLP)."""
+        """Return whether this layer routes to experts (otherwise it has one dense MLP)."""
         return self.n_routed_experts > 0 and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     @property
@@ -114,7 +114,7 @@ class ModelConfig:
 
     @property
     def num_moe_layers(self) -> int:
-        """How many layers route to experts."""
+        """Number of layers that route to experts."""
         return len(self.moe_layers)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
@@ -123,7 +123,7 @@ class ModelConfig:
 
     @property
     def num_indexers(self) -> int:
-        """How many layers have an indexer of their own."""
+        """Number of layers with an indexer; layers that share an earlier layer's indexer do not count."""
         return self.num_hidden_layers - len(self.indexer.sharing_layers) if self.indexer is not None else 0
 
     @property
@@ -144,7 +144,7 @@ class ModelConfig:
 
     @property
     def row_cost_in_kv_tokens(self) -> float:
-        """What a decode row costs apart from its attention: the weights it runs through, in KV tokens attended to.
+        """Cost of a decode row apart from its attention: the weights it runs through, in KV tokens attended to.
 
         Both are counted in multiplications; attention in its absorbed form, weights with the output head.
         """
@@ -159,8 +159,10 @@ class ModelConfig:
 
     @property
     def decode_loads(self) -> tuple[float, float, float]:
-        """What a decode row costs, in KV tokens attended to: apart from attention; the most keys that it attends to;
-        each key that the indexers score where it sees more.
+        """Costs of a decode row, in KV tokens attended to.
+
+        The cost apart from attention; the largest number of keys that the row attends to; the cost of each key that
+        the indexers score if the row sees more.
         """
         if self.indexer is None:
             return self.row_cost_in_kv_tokens, math.inf, 0.0
@@ -230,7 +232,7 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def _no_folder(folder: Path) -> str:
-    """What to do where there is no model folder; one named like owner/name may be meant for the Hugging Face hub."""
+    """Return the error sentence for a missing model folder; a path like owner/name may mean the Hugging Face hub."""
     sentence = f"there is no model folder {folder}; give the path of one with config.json and *.safetensors"
     if folder.parent.exists() or not folder.parent.parent.exists():
         return sentence
@@ -239,7 +241,7 @@ def _no_folder(folder: Path) -> str:
 
 
 def _read_file(path: Path) -> tuple[Carrier | None, ConfigReader, ConfigReader]:
-    """The model around the language model, if there is one; the language model's part of the file; the whole file."""
+    """Return the carrier model, if there is one, the language model's part of the file, and the whole file."""
     values = read_json_object(path)
     if path.name == MISTRAL:
         reader = read_params(path, values)
@@ -249,7 +251,7 @@ def _read_file(path: Path) -> tuple[Carrier | None, ConfigReader, ConfigReader]:
 
 
 def _read_carrier(outer: ConfigReader) -> tuple[Carrier | None, ConfigReader]:
-    """The model around the language model, if there is one, and the language model's part of config.json."""
+    """Return the model around the language model, if there is one, and the language model's part of config.json."""
     carrier = CARRIERS.get(outer.text("model_type", default=""))
     if carrier is None:
         return None, outer
@@ -263,7 +265,7 @@ def _read_carrier(outer: ConfigReader) -> tuple[Carrier | None, ConfigReader]:
 
 
 def _read_family(reader: ConfigReader) -> str:
-    """The row of FAMILIES named by `model_type` or, when that is missing, by `architectures`."""
+    """Return the row of FAMILIES named by `model_type` or, when that is missing, by `architectures`."""
     model_type = reader.text("model_type", default="")
     architectures = reader.texts("architectures")
     known = {known for family in FAMILIES.values() for known in family.architectures}
@@ -290,7 +292,7 @@ def _read_rope_dim(reader: ConfigReader) -> int:
 
 
 def _check_layer_types(reader: ConfigReader, config: ModelConfig) -> None:
-    """Lists of what each layer is, as newer libraries write them, must say what the other keys say."""
+    """Raise if the lists of layer kinds, which newer libraries write, contradict the other keys."""
     layers = range(config.num_hidden_layers)
     # the second name of the same is transformers' own from before it had the first
     kinds = ("full_attention",) if config.indexer is None else ("indexed_attention", "deepseek_sparse_attention")
@@ -302,7 +304,7 @@ def _check_layer_types(reader: ConfigReader, config: ModelConfig) -> None:
 
 
 def _read_flag(reader: ConfigReader, family: Family, key: str, *, default: bool) -> bool:
-    """A flag that some families do not have: there it must stay as it is."""
+    """Return a flag; families that do not support it must leave it at its fixed value."""
     if key in family.fixed:
         reader.expect(key, family.fixed[key], supported=f"{str(family.fixed[key]).lower()} for this model_type")
         return family.fixed[key]

@@ -1,8 +1,8 @@
-"""What becomes of the keys of config.json that model/config.py does not read.
+"""Judgement of the keys of config.json that model/config.py does not read.
 
-Such a key is of one of three kinds. It says nothing about what the model computes: it passes. It changes what the model
-computes, in a way that is not implemented: it is refused by name, unless its value turns it off. Or nobody here knows
-it: the plan warns of it.
+Such a key is of one of three kinds. A key that does not change the model's mathematics passes. A key that changes it
+in a way that is not implemented is refused by name, unless its value turns the change off. Of an unknown key the plan
+warns.
 """
 
 from batchinfer.model.config_reader import ConfigReader, show
@@ -74,7 +74,7 @@ _MAX_NAME = 80
 
 
 def judge_unread_keys(reader: ConfigReader, *, refuse_unknown: bool = False) -> tuple[str, ...]:
-    """The keys of an object of config.json that nothing here knows, by full name; to be asked when all is read.
+    """Return the keys of an object of config.json that nothing here knows, by full name; to be asked when all is read.
 
     Args:
         refuse_unknown: of a part of the file whose every key counts.
@@ -107,7 +107,7 @@ def _changes(key: str, value: object, *, unknown_does: bool) -> bool:
 
 
 def _plain(name: str) -> str:
-    """A name for a sentence: somebody else wrote it."""
+    """Return a key's name for a sentence, printable and cut, as the file may hold anything."""
     return (name if name.isprintable() else repr(name))[:_MAX_NAME]
 
 

@@ -1,4 +1,4 @@
-"""Typed access to the keys of a JSON file that somebody else wrote; model/config.py reads config.json through it.
+"""Typed access to the keys of a foreign JSON file; model/config.py reads config.json through it.
 
 Every getter either returns a value of the stated kind or raises ModelError with one sentence that names the file,
 the key, the value found and what is supported. JSON null counts as a missing key.
@@ -21,7 +21,7 @@ _MAX_SHOWN = 120
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; NaN and Infinity, which JSON does not have, are refused.
+    """Return the JSON object in `path`; NaN and Infinity, which JSON does not have, are refused.
 
     Raises:
         ModelError: no such file, unreadable, not JSON, or not an object.
@@ -77,23 +77,23 @@ class ConfigReader:
         self._asked: set[str] = set()
 
     def has(self, key: str) -> bool:
-        """Whether the key is there with a value other than null."""
+        """Return whether the key is there with a value other than null."""
         return self._value(key) is not None
 
     def pass_over(self, *keys: str) -> None:
-        """These keys, where they are given, say nothing here."""
+        """Mark these keys as read, as their values do not matter here."""
         self._asked.update(keys)
 
     def unread(self) -> dict[str, Any]:
-        """Keys that are given, with a value other than null, and that nobody has asked for."""
+        """Return the keys with a value other than null that no getter has read."""
         return {key: value for key, value in self._values.items() if key not in self._asked and value is not None}
 
     def name(self, key: str) -> str:
-        """The key with the way to it."""
+        """Return the key with the way to it."""
         return f"{self.prefix}.{key}" if self.prefix else key
 
     def unsupported(self, key: str, value: object, supported: str) -> ModelError:
-        """The error for a value that cannot be used."""
+        """Return the error for a value that cannot be used."""
         return ModelError(f"{self.path}: {self.name(key)} is {show(value)}, but supported is {supported}.")
 
     def size(
@@ -104,7 +104,7 @@ class ConfigReader:
         minimum: int = 1,
         maximum: int = _MAX_SIZE,
     ) -> int:
-        """A whole number under any of several names, which must agree; `null` is what an explicit null means."""
+        """Return a whole number under any of several names, which must agree; an explicit null means `null`."""
         if null is not None and not any(self.has(key) for key in keys) and any(key in self._values for key in keys):
             return null
         key, value = self._first(keys)
@@ -115,11 +115,11 @@ class ConfigReader:
         return self._whole(key, value, minimum, maximum)
 
     def optional_size(self, key: str) -> int | None:
-        """A whole number of at least 1, or None when the key is missing or null."""
+        """Return a whole number of at least 1, or None when the key is missing or null."""
         return self.size(key) if self.has(key) else None
 
     def number(self, key: str, default: float | None = None, **bounds: float) -> float:
-        """A finite number within bounds (see `Bounds`); without a default it is needed."""
+        """Return a finite number within bounds (see `Bounds`); without a default it is needed."""
         value = self.optional_number(key, **bounds)
         if value is not None:
             return value
@@ -128,7 +128,7 @@ class ConfigReader:
         return default
 
     def optional_number(self, key: str, **bounds: float) -> float | None:
-        """A finite number within bounds, or None when the key is missing or null."""
+        """Return a finite number within bounds, or None when the key is missing or null."""
         value, allowed = self._value(key), Bounds(**bounds)
         if value is None:
             return None
@@ -146,7 +146,7 @@ class ConfigReader:
         return value
 
     def text(self, *keys: str, default: str) -> str:
-        """A string under any of several names, which must agree."""
+        """Return a string under any of several names, which must agree."""
         key, value = self._first(keys)
         if value is None:
             return default
@@ -155,7 +155,7 @@ class ConfigReader:
         return value
 
     def texts(self, key: str) -> list[str]:
-        """A list of strings; empty when the key is missing."""
+        """Return a list of strings; empty when the key is missing."""
         value = self._value(key)
         if value is None:
             return []
@@ -164,13 +164,13 @@ class ConfigReader:
         return value
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """One token id or a list of them, each inside the vocabulary; empty when the key is missing."""
+        """Return one token id or a list of them, each inside the vocabulary; empty when the key is missing."""
         value = self._value(key)
         items = value if isinstance(value, list) else [] if value is None else [value]
         return tuple(dict.fromkeys(self._whole(key, item, 0, vocab_size - 1) for item in items))
 
     def section(self, key: str, *, inherits: tuple[str, ...] = ()) -> ConfigReader | None:
-        """A nested object, None when the key is missing, null or an empty object.
+        """Return a nested object, None when the key is missing, null or an empty object.
 
         Args:
             inherits: keys that have the value of this object where they are not in the nested one.
@@ -198,7 +198,7 @@ class ConfigReader:
         return self._values.get(key)
 
     def _first(self, keys: tuple[str, ...]) -> tuple[str, Any]:
-        """The first name that has a value; another name with another value is a contradiction."""
+        """Return the first name that has a value; another name with another value is a contradiction."""
         found = [(key, self._values[key]) for key in keys if self.has(key)]
         if not found:
             return keys[0], None
@@ -228,7 +228,7 @@ def _json_kind(value: object) -> object:
 
 
 def show(value: object) -> str:
-    """A value as JSON, cut where it is long."""
+    """Return a value as JSON, cut where it is long."""
     try:
         text = json.dumps(value, default=str)
     except ValueError:  # a whole number of thousands of digits

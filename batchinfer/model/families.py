@@ -1,4 +1,4 @@
-"""Model families: what a `model_type` of config.json says beyond the keys beside it, one row each.
+"""Model families: facts that a `model_type` of config.json implies beyond the other keys, one row each.
 
 All of them are the architecture of DeepSeek-V2 and V3, latent attention and routed experts, under several names; in
 some an indexer chooses which keys a query attends to (DSA), in one queries grow with their position. A row of FAMILIES
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
-    """What the families with DeepSeek Sparse Attention (DeepSeek-V3.2-Exp report section 2.1) differ in."""
+    """Differences between families with DeepSeek Sparse Attention (DeepSeek-V3.2-Exp report section 2.1)."""
 
-    rope_interleave: bool  # its rotary pairs; those of attention are always interleaved
-    shares: bool = False  # layers may take over what the indexer of an earlier one chose
+    rope_interleave: bool  # the indexer's rotary pairs; attention's pairs are always interleaved
+    shares: bool = False  # layers may use the keys that the indexer of an earlier layer chose
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What holds where config.json does not say it, and what its keys may say."""
+    """Defaults and permitted values of config.json's keys in one family."""
 
     architectures: tuple[str, ...]  # in config.json, of which one is enough
-    topk_methods: tuple[str, ...] = ("noaux_tc",)  # how experts are chosen; the first where nothing is said
+    topk_methods: tuple[str, ...] = ("noaux_tc",)  # permitted choices of experts; the first is the default
     scoring_func: str = "sigmoid"
     norm_topk_prob: bool = True
     num_dense_layers: int = 0  # first_k_dense_replace
@@ -30,18 +30,18 @@ class Family:
     ties_embeddings: bool = False  # tie_word_embeddings
     indexer: Indexer | None = None  # None: a query attends to all keys before it
     scales_queries: bool = False  # by position; its rope_parameters say how
-    fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that it does not have
+    fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that must have this value
 
 
 @dataclass(frozen=True, slots=True)
 class Carrier:
-    """Where a model of text and images has its language model, and what else it has."""
+    """A model of text and images: the place of its language model, and its other parts."""
 
     architectures: tuple[str, ...]
     part: str  # of config.json
     prefix: str  # of the names of the language model's tensors
     skipped: tuple[str, ...]  # prefixes of the other tensors' names
-    image_keys: frozenset[str]  # keys of config.json that say nothing of the language model
+    image_keys: frozenset[str]  # keys of config.json that do not concern the language model
 
 
 FAMILIES: dict[str, Family] = {

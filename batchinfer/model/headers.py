@@ -20,7 +20,7 @@ _PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 class TensorHeaders:
-    """What the headers say, by the name of a tensor in the language model."""
+    """Tensor headers of a checkpoint by name in the language model."""
 
     def __init__(self, folder: Path, infos: dict[str, TensorInfo]):
         self.folder = folder
@@ -33,12 +33,12 @@ class TensorHeaders:
         return iter(self.infos)
 
     def info(self, name: str) -> TensorInfo:
-        """Shape, format and file of one tensor."""
+        """Return shape, format and file of one tensor."""
         return self.infos[name]
 
 
 def read_headers(folder: Path, carrier: Carrier | None = None) -> TensorHeaders:
-    """Of model.safetensors, or the shards named by model.safetensors.index.json, or every *.safetensors there is.
+    """Read the headers of model.safetensors, or of the shards in model.safetensors.index.json, or of all *.safetensors.
 
     Args:
         carrier: the model that holds the language model; tensors of its other parts are left out.

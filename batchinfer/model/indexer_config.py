@@ -10,28 +10,28 @@ _PATTERN = {"F": "full", "S": "shared"}
 
 @dataclass(frozen=True, slots=True)
 class IndexerConfig:
-    """Which keys a query attends to: the `topk` that its heads score best, or all where there are no more."""
+    """An indexer, which chooses a query's keys: the `topk` that its heads score best, or all if there are fewer."""
 
     num_heads: int
     head_dim: int
     topk: int
     rope_interleave: bool
-    sharing_layers: frozenset[int]  # that have no indexer and take what the layer before them took
+    sharing_layers: frozenset[int]  # layers without an indexer, which use the keys of the layer before them
 
     def of_layer(self, layer: int) -> bool:
-        """Whether this layer has an indexer of its own."""
+        """Return whether this layer has an indexer and does not share an earlier one."""
         return layer not in self.sharing_layers
 
     def num_weights(self, hidden_size: int, q_lora_rank: int) -> int:
-        """Weights of one indexer without its norm, each of which a token is multiplied with once."""
+        """Return the number of weights of one indexer without its norm; a token is multiplied with each once."""
         return self.num_heads * (self.head_dim * q_lora_rank + hidden_size) + self.head_dim * hidden_size
 
 
 def read_indexer(reader: ConfigReader, family: Indexer | None, num_layers: int, rope_dim: int) -> IndexerConfig | None:
-    """None for a family that has none; its keys are then refused with all others that change the model.
+    """Read the indexer's keys; return None for a family without indexer, whose keys are refused elsewhere.
 
     Raises:
-        ModelError: a key is missing or says something that is not supported.
+        ModelError: a key is missing or has an unsupported value.
     """
     if family is None:
         return None

@@ -28,19 +28,19 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class IntegerForm:
-    """What quantization_config says of all weights that are stored as 4-bit integers."""
+    """The storage form of a checkpoint's 4-bit integer weights, by its quantization_config."""
 
     method: Literal["compressed-tensors", "awq", "gptq"]
     group: int  # inputs that share a scale
-    zero_shift: int = 0  # what is added to stored zero points: 1 in GPTQ's first format
+    zero_shift: int = 0  # added to stored zero points: 1 in GPTQ's first format
     in_any_order: bool = False  # each input's group is listed (GPTQ's desc_act); else the list may be missing
 
     def part(self, name: str, kind: str) -> str:
-        """The tensor that holds the packed integers ("values"), scales, "zeros", "shape" or "groups" of a weight."""
+        """Return the name of a weight's tensor of `kind`: "values" (packed), "scales", "zeros", "shape", "groups"."""
         return name.removesuffix(_REPLACED[self.method]) + _SUFFIXES[self.method][kind]
 
     def is_stored(self, name: str, tensors: TensorHeaders) -> bool:
-        """Whether this weight, ….weight, is stored as integers."""
+        """Return whether this weight, ….weight, is stored as integers."""
         return self.part(name, "values") in tensors
 
     def parts(self, name: str, shape: tuple[int, int], tensors: TensorHeaders) -> dict[str, StoredPart]:

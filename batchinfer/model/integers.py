@@ -33,7 +33,7 @@ class Integers:
         return values_NGm.mul_(self.scale_NG[:, :, None]).flatten(1).to(dtype)
 
     def in_groups(self) -> GroupScaled | None:
-        """The same integers in groups of 32, scales rounded to bfloat16; None where they do not fit that form."""
+        """Return the same integers in groups of 32, scales rounded to bfloat16; None if they do not fit that form."""
         group = self.values_NM.shape[1] // self.scale_NG.shape[1]
         least, most = self.values_NM.aminmax()
         if group % GROUP or self.group_M is not None or least < -_MIDDLE or most >= _MIDDLE:
@@ -43,10 +43,10 @@ class Integers:
 
 
 def from_compressed_tensors(words_NW: torch.Tensor, scale_NG: torch.Tensor, group: int) -> Integers:
-    """As pack_to_int32 packs them: four bits each, from the lowest on, are a value from -8 to 7 plus 8.
+    """Unpack integers of pack_to_int32: four bits each, from the lowest on, hold a value from -8 to 7 plus 8.
 
     Args:
-        words_NW: int32, W = ceil(M / 8); bits behind the last value are not read.
+        words_NW: int32, W = ceil(M / 8); bits after the last value are not read.
         scale_NG: float32.
         group: m.
     """
@@ -82,7 +82,7 @@ def from_gptq(
         group_M: int64, in 0 .. G - 1; one that is in order counts as None.
     """
     values_NM = _nibbles(words_WN).transpose(0, 1).flatten(1)
-    # added to whole words, as it was taken from them: a zero point of 0 has borrowed from the next one
+    # added to whole words, as GPTQ subtracted it from whole words: a zero point of 0 has borrowed from its neighbour
     zero_NG = _nibbles(zeros_GV + zero_shift * _ONES).flatten(1).t()
     num_inputs = values_NM.shape[1]
     group = num_inputs // len(scale_GN)

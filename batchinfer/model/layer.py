@@ -72,7 +72,7 @@ class DecoderLayer:
     def _attended(
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, wanted: AttentionStep | None
     ) -> torch.Tensor:
-        """The residual after attention, its wanted rows alone; all tokens' latents go to the pages."""
+        """Return the residual after attention, its wanted rows alone; all tokens' latents go to the pages."""
         if wanted is None:
             return self.attention.attend(hidden_TD, self.attention.project(hidden_TD, step, pages), step, pages)
         queries = self.attention.project(hidden_TD, step, pages, step.logit_rows)

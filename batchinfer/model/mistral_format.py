@@ -60,7 +60,7 @@ CARRIER_OF_PARAMS = Carrier(
 
 
 def read_params(path: Path, values: dict[str, Any]) -> ConfigReader:
-    """The values of a params.json under the names of config.json, their own names in messages.
+    """Return the values of a params.json under the names of config.json, their own names in messages.
 
     Raises:
         ModelError: it is of another architecture, or says something that config.json has no word for.
@@ -108,7 +108,7 @@ class _ParamsReader(ConfigReader):
 
 
 def _flat(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """All keys by their names with the way to them, those checked that can have few values only."""
+    """Return all keys by their names with the way to them, those checked that can have few values only."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key not in _PARTS or value is None:

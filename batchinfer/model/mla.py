@@ -80,7 +80,7 @@ class Attention:
         return self.add_output(hidden_TD, self.core(q_THA, step, pages))
 
     def inputs(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normed residual [T, D], and what queries are made of: that, or its compression."""
+        """Return the normed residual [T, D], and what queries are made of: that, or its compression."""
         ops, weights = self.ops, self.weights
         x_TD = ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
         if weights.q_down is None:
@@ -95,7 +95,7 @@ class Attention:
         return self._placed(self.ops.linear(q_latent, *self.weights.q), latents_TW, step, pages)
 
     def _compressed(self, x_TD: Rows) -> tuple[Rows, torch.Tensor]:
-        """What queries are made of, normed, and the latents [T, C + R]; of one product where the weights are joined."""
+        """Return the normed input of the queries and the latents [T, C + R]; one product if the weights are joined."""
         ops, weights = self.ops, self.weights
         if weights.down is not None:
             widths = [self.config.q_lora_rank, self.config.latent_dim]
@@ -144,7 +144,7 @@ class Attention:
         return self.ops.batched_linear(out_THC.transpose(0, 1), self.weights.value_up_HVC).transpose(0, 1)
 
     def add_output(self, hidden_TD: torch.Tensor, out_THV: torch.Tensor) -> torch.Tensor:
-        """The residual with the output projection of all heads added, [T, D]."""
+        """Return the residual with the output projection of all heads added, [T, D]."""
         return self.ops.linear(out_THV.flatten(1), *self.weights.out, residual=hidden_TD)
 
 
@@ -233,8 +233,9 @@ def query_scales(scale: QueryScale) -> torch.Tensor:
 
 
 class Angles(NamedTuple):
-    """What attention multiplies by at some positions: cos and sin, each [T, R / 2] float32, of their angles; queries
-    by `query_scale`, [T] float32, None: by 1.
+    """Factors of attention at some positions: cos and sin of their angles, each [T, R / 2] float32.
+
+    query_scale: [T] float32, factor of queries; None: 1.
     """
 
     cos: torch.Tensor

@@ -26,7 +26,7 @@ from batchinfer_kernels.reference.places import ExpertRows
 
 
 class YieldPoint(Enum):
-    """What a layer waits for when it yields."""
+    """The event that a layer waits for when it yields."""
 
     QUERIES = "queries"  # decode only: projections are done, core attention is next
     DISPATCH = "dispatch"  # rows are on their way to the experts
@@ -135,21 +135,21 @@ class MoeMlp:
         return Routing(x_TD, ids_TK, weights_TK, rounded, is_counted_T)
 
     def _sent(self, routing: Routing) -> Any:
-        """The rows that are dispatched; what travels is rounded by its dispatcher, into a form of its own."""
+        """Return the rows to dispatch; a dispatcher whose rows travel rounds them into the form that travels."""
         stays_fp8 = isinstance(self.dispatcher, LocalDispatcher) and self.dispatcher.takes_fp8
         return routing.rounded if stays_fp8 and routing.rounded is not None else routing.x_TD
 
     def _normed(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, ScaledRows | None]:
-        """The router takes the rows as they are, experts in FP8 take them rounded, all from one kernel."""
+        """Return the router takes the rows as they are, experts in FP8 take them rounded, all from one kernel."""
         eps = self.config.rms_norm_eps
         if meets_fp8(hidden_TD, self.weights.gate_up_EFD):
             return self.ops.rms_norm_fp8(hidden_TD, self.norm_D, eps, keeps=True)
         return self.ops.rms_norm(hidden_TD, self.norm_D, eps), None
 
     def _routed_experts(self, received: ExpertInput) -> ExpertRows:
-        """The results for the rows that came, in their order; rows in FP8 meet weights in FP8 as they are."""
+        """Return the results for the rows that came, in their order; rows in FP8 meet weights in FP8 as they are."""
         x, weights, scales = received.x, self.weights, received.scales
-        # adding up on the device, and reading the sum when somebody asks (after the step), does not make the host wait
+        # adding up on the device, and reading the sum only after the step, does not make the host wait
         has_gaps = received.layout == "masked" or received.tile_rows > 1
         self.counts_on_device |= has_gaps
         num_rows = len(x) if received.tokens_M is None else len(received.tokens_M)
@@ -189,7 +189,7 @@ class MoeMlp:
 
 
 def gate_rule(config: ModelConfig) -> GateRule:
-    """How this model chooses experts."""
+    """Return the rule by which this model chooses experts."""
     return GateRule(
         method=config.topk_method,
         topk=config.num_experts_per_tok,

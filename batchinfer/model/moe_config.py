@@ -20,7 +20,7 @@ _MOE_KEYS = (
 
 
 def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[str, Any]:
-    """The MoE fields of ModelConfig; zeros where all layers are dense.
+    """Return the MoE fields of ModelConfig; zeros where all layers are dense.
 
     They are where there are no experts (0, or null as in the original release), and where no layer is behind the dense
     ones. The other MoE keys say nothing then.
@@ -69,13 +69,13 @@ def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[st
 
 
 def _first_sparse_layer(reader: ConfigReader, default: int) -> int:
-    """How many layers a list of what each one is begins with that have no experts."""
+    """Return the number of layers without experts at the start of the list of layer kinds."""
     kinds = reader.texts("mlp_layer_types")
     return next((layer for layer, kind in enumerate(kinds) if kind == "sparse"), len(kinds)) if kinds else default
 
 
 def _read_gate(reader: ConfigReader, family_name: str) -> str:
-    """How experts are chosen, which says how they are scored: the original V2 and V3 differ and cannot be mixed."""
+    """Return the method of choosing experts, and check that the scoring function belongs to it, as in V2 or V3."""
     family = FAMILIES[family_name]
     topk_method = reader.text("topk_method", default=family.topk_methods[0])
     if topk_method not in family.topk_methods:

@@ -28,7 +28,7 @@ from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 
 
 class DraftModel(Protocol):
-    """What drafting takes of a model."""
+    """The parts of a model that drafting uses."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -44,16 +44,16 @@ class DraftModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """What the layer runs: the states, request by request, then one row per request for each further guess."""
+    """Input of the drafting layer: rows of states by request, then one row per request for each further guess."""
 
     states: torch.Tensor  # [N, D] normed, of the model
-    tokens: torch.Tensor  # [N] int64, the token behind each
+    tokens: torch.Tensor  # [N] int64, the token after each state
     last_rows: torch.Tensor  # [B] int64, the newest state of each request
     positions: torch.Tensor  # [M] int64, in the text
     places: torch.Tensor  # [M] int64, in the pages of the layer, which begin anywhere in the text
     slots: torch.Tensor  # [M] int64
     page_table: torch.Tensor  # [M, P] int64
-    sampling: SamplingRows  # of B
+    sampling: SamplingRows  # of the B requests
     num_new: np.ndarray  # [B] index of the first guess in the request's output
     num_guesses: int  # J
 

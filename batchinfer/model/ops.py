@@ -15,7 +15,7 @@ from batchinfer_kernels.registry import Operation
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
 
 _OF_PAGES = ("rope_and_cache", "mla_prefill", "mla_decode")  # which have a version for pages in FP8
-_OF_FP8 = ("rms_norm_fp8", "silu_mul_blocks")  # others and a rounding in one; only weights in FP8 blocks ask for them
+_OF_FP8 = ("rms_norm_fp8", "silu_mul_blocks")  # a plain operation and rounding in one, for weights in FP8 blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +63,16 @@ class Ops:
         return registry.reads_on_host(self.choose_keys)
 
     def names(self, dtype: torch.dtype | None = None) -> str:
-        """Where the implementations come from: those that give the same bits in this dtype have the same names.
+        """Return the origins of the implementations; implementations with equal bits in this dtype have equal names.
 
-        Operations that round their result as well give the bits of others.
+        Operations that also round their result are left out: their bits are those of the plain operation, rounded.
         """
         ops = (getattr(self, name) for name in op_names() if name not in _OF_FP8)
         return " ".join(sorted({registry.origin(op, dtype) for op in ops}))
 
     @property
     def bits(self) -> str:
-        """Which products are of other weights than the model's dtype has, and pages of other latents."""
+        """Names of products and pages that are in fewer bits than the model's dtype."""
         held = {"8-bit products": self.eight_bit, "4-bit experts": self.four_bit, "KV in FP8": self.fp8_pages}
         return "".join(f", {words}" for words, holds in held.items() if holds)
 
@@ -92,7 +92,7 @@ class Ops:
         fp8_pages: bool = False,
         device: torch.device | str = "cpu",
     ) -> Ops:
-        """The best implementation for tensors of this device ("auto"), or the one named for all operations.
+        """Return the best implementation for tensors of this device ("auto"), or the one named for all operations.
 
         Raises:
             ModelError: the named one does not exist or cannot run there, with its reason.
@@ -107,11 +107,11 @@ class Ops:
         return cls(**chosen, eight_bit=eight_bit, four_bit=four_bit, fp8_pages=fp8_pages)
 
     def page_format(self, dtype: torch.dtype) -> PageFormat:
-        """What pages hold of the tokens of a model in this dtype."""
+        """Return the format of pages of a model in this dtype."""
         return PageFormat(FP8 if self.fp8_pages else str(dtype).removeprefix("torch."))
 
     def weight_format(self, dtype: torch.dtype, device: torch.device | str, **bits: bool) -> WeightFormat:
-        """The form in which products on this device take weights; `eight_bit` or `four_bit`: those that are held so."""
+        """Return the form of weights for products on this device; `bits`: `eight_bit` or `four_bit` weights."""
         one = torch.zeros(1, 1, dtype=torch.bfloat16 if any(bits.values()) else dtype, device=device)
         return format_of(self.pack(one, **bits))
 
@@ -121,7 +121,7 @@ class Ops:
         return self.weight_format(dtype, device, **bits)
 
     def holds_fp8(self, device: torch.device | str) -> bool:
-        """Whether routed experts on this device are held in E4M3 blocks, as FP8 checkpoints have them.
+        """Return whether routed experts on this device are held in E4M3 blocks, as FP8 checkpoints have them.
 
         Otherwise they are in 4 bits, or 8 bits are integers (the C++ products on a CPU), or they are not narrow at all.
         """
@@ -129,17 +129,17 @@ class Ops:
 
 
 def normed(ops: Ops, x: torch.Tensor, norm: torch.Tensor, eps: float, weight: Weight) -> torch.Tensor | ScaledRows:
-    """Rows x normed, in the form in which they meet this weight: rounded already where that is in FP8 blocks."""
+    """Return rows x normed, in the form in which they meet this weight: rounded already where that is in FP8 blocks."""
     if meets_fp8(x, weight):
         return ops.rms_norm_fp8(x, norm, eps)[1]
     return ops.rms_norm(x, norm, eps)
 
 
 def meets_fp8(x: torch.Tensor, weight: Weight) -> bool:
-    """Whether a product of x with this weight rounds x to FP8 and gives bfloat16."""
+    """Return whether a product of x with this weight rounds x to FP8 and gives bfloat16."""
     return isinstance(weight, BlockScaled) and x.dtype is torch.bfloat16
 
 
 def op_names() -> list[str]:
-    """The operations among the fields of Ops."""
+    """Return the operations among the fields of Ops."""
     return [field.name for field in fields(Ops) if field.name not in ("eight_bit", "four_bit", "fp8_pages")]

@@ -48,7 +48,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 class Ends(NamedTuple):
-    """What is before the layers and behind them."""
+    """The tensors before and after the layers."""
 
     embedding: torch.Tensor
     norm: torch.Tensor
@@ -90,7 +90,7 @@ def map_weights(
     expert_ids: Sequence[Sequence[int]] | None,
     mtp: bool = False,
 ) -> ModelWeights:
-    """The weights of a converted folder, mapped; arguments as of `load_weights`.
+    """Return the weights of a converted folder, mapped; arguments as of `load_weights`.
 
     Raises:
         ModelError: it is not made for these operations or this dtype, or a file is damaged.
@@ -115,7 +115,7 @@ def map_weights(
 
 
 class PackedExperts:
-    """Where experts that change places come from; in place of the loader of a checkpoint."""
+    """The source of experts that change places, read from a converted folder."""
 
     def __init__(self, packed: PackedFolder):
         self._packed = packed
@@ -149,7 +149,7 @@ class MappedParts:
             raise ModelError(f"{path} cannot be mapped: {error}; convert the model again") from None
 
     def leaf(self, name: str) -> Any:
-        """One tensor, or packed weight; shares the file's memory unless its experts are not side by side."""
+        """Return one tensor, or packed weight; shares the file's memory unless its experts are not side by side."""
         entry, form = self._header[name], self._forms[name]
         start, end = entry["data_offsets"]
         dtype = _DTYPES[entry["dtype"]]
@@ -167,7 +167,7 @@ class MappedParts:
         )
 
     def take(self, kind: type[Any], name: str = "") -> Any:
-        """An object of this kind, made of the tensors whose names begin so; None where there are none."""
+        """Return an object of this kind, made of the tensors whose names begin so; None where there are none."""
         if name in self._header:
             try:
                 return self.leaf(name)
@@ -182,7 +182,7 @@ class MappedParts:
 
 
 def _rows(tensor: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-    """Rows by number: a view where they follow each other."""
+    """Return rows by number: a view where they follow each other."""
     if numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True:
         first = numbers[0] if numbers else 0
         return tensor[first : first + len(numbers)]

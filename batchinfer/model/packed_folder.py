@@ -16,14 +16,14 @@ from batchinfer.checked_json import read_json
 from batchinfer.records import DamagedFileError, ModelError
 
 MANIFEST = "packed.json"
-LAYOUT = 1  # of panels (cpu/csrc/pack.cpp) and files (packed_files.py); whoever changes either raises it
+LAYOUT = 1  # version of panels (cpu/csrc/pack.cpp) and files (packed_files.py): raise it when either changes
 ENDS = "ends.safetensors"
 MTP = "mtp.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class PackedFolder:
-    """What the manifest says. `source` is the folder that it was made from, `sizes` bytes by name of a file."""
+    """The manifest of a converted folder. `source` is the folder that was converted, `sizes` bytes by file name."""
 
     folder: Path
     dtype: str
@@ -33,11 +33,11 @@ class PackedFolder:
 
     @property
     def has_mtp(self) -> bool:
-        """Whether it has the layer for multi-token prediction."""
+        """Whether the folder has the layer for multi-token prediction."""
         return MTP in self.sizes
 
     def layer(self, number: int) -> Path:
-        """The file of a layer."""
+        """Return the file of a layer."""
         return self.folder / layer_name(number)
 
     def check(self, dtype: str) -> None:
@@ -62,12 +62,12 @@ class PackedFolder:
 
 
 def layer_name(number: int) -> str:
-    """The name of a layer's file."""
+    """Return the name of a layer's file."""
     return f"layer-{number:05d}.safetensors"
 
 
 def read_packed(folder: Path) -> PackedFolder | None:
-    """The manifest of a converted folder, None of any other.
+    """Return the manifest of a converted folder, None of any other.
 
     Raises:
         ModelError: it is damaged.

@@ -1,4 +1,4 @@
-"""What pages hold of a token, asked by all who count their bytes: kv.dtype of the job."""
+"""The format of KV pages, by the job's kv.dtype: the bytes of a token, for all code that counts them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PageFormat:
 
     @classmethod
     def of(cls, job: JobConfig) -> PageFormat:
-        """What the job asks for."""
+        """Return the page format that the job asks for."""
         if job.kv.dtype == FP8:
             return cls(FP8)
         return cls("float32" if job.model.dtype == "float32" else "bfloat16")

@@ -1,7 +1,7 @@
-"""How config.json says that weights are stored: FP8, in blocks or with one scale, or integers of 4 bits.
+"""The storage of weights by config.json: FP8, in blocks or with one scale, or integers of 4 bits.
 
-Which weights are stored so, the headers of the files say. What else a format may mean (other bits, another packing,
-rounded activations) would change what the model computes and is refused by name.
+The headers of the files name the weights that are stored so. Other variants of a format (other bits, another packing,
+rounded activations) would change the model's mathematics and are refused by name.
 """
 
 from typing import Any, Literal
@@ -51,7 +51,7 @@ _AUTOROUND_NOTES = (
 
 
 def read_quantization(section: ConfigReader | None) -> dict[str, Any]:
-    """The fields fp8_block, fp8_per_tensor and integers of ModelConfig.
+    """Return the fields fp8_block, fp8_per_tensor and integers of ModelConfig.
 
     Raises:
         ModelError: the weights are stored in another way; the sentence names the key and its value.
@@ -69,7 +69,7 @@ def read_quantization(section: ConfigReader | None) -> dict[str, Any]:
 
 
 def _has_fp8_blocks(section: ConfigReader) -> bool:
-    """Whether each block has a scale (DeepSeek-V3 report section 3.3.2); otherwise each weight has.
+    """Return whether each block has a scale (DeepSeek-V3 report section 3.3.2); otherwise each weight has.
 
     Where inputs have fixed scales (static) weights have one each, too; inputs are rounded by their own values here.
     """
@@ -99,7 +99,7 @@ def _check_fp8_groups(section: ConfigReader) -> None:
 
 
 def _read_compressed_tensors(section: ConfigReader) -> IntegerForm:
-    """All quantised weights are symmetric 4-bit integers."""
+    """Return all quantised weights are symmetric 4-bit integers."""
     section.expect("format", INT4_FORMAT, supported=f'"{INT4_FORMAT}" or "{FP8_FORMAT}"', needed=True)
     scheme, weights = _one_group(section)
     scheme.expect("format", INT4_FORMAT, supported=f'"{INT4_FORMAT}"')
@@ -113,7 +113,7 @@ def _read_compressed_tensors(section: ConfigReader) -> IntegerForm:
 
 
 def _one_group(section: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
-    """The only scheme of compressed-tensors, and what it says of weights."""
+    """Return the only scheme of compressed-tensors, and what it says of weights."""
     section.expect("quantization_status", "compressed", supported='"compressed"')
     groups = section.section("config_groups")
     names = [] if groups is None else list(groups.unread())
@@ -137,7 +137,7 @@ def _judge_groups(section: ConfigReader, scheme: ConfigReader, weights: ConfigRe
 
 
 def _check_gptqmodel_keys(section: ConfigReader, method: str) -> None:
-    """Refuse what GPTQModel's configuration may say of weights of both methods beside what is supported."""
+    """Raise for unsupported settings of GPTQModel's configuration, which writes both methods."""
     section.expect("method", method, supported=f'"{method}"')
     section.expect("bits", 4, supported="4", needed=True)
     section.expect("pack_dtype", "int32", supported='"int32"')

@@ -1,4 +1,4 @@
-"""What positions do to queries and keys, as config.json describes it: rotary embedding, YaRN, a factor on queries."""
+"""Effects of positions on queries and keys, by config.json: rotary embedding, YaRN, a factor on queries."""
 
 import math
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ class QueryScale:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """What positions do to queries and keys: rotary embedding, and a factor on queries.
+    """Effects of positions on queries and keys: rotary embedding, and a factor on queries.
 
     The YaRN fields (arXiv 2309.00071) count only when `rope_type` is "yarn".
     """
@@ -87,10 +87,10 @@ def _refuse_partial(holder: ConfigReader) -> None:
 
 
 def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int, rotary_share: float | None) -> RopeConfig:
-    """What one of these sections says.
+    """Return the configuration in one of these sections.
 
     Args:
-        rotary_share: where queries are scaled by position, see read_rope; None: they are not.
+        rotary_share: see read_rope, if queries are scaled by position; None: they are not.
     """
     rope_type = rope.text("rope_type", "type", default="default")
     if rope_type not in ("default", "yarn"):
@@ -110,7 +110,7 @@ def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int, ro
 
 
 def _parse_query_scale(rope: ConfigReader, rope_type: str, max_positions: int, rotary_share: float) -> QueryScale:
-    """As Mistral 4 writes it, whose partial_rotary_factor is of the whole head."""
+    """Return the scale of queries by position, as Mistral 4 writes it: partial_rotary_factor is of the whole head."""
     if rope_type != "yarn":
         raise rope.unsupported("rope_type", rope_type, '"yarn" for this model_type')
     share = rope.number("partial_rotary_factor", rotary_share)

@@ -1,6 +1,6 @@
-"""What plain PyTorch computes row by row in a model, so that it can be asked whether a row keeps its bits.
+"""The row-by-row computations of a model in plain PyTorch, to check that a row's bits do not depend on its batch.
 
-Weights that are packed for C++ or held in FP8 blocks are left out: their products add in one order by construction.
+Weights that are packed for C++ or held in FP8 blocks are left out, as their products add in one fixed order.
 """
 
 from collections.abc import Callable, Iterator

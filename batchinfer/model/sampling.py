@@ -53,11 +53,11 @@ class SamplingRows:
         )
 
     def take(self, rows: np.ndarray) -> SamplingRows:
-        """These rows in this order."""
+        """Return these rows in this order."""
         return SamplingRows(*(column[rows] for column in self._columns()))
 
     def and_also(self, others: SamplingRows) -> SamplingRows:
-        """These rows and behind them the others."""
+        """Return these rows, followed by the others."""
         pairs = zip(self._columns(), others._columns(), strict=True)
         return SamplingRows(*(np.concatenate(pair) for pair in pairs))
 
@@ -116,7 +116,7 @@ def sample(
 def _picked(
     logits_SV: torch.Tensor, rows: SamplingRows, positions: np.ndarray, ops: LogitOps
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The token of each row, and whether its logits are finite; read from a device at once."""
+    """Return the token of each row, and whether its logits are finite; read from a device at once."""
     largest_S, is_finite_S = ops.argmax(logits_SV)
     drawn = np.flatnonzero(rows.temperature > 0)
     if logits_SV.is_cpu:
@@ -149,5 +149,5 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _on(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """The values on the device of `like`; on the CPU they share their memory."""
+    """Return the values on the device of `like`; on the CPU they share their memory."""
     return moved(torch.from_numpy(values), like.device)

@@ -19,7 +19,7 @@ from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 
 
 class StepModel(Protocol):
-    """What running a step operation by operation takes of a model."""
+    """The parts of a model that running a step operation by operation uses."""
 
     @property
     def device(self) -> torch.device: ...
@@ -60,13 +60,13 @@ def overlapped(model: StepModel, step: StepHalves, pages: torch.Tensor, log: Spa
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How the steps of a rank run."""
+    """The ways in which a rank's steps run."""
 
-    decode: WholeStep = plain  # of steps that come whole
-    decode_pair: PairedStep = overlapped  # of those in halves
+    decode: WholeStep = plain  # of whole steps
+    decode_pair: PairedStep = overlapped  # of steps in halves
 
     def run(self, model: StepModel, step: StepInput | StepHalves, pages: torch.Tensor, log: SpanLog) -> StepOutput:
-        """See Transformer.forward."""
+        """Run a step, see Transformer.forward."""
         if isinstance(step, StepHalves):
             run_halves = self.decode_pair if step.first.is_decode else overlapped
             return run_halves(model, step, pages, log)

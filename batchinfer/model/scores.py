@@ -16,7 +16,7 @@ ROWS = 64  # logits that are in memory at once; what they are has no effect on t
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What the raw logits (before temperature) say of given tokens."""
+    """Log-probabilities of given tokens under the raw logits (before temperature)."""
 
     logprobs: torch.Tensor  # [N] float64
     top_tokens: torch.Tensor  # [N, A] int64, the most likely tokens in their place, most likely first
@@ -24,7 +24,7 @@ class Scores:
 
     @classmethod
     def joined(cls, parts: list[Scores]) -> Scores:
-        """One after the other."""
+        """Return the scores of all parts, concatenated."""
         return cls(
             torch.cat([part.logprobs for part in parts]),
             torch.cat([part.top_tokens for part in parts]),

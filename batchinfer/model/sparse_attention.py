@@ -46,16 +46,16 @@ class SparseQueries(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SparseAttention:
-    """As mla.Attention, with an indexer; `pages` are always this layer's, [num_pages, 64, C + R + I]."""
+    """mla.Attention with an indexer; `pages` are always this layer's, [num_pages, 64, C + R + I]."""
 
     dense: Attention
     indexer: IndexerConfig
-    weights: IndexerWeights | None  # None: the layer takes what the one before it took
+    weights: IndexerWeights | None  # None: the layer uses the keys that the layer before it chose
 
     def project(
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
     ) -> SparseQueries:
-        """See mla.Attention; the tokens' index keys go to the pages as well, and then keys are chosen."""
+        """Project as mla.Attention does, write the tokens' index keys to the pages, too, and choose keys."""
         x_TD, q_latent = self.dense.inputs(hidden_TD)
         q_THA = self.dense.queries(x_TD, q_latent, step, self._latents(pages))
         if self.weights is not None:
@@ -155,7 +155,7 @@ class SparseAttention:
         return chosen
 
     def _shared(self, step: AttentionStep, rows_N: torch.Tensor | None) -> torch.Tensor:
-        """What the layer before chose for these rows."""
+        """Return the keys that the layer before chose for these rows."""
         before: ChosenKeys = step.schedule[_CHOSEN]
         if before.rows_N is rows_N or before.rows_N is None:
             return before.slots_NK
@@ -174,7 +174,7 @@ class SparseAttention:
         rows_N: torch.Tensor | None,
         requests_N: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The keys of these rows by the layer's own indexer, [N, K]."""
+        """Return the keys of these rows by the layer's own indexer, [N, K]."""
         ops, indexer = self.dense.ops, self.indexer
         places = x_TD, q_latent, step.cos, step.sin, step.positions
         x_ND, q_latent, cos, sin, positions_N = places if rows_N is None else (place[rows_N] for place in places)

@@ -44,16 +44,16 @@ class StepInput:
     kv_tokens: torch.Tensor | None = None  # [B] int64, tokens in the pages, the new ones included; T = B * q
     copy_from: torch.Tensor | None = None  # [N] int64 slots to copy latents from, this step's own among them
     copy_to: torch.Tensor | None = None  # [N] int64 slots to copy them to, before attention reads the pages
-    scored: torch.Tensor | None = None  # [N] int64, prefill only: of the last N of logit_rows the tokens that come next
-    num_alternatives: int = 0  # most likely tokens that are wanted beside each of these
-    num_states: int = 0  # prefill only: the last of logit_rows, of which the state is wanted and nothing else
+    scored: torch.Tensor | None = None  # [N] int64, prefill only: the next tokens of the last N of logit_rows
+    num_alternatives: int = 0  # most likely tokens to report with each scored token
+    num_states: int = 0  # prefill only: number of last logit_rows that return their state and nothing else
 
     @property
     def is_decode(self) -> bool:
         return self.page_table is not None
 
     def position_range(self) -> tuple[int, int]:
-        """The lowest and the highest position of a row; 0 and -1 without rows."""
+        """Return the lowest and the highest position of a row; 0 and -1 without rows."""
         if len(self.positions) == 0:
             return 0, -1
         lowest, highest = self.positions.aminmax()
@@ -70,7 +70,7 @@ class StepHalves:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What a step computed."""
+    """Results of a step."""
 
     logits: torch.Tensor  # [S, V] float32, without the rows that are scored
     expert_counts: torch.Tensor  # [num_moe_layers, E] int64, tokens of this step per routed expert
@@ -79,7 +79,7 @@ class StepOutput:
 
     @classmethod
     def joined(cls, first: StepOutput, second: StepOutput) -> StepOutput:
-        """Of both halves of a step."""
+        """Return the output of a step from both of its halves."""
         found = [output.scores for output in (first, second) if output.scores is not None]
         return cls(
             torch.cat([first.logits, second.logits]),
@@ -139,7 +139,7 @@ class StepTensors:
     def fixed(
         cls, step: StepInput, is_counted: torch.Tensor, device: torch.device, position_range: tuple[int, int]
     ) -> StepTensors:
-        """A decode step in memory of its own, for other steps of the same shapes to be put into."""
+        """Return a decode step in fixed memory, into which other steps of the same shapes are copied."""
         values: dict[str, Any] = dict(zip(_OF_DECODE, in_one_copy(_of_decode(step, is_counted), device), strict=True))
         return cls(**values, position_range=position_range)
 
@@ -178,11 +178,11 @@ class AttentionStep(StepTensors):
         return self.chunk_tokens is None
 
     def keys(self, pages: torch.Tensor) -> PagedKeys:
-        """What its tokens attend to in the layer of these pages."""
+        """Return the keys that the step's tokens attend to in the layer of these pages."""
         return PagedKeys(pages, self.page_table, self.kv_tokens, self.positions, self.schedule)
 
     def of_wanted_rows(self) -> AttentionStep | None:
-        """The rows of a prefill step whose logits are wanted, as decode: a query per prompt, in the absorbed form.
+        """Return the rows of a prefill step that return logits, as a decode step: a query per prompt, absorbed form.
 
         The last layer finishes these alone; of the other tokens it only makes latents, and most of a prompt never
         meets its experts. None in decode, where all rows are wanted.
@@ -204,7 +204,7 @@ class AttentionStep(StepTensors):
         )
 
     def rows_by_reach(self, num_keys: int) -> RowsByReach:
-        """The rows of a prefill step by whether they see more than this number of keys, found once for all layers."""
+        """Return the rows of a prefill step split by whether they see more than this number of keys, for all layers."""
         kept = f"rows by reach {num_keys}"
         if kept not in self.schedule:
             self.schedule[kept] = self._cut_by_reach(num_keys)
@@ -231,7 +231,7 @@ class AttentionStep(StepTensors):
         return RowsByReach(near_rows, near, far_rows, far_requests)
 
     def of_rows_before(self, position: int) -> AttentionStep:
-        """A decode step, for core attention alone, in which rows at other positions have no keys."""
+        """Return a decode step, for core attention alone, in which rows at other positions have no keys."""
         kept = f"rows before {position}"
         if kept not in self.schedule:
             seen_T = torch.where(self.positions < position, self.positions + 1, 0)
@@ -248,7 +248,7 @@ class AttentionStep(StepTensors):
 
 
 def _of_decode(step: StepInput, is_counted: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of a decode step, in the order of _OF_DECODE."""
+    """Return the tensors of a decode step, in the order of _OF_DECODE."""
     assert step.is_decode
     assert step.copy_to is None, "in decode nothing is copied between slots"
     return [*(getattr(step, name) for name in _OF_DECODE[:-1]), is_counted]

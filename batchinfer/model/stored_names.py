@@ -1,11 +1,11 @@
-"""Where tensors are in files, and the names that others write, brought to those that tensor_names.py lists.
+"""Places of tensors in files, and the conversion of foreign names to the names of tensor_names.py.
 
     Mistral's own code      layers.3.attention.wq_a.weight          model.layers.3.self_attn.q_a_proj.weight
                             layers.3.attention.wq_a.qscale_weight   … q_a_proj.weight_scale_inv
     compressed-tensors      … q_a_proj.weight_scale (of FP8)        … q_a_proj.weight_scale_inv
     transformers, stacked   … mlp.experts.gate_up_proj [E, 2F, D]   … mlp.experts.7.gate_proj.weight [F, D], then up
 
-A stacked tensor is read part by part: nothing is copied to take it apart.
+A stacked tensor is read part by part, without a copy of the whole.
 """
 
 import math
@@ -43,15 +43,13 @@ _STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_scale_inv)
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor is and what it looks like; `dtype` is the format's own name, such as BF16 or F8_E4M3."""
+    """Place, shape and format of a tensor; `dtype` is the format's name in the file, such as BF16 or F8_E4M3."""
 
     path: Path
     stored_name: str
     shape: tuple[int, ...]
     dtype: str
-    part: tuple[int, int, int] | None = (
-        None  # of a stacked tensor: which one, its first row and the one behind its last
-    )
+    part: tuple[int, int, int] | None = None  # of a stacked tensor: index, first row and end row of the part
 
     @property
     def num_bytes(self) -> int:
@@ -60,7 +58,7 @@ class TensorInfo:
 
 
 def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The same tensors by the names used here; what is not known keeps its name."""
+    """Return the same tensors by the names used here; what is not known keeps its name."""
     if "tok_embeddings.weight" in infos:
         infos = {_of_mistral(name): info for name, info in infos.items()}
     named: dict[str, TensorInfo] = {}
@@ -74,7 +72,7 @@ def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def _of_mistral(name: str) -> str:
-    """A name of Mistral's own code in the words of transformers."""
+    """Return a name of Mistral's own code in the words of transformers."""
     module, _, value = name.rpartition(".")
     if module in _OUTSIDE:
         return f"{_OUTSIDE[module]}.{value}"
@@ -114,7 +112,7 @@ def _taken_apart(name: str, info: TensorInfo, infos: dict[str, TensorInfo]) -> I
 
 
 def _can_be_cut(rows: int, num_projections: int, scaled: TensorInfo | None) -> bool:
-    """Whether gate and up have as many rows each, and no row of blocks belongs to both of the tensor that is scaled."""
+    """Return whether gate and up have equal numbers of rows, and no row of blocks of the scaled tensor is in both."""
     if num_projections == 1:
         return True
     return rows % 2 == 0 and (scaled is None or scaled.shape[1] % (2 * _BLOCK_ROWS) == 0)

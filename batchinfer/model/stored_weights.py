@@ -24,7 +24,7 @@ class StoredWeights:
         self._dequantize = registry.select("dequantize_fp8_block")
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the weight, however it is stored."""
+        """Return the shape of the weight, however it is stored."""
         form = self._form_of(name)
         if form is None:
             return self._checkpoint.info(name).shape
@@ -34,7 +34,7 @@ class StoredWeights:
         return scales[1], values[0] * (PER_WORD if form.method == "gptq" else 1)
 
     def read(self, name: str, dtype: torch.dtype, *, finite: bool = False) -> torch.Tensor:
-        """A weight in this dtype: value × scale, multiplied in float32 and rounded once.
+        """Return a weight in this dtype: value × scale, multiplied in float32 and rounded once.
 
         Args:
             finite: one that is not is refused.
@@ -57,13 +57,13 @@ class StoredWeights:
         return stored.to(dtype)
 
     def read_blocks(self, name: str) -> BlockScaled | None:
-        """A weight that is stored in FP8 bit for bit, None where it is stored otherwise."""
+        """Return a weight that is stored in FP8 bit for bit, None where it is stored otherwise."""
         if name + SCALE_SUFFIX not in self._checkpoint:
             return None
         return BlockScaled(self._checkpoint.read(name), self._block_scale(name))
 
     def read_groups(self, name: str) -> GroupScaled | None:
-        """A weight whose stored integers fit groups of 32, integer by integer; None where they do not, or are none.
+        """Return a weight in groups of 32 with its stored integers; None if it is not stored as integers that fit.
 
         Scales are rounded to bfloat16, which Kimi's are stored in.
         """
@@ -86,7 +86,7 @@ class StoredWeights:
         return from_gptq(words, zeros, scale, zero_shift=form.zero_shift, group_M=group_M)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """What a packed weight says of its own size is what its scales say."""
+        """Raise if the stored shape of a packed weight contradicts its scales."""
         said = self._checkpoint.read(name).tolist()
         if said != list(shape):
             raise self._wrong(name, f"says {said}, but the weight that is packed is {list(shape)}")
@@ -102,7 +102,7 @@ class StoredWeights:
         return group_M
 
     def _block_scale(self, name: str) -> torch.Tensor:
-        """A scale for each block of a weight, the same for all where the weight has one."""
+        """Return a scale for each block of a weight, the same for all where the weight has one."""
         scale = self._scale(name + SCALE_SUFFIX)
         if scale.numel() != 1 or self._fp8_block is None:
             return scale

@@ -1,7 +1,7 @@
-"""Which tensors a checkpoint must have for its config.json, and the check that it has them.
+"""The tensors that a checkpoint must have by its config.json, and the check that it has them.
 
-Only headers are looked at, so the check covers the whole checkpoint, also the tensors a rank will not read; a plan is
-made without torch, and asks as well.
+The check reads headers alone, so it covers the whole checkpoint, also tensors that a rank will not read. The planner
+uses it, too, without torch.
 """
 
 import math
@@ -21,7 +21,7 @@ _FP8_SCALES = ("F32", "BF16", "F8_E8M0")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Left in some checkpoints by the code that saved them; computed from config.json instead.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-# Beside weights with one scale each: one for what they are multiplied with, which is rounded by its own values here.
+# Scales of activations, stored next to weights with one scale each; here activations are rounded by their own values.
 _INPUT_SCALE_SUFFIXES = (".activation_scale", "_proj_activation_scale")
 _MAX_LISTED = 10
 
@@ -68,7 +68,7 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
 
 
 def why_no_mtp(checkpoint: TensorHeaders, config: ModelConfig) -> str | None:
-    """Why the layer for multi-token prediction cannot be used; None: it is there, whole and as config.json says."""
+    """Return why the layer for multi-token prediction cannot be used; None if it is complete and as in config.json."""
     if not config.num_mtp_layers:
         return "config.json names no layer for multi-token prediction"
     if config.indexer is not None:
@@ -89,10 +89,10 @@ def why_no_mtp(checkpoint: TensorHeaders, config: ModelConfig) -> str | None:
 def num_bytes_to_read(
     checkpoint: TensorHeaders, config: ModelConfig, expert_ids: Sequence[Sequence[int]], *, mtp: bool = False
 ) -> int:
-    """What a rank reads that holds these routed experts per MoE layer; one that is there twice is read twice.
+    """Return the bytes that a rank with these routed experts per MoE layer reads; an expert listed twice counts twice.
 
     Args:
-        mtp: and the layer for multi-token prediction, with all of its experts.
+        mtp: add the layer for multi-token prediction, with all of its experts.
     """
     held = dict(zip(config.moe_layers, map(Counter, expert_ids), strict=True))
     held[config.num_hidden_layers] = Counter(range(config.n_routed_experts))

@@ -85,7 +85,7 @@ class Transformer:
             dispatchers: the expert exchange of each MoE layer; None keeps all rows here.
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
-            mtp, told: see load_weights.
+            mtp, told: as of load_weights.
 
         Raises:
             ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
@@ -119,19 +119,19 @@ class Transformer:
             mlp.dispatcher.place(placement)
 
     def reaches(self, first: int, last: int) -> tuple[bool, bool]:
-        """Whether rows between these positions attend to all keys before them, and whether rows choose keys."""
+        """Return whether rows between these positions attend to all keys before them, and whether rows choose keys."""
         return self.config.indexer is None or first < self.config.indexer.topk, (
             self.config.indexer is not None and last >= self.config.indexer.topk
         )
 
     @property
     def logit_ops(self) -> LogitOps:
-        """What `sample` asks about logits."""
+        """Operations on logits for `sample`."""
         return LogitOps(self.ops.argmax, self.ops.draw, self.ops.log_sum_exp, self.ops.most_likely)
 
     @property
     def kernels(self) -> str:
-        """Where the operations' implementations come from, and how they multiply."""
+        """Origins of the operations' implementations, and the bits of their products."""
         return self.ops.names(self.dtype) + self.ops.bits
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
@@ -192,7 +192,7 @@ def _build_layer(
 
 
 def local_dispatcher(config: ModelConfig, ops: Ops, device: torch.device | str) -> Dispatcher:
-    """The exchange of a rank that holds all experts; a row is rounded once, not once per expert."""
+    """Return the exchange of a rank that holds all experts; a row is rounded once, not once per expert."""
     row_format = RowFormat("fp8") if ops.holds_fp8(device) else None
     return LocalDispatcher(config.n_routed_experts, row_format, gathers=False)
 

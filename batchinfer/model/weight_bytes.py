@@ -1,4 +1,4 @@
-"""How much memory a model's weights take on a CPU, from its config alone: asked before any of them is read."""
+"""Memory of a model's weights on a CPU, computed from its config before any weight is read."""
 
 from dataclasses import replace
 
@@ -8,22 +8,22 @@ from batchinfer.model.config import ModelConfig
 _PROJECTED_FP8 = 1.04  # bytes of a weight in 8 bits, with its share of the scales
 _EXPERTS_INT4 = 18 / 32  # of one in 4 bits, where 32 share a scale
 _COLUMNS = 64  # results of a packed weight are filled up to a multiple
-_SLACK_BYTES = 1 << 20  # for what each tensor is aligned to
-# At least what a rank's process takes for itself beside weights and KV pages (of 8 ranks of a tiny model, 167-220 MB).
+_SLACK_BYTES = 1 << 20  # for the alignment of tensors
+# Least memory of a rank's process without weights and KV pages (167-220 MB measured for 8 ranks of a tiny model).
 _PROCESS_BYTES = 150 << 20
 
 
 def rank_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = None) -> int:
-    """Of a rank at least, its KV pages left out; see `weight_bytes`."""
+    """Return the least number of bytes of a rank without its KV pages; arguments as of `weight_bytes`."""
     return weight_bytes(model, dtype, num_experts=num_experts) + _PROCESS_BYTES
 
 
 def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = None) -> int:
-    """Of a rank, packed for the C++ operations; plain tensors take no more.
+    """Return the bytes of a rank's weights, packed for the C++ operations; plain tensors take no more.
 
     Args:
-        dtype: of the job's model.
-        num_experts: routed ones that the rank holds of each layer; None: all.
+        dtype: model.dtype of the job.
+        num_experts: routed experts that the rank holds of each layer; None: all.
     """
     hidden, heads, layers = model.hidden_size, model.num_attention_heads, model.num_hidden_layers
     queries = heads * model.qk_head_dim
@@ -37,7 +37,7 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
     expert, dense = _mlp(hidden, model.moe_intermediate_size), layers - model.num_moe_layers
     mlps = model.num_moe_layers * model.n_shared_experts * expert + dense * _mlp(hidden, model.intermediate_size)
 
-    # keys and values made of latents: for prefill as they are stored, for decode the two apart
+    # keys and values made of latents: for prefill as stored, for decode as two separate weights
     per_head = model.kv_lora_rank * _filled(model.qk_nope_head_dim + model.v_head_dim)
     apart = model.qk_nope_head_dim * _filled(model.kv_lora_rank) + model.kv_lora_rank * _filled(model.v_head_dim)
     norms = 2 * hidden + (model.q_lora_rank or 0) + model.kv_lora_rank
@@ -51,7 +51,7 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
 
 
 def mtp_bytes(model: ModelConfig, dtype: str) -> int:
-    """Of the layer for multi-token prediction, which `weight_bytes` leaves out: one more, and two states made one."""
+    """Return the bytes of the layer for multi-token prediction: one more layer, and the map that joins two states."""
     longer = replace(model, num_hidden_layers=model.num_hidden_layers + 1)
     joined = _filled(model.hidden_size) * 2 * model.hidden_size * _projected_bytes(dtype)
     return weight_bytes(longer, dtype) - weight_bytes(model, dtype) + int(joined)

@@ -104,14 +104,14 @@ def open_loader(
 
 
 def read_ends(loader: WeightLoader) -> tuple[torch.Tensor, torch.Tensor, Weight]:
-    """Embedding, last norm and output head."""
+    """Read embedding, last norm and output head."""
     embedding = loader.tensor("model.embed_tokens.weight")
     lm_head = loader.pack(embedding if loader.config.tie_word_embeddings else loader.source("lm_head.weight"))
     return embedding, loader.tensor("model.norm.weight"), lm_head
 
 
 def read_mtp(loader: WeightLoader) -> MtpWeights:
-    """The layer for multi-token prediction, behind all others."""
+    """Read the layer for multi-token prediction, which follows all other layers."""
     prefix = f"model.layers.{loader.config.num_hidden_layers}"
     return MtpWeights(
         token_norm=loader.tensor(f"{prefix}.enorm.weight"),
@@ -123,7 +123,7 @@ def read_mtp(loader: WeightLoader) -> MtpWeights:
 
 
 class ExpertSource(Protocol):
-    """Where experts are read from."""
+    """A source of routed experts."""
 
     def expert(self, prefix: str, expert: int, gate_up: Any, down: Any, slot: int) -> None:
         """Put one routed expert of the layer `prefix` into a slot of these."""
@@ -168,7 +168,7 @@ def exchange_experts(
 
 
 class WeightLoader:
-    """Reads the tensors of one rank, each into memory of its own (nothing keeps pointing into the files)."""
+    """Reader of one rank's tensors, each copied into separate memory, so that nothing refers to the mapped files."""
 
     def __init__(
         self,
@@ -193,17 +193,17 @@ class WeightLoader:
         self._expert_format = ops.expert_format(dtype, device)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
-        """One tensor in the run's dtype or the one given; `finite` as StoredWeights.read has it."""
+        """Return one tensor in the run's dtype or the one given; `finite` as StoredWeights.read has it."""
         out = self._empty(self._stored.shape(name), dtype or self.dtype)
         return out.copy_(self._stored.read(name, out.dtype, finite=finite))
 
     def source(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
-        """A tensor to pack: where that makes a copy anyway, as it is in the mapped file."""
+        """Return a tensor to pack; a view of the mapped file if packing makes a copy anyway."""
         read = self._stored.read if self._format.copies else self.tensor
         return read(name, dtype or self.dtype, finite=finite)
 
     def pack(self, weight: torch.Tensor) -> Weight:
-        """A weight [N, M], or several [B, N, M], in the run's dtype and in the form in which the products take it."""
+        """Return a weight [N, M], or several [B, N, M], in the run's dtype, packed for the products."""
         if not self._format.copies:
             return self._ops.pack(weight)
         weight_BNM = weight if weight.dim() == 3 else weight[None]
@@ -213,11 +213,11 @@ class WeightLoader:
         return held
 
     def router(self, name: str, *, finite: bool = False) -> Any:
-        """A weight whose products are in float32, packed."""
+        """Return a weight whose products are in float32, packed."""
         return self._ops.pack_router(self.source(name, torch.float32, finite=finite))
 
     def layer(self, layer: int) -> LayerWeights:
-        """The next layer: they are read in order."""
+        """Read the next layer; layers are read in order."""
         self.checkpoint.unmap()
         prefix = f"model.layers.{layer}"
         return LayerWeights(
@@ -258,7 +258,7 @@ class WeightLoader:
         )
 
     def _experts(self, prefix: str, expert_ids: tuple[int, ...]) -> tuple[Weight, Weight]:
-        """The routed experts of the layer `prefix`, packed one by one so that they are in memory once."""
+        """Read the routed experts of the layer `prefix`, packed one by one, so that each is in memory once."""
         num_held, hidden = len(expert_ids), self.config.hidden_size
         form = self._expert_format
         width = _filled(self.config.moe_intermediate_size, form)
@@ -290,7 +290,7 @@ class WeightLoader:
     def projection(
         self, *prefixes: str, num_rows: int | None = None, num_columns: int | None = None, is_paired: bool = False
     ) -> Projection:
-        """One linear map, or several as one, the first above the others; each of this shape in memory (None: its own).
+        """Read one linear map, or several stacked as one, each padded to this shape in memory (None: its stored shape).
 
         Args:
             is_paired: these are a gate and an up projection without biases.
@@ -305,7 +305,7 @@ class WeightLoader:
         return Projection(held[0], torch.cat(biases) if len(biases) == len(prefixes) else None)
 
     def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled | GroupScaled:
-        """A weight to put into this form; not to be kept, since it may be a view of the mapped file."""
+        """Return a weight to put into this form; do not keep it, as it may be a view of the mapped file."""
         kept: BlockScaled | GroupScaled | None = None
         if form.keeps_fp8 or form.keeps_int4:
             kept = self._stored.read_blocks(name) if form.keeps_fp8 else self._stored.read_groups(name)
@@ -313,10 +313,10 @@ class WeightLoader:
 
 
 def _indexer(loader: WeightLoader, prefix: str) -> IndexerWeights:
-    """It only chooses keys: answers look sound whatever its numbers are, so they are looked at here.
+    """Read an indexer's weights and check that they are finite, as answers look sound whatever an indexer chooses.
 
     Raises:
-        ModelError: one is not finite.
+        ModelError: a weight is not finite.
     """
     return IndexerWeights(
         query=loader.pack(loader.source(f"{prefix}.wq_b.weight", finite=True)),
@@ -328,5 +328,5 @@ def _indexer(loader: WeightLoader, prefix: str) -> IndexerWeights:
 
 
 def _filled(width: int, form: WeightFormat) -> int:
-    """The intermediate width in memory."""
+    """Return the intermediate width in memory."""
     return -(-width // form.multiple) * form.multiple

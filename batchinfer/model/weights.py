@@ -23,13 +23,13 @@ class Projection(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class IndexerWeights:
-    """Of a layer's indexer, in the run's dtype whatever the projections are held in, but for `heads`: float32."""
+    """Weights of a layer's indexer, in the run's dtype whatever the projections are held in; `heads` in float32."""
 
     query: Weight  # [heads * width, q_lora_rank]
     key: Weight  # [width, D]
     key_norm: torch.Tensor  # [width]
     key_bias: torch.Tensor
-    heads: Any  # how much each head counts for a token, [heads, D]
+    heads: Any  # [heads, D], for the weight of each head by token
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,9 @@ class AttentionWeights:
     down: Projection | None = None  # q_down above kv_down in one, which are views of it then
 
     def joined(self) -> AttentionWeights:
-        """With `down`, where both are plain or in FP8 and no block has rows of both: one product instead of two.
+        """Return weights with a joined `down` product, if both are plain or FP8 and no block would have rows of both.
 
-        For GPUs: on CPUs sums of few columns may have another order than those of many.
+        For GPUs: on CPUs the order of sums may depend on the number of columns.
         """
         q_down, kv_down = self.q_down, self.kv_down
         if q_down is None or (q_down.bias is None) != (kv_down.bias is None):

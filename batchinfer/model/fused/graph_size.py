@@ -1,12 +1,12 @@
-"""What CUDA graphs of decode steps are made for: numbers of rows and of pages, agreed by the ranks of a group.
+"""Sizes of CUDA graphs of decode steps: numbers of rows and pages, agreed by the ranks of a group.
 
-A graph has fixed shapes. A step runs in the next larger ones, filled up with rows that attend to, and write to, pages
-that no request has:
+A graph has fixed shapes. A step runs in the next larger graph, filled up with rows that read and write filler pages,
+which no request has:
 
     5 requests, graph of 8 rows     tokens a b c d e - - -     "-": slots of the filler pages, one each
 
-Ranks that share experts replay graphs of one size, the largest that any of them needs, so that all have the same graphs
-and make a new one in the same step:
+Ranks that share experts replay graphs of one size, the largest that any of them needs. So all ranks have the same
+graphs, and record a new one in the same step:
 
     rank 0: 5 requests of at most 3 pages     rank 1: none     rank 2: 9 of 1     all: 16 rows of 4 pages
 """
@@ -31,9 +31,9 @@ _LEAST_PAGES = 4
 
 
 class DecodeBatch(NamedTuple):
-    """What a rank has to decode in the coming step, and what its graphs can do; whole numbers, to be sent to others.
+    """A rank's next decode step and the abilities of its graphs; whole numbers, to be sent to other ranks.
 
-    num_pages: of the request that has most.
+    num_pages: pages of the request with most.
     sees_all, chooses: whether rows attend to all keys before them, and whether rows attend to chosen keys alone.
     replays, captures: whether this rank can replay graphs at all, and whether it has the memory for another one.
     """
@@ -47,9 +47,9 @@ class DecodeBatch(NamedTuple):
 
 
 class GraphSize(NamedTuple):
-    """Of one graph.
+    """The size of one graph.
 
-    num_rows: of the step, or of each of its two micro-batches.
+    num_rows: rows of the step, or of each of its two micro-batches.
     sees_all, chooses: see DecodeBatch.
     in_pairs: two micro-batches in turn.
     """
@@ -62,7 +62,7 @@ class GraphSize(NamedTuple):
 
     @classmethod
     def of_group(cls, batches: Sequence[DecodeBatch], *, in_pairs: bool, most_rows: int | None) -> GraphSize | None:
-        """The smallest that has room for the batch of every rank; None: even the largest has not.
+        """Return the smallest that has room for the batch of every rank; None: even the largest has not.
 
         Args:
             most_rows: of the largest graph; None: any number.
@@ -81,7 +81,7 @@ class GraphSize(NamedTuple):
         )
 
     def position_range(self, topk: int | None) -> tuple[int, int]:
-        """A lowest and a highest position with which layers do what rows of this size need (see StepInput).
+        """Return a lowest and a highest position for which layers take the paths of rows of this size (see StepInput).
 
         Args:
             topk: chosen keys of a query; None: the model chooses none.
@@ -92,13 +92,13 @@ class GraphSize(NamedTuple):
 
 
 def graph_rows(num_requests: int) -> int:
-    """The next number of requests for which there is a graph: 1, 2, 4, 8, 16, 32, 48, 64 …"""
+    """Return the next number of requests for which there is a graph: 1, 2, 4, 8, 16, 32, 48, 64 …"""
     small = next((size for size in _SMALL_SIZES if size >= num_requests), None)
     return small or -(-num_requests // _SIZE_STEP) * _SIZE_STEP
 
 
 def graph_pages(num_pages: int) -> int:
-    """The next number of pages per request for which there is a graph: a power of two."""
+    """Return the next number of pages per request for which there is a graph: a power of two."""
     return max(_LEAST_PAGES, 1 << max(0, num_pages - 1).bit_length())
 
 
@@ -117,7 +117,7 @@ def num_filler_pages(most_requests: int, num_ranks: int) -> int:
 def filled_up(
     step: StepInput, num_rows: int, num_pages: int, filler_page: int, num_used: int = 0
 ) -> tuple[StepInput, torch.Tensor]:
-    """The step with filler rows and with filler pages behind each request's own.
+    """Return the step with filler rows and with filler pages behind each request's own.
 
     Args:
         num_rows, num_pages: of the result.

@@ -82,7 +82,7 @@ class DecodeGraphs:
         return self._run(model, step, pages, log, size)
 
     def batch(self, model: Transformer, kv_lengths: np.ndarray) -> DecodeBatch:
-        """What requests of these KV lengths, the new token included, need of a graph; there may be none."""
+        """Return the graph size for requests of these KV lengths, the new token included; there may be no request."""
         if self._captures is None:
             self._captures = self._has_memory()
         captures = int(self._captures)
@@ -94,11 +94,11 @@ class DecodeGraphs:
         return DecodeBatch(len(kv_lengths), num_pages, sees_all, chooses, replays=1, captures=captures)
 
     def size_for(self, batches: Sequence[DecodeBatch], *, in_pairs: bool) -> GraphSize | None:
-        """The size in which the batches of all ranks of the group run; None: one of them is too large."""
+        """Return the size in which the batches of all ranks of the group run; None: one of them is too large."""
         return GraphSize.of_group(batches, in_pairs=in_pairs, most_rows=self._most_rows)
 
     def has(self, size: GraphSize) -> bool:
-        """Whether it is recorded."""
+        """Return whether it is recorded."""
         return size in self._graphs
 
     def schedule(self, size: GraphSize) -> Schedule:
@@ -131,7 +131,7 @@ class DecodeGraphs:
                     tensors.refill(part, is_counted)
                 output = graph.start()
         if not all(mlp.dispatcher.stays_here for mlp in model.moe_mlps):
-            log.tells_waiting = False  # nobody sees what happens inside
+            log.tells_waiting = False  # a graph's inside cannot be observed
         own = [
             output.logits[first : first + len(part.tokens)]
             for first, part in zip((0, size.num_rows), parts, strict=False)
@@ -141,7 +141,7 @@ class DecodeGraphs:
     def _new(
         self, model: Transformer, filled: list[tuple[StepInput, torch.Tensor]], pages: torch.Tensor, size: GraphSize
     ) -> tuple[_Graph, StepOutput]:
-        """A graph of this size, and the output of the first step, which runs as plain operations."""
+        """Return a graph of this size, and the output of the first step, which runs as plain operations."""
         topk = None if model.config.indexer is None else model.config.indexer.topk
         tensors = [
             StepTensors.fixed(part, is_counted, model.device, size.position_range(topk)) for part, is_counted in filled
@@ -161,9 +161,9 @@ class DecodeGraphs:
 
 
 def why_not_recorded(model: Transformer, *, switched_off: bool = False) -> str | None:
-    """Why no CUDA graph is to hold this rank's decode steps; None: one does.
+    """Return why this rank's decode steps are not recorded as CUDA graphs; None if they are.
 
-    Nothing in them may be looked at by the host, neither by operations nor by the exchange of rows.
+    Neither operations nor the exchange of rows may read a value on the host in a recorded step.
     """
     if switched_off:
         return SWITCHED_OFF
@@ -180,7 +180,7 @@ def why_not_recorded(model: Transformer, *, switched_off: bool = False) -> str |
 
 
 def has_memory(device: torch.device) -> bool:
-    """Whether a GPU has memory for another graph; on the host nothing is recorded for which it would be short."""
+    """Return whether a GPU has memory for another graph; True on the host, where none is recorded."""
     if device.type != "cuda":
         return True
     free, total = torch.cuda.mem_get_info(device)

@@ -28,7 +28,7 @@ from batchinfer_kernels.weight_format import Weight
 
 @dataclass(frozen=True, slots=True)
 class FusedAttention:
-    """As mla.Attention, with one call for each of its two steps."""
+    """mla.Attention with one C++ call for each of its two steps."""
 
     ops: Ops
     kernel: Any  # C++
@@ -36,7 +36,7 @@ class FusedAttention:
     def project(
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Norm, queries [T, H, A] or those of some rows, and the latents in their pages."""
+        """Normalise, write the latents to their pages, and return queries [T, H, A], or of some rows."""
         q_THA = self.kernel.project(hidden_TD, step.cos, step.sin, step.query_scale, step.slots, pages, rows_S)
         copy_latents(self.ops, step, pages)
         return q_THA
@@ -55,7 +55,7 @@ class FusedAttention:
 
 
 class FusedMoe(MoeMlp):
-    """As moe.MoeMlp, with one call for the routing, and one for everything else when no row has to travel."""
+    """moe.MoeMlp with one C++ call for the routing, and one for the rest if no row has to travel."""
 
     def __init__(
         self,
@@ -139,16 +139,16 @@ def moe_of(ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Ten
 
 
 def _has_whole_pairs(norm: torch.Tensor, *widths: int) -> bool:
-    """Whether rows of these widths are whole steps of a product, in the dtype of this norm."""
+    """Return whether rows of these widths are whole steps of a product, in the dtype of this norm."""
     return norm.dtype is torch.float32 or not any(width % 2 for width in widths)
 
 
 def plain_weight(projection: Projection) -> Weight | None:
-    """The weight of a projection without bias."""
+    """Return the weight of a projection without bias."""
     return projection.weight if projection.bias is None else None
 
 
 def all_packed(*weights: Weight | None) -> tuple[Packed, ...] | None:
-    """The weights when all are packed, else None."""
+    """Return the weights when all are packed, else None."""
     packed = tuple(weight for weight in weights if isinstance(weight, Packed))
     return packed if len(packed) == len(weights) else None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class KeptTensors(NamedTuple):
-    """What is kept of requests, slot by slot, for the layer that drafts (rank/draft_states.py)."""
+    """States of requests by slot, for the layer that drafts (rank/draft_states.py)."""
 
     states: torch.Tensor  # [slots * C, D]
     tokens: torch.Tensor  # [slots * C] int64
@@ -28,36 +28,36 @@ class KeptTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestTensors:
-    """The running requests of a rank; `rows` shares the memory of its table, whose fields are those of RequestRow."""
+    """The running requests of a rank; `rows` shares the memory of its table, with the fields of RequestRow."""
 
     rows: torch.Tensor  # [bytes] uint8
     page_table: torch.Tensor  # [S, P] int64
     settings: list[torch.Tensor]  # [S] each: temperature, top_k, top_p, min_p, key
     ends: list[torch.Tensor]  # the model's end tokens, tokens that may end some requests
-    num_positions: int  # that their texts may reach
+    num_positions: int  # largest length that their texts may reach
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How far one call goes."""
+    """Limits of one call."""
 
     num_guesses: int  # per request and step, at most
     num_steps: int
-    microseconds: int  # after which no step begins
-    least_running: int  # with fewer requests that go on no step begins
+    microseconds: int  # time after which no step begins
+    least_running: int  # no step begins if fewer requests go on
 
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """What the steps of one call gave. Sums are over its steps."""
+    """Results of the steps of one call; sums are over its steps."""
 
     outcome: list[list[int]]  # S: number of new tokens, whether to ask if it goes on, whether logits are finite, tokens
     expert_counts: torch.Tensor  # [num_moe_layers, E]
     num_steps: int
     num_rows: int
     num_drafted: int
-    tried: list[int]  # first, second, ... guesses that were looked at
-    right: list[int]  # of these
+    tried: list[int]  # numbers of first, second, ... guesses that were checked
+    right: list[int]  # numbers of right guesses among them
     draft_s: float
     step_s: float
 
@@ -88,5 +88,5 @@ def speculate(
 
 
 def bytes_of(rows: np.ndarray) -> torch.Tensor:
-    """The memory of an array of records."""
+    """Return the memory of an array of records."""
     return torch.from_numpy(rows.view(np.uint8).reshape(-1))

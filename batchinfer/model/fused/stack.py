@@ -31,7 +31,7 @@ class FusedDecode:
 
     @classmethod
     def of(cls, model: Transformer) -> FusedDecode | None:
-        """None where a layer is not fused, rows travel between ranks, or rows of an odd width are filled up."""
+        """Return the fused decode; None if a layer is not fused, rows travel between ranks, or rows are padded."""
         weights, head, eps = model.weights, model.weights.lm_head, model.config.rms_norm_eps
         if not isinstance(head, Packed) or head.is_int8 or head.depth != model.config.hidden_size:
             return None
@@ -78,7 +78,7 @@ class FusedDecode:
 
 
 def _add_mtp(stack: Any, mtp: Mtp) -> bool:
-    """Whether the layer for multi-token prediction is one of C++, too."""
+    """Return whether the layer for multi-token prediction is one of C++, too."""
     attention, mlp, joined = mtp.layer.attention, mtp.layer.mlp, all_packed(plain_weight(mtp.weights.joined))
     if not isinstance(attention, FusedAttention) or not isinstance(mlp, FusedMoe) or joined is None:
         return False
