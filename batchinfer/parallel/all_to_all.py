@@ -33,7 +33,7 @@ class AllToAllHandle:
     arrived_s: float | None = None
 
     def wait(self) -> ExpertInput:
-        """Rows by slot, within a slot by source rank and token."""
+        """Return rows by slot, within a slot by source rank and token."""
         received = self.pending.wait()
         self.ready_s, self.arrived_s, self.sizes = received.ready_s, received.arrived_s, received.counts
         parts = [rows.split(sizes) for rows, sizes in zip(received.rows, self.sizes, strict=True)]
@@ -121,6 +121,6 @@ class AllToAllDispatcher:
 
 
 def _by_rank(rows_N: torch.Tensor, sizes: list[list[int]]) -> list[torch.Tensor]:
-    """Rows by slot in the order of their ranks, by slot within a rank; `sizes` as the handle has them."""
+    """Return rows by slot in the order of their ranks, by slot within a rank; `sizes` as the handle has them."""
     by_slot, num_ranks = rows_N.split(list(itertools.chain(*zip(*sizes, strict=True)))), len(sizes)
     return [by_slot[slot * num_ranks + rank] for rank in range(num_ranks) for slot in range(len(sizes[0]))]

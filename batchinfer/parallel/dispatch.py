@@ -58,7 +58,7 @@ class Dispatcher(Protocol[HandleT]):
 
     @property
     def why_not_recorded(self) -> str | None:
-        """Why a CUDA graph cannot hold the exchange; None: it can, the host waits for nothing and shapes are fixed."""
+        """Reason why a CUDA graph cannot hold the exchange; None if shapes are fixed and the host waits for nothing."""
         ...
 
     def dispatch(
@@ -103,7 +103,7 @@ class LocalHandle:
     arrived_s: None = None
 
     def wait(self) -> ExpertInput:
-        """The sorted rows (nothing to wait for)."""
+        """Return the sorted rows (nothing to wait for)."""
         return self.received
 
 
@@ -116,7 +116,7 @@ class Finished:
     arrived_s: None = None
 
     def wait(self) -> torch.Tensor:
-        """The sums (nothing to wait for)."""
+        """Return the sums (nothing to wait for)."""
         return self.y_TD
 
 

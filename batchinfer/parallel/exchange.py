@@ -27,13 +27,13 @@ MAX_UNDER_WAY = 2
 
 @dataclass(frozen=True, slots=True)
 class ReceivedRows:
-    """What came from each rank, own rows included; valid until MAX_UNDER_WAY further exchanges were started.
+    """The rows from each rank, own rows included; valid until MAX_UNDER_WAY further exchanges were started.
 
     rows: per rank [its rows, row bytes] uint8.
-    counts: per rank the C counts it sent along for this rank.
+    counts: per rank the C counts that it sent for this rank.
     ready_s: Unix time when the last of the other ranks had sent its rows, as far as this rank can tell; before that
-        nothing could arrive. None where that is not known.
-    arrived_s: Unix time when the last row was here; None on a GPU, which works on while the host goes ahead.
+        nothing could arrive. None if unknown.
+    arrived_s: Unix time when the last row had arrived; None on a GPU, which works on while the host goes ahead.
     """
 
     rows: list[torch.Tensor]
@@ -76,15 +76,15 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of connections and memory; other ranks that still wait get a PeerLostError."""
+        """Close connections and release memory; other ranks that still wait get a PeerLostError."""
         ...
 
 
 class DistributedExchange:
-    """Over a process group of torch.distributed, by a thread of its own: counts first, then the rows.
+    """The exchange over a process group of torch.distributed, on a separate thread: counts first, then rows.
 
-    On CPUs the counts come with the time, by its rank's clock, at which that one started the exchange.
-    On a GPU that thread has a stream of its own, too: the caller's goes on computing while rows travel.
+    On CPUs each rank's counts come with the time, by its clock, at which it started the exchange.
+    On a GPU the thread has a separate stream, so that the caller's stream computes while rows travel.
 
     Args:
         group: its size, rank and deadline count; gloo for CPU tensors, NCCL for GPU tensors.
@@ -144,7 +144,7 @@ class DistributedExchange:
 
 
 def _arrive(stream: TravelStream, future: Future[tuple[ReceivedRows, torch.cuda.Event]]) -> ReceivedRows:
-    """Rows that are complete on the computing stream once it has passed this; the host waits for counts alone."""
+    """Return rows that are complete for later work of the computing stream; the host waits for counts alone."""
     received, arrived = future.result()
     stream.arrive(received.rows, arrived)
     return received

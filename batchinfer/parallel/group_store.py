@@ -1,7 +1,7 @@
-"""What the ranks of a group tell each other so that they can meet, addresses above all; it travels by their controller.
+"""The store by which the ranks of a group exchange addresses and the like to meet, through their controller.
 
-Torch's own stores do not fit: TCPStore listens on a port and takes values from anybody who calls there, FileStore needs
-locks of the file system.
+Torch's stores do not fit: TCPStore listens on a port and takes values from any caller, FileStore needs locks of the
+file system.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 
 class GroupStore(dist.Store):
-    """What this rank has told and learnt; each key is set once, by one rank, and reaches all of them.
+    """Keys and values that ranks have set; each key is set once, by one rank, and reaches all ranks.
 
-    Torch calls it in threads of its own, too. What counts (`add`) and what takes back is left out: none of torch's
-    groups uses it to meet.
+    Torch calls the store from its threads, too. Counters (`add`) and deletion are left out, as no group of torch
+    needs them to meet.
 
     Args:
         tell: sends a key and its value to the other ranks.
@@ -26,7 +26,7 @@ class GroupStore(dist.Store):
         self._known = dist.HashStore()
 
     def learn(self, key: str, value: bytes) -> None:
-        """What another rank has told."""
+        """Take in a key and value that another rank has set."""
         self._known.set(key, value)  # type: ignore[arg-type]  # torch takes bytes, too
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -64,7 +64,7 @@ class Mesh:
 
     @classmethod
     def alone(cls) -> Mesh:
-        """A rank that holds all experts and asks nobody."""
+        """Return the mesh of a lone rank, which holds all experts."""
         return cls(0, 1, None)
 
     @classmethod
@@ -96,7 +96,7 @@ class Mesh:
         return cls(seat.rank, seat.size, exchange, agreements=on_host, kind=kind, group=group, device=device)
 
     def agree(self, values: Sequence[int]) -> list[list[int]]:
-        """The values of every rank, by rank; each rank gives the same number of them.
+        """Return the values of every rank, by rank; each rank gives the same number of them.
 
         Raises:
             PeerLostError: a rank has ended or did not answer.
@@ -111,7 +111,7 @@ class Mesh:
     def dispatchers(
         self, placements: Sequence[Placement], row_format: RowFormat, *, max_tokens: int, hidden: int, topk: int
     ) -> list[Dispatcher]:
-        """The expert exchange of each MoE layer; all ranks call this with the same arguments.
+        """Return the expert exchange of each MoE layer; all ranks call this with the same arguments.
 
         Args:
             row_format: form of the rows on their way to the experts.
@@ -154,7 +154,7 @@ def explain_exchanges() -> dict[str, str | None]:
 
 
 def _open_group(backend: str, seat: Seat, store: dist.Store) -> dist.ProcessGroup:
-    """The group in torch."""
+    """Open the group in torch."""
     if seat.one_host:
         _stay_on_loopback()
     elif backend == "gloo" and seat.meeting is not None:
@@ -207,7 +207,7 @@ def _refuse_missing_interfaces() -> None:
 
 
 def _choose(seat: Seat, device: torch.device) -> str:
-    """The exchange to use: the one asked for, or the fastest that can run."""
+    """Return the exchange that the job names, or the fastest that can run here."""
     can_share = seat.one_host and can_share_memory()
     if seat.exchange == "auto":
         between_hosts = "gloo" if seat.meeting is None else "tls"

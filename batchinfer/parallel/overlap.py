@@ -22,7 +22,7 @@ Points = Generator[Any, None, ResultT]
 
 
 def run_to_end(points: Points[ResultT]) -> ResultT:
-    """The plain schedule: one micro-batch, going on at every point at once; returns what the generator returns."""
+    """Run one micro-batch to its end without interleaving (the plain schedule) and return its result."""
     while True:
         try:
             next(points)
@@ -51,7 +51,7 @@ def run_decode_pair(first: Points[ResultT], second: Points[ResultT]) -> tuple[Re
 
 
 def _in_turn(first: Points[ResultT], second: Points[ResultT]) -> tuple[ResultT, ResultT]:
-    """One segment of each, until both have ended; both must have the same number of points."""
+    """Run a segment of each in turn until both have ended; both must have the same number of points."""
     results: dict[int, ResultT] = {}
     while len(results) < 2:
         for index, points in enumerate((first, second)):

@@ -1,7 +1,7 @@
-"""Which physical slot holds which expert, and how an expert's tokens are shared among its slots; one table per layer.
+"""Placement of experts in physical slots, and the shares of an expert's tokens among its slots; one table per layer.
 
 Slots are numbered over all ranks, the same number on each: rank g has slots g * S … (g + 1) * S - 1. An expert may
-have several slots (redundant experts). Which of them computes a row changes where the work is, never the result.
+have several slots (redundant experts). The choice of a row's slot moves work between ranks and never changes a result.
 """
 
 # P slots of all ranks, S slots of one rank, E experts, M (token, expert) rows
@@ -72,7 +72,7 @@ class Placement:
     def of_layers(
         cls, expert_of_slot: list[list[int]], share_of_slot: list[list[float]], num_experts: int, num_ranks: int
     ) -> list[Placement]:
-        """One placement per layer, from tables [L, P].
+        """Return one placement per layer, from tables [L, P].
 
         Raises:
             ConfigError: a table breaks a rule.
@@ -89,7 +89,7 @@ class Placement:
         return self.num_slots // self.num_ranks
 
     def experts_of_rank(self, rank: int) -> tuple[int, ...]:
-        """The expert in each of a rank's slots."""
+        """Return the expert in each of a rank's slots."""
         return self.expert_of_slot[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     @property
@@ -98,7 +98,7 @@ class Placement:
         return self.num_slots != self.num_experts
 
     def slots_for(self, expert_M: torch.Tensor, rank: int, turn: int | torch.Tensor = 0) -> torch.Tensor:
-        """A slot for each row of `rank`, so that each slot gets its share of its expert's rows.
+        """Return a slot for each row of `rank`, so that each slot gets its share of its expert's rows.
 
         The j-th of a rank's n rows for an expert lies at (j + phase) / n of the expert's shares laid end to end. The
         phase differs from rank to rank, so that also single rows spread; from one turn to the next it goes on by the

@@ -1,4 +1,4 @@
-"""How a token's row looks while it travels between ranks; dispatchers pack with it, and every rank unpacks alike.
+"""The form of a token's row on its way between ranks; dispatchers pack rows with it, and all ranks unpack alike.
 
 float32 and bfloat16 rows travel as they are. With FP8 a row is rounded to E4M3 with one float32 scale per 128 values
 (DeepSeek-V3 report section 3.3.2):   | D values, 1 byte each | padding to 4 | ceil(D / 128) scales |
@@ -31,7 +31,7 @@ class RowFormat:
 
     @classmethod
     def for_combine(cls, dispatch: RowFormat) -> RowFormat:
-        """The form in which results go back: float32 for float32, bfloat16 for bfloat16 and FP8."""
+        """Return the form in which results go back: float32 for float32, bfloat16 for bfloat16 and FP8."""
         return cls("float32" if dispatch.dtype == "float32" else "bfloat16")
 
     def row_bytes(self, num_values: int) -> int:
@@ -41,7 +41,7 @@ class RowFormat:
         return num_values * (4 if self.dtype == "float32" else 2)
 
     def rounded(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows that stay here, as they would come out of `unpack`: with scales in FP8."""
+        """Return rows that stay here, as they would come out of `unpack`: with scales in FP8."""
         if self.dtype != "fp8":
             return x_TD.to(torch.float32 if self.dtype == "float32" else torch.bfloat16), None
         quantize = registry.select("quantize_fp8_rows", device=x_TD.device)

@@ -38,7 +38,7 @@ _NO_SHARING = "a rank cannot share memory with its group"
 
 
 def can_share_memory() -> bool:
-    """Whether this system has what is needed: anonymous memory files and abstract Unix sockets (Linux)."""
+    """Return whether this system has what is needed: anonymous memory files and abstract Unix sockets (Linux)."""
     return sys.platform == "linux"
 
 
@@ -136,7 +136,7 @@ class SharedMemoryExchange:
             _close(region)
 
     def _receive(self, sequence: int, own: torch.Tensor, own_counts: list[int], own_sent_s: float) -> ReceivedRows:
-        """The rows of one exchange from all ranks."""
+        """Return the rows of one exchange from all ranks."""
         rows, counts, arrived_s = [], [], own_sent_s
         for rank in range(self.size):
             if rank == self.rank:
@@ -189,7 +189,7 @@ class SharedMemoryExchange:
 
 
 def _connect(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[int, _Peer]:
-    """A connection to every other rank: to lower ones by calling them, from higher ones by being called."""
+    """Return a connection to every other rank: to lower ones by calling them, from higher ones by being called."""
     peers: dict[int, _Peer] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         # the leading NUL makes it an abstract name: no file, gone with the process
@@ -210,7 +210,7 @@ def _connect(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[
                 connection.settimeout(timeout_s)
                 caller = _caller(connection)
                 if caller is None or caller in peers or caller not in range(rank + 1, size):
-                    connection.close()  # somebody else on this machine, none of this group
+                    connection.close()  # a process outside this group
                     continue
                 peers[caller] = _Peer(connection)
         except (OSError, RuntimeError) as error:
@@ -219,7 +219,7 @@ def _connect(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[
 
 
 def _call(connection: socket.socket, address: str, timeout_s: float) -> None:
-    """Connect; while others fill the queue of those who call there, which the listener sends away, wait."""
+    """Connect; wait while the listener's queue is full of other callers, which the listener rejects."""
     end_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -232,7 +232,7 @@ def _call(connection: socket.socket, address: str, timeout_s: float) -> None:
 
 
 def _caller(connection: socket.socket) -> int | None:
-    """The rank that a caller says it is; None for another user and for what is no such message."""
+    """Return the rank that a caller says it is; None for another user and for what is no such message."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():
         return None

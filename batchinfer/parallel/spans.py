@@ -1,4 +1,4 @@
-"""What a rank did when during one step: computing, sending, receiving, and rows under way; written by layers.
+"""Spans of one rank in one step: computing, sending, receiving, and rows in flight; written by layers.
 
 Two lanes per rank. The computing lane holds ATTN, MLP and the like, and the moments in which the rank itself packs rows
 ("DISPATCH send") or waits for them and unpacks ("DISPATCH receive"). The communication lane holds the rows' flight:
@@ -6,15 +6,15 @@ Two lanes per rank. The computing lane holds ATTN, MLP and the like, and the mom
     computing      | ATTN(1) |send| ATTN(0) |send|receive| MLP(1) |
     communication            |DISPATCH(1)····|DISPATCH(0)··|
 
-The time between sending and the rows being here, whether or not the rank looks at them yet, has two parts. Until the
-last of the other ranks has sent its rows, nothing moves: that is waiting for a rank that is late. From then on rows
-move: that is the flight; the next exchange begins no earlier than it ends.
+The time from sending to the arrival of all rows, whether or not the rank looks at them yet, has two parts. Until the
+last of the other ranks has sent its rows, nothing moves: that is waiting for a late rank. From then on rows move: that
+is the flight, and the next exchange begins no earlier than its end.
 
     DISPATCH(1)   |send|  waiting for others  |  moving  |receive|
                        sent              all have sent  here
 
-What of a flight lies beside a computing span is hidden communication; the rest, and all packing and unpacking, is not.
-Waiting is neither, whatever the rank does meanwhile.
+The part of a flight during a computing span is hidden communication; the rest, and all packing and unpacking, is
+exposed. Waiting is neither, whatever the rank does meanwhile.
 """
 
 import time
@@ -32,7 +32,7 @@ class Arriving(Protocol[ReceivedT]):
     """Something under way that can be waited for."""
 
     def wait(self) -> ReceivedT:
-        """It, once it is here."""
+        """Wait for the transfer and return its result."""
         ...
 
     @property
@@ -53,25 +53,25 @@ class SpanLog:
     spans: list[Span] = field(default_factory=list)
     last_arrival_s: float = 0.0
     unpacking: list[Span] = field(default_factory=list)  # the ends of receiving spans, in which the rows are here
-    tells_waiting: bool = True  # whether of all that came it is known when the others had sent it
+    tells_waiting: bool = True  # whether the sending time of all arrived rows is known
 
     @contextmanager
     def kv(self, name: str) -> Iterator[None]:
-        """The block moves KV out of or into the pages."""
+        """Record a span of kind KV for the block, which moves KV out of or into the pages."""
         start_s = time.time()
         yield
         self.spans.append(Span(KV, name, 0, start_s, time.time()))
 
     def communication_s(self) -> float:
-        """Seconds in which rows were packed, moving, waited for or unpacked."""
+        """Return the seconds in which rows were packed, moving, waited for or unpacked."""
         return _length(self._covered(SEND, RECEIVE, FLIGHT, WAIT))
 
     def exposed_communication_s(self) -> float:
-        """Of these, seconds in which the rank computed nothing."""
+        """Return the seconds of communication in which the rank computed nothing."""
         return self.communication_s() - _overlap(self._covered(FLIGHT, WAIT), self._covered(COMPUTE))
 
     def waiting_s(self) -> float | None:
-        """Of communication, seconds in which nothing moved: another rank had not sent its rows. None: not known."""
+        """Return the seconds in which nothing moved, as another rank had not sent its rows; None if unknown."""
         if not self.tells_waiting:
             return None
         waiting = self._covered(WAIT)
@@ -79,7 +79,7 @@ class SpanLog:
         return _length(waiting) - _overlap(waiting, moving)
 
     def hidden_communication_s(self) -> float | None:
-        """Of communication without waiting, seconds in which the rank computed. None: not known."""
+        """Return the seconds of communication without waiting in which the rank computed; None if unknown."""
         return _overlap(self._covered(FLIGHT), self._covered(COMPUTE)) if self.tells_waiting else None
 
     def hideable_s(self) -> float | None:
@@ -146,7 +146,7 @@ class MicroBatchSpans:
 
 
 def _union(spans: list[Span]) -> list[tuple[float, float]]:
-    """The time covered by at least one span, as ascending intervals that do not touch."""
+    """Return the time covered by at least one span, as ascending intervals that do not touch."""
     covered: list[tuple[float, float]] = []
     for start_s, end_s in sorted((span.start_s, span.end_s) for span in spans):
         if covered and start_s <= covered[-1][1]:

@@ -1,4 +1,4 @@
-"""A GPU stream beside the computation's, on which rows travel.
+"""A second GPU stream, on which rows travel while the first one computes.
 
     computing   … pack rows | ready | other work …            | waits for arrived | use what came
     travelling              | waits for ready | send, receive | arrived
@@ -34,7 +34,7 @@ class TravelStream:
             yield
 
     def arrived(self) -> torch.cuda.Event:
-        """On the sending thread: the event after which what came is complete."""
+        """Return the event after which the received rows are complete; call it on the sending thread."""
         return self._stream.record_event()
 
     def arrive(self, tensors: Sequence[torch.Tensor], arrived: torch.cuda.Event) -> None:

@@ -32,7 +32,7 @@ _LATEST_MESSAGES = 256  # by which a peer's clock is compared with this host's
 
 
 class Meeting(NamedTuple):
-    """Where a rank listens for the others, and what they show each other."""
+    """The address at which a rank listens for other ranks, and the credentials of the group."""
 
     host: str
     credentials: str
@@ -173,7 +173,7 @@ class TlsExchange:
 
 
 def _connect(store: dist.Store, rank: int, size: int, meeting: Meeting, timeout_s: float) -> dict[int, _Peer]:
-    """A connection to every other rank: to lower ones by calling them, from higher ones by being called."""
+    """Return a connection to every other rank: to lower ones by calling them, from higher ones by being called."""
     called: queue.SimpleQueue[tuple[int, Stream]] = queue.SimpleQueue()
 
     def let_in(stream: Stream) -> None:

@@ -52,7 +52,7 @@ def open_dispatchers(
     topk: int,
     device: torch.device,
 ) -> list[Dispatcher]:
-    """One buffer for the group, and over it the exchange of each MoE layer.
+    """Return one buffer for the group, and over it the exchange of each MoE layer.
 
     All ranks of the group call this together, with the same arguments but for the device.
 
@@ -97,7 +97,7 @@ def open_dispatchers(
 
 
 def why_not(kind: str) -> str | None:
-    """The reason why this process cannot exchange rows so, None where nothing is known to be missing."""
+    """Return the reason why this process cannot exchange rows so, None where nothing is known to be missing."""
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     if importlib.util.find_spec("deep_ep") is None:
@@ -112,7 +112,7 @@ def why_not(kind: str) -> str | None:
 
 
 def _library(kind: str) -> Any:
-    """The module deep_ep.
+    """Return the module deep_ep.
 
     Raises:
         AttributeError: it is of a version without what this kind needs (the package deep_ep 1.0.0 is).
@@ -180,7 +180,7 @@ def _low_latency_tokens(max_tokens: int, num_ranks: int) -> int:
 
 @contextmanager
 def _refusal_as_config_error(kind: str) -> Iterator[None]:
-    """Whatever the library raises while it is imported or opened (its assertions, too) says why it cannot run here."""
+    """Convert any error of importing or opening the library, assertions included, to a ConfigError with its reason."""
     try:
         yield
     except Exception as error:

@@ -25,13 +25,13 @@ _MAX_RESULTS = 2  # dispatched rows not yet sent back; the library's results may
 
 
 class Receiver:
-    """The receiving half of a call, which runs once: when somebody waits for it or the next call starts."""
+    """The receiving half of a call, which runs once: on the first wait for it, or when the next call starts."""
 
     def __init__(self, hook: Callable[[], None]):
         self._hook: Callable[[], None] | None = hook
 
     def receive(self) -> None:
-        """Let the current stream wait for the rows and take them in; nothing if that is done."""
+        """Let the current stream wait for the rows and take them in; do nothing if it was done."""
         hook, self._hook = self._hook, None
         if hook is not None:
             hook()
@@ -55,7 +55,7 @@ class LowLatencyBuffer:
             self._last.receive()
 
     def started(self, hook: Callable[[], None]) -> Receiver:
-        """A call has started; `hook` receives it."""
+        """Keep the receiving hook of a call that has started."""
         self._last = Receiver(hook)
         return self._last
 

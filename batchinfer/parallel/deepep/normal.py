@@ -54,7 +54,7 @@ class ElasticHandle:
     arrived_s: None = None
 
     def wait(self) -> ExpertInput:
-        """Rows by slot, in no particular order within one."""
+        """Return rows by slot, in no particular order within one."""
         self.event.current_stream_wait()
         # where each slot's rows end; the next slot's begin at the next whole tile
         ends_S = self.ep_handle.psum_num_recv_tokens_per_expert.long()
@@ -188,7 +188,7 @@ class NormalHandle:
     arrived_s: None = None
 
     def wait(self) -> ExpertInput:
-        """Rows by slot, within a slot in the order in which the tokens came."""
+        """Return rows by slot, within a slot in the order in which the tokens came."""
         self.event.current_stream_wait()
         elsewhere = self.num_local_slots
         slots_NK, k_NK = torch.where(self.slots_NK < 0, elsewhere, self.slots_NK.long()).sort(dim=1)
