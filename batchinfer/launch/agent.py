@@ -1,4 +1,4 @@
-"""Starts the ranks of one node of a larger group and keeps them running; the group's controller is on another node."""
+"""The agent of a node in a larger group: starts its ranks and keeps them running; the controller is on another node."""
 
 import time
 from collections.abc import Callable
@@ -17,17 +17,17 @@ from batchinfer.run.storage import Storage
 from batchinfer.stop import StopSignal
 
 POLL_S = 0.2
-CONTROLLER_GONE = 5  # starts in a row after which no rank found the controller
-LEAVE_S = 90.0  # after a signal, for the controller to let the ranks go
+CONTROLLER_GONE = 5  # starts in a row in which no rank found the controller, after which the agent asks itself
+LEAVE_S = 90.0  # after a signal, for the controller to end the ranks
 
 
 def serve_node(
     storage: Storage, session: Session, stop: StopSignal, node: NodeShare, are_all_done: Callable[[], bool]
 ) -> None:
-    """Run this node's ranks until the controller lets them go; not at all if the work is done before it calls for them.
+    """Run this node's ranks until the controller ends them; return if all units are done before it announces itself.
 
     Args:
-        are_all_done: whether all units are, of the whole run.
+        are_all_done: whether all units of the whole run are done.
 
     Raises:
         InterruptedRunError: a signal came, or the controller is gone.
@@ -50,7 +50,7 @@ def serve_node(
 
 
 def _keep_running(ranks: LocalRanks, storage: Storage, node: NodeShare, stop: StopSignal) -> None:
-    """Start the ranks again whenever one of them has failed; the controller does the same with the others."""
+    """Restart this node's ranks whenever one has failed; the controller and the other agents restart theirs."""
     deadline = float("inf")
     num_failed = 0
     while True:
@@ -62,7 +62,7 @@ def _keep_running(ranks: LocalRanks, storage: Storage, node: NodeShare, stop: St
             if time.monotonic() > deadline:
                 return
             time.sleep(POLL_S)
-        # when one has left all leave; when one has failed the others notice
+        # if one rank has left, all leave; if one has failed, the others notice
         ranks.wait(POLL_S * 50)
         if ranks.all_ended_well() or storage.kept(storage.run.meeting(node.name)) is None:
             return
@@ -75,7 +75,7 @@ def _keep_running(ranks: LocalRanks, storage: Storage, node: NodeShare, stop: St
 
 
 def _take_over(storage: Storage, session: Session, controller: str) -> None:
-    """The group's first step is that of all its nodes, and what its ranks say of their rows holds for all."""
+    """Copy the group's time of the first step, device and bit equality from the controller's session."""
     path = storage.run.session_stats("nodes", controller)
     said = storage.kept(path)
     if said is not None:

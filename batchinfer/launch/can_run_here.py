@@ -1,4 +1,4 @@
-"""Whether this machine runs what a job names: a backend, an exchange, a dtype. Its ranks know."""
+"""The check, by ranks, that this machine can run a job's backend, exchange and dtype, before the job is planned."""
 
 from batchinfer.config import JobConfig
 from batchinfer.host_info import has_gpu
@@ -10,15 +10,15 @@ from batchinfer.stop import StopSignal
 
 
 def refuse_what_cannot_run_here(job: JobConfig, ranks: RankLoader | None, stop: StopSignal) -> None:
-    """Wait for the ranks' word on what the job names, where this machine decides whether it runs.
+    """Wait for the ranks' check of backend, exchange and dtype, if the result depends on this machine.
 
-    A job that leaves backend and exchange to the machine is not held up.
+    A job that leaves backend and exchange to the machine does not wait.
 
     Args:
-        ranks: started ahead; None: some are started for this question alone.
+        ranks: ranks that were started ahead; None: ranks are started for this check alone.
 
     Raises:
-        BatchinferError: the job cannot run here; the sentence says what and why.
+        BatchinferError: the job cannot run here; the message gives the reason.
         InterruptedRunError: a signal came.
     """
     if not _depends_on_machine(job) or _is_planned(job):
@@ -43,7 +43,7 @@ def _depends_on_machine(job: JobConfig) -> bool:
 
 
 def _is_planned(job: JobConfig) -> bool:
-    """Whether the run folder has a whole plan, or one that cannot be read, which the planner says."""
+    """Return whether the run folder has a complete plan, or an unreadable one, which the planner reports."""
     storage = storage_of(job)
     storage.fetch("state")
     run = storage.run

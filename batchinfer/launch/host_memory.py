@@ -1,6 +1,6 @@
-"""Whether the weights of a host's ranks fit into its memory: asked before any of them is read.
+"""The check that the weights of a host's ranks fit into its memory, before any weight is read.
 
-Without that the kernel ends the ranks one by one, after minutes of reading, and again each time they are started.
+Without this check the kernel kills the ranks one by one, after minutes of reading, and again after each restart.
 """
 
 from collections.abc import Iterable
@@ -13,14 +13,14 @@ from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.records import ConfigError
 
-_DTYPES = ("bfloat16", "fp8", "int4")  # which take less
+_DTYPES = ("bfloat16", "fp8", "int4")  # smaller than float32
 
 
 def refuse_too_large(job: JobConfig, ranks: Iterable[int]) -> None:
-    """Raise unless the weights of these ranks, all of this host, fit into its free memory; GPUs have their own.
+    """Raise unless the weights of these ranks of this host fit into its free memory; ranks on GPUs are not checked.
 
     Raises:
-        ConfigError: with what they take, what is free, and in which dtype they would fit.
+        ConfigError: names the bytes of the weights, the free bytes, and the dtypes in which they would fit.
         ModelError: config.json cannot be used.
     """
     if has_gpu() and job.cluster.backend not in ("cpu", "reference"):

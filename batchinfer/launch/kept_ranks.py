@@ -1,4 +1,4 @@
-"""The ranks of a model between its jobs: those that have left one rest, with the model loaded, until the next."""
+"""Ranks that stay between the jobs of one model: after a job they wait, with the model loaded, for the next."""
 
 from pathlib import Path
 
@@ -9,14 +9,14 @@ from batchinfer.stop import StopSignal
 
 
 class KeptRanks:
-    """See module docstring; call `end` at last."""
+    """The ranks of the latest job's model; call `end` at last."""
 
     def __init__(self) -> None:
         self._ranks: RankLoader | None = None
         self._of: tuple[ModelPart, str, ClusterConfig, FolderState] | None = None
 
     def of_job(self, job: JobConfig, stop: StopSignal) -> RankLoader:
-        """Ranks that rest or are being loaded; others than before if the job or the model's files are others."""
+        """Return loaded or loading ranks for a job; start new ones if model, cluster or the model's files changed."""
         wanted = (job.model, job.kv.dtype, job.cluster, folder_state(Path(job.model.path)))
         if self._ranks is None or wanted != self._of:
             self.end()
@@ -27,7 +27,7 @@ class KeptRanks:
         return self._ranks
 
     def end(self) -> None:
-        """End all of them."""
+        """End all kept ranks."""
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None

@@ -1,7 +1,7 @@
-"""Which of a job's ranks this process has to start: all, or its share under `srun` or `torchrun`.
+"""The share of a job's ranks that this process starts: all, or a part under `srun`, `torchrun` or another launcher.
 
-A group over several processes meets through a small file in the run folder: the first process, the group's controller,
-writes where it listens; the others (agent.py) read it and send their ranks there. In an object store it is an object.
+A group over several processes meets through a small file in the run folder, or an object in an object store. The first
+process, the group's controller, writes its address; the others (agent.py) read it and have their ranks connect there.
 """
 
 import os
@@ -21,19 +21,19 @@ from batchinfer.stop import StopSignal
 
 MEET_S = 600.0  # tasks of a job may start minutes apart
 _LOOPBACK = "127.0.0.1"
-ASK_S = 5.0  # between two questions whether the work is done
+ASK_S = 5.0  # between two checks whether the work is done
 ANSWER_S = 10.0  # for the controller to answer a call
-# addresses of nobody, of which this host has to know the way only
+# addresses that no host has: this host only needs a route to them
 _ELSEWHERE = ((socket.AF_INET, "10.255.255.255"), (socket.AF_INET6, "2001:db8::1"))
 
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """This process's part of a group of processes that start ranks.
+    """The share of one process in a group of processes that start ranks.
 
-    index, count: of the processes; index 0 is the controller.
-    name: of the group, the same in all its processes and in no other group that uses the run folder at a time.
-    ranks: those that this process starts.
+    index, count: number of this process and of all; index 0 is the controller.
+    name: name of the group, equal in all its processes and unique among groups that use the run folder at a time.
+    ranks: the ranks that this process starts.
     is_one_host: whether the whole group is on this host.
     """
 
@@ -46,7 +46,7 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class MeetingPoint:
-    """Where the controller of a group listens; the credentials show who belongs to the group."""
+    """Address of a group's controller, and the credentials of the group."""
 
     host: str
     port: int
@@ -55,10 +55,10 @@ class MeetingPoint:
 
 
 def this_node(num_ranks: int) -> NodeShare:
-    """This process's share, from the environment that its starter gave it.
+    """Return this process's share, by the environment that its launcher set.
 
-    That is srun (one task per node), torchrun (one per rank), or another launcher (one per node), which names the group
-    in BATCHINFER_GROUP, anew for each life of it, and the node by BATCHINFER_GROUP_INDEX and BATCHINFER_GROUP_SIZE.
+    The launcher is srun (one task per node), torchrun (one per rank), or another one (one per node), which sets
+    BATCHINFER_GROUP, new for each start of the group, and BATCHINFER_GROUP_INDEX and BATCHINFER_GROUP_SIZE.
 
     Raises:
         ConfigError: the ranks do not spread evenly over the processes.
@@ -66,8 +66,8 @@ def this_node(num_ranks: int) -> NodeShare:
     environment = os.environ
     if "TORCHELASTIC_RUN_ID" in environment:
         index, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
-        # Most people leave --rdzv-id as it is: groups that work at a time differ by where they meet. Lives of one group
-        # may have one name: each host counts only the failures of its own processes.
+        # Users rarely set --rdzv-id: concurrent groups differ by their rendezvous address. Restarts of one group may
+        # have the same name, as torchrun counts failures on each host separately.
         name = _group_name("torchrun", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")
         if count != num_ranks:
             raise ConfigError(f"torchrun starts {count} processes, but the job has {num_ranks} ranks; make them equal")
@@ -92,15 +92,15 @@ def this_node(num_ranks: int) -> NodeShare:
 
 
 def _group_name(starter: str, *variables: str) -> str:
-    """A name for a file, of what the environment says of the group."""
+    """Return a file name made of the environment variables that identify the group."""
     return re.sub(r"[^\w.-]", "_", "-".join([starter, *(os.environ.get(name, "0") for name in variables)]))
 
 
 def refuse_several_processes(command: str) -> None:
-    """Commands that plan or finish are for one process alone.
+    """Raise if a command that must run in one process was started in several.
 
     Raises:
-        ConfigError: this is one of several.
+        ConfigError: this process is one of several.
     """
     count = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if max(count, int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))) > 1:
@@ -111,7 +111,7 @@ def refuse_several_processes(command: str) -> None:
 
 
 def own_address() -> str:
-    """An address of this host that other hosts can reach, of IPv4 first; loopback and a warning if it has none."""
+    """Return an address of this host that other hosts can reach, IPv4 first; warn and return loopback if none."""
     for family, elsewhere in _ELSEWHERE:
         for address in (_address_of_name(family), _address_towards(family, elsewhere)):
             if address is not None and not (found := ip_address(address)).is_loopback and not found.is_link_local:
@@ -124,7 +124,7 @@ def own_address() -> str:
 
 
 def _address_of_name(family: socket.AddressFamily) -> str | None:
-    """What this host's name means."""
+    """Return the address of this host's name; None if it has none."""
     try:
         return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
     except OSError:
@@ -132,7 +132,7 @@ def _address_of_name(family: socket.AddressFamily) -> str | None:
 
 
 def _address_towards(family: socket.AddressFamily, elsewhere: str) -> str | None:
-    """The address that packets to elsewhere would leave from; none are sent."""
+    """Return the source address of packets to `elsewhere`, without sending any; None if there is no route."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((elsewhere, 1))
@@ -142,9 +142,9 @@ def _address_towards(family: socket.AddressFamily, elsewhere: str) -> str | None
 
 
 def announce(storage: Storage, node: NodeShare, point: MeetingPoint) -> Path:
-    """Tell the other processes where to meet; returns the file, to be forgotten at the end."""
+    """Publish the controller's address for the other processes; return the file, to be deleted at the end."""
     path = storage.run.meeting(node.name)
-    publish_json(path, asdict(point), mode=0o600)  # nobody else ever reads the credentials
+    publish_json(path, asdict(point), mode=0o600)  # no other user may read the credentials
     storage.keep(path)
     return path
 
@@ -152,15 +152,15 @@ def announce(storage: Storage, node: NodeShare, point: MeetingPoint) -> Path:
 def find_meeting_point(
     storage: Storage, node: NodeShare, stop: StopSignal, are_all_done: Callable[[], bool]
 ) -> MeetingPoint | None:
-    """Where the controller listens; waits for it to say so. None when a signal came meanwhile, or all units are done.
+    """Wait for the controller's address and return it; return None after a signal, or if all units are done.
 
-    Where nobody answers that was said by the controller of an earlier life of the group, which was killed.
+    An address at which no process answers is stale: a killed controller of an earlier start wrote it.
 
     Args:
-        are_all_done: asked now and then: a controller that finds nothing to do does not announce itself.
+        are_all_done: called now and then, as a controller that finds nothing to do does not announce itself.
 
     Raises:
-        ConfigError: it did not come, or somebody else wrote the file.
+        ConfigError: the controller did not announce itself in time, or another user wrote the file.
     """
     path = storage.run.meeting(node.name)
     deadline, ask_again_s = time.monotonic() + MEET_S, time.monotonic() + ASK_S
@@ -189,7 +189,7 @@ def find_meeting_point(
 
 
 def _announced(storage: Storage, path: Path) -> MeetingPoint | None:
-    """What the meeting's file says; None: it is not there."""
+    """Return the address in the meeting's file; None if there is no file."""
     said = storage.kept(path)
     if said is None:
         return None
@@ -202,7 +202,7 @@ def _announced(storage: Storage, path: Path) -> MeetingPoint | None:
 
 
 def _answers(point: MeetingPoint) -> bool:
-    """Whether somebody listens there who has the credentials."""
+    """Return whether a process with the credentials listens at this address."""
     from batchinfer.net.tls import call  # most runs are on one host
 
     try:

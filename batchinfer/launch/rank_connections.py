@@ -1,4 +1,4 @@
-"""The connections of a job's ranks to their controller: who has called, what comes, what one rank tells the others."""
+"""The connections of a job's ranks to their controller: accepted calls, incoming messages, values between ranks."""
 
 import queue
 from collections.abc import Callable
@@ -28,11 +28,11 @@ class _Connected:
 
 
 class RankConnections:
-    """See module docstring.
+    """The connections of all ranks of a job.
 
     Args:
         places: all ranks.
-        host: the address of this process at which ranks of other processes call; None: there are none.
+        host: the address at which ranks of other processes connect to this one; None: there are no such ranks.
     """
 
     def __init__(self, places: list[RankPlace], host: str | None) -> None:
@@ -41,21 +41,21 @@ class RankConnections:
         self.credentials = "" if host is None else make_credentials()
         self.listener = None if host is None else Listener(host, self.credentials, self.greet)
         self._connected: dict[int, _Connected] = {}
-        # a channel may be that of a rank which has called again since
+        # a message may come from an old channel of a rank that has connected again since
         self._incoming: queue.Queue[tuple[int, Channel[FromRank], FromRank | None]] = queue.Queue()
 
     @property
     def hosts(self) -> dict[int, str]:
-        """Where each rank runs that was let in."""
+        """Host of each connected rank."""
         return {rank: connected.host for rank, connected in self._connected.items()}
 
     def address(self, rank: int) -> str:
-        """Where ranks of other hosts reach this one; "": there are none."""
+        """Return the address at which ranks of other hosts reach this one; "" if there are no other hosts."""
         own = "" if self.listener is None else self.listener.host
         return self._connected[rank].channel.peer_address or own
 
     def greet(self, stream: Stream) -> None:
-        """Wait until a rank has said which one it is; ends the connection if it says anything else."""
+        """Wait for a rank's Hello; close the connection if another message comes."""
         channel = Channel(stream, decode_from_rank)
         try:
             hello = channel.receive()
@@ -67,7 +67,7 @@ class RankConnections:
             channel.close()
 
     def let_in(self, may_be: Callable[[int, int], bool], wait_s: float) -> None:
-        """Take a rank that has called.
+        """Accept a rank that has called.
 
         Args:
             may_be: whether a rank can have this process number.
@@ -78,13 +78,13 @@ class RankConnections:
         channel, hello = self._callers.get(timeout=wait_s)
         rank = hello.rank
         if not 0 <= rank < len(self._places) or not may_be(rank, hello.pid):
-            channel.close()  # of an earlier start, ended meanwhile
+            channel.close()  # a rank of an earlier start, ended meanwhile
             return
         if rank in self._connected:
             # another node has started its ranks once more: the latest one counts
             self._connected[rank].channel.close()
         self._connected[rank] = _Connected(channel, hello.host)
-        # whatever a rank does, its controller never waits for it to take a message
+        # a separate thread sends: the controller never waits until a rank reads its messages
         channel.send_on(lambda error: self._incoming.put((rank, channel, Failed(str(error)))), encodes_first=True)
         channel.read_on(
             lambda message: self._take(rank, channel, message),
@@ -95,12 +95,12 @@ class RankConnections:
         """Send to one rank.
 
         Raises:
-            ChannelClosedError: it is gone.
+            ChannelClosedError: the connection has ended.
         """
         self._connected[rank].channel.send(message)
 
     def next(self, wait_s: float) -> tuple[int, FromRank | None]:
-        """A rank's next message; None: it is gone.
+        """Return the next message of any rank, None in its place if the rank is gone.
 
         Raises:
             queue.Empty: there is none.
@@ -111,35 +111,35 @@ class RankConnections:
                 return rank, message
 
     def put_back(self, rank: int, message: FromRank | None) -> None:
-        """Have `next` return this again, after what has come since."""
+        """Have `next` return this message again, after all messages that have come since."""
         self._incoming.put((rank, self._connected[rank].channel, message))
 
     def end(self) -> None:
-        """End all connections; ranks that call later are let in."""
+        """End all connections; ranks that call later are accepted."""
         for connected in self._connected.values():
             connected.channel.close()
         self._connected.clear()
 
     def close(self) -> None:
-        """End all connections, and answer no calls any more."""
+        """End all connections and stop listening."""
         self.end()
         if self.listener is not None:
             self.listener.close()
 
     def _take(self, rank: int, channel: Channel[FromRank], message: FromRank) -> None:
-        """Pass on what a rank tells the others of its group; keep all else for `next`."""
+        """Forward a SharedValue to the other ranks of its group; keep all other messages for `next`."""
         if not isinstance(message, SharedValue):
             self._incoming.put((rank, channel, message))
             return
         connected = dict(self._connected)
         if rank not in connected or connected[rank].channel is not channel:
-            return  # of an earlier start
+            return  # from a rank of an earlier start
         for place in self._places:
             if place.leader == self._places[rank].leader and place.rank != rank:
-                with suppress(ChannelClosedError):  # it is gone, as what reads its channel will say
+                with suppress(ChannelClosedError):  # the rank is gone, as the thread that reads its channel will report
                     connected[place.rank].channel.send(message)
 
 
 def _last_word(reason: Exception) -> Failed | None:
-    """What the end of a connection says of the rank behind it; None: nothing, it is gone."""
+    """Convert the end of a connection to a message: Failed if its last bytes were malformed, else None."""
     return Failed(str(reason)) if isinstance(reason, MalformedMessageError) else None

@@ -1,7 +1,7 @@
-"""The ranks of a job as their controller sees them: what they say, and the end of all of them when one is lost.
+"""The ranks of a job, for their controller: messages from them, and the end of all ranks when one is lost.
 
-Those of other nodes are started by an agent there (agent.py); to the controller they look the same. When one rank is
-lost the others cannot go on: all are ended and all start anew.
+Ranks of other nodes are started by an agent there (agent.py); to the controller they look the same. When one rank is
+lost the others cannot go on: all are ended and started again.
 """
 
 import queue
@@ -17,17 +17,17 @@ from batchinfer.protocol.channel import ChannelClosedError
 from batchinfer.protocol.messages import Bye, Failed, FromRank, Leave, Message
 from batchinfer.records import BatchinferError, ConfigError, ModelError, PeerLostError, StoreError
 
-CAUSE_S = 2.0  # after the first sign of a death, how long to collect what ranks say about it
+CAUSE_S = 2.0  # after the first sign of a lost rank, for collecting the ranks' reports of the cause
 LEAVE_S = 60.0  # for ranks to finish their step and leave
 POLL_S = 0.2
-# what ends the job when a rank says it: no request is the cause, and a rank that is started again meets the same
+# errors of a rank that end the job: no request is the cause, and a restarted rank would fail again
 REFUSALS: dict[str, type[BatchinferError]] = {kind.__name__: kind for kind in (ConfigError, ModelError, StoreError)}
 
 
 class RanksDiedError(Exception):
-    """One rank was lost, and all were ended with it; the message says which one and why.
+    """A rank was lost and all ranks were ended; the message names the rank and the cause.
 
-    has_reason: the rank itself said what went wrong.
+    has_reason: whether the rank itself reported the cause.
     """
 
     def __init__(self, text: str, *, has_reason: bool = False) -> None:
@@ -36,37 +36,37 @@ class RanksDiedError(Exception):
 
 
 class RankGroup:
-    """See module docstring.
+    """All ranks of a job, which run and end together.
 
     Args:
         places: all ranks.
-        local: those that this process starts itself.
-        host: the address of this process at which ranks of other nodes call; None: there are none.
+        local: the ranks that this process starts.
+        host: the address at which ranks of other nodes connect to this process; None: there are no other nodes.
     """
 
     def __init__(self, places: list[RankPlace], local: LocalRanks, host: str | None) -> None:
         self.places, self.local = places, local
-        self.keeps_ranks = False  # once they have left a job; set by who has another one for them
+        self.keeps_ranks = False  # whether ranks stay after a job; KeptRanks sets it
         self.is_resting = False  # all ranks have left a job and wait for the next one
         self.connections = RankConnections(places, host)
 
     @property
     def ranks_of_role(self) -> dict[str, list[int]]:
-        """The ranks of each group by what it runs, in their order."""
+        """The ranks of each group by role, in order."""
         ranks: dict[str, list[int]] = {}
         for place in self.places:
             ranks.setdefault(place.role, []).append(place.rank)
         return ranks
 
     def start(self) -> float:
-        """See LocalRanks.start; those of other nodes are started there."""
+        """Start the local ranks, see LocalRanks.start; agents start the others."""
         started_s = self.local.start()
         for stream in self.local.streams:
             threading.Thread(target=self.connections.greet, args=(stream,), name="rank greeting", daemon=True).start()
         return started_s
 
     def let_in(self) -> None:
-        """Take a rank that has called; waits a moment for one.
+        """Accept a rank that has called; wait a moment for one.
 
         Raises:
             RanksDiedError: a rank of this process has ended.
@@ -89,16 +89,16 @@ class RankGroup:
             raise self._died() from None
 
     def send_to_all(self, message: Message) -> None:
-        """See `send`."""
+        """Send to every rank, see `send`."""
         for place in self.places:
             self.send(place.rank, message)
 
     def receive(self, wait_s: float = POLL_S) -> list[tuple[int, FromRank]]:
-        """What has come from ranks; waits a moment for the first message.
+        """Return the messages that have come from ranks; wait a moment for the first one.
 
         Raises:
             RanksDiedError: a rank has ended without a farewell.
-            BatchinferError: a rank says that the job cannot run.
+            BatchinferError: a rank reports that the job cannot run.
         """
         messages: list[tuple[int, FromRank]] = []
         try:
@@ -110,14 +110,14 @@ class RankGroup:
             if not messages and self.local.ended():
                 raise self._died() from None
             return messages
-        # what came before it is used first
+        # messages before the loss are used first
         self.connections.put_back(rank, message)
         if messages:
             return messages
         raise self._died()
 
     def give_up(self, reason: str) -> NoReturn:
-        """End all ranks because of something they do not notice themselves.
+        """End all ranks for a reason that they do not notice themselves.
 
         Raises:
             RanksDiedError: with this reason.
@@ -126,9 +126,9 @@ class RankGroup:
         raise RanksDiedError(reason)
 
     def leave(self) -> list[tuple[int, FromRank]]:
-        """Ask all ranks to finish their step and go or rest; returns their last messages. Kills those that do not."""
+        """Ask all ranks to finish their step and leave or rest; return their last messages. Kill ranks that do not."""
         for place in self.places:
-            with suppress(ChannelClosedError):  # it has left with others of its group; what it said last is here
+            with suppress(ChannelClosedError):  # the rank has left with its group; its last message is here
                 self.connections.send(place.rank, Leave(self.keeps_ranks))
         last: list[tuple[int, FromRank]] = []
         deadline = time.monotonic() + LEAVE_S
@@ -148,7 +148,7 @@ class RankGroup:
         return last
 
     def wake(self) -> bool:
-        """Whether all ranks rest and are well: they wait for a job, and rest no more. Otherwise all are ended."""
+        """Wake resting ranks for a job and return True; if one is lost or none rest, end all and return False."""
         is_well = False
         with suppress(RanksDiedError, BatchinferError):
             is_well = self.is_resting and not self.receive(wait_s=0.0)
@@ -158,18 +158,18 @@ class RankGroup:
         return is_well
 
     def end(self) -> None:
-        """End all ranks at once: those of other nodes notice that their connection is closed."""
+        """Kill the local ranks and close all connections, which ends the ranks of other nodes."""
         self.is_resting = False
         self.local.kill()
         self.connections.end()
 
     def close(self) -> None:
-        """End all ranks and answer no calls any more."""
+        """End all ranks and stop listening."""
         self.local.kill()
         self.connections.close()
 
     def _died(self) -> Exception:
-        """End all ranks; the exception to raise, which names the rank that was lost first and why."""
+        """End all ranks; return the exception to raise, which names the lost rank and the cause."""
         said: dict[int, Failed] = {}
         deadline = time.monotonic() + CAUSE_S
         while time.monotonic() < deadline:
@@ -188,12 +188,12 @@ class RankGroup:
 
 
 def _cause(said: dict[int, Failed], ended: dict[int, str], silent: list[int]) -> Exception:
-    """Why the ranks ended.
+    """Return the error that ended the ranks.
 
     Args:
-        said: by rank, the error that it ended with.
-        ended: by rank, how its process ended.
-        silent: ranks that said nothing.
+        said: the error that each rank reported.
+        ended: the end of each local process, as text.
+        silent: connected ranks that reported nothing.
     """
     for message in said.values():
         if message.error_class in REFUSALS:

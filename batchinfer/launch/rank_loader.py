@@ -1,6 +1,6 @@
-"""All ranks of a job started, brought together and loaded; again whenever they were lost.
+"""Starting, connecting and loading of all ranks of a job, again whenever they were lost.
 
-Importing and loading take a rank as long as planning takes the command: `ranks_ahead` has both done at once.
+A rank imports and loads for about as long as the command plans: `ranks_ahead` does both at once.
 """
 
 import threading
@@ -27,10 +27,10 @@ START_S = 3600.0  # for all ranks to load; a rank that was stopped in the middle
 
 
 class RankLoader:
-    """Loads the ranks of a group.
+    """The loader of a group's ranks.
 
     Args:
-        stop: asked while waiting.
+        stop: checked while waiting.
     """
 
     def __init__(self, group: RankGroup, stop: StopSignal) -> None:
@@ -41,13 +41,13 @@ class RankLoader:
         self._deadline = 0.0
         self._is_closed = False
         self._loading: Future[list[Ready]] | None = None  # of ranks that were started ahead
-        self._can_run = threading.Event()  # all of them have said so
-        self._loaded: tuple[Join, list[Ready]] | None = None  # the latest of all
+        self._can_run = threading.Event()  # all ranks have reported CanRun
+        self._loaded: tuple[Join, list[Ready]] | None = None  # of the latest load
 
     def load_ahead(self, join: Join) -> None:
         """Begin to start all ranks in another thread; the next call of `load` only waits for them.
 
-        Those that rest or are loading or loaded are left alone.
+        Ranks that rest, load or have loaded are left alone.
         """
         loading = self._loading
         if self.group.is_resting or (loading is not None and not (loading.done() and loading.exception())):
@@ -57,14 +57,14 @@ class RankLoader:
         thread.shutdown(wait=False)
 
     def load(self, join: Join) -> list[Ready]:
-        """Start all ranks, bring them together and have them load their models; or wake those that rest with it loaded.
+        """Start all ranks, connect them and have them load their models; or wake resting ranks that have loaded it.
 
         Returns:
-            What each rank said when it had loaded.
+            The Ready message of each rank.
 
         Raises:
-            RanksDiedError: one of them ended or a controller's deadline passed.
-            BatchinferError: the job cannot run (a rank said so).
+            RanksDiedError: a rank ended or a controller's deadline passed.
+            BatchinferError: a rank reports that the job cannot run.
             InterruptedRunError: a signal came.
         """
         loading, self._loading = self._loading, None
@@ -79,12 +79,12 @@ class RankLoader:
         return ready if _placed(held) == _placed(join) else self._load(join)
 
     def refuse_if_unable(self) -> None:
-        """Wait until all ranks, started ahead, know that backend, exchange and dtype run here.
+        """Wait until all ranks, started ahead, report that backend, exchange and dtype run here.
 
-        A rank that is lost is no reason to refuse: `load` says so, and it may be started again.
+        A lost rank is no refusal: `load` reports it, and it may be restarted.
 
         Raises:
-            BatchinferError: the job cannot run (a rank said so).
+            BatchinferError: a rank reports that the job cannot run.
             InterruptedRunError: a signal came.
         """
         if self.group.is_resting:
@@ -97,18 +97,18 @@ class RankLoader:
                 return
 
     def close(self) -> None:
-        """End all ranks and answer no calls any more; may be called again."""
+        """End all ranks and stop listening; may be called again."""
         if self._is_closed:
             return
         self._is_closed = True
         loading, self._loading = self._loading, None
         if loading is not None:
-            loading.exception()  # it ends soon, and what went wrong matters no more
+            loading.exception()  # wait for its end; its error no longer matters
         self.group.close()
 
     def _load(self, join: Join) -> list[Ready]:
         group, places = self.group, self.group.places
-        group.end()  # any that rest with another placement of the experts, or that did not get as far as this
+        group.end()  # ranks that rest with another placement, or that an earlier load left
         self._deadline = time.monotonic() + START_S
         with Progress("load", 0, "B", phase="loading") as progress:
             self.started_s = group.start()
@@ -129,7 +129,7 @@ class RankLoader:
             self.group.give_up(f"the ranks were not ready within {START_S:,.0f} s")
 
     def _joining(self, join: Join, place: RankPlace) -> Join:
-        """With where other ranks reach this one, and which of them share its host."""
+        """Return a rank's Join message with the address for other ranks and the facts about its host."""
         connections = self.group.connections
         hosts = connections.hosts
         group = [hosts[other.rank] for other in self.group.places if other.leader == place.leader]
@@ -143,7 +143,7 @@ class RankLoader:
         )
 
     def _ready(self, progress: Progress) -> dict[int, Ready]:
-        """What each rank says when it has loaded; nothing else but CanRun and Loading can come before."""
+        """Wait for every rank's Ready message and return them; only CanRun and Loading can come before."""
         ready: dict[int, Ready] = {}
         loading: dict[int, Loading] = {}
         unable = {place.rank for place in self.group.places}
@@ -173,11 +173,11 @@ def open_ranks(
     host: str | None = None,
     one_host: bool = True,
 ) -> RankLoader:
-    """The job's ranks, none of them started yet.
+    """Return the loader of the job's ranks, none of which is started yet.
 
     Args:
-        ranks: those that this process starts.
-        host: the address of this process at which those of other processes call; None: there are none.
+        ranks: the ranks that this process starts.
+        host: the address at which ranks of other processes connect to this one; None: there are no such ranks.
         one_host: whether all ranks of the job are on this host.
     """
     local = LocalRanks(ranks, one_host=one_host)
@@ -185,10 +185,10 @@ def open_ranks(
 
 
 def open_local_ranks(job: JobConfig, stop: StopSignal) -> RankLoader:
-    """The ranks of a job of which all run on this host, none of them started yet.
+    """Return the loader of a job whose ranks all run on this host; none is started yet.
 
     Raises:
-        ConfigError: their weights do not fit into its memory.
+        ConfigError: the ranks' weights do not fit into the host's memory.
     """
     ranks = this_node(job.cluster.num_ranks).ranks
     refuse_too_large(job, ranks)
@@ -197,13 +197,12 @@ def open_local_ranks(job: JobConfig, stop: StopSignal) -> RankLoader:
 
 @contextmanager
 def ranks_ahead(job: JobConfig, stop: StopSignal, *, know_experts: bool) -> Iterator[RankLoader | None]:
-    """The ranks of a job that is still to be planned, loading meanwhile; its controller takes them over.
+    """Load the ranks of a job while it is planned; the job's controller takes them over.
 
-    None for a job that has a run folder already (there may be nothing left to compute), or whose plan says which
-    experts a rank holds.
+    Yield None for a job with a run folder (there may be nothing left to compute), or if the plan will place experts.
 
     Args:
-        know_experts: whether the plan will say that.
+        know_experts: whether the plan will place experts.
     """
     if know_experts or _is_begun(job):
         yield None
@@ -223,10 +222,10 @@ def _is_begun(job: JobConfig) -> bool:
 
 
 def join_message(job: JobConfig, slots_of_role: dict[str, ExpertSlots | None]) -> Join:
-    """What ranks have to know to load their models; which of them share a host is added when they have called."""
+    """Return the Join message of a job; RankLoader adds each rank's host and address."""
     return Join(job.model_dump_json(), slots_of_role)
 
 
 def _placed(join: Join) -> dict[str, ExpertSlots]:
-    """Where experts are of groups that do not have them in order."""
+    """Return the expert slots of groups whose experts are not in order, by role."""
     return {role: slots for role, slots in join.slots_of_role.items() if slots is not None}

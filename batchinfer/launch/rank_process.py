@@ -1,4 +1,4 @@
-"""The process of one rank: its settings, how it learns what it is, and its start."""
+"""The process of one rank: its settings, its environment and its start."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ MALLOC = (
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """How a rank process finds its controller and its cores.
+    """Settings by which a rank process finds its controller and its GPU.
 
-    index: its number among the ranks of this host, from 0; with GPUs, that of its GPU.
-    host, port, credentials: where the controller listens, if it is another process than the one that starts this rank.
+    rank: number of the rank in the job.
+    index: number of the rank on this host, from 0, and of its GPU.
+    host, port, credentials: of the controller, if another process than the controller starts this rank.
     socket: else the number of this process's end of a socket pair.
     """
 
@@ -39,7 +40,7 @@ class RankEnvironment:
     socket: int | None = None
 
     def variables(self, cores: list[int]) -> dict[str, str]:
-        """As environment variables, which only the same user can read."""
+        """Return the settings as environment variables, which only the same user can read."""
         values: dict[str, str | int] = {"NUMBER": self.rank, "INDEX": self.index}
         values |= {"HOST": self.host, "PORT": self.port, "CREDENTIALS": self.credentials}
         values["CORES"] = ",".join(map(str, cores))
@@ -59,14 +60,14 @@ class RankEnvironment:
             raise ConfigError("a rank is started by `batchinfer work` or `batchinfer run`, not by hand") from None
         end = int(os.environ[_SOCKET]) if _SOCKET in os.environ else None
         if end is not None:
-            os.set_inheritable(end, False)  # the controller is to see at once that this process has ended
+            os.set_inheritable(end, False)  # so that the controller sees at once when this process ends
         return cls(int(number), int(index), host, int(port), credentials, end)
 
     def connect(self, timeout_s: float) -> Stream:
-        """The connection to the controller.
+        """Connect to the controller.
 
         Raises:
-            OSError: it cannot be reached, or who answers there does not have the credentials.
+            OSError: the controller cannot be reached, or the process that answers lacks the credentials.
         """
         if self.socket is not None:
             return Stream(socket.socket(fileno=self.socket))
@@ -76,50 +77,51 @@ class RankEnvironment:
 
     @staticmethod
     def take_cores() -> None:
-        """Keep this process to the cores that its starter chose; without a choice it may use all."""
+        """Limit this process to the cores that its starter chose, if it chose any."""
         cores = os.environ.get(_PREFIX + "CORES")
         if cores:
             os.sched_setaffinity(0, map(int, cores.split(",")))
 
 
 def rank_variables(environment: RankEnvironment, *, num_ranks: int) -> dict[str, str]:
-    """All environment variables of a rank; what the user has set goes before the settings here.
+    """Return all environment variables of a rank; the user's variables override the settings here.
 
     Args:
-        num_ranks: of this process: each gets cores of its own where there are enough, else all of them share all.
+        num_ranks: number of ranks that this process starts: each gets separate cores if there are enough, else all
+            share all cores.
     """
     cores = sorted(os.sched_getaffinity(0))
     share = len(cores) // num_ranks
     if share:
         first = share * (environment.index % num_ranks)
         cores = cores[first : first + share]
-    # all run where they may, also where a quota leaves them less time than so many cores have
+    # a quota may leave ranks less time than their cores have: it limits threads, not the choice of cores
     num_threads = max(1, min(share, num_cores() // num_ranks))
-    # when ranks are ended the controller says why; what torch notices of it is a page of C++ frames
+    # when ranks are ended the controller reports the cause; torch would add a page of C++ frames
     settings = {"GLIBC_TUNABLES": MALLOC, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     settings |= thread_settings(num_threads) | matrix_library_settings()
     return {**settings, **os.environ, **environment.variables(cores)}
 
 
 def start_rank(variables: dict[str, str], end: socket.socket | None) -> subprocess.Popen[bytes]:
-    """A rank with these environment variables.
+    """Start a rank with these environment variables.
 
     Args:
-        end: of a socket pair, for the rank; None: it calls its controller.
+        end: the rank's end of a socket pair; None: the rank connects to its controller.
     """
     command = own_process.command("batchinfer.rank.main")
     inherited = [] if end is None else [end.fileno()]
     if end is not None:
         variables = {**variables, _SOCKET: str(end.fileno())}
-    # standard output stays the command's own: what a rank's libraries print is for people
-    with signals_wait():  # a rank ignores them, but Ctrl-C comes to it, too, before its first line has run
+    # a rank's libraries print to stderr: standard output is for the command's results
+    with signals_wait():  # a rank ignores signals, but Ctrl-C may reach it before its first line has run
         return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=2, pass_fds=inherited)
 
 
 def thread_settings(num_threads: int) -> dict[str, str]:
-    """Environment variables for a process that computes with this number of threads.
+    """Return environment variables for a process that computes with this number of threads.
 
-    Torch's own threads wait awake for about 10 microseconds only: after an operation of torch they would be in the way
-    of the threads of the C++ operations, and of other processes.
+    Torch's threads spin for about 10 microseconds only: after an operation of torch they would take time from the
+    threads of the C++ operations, and from other processes.
     """
     return {"OMP_NUM_THREADS": str(num_threads), "GOMP_SPINCOUNT": "1000"}

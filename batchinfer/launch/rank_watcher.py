@@ -1,4 +1,4 @@
-"""The rank processes of this host: started, watched, killed."""
+"""The rank processes of this host: start, watch and kill."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ class LocalRanks:
     """The ranks that run on this host.
 
     Args:
-        ranks: their numbers.
-        controller: where they call; None: this process, by socket pairs.
+        ranks: numbers of the ranks.
+        controller: address to which the ranks connect; None: this process, by socket pairs.
         one_host: whether all ranks of the job are on this host.
     """
 
@@ -33,7 +33,7 @@ class LocalRanks:
         self._environments = [RankEnvironment(rank, index, *call) for index, rank in enumerate(ranks, first)]
         self._controller = controller
         self.one_host = one_host
-        self.streams: list[Stream] = []  # to each, unless they call another process
+        self.streams: list[Stream] = []  # to each rank, unless they connect to another process
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     @property
@@ -50,12 +50,12 @@ class LocalRanks:
         return started_s
 
     def may_be(self, rank: int, pid: int) -> bool:
-        """Whether a caller with this process number can be the rank; of other hosts' ranks nothing is known here."""
+        """Return whether a caller with this process number can be the rank; always True for ranks of other hosts."""
         process = self._processes.get(rank)
         return process is None or process.pid == pid
 
     def ended(self) -> dict[int, str]:
-        """Ranks whose process has ended, and how."""
+        """Return the end of each ended process, as text, by rank."""
         return {
             rank: _describe(process.returncode)
             for rank, process in self._processes.items()
@@ -66,13 +66,13 @@ class LocalRanks:
         return all(process.poll() == 0 for process in self._processes.values())
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all have ended, at most this long."""
+        """Wait until all ranks have ended, at most this long."""
         deadline = time.monotonic() + timeout_s
         while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
 
     def can_reach_controller(self) -> bool:
-        """Whether anybody listens where the ranks are sent."""
+        """Return whether a process listens at the controller's address."""
         assert self._controller is not None
         try:
             socket.create_connection((self._controller.host, self._controller.port), timeout=10).close()
@@ -81,7 +81,7 @@ class LocalRanks:
         return True
 
     def kill(self) -> None:
-        """End those that still run, also stopped ones, and wait until they are gone."""
+        """Kill the ranks that still run, also stopped ones, and wait until they have ended."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
