@@ -1,1 +1,1 @@
-"""What goes between a controller and its ranks: the messages, and the channel that carries them. No torch."""
+"""Messages between a controller and its ranks, and the channel that carries them. No torch."""

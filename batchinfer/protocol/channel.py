@@ -64,7 +64,7 @@ class Channel(Generic[ReceivedT]):
             self._outgoing.put(message)
 
     def send_last(self, message: Message) -> None:
-        """As `send`; from now on the end of the connection is no news, and what reads it calls no `at_end`."""
+        """Send the last message; the reading thread no longer calls `at_end` when the connection ends."""
         self._is_ending = True
         self.send(message)
 
@@ -105,7 +105,7 @@ class Channel(Generic[ReceivedT]):
         self._write(_framed(message))
 
     def receive(self) -> ReceivedT:
-        """The next message; waits for it.
+        """Return the next message; waits for it.
 
         Raises:
             ChannelClosedError: the other end is gone, or announced more than 1 GB.

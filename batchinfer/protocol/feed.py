@@ -26,26 +26,28 @@ CHANGED_SHARE = 8  # or at once when this fraction (1/8) of a rank's requests ha
 
 @dataclass(slots=True)
 class Inbox:
-    """What has come from the controller since the last look."""
+    """Messages from the controller since the last call of `receive`."""
 
     requests: list[Request] = field(default_factory=list)  # in the order in which their prompts begin
-    pieces: list[PromptPiece] = field(default_factory=list)  # of these and of earlier prompts, in the order to run them
+    pieces: list[PromptPiece] = field(
+        default_factory=list
+    )  # of new and earlier prompts, in the order in which they run
     adoptions: list[Adoption] = field(default_factory=list)
     adopted: list[RequestKey] = field(default_factory=list)  # handovers whose KV has been read: free it
-    give_away: list[RequestKey] = field(default_factory=list)  # running requests that another rank is to go on with
+    give_away: list[RequestKey] = field(default_factory=list)  # running requests to hand over to another rank
     calibrate: list[list[int]] | None = None  # run these pieces of prompts, as soon as all ranks know
-    expert_slots: ExpertSlots | None = None  # place the experts like this as soon as all ranks know
+    expert_slots: ExpertSlots | None = None  # the experts' next placement, as soon as all ranks know
     count_experts: bool = False  # report the tokens per expert now
     leave: bool = False  # end after this step; unfinished requests are dropped and run again later
 
 
 class Feed:
-    """What a rank asks its controller for and tells it.
+    """A rank's requests and reports to its controller, and its inbox.
 
     Args:
-        received: what a reading thread has taken from the channel.
-        expert_counts: of the rank, sent now and then; None: it counts nothing.
-        num_ranks: of the job.
+        received: messages that a reading thread has taken from the channel.
+        expert_counts: returns the rank's counts, which are sent now and then; None: the rank counts nothing.
+        num_ranks: number of ranks of the job.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Feed:
             return inbox
 
     def wait_for_leave(self) -> messages.Leave:
-        """The last message of a job, once it has come: another rank of the group may have got its own before."""
+        """Return the last message of a job, once it has come: another rank of the group may have got its own before."""
         while self._leave is None:
             self._sort_in(self._received.get(), Inbox())
         return self._leave
@@ -128,7 +130,7 @@ class Feed:
         self._channel.send(messages.ExpertsPlaced(seconds))
 
     def send_store(self, counts: dict[str, float], problems: list[str]) -> None:
-        """Report what the KV store has done since the start, and what the user should know of it."""
+        """Report the KV store's counters since the start, and its problems for the user."""
         self._channel.send(messages.StoreCounts(counts, problems))
 
     def hand_over(self, handovers: list[Handover]) -> None:

@@ -19,11 +19,11 @@ class MalformedMessageError(Exception):
 
 
 class Message(Struct, frozen=True, tag=True):
-    """What is sent as a whole; its tag is the name of its class."""
+    """Base class of messages; the tag on the wire is the name of the class."""
 
 
 class StepRecord(Struct, frozen=True, array_like=True):
-    """What one model step of one rank did; a row of stats/steps, which the controller numbers."""
+    """The record of one model step of one rank; a row of stats/steps, which the controller numbers."""
 
     kind: str
     start_s: float
@@ -52,11 +52,11 @@ class StepRecord(Struct, frozen=True, array_like=True):
 
 
 class StepReport(Struct, frozen=True):
-    """What a step gave."""
+    """The record, completions, started requests and spans of a step."""
 
     record: StepRecord
     completions: list[Completion] = []
-    started: list[RequestKey] = []  # prompts that have run and that decode here from now on
+    started: list[RequestKey] = []  # requests whose prompt is complete, which decode here from now on
     spans: list[Span] = []  # empty unless traced
 
 
@@ -102,7 +102,7 @@ class ExpertSlots(Struct, frozen=True):
 
 
 class SharedValue(Message, frozen=True):
-    """What one rank tells all others of its group by way of the controller: where it can be met, for example."""
+    """A value that one rank sends to all others of its group through the controller, such as its address."""
 
     key: str
     value: bytes
@@ -160,7 +160,7 @@ class NeedsRequests(Message, frozen=True):
 
 
 class Steps(Message, frozen=True):
-    """What the steps since the last message gave."""
+    """Reports of the steps since the last message."""
 
     reports: list[StepReport]
 
@@ -178,9 +178,9 @@ class KvRead(Message, frozen=True):
 
 
 class ExpertCounts(Message, frozen=True):
-    """What a rank has counted since it has its experts where they are.
+    """Expert counts of a rank under its current placement.
 
-    tokens: of its own, by phase, MoE layer and expert.
+    tokens: the rank's tokens by phase, MoE layer and expert.
     rows: (token, expert) rows of all ranks that its experts computed, by phase and MoE layer.
     """
 
@@ -203,7 +203,7 @@ class ExpertsPlaced(Message, frozen=True):
 
 
 class StoreCounts(Message, frozen=True):
-    """What the KV store has done since the rank's start (columns of stats/kv), and what the user should know of it."""
+    """Counters of the KV store since the rank's start (columns of stats/kv), and its problems for the user."""
 
     counts: dict[str, int | float]
     problems: list[str]
@@ -224,12 +224,12 @@ class Bye(Message, frozen=True):
 
 
 class Join(Message, frozen=True):
-    """What a rank has to know to load its model.
+    """The job and the group, by which a rank loads its model.
 
     job: the JobConfig as JSON.
-    slots_of_role: where experts are; missing or None: in order.
-    host, credentials: where it may listen for ranks of other hosts, and what they show each other; "": there are none.
-    num_local_ranks: ranks on its host.
+    slots_of_role: the expert of each slot, by role; missing or None: in order.
+    host, credentials: address to listen at for ranks of other hosts, and the group's credentials; "": no other hosts.
+    num_local_ranks: number of ranks on this host.
     """
 
     job: str
@@ -273,7 +273,7 @@ class PromptPiece(Struct, frozen=True, array_like=True):
 
 
 class Requests(Message, frozen=True):
-    """Requests, in the order in which their prompts begin, and the pieces of prompts in the order in which they run.
+    """Requests in the order of their prompts' first pieces, and pieces of prompts in the order of running.
 
     Pieces may belong to requests of earlier messages.
     """
