@@ -1,1 +1,1 @@
-"""Connections between the processes of a job that nobody else can join: credentials, streams, a listener. No torch."""
+"""Private connections between the processes of a job: credentials, streams, a listener. No torch."""

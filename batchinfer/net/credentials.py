@@ -1,8 +1,7 @@
-"""The throw-away key by which the processes of one group of hosts know each other: who has it belongs to the group.
+"""The throw-away key of one group of hosts: a process that has it belongs to the group.
 
-One key with a certificate that it has signed itself, made by the controller for each meeting. Both ends of a connection
-present that certificate and accept no other (TLS 1.3, mutual), so whoever listens in learns nothing and whoever calls
-without it is sent away.
+The controller makes one key with a self-signed certificate for each meeting. Both ends of a connection present that
+certificate and accept no other (mutual TLS 1.3). An eavesdropper learns nothing, and a caller without it is rejected.
 """
 
 import datetime
@@ -16,7 +15,7 @@ _UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)  # "no
 
 
 def make_credentials() -> str:
-    """A new key (ECDSA, P-256) and its certificate, as PEM; a secret."""
+    """Make a new key (ECDSA, P-256) and its certificate, as PEM; the result is a secret."""
     # takes long to import, and most runs are on one host
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -35,10 +34,10 @@ def make_credentials() -> str:
 
 
 def tls_context(credentials: str, *, is_caller: bool) -> ssl.SSLContext:
-    """What TLS of one end accepts: these credentials of the other end, and nothing else.
+    """Return the TLS context of one end, which accepts only these credentials of the other end.
 
     Raises:
-        ValueError: these are no credentials.
+        ValueError: the text is no credentials.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if is_caller else ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -53,5 +52,5 @@ def tls_context(credentials: str, *, is_caller: bool) -> ssl.SSLContext:
     except ssl.SSLError as error:
         raise ValueError(f"no key and certificate: {error}") from None
     if not is_caller:
-        context.num_tickets = 0  # nobody comes back
+        context.num_tickets = 0  # sessions are never resumed
     return context

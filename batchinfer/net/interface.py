@@ -1,4 +1,4 @@
-"""The network interface that has an address: gloo is told by interfaces where to listen."""
+"""The network interface that has an address, as gloo takes interfaces to listen at."""
 
 import fcntl
 import socket
@@ -13,7 +13,7 @@ _ADDRESSES_V6 = Path("/proc/net/if_inet6")  # a line for each: 32 digits, four n
 
 
 def interface_of(address: str) -> str | None:
-    """The interface of this host that has an address of IPv4 (its first one) or IPv6; None: there is none."""
+    """Return this host's interface whose first IPv4 address, or IPv6 address, is this one; None if none is."""
     wanted = ip_address(address)
     if wanted.version == 6:
         lines = [line.split() for line in _ADDRESSES_V6.read_text().splitlines()] if _ADDRESSES_V6.exists() else []

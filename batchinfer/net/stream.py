@@ -1,7 +1,7 @@
-"""What carries bytes between processes: a socket pair on one host, or TLS between hosts (tls.py).
+"""A stream of bytes between two processes: a socket pair on one host, or TLS between hosts (tls.py).
 
-A rank that the controller has started itself inherits its end of a socket pair: nothing listens, nobody else has an end
-of it, and nothing has to be shown.
+A rank that the controller starts inherits its end of a socket pair. No process listens and no other process has an end,
+so no credentials are needed.
 """
 
 import socket
@@ -28,7 +28,7 @@ class Stream:
         self._end.close()
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """How long the socket may take to give or take bytes, None: for ever."""
+        """Set the timeout of receiving and sending; None: wait for ever."""
         self._end.settimeout(timeout_s)
 
     def send(self, content: bytes | memoryview) -> None:
@@ -57,7 +57,7 @@ class Stream:
         return content
 
     def fill(self, room: memoryview) -> None:
-        """As `receive`, into this room."""
+        """Receive bytes until this buffer is full."""
         while room:
             num_read = self.receive_into(room)
             if num_read == 0:

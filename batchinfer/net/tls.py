@@ -1,4 +1,4 @@
-"""What carries bytes between hosts: TLS, between two ends that have the group's credentials (credentials.py)."""
+"""A TLS stream of bytes between hosts, whose two ends have the group's credentials (credentials.py)."""
 
 import random
 import socket
@@ -12,24 +12,24 @@ from batchinfer.net.credentials import tls_context
 from batchinfer.net.stream import Stream
 
 CHUNK_BYTES = 1 << 18  # of TLS: read at once, and put into records at once
-MOST_HANDSHAKE_BYTES = 1 << 14  # read from somebody who has not shown the credentials yet; 2 KB are needed
-PAUSE_S = (0.05, 0.2)  # before another call of one that was sent away
+MOST_HANDSHAKE_BYTES = 1 << 14  # read from a caller before its credentials are verified; 2 KB are needed
+PAUSE_S = (0.05, 0.2)  # before a rejected caller calls again
 # a host that vanished says nothing: once a connection is quiet the system asks the other end, and ends it in the end
 QUIET_S, ASK_S, MOST_ASKED = 60, 30, 8  # so 5 minutes; an end that is only busy, or stopped, is answered for
 _WELCOME = b"\x01"  # the called one's word that it has accepted the caller, which TLS 1.3 does not say
 
 
 class TlsStream(Stream):
-    """A stream that nobody else can read or write, between two ends that have shown that they know the credentials.
+    """An encrypted stream between two ends that have verified each other's credentials.
 
-    OpenSSL works in memory here, under a lock: one connection of it may not be read and written at the same time.
+    OpenSSL works in memory here, under a lock, as one connection must not be read and written at the same time.
 
     Args:
         context: see tls_context.
-        timeout_s: for the other end to show that it knows them, however slowly its bytes come.
+        timeout_s: for the other end to prove its credentials, however slowly its bytes arrive.
 
     Raises:
-        OSError: it did not.
+        OSError: the other end did not.
     """
 
     def __init__(self, end: socket.socket, context: ssl.SSLContext, *, is_caller: bool, timeout_s: float) -> None:
