@@ -1,1 +1,1 @@
-"""What this machine can run, and how fast: `batchinfer doctor`."""
+"""The report of `batchinfer doctor`: the machine's abilities and speeds."""

@@ -1,8 +1,8 @@
-"""How a host's cores are used best: one rank with all threads, or one rank per core.
+"""Measurement of the best use of a host's cores: one rank with all threads, or one rank per core.
 
-The experts of one MoE layer, as a decode step of 64 tokens meets them, run in processes of their own: all experts
-in one process, or an equal share in each of several at the same time. Rows would travel between several ranks, too, so
-several must be clearly faster to be worth it.
+The experts of one MoE layer, as a decode step of 64 tokens meets them, run in child processes: all experts in one
+process, or an equal share in each of several at the same time. Several ranks would also exchange rows, so they must be
+clearly faster to be worthwhile.
 """
 
 # E experts, D hidden, F intermediate
@@ -22,7 +22,7 @@ from batchinfer_kernels import registry
 
 _EXPERTS, _HIDDEN, _INTERMEDIATE, _ROWS_PER_EXPERT = 64, 1024, 256, 6
 _WARM_UP_S, _MEASURED_S, _LIMIT_S = 0.5, 1.5, 120.0
-WORTH_IT = 1.15  # several ranks must be this much faster than one, for they also exchange rows
+WORTH_IT = 1.15  # several ranks must be faster than one by this factor, for they also exchange rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +40,17 @@ class CoreUse:
 
 
 def measure_core_use() -> CoreUse:
-    """Run both ways, one after the other (about ten seconds).
+    """Measure both ways, one after the other (about ten seconds).
 
     Raises:
-        RuntimeError: a process ended badly; the message is what it said.
+        RuntimeError: a process failed; the message is the end of its stderr.
     """
     cores = sorted(os.sched_getaffinity(0))[: num_cores()]
     return CoreUse(len(cores), _bytes_per_s([cores]), _bytes_per_s([[core] for core in cores]))
 
 
 def _bytes_per_s(cores_of_process: list[list[int]]) -> float:
-    """Bytes per second of all processes together, each on its own cores with as many threads."""
+    """Return the bytes per second of all processes together, each on its own cores with as many threads."""
     processes = [
         subprocess.Popen(
             own_process.command(__name__, str(len(cores_of_process)), ",".join(map(str, cores))),
@@ -75,7 +75,7 @@ def _bytes_per_s(cores_of_process: list[list[int]]) -> float:
 
 
 def _measure(num_processes: int) -> float:
-    """Bytes of weights that this process reads per second with its share of the experts."""
+    """Return the bytes of weights that this process reads per second with its share of the experts."""
     num_experts = max(1, _EXPERTS // num_processes)
     generator = torch.Generator().manual_seed(0)
 

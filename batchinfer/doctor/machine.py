@@ -1,4 +1,4 @@
-"""What this machine can run."""
+"""The machine's report: versions, processor, kernels, exchanges and measured limits."""
 
 import os
 import platform
@@ -27,10 +27,10 @@ REPEATS = 5
 
 
 def examine(*, bench: bool, every_kernel: bool = False) -> str:
-    """The whole report as text.
+    """Return the whole report as text.
 
     Args:
-        bench: with measured limits, which takes about twenty seconds.
+        bench: add measured limits, which takes about twenty seconds.
         every_kernel: a line for every operation and implementation, instead of a summary.
     """
     threads = torch.get_num_threads()
@@ -67,7 +67,7 @@ def examine(*, bench: bool, every_kernel: bool = False) -> str:
 
 
 def _numerics_lines() -> list[str]:
-    """The families of the C++ operations: machines with the same name compute the same bits."""
+    """Return the families of the C++ operations: machines with the same name compute the same bits."""
     if cpu_build.why_not() is not None:
         return []
     float32, narrow = cpu_build.numerics(torch.float32), cpu_build.numerics(torch.bfloat16)
@@ -76,7 +76,7 @@ def _numerics_lines() -> list[str]:
 
 
 def _cores() -> str:
-    """Those that this process can keep busy, of those that the host has."""
+    """Return the cores that this process can keep busy, out of the host's."""
     usable, all_cores = num_cores(), os.cpu_count() or 1
     return f"{usable} cores" if usable == all_cores else f"{usable} of {all_cores} cores"
 
@@ -96,12 +96,12 @@ def _kernel_lines(device: str) -> list[str]:
     for row in registry.explain(device=device):
         lines.append(f"  {'*' if row.chosen else ' '} {row.op:<22} {row.candidate:<12} {row.reason}")
         if row.candidate != registry.REFERENCE:
-            lines.append(f"{'':<28}does not take: {row.not_taken}")
+            lines.append(f"{'':<28}does not take: {row.rejected_arguments}")
     return lines
 
 
 def _kernel_summary(device: str) -> list[str]:
-    """What is chosen for each dtype, then why the implementations that nothing is chosen of are not."""
+    """Return the chosen implementations per dtype, then the reasons why others were chosen for no operation."""
     lines, used = [], set()
     for name, dtype in DTYPES.items():
         chosen = Counter(registry.select(op, dtype=dtype, device=device).name for op in registry.ops())

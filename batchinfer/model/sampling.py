@@ -10,7 +10,7 @@ import torch
 
 from batchinfer.records import Sampling
 from batchinfer_kernels.reference import rows as reference_rows
-from batchinfer_kernels.transfer import moved, to_host
+from batchinfer_kernels.transfer import to_device, to_host
 
 # S rows of logits, V vocabulary
 
@@ -150,4 +150,4 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 def _on(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
     """Return the values on the device of `like`; on the CPU they share their memory."""
-    return moved(torch.from_numpy(values), like.device)
+    return to_device(torch.from_numpy(values), like.device)

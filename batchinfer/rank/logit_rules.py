@@ -22,7 +22,7 @@ from batchinfer.model.sampling import Changes
 from batchinfer.rank.thinking import Thinking
 from batchinfer.records import Request, Sampling
 from batchinfer_kernels.reference.fp8 import divided
-from batchinfer_kernels.transfer import moved
+from batchinfer_kernels.transfer import to_device
 
 if TYPE_CHECKING:
     from batchinfer.rank.grammars import GrammarMatcher, Grammars
@@ -106,7 +106,7 @@ class LogitRules:
         """
         sampling = self._sampling
         if len(self._bias):
-            logits_V[moved(self._biased, logits_V.device)] += moved(self._bias, logits_V.device)
+            logits_V[to_device(self._biased, logits_V.device)] += to_device(self._bias, logits_V.device)
         if sampling.repetition_penalty != 1.0:
             seen, _ = self._repeated.on(logits_V.device)
             values, penalty = logits_V[seen], sampling.repetition_penalty
@@ -122,11 +122,11 @@ class LogitRules:
             # white space before <think> would count as part of the grammar's text
             if self._thinking is not None and self._thinking.may_begin_with is not None and not self._tokens:
                 bits[self._thinking.may_begin_with] = 1
-            logits_V.masked_fill_(moved(torch.from_numpy(bits == 0), logits_V.device), NEVER)
+            logits_V.masked_fill_(to_device(torch.from_numpy(bits == 0), logits_V.device), NEVER)
             bits[[*ends.tolist(), *words]] = 0
             self._is_stuck = bool(len(ends) or words) and not bits.any()
         if len(ends):
-            logits_V[moved(ends, logits_V.device)] = NEVER
+            logits_V[to_device(ends, logits_V.device)] = NEVER
         for word in words:
             logits_V[word] = NEVER
         budget, thinking = sampling.thinking_budget, self._thinking
@@ -216,7 +216,7 @@ class _Seen:
         """Return [K] int64 tokens and [K] float32 counts on a device."""
         num = len(self._place)
         tokens, counts = torch.from_numpy(self._tokens[:num]), torch.from_numpy(self._counts[:num])
-        return moved(tokens, device), moved(counts, device)
+        return to_device(tokens, device), to_device(counts, device)
 
 
 def bad_word_tokens(words: tuple[str, ...], tokenizer: PromptTokenizer) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What a candidate declares of an operation that it has: its function, and which arguments that does not take."""
+"""The declaration of an implementation: its function, the arguments it rejects, and the operations it uses."""
 
 import functools
 from collections.abc import Callable
@@ -12,53 +12,53 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Implementation(Generic[P, R]):
-    """One version of an operation; the reference's function of the same name says what the parameters mean.
+    """One version of an operation; the reference's function of the same name documents the parameters.
 
-    run: gives nothing good for arguments that `refuses` names a reason for; the registry asks before each call.
-    refuses: gets the same arguments; one short sentence, without their values, why `run` cannot take them, or None. The
-        first line of its docstring says what it does not take.
+    run: the function; its result is undefined for arguments that `rejects` gives a reason for. The registry asks first.
+    rejects: takes the same arguments and returns one short sentence, without values, why `run` cannot take them, or
+        None. The first line of its docstring lists the rejected arguments; `doctor` prints it.
     uses: other operations that `run` takes as keywords of their names.
     """
 
     run: Callable[P, R]
-    refuses: Callable[..., str | None]
+    rejects: Callable[..., str | None]
     uses: tuple[str, ...] = ()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run it by itself.
+        """Run this implementation without the registry.
 
         Raises:
-            RuntimeError: it refuses the arguments, with its reason.
+            RuntimeError: the arguments are rejected, with the reason.
         """
-        reason = self.refuses(*args, **kwargs)
+        reason = self.rejects(*args, **kwargs)
         if reason is not None:
             raise RuntimeError(reason)
         return self.run(*args, **kwargs)
 
     @property
-    def not_taken(self) -> str:
-        """What it does not take, whatever the call."""
-        return (self.refuses.__doc__ or "").partition("\n")[0].rstrip(".")
+    def rejected_arguments(self) -> str:
+        """The arguments that every call rejects, as `rejects` lists them."""
+        return (self.rejects.__doc__ or "").partition("\n")[0].rstrip(".")
 
 
-def refusing(
-    refuses: Callable[..., str | None], *, uses: tuple[str, ...] = ()
+def implementation(
+    *, rejects: Callable[..., str | None], uses: tuple[str, ...] = ()
 ) -> Callable[[Callable[P, R]], Implementation[P, R]]:
-    """A decorator: this function is an implementation, and that is what it refuses."""
-    return lambda run: Implementation(run, refuses, uses)
+    """Decorate a function as the `run` of an Implementation."""
+    return lambda run: Implementation(run, rejects, uses)
 
 
-def at(refuses: Callable[..., str | None], *places: int) -> Callable[..., str | None]:
-    """What it refuses of the arguments at these places alone, which callers give by position."""
+def on_args(rejects: Callable[..., str | None], *indices: int) -> Callable[..., str | None]:
+    """Apply `rejects` only to the positional arguments with these indices."""
 
-    # one place alone would be picked without a tuple around it
-    pick = itemgetter(*places) if len(places) > 1 else itemgetter(slice(places[0], places[0] + 1))
+    # itemgetter of one index alone returns the item, not a tuple
+    pick = itemgetter(*indices) if len(indices) > 1 else itemgetter(slice(indices[0], indices[0] + 1))
 
-    def refuses_some(*args: Any, **_: Any) -> str | None:
-        return refuses(*pick(args))
+    def rejects_some(*args: Any, **_: Any) -> str | None:
+        return rejects(*pick(args))
 
-    return functools.wraps(refuses)(refuses_some)
+    return functools.wraps(rejects)(rejects_some)
 
 
-def nothing(*_: Any, **__: Any) -> None:
+def accepts_all(*_: Any, **__: Any) -> None:
     """Nothing."""

@@ -1,12 +1,12 @@
-"""Which implementation of an operation runs, and why: here when it is chosen, and call by call when it is bound.
+"""The choice between the implementations of an operation: once when it is bound, then call by call.
 
-Each operation lists its candidates from the fastest to the plainest. A probe returns None where the candidate can
-run, else the reason why it cannot. "auto" takes the first that can, less those made for another dtype or device. A
-choice made by name takes that candidate wherever the operation has it; operations that do not (no C++ version was
-written, say) do what "auto" does.
+Each operation lists its candidates from the fastest to the plainest. A probe returns None if the candidate can run
+here, else the reason why not. "auto" takes the first candidate that can run and is made for this dtype and device. A
+choice by name takes that candidate for every operation that has it; the other operations (without a C++ version, say)
+choose as under "auto".
 
-No candidate takes every argument. The registry alone falls back: a bound operation asks its candidate what it refuses,
-calls the first one behind it that takes the arguments, and counts each such call with the reason.
+No candidate takes every argument. The registry alone falls back: a bound operation asks its candidate whether it
+rejects the arguments, calls the first later candidate that takes them, and counts each such call with the reason.
 """
 
 import functools
@@ -42,7 +42,7 @@ _OF_ANY_DTYPE = ("quantize_fp8_block", "quantize_fp8_rows", "dequantize_fp8_bloc
 
 
 class BackendError(RuntimeError):
-    """The implementation that was asked for does not exist or cannot run here; the message says why."""
+    """The requested implementation does not exist or cannot run here; the message gives the reason."""
 
 
 def _always() -> str | None:
@@ -51,12 +51,13 @@ def _always() -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One implementation of one operation; `probe` says why it cannot run here (None: it can).
+    """One implementation of one operation.
 
-    `dtype` is the only one that it is made for: "auto" passes it over, and does not probe it, for others.
-    `probe_auto` says why "auto" passes it over although it can run.
-    `device_types` are those of the devices whose tensors it takes; None: any.
-    `origin` names where it comes from, for a dtype; see the function `origin`.
+    probe: returns the reason why the candidate cannot run here, or None.
+    dtype: the only dtype that the candidate is made for, None: any; "auto" neither takes nor probes it for others.
+    probe_auto: returns the reason why "auto" passes over a candidate that can run, or None.
+    device_types: returns the types of devices whose tensors the candidate takes; None: any.
+    origin: names the origin of results for a dtype; see the function `origin`.
     """
 
     op: str
@@ -69,11 +70,11 @@ class Candidate:
     origin: Callable[[torch.dtype | None], str] = lambda _: REFERENCE
 
     def takes(self, device: Device) -> bool:
-        """Whether tensors of this device are for it."""
+        """Return whether the candidate takes tensors of this device."""
         return self.device_types is None or torch.device(device).type in self.device_types()
 
     def why_not(self, device: Device) -> str | None:
-        """Why it cannot run for tensors of this device, or None."""
+        """Return the reason why the candidate cannot run for tensors of this device, or None."""
         reason = self.probe()
         if reason is None and not self.takes(device):
             reason = (
@@ -82,12 +83,12 @@ class Candidate:
         return reason
 
     def can_run(self, dtype: torch.dtype | None, device: Device) -> bool:
-        """Whether "auto" may use it for this dtype there; others are not probed."""
+        """Return whether "auto" may use the candidate for this dtype and device; one made for others is not probed."""
         return self.dtype in (None, dtype) and self.takes(device) and self.probe() is None and self.probe_auto() is None
 
 
 class Fallback(NamedTuple):
-    """Calls of an operation that one candidate (or several, with commas) left to a later one."""
+    """Calls of an operation that one candidate (or several, separated by commas) left to a later one."""
 
     op: str
     passed_over: str
@@ -99,19 +100,19 @@ _fallbacks: Counter[Fallback] = Counter()
 
 
 def fallbacks() -> dict[Fallback, int]:
-    """How many calls of this process fell back, by operation, candidates and reason."""
+    """Count the calls of this process that fell back, by operation, candidates and reason."""
     return dict(_fallbacks)
 
 
 def num_fallbacks() -> int:
-    """How many calls of this process fell back."""
+    """Count all calls of this process that fell back."""
     return _fallbacks.total()
 
 
 class Operation:
-    """An operation as it is bound: called as the reference's function, it runs the first candidate that agrees."""
+    """A bound operation, called like the reference's function; it runs the first candidate that takes the arguments."""
 
-    __slots__ = ("_refuses", "_run", "_runs", "candidates")
+    __slots__ = ("_rejects", "_run", "_runs", "candidates")
 
     def __init__(self, candidates: Sequence[Candidate]):
         self.candidates = tuple(candidates)
@@ -120,27 +121,27 @@ class Operation:
             for place, candidate in enumerate(self.candidates)
         ]
         self._run = self._runs[0]
-        self._refuses = self.implementation.refuses if len(self.candidates) > 1 else None
+        self._rejects = self.implementation.rejects if len(self.candidates) > 1 else None
 
     @property
     def name(self) -> str:
-        """Of the candidate that is asked first."""
+        """The name of the first candidate."""
         return self.candidates[0].name
 
     @property
     def implementation(self) -> Implementation:
-        """Of the candidate that is asked first."""
+        """The implementation of the first candidate."""
         return self.candidates[0].implementation
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._refuses is None or (reason := self._refuses(*args, **kwargs)) is None:
+        if self._rejects is None or (reason := self._rejects(*args, **kwargs)) is None:
             return self._run(*args, **kwargs)
         return self._fall_back(reason, args, kwargs)
 
     def _fall_back(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         passed, reasons = [self.name], [reason]
         for candidate, run in zip(self.candidates[1:], self._runs[1:], strict=True):
-            refused = candidate.implementation.refuses(*args, **kwargs)
+            refused = candidate.implementation.rejects(*args, **kwargs)
             if refused is None:
                 _fallbacks[Fallback(candidate.op, ", ".join(passed), candidate.name, "; ".join(reasons))] += 1
                 return run(*args, **kwargs)
@@ -158,11 +159,11 @@ class Choice:
     candidate: str
     chosen: bool
     reason: str
-    not_taken: str
+    rejected_arguments: str
 
 
 def _with_uses(implementation: Implementation, names: Sequence[str]) -> Callable[..., Any]:
-    """Its function, with the operations that it uses bound to these candidates."""
+    """Return the implementation's function with the operations that it uses bound to these candidates."""
     if not implementation.uses:
         return implementation.run
     return functools.partial(implementation.run, **{op: bind(op, names) for op in implementation.uses})
@@ -183,7 +184,7 @@ def _listed(module: ModuleType, name: str, probe: Callable[[], str | None], **fa
 def _of_library(
     library: str, probe: Callable[[], str | None], ops: Sequence[str], module: ModuleType = hopper_ops
 ) -> list[Candidate]:
-    """Operations that one of DeepSeek's libraries for Hopper GPUs has."""
+    """List the operations of one of DeepSeek's libraries for Hopper GPUs as candidates."""
     listed = _listed(
         module,
         HOPPER,
@@ -196,7 +197,7 @@ def _of_library(
 
 
 def _plain(function: Callable[..., Any]) -> Candidate:
-    # Stored KV blocks are kept under the origins: whoever changes one takes the blocks from their users.
+    # Stored KV blocks are filed under the origins: changing an origin makes all blocks stored so far useless.
     module = function.__module__.rpartition(".")[2]
     origin = f"reference_{module}" if module in ("mla", "rows", "fp8_pages") else "reference"
     implementation = Implementation(function, _packed_weights)
@@ -241,21 +242,21 @@ _CANDIDATES: dict[str, tuple[Candidate, ...]] = {
 
 
 def ops() -> tuple[str, ...]:
-    """The names of all operations."""
+    """Return the names of all operations."""
     return tuple(_CANDIDATES)
 
 
 def select(op: str, choice: str = AUTO, dtype: torch.dtype | None = None, device: Device = CPU) -> Operation:
-    """The operation `op`, bound to its candidates in order: those that can run ("auto"), or first the one named.
+    """Bind the operation `op` to its candidates in order: all that can run ("auto"), or the named one before them.
 
-    A name that other operations know and this one does not is as good as "auto" here.
+    For an operation that lacks the named candidate, a name that other operations know means "auto".
 
     Args:
-        dtype: of the model; without it "auto" takes what is good for any.
-        device: of the model; "auto" neither takes nor probes what is made for others.
+        dtype: the model's; None: "auto" takes only candidates made for any dtype.
+        device: the model's; "auto" neither takes nor probes candidates for other devices.
 
     Raises:
-        BackendError: no such operation or candidate, or the named one cannot run here or there (with its reason).
+        BackendError: no such operation or candidate, or the named candidate cannot run (with the reason).
     """
     if op not in _CANDIDATES:
         raise BackendError(f"there is no operation {op!r}; known are {', '.join(_CANDIDATES)}.")
@@ -276,28 +277,28 @@ def select(op: str, choice: str = AUTO, dtype: torch.dtype | None = None, device
 
 
 def bind(op: str, names: Sequence[str]) -> Operation:
-    """The operation `op`, bound to those of its candidates that have one of these names, in its own order, unprobed."""
+    """Bind the operation `op` to its candidates of these names, in the operation's own order, without probing them."""
     return Operation([candidate for candidate in _CANDIDATES[op] if candidate.name in names])
 
 
 def reads_on_host(operation: Operation) -> bool:
-    """Whether the experts of a decode step may wait for values of their device: how many rows each of them has."""
-    # what DeepSeek's libraries do not take goes on to the next candidate
+    """Return whether the experts of a decode step may make the host wait for the device to learn each expert's rows."""
+    # arguments that DeepSeek's libraries reject go to the next candidate
     return next(candidate for candidate in operation.candidates if candidate.name != HOPPER).name == REFERENCE
 
 
 def has_fixed_sums(operation: Operation) -> bool:
-    """Whether an implementation adds up in one order of its own on every processor (those in C++)."""
+    """Return whether the implementation has its own fixed order of sums on every processor (C++ has)."""
     return operation.name == CPU
 
 
 def origin(operation: Operation, dtype: torch.dtype | None = None) -> str:
-    """Where an implementation comes from: with the same origin it gives the same bits in a dtype, else it may not."""
+    """Return the origin of an implementation's results in a dtype; equal origins give equal bits, others may not."""
     return operation.candidates[0].origin(dtype)
 
 
 def explain(choice: str = AUTO, device: Device = CPU) -> list[Choice]:
-    """Every candidate of every operation, whether it is used there under `choice`, for which dtype, and why (not)."""
+    """List every candidate of every operation: whether and for which dtype it is used there under `choice`, and why."""
     rows = []
     for op, listed in _CANDIDATES.items():
         general = select(op, choice, device=device).candidates[0]
@@ -311,5 +312,5 @@ def explain(choice: str = AUTO, device: Device = CPU) -> list[Choice]:
             elif special:
                 reason = f"in use for {str(candidate.dtype).removeprefix('torch.')}"
             is_chosen = special or candidate is general
-            rows.append(Choice(op, candidate.name, is_chosen, reason, candidate.implementation.not_taken))
+            rows.append(Choice(op, candidate.name, is_chosen, reason, candidate.implementation.rejected_arguments))
     return rows

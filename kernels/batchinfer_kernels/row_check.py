@@ -1,8 +1,8 @@
-"""Whether a row of plain PyTorch's results has the same bits alone and among others, measured on this machine.
+"""Measurement of whether a row of plain PyTorch's results has the same bits alone and among others on this machine.
 
-The reference operations keep habits that give it (`reference`), but their sums are those of the CPU library, which may
-choose another order for other sizes, processors and numbers of threads. So it is measured: of the functions that the
-model calls, with its own weights, at the number of threads in use.
+The reference operations are written for this (`reference`), but their sums are those of the CPU library, which may
+choose another order for other sizes, processors and numbers of threads. So the check runs the functions that the model
+calls, with the model's own weights, at the number of threads in use.
 """
 
 # T rows, B batches (heads), H heads, N columns of the result (out), M depth of the sum (in), A query/key width
@@ -20,9 +20,9 @@ from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries
 NUM_ROWS = 71  # one, and 70 others
 MANY_ROWS = 300  # as in a step of prefill, where that is quick
 _ALONE = (0, 1, 6, 8, 33, 70)  # places of rows that are computed alone
-# How many rows together, those first that tell most: whole tiles of the CPU library, then what is between them.
+# How many rows together, the most revealing first: whole tiles of the CPU library, then sizes between them.
 _TOGETHER = (8, 56, 16, 24, 40, 32, 48, 64, MANY_ROWS, 2, 3, 7, 9, 27, 70)
-_SMALLEST = len(_ALONE) + 2  # of these ranges of rows, whatever they take; others only within
+_SMALLEST = len(_ALONE) + 2  # ranges of rows that are always computed; others only within _MOST_SUMMED
 _MOST_SUMMED = 2.0e9  # products of two values for one computation
 _MOST_PAGES = 3  # of a request here
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -31,7 +31,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 
 @dataclass(frozen=True, slots=True)
 class RowComputation:
-    """Something that is computed for rows, each for itself.
+    """A computation over rows, each row for itself.
 
     compute: (start, stop) to the results of the rows from `start` to `stop`, [stop - start, ...], any 0 <= start < stop
         <= MANY_ROWS.
@@ -64,10 +64,9 @@ class IndexerShape:
 
 
 def why_rows_differ(computations: Iterable[RowComputation]) -> str | None:
-    """What of these gives a row other bits in other company, or None where nothing was found that does.
+    """Return why a computation gives a row other bits in another batch, or None if no difference was found.
 
-    Rows are computed alone and among 1 to 70 others (fewer numbers of them where that would take long), at several
-    places.
+    Rows are computed alone and among 1 to 70 others (fewer combinations if that would take long), at several positions.
 
     Returns:
         A phrase that names the computation, the rows and the number of threads.
@@ -80,7 +79,7 @@ def why_rows_differ(computations: Iterable[RowComputation]) -> str | None:
 
 
 def product(weight_NM: torch.Tensor, linear: Callable[..., torch.Tensor] = reference.linear) -> RowComputation:
-    """x · weightᵀ as the model asks for it; `weight_NM` in the order in memory in which the model has it."""
+    """Describe x · weightᵀ as the model computes it; `weight_NM` in the memory order of the model."""
     num_columns, depth = weight_NM.shape
     x_TM = _random(MANY_ROWS, depth, dtype=weight_NM.dtype)
     return RowComputation(
@@ -93,7 +92,7 @@ def product(weight_NM: torch.Tensor, linear: Callable[..., torch.Tensor] = refer
 def batched_product(
     weight_BNM: torch.Tensor, batched_linear: Callable[..., torch.Tensor] = reference.batched_linear
 ) -> RowComputation:
-    """x · weightᵀ for every batch, a row being one of each batch, side by side in memory as heads are."""
+    """Describe x · weightᵀ for every batch; a row is one of each batch, next to each other in memory as heads are."""
     num_batches, num_columns, depth = weight_BNM.shape
     x_TBM = _random(MANY_ROWS, num_batches, depth, dtype=weight_BNM.dtype)
     return RowComputation(
@@ -108,7 +107,7 @@ def decode_attention(
     dtype: torch.dtype,
     mla_decode: Callable[..., torch.Tensor] = reference.mla_decode,
 ) -> RowComputation:
-    """Absorbed attention, a row being a request: some have few keys, and get pages added up to the most of a step."""
+    """Describe absorbed attention; a row is a request: some have few keys and get pages up to the longest of a step."""
     width = shape.latent_dim + shape.rotary_dim
     pages = _random(2 * _MOST_PAGES, PAGE_TOKENS, width, dtype=dtype)
     q_THW = _random(MANY_ROWS, shape.num_heads, width, dtype=dtype)
@@ -133,7 +132,7 @@ def prefill_attention(
     kv_b_HZC: torch.Tensor,
     mla_prefill: Callable[..., torch.Tensor] = reference.mla_prefill,
 ) -> RowComputation:
-    """Plain attention, a row being a token of a prompt, of which a chunk from `start` to `stop` is computed."""
+    """Describe plain attention; a row is a token of a prompt, computed in a chunk from `start` to `stop`."""
     dtype, query_dim = kv_b_HZC.dtype, shape.nope_dim + shape.rotary_dim
     num_pages = -(-MANY_ROWS // PAGE_TOKENS)
     pages = _random(num_pages, PAGE_TOKENS, shape.latent_dim + shape.rotary_dim, dtype=dtype)
@@ -159,7 +158,7 @@ def sparse_attention(
     choose_keys: Callable[..., torch.Tensor] = reference.choose_keys,
     mla_sparse: Callable[..., torch.Tensor] = reference.mla_sparse,
 ) -> RowComputation:
-    """Attention to chosen keys, a row being a token of a prompt: which keys it has counts as well as what they give."""
+    """Describe attention to chosen keys; a row is a token of a prompt; its chosen keys are part of the result."""
     width, num_pages = shape.latent_dim + shape.rotary_dim, -(-MANY_ROWS // PAGE_TOKENS)
     topk = min(indexer.topk, PAGE_TOKENS)
     num_pages += -(-topk // PAGE_TOKENS)
@@ -188,7 +187,7 @@ def sparse_attention(
 
 
 def _difference(computation: RowComputation) -> str | None:
-    """Where a row's bits change, or None."""
+    """Return the first found change of a row's bits as a phrase, or None."""
     together = computation.compute(0, NUM_ROWS)
     left = _MOST_SUMMED - NUM_ROWS * computation.cost
     for place, (start, stop) in enumerate(_ranges()):
@@ -207,7 +206,7 @@ def _difference(computation: RowComputation) -> str | None:
 
 
 def _ranges() -> Iterator[tuple[int, int]]:
-    """(first, behind the last) of the rows to compute together, at several places."""
+    """Yield ranges (start, stop) of rows to compute together, at several positions."""
     for row in _ALONE:
         yield row, row + 1
     for count in _TOGETHER:
@@ -216,10 +215,10 @@ def _ranges() -> Iterator[tuple[int, int]]:
 
 
 def _random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Values between -1 and 1, the same for the same shape.
+    """Return values between -1 and 1, the same for the same shape.
 
-    A rank puts off parts of torch, its generators of random numbers among them; these are splitmix64's (Steele, Lea and
-    Flood 2014), whose products overflow on purpose.
+    A rank does not load torch's random generators. These are splitmix64's (Steele, Lea and Flood 2014), whose products
+    overflow on purpose.
     """
     bits = torch.arange(1, torch.Size(shape).numel() + 1) * _GOLDEN
     for shift, factor in _MIX:

@@ -1,6 +1,6 @@
-"""Whether a row has the same bits alone and among others on this CPU, for each dtype, with what runs it here.
+"""A survey of whether rows have the same bits alone and among others on this CPU, per dtype.
 
-Measured of the operations that are chosen, C++ or plain PyTorch, at typical shapes and at odd ones.
+It measures the chosen operations, C++ or plain PyTorch, at typical shapes and at odd ones.
 """
 
 # T rows, N columns of the result (out), M depth of the sum (in), E experts, D hidden, F intermediate
@@ -26,7 +26,7 @@ _ATTENTION = AttentionShape(num_heads=16, nope_dim=32, rotary_dim=16, value_dim=
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """One dtype: what multiplies there, and why rows are not equal (None: they are)."""
+    """The survey's result for one dtype: the implementation in use, and why rows are not equal (None: they are)."""
 
     dtype: str
     implementation: str
@@ -34,7 +34,7 @@ class Surveyed:
 
 
 def survey_rows(choice: str = registry.AUTO) -> list[Surveyed]:
-    """Every dtype of DTYPES, at the number of threads in use; about a second.
+    """Survey every dtype of DTYPES at the number of threads in use; takes about a second.
 
     Args:
         choice: of the operations, as for `registry.select`.
@@ -91,7 +91,7 @@ def _with_experts(grouped_mlp: Callable[..., torch.Tensor], gate_up: Any, down: 
 def _experts(
     x_TD: torch.Tensor, num_experts: int, mlp: Callable[..., torch.Tensor], start: int, stop: int
 ) -> torch.Tensor:
-    """Rows that go to one expert after the other, so that each has few or many of them."""
+    """Compute rows that go to the experts in turn, so that each expert has few or many of them."""
     ids_T = torch.arange(start, stop) % num_experts
     order_T = ids_T.argsort(stable=True)
     y_TD = mlp(x_TD[start:stop][order_T], torch.bincount(ids_T, minlength=num_experts))

@@ -1,9 +1,9 @@
 """Prefill attention through PyTorch's scaled_dot_product_attention, on GPUs and only by name.
 
-PyTorch has FlashAttention, cuDNN's attention and plainer forms behind this function, and takes the first that knows the
-shapes. They cut the sums over keys by how many queries there are: a token's last bits may depend on where
-its prompt was cut, which those of Triton's version do not. So "auto" never takes it. `reference.mla_prefill` says what
-it does.
+PyTorch has FlashAttention, cuDNN's attention and plainer forms behind this function, and takes the first that supports
+the shapes. These cut the sums over keys by the number of queries: a token's last bits may depend on where its prompt
+was cut, unlike those of Triton's version. So "auto" never takes this version. `reference.mla_prefill` documents the
+operation.
 """
 
 # T tokens, H heads, A query width, R rotary width, Z key (without rotary) and value width, V value width
@@ -14,7 +14,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels.implementation import nothing, refusing
+from batchinfer_kernels.implementation import accepts_all, implementation
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 
 _MAX_KEY_BYTES = 2**30  # keys and values at a time
@@ -23,11 +23,11 @@ _ORDER = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 def why_not_auto() -> str:
-    """The reason why "auto" passes it over."""
+    """Return the reason why "auto" passes this version over."""
     return "a token's last bits may depend on where its prompt was cut, so only by name"
 
 
-@refusing(nothing)
+@implementation(rejects=accepts_all)
 def mla_prefill(
     q_THA: torch.Tensor,
     keys: PagedKeys,
@@ -37,9 +37,9 @@ def mla_prefill(
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Request by request, for as many heads at a time as fit.
+    """Attend request by request, for as many heads at a time as fit.
 
-    Positions are not looked at: a chunk is the last tokens of its context.
+    Positions are not read: a chunk is the last tokens of its context.
     """
     out_THV = q_THA.new_empty(*q_THA.shape[:2], v_dim)
     start = 0
@@ -56,8 +56,8 @@ def mla_prefill(
 def _attend_chunk(
     q_THA: torch.Tensor, latents_XW: torch.Tensor, kv_b_HZC: torch.Tensor, out_THV: torch.Tensor, scale: float
 ) -> None:
-    """One request's chunk, into `out_THV`."""
-    # they bring torch's compiler along: a rank that does not use them would start more than a second later
+    """Attend with one request's chunk and write the result to `out_THV`."""
+    # these imports load torch's compiler: at the top of the file they would delay every rank's start by over a second
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.attention.bias import causal_lower_right
 

@@ -12,35 +12,35 @@ import torch
 
 
 def in_one_copy(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Host tensors of one dtype, any shapes, on the device: joined, copied once, and cut apart there.
+    """Copy host tensors of one dtype, any shapes, to the device: joined, copied once, and cut apart there.
 
-    The host does not wait for the copy; what is computed next on the current stream does.
+    The host does not wait for the copy; later work on the current stream does.
     """
     parts = _joined(tensors, device).to(device, non_blocking=True).split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor on the device, for which the host does not wait; on the CPU the same tensor."""
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a host tensor to the device without waiting; return the tensor itself on the CPU."""
     return tensor if device.type == "cpu" else in_one_copy([tensor], device)[0]
 
 
 def refill(held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Overwrite what `in_one_copy` gave with other tensors of the same shapes, again in one copy."""
+    """Overwrite the tensors that `in_one_copy` returned with others of the same shapes, again in one copy."""
     whole = torch.empty(0, dtype=held[0].dtype, device=held[0].device).set_(held[0].untyped_storage())
     assert [tensor.shape for tensor in held] == [tensor.shape for tensor in tensors]
     whole.copy_(_joined(tensors, whole.device), non_blocking=True)
 
 
 def _joined(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """All values one after another in host memory from which they can go to this device by themselves."""
+    """Join all values in host memory, pinned if the device is a GPU."""
     num_values = sum(tensor.numel() for tensor in tensors)
     joined = torch.empty(num_values, dtype=tensors[0].dtype, pin_memory=device.type == "cuda")
     return torch.cat([tensor.reshape(-1) for tensor in tensors], out=joined)
 
 
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors on the host, once everything that was started before has been computed; one wait for all of them."""
+    """Return the tensors on the host, after one wait for all work that was started before."""
     if not any(tensor.is_cuda for tensor in tensors):
         return list(tensors)
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda) for tensor in tensors]
@@ -51,13 +51,13 @@ def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until a GPU has computed everything that was started; a CPU has."""
+    """Wait until a GPU has finished all work that was started; return at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """[B] uint8 in host memory, not cleared, for bytes that come from this device or go there."""
+    """Allocate [B] uint8 in host memory, not cleared, for bytes from or to this device."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
@@ -76,6 +76,6 @@ def put_pages(pages: torch.Tensor, page_ids: Sequence[int], content: torch.Tenso
 
 
 def take_pages(pages: torch.Tensor, page_ids: Sequence[int]) -> torch.Tensor:
-    """[N, L, 64, W] on the host: some pages of the pool [L, P, 64, W], one after another, as `put_pages` takes them."""
-    ids = moved(torch.tensor(page_ids, dtype=torch.int64), pages.device)
+    """Return some pages of the pool [L, P, 64, W] on the host as [N, L, 64, W], the form that `put_pages` takes."""
+    ids = to_device(torch.tensor(page_ids, dtype=torch.int64), pages.device)
     return to_host(pages[:, ids].transpose(0, 1).contiguous())[0]

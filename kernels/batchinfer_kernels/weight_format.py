@@ -1,4 +1,4 @@
-"""The forms in which products take weights, filled slot by slot: plain tensors, blocks, groups, tiles for C++."""
+"""The forms of weights in products, filled slot by slot: plain tensors, blocks, groups, tiles for C++."""
 
 # B slots, N columns of the result (out), M depth of the sum (in)
 
@@ -15,21 +15,22 @@ from batchinfer_kernels.reference.group_scaled import GroupScaled
 
 Weight = (
     torch.Tensor | BlockScaled | GroupScaled | Packed
-)  # as the operation `pack` gives it; weight[slot] is one of several
+)  # as the operation `pack` returns it; weight[slot] is one of several
 
 
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """One form of weights.
 
-    empty: (count, num_rows, num_columns, *, memory, is_paired) to room for `count` weights [N, M] in what
-        `memory(shape, dtype=...)` gives; `is_paired`: each a gate projection above an up projection.
+    empty: (count, num_rows, num_columns, *, memory, is_paired) allocates `count` weights [N, M] by
+        `memory(shape, dtype=...)`; `is_paired`: each a gate projection above an up projection.
     put: (weight, slot, *parts) fills a slot with copies of equal parts [N / parts, M] above each other.
-    slots: (weight) to its tensors, each with a place per slot in its first dim.
-    keeps_fp8: parts that are stored in FP8 are put as BlockScaled, bit for bit; else they are dequantized before.
-    keeps_int4: parts that are stored in groups of 32 are put as GroupScaled, value by value; else they are dequantized.
+    slots: (weight) returns its tensors; the first dim of each has one entry per slot.
+    keeps_fp8: parts stored in FP8 are put as BlockScaled, bit for bit; else they are dequantized before.
+    keeps_int4: parts stored in groups of 32 are put as GroupScaled, value by value; else they are dequantized.
     copies: `pack` copies any weight into this form, so that it may get a view of a mapped file.
-    multiple: of the width between two products, so that no block has rows of two parts; zeros fill it up.
+    multiple: the width between two products is padded with zeros to a multiple of this, so that no block has rows of
+        two parts.
     """
 
     empty: Callable[..., Weight]
@@ -42,7 +43,7 @@ class WeightFormat:
 
 
 def format_of(weight: Weight) -> WeightFormat:
-    """The form that a weight has."""
+    """Return the form of a weight."""
     if isinstance(weight, Packed):
         is_int4 = weight.kind is WeightKind.INT4
         empty = partial(Packed.empty, kind=weight.kind)

@@ -114,7 +114,7 @@ def _mixed(num_requests: int, kv_tokens: int) -> list[int]:
 def _pieces(num_requests: int, kv_tokens: int, device: torch.device) -> cuts.Pieces:
     """As a GPU with 66 parts has them."""
     table = torch.zeros(num_requests, -(-kv_tokens // exact.PAGE), dtype=torch.int64, device=device)
-    return cuts.own_pieces(torch.tensor(_mixed(num_requests, kv_tokens), device=device), table, 66)
+    return cuts.cut_into_pieces(torch.tensor(_mixed(num_requests, kv_tokens), device=device), table, 66)
 
 
 def _spread(dims: Dims, num_requests: int, kv_tokens: int, device: torch.device) -> Work:

@@ -54,7 +54,7 @@ def test_parts_get_whole_requests_and_none_much_more_than_its_share(num_parts):
     generator = torch.Generator().manual_seed(num_parts)
     for count, longest in ((1, 9000), (5, 1), (128, 4989), (128, 40_000), (300, 2000)):
         lengths = torch.randint(0, longest + 1, (count,), generator=generator, dtype=torch.int32)
-        cuts, splits = hopper_cuts.whole_requests(lengths, num_parts)
+        cuts, splits = hopper_cuts.cut_between_requests(lengths, num_parts)
         assert (cuts.dtype, cuts.shape, splits.tolist()) == (torch.int32, (num_parts, 8), list(range(count + 1)))
         pages = [-(-length // 64) for length in lengths.tolist()]
         assert stand_ins.pieces_of(cuts, splits, lengths) == [[(0, number)] for number in pages]
@@ -123,7 +123,7 @@ def test_more_requests_than_the_library_can_cut_for_are_refused(gpu):
     q, keys, options = decode_case(heads=1, kv_tokens=(1,))
     for count, reason in ((11_622, None), (11_623, "there are more requests than flash_mla can cut a step for")):
         many = PagedKeys(keys.pages, *(tensor.expand(count, *tensor.shape[1:]) for tensor in keys[1:4]))
-        assert hopper.mla_decode.refuses(q.expand(count, -1, -1), many, **options) == reason
+        assert hopper.mla_decode.rejects(q.expand(count, -1, -1), many, **options) == reason
     stand_ins.equal_shares(torch.ones(11_622, dtype=torch.int32), 66)  # as the library would
     with pytest.raises(AssertionError, match="the process exits"):
         stand_ins.equal_shares(torch.ones(11_623, dtype=torch.int32), 66)

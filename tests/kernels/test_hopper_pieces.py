@@ -9,7 +9,7 @@ import torch
 
 from batchinfer_kernels import reference, registry
 from batchinfer_kernels.hopper import ops
-from batchinfer_kernels.hopper.cuts import MOST_PIECES, PIECE_PAGES, Cuts, own_pieces, whole_requests
+from batchinfer_kernels.hopper.cuts import MOST_PIECES, PIECE_PAGES, Cuts, cut_between_requests, cut_into_pieces
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.triton import ops as triton_ops
@@ -41,7 +41,7 @@ def own_cuts(length):
 def test_a_request_is_cut_by_its_own_length_and_every_page_is_read_once(num_parts, count, longest):
     lengths, most_pages = lengths_of(count, longest), -(-longest // PAGE)
     table = table_of(count, most_pages)
-    pieces = own_pieces(lengths, table, num_parts)
+    pieces = cut_into_pieces(lengths, table, num_parts)
     cuts, starts = pieces.cuts
     assert (cuts.dtype, cuts.shape) == (torch.int32, (num_parts, 8))
     assert starts.tolist() == list(range(len(pieces.request_V) + 1))
@@ -78,7 +78,7 @@ def most_of(cuts, kv_tokens):
 
 
 def most_of_pieces(lengths, num_parts):
-    pieces = own_pieces(lengths, table_of(len(lengths), -(-int(lengths.max()) // PAGE)), num_parts)
+    pieces = cut_into_pieces(lengths, table_of(len(lengths), -(-int(lengths.max()) // PAGE)), num_parts)
     return most_of(pieces.cuts, pieces.kv_tokens_V)
 
 
@@ -99,7 +99,7 @@ def test_what_equal_requests_cost_is_as_the_docs_say(count, length, times):
     lengths = torch.full((count,), length, dtype=torch.int32)
     own = Cuts(*stand_ins.equal_shares(lengths, 66))
     is_cut = length > PIECE_PAGES * PAGE
-    ours = most_of_pieces(lengths, 66) if is_cut else most_of(whole_requests(lengths, 66), lengths)
+    ours = most_of_pieces(lengths, 66) if is_cut else most_of(cut_between_requests(lengths, 66), lengths)
     assert ours / most_of(own, lengths) == pytest.approx(times, rel=0.03)
 
 
@@ -117,7 +117,7 @@ def test_what_lognormal_lengths_cost_is_as_the_docs_say(count, spread, whole, cu
         lengths = torch.stack([longest_first[: count // 2], longest_first.flip(0)[: count // 2]], dim=1).flatten()
         share = float((-(-lengths // PAGE) + 5).sum()) / 66
         found["cut"] += most_of_pieces(lengths, 66) / share / 20
-        found["whole"] += most_of(whole_requests(lengths, 66), lengths) / share / 20
+        found["whole"] += most_of(cut_between_requests(lengths, 66), lengths) / share / 20
     assert found == {"whole": pytest.approx(whole, rel=0.05), "cut": pytest.approx(cut, rel=0.05)}
 
 

@@ -58,7 +58,7 @@ def test_a_probe_says_what_is_missing(machine, changes, deep_gemm, flash_mla):
     own_cuts = rows.pop("mla_decode")
     assert not own_cuts.chosen
     if flash_mla is None:
-        assert "depend on what is decoded beside it, so only by name" in own_cuts.reason
+        assert "depend on the other requests of its batch, so only by name" in own_cuts.reason
         assert registry.select("mla_decode", "hopper", torch.bfloat16, "cuda").name == "hopper"
     assert set(rows) == {*OPS, "choose_keys", "mla_sparse"} - {"mla_decode"}
     for op, row in rows.items():

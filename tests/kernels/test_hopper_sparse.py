@@ -155,7 +155,7 @@ def test_attention_to_chosen_keys_is_that_of_the_reference(gpu, library, heads):
 def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, library, heads, num_keys, reason):
     gpu(library())
     operands = chosen_case(heads, num_keys)
-    assert reason in sparse.mla_sparse.refuses(*operands, latent_dim=512, scale=0.1)
+    assert reason in sparse.mla_sparse.rejects(*operands, latent_dim=512, scale=0.1)
     y = with_reference("mla_sparse")(*operands, latent_dim=512, scale=0.1)
     assert torch.equal(y, reference.mla_sparse(*operands, latent_dim=512, scale=0.1))
 

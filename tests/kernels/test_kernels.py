@@ -11,7 +11,7 @@ import torch
 
 from batchinfer_kernels import reference, registry, row_check
 from batchinfer_kernels.cpu import build as cpu_build
-from batchinfer_kernels.implementation import Implementation, nothing
+from batchinfer_kernels.implementation import Implementation, accepts_all
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.gating import GateRule
@@ -259,7 +259,7 @@ def test_every_operation_has_a_candidate_and_a_reason():
 def test_a_named_candidate_that_cannot_run_is_refused_with_its_reason(monkeypatch):
     broken = [
         registry.Candidate(
-            "linear", name, Implementation(reference.linear, nothing), lambda: "no GPU of compute capability 9.0"
+            "linear", name, Implementation(reference.linear, accepts_all), lambda: "no GPU of compute capability 9.0"
         )
         for name in ("hopper", "triton", "cpu")
     ]
@@ -346,7 +346,7 @@ def test_operands_with_gaps_in_memory_are_taken(op, arguments):
 
 def test_every_candidate_says_what_it_does_not_take():
     for row in registry.explain():
-        assert row.not_taken, (row.op, row.candidate)
+        assert row.rejected_arguments, (row.op, row.candidate)
 
 
 def test_no_candidate_imports_the_registry_or_another_candidate():

@@ -1,16 +1,16 @@
-"""Builds the C++ operations on first use and loads them.
+"""Compilation of the C++ operations on first use, and loading of the library.
 
 The sources are compiled for the best of INSTRUCTION_SETS that the processor has, or for the one that the environment
-variable BATCHINFER_CPU_FEATURES names. Results are the same to the last bit, but for those in bfloat16 with AMX's tiles
+variable BATCHINFER_CPU_FEATURES names. All libraries give the same bits, except in bfloat16 with AMX's tiles
 (`numerics`); the library's name differs.
 
-The library is kept per user, under a name that says what it was made from and for:
+The library is kept per user, under a digest of its sources, flags and target:
 
     ~/.cache/batchinfer/kernels/            ($XDG_CACHE_HOME instead of ~/.cache when set)
-        <digest>.so                         whole, or not there: written beside, synced, renamed
-        <digest>.lock                       held while building; the kernel drops it with its holder
-        <digest>.failed                     why the last build failed, for those who waited for it
-        <digest>.building.<random>/         a build under way, or left by one that was killed
+        <digest>.so                         complete or absent: written next to its name, synced, renamed
+        <digest>.lock                       held during a build; the kernel drops it with its holder
+        <digest>.failed                     why the last build failed, for processes that waited for it
+        <digest>.building.<random>/         a build in progress, or the leftover of a killed one
 """
 
 import fcntl
@@ -42,11 +42,11 @@ from batchinfer_kernels.cpu.instructions import (
     may_use_tiles,
     processor_features,
 )
-from batchinfer_kernels.cpu.trust import refuse_shared, why_not_trusted
+from batchinfer_kernels.cpu.trust import check_private, why_not_trusted
 
 SOURCES = Path(__file__).parent / "csrc"
 COMPILE_S = 300
-CHECK_S = 120  # for the tiles of a new library; they take less than one, what they need to start some more
+CHECK_S = 120  # for the tiles of a new library; the check takes less than a second, starting the process some more
 _WAIT_S = 2 * COMPILE_S + CHECK_S
 
 # Pairs of bfloat16 are read as 32 bits, hence no strict aliasing.
@@ -56,17 +56,20 @@ _TORCH = ("-lc10", "-ltorch_cpu")
 
 
 class _UnfitError(RuntimeError):
-    """A library for these instructions cannot be had here, for others it may; the message says why."""
+    """No library can be made for these instructions here, but perhaps for others; the message gives the reason."""
 
 
-_UNKNOWN_TO_COMPILER: dict[str, str] = {}  # instruction sets by name, and what the compiler said; of this process
-# In what compilers and assemblers say of flags and instructions that came after them.
+_UNKNOWN_TO_COMPILER: dict[str, str] = {}  # instruction set by name to the compiler's message; of this process
+# In the messages of compilers and assemblers for flags and instructions newer than themselves.
 _UNKNOWN = ("unrecognized", "unknown argument", "no such instruction")
 
 
 @functools.cache
 def why_not() -> str | None:
-    """None once the library is loaded (built first when needed), else the reason; the same answer ever after."""
+    """Load the library (building it first when needed); return None, or the reason why that failed.
+
+    Every call in a process returns the first call's answer.
+    """
     try:
         _load()
     except (BuildError, OSError) as error:
@@ -76,30 +79,30 @@ def why_not() -> str | None:
 
 @functools.cache
 def instructions() -> InstructionSet:
-    """The instructions of the library here; the same answer ever after.
+    """Return the instruction set of the library here; every call in a process returns the same one.
 
     Raises:
-        BuildError: the processor has too few of them, or not those that were named.
+        BuildError: the processor lacks all sets, or the one that was named.
     """
     return choose(INSTRUCTION_SETS, os.environ.get(CHOICE), why_not_for)
 
 
 def why_not_for(known: InstructionSet) -> str | None:
-    """Why a library for these instructions cannot be used here as far as is known yet, or None."""
+    """Return why no library for these instructions can be used here, as far as is known yet, or None."""
     if reason := known.why_not(processor_features()):
         return reason
     if known.needs_permission and not may_use_tiles():
         return "the kernel does not permit the use of its tiles"
     if known.name in _UNKNOWN_TO_COMPILER:
         return f"the compiler does not know its instructions ({_UNKNOWN_TO_COMPILER[known.name]})"
-    if known.tiles and (refused := _refused(known)).exists():
+    if known.tiles and (refused := _refusal_file(known)).exists():
         said = " ".join(refused.read_text(encoding="utf-8").split())
         return f"its tiles cannot be relied on ({said}); delete {refused} to have them tried again"
     return None
 
 
 def explain() -> str:
-    """Which instructions are in use and why no better ones, or why there are no C++ operations."""
+    """Describe the instructions in use and why no better ones are, or why there are no C++ operations."""
     reason = why_not()
     if reason is not None:
         return f"not in use: {reason}"
@@ -109,22 +112,22 @@ def explain() -> str:
 
 
 def explain_choice() -> str:
-    """Which instructions a library is or would be made for, and why no better ones."""
+    """Describe the instructions that a library is or would be made for, and why no better ones are."""
     return instruction_sets.explain(INSTRUCTION_SETS, os.environ.get(CHOICE), instructions(), why_not_for)
 
 
 def library() -> Path:
-    """The built library, made first where it is not yet in the cache; many processes may ask at once.
+    """Return the path of the library, building it first if it is not in the cache; safe for many processes at once.
 
     Raises:
-        BuildError: no processor for it, no compiler, no cache folder that this user alone can write, or the compiler
+        BuildError: no suitable processor, no compiler, no cache folder that this user alone can write, or the compiler
             failed.
     """
     started = time.time()
     folder = _cache_folder()
     path = folder / f"{_digest(instructions())}.so"
     if folder.is_dir():
-        refuse_shared(folder)
+        check_private(folder)
     if path.exists():
         return path
     compiler = _compiler()
@@ -144,7 +147,7 @@ def library() -> Path:
 
 
 def _load() -> None:
-    """Load the library; one that is there and cannot be loaded is built again, once."""
+    """Load the library; rebuild it once if it exists and cannot be loaded."""
     path = library()
     loaded = path.stat().st_ino
     try:
@@ -159,7 +162,7 @@ def _load() -> None:
                 path.unlink()
         path = library()
         torch.ops.load_library(str(path))
-    # the machine that built it has tried its own tiles; another one may share the cache
+    # the machine that built the library has checked its own tiles; another one may share the cache
     if instructions().tiles and not _tiles_agree():
         raise BuildError(
             f"the tiles of this processor ({platform.node()}) do not add up as {path} promises; set {CHOICE}=avx512"
@@ -167,7 +170,7 @@ def _load() -> None:
 
 
 def _tiles_agree() -> bool:
-    """Whether products in tiles have the promised order of sums here, with the library that is loaded."""
+    """Return whether products in tiles have the promised order of sums here, with the loaded library."""
     return bool(torch.ops.batchinfer_cpu.tiles_agree(False))
 
 
@@ -180,7 +183,7 @@ def _cache_folder() -> Path:
 
 
 def _compiler() -> list[str]:
-    """The C++ compiler as the start of a command: $CXX, else the usual names."""
+    """Return the C++ compiler as the start of a command: $CXX, else the usual names."""
     named = os.environ.get("CXX")
     try:
         commands = [shlex.split(named)] if named else [["c++"], ["g++"], ["clang++"]]
@@ -193,31 +196,30 @@ def _compiler() -> list[str]:
 
 
 def numerics(dtype: torch.dtype | None = None) -> str:
-    """Names the family of libraries that give the same bits: all made of these sources, with tiles or without.
+    """Name the family of libraries that give the same bits: all made of these sources, with tiles or without.
 
-    Processors, other instruction sets, compilers and versions of torch are not part of it: every sum has one order,
-    written down in the sources, and no library takes part in one. Tiles have another order, in which float32 takes no
-    part.
+    Processors, other instruction sets, compilers and versions of torch are not part of the name: every sum has one
+    order, written down in the sources, and calls no library. Tiles have another order of sums; float32 never uses them.
     """
     family = "amx" if instructions().tiles and dtype is not torch.float32 else "fma"
     return f"cpu-{family}-{_digest_of()[:16]}"
 
 
 def _digest(chosen: InstructionSet) -> str:
-    """Names everything that decides what the library does and where it can be loaded."""
+    """Name everything that decides what the library computes and where it can be loaded."""
     abi = sysconfig.get_config_var("SOABI")
-    linked = (*_TORCH, _loaded_cpp_library() is not None)  # wherever that lies: an update of it changes nothing
+    linked = (*_TORCH, _loaded_cpp_library() is not None)  # not its path: an update of that library changes nothing
     return _digest_of(torch.__version__, abi, platform.machine(), *_FLAGS, *chosen.flags, *linked)
 
 
-def _refused(chosen: InstructionSet) -> Path:
-    """The file that says why the library for these instructions is not used on this machine, where it is not."""
+def _refusal_file(chosen: InstructionSet) -> Path:
+    """Return the path of the file that says why the library for these instructions is not used on this machine."""
     return _cache_folder() / f"{_digest(chosen)}.refused"
 
 
 @functools.cache
 def _digest_of(*parts: object) -> str:
-    """Of the sources and of these."""
+    """Return a digest of the sources and of `parts`."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(f"{part}\0".encode())
@@ -228,7 +230,7 @@ def _digest_of(*parts: object) -> str:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a build; a holder that was stopped does not hold up the others for ever."""
+    """Hold the lock of a build; raise BuildError after _WAIT_S if another process keeps it."""
     deadline = time.monotonic() + _WAIT_S
     with open(path, "a", encoding="utf-8") as file:  # not inherited by the compiler, so it goes with this process
         while True:
@@ -243,20 +245,20 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _raise_if_failed_since(started: float, failed: Path) -> None:
-    """A build that failed while this process waited for it would fail again."""
+    """Raise the error of a build that failed while this process waited for it: the same build would fail again."""
     if failed.exists() and failed.stat().st_mtime >= started:
         raise BuildError(failed.read_text(encoding="utf-8"))
 
 
 def _build(compiler: list[str], path: Path) -> None:
-    """Compile in a folder beside `path` and rename the result; the caller holds the lock."""
-    for leftover in path.parent.glob(f"{path.stem}.building.*"):  # of builds that were killed: only one runs at a time
+    """Compile in a temporary folder next to `path` and rename the result; the caller holds the lock."""
+    for leftover in path.parent.glob(f"{path.stem}.building.*"):  # of killed builds: only one runs at a time
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{path.stem}.building.", dir=path.parent))
     words = f"compiling the C++ operations for {instructions().name}, once; it takes some seconds"
     print(words, file=sys.stderr, flush=True)
     try:
-        built = _compile_known(compiler, folder)
+        built = _compile_if_known(compiler, folder)
         if instructions().tiles:
             _check_tiles(built)
         built.chmod(0o700)
@@ -278,22 +280,22 @@ sys.exit(0 if torch.ops.batchinfer_cpu.tiles_agree(False) else "their sums have 
 
 
 def _check_tiles(built: Path) -> None:
-    """Have a process of its own multiply in tiles: one that they bring down is the answer, too.
+    """Check the tiles' products in a child process, which they may crash.
 
-    What it found is kept in the cache for later processes.
+    A failure is kept in the cache for later processes.
 
     Raises:
-        _UnfitError: results are not those of the order of sums that the sources promise.
+        _UnfitError: the results do not have the order of sums that the sources promise.
     """
-    said = _said_against_tiles(built)
+    said = _find_tile_failure(built)
     if said is not None:
         reason = f"{said[:200]} (on {platform.node()})"
-        _refused(instructions()).write_text(reason, encoding="utf-8")
+        _refusal_file(instructions()).write_text(reason, encoding="utf-8")
         raise _UnfitError(reason)
 
 
-def _said_against_tiles(built: Path) -> str | None:
-    """What such a process says last where it does not end well and in time, or None."""
+def _find_tile_failure(built: Path) -> str | None:
+    """Return the last words of the checking process if it failed, crashed or took too long, else None."""
     try:
         done = subprocess.run(
             [sys.executable, "-P", "-c", _ASK_TILES, str(built)],
@@ -312,12 +314,12 @@ def _said_against_tiles(built: Path) -> str | None:
     return lines[-1] if lines else f"the process ended with {done.returncode}"
 
 
-def _compile_known(compiler: list[str], folder: Path) -> Path:
-    """As _compile; instructions that came after the compiler are left where nobody named them.
+def _compile_if_known(compiler: list[str], folder: Path) -> Path:
+    """Compile; report instructions newer than the compiler as unfit, unless the environment names them.
 
     Raises:
         BuildError: the compiler failed.
-        _UnfitError: it does not know the flags or the instructions.
+        _UnfitError: the compiler does not know the flags or the instructions.
     """
     try:
         return _compile(compiler, folder)
@@ -330,7 +332,7 @@ def _compile_known(compiler: list[str], folder: Path) -> Path:
 
 
 def _compile(compiler: list[str], folder: Path) -> Path:
-    """All sources at the same time, then one link; returns the library in `folder`."""
+    """Compile all sources at the same time and link them; return the library in `folder`."""
     torch_folder = Path(torch.__file__).parent
     flags = (*_FLAGS, *instructions().flags, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     includes = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
@@ -347,10 +349,10 @@ def _compile(compiler: list[str], folder: Path) -> Path:
 
 @functools.cache
 def _loaded_cpp_library() -> str | None:
-    """The C++ library that torch has loaded into this process, which the operations are linked with.
+    """Return the path of the C++ library that torch loaded into this process, to link the operations with it.
 
-    Some compilers link a C++ library of their own, statically. Two of them in one process share some of their state:
-    where an error's message is put together, numbers are missing from it or the process ends.
+    Some compilers link a C++ library of their own statically. Two such libraries in one process share some of their
+    state: numbers go missing from error messages, or the process ends.
     """
     try:
         maps = os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")

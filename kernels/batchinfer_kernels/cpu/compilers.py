@@ -1,8 +1,8 @@
-"""Compilers as processes: side by side, for a limited time, and none of them longer than the process that started them.
+"""Compilers as child processes: side by side, with a time limit, never outliving the process that started them.
 
-A compiler starts processes of its own, which do the work. Whoever kills it, or the process that waits for it, would
-leave them to go on by themselves. So each has a process above it, which leads their group, and ends the group as soon
-as the pipe that it holds is closed, by hand or because nobody is left at its other end.
+A compiler starts child processes, which do the work and would survive the compiler or the waiting process. So each
+compiler has a leader process above it. The leader kills the whole group as soon as its pipe is closed, on purpose or
+because the other end died.
 """
 
 import os
@@ -28,13 +28,14 @@ sys.exit(code if code >= 0 else 128 - code)
 
 
 def run(commands: list[list[str]], limit_s: float, scratch: Path) -> None:
-    """Run the commands side by side to their end.
+    """Run the commands side by side until all end.
 
     Args:
-        scratch: folder for their temporary files, of which those that are killed leave some.
+        limit_s: seconds for all commands together.
+        scratch: folder for temporary files; killed commands leave some behind.
 
     Raises:
-        BuildError: one of them failed or took too long; the message ends with its first error line.
+        BuildError: a command failed or took too long; the message ends with its first error line.
     """
     deadline = time.monotonic() + limit_s
     other_end, pipe = os.pipe()

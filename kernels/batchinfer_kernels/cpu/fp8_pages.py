@@ -1,14 +1,14 @@
-"""FP8 pages on the CPU: rows are widened and rounded in PyTorch, value by value, and all sums are those in C++.
+"""FP8 pages on the CPU: rows are widened and rounded in PyTorch, value by value; all sums are those of C++.
 
-C++ itself reads pages in bfloat16 and float32 alone. What is done here rounds nothing but the rows that are written, so
-the bits are those of C++ over bfloat16 pages that hold the widened rows, on any processor.
+C++ itself reads only pages in bfloat16 and float32. This module rounds only the rows that are written. So the bits are
+those of C++ over bfloat16 pages with the widened rows, on any processor.
 """
 
 import torch
 
 from batchinfer_kernels.cpu import ops, packed
 from batchinfer_kernels.cpu.packed import Packed
-from batchinfer_kernels.implementation import at, refusing
+from batchinfer_kernels.implementation import implementation, on_args
 from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
@@ -32,12 +32,12 @@ def _prefill(
     return _rows(q_THA) or (None if is_taken else "the weight is packed for other rows")
 
 
-@refusing(_rotation)
+@implementation(rejects=_rotation)
 def rope_and_cache_fp8(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
-    return fp8_pages.written(ops.rope_and_cache.run, q_THA, new)
+    return fp8_pages.cache_via_bfloat16(ops.rope_and_cache.run, q_THA, new)
 
 
-@refusing(_prefill)
+@implementation(rejects=_prefill)
 def mla_prefill_fp8(
     q_THA: torch.Tensor,
     keys: PagedKeys,
@@ -48,10 +48,10 @@ def mla_prefill_fp8(
     scale: float,
 ) -> torch.Tensor:
     kv_b = kv_b_HZC if isinstance(kv_b_HZC, Packed) else packed.pack(kv_b_HZC)
-    wide = fp8_pages.widened(keys, kv_b.depth)  # latents are of whole pairs
+    wide = fp8_pages.widen_pages(keys, kv_b.depth)  # latents are of whole pairs
     return ops.mla_prefill.run(q_THA, wide, kv_b, num_tokens_B, v_dim=v_dim, scale=scale)
 
 
-@refusing(at(_rows, 0))
+@implementation(rejects=on_args(_rows, 0))
 def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    return fp8_pages.decoded(ops.mla_decode.run, q_THW, keys, latent_dim=latent_dim, scale=scale)
+    return fp8_pages.decode_via_bfloat16(ops.mla_decode.run, q_THW, keys, latent_dim=latent_dim, scale=scale)

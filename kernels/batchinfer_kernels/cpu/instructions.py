@@ -1,6 +1,6 @@
-"""Which instructions the C++ operations can be compiled for, and which of them to take.
+"""The instruction sets that the C++ operations can be compiled for, and the choice between them.
 
-A reason why some are not taken is a clause that can follow "not amx: ".
+A reason why a set is not chosen is a clause that can follow "not amx: ".
 """
 
 import ctypes
@@ -16,15 +16,15 @@ _ARM_FEATURES = {"asimddp": (16, 1 << 20), "i8mm": (26, 1 << 13)}  # bits of AT_
 
 
 class BuildError(RuntimeError):
-    """The C++ operations cannot be had here; the message is one sentence that says why."""
+    """The C++ operations cannot be built or loaded here; the message is one sentence with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """What a processor must have, as Linux calls it, and the flags with which a compiler uses that.
+    """A set of processor features, by Linux's names, and the compiler flags that use them.
 
-    Those with `tiles` multiply bfloat16 in 16 x 16 tiles, whose sums have an order of their own (csrc/matrix_tiles.h).
-    Those `for_tests` are only used when they are named.
+    tiles: products in bfloat16 use 16 x 16 tiles, whose sums have an order of their own (csrc/matrix_tiles.h).
+    for_tests: used only when named.
     """
 
     name: str
@@ -35,11 +35,11 @@ class InstructionSet:
 
     @property
     def needs_permission(self) -> bool:
-        """Whether the kernel must give the process the tiles' registers first."""
+        """Whether the kernel must first permit the process to use the tiles' registers."""
         return "amx_tile" in self.features
 
     def why_not(self, found: frozenset[str]) -> str | None:
-        """Why a processor with these features cannot run it, or None."""
+        """Return why a processor with these features cannot run the set, or None."""
         missing = ", ".join(feature for feature in self.features if feature not in found)
         return f"the processor has no {missing}" if missing else None
 
@@ -63,7 +63,7 @@ FOR_X86 = (
     InstructionSet("avx512-base", _AVX512, _AVX512_FLAGS),
     InstructionSet("avx2-vnni", (*_AVX2, "avx_vnni"), (*_AVX2_FLAGS, "-mavxvnni")),
     InstructionSet("avx2", _AVX2, _AVX2_FLAGS),
-    # no speed is asked of it, and its library is made in two thirds of the time
+    # speed does not matter here: -O1 builds the library in two thirds of the time
     InstructionSet(
         "amx-plain", _AVX2, (*_AVX2_FLAGS, "-DBATCHINFER_TILES_IN_PLAIN", "-O1"), tiles=True, for_tests=True
     ),
@@ -78,15 +78,15 @@ INSTRUCTION_SETS = FOR_ARM if platform.machine() == "aarch64" else FOR_X86
 def choose(
     sets: Sequence[InstructionSet], named: str | None, why_not: Callable[[InstructionSet], str | None]
 ) -> InstructionSet:
-    """The first of the sets that can be used, or the one named.
+    """Return the first usable set, or the named one.
 
     Args:
         sets: the fastest first.
         named: "" and None: any but those for tests.
-        why_not: the reason why a set cannot be used here, or None.
+        why_not: returns the reason why a set cannot be used here, or None.
 
     Raises:
-        BuildError: no set has that name, or the reason why the last of those wanted cannot be used.
+        BuildError: no set has that name, or no set can be used; the message is the reason of the last one tried.
     """
     if named and named not in {known.name for known in sets}:
         raise BuildError(f"{CHOICE} is {named!r}; use {' or '.join(known.name for known in _for_all(sets))}")
@@ -104,7 +104,7 @@ def explain(
     chosen: InstructionSet,
     why_not: Callable[[InstructionSet], str | None],
 ) -> str:
-    """Which set was chosen, and why none that is faster; arguments as for `choose`."""
+    """Describe the chosen set, and why no faster one was chosen; arguments as for `choose`."""
     if named:
         return f"for {chosen.name}, as {CHOICE} says"
     faster = _for_all(sets[: sets.index(chosen)])
@@ -112,7 +112,7 @@ def explain(
 
 
 def slowest(sets: Sequence[InstructionSet]) -> InstructionSet:
-    """The one with which everything ends that is not for tests."""
+    """Return the last set that is not for tests."""
     return _for_all(sets)[-1]
 
 
@@ -122,10 +122,10 @@ def _for_all(sets: Sequence[InstructionSet]) -> list[InstructionSet]:
 
 @functools.cache
 def processor_features() -> frozenset[str]:
-    """What this processor has, as far as a set asks for it.
+    """Return this processor's features, by the names that instruction sets use.
 
     Raises:
-        BuildError: it is of another kind, or does not say.
+        BuildError: the processor is of another kind, or its features are unknown.
     """
     machine = platform.machine()
     if machine not in ("x86_64", "AMD64", "aarch64"):
@@ -143,5 +143,8 @@ def processor_features() -> frozenset[str]:
 
 @functools.cache
 def may_use_tiles() -> bool:
-    """Ask the kernel for the tiles' registers, once per process; threads that are started later may use them, too."""
+    """Ask the kernel for the tiles' registers, once per process, and return whether it agreed.
+
+    Threads that start later may use the tiles, too.
+    """
     return ctypes.CDLL(None, use_errno=True).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0

@@ -1,9 +1,8 @@
-"""The operations that have a C++ version; the `reference` functions of the same names say what they do.
+"""The operations that have a C++ version; the `reference` functions of the same names document them.
 
-float32 and bfloat16 run in C++, with any widths. Sums are kept in float32, in another order than the reference's, and
-a row has the same bits in any company and place, however many threads run, and whichever instructions the library was
-compiled for. Subnormal numbers count as zero. A weight may be a plain tensor or packed (packed.py), with the same
-result.
+float32 and bfloat16 run in C++, with any widths. Sums are kept in float32, in another order than the reference's. A row
+has the same bits in any batch and position, with any number of threads, and with any of the instruction sets.
+Subnormal numbers count as zero. A weight may be a plain tensor or packed (packed.py), with the same result.
 """
 
 # T tokens (rows), D hidden, F intermediate, E experts, K experts per token, C rows of room per expert
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 
 from batchinfer_kernels.cpu import packed
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind, library, whole_pairs
-from batchinfer_kernels.implementation import at, refusing
+from batchinfer_kernels.implementation import implementation, on_args
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 from batchinfer_kernels.reference.gating import GateRule, count_experts
@@ -32,7 +31,7 @@ Weight = torch.Tensor | Packed
 GATE_METHODS = ("noaux_tc", "greedy", "group_limited_greedy", "group_top2")  # numbers as in csrc/kernels.h
 
 
-# ---- what they do not take
+# ---- rejected arguments
 
 
 def _mismatch(x: torch.Tensor, *operands: Any) -> str | None:
@@ -153,18 +152,18 @@ def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
 # ---- the operations
 
 
-@refusing(_weight)
+@implementation(rejects=_weight)
 def pack(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, is_paired: bool = False) -> Packed:
-    """In the order of the tiles; `eight_bit` and `four_bit`: as integers."""
+    """Pack the weight in the order of the tiles; `eight_bit` and `four_bit`: as integers."""
     return packed.pack(weight, is_int8=eight_bit, is_int4=four_bit, is_paired=is_paired)
 
 
-@refusing(_foreign)
+@implementation(rejects=_foreign)
 def pack_router(weight_ED: torch.Tensor) -> PackedRouter:
     return packed.pack_router(weight_ED)
 
 
-@refusing(at(_mismatch, 0, 1))
+@implementation(rejects=on_args(_mismatch, 0, 1))
 def linear(
     x: torch.Tensor,
     weight: Weight,
@@ -184,33 +183,33 @@ def linear(
     return y + bias if residual is None else residual + (y + bias)
 
 
-@refusing(at(_mismatch, 0, 1))
+@implementation(rejects=on_args(_mismatch, 0, 1))
 def batched_linear(x: torch.Tensor, weight: torch.Tensor | Packed, out: torch.Tensor | None = None) -> torch.Tensor:
     weight = weight if isinstance(weight, Packed) else packed.pack(weight)
     y = library().batched_linear(whole_pairs(x), *weight.plain)
     return y if out is None else out.copy_(y)
 
 
-@refusing(at(_mismatch, 0))
+@implementation(rejects=on_args(_mismatch, 0))
 def router(x: torch.Tensor, weight: torch.Tensor | PackedRouter) -> torch.Tensor:
     weight = weight if isinstance(weight, PackedRouter) else packed.pack_router(weight)
     return library().router(x, weight.data_PDN, weight.num_experts)
 
 
-@refusing(_norm)
+@implementation(rejects=_norm)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if x.dim() == 2:
         return library().rms_norm(x, weight.contiguous(), eps)
     return library().rms_norm(x.reshape(-1, x.shape[-1]), weight.contiguous(), eps).view(x.shape)
 
 
-@refusing(_activation)
+@implementation(rejects=_activation)
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Rounded once, not after silu as in the reference."""
+    """Round once; the reference also rounds after silu."""
     return library().silu_mul(gate, up)
 
 
-@refusing(_gated)
+@implementation(rejects=_gated)
 def gate(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,
@@ -225,7 +224,7 @@ def gate(
     return ids_TK, weights_TK
 
 
-@refusing(_rotation)
+@implementation(rejects=_rotation)
 def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
     latents_TW, norm_C, eps, cos, sin, pages, slots_T, interleaved = new
     library().rope_and_cache(q_THA, latents_TW.contiguous(), norm_C, eps, cos, sin, interleaved, slots_T, pages)
@@ -233,7 +232,7 @@ def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
 
 
 def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """SwiGLU, [T, D] to [T, D], the rounded result added to `residual`: what grouped_mlp gives for one expert.
+    """Compute SwiGLU as grouped_mlp does for one expert, [T, D] to [T, D], and add the rounded result to `residual`.
 
     Args:
         x: [T, D].
@@ -246,7 +245,7 @@ def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, residual: torch.Tenso
     return operation(x, gate_up.data, down.data, width, gate_up.kind, residual)
 
 
-@refusing(_grouped)
+@implementation(rejects=_grouped)
 def grouped_mlp(
     x: torch.Tensor,
     num_rows_E: torch.Tensor,
@@ -268,7 +267,7 @@ def grouped_mlp(
     return y[..., : x.shape[-1]]
 
 
-@refusing(_masked)
+@implementation(rejects=_masked)
 def masked_mlp(
     x_ECD: torch.Tensor,
     num_rows_E: torch.Tensor,
@@ -288,45 +287,45 @@ def masked_mlp(
     return y[..., : x_ECD.shape[-1]]
 
 
-@refusing(_foreign)
+@implementation(rejects=_foreign)
 def sort_by_expert(ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return library().sort_by_expert(ids_TK.contiguous(), num_experts)
 
 
-@refusing(_summed)
+@implementation(rejects=_summed)
 def sum_per_token(sorted_MD: torch.Tensor, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """Bit for bit that of the reference."""
+    """Give the reference's result, bit for bit."""
     return library().sum_per_token(sorted_MD.contiguous(), inverse_M.contiguous(), weights_TK.contiguous())
 
 
-@refusing(_added)
+@implementation(rejects=_added)
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
     return library().add_sums(
         hidden_TD.contiguous(), sums_TD.contiguous(), None if added_TD is None else added_TD.contiguous()
     )
 
 
-@refusing(_foreign)
+@implementation(rejects=_foreign)
 def gather_rows(rows_NW: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
     return library().gather_rows(rows_NW, index_T.contiguous())
 
 
-@refusing(_side_by_side)
+@implementation(rejects=_side_by_side)
 def copy_rows(rows_NW: torch.Tensor, from_M: torch.Tensor, to_M: torch.Tensor) -> None:
     library().copy_rows(rows_NW, from_M.contiguous(), to_M.contiguous())
 
 
-@refusing(_float32)
+@implementation(rejects=_float32)
 def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return library().argmax(logits_SV.contiguous())
 
 
-@refusing(_float32)
+@implementation(rejects=_float32)
 def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return library().cos_sin(angles.contiguous(), scale)
 
 
-@refusing(_drawn)
+@implementation(rejects=_drawn)
 def draw(
     logits_SV: torch.Tensor,
     temperature_S: torch.Tensor,
@@ -339,21 +338,21 @@ def draw(
     return library().draw(logits_SV.contiguous(), *(values.contiguous() for values in settings))
 
 
-@refusing(_float32)
+@implementation(rejects=_float32)
 def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
     return library().log_sum_exp(logits_SV.contiguous())
 
 
-@refusing(_float32)
+@implementation(rejects=_float32)
 def most_likely(logits_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return library().most_likely(logits_SV.contiguous(), count)
 
 
-@refusing(_attention)
+@implementation(rejects=_attention)
 def mla_prefill(
     q_THA: torch.Tensor, keys: PagedKeys, kv_b_HZC: Weight, num_tokens_B: torch.Tensor, *, v_dim: int, scale: float
 ) -> torch.Tensor:
-    """Softmax weights are rounded as in mla_decode.
+    """Round softmax weights as mla_decode does.
 
     Keys and values are made once per page, for as many heads at a time as fit into 192 MiB.
     """
@@ -364,25 +363,25 @@ def mla_prefill(
     return library().mla_prefill(q_THA.contiguous(), keys.pages, *lists, kv_b.data, latent_dim, v_dim, scale)
 
 
-@refusing(_attention)
+@implementation(rejects=_attention)
 def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    """Softmax weights are rounded to the dtype before they meet the latents and are divided by their rounded sum.
+    """Round softmax weights to the dtype before they meet the latents, and divide by the sum of the rounded weights.
 
-    A request without tokens gives zeros. Requests with the same first pages read these together.
+    A request without tokens gives zeros. Requests with the same first pages read these pages together.
     """
     lists = map(torch.Tensor.contiguous, keys[1:-1])
     return library().mla_decode(q_THW.contiguous(), keys.pages, *lists, latent_dim, scale)
 
 
-@refusing(_index_keys)
+@implementation(rejects=_index_keys)
 def index_cache(new: NewIndexKeys) -> None:
     keys_TI, norm_I, bias_I, eps, cos, sin, pages, slots_T, interleaved = new
     library().index_cache(keys_TI.contiguous(), norm_I, bias_I, eps, cos, sin, interleaved, slots_T, pages)
 
 
-@refusing(_scored)
+@implementation(rejects=_scored)
 def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: float) -> torch.Tensor:
-    """The scale goes into the weights of heads before they are rounded; scores are summed in float32."""
+    """Multiply the scale into the weights of heads before they are rounded; sum scores in float32."""
     q_THI, weights_TH, cos, sin, interleaved = queries
     lists = map(torch.Tensor.contiguous, keys[1:4])
     return library().choose_keys(
@@ -390,16 +389,16 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
     )
 
 
-@refusing(at(_mismatch, 0, 1))
+@implementation(rejects=on_args(_mismatch, 0, 1))
 def mla_sparse(
     q_THW: torch.Tensor, pages: torch.Tensor, slots_TK: torch.Tensor, *, latent_dim: int, scale: float
 ) -> torch.Tensor:
-    """As mla_decode of the keys in these slots, to the bit."""
+    """Give the bits of mla_decode over the keys in these slots."""
     return library().mla_sparse(q_THW.contiguous(), pages, slots_TK.contiguous(), latent_dim, scale)
 
 
 def _experts(gate_up_EFD: Weight, down_EDF: Weight) -> tuple[Packed, Packed, int]:
-    """Packed weights of experts, hidden width made even, and their intermediate width."""
+    """Pack the experts' weights, their hidden width made even; return both and the intermediate width."""
     if isinstance(down_EDF, Packed):
         assert isinstance(gate_up_EFD, Packed)
         return gate_up_EFD, down_EDF, gate_up_EFD.num_columns // 2

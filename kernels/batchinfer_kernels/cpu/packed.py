@@ -1,9 +1,9 @@
 """Weights in the order in which the C++ tiles read them; made once when a model is loaded.
 
-Products with a packed weight give the bits of products with the plain one, which is packed anew for every call. Weights
-in float32 and bfloat16 keep their values. In 8 bits every block of 128 × 128 values has a scale of its own, as in the
-FP8 checkpoints (DeepSeek-V3 report section 3.3.2), and products round their input to 8 bits with a scale per 128 values
-of a row. In 4 bits every 32 values of a row have a scale (reference/group_scaled.py), and input is rounded as for 8.
+A product with a packed weight gives the bits of the product with the plain one, which every call packs again. Weights
+in float32 and bfloat16 keep their values. In 8 bits every block of 128 × 128 values has its own scale, as in the FP8
+checkpoints (DeepSeek-V3 report section 3.3.2), and products round their input to 8 bits with a scale per 128 values of
+a row. In 4 bits every 32 values of a row have a scale (reference/group_scaled.py), and input is rounded to 8 bits.
 """
 
 # B weights, N columns of the result (out), M depth of the sum (in), P panels of 64 columns
@@ -26,7 +26,7 @@ PANEL_COLUMNS = 64
 
 
 class WeightKind(IntEnum):
-    """How the values of a packed weight are kept; numbers as in csrc/kernels.h."""
+    """Storage of a packed weight's values; numbers as in csrc/kernels.h."""
 
     BFLOAT16 = 0
     INT8 = 1
@@ -35,7 +35,7 @@ class WeightKind(IntEnum):
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, is_int8: bool = False, is_int4: bool = False) -> WeightKind:
-        """For weights of a model in this dtype, bfloat16 or float32; in 8 and 4 bits rows are bfloat16."""
+        """Return the kind for weights of a model in bfloat16 or float32; 8 and 4 bits meet bfloat16 rows."""
         if is_int8 or is_int4:
             return cls.INT4 if is_int4 else cls.INT8
         return cls.FLOAT32 if dtype is torch.float32 else cls.BFLOAT16
@@ -43,7 +43,7 @@ class WeightKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """B weights [N, M]; with `is_paired` a column of the upper half is next to its one of the lower half."""
+    """B weights [N, M]; with `is_paired` each column of the upper half follows its partner of the lower half."""
 
     data: torch.Tensor  # [B, bytes] uint8
     num_columns: int  # N
@@ -57,11 +57,11 @@ class Packed:
 
     @property
     def plain(self) -> tuple[torch.Tensor, int, int, int]:
-        """As C++ takes it."""
+        """The data, columns, depth and kind, as C++ takes them."""
         return self.data, self.num_columns, self.depth, self.kind
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether products with it take rows like x."""
+        """Return whether products with this weight take rows of x's dtype and device."""
         row_dtype = torch.float32 if self.kind is WeightKind.FLOAT32 else torch.bfloat16
         return x.dtype is row_dtype and x.is_cpu
 
@@ -76,18 +76,18 @@ class Packed:
         is_paired: bool = False,
         memory: Callable[..., torch.Tensor] = torch.empty,
     ) -> Packed:
-        """Room for `count` weights [num_columns, depth] in memory from `memory(shape, dtype=...)`."""
+        """Allocate room for `count` weights [num_columns, depth] by `memory(shape, dtype=...)`."""
         if kind is not WeightKind.FLOAT32:
             depth += depth % 2
         num_bytes = library().packed_bytes(num_columns, depth, kind, is_paired)
         return cls(memory((count, num_bytes), dtype=torch.uint8), num_columns, depth, kind, is_paired)
 
     def __getitem__(self, slot: int) -> Packed:
-        """One of the weights; shares its memory."""
+        """Return one of the weights, sharing its memory."""
         return replace(self, data=self.data[slot : slot + 1])
 
     def put(self, slot: int, *parts_NM: torch.Tensor | GroupScaled) -> None:
-        """Pack a weight, in one part or in equal parts above each other, into a slot; parts are all of one form."""
+        """Pack a weight into a slot, given in one part or in equal parts above each other, all of one form."""
         groups = [part for part in parts_NM if isinstance(part, GroupScaled)]
         if groups:
             values, scales = (
@@ -100,7 +100,7 @@ class Packed:
         library().pack(self.data[slot], parts, self.kind, self.is_paired)
 
     def slots(self) -> list[torch.Tensor]:
-        """The tensors that have a place per weight in their first dim."""
+        """Return the tensors whose first dim has one entry per weight."""
         return [self.data]
 
 
@@ -130,7 +130,10 @@ def pack_router(weight_ED: torch.Tensor) -> PackedRouter:
 
 
 class _Library:
-    """The C++ operations, each looked up once: that costs as much as a small operation. `classes` are the layers'."""
+    """The C++ operations, each looked up once: a lookup costs as much as a small operation.
+
+    classes: the C++ classes of layers.
+    """
 
     classes = torch.classes.batchinfer_cpu
 
@@ -142,10 +145,10 @@ class _Library:
 
 @functools.cache
 def library() -> _Library:
-    """The loaded C++ operations and classes.
+    """Return the loaded C++ operations and classes.
 
     Raises:
-        BuildError: they cannot run here, with the reason.
+        BuildError: the operations cannot run here, with the reason.
     """
     reason = build.why_not()
     if reason is not None:
@@ -154,5 +157,5 @@ def library() -> _Library:
 
 
 def whole_pairs(x: torch.Tensor) -> torch.Tensor:
-    """Rows as products take them: bfloat16 values go in pairs, so rows of odd length get a zero at their end."""
+    """Pad bfloat16 rows of odd length with a zero: products take values in pairs."""
     return F.pad(x, (0, 1)) if x.shape[-1] % 2 and x.dtype is torch.bfloat16 else x

@@ -1,4 +1,4 @@
-"""Compiled code is loaded only from where nobody but this user and root can have put it."""
+"""Trust in compiled code: it is loaded only from files and folders that only this user and root can write."""
 
 import grp
 import os
@@ -9,11 +9,11 @@ from pathlib import Path
 from batchinfer_kernels.cpu.instructions import BuildError
 
 
-def refuse_shared(folder: Path) -> None:
-    """Refuse a cache folder in which others may have put code.
+def check_private(folder: Path) -> None:
+    """Check that only this user and root can put code into a cache folder.
 
     Raises:
-        BuildError: it is another user's, or others may write in it; the message says how to repair it.
+        BuildError: the folder belongs to another user, or others may write in it; the message says how to repair it.
     """
     reason = why_not_trusted(folder)
     if reason is not None:
@@ -24,7 +24,7 @@ def refuse_shared(folder: Path) -> None:
 
 
 def why_not_trusted(path: Path) -> str | None:
-    """Why others than this user and root may have changed a file or folder, or None."""
+    """Return why another user than this one and root may have changed a file or folder, or None."""
     found = os.stat(path)
     if found.st_uid not in (os.geteuid(), 0):
         return f"belongs to user {found.st_uid}"
@@ -33,7 +33,7 @@ def why_not_trusted(path: Path) -> str | None:
 
 
 def _is_private_group(uid: int, gid: int) -> bool:
-    """Whether a group is there for one user alone, as most systems make them."""
+    """Return whether a group has a single member, as most systems create one per user."""
     try:
         group = grp.getgrgid(gid)
         return uid == gid and group.gr_name == pwd.getpwuid(uid).pw_name and not group.gr_mem

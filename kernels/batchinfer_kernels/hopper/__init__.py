@@ -1,1 +1,1 @@
-"""DeepSeek's libraries for Hopper GPUs behind the operations they have: `ops`; `libraries` finds their functions."""
+"""DeepSeek's libraries for Hopper GPUs as implementations: `ops` has the operations, `libraries` the functions."""

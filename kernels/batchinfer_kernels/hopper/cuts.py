@@ -1,8 +1,8 @@
-"""Cuts of decode attention that depend on no other request: between requests, and within one by its own length alone.
+"""Cuts of decode attention that depend on no other request: between requests, and inside one by its length alone.
 
-A request of up to PIECE_PAGES pages is one piece. A longer one is cut into pieces of so many pages, or into MOST_PIECES
-equal ones where these would be more. The library takes a piece for a request of its own. Pieces are dealt to the parts
-of the GPU, the largest first, to and fro:
+A request of up to PIECE_PAGES pages is one piece. A longer one is cut into pieces of PIECE_PAGES pages, or into
+MOST_PIECES equal pieces if that would give more. The library treats a piece as a request. Pieces are dealt to the parts
+of the GPU, the largest first, in alternating direction:
 
     parts          0  1  2
     first turn     a  b  c
@@ -15,7 +15,7 @@ Layout of the cuts: DecodingSchedMeta and get_mla_metadata_kernel of FlashMLA, v
 """
 
 # B requests, M pages of one at most, P parts of the GPU, K pieces of a request at most, R pieces of a part at most,
-# V = P x R places of pieces, W pages of a piece at most, N = V pieces by request, those behind the last one's of nobody
+# V = P x R places of pieces, W pages of a piece at most, N = V pieces by request, padded behind the last request
 
 from typing import NamedTuple
 
@@ -24,19 +24,20 @@ import torch.nn.functional as F
 
 from batchinfer_kernels.reference.mla import PAGE_TOKENS
 
-# A piece's queries and results, with 128 heads, are a twentieth of the bytes of so many pages.
+# A piece's queries and results, with 128 heads, are a twentieth of the bytes of its PIECE_PAGES pages.
 PIECE_PAGES = 128
 MOST_PIECES = 8  # for each there is room in memory
 _AT_ONCE = 2048  # pieces; each takes 0.54 MB with 128 heads, half of it what the library has for sums in float32
-_OVERHEAD_PAGES = 5  # what a request costs beside its pages, as flash_mla counts it
+_OVERHEAD_PAGES = 5  # fixed cost of a request in pages, as flash_mla counts it
 
 
 class Cuts(NamedTuple):
-    """Which requests, or pieces, each part of the GPU works on, as the library reads it.
+    """The requests, or pieces, of each part of the GPU, as the library reads them.
 
-    parts_P8: [P, 8] int32: first and last request, first page of the one and page behind the other, number of the first
-        piece, whether first and last are cut (never), nothing; a part without requests begins behind the last one.
-    pieces_B: [B + 1] int32, where each request's pieces begin.
+    parts_P8: [P, 8] int32: first and last request, the first page of the one and the end page of the other, number of
+        the first piece, whether first and last are cut (never), unused; a part without requests begins behind the last
+        request.
+    pieces_B: [B + 1] int32, the number of each request's first piece.
     """
 
     parts_P8: torch.Tensor
@@ -44,11 +45,11 @@ class Cuts(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """Pieces as requests of their own.
+    """Pieces, treated as requests.
 
-    place_BK: [B, K] int32, the places of each request's pieces, the first tokens' first; -1 behind the last.
-    request_V: [V] int32, whose piece lies there; -1: nobody's.
-    kv_tokens_V: [V] int32, 0 of nobody's.
+    place_BK: [B, K] int32, the places of each request's pieces in token order; -1 behind the last.
+    request_V: [V] int32, the request of each place's piece; -1: no piece.
+    kv_tokens_V: [V] int32, 0 without a piece.
     page_table_VW: [V, W] int32.
     """
 
@@ -59,8 +60,8 @@ class Pieces(NamedTuple):
     cuts: Cuts
 
 
-def whole_requests(kv_tokens_B: torch.Tensor, num_parts: int) -> Cuts:
-    """Cuts between requests alone: a part gets those whose middle lies in its share."""
+def cut_between_requests(kv_tokens_B: torch.Tensor, num_parts: int) -> Cuts:
+    """Cut between requests only: each part of the GPU gets the requests whose middle lies in its share of the work."""
     pages_B = _pages(kv_tokens_B)
     cost_B = pages_B.clamp_min(1) + _OVERHEAD_PAGES
     behind_B = cost_B.cumsum(0)
@@ -71,13 +72,13 @@ def whole_requests(kv_tokens_B: torch.Tensor, num_parts: int) -> Cuts:
     return _cuts(first_P, behind_P, pages_B)
 
 
-def requests_at_once(most_pages: int) -> int:
-    """As many requests with up to so many pages as there is room for."""
+def max_requests_per_call(most_pages: int) -> int:
+    """Return the number of requests with up to `most_pages` pages that fit into one call."""
     return _AT_ONCE // _most_pieces(most_pages)
 
 
-def own_pieces(kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_parts: int) -> Pieces:
-    """Requests cut by their own lengths, dealt to the parts."""
+def cut_into_pieces(kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_parts: int) -> Pieces:
+    """Cut requests by their own lengths and deal the pieces to the parts."""
     device, (num_requests, most_pages) = kv_tokens_B.device, page_table_BM.shape
     most_pieces = _most_pieces(most_pages)
     num_pieces = num_requests * most_pieces
@@ -88,7 +89,7 @@ def own_pieces(kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_parts
     first_BK = torch.arange(most_pieces, device=device) * size_B1
     pages_BK = torch.minimum(pages_B1 - first_BK, size_B1).clamp_min(0)
 
-    # in the order of places, those of one part behind each other; pieces without pages, and nobody's places, come last
+    # in the order of places, part by part; pieces without pages and places without pieces come last
     pages_N = F.pad(pages_BK.flatten(), (0, num_places - num_pieces))
     piece_RP = pages_N.argsort(descending=True, stable=True).view(turns, num_parts)
     piece_RP[1::2] = piece_RP[1::2].flip(1)
@@ -121,7 +122,7 @@ def _pages(kv_tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _cuts(first_P: torch.Tensor, behind_P: torch.Tensor, pages_B: torch.Tensor) -> Cuts:
-    """For parts that each work on the whole requests from one to before another."""
+    """Return the cuts for parts that each work on the whole requests [first_P, behind_P)."""
     last_P = (behind_P - 1).clamp_min(0)
     first_P = first_P.masked_fill(first_P == behind_P, len(pages_B))
     nothing_P = torch.zeros_like(first_P)

@@ -1,14 +1,14 @@
-"""Decode attention over FP8 pages by flash_mla; `reference.fp8_pages` says what it does and how rows are laid out.
+"""Decode attention over FP8 pages by flash_mla; `reference.fp8_pages` documents the operation and the layout of rows.
 
     mla_decode_fp8         flash_mla, sparse decode             64 or 128 heads of 512 + 64 latent values
 
 Rows of 656 bytes are those of flash_mla's sparse decode, byte for byte: 512 values in E4M3, a float32 scale per 128 of
-them, 64 in bfloat16. It widens a row as it reads it, to what the reference widens it to, since scales are powers of
-two. It takes a list of slots per query: here that of all tokens which the query sees.
+them, 64 in bfloat16. It widens a row as it reads it, to the reference's values, since scales are powers of two. It
+takes a list of slots per query: here all tokens that the query sees.
 
-Lists have one length, so a request costs as many keys as the longest one of its step, and as its graph has room for.
-So "auto" leaves decode to Triton, which ends at each request's own length; by name it is taken. flash_mla splits a
-request's keys by the number of requests, so that the last bits of a row may depend on its company.
+Lists have one length, so a request costs as many keys as the longest request of its step, or as its graph has room for.
+So "auto" leaves decode to Triton, which ends at each request's own length; this version runs only by name. flash_mla
+splits a request's keys by the number of requests, so that the last bits of a row may depend on its batch.
 
 flash_mla's other decode over FP8 (`fwd_kvcache_mla_fp8` of sgl-flash-mla) does not fit: it takes queries and all 576
 values of a key in E4M3, with one scale for all queries and one for all keys.
@@ -24,22 +24,22 @@ import torch
 
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper.tensors import is_on_gpu
-from batchinfer_kernels.implementation import refusing
+from batchinfer_kernels.implementation import implementation
 from batchinfer_kernels.reference.fp8_pages import row_bytes
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.reference.sparse import NO_SLOT
 
-_SCHEDULE = "hopper FP8 pages"  # what it keeps in a step's schedule
+_SCHEDULE = "hopper FP8 pages"  # key in a step's schedule
 _HEADS, _WIDTH, _LATENT_DIM = (64, 128), 576, 512
 
 
 def why_not_auto() -> str:
-    """The reason why "auto" passes it over."""
+    """Return the reason why "auto" passes this version over."""
     return "a request costs as many keys as the longest one of its step, so only by name"
 
 
 def _decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
-    """Queries that are not in bfloat16 on a GPU, other heads than 64 or 128 of 512 + 64 latent values."""
+    """CPU tensors, queries that are not in bfloat16, other heads than 64 or 128 of 512 + 64 latent values."""
     pages = keys.pages
     if not is_on_gpu(q_THW, pages):
         return "tensors are not on a GPU"
@@ -53,9 +53,9 @@ def _decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) 
     return None if has_lists else "flash_mla has no sparse decode"
 
 
-@refusing(_decode)
+@implementation(rejects=_decode)
 def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    """A request without tokens gives zeros; lists are made once per `schedule`, which is that of one step."""
+    """Give zeros for a request without tokens; make the lists once per `schedule`, which belongs to one step."""
     num_requests, (num_rows, num_heads, _) = len(keys.page_table_BP), q_THW.shape
     if num_rows == 0:
         return q_THW.new_empty(0, num_heads, latent_dim)
@@ -82,7 +82,7 @@ def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, sca
 
 
 def _seen_slots(keys: PagedKeys, num_queries: int) -> torch.Tensor:
-    """[B, Q, X] int32, the slots of the tokens that each query sees, NO_SLOT behind them."""
+    """Return the slots of the tokens that each query sees, then NO_SLOT; [B, Q, X] int32."""
     table_BP = keys.page_table_BP
     in_page = torch.arange(PAGE_TOKENS, device=table_BP.device)
     slots_BX = (table_BP[:, :, None] * PAGE_TOKENS + in_page).flatten(1)

@@ -1,7 +1,7 @@
-"""Decode attention of flash_mla with cuts of our own (cuts.py): a request's bits do not depend on what is beside it.
+"""Decode attention of flash_mla with cuts from cuts.py: a request's bits do not depend on the other requests.
 
-Left to itself flash_mla cuts a step's keys into equal shares, one per part of the GPU, and adds up a request's pieces
-afterwards: where a request is cut depends on all of them. It also takes the cuts from outside.
+By default flash_mla cuts a step's keys into equal shares, one per part of the GPU, and adds up a request's pieces
+afterwards: the cuts of a request depend on all requests. The library also accepts cuts from its caller.
 """
 
 # B requests, H heads, C latent width, W latent and rotary width, V places of pieces
@@ -14,17 +14,23 @@ import torch
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.hopper import libraries, ops
-from batchinfer_kernels.hopper.cuts import PIECE_PAGES, Cuts, own_pieces, requests_at_once, whole_requests
-from batchinfer_kernels.implementation import refusing
+from batchinfer_kernels.hopper.cuts import (
+    PIECE_PAGES,
+    Cuts,
+    cut_between_requests,
+    cut_into_pieces,
+    max_requests_per_call,
+)
+from batchinfer_kernels.implementation import implementation
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 
 _HEADS_AT_ONCE = 64  # rows of queries that a multiprocessor works on
-_PIECES = "hopper-invariant"  # what it keeps in a step's schedule
+_PIECES = "hopper-invariant"  # key in a step's schedule
 
 
 @functools.cache
 def why_not() -> str | None:
-    """None where cuts can be given, else the reason; the library is asked for some of its own first."""
+    """Return why flash_mla cannot be given cuts here, or None; compare the library's own cuts with expected ones."""
     reason = libraries.why_not_flash_mla()
     if reason is not None:
         return reason
@@ -37,7 +43,7 @@ def why_not() -> str | None:
     return None if is_known else f"{named} describes its cuts otherwise; another version is needed, see docs/gpus.md"
 
 
-@refusing(ops.refuses_decode, uses=("spread_queries", "merge_pieces"))
+@implementation(rejects=ops.rejects_decode, uses=("spread_queries", "merge_pieces"))
 def mla_decode(
     q_THW: torch.Tensor,
     keys: PagedKeys,
@@ -47,19 +53,19 @@ def mla_decode(
     spread_queries: Callable[..., torch.Tensor] = reference.spread_queries,
     merge_pieces: Callable[..., torch.Tensor] = reference.merge_pieces,
 ) -> torch.Tensor:
-    """As ops.mla_decode with cuts between requests, and within those longer than PIECE_PAGES pages.
+    """Decode as ops.mla_decode does, with cuts between requests, and inside those longer than PIECE_PAGES pages.
 
-    Requests with several queries are not cut: their bits are those of steps with as many.
+    Requests with several queries are not cut inside: their bits are those of steps with as many queries.
     """
     num_requests, most_pages = keys.page_table_BP.shape
     if most_pages <= PIECE_PAGES or len(q_THW) != num_requests or num_requests == 0:
         return ops.decode(q_THW, keys, latent_dim, scale, _whole_requests)
-    at_once = requests_at_once(most_pages)
+    at_once = max_requests_per_call(most_pages)
     schedule = {} if keys.schedule is None else keys.schedule
     if _PIECES not in schedule:
         num_parts = _num_parts(q_THW.device, q_THW.shape[1])
         requests = zip(keys.kv_tokens_B.split(at_once), keys.page_table_BP.split(at_once), strict=True)
-        cut = [own_pieces(*some, num_parts) for some in requests]
+        cut = [cut_into_pieces(*some, num_parts) for some in requests]
         schedule[_PIECES] = keys.kv_tokens_B, [(pieces, _metadata(pieces.cuts)) for pieces in cut]
     source, cut_requests = schedule[_PIECES]
     assert source is keys.kv_tokens_B, "a schedule serves one step: another one has other lengths"
@@ -74,8 +80,8 @@ def mla_decode(
 
 
 def _whole_requests(kv_tokens_B: torch.Tensor, rows_per_request: int) -> tuple[Any, None]:
-    """In the library's own form, for requests of so many queries times heads."""
-    return _metadata(whole_requests(kv_tokens_B, _num_parts(kv_tokens_B.device, rows_per_request)))
+    """Return cuts between requests in the library's form, for requests of `rows_per_request` queries times heads."""
+    return _metadata(cut_between_requests(kv_tokens_B, _num_parts(kv_tokens_B.device, rows_per_request)))
 
 
 def _metadata(cuts: Cuts) -> tuple[Any, None]:
@@ -85,13 +91,13 @@ def _metadata(cuts: Cuts) -> tuple[Any, None]:
 
 
 def _num_parts(device: torch.device, rows_per_request: int) -> int:
-    """Parts of the GPU for requests of so many queries times heads, as flash_mla counts them."""
+    """Return the parts of the GPU for requests of `rows_per_request` queries times heads, as flash_mla counts them."""
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, num_sms // -(-rows_per_request // _HEADS_AT_ONCE))
 
 
 def _has_known_cuts(rows_per_request: int) -> bool:
-    """Whether the library cuts as many equal requests as there are parts as `whole_requests` does: one for each."""
+    """Return whether the library cuts one request per part as `cut_between_requests` does."""
     device = _device()
     num_parts = _num_parts(device, rows_per_request)
     lengths = torch.full((num_parts,), PAGE_TOKENS, dtype=torch.int32, device=device)
@@ -100,7 +106,7 @@ def _has_known_cuts(rows_per_request: int) -> bool:
     table = torch.zeros(num_parts, 1, dtype=torch.int32, device=device)
     metadata, splits = libraries.flash_mla().get_mla_metadata()
     ops.call_decode(q_BQHW, pages, table, lengths, (metadata, splits), 1.0)
-    expected = whole_requests(lengths, num_parts)
+    expected = cut_between_requests(lengths, num_parts)
     own_P8, own_B = metadata.tile_scheduler_metadata, metadata.num_splits
     return (
         own_P8.shape == expected.parts_P8.shape
@@ -111,5 +117,5 @@ def _has_known_cuts(rows_per_request: int) -> bool:
 
 
 def _device() -> torch.device:
-    """The GPU on which the library is tried: this process's current one."""
+    """Return the GPU on which the library is tried: this process's current one."""
     return torch.device("cuda", torch.cuda.current_device())

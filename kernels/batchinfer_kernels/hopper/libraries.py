@@ -1,9 +1,9 @@
-"""deep_gemm and flash_mla, DeepSeek's libraries for Hopper GPUs: whether they can be used here, and their functions.
+"""DeepSeek's libraries for Hopper GPUs, deep_gemm and flash_mla: whether they can be used here, and their functions.
 
-Nothing is imported before a probe has found what comes cheaper: a torch
-with CUDA, the library on disk, a Hopper GPU, and for deep_gemm a CUDA toolkit, without which its import fails.
+A probe first looks for what is cheaper than an import: a torch with CUDA, the library on disk, a Hopper GPU, and for
+deep_gemm a CUDA toolkit, without which its import fails.
 
-The libraries have changed names and signatures over time; these are found here under all of them:
+The libraries have changed names and signatures over time; all of these are known here:
 
     deep_gemm   2.x (github.com/deepseek-ai/DeepGEMM), sgl-deep-gemm 0.1.x.
                 Not 1.0.0, which is what the package deep_gemm is: it imports, but cannot multiply.
@@ -36,7 +36,7 @@ BF16_MASKED = ("m_grouped_bf16_gemm_nt_masked", "bf16_m_grouped_gemm_nt_masked")
 
 @functools.cache
 def why_not_deep_gemm() -> str | None:
-    """None where its FP8 products can be used, else the reason."""
+    """Return why deep_gemm's FP8 products cannot be used here, or None."""
     reason = _why_no_gpu("deep_gemm") or _why_no_toolkit() or _why_no_import("deep_gemm")
     if reason is not None:
         return reason
@@ -48,7 +48,7 @@ def why_not_deep_gemm() -> str | None:
 
 @functools.cache
 def why_not_flash_mla() -> str | None:
-    """None where its dense decode attention can be used, else the reason."""
+    """Return why flash_mla's dense decode attention cannot be used here, or None."""
     reason = _why_no_gpu("flash_mla") or _why_no_import("flash_mla")
     if reason is not None:
         return reason
@@ -57,7 +57,7 @@ def why_not_flash_mla() -> str | None:
         if not hasattr(library, name):
             return f"flash_mla {version('flash_mla')} has no {name}; another version is needed, {_INSTALL}"
     parameters = decode_parameters()
-    # the other parameter came with the release that dropped Hopper
+    # enable_batch_invariant came with the release that dropped Hopper
     has_legacy = library.has_legacy() if "use_legacy" in parameters else "enable_batch_invariant" not in parameters
     if not has_legacy:
         return f"flash_mla {version('flash_mla')} has no dense decode for Hopper GPUs; sgl-flash-mla has, {_INSTALL}"
@@ -65,37 +65,37 @@ def why_not_flash_mla() -> str | None:
 
 
 def deep_gemm(names: tuple[str, ...]) -> Callable[..., Any] | None:
-    """The function that has one of these names, None where this version lacks it."""
+    """Return deep_gemm's function of the first of these names that this version has, or None."""
     library = importlib.import_module("deep_gemm")
     return next((getattr(library, name) for name in names if hasattr(library, name)), None)
 
 
 def flash_mla() -> Any:
-    """The library."""
+    """Import flash_mla."""
     return importlib.import_module("flash_mla")
 
 
 @functools.cache
 def decode_parameters() -> frozenset[str]:
-    """The names of the parameters that flash_mla's decode takes."""
+    """Return the names of the parameters of flash_mla's decode."""
     return frozenset(inspect.signature(flash_mla().flash_mla_with_kvcache).parameters)
 
 
 @functools.cache
 def makes_own_metadata() -> bool:
-    """Whether decode finds out itself how to split its work, in what `get_mla_metadata` gives without being told."""
+    """Return whether decode itself splits its work, so that `get_mla_metadata` takes no arguments."""
     kinds = {parameter.kind for parameter in inspect.signature(flash_mla().get_mla_metadata).parameters.values()}
     return kinds <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 @functools.cache
 def sparse_parameters() -> frozenset[str]:
-    """The names of the parameters that flash_mla's sparse prefill takes."""
+    """Return the names of the parameters of flash_mla's sparse prefill."""
     return frozenset(inspect.signature(flash_mla().flash_mla_sparse_fwd).parameters)
 
 
 def version(name: str) -> str:
-    """Of an imported library."""
+    """Return the version of an imported library."""
     return str(getattr(importlib.import_module(name), "__version__", "of unknown version"))
 
 
@@ -114,7 +114,7 @@ def _why_no_gpu(library: str) -> str | None:
 
 
 def _why_no_toolkit() -> str | None:
-    """deep_gemm compiles its kernels when they are first used, and asserts at import that there is a toolkit."""
+    """Return why there is no CUDA toolkit; deep_gemm compiles its kernels on first use and asserts this at import."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is None:
         nvcc = shutil.which("nvcc")

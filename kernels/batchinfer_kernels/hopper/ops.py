@@ -1,4 +1,4 @@
-"""The operations that DeepSeek's libraries have for Hopper GPUs; the `reference` functions say what they do.
+"""The operations that DeepSeek's libraries have for Hopper GPUs; the `reference` functions document them.
 
     linear                 deep_gemm, dense                     weights in FP8
     grouped_mlp            deep_gemm, grouped "contiguous"      weights in FP8 or bfloat16
@@ -9,8 +9,8 @@ Shapes must be whole tiles: columns in multiples of 64, depth in multiples of 12
 Nothing here reads a device tensor on the host.
 
 deep_gemm rounds and adds as reference/fp8.py describes, but adds a block's products in the tensor cores' order.
-flash_mla splits a request's keys by what else is in the step, so that the last bits of a row may depend on its company;
-it has no dense prefill for Hopper.
+flash_mla splits a request's keys by the step's other requests, so that the last bits of a row may depend on its batch.
+It has no dense prefill for Hopper.
 Sources: DeepGEMM's and FlashMLA's interfaces at github.com/deepseek-ai, of the versions in libraries.py.
 """
 
@@ -28,13 +28,13 @@ import torch.nn.functional as F
 from batchinfer_kernels import reference
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper.tensors import is_on_gpu
-from batchinfer_kernels.implementation import refusing
+from batchinfer_kernels.implementation import implementation
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import FP8, ScaledRows, dequantize_fp8_rows
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.reference.places import ExpertPlaces, ExpertRows, PlacedRows
 
-_SCHEDULE = "hopper"  # what it keeps in a step's schedule
+_SCHEDULE = "hopper"  # key in a step's schedule
 _TILE_ROWS = 128  # a tile must not have rows of two experts, and the last one of a block is written whole
 _COLUMN_MULTIPLE, _DEPTH_MULTIPLE = 64, 128
 # flash_mla's own cuts take five numbers per request, and one, of a block's 227 KiB of shared memory; else it exits
@@ -46,7 +46,7 @@ Rows = tuple[torch.Tensor, torch.Tensor | None]  # rows, with their scales in FP
 Quantize = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-# ---- what they do not take
+# ---- rejected arguments
 
 
 def _product(x: torch.Tensor | ScaledRows, weight: Weight, *_: Any, **__: Any) -> str | None:
@@ -82,8 +82,8 @@ def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None
     return _no_experts(x, scales, gate_up, down, libraries.BF16_MASKED)
 
 
-def refuses_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
-    """Queries or pages that are not in bfloat16 on a GPU, other widths than 512 + 64."""
+def rejects_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
+    """Tensors that are not in bfloat16 on a GPU, other widths than 512 + 64."""
     pages = keys.pages
     if not is_on_gpu(q_THW, pages):
         return "tensors are not on a GPU"
@@ -94,15 +94,15 @@ def refuses_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_
 
 
 def _decode_in_library_cuts(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
-    """Queries or pages that are not in bfloat16 on a GPU, other widths than 512 + 64, more than 11,622 requests."""
+    """Tensors that are not in bfloat16 on a GPU, other widths than 512 + 64, more than 11,622 requests."""
     if len(keys.page_table_BP) > _MOST_REQUESTS:
         return "there are more requests than flash_mla can cut a step for"
-    return refuses_decode(q_THW, keys, latent_dim=latent_dim)
+    return rejects_decode(q_THW, keys, latent_dim=latent_dim)
 
 
 def why_not_auto_decode() -> str:
-    """The reason why "auto" passes flash_mla's own cuts over."""
-    return "a request's last bits would depend on what is decoded beside it, so only by name"
+    """Return the reason why "auto" passes flash_mla's own cuts over."""
+    return "a request's last bits would depend on the other requests of its batch, so only by name"
 
 
 def _no_experts(
@@ -123,7 +123,7 @@ def _no_experts(
 
 
 def _no_tiles(x: torch.Tensor, *weights: Any) -> str | None:
-    """Why these are not all on a GPU with weights of whole tiles."""
+    """Return why the operands are not all on a GPU with weights of whole tiles, or None."""
     for weight in weights:
         if not isinstance(weight, Weight):
             return "a weight is packed for another candidate"
@@ -139,7 +139,7 @@ def _no_tiles(x: torch.Tensor, *weights: Any) -> str | None:
 # ---- the operations
 
 
-@refusing(_product, uses=("quantize_fp8_rows",))
+@implementation(rejects=_product, uses=("quantize_fp8_rows",))
 def linear(
     x: torch.Tensor | ScaledRows,
     weight: BlockScaled,
@@ -159,7 +159,7 @@ def linear(
     return y.float() if float32_out else y
 
 
-@refusing(_grouped, uses=("quantize_fp8_rows", "silu_mul_blocks", "expert_places"))
+@implementation(rejects=_grouped, uses=("quantize_fp8_rows", "silu_mul_blocks", "expert_places"))
 def grouped_mlp(
     x: torch.Tensor,
     num_rows_E: torch.Tensor,
@@ -173,10 +173,10 @@ def grouped_mlp(
     silu_mul_blocks: Callable[..., Rows] = reference.silu_mul_blocks,
     expert_places: Callable[..., ExpertPlaces] = reference.expert_places,
 ) -> ExpertRows:
-    """Rows are moved so that each expert starts at a whole tile, unless they came so, and stay there.
+    """Move rows so that each expert starts at a whole tile, unless they came so; the result stays in these places.
 
-    How many tiles that takes is known on the device only, so there is room for the most there can be; places of nobody
-    are marked, and tiles without rows are skipped.
+    The number of tiles is known only on the device, so there is room for the most there can be. Places without rows are
+    marked, and tiles without rows are skipped.
     """
     num_rows = len(x) if tokens_M is None else len(tokens_M)
     if num_rows == 0:
@@ -195,7 +195,7 @@ def grouped_mlp(
     return PlacedRows(y_SD, place_M) if tile_rows == 1 else y_SD
 
 
-@refusing(_masked, uses=("quantize_fp8_rows", "silu_mul_blocks"))
+@implementation(rejects=_masked, uses=("quantize_fp8_rows", "silu_mul_blocks"))
 def masked_mlp(
     x_ECD: torch.Tensor,
     num_rows_E: torch.Tensor,
@@ -223,12 +223,12 @@ def masked_mlp(
     return product(active, active_scales, down_EDF)[:, :room]
 
 
-@refusing(_decode_in_library_cuts)
+@implementation(rejects=_decode_in_library_cuts)
 def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    """flash_mla takes a request's queries for its last Q tokens, which they are in every decode step.
+    """Decode, taking a request's queries as its last Q tokens, as in every decode step.
 
-    Positions are not looked at. A request without tokens gives zeros. How the work is split over the GPU depends on
-    `kv_tokens_B`: it is found out once per `schedule`, which is therefore that of one step (and micro-batch).
+    Positions are not read. A request without tokens gives zeros. The split of the work over the GPU depends on
+    `kv_tokens_B`: it is computed once per `schedule`, which therefore belongs to one step (and micro-batch).
     """
     return decode(q_THW, keys, latent_dim, scale, _library_cuts)
 
@@ -240,7 +240,7 @@ def decode(
     scale: float,
     cuts_of: Callable[[torch.Tensor, int], tuple[Any, Any]],
 ) -> torch.Tensor:
-    """Decode attention with cuts by `cuts_of(kv_tokens_B, queries of a request x heads)`, in the library's form."""
+    """Decode with the cuts of `cuts_of(kv_tokens_B, queries of a request x heads)`, in the library's form."""
     pages, page_table_BP, kv_tokens_B, _, schedule = keys
     num_requests, (num_rows, num_heads, _) = len(page_table_BP), q_THW.shape
     if num_rows == 0:
@@ -265,7 +265,11 @@ def call_decode(
     cuts: tuple[Any, Any],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, Q, H, C] and [B, H, Q] float32, the logarithms of the sums of exp(score); table and lengths int32."""
+    """Return flash_mla's results, [B, Q, H, C], and logarithms of the sums of exp(score), [B, H, Q] float32.
+
+    Args:
+        page_table_BP, kv_tokens_B: int32.
+    """
     out_BQHC, log_sums_BHQ = libraries.flash_mla().flash_mla_with_kvcache(
         q_BQHW,
         pages[:, :, None],
@@ -281,7 +285,7 @@ def call_decode(
 
 
 def _library_cuts(kv_tokens_B: torch.Tensor, rows_per_request: int) -> tuple[Any, Any]:
-    """As flash_mla cuts a step itself, with one head of keys for all."""
+    """Cut a step as flash_mla does by default, with one head of keys for all queries."""
     return libraries.flash_mla().get_mla_metadata(kv_tokens_B, rows_per_request, 1)
 
 
@@ -293,7 +297,7 @@ def _product_by_expert(
     scales: torch.Tensor | None,
     weight: Weight,
 ) -> torch.Tensor:
-    """rows [..., M] times the weights [E, N, M] of their experts, [..., N]; `which_rows` says whose they are."""
+    """Multiply rows [..., M] by their experts' weights [E, N, M] to [..., N]; `which_rows` assigns rows to experts."""
     plain = weight.values if isinstance(weight, BlockScaled) else weight
     out = rows.new_empty(*rows.shape[:-1], plain.shape[1], dtype=torch.bfloat16)
     if isinstance(weight, BlockScaled):
@@ -310,7 +314,7 @@ def _rows_for(
     quantize_fp8_rows: Quantize,
     num_rows_E: torch.Tensor | None = None,
 ) -> Rows:
-    """Rows in the form in which they meet this weight: both in FP8, or both in bfloat16."""
+    """Convert rows to the form in which they meet this weight: both in FP8, or both in bfloat16."""
     if not isinstance(weight, BlockScaled):
         return (x if scales is None else dequantize_fp8_rows(x, scales, torch.bfloat16)).contiguous(), None
     if scales is not None:
@@ -319,7 +323,7 @@ def _rows_for(
 
 
 def _bytes(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """FP8 as bytes, which every operation that only moves data takes, and (with its dtype) back; others as they are."""
+    """View FP8 rows as bytes, which all data-moving operations take, or (with a dtype) back; return other rows."""
     if dtype is None:
         return x.view(torch.uint8) if x.dtype is FP8 else x
     return x.view(dtype)

@@ -1,4 +1,4 @@
-"""Sparse attention by DeepSeek's libraries for Hopper GPUs; the `reference` functions say what the operations do.
+"""Sparse attention by DeepSeek's libraries for Hopper GPUs; the `reference` functions document the operations.
 
     choose_keys            deep_gemm, fp8_mqa_logits            of prompts, 32 or 64 heads of 32, 64 or 128 values
     mla_sparse             flash_mla, sparse prefill            64 or 128 heads of 512 + 64 latent values, in bfloat16
@@ -24,12 +24,12 @@ import torch
 from batchinfer_kernels import reference
 from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper.tensors import is_on_gpu
-from batchinfer_kernels.implementation import refusing
+from batchinfer_kernels.implementation import implementation
 from batchinfer_kernels.reference.mla import PAGE_TOKENS
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries
 from batchinfer_kernels.transfer import in_one_copy
 
-_SCHEDULE = "hopper indexer"  # what it keeps in a step's schedule
+_SCHEDULE = "hopper indexer"  # key in a step's schedule
 _MAX_SCORE_BYTES = 2**29  # held at once
 _INDEX_HEADS, _INDEX_WIDTHS = (32, 64), (32, 64, 128)
 _HEADS, _WIDTH, _LATENT_DIM = (64, 128), 576, 512
@@ -46,7 +46,7 @@ class _StepKeys(NamedTuple):
     most: int  # keys of one request
 
 
-# ---- what they do not take
+# ---- rejected arguments
 
 
 def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
@@ -66,7 +66,7 @@ def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
 def _chosen(
     q_THW: torch.Tensor, pages: torch.Tensor, slots_TK: torch.Tensor, *, latent_dim: int, **_: Any
 ) -> str | None:
-    """Queries or pages that are not in bfloat16 on a GPU, other heads than 64 or 128 of 512 + 64, parts of 128 keys."""
+    """Tensors that are not in bfloat16 on a GPU, other heads than 64 or 128 of 512 + 64, parts of 128 keys."""
     if not is_on_gpu(q_THW, pages):
         return "tensors are not on a GPU"
     if not q_THW.dtype is pages.dtype is torch.bfloat16:
@@ -81,7 +81,7 @@ def _chosen(
 # ---- the operations
 
 
-@refusing(_scored, uses=("rotated_queries", "hadamard_fp8", "best_slots"))
+@implementation(rejects=_scored, uses=("rotated_queries", "hadamard_fp8", "best_slots"))
 def choose_keys(
     queries: IndexQueries,
     keys: IndexedKeys,
@@ -92,7 +92,7 @@ def choose_keys(
     hadamard_fp8: Callable[..., tuple[torch.Tensor, torch.Tensor]] = reference.hadamard_fp8,
     best_slots: Callable[..., torch.Tensor] = reference.best_slots,
 ) -> torch.Tensor:
-    """The scales of queries and of scores go into the weights of heads; keys are rounded once per step and layer."""
+    """Multiply the scales of queries and scores into the weights of heads; round keys once per step and layer."""
     num_rows, num_heads, width = queries.q_THI.shape
     slots_TK = torch.empty(num_rows, topk, dtype=torch.int32, device=queries.q_THI.device)
     if num_rows == 0:
@@ -122,11 +122,11 @@ def choose_keys(
     return slots_TK
 
 
-@refusing(_chosen)
+@implementation(rejects=_chosen)
 def mla_sparse(
     q_THW: torch.Tensor, pages: torch.Tensor, slots_TK: torch.Tensor, *, latent_dim: int, scale: float
 ) -> torch.Tensor:
-    """flash_mla takes a query without slots for one without keys, which gives zeros."""
+    """Give zeros for a query without slots, which flash_mla takes for one without keys."""
     if len(q_THW) == 0:
         return q_THW.new_empty(0, q_THW.shape[1], latent_dim)
     out_THC: torch.Tensor = libraries.flash_mla().flash_mla_sparse_fwd(
@@ -141,7 +141,7 @@ def mla_sparse(
 
 
 def _step_keys(keys: IndexedKeys) -> _StepKeys:
-    """Where the keys are, found once per `schedule`, which is that of one step (and micro-batch)."""
+    """Locate the keys, once per `schedule`, which belongs to one step (and micro-batch)."""
     assert keys.kv_tokens_B is not None, "refused before"
     schedule = {} if keys.schedule is None else keys.schedule
     if _SCHEDULE not in schedule:

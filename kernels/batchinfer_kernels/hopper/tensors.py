@@ -1,8 +1,8 @@
-"""Where tensors are."""
+"""A check that tensors are on a GPU."""
 
 import torch
 
 
 def is_on_gpu(*tensors: torch.Tensor) -> bool:
-    """Whether all of them are on a GPU."""
+    """Return whether all tensors are on a GPU."""
     return all(tensor.is_cuda for tensor in tensors)

@@ -1,11 +1,11 @@
-"""Every operation in plain PyTorch: the oracle for faster versions, and what runs where there is no faster one.
+"""Every operation in plain PyTorch: the oracle for faster versions, and the fallback where no faster one can run.
 
 The docstrings here are the contract of each operation. In float32 a row's result is bit-identical whatever other rows
-it is computed with, so that an output never depends on how requests were batched or prompts cut. Three habits give
-that: how products get their rows (products.py), float64 for exp and for sums that are not products (pointwise.py), and
+it is computed with, so that an output never depends on how requests were batched or prompts cut. Three habits ensure
+this: how products get their rows (products.py), float64 for exp and for sums that are not products (pointwise.py), and
 attention page by page (mla.py).
 
-Whether that is enough depends on the processor and its library: row_check.py measures it. The number of threads has to
+Whether these suffice depends on the processor and its library: row_check.py measures it. The number of threads has to
 stay the same, unless every matrix has a multiple of 16 rows: the CPU library may give each thread some columns of a
 product, and few columns are summed in another order.
 """

@@ -37,17 +37,17 @@ class BlockScaled:
         is_paired: bool = False,
         memory: Callable[..., torch.Tensor] = torch.empty,
     ) -> BlockScaled:
-        """Room for `count` weights [N, M] of this shape in memory from `memory(shape, dtype=...)`."""
+        """Allocate room for `count` weights [N, M] by `memory(shape, dtype=...)`."""
         num_blocks = (-(-num_rows // BLOCK), -(-num_columns // BLOCK))
         values = memory((count, num_rows, num_columns), dtype=FP8)
         return cls(values, memory((count, *num_blocks), dtype=torch.float32))
 
     def __getitem__(self, slot: int) -> BlockScaled:
-        """One of B weights; shares its memory."""
+        """Return one of B weights, sharing its memory."""
         return BlockScaled(self.values[slot], self.scales[slot])
 
     def rows(self, start: int, stop: int) -> BlockScaled:
-        """Some rows of one weight, from the first of a block on; shares its memory."""
+        """Return rows [start, stop) of one weight, sharing its memory; `start` begins a block."""
         assert start % BLOCK == 0, "a block is cut"
         return BlockScaled(self.values[start:stop], self.scales[start // BLOCK : -(-stop // BLOCK)])
 
@@ -62,11 +62,11 @@ class BlockScaled:
         self.values[slot], self.scales[slot] = whole.values, whole.scales
 
     def slots(self) -> list[torch.Tensor]:
-        """The tensors that have a place per weight in their first dim."""
+        """Return the tensors whose first dim has one entry per weight."""
         return [self.values, self.scales]
 
     def padded(self, num_rows: int, num_columns: int) -> BlockScaled:
-        """One weight with zeros below it and to its right, which may fill its last blocks but start no others."""
+        """Pad one weight with zeros below and to the right, inside its last blocks only."""
         rows, columns = num_rows - self.values.shape[0], num_columns - self.values.shape[1]
         needed = (-(-num_rows // BLOCK), -(-num_columns // BLOCK))
         assert self.scales.shape == needed, f"scales {list(self.scales.shape)} are not those of blocks {needed}"
@@ -87,7 +87,7 @@ def to_blocks(weight: torch.Tensor) -> BlockScaled:
 
 
 def stack(parts: Sequence[BlockScaled]) -> BlockScaled:
-    """Weights of one depth above each other, bit for bit; all but the last must end with a whole block."""
+    """Stack weights of one depth above each other, bit for bit; all but the last must end with a whole block."""
     assert all(len(part.values) % BLOCK == 0 for part in parts[:-1]), "a block would have rows of two weights"
     values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(parts[0].values.dtype)
     return BlockScaled(values, torch.cat([part.scales for part in parts]))

@@ -16,7 +16,7 @@ Weight = torch.Tensor | BlockScaled | GroupScaled
 def silu_mul_blocks(
     gate_up_ECF: torch.Tensor, num_rows_E: torch.Tensor | None = None, *, fp8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """silu(gate) × up of the first rows of each expert's block: the step between the two products of `masked_mlp`.
+    """Compute silu(gate) × up of the first rows of each expert's block, between the two products of `masked_mlp`.
 
     Args:
         gate_up_ECF: [E, C, 2 * F], gate before up, C rows of room per expert.
@@ -41,7 +41,7 @@ def grouped_mlp(
     *,
     tile_rows: int = 1,
 ) -> torch.Tensor:
-    """SwiGLU of several experts over rows sorted by expert (contiguous layout).
+    """Apply the SwiGLU of several experts to rows sorted by expert (contiguous layout).
 
     Reads the counts on the host, so it cannot be part of a captured graph.
 
@@ -51,14 +51,14 @@ def grouped_mlp(
         gate_up_EFD: [E, 2 * F, D], the gate projection above the up projection.
         down_EDF: [E, D, F].
         tokens_M: [rows] int64, the row of x behind each row.
-        scales: [rows or T, ceil(D / 128)] float32 when x is float8_e4m3fn. Weights in FP8 blocks meet these rows as
-            they are, with the result of the same rows rounded here; for others they are dequantized.
+        scales: [rows or T, ceil(D / 128)] float32 when x is float8_e4m3fn. Weights in FP8 blocks take these rows
+            unchanged, with the same result as for rows rounded here; for other weights the rows are dequantized.
         tile_rows: without `tokens_M`: each expert's rows begin at a multiple of this, so that `rows` is more than their
-            sum; rows between are nobody's and may be anything. 1: no gaps.
+            sum; rows in the gaps may be anything. 1: no gaps.
 
     Returns:
         [rows, D] in the dtype of x, for rows in FP8 in that of the weights (bfloat16 for weights in FP8).
-        Nobody's rows are zero here and may be anything in faster versions, which may also give PlacedRows of rows
+        Rows in gaps are zero here and may be anything in faster versions, which may also return PlacedRows for rows
         without gaps.
     """
     x, scales = _rows_for(gate_up_EFD, x, scales)
@@ -85,10 +85,10 @@ def masked_mlp(
     *,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """SwiGLU of several experts, each over the first rows of a block of its own (masked layout).
+    """Apply the SwiGLU of several experts, each to the first rows of its block (masked layout).
 
-    The same as grouped_mlp on these rows, bit for bit. Faster versions read no count on the host, which is what the
-    layout is for; this one does.
+    The result is that of grouped_mlp on these rows, bit for bit. The layout lets faster versions read no count on the
+    host; this version reads them.
 
     Args:
         x_ECD: [E, C, D], C rows of room per expert; the rows beyond an expert's count may hold anything.
@@ -114,7 +114,7 @@ def masked_mlp(
 
 
 def _rows_for(weight: Weight, x: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows in the form in which they meet this weight: FP8 ones are dequantized unless it is in FP8, too."""
+    """Return rows in the form for this weight: FP8 rows are dequantized unless the weight is in FP8 blocks, too."""
     if scales is None or isinstance(weight, BlockScaled):
         return x, scales
     dtype = weight.dtype if isinstance(weight, torch.Tensor) else torch.bfloat16
@@ -127,7 +127,7 @@ def _swiglu(
     gate_up_FD: Weight,
     down_DF: Weight,
 ) -> torch.Tensor:
-    """down(silu(gate(x)) × up(x)) of one expert; [T, D] to [T, D]."""
+    """Compute down(silu(gate(x)) × up(x)) of one expert; [T, D] to [T, D]."""
     if scales is None:
         gate_up_TF = linear(x_TD, gate_up_FD)
     else:

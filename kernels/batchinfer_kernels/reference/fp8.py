@@ -1,9 +1,9 @@
-"""FP8 E4M3 in plain PyTorch: rounding with one scale per block, and products of rows and weights rounded so.
+"""FP8 E4M3 in plain PyTorch: rounding with one scale per block, and products of rounded rows and weights.
 
-DeepSeek-V3 report section 3.3.2: rows have a scale per 128 values, weights one per 128 × 128, and what a block of depth
-contributes is added up before it is scaled. Part of the reference: here a block's sum of 128 products is exact (float64
-holds it without rounding) and is rounded to float32 once, the blocks are added in ascending order in float32. So a
-row's result depends on nothing but the row and the weight, on any processor.
+DeepSeek-V3 report section 3.3.2: rows have a scale per 128 values, weights one per 128 × 128, and the products of a
+block of depth are added up before they are scaled. Here the sum of a block's 128 products is exact (float64 holds it
+without rounding) and is rounded to float32 once; the blocks are added in ascending order in float32. So a row's result
+depends on nothing but the row and the weight, on any processor.
 """
 
 # T rows, N columns of the result (out), M depth of the sum (in), J blocks of depth
@@ -25,19 +25,19 @@ _SCALE_ROWS = 4  # 16 bytes of float32
 
 @dataclass(frozen=True, slots=True)
 class ScaledRows:
-    """Rows that are rounded already, in the place of rows in bfloat16: what several products take is rounded once."""
+    """Rows already rounded to FP8, in place of bfloat16 rows: the input of several products is rounded once."""
 
     values: torch.Tensor  # [..., T, M] float8_e4m3fn
     scales: torch.Tensor  # [..., T, ceil(M / 128)] float32, as of `quantize_fp8_rows`
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the values."""
         return self.values.dtype
 
     @property
     def is_cpu(self) -> bool:
-        """Whether they are on the CPU."""
+        """Whether the rows are on the CPU."""
         return self.values.is_cpu
 
     def __len__(self) -> int:
@@ -65,8 +65,9 @@ def quantize_fp8_block(
 
 
 def divided(x: torch.Tensor, by: float) -> torch.Tensor:
-    """x ÷ by, rounded once on any device: by a plain number PyTorch divides on a CPU, but on a GPU it multiplies with
-    the number's rounded inverse.
+    """Return x ÷ by, rounded once on any device.
+
+    By a plain number PyTorch divides on a CPU, but on a GPU it multiplies with the number's rounded inverse.
     """
     return x / torch.full((), by, dtype=x.dtype, device=x.device)
 
@@ -74,7 +75,7 @@ def divided(x: torch.Tensor, by: float) -> torch.Tensor:
 def quantize_fp8_rows(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Round rows to FP8 E4M3 with a scale per 128 values, the scales in the order in which deep_gemm reads them.
 
-    That is column by column: the scales of a column of blocks follow each other, for a multiple of 4 rows (16
+    The order is column by column: the scales of a column of blocks follow each other, for a multiple of 4 rows (16
     bytes), so that the tensor memory accelerator can load them (DeepGEMM, get_mn_major_tma_aligned_tensor).
 
     Args:
@@ -91,7 +92,7 @@ def quantize_fp8_rows(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -
 
 
 def empty_row_scales(*shape: int, device: torch.device) -> torch.Tensor:
-    """Room for scales [(E,) T, J] float32 of rows, column by column; see `quantize_fp8_rows`."""
+    """Allocate scales [(E,) T, J] float32 of rows, column by column; see `quantize_fp8_rows`."""
     *experts, num_rows, num_blocks = shape
     room = -(-num_rows // _SCALE_ROWS) * _SCALE_ROWS
     return torch.empty(*experts, num_blocks, room, dtype=torch.float32, device=device).mT[..., :num_rows, :]
@@ -100,12 +101,12 @@ def empty_row_scales(*shape: int, device: torch.device) -> torch.Tensor:
 def dequantize_fp8_block(
     weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int] = (BLOCK, BLOCK)
 ) -> torch.Tensor:
-    """weight × its block's scale, multiplied in float32 and rounded once to `dtype`; shapes as quantize_fp8_block."""
+    """Return weight × its block's scale, multiplied in float32 and rounded once; shapes as in quantize_fp8_block."""
     return (weight.float() * _spread(scale, weight.shape, block)).to(dtype)
 
 
 def dequantize_fp8_rows(values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [..., M] with scales [..., ceil(M / 128)] dequantized to `dtype`."""
+    """Dequantize rows [..., M] with scales [..., ceil(M / 128)] to `dtype`."""
     flat = dequantize_fp8_block(values.flatten(0, -2), scales.flatten(0, -2), dtype, ROW_BLOCK)
     return flat.view(values.shape)
 
@@ -113,7 +114,7 @@ def dequantize_fp8_rows(values: torch.Tensor, scales: torch.Tensor, dtype: torch
 def block_product(
     values_TM: torch.Tensor, scales_TJ: torch.Tensor, weight_NM: torch.Tensor, weight_scales: torch.Tensor
 ) -> torch.Tensor:
-    """rows · weightᵀ, [T, N] float32.
+    """Return rows · weightᵀ, [T, N] float32.
 
     Args:
         values_TM: [T, M] float8_e4m3fn, any T.
@@ -134,6 +135,6 @@ def block_product(
 
 
 def _spread(scale: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> torch.Tensor:
-    """One scale per value instead of one per block, cut to the shape of the weight."""
+    """Repeat each block's scale for all its values, cut to the shape of the weight."""
     rows = scale.repeat_interleave(block[0], dim=0)[: shape[0]]
     return rows.repeat_interleave(block[1], dim=1)[:, : shape[1]]

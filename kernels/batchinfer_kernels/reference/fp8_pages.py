@@ -1,11 +1,11 @@
-"""Pages whose latents are in FP8 E4M3: how a token's row is laid out, written and read, in plain PyTorch.
+"""Pages whose latents are in FP8 E4M3: layout, writing and reading of a token's row, in plain PyTorch.
 
     row of a page   [ latent C x e4m3 | scales ceil(C / 128) x float32 | rotary key R x bfloat16 ]
 
-It is the FP8 cache of FlashMLA's kernels (github.com/deepseek-ai/FlashMLA: README, "FP8 with scale", and its tests,
-which round to it): 656 bytes for C = 512 and R = 64, where bfloat16 takes 1152. Scales are powers of two, so a widened
-latent is a bfloat16 without being rounded again. So attention over such pages is that over bfloat16 pages that hold
-the widened rows, to the bit: an implementation may widen rows first or where it reads them.
+The layout is the FP8 cache of FlashMLA's kernels (github.com/deepseek-ai/FlashMLA: README, "FP8 with scale", and its
+tests, which round to it): 656 bytes for C = 512 and R = 64, where bfloat16 takes 1152. Scales are powers of two, so a
+widened latent is a bfloat16 without further rounding. So attention over such pages equals attention over bfloat16 pages
+with the widened rows, to the bit: an implementation may widen rows first or while it reads them.
 """
 
 # T tokens, H heads, A query width, C latent width, R rotary width, W = C + R, J tiles of 128 latent values
@@ -28,10 +28,10 @@ _MOST_PAGES = 1024  # widened at once in decode: 75 MB of DeepSeek-V3's, unless 
 
 
 def row_bytes(latent_dim: int, rotary: int) -> int:
-    """Y, of a token in one layer.
+    """Return Y, the bytes of a token's row in one layer.
 
     Raises:
-        ValueError: scales and rotary keys would not lie where they can be read.
+        ValueError: scales and rotary keys would be misaligned.
     """
     if latent_dim % _SCALE_BYTES or rotary % 2:
         raise ValueError(f"latents of {latent_dim} and rotary keys of {rotary} values are not whole steps of 4 and 2")
@@ -39,12 +39,12 @@ def row_bytes(latent_dim: int, rotary: int) -> int:
 
 
 def rotary_start(latent_dim: int) -> int:
-    """The byte of a row at which its rotary key begins."""
+    """Return the byte of a row at which its rotary key begins."""
     return row_bytes(latent_dim, 0)
 
 
 def narrow(rows_TW: torch.Tensor, latent_dim: int) -> torch.Tensor:
-    """Rows as pages hold them, [T, Y] uint8.
+    """Convert rows to those of FP8 pages, [T, Y] uint8.
 
     Args:
         rows_TW: bfloat16, latent and rotary key.
@@ -53,7 +53,7 @@ def narrow(rows_TW: torch.Tensor, latent_dim: int) -> torch.Tensor:
     num_rows, rotary = len(rows_TW), rows_TW.shape[-1] - latent_dim
     num_tiles = -(-latent_dim // TILE)
     out_TY = torch.empty(num_rows, row_bytes(latent_dim, rotary), dtype=torch.uint8, device=rows_TW.device)
-    if num_rows == 0:  # of which there are no views in other widths
+    if num_rows == 0:  # no rows cannot be viewed in other widths
         return out_TY
     padded = rows_TW.new_zeros(num_rows, num_tiles * TILE, dtype=torch.float32)
     padded[:, :latent_dim] = rows_TW[:, :latent_dim]
@@ -68,7 +68,7 @@ def narrow(rows_TW: torch.Tensor, latent_dim: int) -> torch.Tensor:
 
 
 def scales_of(amax: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two with which nothing is beyond 448, float32; not a number where amax is not finite."""
+    """Return the smallest powers of two that scale `amax` to 448 at most, float32; NaN where amax is not finite."""
     least = divided(amax, LARGEST).clamp_min(LEAST_SCALE)
     mantissa, exponent = torch.frexp(least)  # a mantissa of 1/2 is a power of two
     scales = torch.ldexp(torch.ones_like(least), exponent - (mantissa == 0.5).int())
@@ -76,7 +76,7 @@ def scales_of(amax: torch.Tensor) -> torch.Tensor:
 
 
 def widen(rows_TY: torch.Tensor, latent_dim: int) -> torch.Tensor:
-    """[..., W] bfloat16 of rows [..., Y] uint8; nothing is rounded."""
+    """Convert rows of FP8 pages [..., Y] uint8 to bfloat16 [..., W], without rounding."""
     start = rotary_start(latent_dim)
     latent = rows_TY[..., :latent_dim].contiguous().view(FP8).float()
     scales = rows_TY[..., latent_dim:start].contiguous().view(torch.float32)
@@ -85,14 +85,14 @@ def widen(rows_TY: torch.Tensor, latent_dim: int) -> torch.Tensor:
     return torch.cat([latent.bfloat16(), rotary], dim=-1)
 
 
-def widened(keys: PagedKeys, latent_dim: int) -> PagedKeys:
-    """The same keys in bfloat16: each page that the table names once, widened, and a table of these."""
+def widen_pages(keys: PagedKeys, latent_dim: int) -> PagedKeys:
+    """Return the keys in bfloat16: each page of the table once, widened, and a table of the new pages."""
     ids_N, places_BP = torch.unique(keys.page_table_BP, return_inverse=True)
     return keys._replace(pages=widen(keys.pages[ids_N], latent_dim), page_table_BP=places_BP)
 
 
-def written(rope_and_cache: Callable[..., torch.Tensor], q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
-    """rope_and_cache_fp8 by one that writes bfloat16: into pages of its own, from which rows are rounded."""
+def cache_via_bfloat16(rope_and_cache: Callable[..., torch.Tensor], q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
+    """Run rope_and_cache_fp8 by an operation that writes bfloat16: into temporary pages, whose rows are narrowed."""
     num_tokens, width = new.latents_TW.shape
     latent_dim, num_pages = len(new.norm_C), -(-num_tokens // PAGE_TOKENS)
     wide = torch.empty(num_pages, PAGE_TOKENS, width, dtype=new.latents_TW.dtype, device=new.latents_TW.device)
@@ -102,10 +102,10 @@ def written(rope_and_cache: Callable[..., torch.Tensor], q_THA: torch.Tensor, ne
     return q_THA
 
 
-def decoded(
+def decode_via_bfloat16(
     mla_decode: Callable[..., torch.Tensor], q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float
 ) -> torch.Tensor:
-    """mla_decode_fp8 by one that reads bfloat16, some requests at a time."""
+    """Run mla_decode_fp8 by an operation that reads bfloat16, some requests at a time."""
     num_requests, num_pages = keys.page_table_BP.shape
     num_queries = len(q_THW) // max(1, num_requests)
     piece = max(1, _MOST_PAGES // max(1, num_pages))
@@ -118,7 +118,7 @@ def decoded(
             positions_T=keys.positions_T[of_rows],
             schedule=None,
         )
-        out_THC[of_rows] = mla_decode(q_THW[of_rows], widened(some, latent_dim), latent_dim=latent_dim, scale=scale)
+        out_THC[of_rows] = mla_decode(q_THW[of_rows], widen_pages(some, latent_dim), latent_dim=latent_dim, scale=scale)
     return out_THC
 
 
@@ -126,8 +126,8 @@ def decoded(
 
 
 def rope_and_cache_fp8(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
-    """As rows.rope_and_cache; rows are bfloat16 and rounded once more as they go to pages [num_pages, 64, Y] uint8."""
-    return written(rows.rope_and_cache, q_THA, new)
+    """Run rows.rope_and_cache in bfloat16, then round the rows into pages [num_pages, 64, Y] uint8."""
+    return cache_via_bfloat16(rows.rope_and_cache, q_THA, new)
 
 
 def mla_prefill_fp8(
@@ -139,11 +139,11 @@ def mla_prefill_fp8(
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """mla.mla_prefill over the widened rows of pages [num_pages, 64, Y] uint8."""
-    wide = widened(keys, kv_b_HZC.shape[-1])
+    """Run mla.mla_prefill over the widened rows of pages [num_pages, 64, Y] uint8."""
+    wide = widen_pages(keys, kv_b_HZC.shape[-1])
     return mla.mla_prefill(q_THA, wide, kv_b_HZC, num_tokens_B, v_dim=v_dim, scale=scale)
 
 
 def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    """mla.mla_decode over the widened rows of pages [num_pages, 64, Y] uint8."""
-    return decoded(mla.mla_decode, q_THW, keys, latent_dim=latent_dim, scale=scale)
+    """Run mla.mla_decode over the widened rows of pages [num_pages, 64, Y] uint8."""
+    return decode_via_bfloat16(mla.mla_decode, q_THW, keys, latent_dim=latent_dim, scale=scale)

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, in plain PyTorch; scores in float64, rounded once."""
+"""The choice of each token's experts, in plain PyTorch; scores in float64, rounded once."""
 
 # T tokens, E experts, K experts per token, G expert groups, S experts per group
 
@@ -10,7 +10,7 @@ from batchinfer_kernels.reference.pointwise import sigmoid
 
 
 class GateRule(NamedTuple):
-    """How experts are chosen and weighed; `gate` says what the methods are.
+    """The rule by which experts are chosen and weighed; `gate` documents the methods.
 
     topk: experts per token.
     num_groups, topk_groups: groups of consecutive experts, and how many of them a token may use.
@@ -25,7 +25,7 @@ class GateRule(NamedTuple):
 
     @property
     def always_scales(self) -> bool:
-        """Whether weights are scaled, too, that are normalised."""
+        """Whether normalised weights are scaled, too."""
         return self.method in ("noaux_tc", "group_top2")
 
 
@@ -49,12 +49,12 @@ def gate(
     Args:
         logits_TE: [T, E] float32.
         bias_E: [E] float32, for "noaux_tc".
-        counts_E: [E] int64, to which is added how many of these tokens each expert gets; None: nobody counts.
-        is_counted_T: [T] int64, 0 for tokens that it leaves out; None: all count.
+        counts_E: [E] int64, increased by the number of these tokens that each expert gets; None: no counting.
+        is_counted_T: [T] int64, 0 for tokens that are not counted; None: all count.
 
     Returns:
-        ids [T, topk] int64 by descending score, weights [T, topk] float32; those of a token are no numbers where what
-        one of its experts is chosen by is none.
+        ids [T, topk] int64 by descending score, weights [T, topk] float32. All weights of a token are NaN if one of its
+        experts was chosen by NaN.
     """
     logits64_TE = logits_TE.double()
     if rule.method == "noaux_tc":
@@ -81,18 +81,18 @@ def gate(
 
 
 def count_experts(ids_TK: torch.Tensor, counts_E: torch.Tensor, is_counted_T: torch.Tensor | None) -> None:
-    """Count as `gate` does, without waiting for the device."""
+    """Add the chosen experts to the counts as `gate` does, without waiting for the device."""
     counted_TK = torch.ones_like(ids_TK) if is_counted_T is None else is_counted_T[:, None].expand_as(ids_TK)
     counts_E.scatter_add_(0, ids_TK.flatten(), counted_TK.flatten())
 
 
 def _top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Indices of the k largest values of each row, largest first, ties by lowest index."""
+    """Return the indices of the k largest values of each row, largest first, ties by lowest index."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
 
 
 def _groups_allowed(choice_TE: torch.Tensor, rule: GateRule, *, best: int) -> torch.Tensor:
-    """[T, E] bool: experts in the groups whose `best` largest scores add up to the most."""
+    """Mark the experts of the groups whose `best` largest scores add up to the most, [T, E] bool."""
     if rule.topk_groups == rule.num_groups:
         return torch.ones_like(choice_TE, dtype=torch.bool)
     grouped_TGS = choice_TE.unflatten(-1, (rule.num_groups, -1))

@@ -25,7 +25,7 @@ _LEAST_SCALE = torch.finfo(torch.bfloat16).tiny  # smaller numbers count as zero
 
 @dataclass(frozen=True, slots=True)
 class GroupScaled:
-    """One weight [N, M], or B of one shape [B, N, M]: weight ≈ values × their group's scale; zeros end it."""
+    """One weight [N, M], or B of one shape [B, N, M]: weight ≈ values × their group's scale; rows end with zeros."""
 
     values: torch.Tensor  # [(B,) N, G * 16] uint8: two values from -8 to 7 plus 8, the first in the lower half
     scales: torch.Tensor  # [(B,) N, G] bfloat16
@@ -40,36 +40,36 @@ class GroupScaled:
         is_paired: bool = False,
         memory: Callable[..., torch.Tensor] = torch.empty,
     ) -> GroupScaled:
-        """Room for `count` weights [N, M] of this shape in memory from `memory(shape, dtype=...)`."""
+        """Allocate room for `count` weights [N, M] by `memory(shape, dtype=...)`."""
         num_groups = -(-num_columns // GROUP)
         values = memory((count, num_rows, num_groups * GROUP // 2), dtype=torch.uint8)
         return cls(values, memory((count, num_rows, num_groups), dtype=torch.bfloat16))
 
     def __getitem__(self, slot: int) -> GroupScaled:
-        """One of B weights; shares its memory."""
+        """Return one of B weights, sharing its memory."""
         return GroupScaled(self.values[slot], self.scales[slot])
 
     def put(self, slot: int, *parts: torch.Tensor | GroupScaled) -> None:
-        """Put a weight into a slot, in one part or in equal parts above each other; plain ones are rounded."""
+        """Put a weight into a slot, in one part or in equal parts above each other; plain parts are rounded."""
         groups = [part if isinstance(part, GroupScaled) else to_groups(part) for part in parts]
         for place, weight in enumerate(groups):
             self.values[slot].chunk(len(parts))[place].copy_(weight.values)
             self.scales[slot].chunk(len(parts))[place].copy_(weight.scales)
 
     def slots(self) -> list[torch.Tensor]:
-        """The tensors that have a place per weight in their first dim."""
+        """Return the tensors whose first dim has one entry per weight."""
         return [self.values, self.scales]
 
     def plain(self) -> torch.Tensor:
-        """Value × scale in float32, which holds it exactly; [(B,) N, G * 32]."""
+        """Return value × scale in float32, which holds the product exactly; [(B,) N, G * 32]."""
         return (self._whole().unflatten(-1, (-1, GROUP)) * self.scales.float()[..., None]).flatten(-2)
 
     def _whole(self) -> torch.Tensor:
-        """The values in float32."""
+        """Unpack the 4-bit values to float32."""
         return torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(-2).float().sub_(8)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x · weightᵀ, [T, M] to [T, N] float32, the rows rounded to 8 bits first."""
+        """Return x · weightᵀ, [T, M] to [T, N] float32, after rounding the rows to 8 bits."""
         values_TM, scales_TJ = quantize_int8_rows(F.pad(x, (0, self.values.shape[-1] * 2 - x.shape[-1])))
         values_NM = self._whole()
         total_TN = torch.zeros(len(x), len(values_NM), dtype=torch.float32, device=x.device)
@@ -84,7 +84,7 @@ class GroupScaled:
 def to_groups(weight: torch.Tensor) -> GroupScaled:
     """Round a float weight [N, M], or each of [B, N, M], to 4 bits.
 
-    The value of a group with the largest magnitude becomes -8 of the scale: its side has one step more.
+    The value of a group with the largest magnitude becomes -8 of the scale, as there is one step more on that side.
     """
     if weight.dim() == 3:
         held = GroupScaled.empty(*weight.shape, memory=partial(torch.empty, device=weight.device))
@@ -102,7 +102,7 @@ def to_groups(weight: torch.Tensor) -> GroupScaled:
 
 
 def quantize_int8_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [T, M] rounded to whole numbers from -127 to 127, in float32, and scales [T, ceil(M / 128)] float32."""
+    """Round rows [T, M] to whole numbers from -127 to 127, in float32, with scales [T, ceil(M / 128)] float32."""
     blocks = F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
     peaks = blocks.abs().amax(-1)
     factors = torch.where((peaks > 0) & peaks.isfinite(), torch.full_like(peaks, _MOST_INT8) / peaks, 0.0)

@@ -1,7 +1,7 @@
 """Queries and keys of an indexer in FP8, as DeepSeek's own inference code has them (DeepSeek-V3.2-Exp, inference/).
 
-A Hadamard transform spreads what stands out in a few values over the whole row. It is orthogonal: products of
-transformed queries and keys are those of the plain ones, but for rounding.
+A Hadamard transform spreads outliers in a few values over the whole row. The transform is orthogonal: products of
+transformed queries and keys are those of the plain ones, except for rounding.
 """
 
 # N rows, M of these rows, I width, a power of two
@@ -15,11 +15,11 @@ _LEAST_AMAX = 1e-4
 
 
 def hadamard_fp8(x_NI: torch.Tensor, rows_M: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows times a Hadamard matrix ÷ √I, rounded to their dtype and then to E4M3, with a power of two per row.
+    """Multiply rows with a Hadamard matrix ÷ √I, round to their dtype and then to E4M3, with a power of two per row.
 
     Args:
         x_NI: gaps between rows allowed.
-        rows_M: int64, the rows that are wanted; None: all.
+        rows_M: int64, the wanted rows; None: all.
 
     Returns:
         [M, I] float8_e4m3fn and scales [M] float32: the smallest power of two with which no value is beyond 448.
@@ -34,7 +34,7 @@ def hadamard_fp8(x_NI: torch.Tensor, rows_M: torch.Tensor | None = None) -> tupl
 
 
 def hadamard_signs(width: int, device: torch.device) -> torch.Tensor:
-    """[I, I] float32 of 1 and -1, Sylvester's: -1 where the numbers of row and column share an odd number of set bits.
+    """Return Sylvester's matrix, [I, I] float32: -1 if row and column share an odd number of set bits, else 1.
 
     Raises:
         ValueError: the width is not a power of two.

@@ -1,7 +1,7 @@
 """Latent attention over pages in plain PyTorch, both forms; the oracle for faster versions like the rest of reference.
 
-Sums over keys go page by page in ascending order (64 keys at a time), so that a page of masked keys behind a row adds
-exactly nothing and a row's result does not depend on how far the pages of its neighbours reach.
+Sums over keys go page by page in ascending order (64 keys at a time). So a page of masked keys behind a row adds
+exactly zero, and a row's result does not depend on how far the pages of its neighbours reach.
 """
 
 # T tokens, H heads, N query/key width without position, R rotary width, A = N + R, V value width, Z = N + V
@@ -23,13 +23,13 @@ _MAX_DECODE_VALUES = 8 * 2**20
 
 
 class PagedKeys(NamedTuple):
-    """What the requests of a step attend to, in one layer.
+    """The keys that the requests of a step attend to, in one layer.
 
     pages: [num_pages, S, C + R], the layer's; with gaps between rows where an indexer's keys are.
     page_table_BP: [B, P] int64, pages of each request in order; behind its last one any valid page.
     kv_tokens_B: [B] int64, tokens in each request's pages, the new ones included; values behind them are ignored.
     positions_T: [T] int64; a token sees the keys at its own position and before.
-    schedule: the same for all layers of a step; a faster version may keep in it how it splits the step's work.
+    schedule: the same for all layers of a step; a faster version may store its split of the step's work there.
     """
 
     pages: torch.Tensor
@@ -48,7 +48,7 @@ def mla_prefill(
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Causal attention of several requests' chunks in the plain form: per-head keys and values from the latents.
+    """Compute causal attention of several requests' chunks in the plain form: per-head keys and values from latents.
 
     DeepSeek-V2 report section 2.1. The chunks' own latents must be in the pages already.
 
@@ -76,7 +76,7 @@ def mla_prefill(
 
 
 def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    """Causal attention of many requests in the absorbed form: queries meet the latents directly.
+    """Compute causal attention of many requests in the absorbed form: queries meet the latents directly.
 
     DeepSeek-V2 report section 2.1.2: one shared key of width C + R per token, whose first C values are the value too.
 
@@ -124,12 +124,12 @@ def _prefill_chunk(
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """One request's chunk, [T, H, V]."""
+    """Attend with one request's chunk, [T, H, V]."""
     num_tokens, num_heads, _ = q_THA.shape
     latent_dim, rope_dim = kv_b_HZC.shape[-1], pages.shape[-1] - kv_b_HZC.shape[-1]
     latent_XW = pages[page_ids_P].flatten(0, 1)
     latent_XW[context_tokens:] = 0  # leftovers of earlier owners; even inf must not reach a product
-    # nor what is not finite: with AMX one such row has changed others of PyTorch's products in bfloat16
+    # nor may values that are not finite: with AMX one such row has changed other rows of PyTorch's bfloat16 products
     is_odd_X1 = ~torch.isfinite(latent_XW[:, :latent_dim]).all(-1, keepdim=True)
     compressed_XC = latent_XW[:, :latent_dim].masked_fill(is_odd_X1, 0)
     kv_XHZ = linear(compressed_XC, kv_b_HZC.flatten(0, 1)).masked_fill_(is_odd_X1, torch.nan)
@@ -155,11 +155,10 @@ def _prefill_chunk(
 def attend_pages(
     q_BLA: torch.Tensor, k_BXA: torch.Tensor, v_BPSV: torch.Tensor, seen_LX: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """softmax(q · kᵀ × scale) · v in float32 over batches B (heads or requests) of L queries.
+    """Compute softmax(q · kᵀ × scale) · v in float32 over batches B (heads or requests) of L queries, [B, L, V].
 
-    Every row must see at least one key. `seen_LX` is [L, X] or [B, L, X]; returns [B, L, V]. What a row does not see
-    changes nothing of it, values that are not finite included, which nothing times them would be neither; what it sees
-    of these makes it NaN.
+    Every row must see at least one key. `seen_LX` is [L, X] or [B, L, X]. Unseen keys and values never change a row,
+    even if they are not finite (which a factor of zero alone would not ensure). A row that sees such a value is NaN.
     """
     is_finite_BPSV = torch.isfinite(v_BPSV)
     is_odd_BX = ~is_finite_BPSV.all(-1).flatten(1)
@@ -183,7 +182,7 @@ def attend_pages(
 
 
 def _query_tile(scores_per_query: int) -> int:
-    """Queries worked on together: as many as the bound on scores allows, in whole steps of the row multiple."""
+    """Return how many queries to work on together: as many as MAX_SCORES allows, in steps of the row multiple."""
     fitting = MAX_SCORES // max(1, scores_per_query) // ROW_MULTIPLE * ROW_MULTIPLE
     return min(max(fitting, ROW_MULTIPLE), _MAX_QUERY_TILE)
 

@@ -1,4 +1,4 @@
-"""Decode attention over pieces of requests: a piece gets its request's queries, and a request's results become one."""
+"""Decode attention over pieces of requests: queries for each piece, and the pieces' results added up per request."""
 
 # B requests with one query each, K pieces of a request at most, V places of pieces, H heads, C latent width
 
@@ -6,7 +6,7 @@ import torch
 
 
 def spread_queries(q_BHW: torch.Tensor, request_V: torch.Tensor) -> torch.Tensor:
-    """[V, H, W], the queries of the request whose piece lies at each place; at nobody's (-1) anything.
+    """Return the queries of the request at each place, [V, H, W]; anything where there is no piece (-1).
 
     Args:
         request_V: int32.
@@ -15,16 +15,16 @@ def spread_queries(q_BHW: torch.Tensor, request_V: torch.Tensor) -> torch.Tensor
 
 
 def merge_pieces(parts_VHC: torch.Tensor, log_sums_VH: torch.Tensor, place_BK: torch.Tensor) -> torch.Tensor:
-    """[B, H, C], attention over all pieces of a request; where there is one, its result to the bit.
+    """Merge the attention over all pieces of each request, [B, H, C]; a single piece keeps its bits.
 
     A piece counts with its share of the sum of exp(score), as in FlashAttention-2 (arXiv:2307.08691, section 3.1.1).
-    Pieces are added up in their order, which is all that a result depends on.
+    Pieces are added up in their order, so a result depends on nothing else.
 
     Args:
         parts_VHC: attention over each piece alone.
-        log_sums_VH: float32, the logarithm of the sum of exp(score) of its keys; not read where a request has one
-            piece. Either may be anything where no piece lies.
-        place_BK: int32, places of a request's pieces; the first is there, behind the last are -1.
+        log_sums_VH: float32, the logarithm of the sum of exp(score) of its keys; not read if a request has one piece.
+            Both may be anything at places without a piece.
+        place_BK: int32, places of a request's pieces; the first exists, behind the last are -1.
     """
     place_BK = place_BK.long()
     is_piece_BK11 = (place_BK >= 0)[:, :, None, None]

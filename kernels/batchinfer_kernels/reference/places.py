@@ -1,4 +1,4 @@
-"""Rows of experts in plain PyTorch: where they go in tiles that no two experts share."""
+"""Places of the experts' rows in tiles that no two experts share, in plain PyTorch."""
 
 # E experts, M rows sorted by expert, S places, D hidden
 
@@ -12,11 +12,11 @@ class ExpertPlaces(NamedTuple):
     """Places of rows sorted by expert when each expert starts at a whole tile.
 
         rows      0 0 0 1 2 2 …
-        places    0 0 0 - 1 - - - 2 2 - -      with tiles of 4 rows; "-": nobody's
+        places    0 0 0 - 1 - - - 2 2 - -      with tiles of 4 rows; "-": empty
 
     place_M: [M] int64, the place of each row.
-    expert_S: [S] int32, the expert of each place, -1 for nobody's.
-    source_S: [S] int64, the row that comes to each place; 0 for nobody's, so that it holds numbers.
+    expert_S: [S] int32, the expert of each place, -1 for empty ones.
+    source_S: [S] int64, the row to copy to each place; 0 for empty ones, so that they hold numbers.
     """
 
     place_M: torch.Tensor
@@ -26,9 +26,9 @@ class ExpertPlaces(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlacedRows:
-    """[M, D] rows sorted by expert that still lie at their places; nobody has moved them back.
+    """Rows [M, D] sorted by expert that are still at their places in tiles, not moved together.
 
-    values_SD: the rows at all places; those of nobody's may be anything.
+    values_SD: the rows at all places; empty places may hold anything.
     place_M: [M] int64, the place of each row.
     """
 
@@ -37,12 +37,12 @@ class PlacedRows:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the values."""
         return self.values_SD.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the values are."""
+        """The device of the values."""
         return self.values_SD.device
 
     def __len__(self) -> int:
@@ -53,23 +53,23 @@ ExpertRows = torch.Tensor | PlacedRows
 
 
 def in_order(rows: ExpertRows) -> torch.Tensor:
-    """[M, D], moved if they lie elsewhere."""
+    """Return the rows in order, [M, D]; PlacedRows are moved together."""
     return rows.values_SD[rows.place_M] if isinstance(rows, PlacedRows) else rows
 
 
-def where_they_lie(rows: ExpertRows, index_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor that has the rows, and where in it those with these numbers are."""
+def stored_rows(rows: ExpertRows, index_M: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tensor that holds the rows, and the indices in it of the rows `index_M`."""
     return (rows.values_SD, rows.place_M[index_M]) if isinstance(rows, PlacedRows) else (rows, index_M)
 
 
 def expert_places(
     num_rows_E: torch.Tensor, num_rows: int, tile_rows: int, tokens_M: torch.Tensor | None = None
 ) -> ExpertPlaces:
-    """Room for the most tiles that this number of rows may need, since only the device knows how many it is.
+    """Assign places, with room for the most tiles that `num_rows` rows may need: only the device knows the counts.
 
     Args:
         num_rows_E: [E] integer, rows of each expert.
-        num_rows: M, their sum or more; what `place_M` has behind the last row may be anything.
+        num_rows: M, their sum or more; entries of `place_M` behind the last row may be anything.
         tokens_M: [M] int64, the source of each row; None: the row itself.
     """
     num_experts, device = len(num_rows_E), num_rows_E.device
@@ -89,5 +89,5 @@ def expert_places(
 
 
 def most_places(num_experts: int, num_rows: int, tile_rows: int) -> int:
-    """S: each expert that has a row may leave all but one of a tile's places empty."""
+    """Return S: each expert that has a row may leave all but one of a tile's places empty."""
     return (num_rows + (tile_rows - 1) * min(num_experts, num_rows)) // tile_rows * tile_rows

@@ -1,6 +1,6 @@
 """Norm, activation and rotation of values in plain PyTorch: nothing here depends on another row.
 
-exp and whatever is built on it, and all sums, run in float64 and are rounded once: float32 exp differs between the
+exp, functions built on exp, and all sums run in float64 and are rounded once: float32 exp differs between the
 vectorised body of a tensor and its tail.
 """
 
@@ -12,7 +12,7 @@ from batchinfer_kernels.reference.fp8 import ScaledRows, quantize_fp8_rows
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D] in the dtype of x."""
+    """Return x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D] in the dtype of x."""
     x64 = x.double()
     normed = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight
@@ -21,13 +21,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_norm_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, keeps: bool = False
 ) -> tuple[torch.Tensor | None, ScaledRows]:
-    """The same for rows [T, D], rounded to FP8 as `quantize_fp8_rows` does; `keeps`: and as `rms_norm` gives it."""
+    """Return rms_norm of rows [T, D] rounded as `quantize_fp8_rows` does; with `keeps` the unrounded result, too."""
     normed = rms_norm(x, weight, eps)
     return normed if keeps else None, ScaledRows(*quantize_fp8_rows(normed))
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) × up, the SwiGLU activation (arXiv 2002.05202); both [T, F], result in their dtype."""
+    """Return silu(gate) × up, the SwiGLU activation (arXiv 2002.05202); both [T, F], result in their dtype."""
     gate64 = gate.double()
     return (gate64 * sigmoid(gate64)).to(gate.dtype) * up
 
@@ -53,5 +53,5 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: 
 
 
 def sigmoid(x64: torch.Tensor) -> torch.Tensor:
-    """Sigmoid of a float64 tensor from exp alone (the library's own differs between body and tail of a tensor)."""
+    """Return the sigmoid of a float64 tensor from exp alone; torch's own differs between body and tail of a tensor."""
     return 1.0 / (1.0 + torch.exp(-x64))

@@ -21,10 +21,10 @@ _ALIGNMENT_BYTES = 64
 def pack(
     weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, is_paired: bool = False
 ) -> torch.Tensor | BlockScaled | GroupScaled:
-    """The form in which the products here take a weight [N, M], or several [B, N, M]: as it is, or in 8 or 4 bits.
+    """Convert a weight [N, M], or several [B, N, M], for the products here: unchanged, or to 8 or 4 bits.
 
     Args:
-        eight_bit: round the weight to 8 bits (FP8 blocks), so that products with it round their rows, too.
+        eight_bit: round the weight to 8 bits (FP8 blocks); products with it round their rows, too.
         four_bit: round the weight to 4 bits; products with it round their rows to 8.
         is_paired: the weight holds a gate projection above an up projection.
     """
@@ -34,7 +34,7 @@ def pack(
 
 
 def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
-    """The form in which `router` takes its float32 weight: as it is."""
+    """Return the router's float32 weight unchanged."""
     return weight_ED
 
 
@@ -46,14 +46,14 @@ def linear(
     float32_out: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x · weightᵀ + bias.
+    """Return x · weightᵀ + bias.
 
     Args:
         x: [T, in], any T; for a weight in FP8 blocks also rows that are rounded already.
         weight: [out, in], same dtype; or in FP8 blocks, for which x is rounded to FP8 with a scale per 128 values; or
-            in 4 bits, for which it is rounded to whole numbers of 8 bits so.
+            in 4 bits, for which x is rounded to whole numbers of 8 bits with a scale per 128 values.
         bias: [out] or None.
-        float32_out: give float32.
+        float32_out: return float32.
         residual: [T, out], to which the rounded result is added.
 
     Returns:
@@ -75,22 +75,22 @@ def linear(
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """x · weightᵀ for every batch: [B, T, M] and [B, N, M] to [B, T, N], any T.
+    """Return x · weightᵀ for every batch: [B, T, M] and [B, N, M] to [B, T, N], any T.
 
     Args:
-        out: [B, T, N], where the result goes, for example a part of wider rows; its last dim must have no gaps.
+        out: [B, T, N] for the result, for example a part of wider rows; its last dim must have no gaps.
     """
     y = batched_matmul(x, weight.transpose(1, 2))
     return y if out is None else out.copy_(y)
 
 
 def router(x: torch.Tensor, weight_ED: torch.Tensor) -> torch.Tensor:
-    """Logits of the experts, in float32 for any x: [T, D] and [E, D] (or [P, E, D] that add up to it) to [T, E]."""
+    """Return the experts' logits, float32 for any x: [T, D] and [E, D] (or [P, E, D] that add up to it) to [T, E]."""
     return linear(x.float(), weight_ED if weight_ED.dim() == 2 else weight_ED.float().sum(0))
 
 
 def batched_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """x · y for every batch: [B, T, M] and [B, M, N] to [B, T, N], any T."""
+    """Return x · y for every batch: [B, T, M] and [B, M, N] to [B, T, N], any T."""
     num_columns = y.shape[-1]
     if num_columns % _COLUMN_MULTIPLE:
         y = F.pad(y, (0, -num_columns % _COLUMN_MULTIPLE))
@@ -98,7 +98,7 @@ def batched_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """x with zero rows added up to a multiple of 8, every row at an aligned address; the last dim keeps its size."""
+    """Pad x with zero rows to a multiple of 8, every row at an aligned address; the last dim keeps its size."""
     rows, columns = x.shape[-2:]
     if rows % ROW_MULTIPLE or columns % _COLUMN_MULTIPLE:
         return F.pad(x, (0, -columns % _COLUMN_MULTIPLE, 0, -rows % ROW_MULTIPLE))[..., :columns]

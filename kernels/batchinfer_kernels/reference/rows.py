@@ -4,14 +4,14 @@ A row's result does not depend on the rows it is computed with.
 """
 
 # T tokens, H heads, A query width, R rotary width, C latent width, W = C + R, D hidden, E experts, K experts per token
-# M (token, expert) entries, S rows of logits, V vocabulary, A tokens asked for
+# M (token, expert) entries, S rows of logits, V vocabulary, A most likely tokens
 
 import math
 from typing import NamedTuple
 
 import torch
 
-from batchinfer_kernels.reference.places import ExpertRows, where_they_lie
+from batchinfer_kernels.reference.places import ExpertRows, stored_rows
 from batchinfer_kernels.reference.pointwise import rms_norm, rope
 
 WEIGHT_UNIT = 2**44  # the largest weight of a draw
@@ -19,7 +19,7 @@ MAX_TOKENS = 2**18  # of a vocabulary, so that sums of weights fit into 63 bits
 
 
 class NewKeys(NamedTuple):
-    """What a step's tokens add to the pages of one layer.
+    """The latents and keys that a step's tokens add to the pages of one layer.
 
     latents_TW: [T, C + R], the latent before its norm, then the rotary key.
     norm_C: weight of the latent's norm, which has this `eps`.
@@ -76,16 +76,16 @@ def sort_by_expert(ids_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor
 
 
 def sum_per_token(sorted_MD: ExpertRows, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """[T, D] float32: each token's weighted sum over its experts, one after the other.
+    """Return each token's weighted sum over its experts, one after the other; [T, D] float32.
 
     Product and sum are rounded separately; a fused multiply-add would round differently in a tensor's tail.
 
     Args:
-        sorted_MD: rows sorted by expert; read where they lie.
+        sorted_MD: rows sorted by expert, PlacedRows included.
         inverse_M: the sorted row of each (token, expert) entry.
     """
     num_tokens, topk = weights_TK.shape
-    sorted_MD, inverse_M = where_they_lie(sorted_MD, inverse_M)
+    sorted_MD, inverse_M = stored_rows(sorted_MD, inverse_M)
     inverse_TK = inverse_M.view(num_tokens, topk)
     total_TD = torch.zeros(num_tokens, sorted_MD.shape[-1], dtype=torch.float32, device=sorted_MD.device)
     for k in range(topk):
@@ -94,13 +94,13 @@ def sum_per_token(sorted_MD: ExpertRows, inverse_M: torch.Tensor, weights_TK: to
 
 
 def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> torch.Tensor:
-    """hidden + (sums + added): the sum of the float32 `sums` is rounded once to the dtype of `hidden`, then added."""
+    """Return hidden + (sums + added); the float32 sum in brackets is rounded once to hidden's dtype, then added."""
     total_TD = sums_TD if added_TD is None else sums_TD + added_TD.float()
     return hidden_TD + total_TD.to(hidden_TD.dtype)
 
 
 def cos_sin(angles: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of float32 angles, each times `scale`; in float64, rounded once to float32."""
+    """Return cosine and sine of float32 angles, each times `scale`; in float64, rounded once to float32."""
     angles64 = angles.double()
     return (angles64.cos() * scale).float(), (angles64.sin() * scale).float()
 
@@ -113,10 +113,10 @@ def draw(
     min_p_S: torch.Tensor,
     uniform_S: torch.Tensor,
 ) -> torch.Tensor:
-    """[S] int64, a token of each row, drawn after temperature, top_k, top_p and min_p in this order.
+    """Draw a token of each row after temperature, top_k, top_p and min_p in this order; [S] int64.
 
-    Of the tokens that stay (`kept_weights`) it is the first in vocabulary order up to which the weights are more than
-    `uniform` of their sum. All sums are exact, so tokens depend on no order of sums, on any device.
+    Of the tokens that stay (`kept_weights`) the result is the first in vocabulary order up to which the weights are
+    more than `uniform` of their sum. All sums are exact, so tokens depend on no order of sums, on any device.
 
     Args:
         logits_SV: float32, finite.
@@ -137,7 +137,7 @@ def draw(
 
 
 def check_vocabulary(num_tokens: int) -> None:
-    """See draw."""
+    """Raise ValueError if sums over the vocabulary might not fit; see `draw`."""
     if num_tokens > MAX_TOKENS:
         raise ValueError(f"a vocabulary of {num_tokens} tokens, more than {MAX_TOKENS}")
 
@@ -149,10 +149,11 @@ def kept_weights(
     top_p_S: torch.Tensor,
     min_p_S: torch.Tensor,
 ) -> torch.Tensor:
-    """[S, V] int64, what `draw` draws by: probabilities in units of 2^-44 of the largest, 0 where a filter drops one.
+    """Return the weights by which `draw` draws, [S, V] int64: probabilities in units of 2^-44 of the largest, or 0.
 
     Tokens are ordered by their weights, equal ones by their ids. top_k keeps the first k; top_p those with less before
-    them than its share of what top_k left, and always the first; min_p those with its share of the largest weight.
+    them than its share of the sum that top_k left, and always the first; min_p those with its share of the largest
+    weight. All others have weight 0.
     """
     logits64_SV = logits_SV.double()
     powers = ((logits64_SV - logits64_SV.amax(dim=-1, keepdim=True)) / temperature_S[:, None]).exp()
@@ -170,7 +171,7 @@ def kept_weights(
 
 
 def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
-    """[S] float64, the logarithm of the sum of e to each logit: a logit less it is the logarithm of a probability.
+    """Return the logarithm of the sum of e to each logit, [S] float64; subtract it from a logit for a log probability.
 
     torch's own sum has an order that depends on the number of rows and of threads. Here halves are added to each other
     until one value is left, so that the vocabulary's size alone decides.
@@ -186,17 +187,17 @@ def log_sum_exp(logits_SV: torch.Tensor) -> torch.Tensor:
 
 
 def gather_rows(rows_NW: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
-    """[T, W], rows by number, int64 from 0 on."""
+    """Return rows by number, int64 from 0 on; [T, W]."""
     return rows_NW[index_T]
 
 
 def copy_rows(rows_NW: torch.Tensor, from_M: torch.Tensor, to_M: torch.Tensor) -> None:
-    """Each of the rows to_M becomes the row from_M of before, in place; numbers are int64 from 0 on, to_M distinct."""
+    """Copy the old row from_M to row to_M, in place, for all at once; numbers are int64 from 0 on, to_M distinct."""
     rows_NW[to_M] = rows_NW[from_M]
 
 
 def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[S] int64, the largest of each row, the lowest index among equals; [S] bool, whether the row is finite."""
+    """Return the largest token of each row ([S] int64, lowest index among equals) and whether the row is finite."""
     if logits_SV.device.type != "cpu":
         return logits_SV.argmax(dim=-1), torch.isfinite(logits_SV).all(dim=-1)
     # numpy's argmax is many times quicker than torch's here; almost always all rows are finite, which their sum shows
@@ -207,17 +208,17 @@ def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def most_likely(logits_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens of the largest logits, largest first and the lowest id first among equals.
+    """Return the tokens of the largest logits, largest first and the lowest id first among equals.
 
-    So a row's first tokens do not depend on how many are asked for, which its company decides; torch.topk's may. The
-    host waits for nothing on a device.
+    So a row's first tokens do not depend on `count`, which the batch decides; those of torch.topk may. The host does
+    not wait for a device.
 
     Args:
         logits_SV: float32.
 
     Returns:
-        ([S, A] int64 tokens, [S, A] their logits); A is `count`, or V if that is less. What stands in a row that is not
-        finite means nothing.
+        ([S, A] int64 tokens, [S, A] their logits); A is `count`, or V if that is less. Entries of a row that is not
+        finite mean nothing.
     """
     if not logits_SV.is_cpu:
         return _largest_keys(logits_SV, min(count, logits_SV.shape[1]))
@@ -237,10 +238,10 @@ def most_likely(logits_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
 
 
 def _largest_keys(logits_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same by keys of 64 bits that are all different; on a CPU many times slower.
+    """Find the same tokens by distinct keys of 64 bits; on a CPU many times slower.
 
-    A key has the bits of a logit above, turned so that they are in the order of the logits, and below how many tokens
-    come behind this one.
+    The upper half of a key has the bits of a logit, turned so that they are ordered as logits are; the lower half has
+    the number of tokens behind this one.
     """
     last = logits_SV.shape[1] - 1
     bits_SV = (logits_SV + 0.0).view(torch.int32)  # the two zeros are equals

@@ -1,8 +1,8 @@
 """DeepSeek Sparse Attention in plain PyTorch: an indexer scores the keys of a query, and the best of them attend.
 
-DeepSeek-V3.2-Exp report section 2.1. Each token has one small key for all heads of the indexer, kept in the pages
-beside its latent. Among keys of equal score the one at the lower position goes first, so that what a query attends to
-depends on nothing but the query and the keys before it.
+DeepSeek-V3.2-Exp report section 2.1. Each token has one small key for all heads of the indexer, kept in the pages next
+to its latent. Among keys of equal score the one at the lower position goes first, so that the choice of keys depends on
+nothing but the query and the keys before it.
 """
 
 # T tokens, H heads, I width of an index key, R rotary width, C latent width, W = C + R, B requests, P pages
@@ -22,7 +22,7 @@ _MAX_GATHERED = 8 * 2**20  # values of keys held at once
 
 
 class NewIndexKeys(NamedTuple):
-    """What a step's tokens add to the index keys of one layer.
+    """The index keys that a step's tokens add to the pages of one layer.
 
     keys_TI: [T, I], before their norm.
     norm_I, bias_I: of the layer norm, which has this `eps`.
@@ -44,7 +44,7 @@ class NewIndexKeys(NamedTuple):
 
 
 class IndexQueries(NamedTuple):
-    """Queries of the indexer: [T, H, I] before their rotation, and how much each head counts, [T, H] float32."""
+    """Queries of the indexer: [T, H, I] before their rotation, and the weight of each head, [T, H] float32."""
 
     q_THI: torch.Tensor
     weights_TH: torch.Tensor
@@ -84,7 +84,7 @@ def index_cache(new: NewIndexKeys) -> None:
 
 
 def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: float) -> torch.Tensor:
-    """The keys that each query attends to: those with the best scores, Σ over heads of weight · max(0, q · k × scale).
+    """Choose the keys that each query attends to, by the best scores Σ over heads of weight · max(0, q · k × scale).
 
     Args:
         topk: K.
@@ -103,7 +103,7 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
         num_pages = -(-num_keys // PAGE_TOKENS)
         if num_pages > keys.page_table_BP.shape[1]:
             start += count
-            continue  # none of them sees that number of keys
+            continue  # none of these queries sees that number of keys
         pages_P = keys.page_table_BP[request, :num_pages]
         keys_XI = keys.pages[pages_P].flatten(0, 1).float()
         piece = max(1, MAX_SCORES // (len(keys_XI) * q_THI.shape[1]))
@@ -119,14 +119,14 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
 def mla_sparse(
     q_THW: torch.Tensor, pages: torch.Tensor, slots_TK: torch.Tensor, *, latent_dim: int, scale: float
 ) -> torch.Tensor:
-    """Attention in the absorbed form (see `mla.mla_decode`) to the latents in these slots alone.
+    """Attend in the absorbed form (see `mla.mla_decode`) to the latents in these slots alone.
 
-    With all keys that a query sees, in the order of their positions, it is mla_decode to the bit.
+    For all keys that a query sees, in the order of their positions, the result is that of mla_decode to the bit.
 
     Args:
         q_THW: [T, H, C + R].
         pages: [num_pages, S, C + R], gaps between rows allowed.
-        slots_TK: [T, K] int32; NO_SLOT in the whole row of a query whose attention is not wanted, which gives zeros.
+        slots_TK: [T, K] int32; NO_SLOT in the whole row of a query that needs no attention here, which gives zeros.
         latent_dim: C.
         scale: factor on the scores.
 
@@ -150,15 +150,15 @@ def mla_sparse(
 
 
 def rotated_queries(queries: IndexQueries) -> torch.Tensor:
-    """The queries with their positions, [T, H, I]."""
+    """Return the queries rotated to their positions, [T, H, I]."""
     return _rotated(queries.q_THI, queries.cos, queries.sin, queries.interleaved)
 
 
 def best_slots(scores_TX: torch.Tensor, keys: IndexedKeys, *, topk: int) -> torch.Tensor:
-    """What `choose_keys` gives, from scores.
+    """Return the result of `choose_keys`, given the scores.
 
     Args:
-        scores_TX: float32, a query's score of the key at position 0 first; behind its last key anything.
+        scores_TX: float32, a query's score of the key at position 0 first; anything behind its last key.
     """
     chosen_TK = _best(F.pad(scores_TX, (0, max(0, topk - scores_TX.shape[1]))), keys.positions_T, topk)
     is_near_T1 = (keys.positions_T + 1 < topk)[:, None]
@@ -168,20 +168,20 @@ def best_slots(scores_TX: torch.Tensor, keys: IndexedKeys, *, topk: int) -> torc
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """x with the first values of each row rotated."""
+    """Rotate the first values of each row of x."""
     turned, plain = x.split([2 * cos.shape[-1], x.shape[-1] - 2 * cos.shape[-1]], dim=-1)
     return torch.cat([rope(turned, cos, sin, interleaved=interleaved), plain], dim=-1)
 
 
 def _scores(q_THI: torch.Tensor, weights_TH: torch.Tensor, keys_XI: torch.Tensor, scale: float) -> torch.Tensor:
-    """[T, X] float32, of queries of one request."""
+    """Return the scores of queries of one request, [T, X] float32."""
     products_LX = batched_matmul(q_THI.float().flatten(0, 1)[None], keys_XI.T[None])[0]
     scores_THX = products_LX.mul_(scale).relu_().unflatten(0, (len(q_THI), -1))
     return (scores_THX * weights_TH[..., None]).sum(1, dtype=torch.float64).float()
 
 
 def _best(scores_TX: torch.Tensor, positions_T: torch.Tensor, topk: int) -> torch.Tensor:
-    """[T, K] int64, the positions of the best scores in ascending order; among equal ones the first."""
+    """Return the positions of the best scores in ascending order, [T, K] int64; among equal scores the first."""
     unseen_TX = torch.arange(scores_TX.shape[1], device=scores_TX.device) > positions_T[:, None]
     order_TX = torch.sort(scores_TX.masked_fill(unseen_TX, -torch.inf), dim=-1, descending=True, stable=True).indices
     return order_TX[:, :topk].sort(dim=-1).values

@@ -25,7 +25,7 @@ def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @triton.jit
 def _largest_of_part(logits_ptr, peaks_ptr, places_ptr, width, stride, PART: tl.constexpr):
-    """The peak of one part and its place, which is stored as -1 - place where a value of the part is not finite."""
+    """Find the peak of one part and its place; store -1 - place if a value of the part is not finite."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)
     is_inside = columns < width

@@ -1,8 +1,8 @@
 """Absorbed latent attention over pages for decode, in Triton: one shared key per token, its latent the value too.
 
-DeepSeek-V2 report section 2.1.2. Keys are all those of a request, in its pages, or chosen ones, in a list of slots
-(DeepSeek-V3.2-Exp report section 2.1): all that a query sees, in order, give the same bits either way. They are cut
-every SPLIT_TOKENS keys, counted from the first one; each part gets programs of its own and a second kernel adds the
+DeepSeek-V2 report section 2.1.2. The keys are those of a whole request, in its pages, or chosen ones, in lists of slots
+(DeepSeek-V3.2-Exp report section 2.1): a list of all keys that a query sees gives the same bits as the pages. Keys are
+cut every SPLIT_TOKENS keys, counted from the first one; each part gets its own programs and a second kernel adds the
 parts up in ascending order. So parts and sums depend on the request alone. Fixed parts leave a GPU partly idle when few
 short requests run.
 """
@@ -26,12 +26,12 @@ _LOG2_E = 1.4426950408889634
 
 
 def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    """A request without tokens gives zeros. Softmax weights are rounded to bfloat16 before they meet the latents."""
+    """Give zeros for a request without tokens; round softmax weights to bfloat16 before they meet the latents."""
     return _attend_paged(q_THW, keys, (keys.pages, None, None), latent_dim, scale)
 
 
 def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    """Rows are widened where they are read: as mla_decode of the widened rows, to the bit."""
+    """Widen rows where they are read, with the bits of mla_decode over the widened rows."""
     return _attend_paged(q_THW, keys, as_parts(keys.pages), latent_dim, scale)
 
 
@@ -45,7 +45,7 @@ def _attend_paged(q_THW: torch.Tensor, keys: PagedKeys, pages: Pages, latent_dim
 def mla_sparse(
     q_THW: torch.Tensor, pages: torch.Tensor, slots_TK: torch.Tensor, *, latent_dim: int, scale: float
 ) -> torch.Tensor:
-    """As mla_decode of the keys in these slots, to the bit."""
+    """Give the bits of mla_decode over the keys in these slots."""
     whose = None, None, None, slots_TK.contiguous()
     return _attend(q_THW, (pages, None, None), whose, len(slots_TK), slots_TK.shape[1], latent_dim, scale)
 
@@ -59,10 +59,10 @@ def _attend(
     latent_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of each request's queries to its keys: by page table, lengths and positions, or by slots.
+    """Attend with each request's queries to its keys: by page table, lengths and positions, or by slots.
 
     Args:
-        pages: in bfloat16, and no others; in FP8 the same pages as values, as scales and as rotary keys.
+        pages: in bfloat16, without the other two; in FP8 the same pages as values, as scales and as rotary keys.
     """
     num_rows, num_heads, width = q_THW.shape
     out_THC = torch.empty(num_rows, num_heads, latent_dim, dtype=q_THW.dtype, device=q_THW.device)
@@ -105,7 +105,7 @@ def _attend(
 
 @triton.jit
 def _num_chosen(slots_ptr, request, list_length):
-    """How many keys a query attends to: those of its list, none where that is empty."""
+    """Return the number of keys that a query attends to: those of its list, 0 for an empty list."""
     return tl.where(tl.load(slots_ptr + request * list_length) < 0, 0, list_length).to(tl.int64)
 
 
@@ -117,7 +117,7 @@ def _attend_part(
     LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Unfinished softmax of some rows of one request over one part of its keys; scores in powers of two."""
+    """Compute the unfinished softmax of some rows of one request over one part of its keys; scores in powers of two."""
     part, local = tl.program_id(1), tl.program_id(2)
     request = (first_request + local).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -178,7 +178,7 @@ def _add_parts(
     first_request, rows_per_request, num_heads, list_length, num_parts,
     LATENT: tl.constexpr, LATENT_TILE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One row's softmax from those of its parts that hold a key it sees."""
+    """Add up one row's softmax from the parts that hold a key it sees."""
     row = tl.program_id(0).to(tl.int64)
     request = first_request + row // rows_per_request
     if slots_ptr is not None:

@@ -1,7 +1,7 @@
 """A token of each row, drawn after temperature, top_k, top_p and min_p, in Triton and without sorting the vocabulary.
 
-What stays of a row ordered by weight is its first tokens: all whose weight is above some number, the edge, and the
-first few of those that have just this weight. Four kernels find and use it:
+The filters keep the first tokens of a row ordered by weight: all tokens whose weight is above some number, the edge,
+and the first few tokens of exactly this weight. Four kernels find and use the edge:
 
     weigh     the tokens' weights; in rows with a filter also how many (top_k) or how much (top_p) there is in each
               bucket of similar ones
@@ -10,7 +10,7 @@ first few of those that have just this weight. Four kernels find and use it:
     add up    the weights that stay, by parts of the vocabulary
     pick      the part of the drawn token, then the token
 
-Weights are whole numbers and all sums exact, so what is kept and drawn is what `reference.draw` keeps and draws.
+Weights are whole numbers and all sums exact, so the same tokens are kept and drawn as by `reference.draw`.
 """
 
 # S rows of logits, V vocabulary, B buckets, P parts of the vocabulary
@@ -26,7 +26,7 @@ _PART = 4096
 
 # Weights whose exponent and first six bits behind the leading one are alike share a bucket; 0 is that of weight 0.
 _DROPPED = tl.constexpr(52 - 6)  # bits of a float64
-_ONE = tl.constexpr(1023 << 6)  # what is left of the float64 1
+_ONE = tl.constexpr(1023 << 6)  # the remaining bits of the float64 1
 _BITS = tl.constexpr(39)  # in which weights of a bucket differ, in whole steps of three: 44 - 6 at most
 _BUCKETS = 4096  # of which the 2**44 of the largest weight is number 44 * 64 + 1
 
@@ -39,7 +39,7 @@ def draw(
     min_p_S: torch.Tensor,
     uniform_S: torch.Tensor,
 ) -> torch.Tensor:
-    """Rows that are not finite get some token; nothing is read on the host."""
+    """Draw without reading anything on the host; rows that are not finite get some token."""
     num_rows, width = logits_SV.shape
     check_vocabulary(width)
     device = logits_SV.device
@@ -76,7 +76,7 @@ def _weigh(
     logits_ptr, peaks_ptr, temperature_ptr, top_k_ptr, top_p_ptr, weights_ptr, counts_ptr, sums_ptr, width, stride,
     UNIT: tl.constexpr, TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities in units of the largest one's 2**-44, in float64 and rounded once, halves to even."""
+    """Compute probabilities in units of the largest one's 2**-44, in float64, rounded once, halves to even."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_inside = columns < width
@@ -99,15 +99,15 @@ def _weigh(
 
 @triton.jit
 def _least_of(bucket):
-    """The smallest weight of a bucket; 1 for that of weight 0."""
+    """Return the smallest weight of a bucket; 1 for the bucket of weight 0."""
     return tl.ceil(((bucket - 1 + _ONE) << _DROPPED).to(tl.float64, bitcast=True)).to(tl.int64)
 
 
 @triton.jit
 def _gather(weights_at, columns_at, width, least, end, PART: tl.constexpr):
-    """Where the weights from `least` to below `end` are, one behind the other; how many they are."""
+    """Store the columns of the weights in [least, end) one after another; return their number."""
     length = 0
-    tl.debug_barrier()  # what was gathered before is read to its end
+    tl.debug_barrier()  # all threads have read the previous gathering
     for start in range(0, width, PART):
         columns = start + tl.arange(0, PART)
         weights = tl.load(weights_at + columns, mask=columns < width, other=0)
@@ -123,7 +123,7 @@ def _gather(weights_at, columns_at, width, least, end, PART: tl.constexpr):
 
 @triton.jit
 def _gathered(weights_at, columns_at, start, length, TILE: tl.constexpr):
-    """A tile of the gathered weights; behind their end -1."""
+    """Return a tile of the gathered weights; -1 behind their end."""
     places = start + tl.arange(0, TILE)
     columns = tl.load(columns_at + places, mask=places < length, other=0)
     return tl.load(weights_at + columns, mask=places < length, other=-1)
@@ -131,7 +131,7 @@ def _gathered(weights_at, columns_at, start, length, TILE: tl.constexpr):
 
 @triton.jit
 def _from(weights_at, columns_at, length, least, IS_SUM: tl.constexpr, TILE: tl.constexpr):
-    """Of the gathered weights from each of `least` on: how many there are, or their sum; [8] int64."""
+    """For each of 8 lower bounds `least`, count or sum the gathered weights from this bound on; [8] int64."""
     found = tl.zeros((8,), tl.int64)
     for start in range(0, length, TILE):
         weights = _gathered(weights_at, columns_at, start, length, TILE)[:, None]
@@ -145,9 +145,9 @@ def _last_kept(
     weights_at, columns_at, measures_at, width, limit,
     IS_SUM: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """The least weight above which there are fewer than `limit` weights, or less than `limit` in sum; 0 for all.
+    """Return the least weight above which there are fewer than `limit` weights, or less than `limit` in sum; 0: all.
 
-    With it its bucket and how many weights of the bucket were gathered.
+    Also return its bucket and how many weights of the bucket were gathered.
     """
     buckets = tl.arange(0, BUCKETS).to(tl.int64)
     measures = tl.load(measures_at + buckets)
@@ -169,7 +169,7 @@ def _above(
     weights_at, columns_at, measures_at, bucket, length, weight,
     IS_SUM: tl.constexpr, TILE: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """How many weights are above this one of a bucket that was gathered, or their sum."""
+    """Count or sum the weights above this weight of a gathered bucket."""
     buckets = tl.arange(0, BUCKETS)
     found = tl.sum(tl.where(buckets > bucket, tl.load(measures_at + buckets), 0), 0)
     for start in range(0, length, TILE):
@@ -184,7 +184,7 @@ def _keep(
     weights_ptr, counts_ptr, sums_ptr, columns_ptr, top_k_ptr, top_p_ptr, min_p_ptr, edges_ptr, equals_ptr, width,
     UNIT: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """Tokens stay whose weight is above `edge`, and the first `num_equal` of those that have this weight."""
+    """Find `edge` and `num_equal`; tokens above the edge are kept, and the first `num_equal` tokens level with it."""
     row = tl.program_id(0).to(tl.int64)
     weights_at, columns_at = weights_ptr + row * width, columns_ptr + row * width
     counts_at, sums_at = counts_ptr + row * BUCKETS, sums_ptr + row * BUCKETS
@@ -199,7 +199,7 @@ def _keep(
         limit = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)  # the first one always stays
         last, bucket, length = _last_kept(weights_at, columns_at, sums_at, width, limit, True, TILE, PART, BUCKETS)
         before = _above(weights_at, columns_at, sums_at, bucket, length, last, True, TILE, BUCKETS)
-        # each of them stays that has less than the limit before it
+        # a token of this weight stays if the sum before it is below the limit
         num_last = tl.cdiv(limit - before, tl.maximum(last, 1))
         num_equal = tl.where(last > edge, num_last, tl.where(last == edge, tl.minimum(num_equal, num_last), num_equal))
         edge = tl.maximum(edge, last)
@@ -211,7 +211,7 @@ def _keep(
 
 @triton.jit
 def _add_up(weights_ptr, edges_ptr, above_ptr, level_ptr, width, PART: tl.constexpr):
-    """Of one part: the sum of the weights above the edge, and how many are level with it."""
+    """Sum one part's weights above the edge, and count those level with it."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = part * PART + tl.arange(0, PART)
     weights = tl.load(weights_ptr + row * width + columns, mask=columns < width, other=-2)
@@ -226,7 +226,7 @@ def _pick(
     weights_ptr, edges_ptr, equals_ptr, above_ptr, level_ptr, uniform_ptr, tokens_ptr, width, num_parts,
     PART: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The first token up to which the weights that stay are more than a share of them all."""
+    """Pick the first token up to which the kept weights are more than a share of their sum."""
     row = tl.program_id(0).to(tl.int64)
     edge, num_equal = tl.load(edges_ptr + row), tl.load(equals_ptr + row)
     parts = tl.arange(0, PARTS)

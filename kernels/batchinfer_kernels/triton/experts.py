@@ -1,7 +1,7 @@
 """SwiGLU of experts in Triton, contiguous and masked layout, in bfloat16 and with FP8 block-scaled weights.
 
-Which rows are whose is found on the device from the counts, so the host never waits and a captured graph stays good
-when counts change. Both layouts give a row the same bits.
+The device assigns rows to experts from the counts, so the host never waits and a captured graph stays valid when counts
+change. Both layouts give a row the same bits.
 """
 
 # E experts, C rows of room per expert, M rows, D hidden, F intermediate
@@ -29,7 +29,7 @@ def grouped_mlp(
     *,
     tile_rows: int = 1,
 ) -> torch.Tensor:
-    """[rows, D] bfloat16; reads nothing on the host."""
+    """Return [rows, D] bfloat16 without reading anything on the host."""
     num_rows = len(x) if tokens_M is None else len(tokens_M)
     out = torch.empty(num_rows, x.shape[-1], dtype=torch.bfloat16, device=x.device)
     if num_rows == 0:
@@ -47,7 +47,7 @@ def masked_mlp(
     *,
     expected_rows: int | None = None,
 ) -> torch.Tensor:
-    """[E, C, D] bfloat16; takes scales in any order in memory.
+    """Return [E, C, D] bfloat16; take scales in any memory order.
 
     The rows beyond an expert's count are not written: filling a decode step's mostly empty blocks would only take time.
     """
@@ -92,5 +92,5 @@ def _swiglu(
 
 
 def _between(out: torch.Tensor, width: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Room for a row of `width` values per row of `out`; only the experts' rows will be written."""
+    """Allocate a row of `width` values per row of `out`; only the experts' rows will be written."""
     return torch.empty(len(out), width, dtype=dtype, device=out.device)

@@ -18,12 +18,12 @@ _ROWS = 16
 
 
 def as_parts(pages: torch.Tensor) -> Pages:
-    """The pages as values, as scales and as rotary keys."""
+    """View the pages as values, as scales and as rotary keys."""
     return pages.view(torch.float8_e4m3fn), pages.view(torch.float32), pages.view(torch.bfloat16)
 
 
 def widen_rows(pages: torch.Tensor, slots_X: torch.Tensor, latent_dim: int) -> torch.Tensor:
-    """[X, W] bfloat16: the rows of FP8 pages in these slots."""
+    """Return the rows of FP8 pages in these slots, [X, W] bfloat16."""
     start = rotary_start(latent_dim)
     rotary = (pages.shape[-1] - start) // 2
     out_XW = torch.empty(len(slots_X), latent_dim + rotary, dtype=torch.bfloat16, device=pages.device)
@@ -65,19 +65,19 @@ def _widen_rows(
 
 @triton.constexpr_function
 def tile_of(LATENT_TILE):
-    """How many values of a latent in a tile of this width share a scale."""
+    """Return how many values of a latent share a scale in a tile of this width."""
     return min(TILE, LATENT_TILE)
 
 
 @triton.constexpr_function
 def rotary_byte(LATENT):
-    """The byte of a row at which its rotary key begins."""
+    """Return the byte of a row at which its rotary key begins."""
     return LATENT + 4 * ((LATENT + TILE - 1) // TILE)
 
 
 @triton.jit
 def power_scale_of(amax):
-    """Scale of a tile of FP8 pages: the smallest power of two that takes `amax` to 448 at most; see reference."""
+    """Return a tile's scale: the smallest power of two that takes `amax` to 448 at most; see the reference."""
     least = tl.maximum(tl.div_rn(amax, FP8_MAX), FP8_MIN_AMAX)
     # up to the next power of two: the exponent, and one more where there is a mantissa
     bits = least.to(tl.int32, bitcast=True)
@@ -87,7 +87,7 @@ def power_scale_of(amax):
 
 @triton.jit
 def widened(values, scales, ROWS: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr):
-    """E4M3 [ROWS, WIDTH] times scales [ROWS, WIDTH / TILE], powers of two: bfloat16, without rounding."""
+    """Return E4M3 values [ROWS, WIDTH] times scales [ROWS, WIDTH / TILE], powers of two: bfloat16, without rounding."""
     in_tiles = tl.reshape(values.to(tl.float32), (ROWS, WIDTH // TILE, TILE)) * scales[:, :, None]
     return tl.reshape(in_tiles, (ROWS, WIDTH)).to(tl.bfloat16)
 
@@ -98,7 +98,7 @@ def load_keys(
     LATENT: tl.constexpr, ROTARY: tl.constexpr, LATENT_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr,
     KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Latents [KEYS, LATENT_TILE] and rotary keys of these slots in bfloat16; without scales pages are plain."""
+    """Load latents [KEYS, LATENT_TILE] and rotary keys of these slots in bfloat16; without scales pages are plain."""
     latent, rotary = tl.arange(0, LATENT_TILE), tl.arange(0, ROTARY_TILE)
     key_at = pages_ptr + slots[:, None] * page_step
     k_latent = load_columns(key_at + latent[None, :], (latent < LATENT)[None, :], LATENT == LATENT_TILE)

@@ -21,7 +21,7 @@ def gate(
     counts_E: torch.Tensor | None = None,
     is_counted_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One kernel."""
+    """Choose experts in one kernel."""
     num_tokens, num_experts = logits_TE.shape
     is_v3 = rule.method == "noaux_tc"
     is_limited = rule.topk_groups < rule.num_groups and rule.method != "greedy"
@@ -59,7 +59,7 @@ def gate(
 
 @triton.jit
 def _allowed(choice, is_group, groups, places, token, TOPK_GROUPS: tl.constexpr, SUMS_TWO: tl.constexpr):
-    """Which groups a token may use: those whose best ones, or best two together, are the largest."""
+    """Mark the groups that a token may use, by their best score or the sum of their best two."""
     low = -float("inf")
     far: tl.constexpr = 2**30
     best = tl.max(choice, 2)

@@ -30,7 +30,7 @@ def linear(
     float32_out: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """With `float32_out` sums are not rounded to bfloat16 at all."""
+    """Leave sums in float32 with `float32_out`, without rounding to bfloat16."""
     values, scales = weight.values if isinstance(weight, BlockScaled) else weight, None
     dtype = torch.float32 if float32_out else torch.bfloat16
     out = torch.empty(len(x), values.shape[0], dtype=dtype, device=values.device)
@@ -45,7 +45,7 @@ def linear(
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The batches of a row follow each other in memory, unless `out` says otherwise."""
+    """Lay a row's batches one after another in memory, unless `out` has another layout."""
     if out is None:
         out = torch.empty(x.shape[1], x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device).transpose(0, 1)
     return product(dense(x), dense(weight), out=out)
@@ -62,7 +62,7 @@ def product(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out = x · weightᵀ (+ bias) (+ residual), each sum rounded to bfloat16; a float32 `out` alone is not rounded.
+    """Compute x · weightᵀ (+ bias) (+ residual), each sum rounded to bfloat16; only a float32 `out` is not rounded.
 
     Args:
         x: [T, M] or [B, T, M] bfloat16 or float8_e4m3fn, the last dim without gaps.
@@ -126,9 +126,9 @@ def product(
 
 
 def row_scale_steps(scales: torch.Tensor | None) -> tuple[int, int, int]:
-    """Steps between the scales of two experts, beyond those of their C rows, of two rows and of two blocks.
+    """Return the steps between the scales of two experts, beyond those of their C rows, of two rows and of two blocks.
 
-    Row e * C + c of expert e has its scales at (e * C + c) * row step + e * expert step, however these lie in memory.
+    Row e * C + c of expert e has its scales at (e * C + c) * row step + e * expert step, in any memory order.
     """
     if scales is None:
         return 0, 0, 0
@@ -139,7 +139,7 @@ def row_scale_steps(scales: torch.Tensor | None) -> tuple[int, int, int]:
 
 
 def _scale_strides(weight: torch.Tensor | BlockScaled) -> tuple[int, int]:
-    """Steps between the scales of two weights and of two blocks of columns."""
+    """Return the steps between the scales of two weights and of two blocks of columns."""
     if not isinstance(weight, BlockScaled):
         return 0, 0
     scales = weight.scales
@@ -199,7 +199,7 @@ def _tile(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows [start, start + ROWS) before `end`, times one tile of columns of the weight `expert`."""
+    """Multiply rows [start, start + ROWS) before `end` by one tile of columns of the weight `expert`."""
     row = start + tl.arange(0, ROWS)
     is_row = row < end
     row = tl.where(is_row, row, start).to(tl.int64)  # rows and columns outside repeat one inside and are not stored

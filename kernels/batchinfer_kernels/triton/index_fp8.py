@@ -1,4 +1,4 @@
-"""Queries and keys of an indexer in FP8, in Triton: Hadamard transform and rounding of rows wherever they lie.
+"""Queries and keys of an indexer in FP8, in Triton: Hadamard transform and rounding of rows at any address.
 
 The transform is a product with a matrix of 1 and -1, whose columns are made from the bits of their numbers.
 """
@@ -15,7 +15,7 @@ _TILE_ROWS = 64
 
 
 def hadamard_fp8(x_NI: torch.Tensor, rows_M: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums are float32."""
+    """Sum in float32."""
     width = x_NI.shape[-1]
     num_rows = len(x_NI) if rows_M is None else len(rows_M)
     values_MI = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x_NI.device)

@@ -1,8 +1,8 @@
-"""The indexer of DeepSeek Sparse Attention in Triton: its keys' way into the pages, and the best keys of a query.
+"""The indexer of DeepSeek Sparse Attention in Triton: writing its keys to pages, and the best keys of a query.
 
-DeepSeek-V3.2-Exp report section 2.1. Queries are turned once; then each query's heads meet the keys of its request
-where they lie in the pages, tile by tile; then each query's scores are searched for the best (topk.py). A query is a
-program of its own in all three, so its bits and its choice do not depend on its company.
+DeepSeek-V3.2-Exp report section 2.1. Queries are rotated once; then each query's heads meet the keys of its request in
+the pages, tile by tile; then each query's scores are searched for the best (topk.py). A query has its own program in
+all three steps, so its bits and its choice do not depend on its batch.
 """
 
 # T tokens, H heads, I width of an index key, R rotary width, B requests, P pages, K keys of a query, X keys
@@ -22,7 +22,7 @@ _TILE_KEYS = 128
 
 
 def index_cache(new: NewIndexKeys) -> None:
-    """Sums of the norm are float32."""
+    """Sum the norm in float32."""
     keys_TI, norm_I, bias_I, eps, cos, sin, pages, slots_T, interleaved = new
     keys_TI = keys_TI.contiguous()
     num_tokens, width = keys_TI.shape
@@ -47,7 +47,7 @@ def index_cache(new: NewIndexKeys) -> None:
 
 
 def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: float) -> torch.Tensor:
-    """The scale goes into the weights of heads; scores are summed in float32.
+    """Multiply the scale into the weights of heads; sum scores in float32.
 
     Memory for scores is that of the longest request of the page table; queries are worked on in pieces that keep to a
     bound.
@@ -114,7 +114,7 @@ def rotated_queries(queries: IndexQueries) -> torch.Tensor:
 
 @triton.jit
 def _partner(columns, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """For each column of a row: its pair, where that pair's other value is, and whether it is the pair's first."""
+    """Return for each column of a row its pair, the column of the pair's other value, and whether it is the first."""
     if INTERLEAVED:
         pair, is_first = columns // 2, columns % 2 == 0
         other = columns ^ 1
@@ -128,7 +128,7 @@ def _partner(columns, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def _turned(own, paired, cos, sin, is_first):
-    """The values of rotated pairs, rounded to bfloat16."""
+    """Return the values of rotated pairs, rounded to bfloat16."""
     return to_bfloat16(tl.where(is_first, own * cos - paired * sin, own * cos + paired * sin))
 
 
@@ -137,7 +137,7 @@ def _turn(
     q_ptr, cos_ptr, sin_ptr, out_ptr, num_heads,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, HEADS: tl.constexpr, WIDTH_TILE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one query, the first values of each rotated."""
+    """Rotate the first values of some heads of one query."""
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     columns = tl.arange(0, WIDTH_TILE)
@@ -157,7 +157,7 @@ def _index_cache(
     keys_ptr, norm_ptr, bias_ptr, cos_ptr, sin_ptr, pages_ptr, slots_ptr, eps, page_step,
     WIDTH: tl.constexpr, PAIRS: tl.constexpr, WIDTH_TILE: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """A layer norm, rounded to bfloat16, then the rotation of the first values, rounded again."""
+    """Apply a layer norm, rounded to bfloat16, then rotate the first values, rounded again."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH_TILE)
     pair, other, is_first, is_turned = _partner(columns, PAIRS, INTERLEAVED)
@@ -176,7 +176,7 @@ def _index_cache(
 
 @triton.jit
 def _normed(row_ptr, norm_ptr, bias_ptr, columns, is_inside, mean, factor):
-    """These columns of a row after its norm, in bfloat16."""
+    """Return these columns of a row after its norm, in bfloat16."""
     x = tl.load(row_ptr + columns, mask=is_inside, other=0.0).to(tl.float32)
     norm = tl.load(norm_ptr + columns, mask=is_inside, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=is_inside, other=0.0).to(tl.float32)
@@ -190,7 +190,7 @@ def _score(
     WIDTH: tl.constexpr, HEADS_TILE: tl.constexpr, WIDTH_TILE: tl.constexpr,
     KEYS: tl.constexpr, SEGMENT: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Scores of one query with one segment of its keys; of one that sees fewer than `topk` keys none are wanted."""
+    """Score one query with one segment of its keys; skip a query that sees fewer than `topk` keys."""
     row = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * SEGMENT
     num_keys = tl.load(positions_ptr + row).to(tl.int32) + 1

@@ -1,8 +1,8 @@
-"""How tensors lie in memory before a kernel reads them."""
+"""The memory layout of tensors that a kernel reads."""
 
 import torch
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """x without gaps between the values of its last dim; a copy only if it has any."""
+    """Return x without gaps between the values of its last dim, copied only if there are gaps."""
     return x if x.stride(-1) == 1 else x.contiguous()

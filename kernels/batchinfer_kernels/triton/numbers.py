@@ -1,7 +1,7 @@
 """Rounding and products that give the same in compiled kernels and in Triton's interpreter.
 
-The interpreter cuts bfloat16 off instead of rounding it, does not round to even in E4M3, and takes bfloat16 in products
-for whole numbers. So there these are written out; compiled, each is one instruction of the hardware.
+The interpreter truncates bfloat16 instead of rounding, does not round to even in E4M3, and reads bfloat16 in products
+as whole numbers. So these steps are written out for it; compiled, each is one instruction of the hardware.
 """
 
 import triton
@@ -15,7 +15,7 @@ FP8_MIN_AMAX = tl.constexpr(1e-4)
 
 @triton.jit
 def dot(a, b, total):
-    """total + a · b with a float32 total."""
+    """Return total + a · b with a float32 total."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total)
@@ -23,7 +23,7 @@ def dot(a, b, total):
 
 @triton.jit
 def to_bfloat16(x):
-    """float32 to the nearest bfloat16, ties to even."""
+    """Round float32 to the nearest bfloat16, ties to even."""
     if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -33,7 +33,7 @@ def to_bfloat16(x):
 
 @triton.jit
 def to_e4m3(x):
-    """float32 of at most 448 (or not a number) to the nearest E4M3, ties to even."""
+    """Round float32 of at most 448 (or NaN) to the nearest E4M3, ties to even."""
     if INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         size = tl.abs(x)
@@ -48,17 +48,18 @@ def to_e4m3(x):
 
 @triton.jit
 def scale_of(amax, is_number):
-    """Scale of a block whose largest size is `amax`; not a number where one of its values is not."""
+    """Return the scale of a block whose largest size is `amax`; NaN if one of its values is NaN."""
     scale = tl.div_rn(tl.maximum(amax, FP8_MIN_AMAX), FP8_MAX)
     return tl.where(is_number, scale, float("nan"))
 
 
 @triton.jit
 def scaled(x, scale):
-    """x ÷ scale within ±448, not a number where x ÷ scale is none.
+    """Return x ÷ scale within ±448, NaN where x ÷ scale is NaN.
 
-    Compiled, a block's inverse is divided once, and each quotient corrected by what it leaves: it is then the nearest
-    float32 (Markstein, IBM J. Res. Dev. 34, 1990), as long as nothing underflows; below that E4M3 knows zero alone.
+    Compiled, a block's inverse is divided once, and each quotient corrected by its remainder: the result is then the
+    nearest float32 (Markstein, IBM J. Res. Dev. 34, 1990), as long as nothing underflows; below that E4M3 has only
+    zero.
     """
     if INTERPRETED:  # its fma rounds twice
         y = tl.div_rn(x, scale)
@@ -72,7 +73,7 @@ def scaled(x, scale):
 
 @triton.jit
 def load_columns(pointers, is_column, IS_WHOLE: tl.constexpr):
-    """Values there, 0 outside the columns; without a mask where all of them are inside."""
+    """Load the values, 0 outside the columns; without a mask if all columns are inside."""
     if IS_WHOLE:
         return tl.load(pointers)
     else:  # noqa: RET505  (a kernel has one type per return only where the branches are constant)

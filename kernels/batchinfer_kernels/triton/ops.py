@@ -1,7 +1,7 @@
-"""The operations that have a Triton version; the `reference` functions of the same names say what they do.
+"""The operations that have a Triton version; the `reference` functions of the same names document them.
 
-bfloat16 runs in Triton, also with FP8 block-scaled weights. A row has the same bits in any company. The modules that
-have the kernels import Triton, so they are imported by the first call of an operation.
+bfloat16 runs in Triton, also with FP8 block-scaled weights. A row has the same bits in any batch. The modules with the
+kernels import Triton, so they are imported by the first call of an operation.
 """
 
 # T tokens (rows), D hidden, F intermediate, E experts, M (token, expert) entries
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from batchinfer_kernels.implementation import Implementation, at, nothing, refusing
+from batchinfer_kernels.implementation import Implementation, accepts_all, implementation, on_args
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.mla import PagedKeys
@@ -25,7 +25,7 @@ from batchinfer_kernels.triton import probe
 Weight = torch.Tensor | BlockScaled
 
 
-# ---- what they do not take
+# ---- rejected arguments
 
 
 def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
@@ -76,17 +76,17 @@ def _index_keys(new: NewIndexKeys) -> str | None:
 
 
 def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
-    """Queries or keys that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Tensors (queries, keys) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(queries.q_THI, keys.pages) or _uneven(keys.pages)
 
 
 def _queries(queries: IndexQueries) -> str | None:
-    """Queries that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Tensors (queries) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(queries.q_THI)
 
 
 def _chosen(q: torch.Tensor, pages: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Queries or pages that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Tensors (queries, pages) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q, pages) or _uneven(pages)
 
 
@@ -109,7 +109,7 @@ def _rounded(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *_: 
 
 
 def _runs_on(x: torch.Tensor) -> bool:
-    """Whether kernels can be started on the tensor's device."""
+    """Return whether kernels can be started on the tensor's device."""
     return not x.is_cpu or probe.interprets()
 
 
@@ -129,9 +129,9 @@ def _mismatch(*operands: Any) -> str | None:
 # ---- the operations
 
 
-@refusing(nothing)
+@implementation(rejects=accepts_all)
 def pack(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, is_paired: bool = False) -> Weight:
-    """Without gaps between its values, or in FP8 blocks.
+    """Remove gaps between the weight's values, or round it to FP8 blocks.
 
     Raises:
         RuntimeError: the GPU cannot multiply E4M3, or the weight is to be in 4 bits.
@@ -145,55 +145,55 @@ def pack(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = Fals
 
 
 class Kernel:
-    """A function of a module that imports Triton, imported by the first call."""
+    """A function of a module that imports Triton; the first call imports the module."""
 
     def __init__(self, module: str, name: str):
         self._module, self._name = module, name
 
     @functools.cached_property
     def function(self) -> Callable[..., Any]:
-        """The function itself."""
+        """The function, imported on first use."""
         return getattr(importlib.import_module(f"{__package__}.{self._module}"), self._name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.function(*args, **kwargs)
 
 
-def _in(module: str, name: str, refuses: Callable[..., str | None]) -> Implementation[..., Any]:
-    return Implementation(Kernel(module, name), refuses)
+def _kernel(module: str, name: str, rejects: Callable[..., str | None]) -> Implementation[..., Any]:
+    return Implementation(Kernel(module, name), rejects)
 
 
-pack_router = _in("router", "pack_router", _foreign)
-linear = _in("gemm", "linear", at(_mismatch, 0, 1))
-batched_linear = _in("gemm", "batched_linear", at(_mismatch, 0, 1))
-router = _in("router", "router", at(_mismatch, 0))
-rms_norm = _in("rows", "rms_norm", at(_mismatch, 0, 1))
-rms_norm_fp8 = _in("rows", "rms_norm_fp8", at(_mismatch, 0, 1))
-silu_mul = _in("silu", "silu_mul", at(_mismatch, 0, 1))
-silu_mul_blocks = _in("silu", "silu_mul_blocks", at(_mismatch, 0))
-gate = _in("gate", "gate", _foreign)
-rope_and_cache = _in("rows", "rope_and_cache", _rotation)
-grouped_mlp = _in("experts", "grouped_mlp", _grouped)
-masked_mlp = _in("experts", "masked_mlp", _masked)
-sort_by_expert = _in("sorting", "sort_by_expert", _foreign)
-expert_places = _in("places", "expert_places", _foreign)
-sum_per_token = _in("rows", "sum_per_token", at(_summed, 0))
-add_sums = _in("rows", "add_sums", at(_mismatch, 0))
-argmax = _in("argmax", "argmax", _logits)
-draw = _in("draw", "draw", at(_logits, 0))
-mla_prefill = _in("prefill", "mla_prefill", _attention)
-mla_decode = _in("decode", "mla_decode", _attention)
-spread_queries = _in("pieces", "spread_queries", _foreign)
-merge_pieces = _in("pieces", "merge_pieces", _foreign)
-rope_and_cache_fp8 = _in("rows", "rope_and_cache_fp8", _fp8_rotation)
-mla_prefill_fp8 = _in("prefill", "mla_prefill_fp8", _fp8_attention)
-mla_decode_fp8 = _in("decode", "mla_decode_fp8", _fp8_attention)
-index_cache = _in("indexer", "index_cache", _index_keys)
-choose_keys = _in("indexer", "choose_keys", _scored)
-rotated_queries = _in("indexer", "rotated_queries", _queries)
-hadamard_fp8 = _in("index_fp8", "hadamard_fp8", at(_mismatch, 0))
-best_slots = _in("topk", "best_slots", _foreign)
-mla_sparse = _in("decode", "mla_sparse", _chosen)
-quantize_fp8_block = _in("quantize", "quantize_fp8_block", _foreign)
-quantize_fp8_rows = _in("quantize", "quantize_fp8_rows", _foreign)
-dequantize_fp8_block = _in("quantize", "dequantize_fp8_block", _rounded)
+pack_router = _kernel("router", "pack_router", _foreign)
+linear = _kernel("gemm", "linear", on_args(_mismatch, 0, 1))
+batched_linear = _kernel("gemm", "batched_linear", on_args(_mismatch, 0, 1))
+router = _kernel("router", "router", on_args(_mismatch, 0))
+rms_norm = _kernel("rows", "rms_norm", on_args(_mismatch, 0, 1))
+rms_norm_fp8 = _kernel("rows", "rms_norm_fp8", on_args(_mismatch, 0, 1))
+silu_mul = _kernel("silu", "silu_mul", on_args(_mismatch, 0, 1))
+silu_mul_blocks = _kernel("silu", "silu_mul_blocks", on_args(_mismatch, 0))
+gate = _kernel("gate", "gate", _foreign)
+rope_and_cache = _kernel("rows", "rope_and_cache", _rotation)
+grouped_mlp = _kernel("experts", "grouped_mlp", _grouped)
+masked_mlp = _kernel("experts", "masked_mlp", _masked)
+sort_by_expert = _kernel("sorting", "sort_by_expert", _foreign)
+expert_places = _kernel("places", "expert_places", _foreign)
+sum_per_token = _kernel("rows", "sum_per_token", on_args(_summed, 0))
+add_sums = _kernel("rows", "add_sums", on_args(_mismatch, 0))
+argmax = _kernel("argmax", "argmax", _logits)
+draw = _kernel("draw", "draw", on_args(_logits, 0))
+mla_prefill = _kernel("prefill", "mla_prefill", _attention)
+mla_decode = _kernel("decode", "mla_decode", _attention)
+spread_queries = _kernel("pieces", "spread_queries", _foreign)
+merge_pieces = _kernel("pieces", "merge_pieces", _foreign)
+rope_and_cache_fp8 = _kernel("rows", "rope_and_cache_fp8", _fp8_rotation)
+mla_prefill_fp8 = _kernel("prefill", "mla_prefill_fp8", _fp8_attention)
+mla_decode_fp8 = _kernel("decode", "mla_decode_fp8", _fp8_attention)
+index_cache = _kernel("indexer", "index_cache", _index_keys)
+choose_keys = _kernel("indexer", "choose_keys", _scored)
+rotated_queries = _kernel("indexer", "rotated_queries", _queries)
+hadamard_fp8 = _kernel("index_fp8", "hadamard_fp8", on_args(_mismatch, 0))
+best_slots = _kernel("topk", "best_slots", _foreign)
+mla_sparse = _kernel("decode", "mla_sparse", _chosen)
+quantize_fp8_block = _kernel("quantize", "quantize_fp8_block", _foreign)
+quantize_fp8_rows = _kernel("quantize", "quantize_fp8_rows", _foreign)
+dequantize_fp8_block = _kernel("quantize", "dequantize_fp8_block", _rounded)

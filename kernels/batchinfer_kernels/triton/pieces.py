@@ -1,4 +1,7 @@
-"""Queries for pieces of requests, and the pieces' results as one, in Triton; see reference/pieces.py."""
+"""Decode attention over pieces of requests in Triton: queries for each piece, and results per request.
+
+See reference/pieces.py.
+"""
 
 # B requests, K pieces of a request at most, V places of pieces, H heads, C latent width
 

@@ -1,4 +1,4 @@
-"""Where rows of experts go in tiles that no two experts share: one kernel, in Triton."""
+"""Places of the experts' rows in tiles that no two experts share: one kernel, in Triton."""
 
 # E experts, M rows sorted by expert, S places
 
@@ -32,7 +32,7 @@ def _expert_places(
     num_rows_ptr, tokens_ptr, place_ptr, expert_ptr, source_ptr, num_experts, num_places, tile_rows,
     EXPERTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Each program finds the experts of its places anew, from all counts."""
+    """Find the experts of this program's places from all counts, and store places, experts and sources."""
     experts = tl.arange(0, EXPERTS)
     num_rows = tl.load(num_rows_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
     padded = (num_rows + tile_rows - 1) // tile_rows * tile_rows

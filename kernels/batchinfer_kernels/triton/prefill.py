@@ -1,11 +1,11 @@
 """Causal latent attention over pages for prefill, in Triton: keys and values per head, softmax tile by tile.
 
 DeepSeek-V2 report section 2.1; the running softmax is that of FlashAttention (arXiv 2205.14135). Keys and values are
-made from the latents by one product for as many heads at a time as fit, and for some requests after the other: where
-many share a long prefix, memory does not grow with their number. Keys come in tiles of a page from the first one on,
-and a tile that a row does not see changes none of its bits: where a prompt was cut does not matter. Only tiles that
-some row of the program does not see whole are masked. The keys' rotary values, the same for all heads, are gathered
-before: so what the loop reads lies where it is known ahead, and two tiles are on their way while one is worked on.
+made from the latents by one product for as many heads at a time as fit, and for a few requests at a time: where many
+share a long prefix, memory does not grow with their number. Keys come in tiles of a page from the first one on, and a
+tile that a row does not see changes none of its bits: where a prompt was cut does not matter. A tile is masked only if
+some row of the program does not see all of it. The keys' rotary values, the same for all heads, are gathered before:
+so the loop reads known addresses, and two tiles are loading while one is worked on.
 """
 
 # T tokens, H heads, N query/key width without position, R rotary width, A = N + R, V value width, Z = N + V
@@ -34,14 +34,14 @@ SCHEDULE = "triton prefill"  # its entry in a step's schedule
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """How the attention of some of a step's requests is cut, the same in all layers."""
+    """The cuts of the attention of some of a step's requests, the same in all layers."""
 
     slots_X: torch.Tensor  # int64, of the tokens of these requests' pages, one page behind the other
     tiles: torch.Tensor  # [tiles, 4] int64: first row, behind the request's last row, place of its first page, context
 
 
 class _Keys(NamedTuple):
-    """Rows of latents, those of them that are keys (None: all), and the keys' rotary values [X, R]."""
+    """Rows of latents, the rows of them that are keys (None: all), and the keys' rotary values [X, R]."""
 
     latents: torch.Tensor
     rows_X: torch.Tensor | None
@@ -57,9 +57,9 @@ def mla_prefill(
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Softmax weights are rounded to bfloat16 before they meet the values.
+    """Round softmax weights to bfloat16 before they meet the values.
 
-    How the chunks are cut into tiles is found out once per `schedule`, which is that of one step (and micro-batch).
+    The chunks are cut into tiles once per `schedule`, which belongs to one step (and micro-batch).
     """
     rows_W, latent_dim = keys.pages.view(-1, keys.pages.shape[-1]), kv_b_HZC.shape[-1]
 
@@ -79,9 +79,9 @@ def mla_prefill_fp8(
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """As mla_prefill of the widened rows, to the bit: a kernel of its own widens those of the step's requests.
+    """Give the bits of mla_prefill over the widened rows, which a separate kernel widens for the step's requests.
 
-    Each is read by all heads and many queries, and its keys and values are made from it by a product anyway.
+    Each row is read by all heads and many queries, and a product makes keys and values from it anyway.
     """
     latent_dim = kv_b_HZC.shape[-1]
 
@@ -101,7 +101,7 @@ def _prefill(
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Some requests after the other, and of these some heads, so that memory is bounded."""
+    """Attend for a few requests at a time, and of these a few heads, so that memory is bounded."""
     num_tokens, num_heads, _ = q_THA.shape
     out_THV = torch.empty(num_tokens, num_heads, v_dim, dtype=q_THA.dtype, device=q_THA.device)
     if out_THV.numel() == 0:
@@ -128,7 +128,7 @@ def _prefill(
 def _cut(
     page_table_BP: torch.Tensor, num_tokens_B: torch.Tensor, context_tokens_B: torch.Tensor, device: torch.device
 ) -> list[_Work]:
-    """The work of all requests, some of them at a time; made on the host, which knows the lengths."""
+    """Cut the work of all requests into batches of a few, on the host, which knows the lengths."""
     pieces: list[tuple[list[int], list[tuple[int, ...]]]] = []
     start = 0
     for request, (num_tokens, context) in enumerate(zip(num_tokens_B.tolist(), context_tokens_B.tolist(), strict=True)):
@@ -141,7 +141,7 @@ def _cut(
             tiles += [(row, stop, len(places), context) for row in range(start, stop, _TILE_ROWS)]
             places += [request * page_table_BP.shape[1] + page for page in range(num_pages)]
         start = stop
-    for _, tiles in pieces:  # those that see most keys first, so that no long one starts late
+    for _, tiles in pieces:  # the ones with most keys first, so that no long one starts late
         tiles.sort(key=lambda tile: min(tile[0] + _TILE_ROWS, tile[1]) - tile[1] + tile[3], reverse=True)
     on_host = [torch.tensor(values, dtype=torch.int64) for piece in pieces for values in piece]
     on_device = in_one_copy(on_host, device)
@@ -163,7 +163,7 @@ def _attend(
     first_head: int,
     scale: float,
 ) -> None:
-    """Attention of heads [first_head, first_head + heads of kv_XHZ) into their part of `out_THV`."""
+    """Attend with heads [first_head, first_head + heads of kv_XHZ) and write to their part of `out_THV`."""
     (_, num_heads, q_dim), v_dim, rotary = q_THA.shape, out_THV.shape[-1], rotary_XR.shape[-1]
     nope = q_dim - rotary
     _attend_tile[(len(tiles), kv_XHZ.shape[1])](
@@ -198,7 +198,7 @@ def _attend_tile(
     NOPE_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
     ROWS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One head of ROWS queries of one request over all keys that they see; scores in powers of two."""
+    """Attend with one head of ROWS queries of one request to all keys that they see; scores in powers of two."""
     tile_at = tiles_ptr + tl.program_id(0) * 4
     start, end = tl.load(tile_at).to(tl.int32), tl.load(tile_at + 1).to(tl.int32)
     first_row, context = tl.load(tile_at + 2).to(tl.int32) * PAGE, tl.load(tile_at + 3).to(tl.int32)
@@ -247,7 +247,7 @@ def _attend_page(
     NOPE_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
     ROWS: tl.constexpr, PAGE: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax after one page more; a row that sees all of it has the same bits with and without the mask.
+    """Extend the running softmax by one page; a row that sees all of it has the same bits with and without the mask.
 
     Positions in memory are 64 bits wide up to the page, 32 within it.
     """

@@ -1,4 +1,4 @@
-"""Whether the Triton operations can run here. Looks at nothing that wakes a GPU up."""
+"""Probes of whether the Triton operations can run here, without waking up a GPU."""
 
 import functools
 import importlib.util
@@ -15,18 +15,18 @@ _OLD_INTERPRETER, _NEW_NUMPY = (3, 6), (2, 4)
 
 
 def interprets() -> bool:
-    """Whether the environment asks for Triton's interpreter, which runs everything on the CPU, slowly."""
+    """Return whether the environment asks for Triton's interpreter, which runs everything on the CPU, slowly."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in {"1", "true", "on", "yes", "y"}
 
 
 def device_types() -> tuple[str, ...]:
-    """Types of the devices whose tensors the operations take."""
+    """Return the types of devices whose tensors the operations take."""
     return ("cpu", "cuda") if interprets() else ("cuda",)
 
 
 @functools.cache
 def why_not() -> str | None:
-    """The reason why the operations cannot run in this process, or None."""
+    """Return the reason why the operations cannot run in this process, or None."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
     if interprets():
@@ -43,7 +43,7 @@ def why_not() -> str | None:
 
 
 def _why_no_interpreter() -> str | None:
-    """The reason why the interpreter cannot run with the numpy that is here, or None."""
+    """Return the reason why the interpreter cannot run with the installed numpy, or None."""
     triton, numpy = installed_version("triton"), installed_version("numpy")
     if _release(triton) > _OLD_INTERPRETER or _release(numpy) < _NEW_NUMPY:
         return None
@@ -51,13 +51,13 @@ def _why_no_interpreter() -> str | None:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Of "3.6.0": 3 and 6."""
+    """Parse the release of a version: 3 and 6 of "3.6.0"."""
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 
 
 def why_no_fp8() -> str | None:
-    """The reason why products in FP8 cannot run although the others can, or None."""
+    """Return the reason why products in FP8 cannot run although the others can, or None."""
     if interprets() or not torch.cuda.is_available():
         return None
     capability = torch.cuda.get_device_capability()
@@ -67,10 +67,10 @@ def why_no_fp8() -> str | None:
 
 
 def why_not_auto() -> str | None:
-    """The reason why "auto" passes them over although they can run, or None."""
+    """Return the reason why "auto" passes these operations over although they can run, or None."""
     return "runs in Triton's interpreter (TRITON_INTERPRET), so only by name" if interprets() else None
 
 
 def version() -> str:
-    """The library's version and who runs the kernels: code made by another one may round differently."""
+    """Return the library's version and the runner of the kernels: code of another one may round differently."""
     return installed_version("triton") + ("-interpreted" if interprets() else "")

@@ -18,12 +18,12 @@ _TILE_VALUES = 1024
 def quantize_fp8_block(
     weight: torch.Tensor, block: tuple[int, int] = (ROW_BLOCK, ROW_BLOCK)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bit for bit as the reference does on the CPU."""
+    """Give the reference's bits on the CPU."""
     return quantize_rows(dense(weight)) if block == (1, ROW_BLOCK) else _quantize_blocks(weight, block)
 
 
 def quantize_fp8_rows(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bit for bit as the reference does on the CPU."""
+    """Give the reference's bits on the CPU."""
     return quantize_rows(dense(x) if x.dim() == 2 else x.contiguous(), num_rows_E, by_column=True)
 
 
@@ -65,7 +65,7 @@ def quantize_rows(
 
 
 def new_scales(*shape: int, device: torch.device, by_column: bool) -> torch.Tensor:
-    """Room for scales [(E,) T, J] of rows."""
+    """Allocate scales [(E,) T, J] of rows."""
     if by_column:
         return empty_row_scales(*shape, device=device)
     return torch.empty(*shape, dtype=torch.float32, device=device)
@@ -95,7 +95,7 @@ def _quantize_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torc
 def dequantize_fp8_block(
     weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: tuple[int, int] = (ROW_BLOCK, ROW_BLOCK)
 ) -> torch.Tensor:
-    """To bfloat16 or float32."""
+    """Dequantize to bfloat16 or float32."""
     num_rows, width = weight.shape
     out = torch.empty(num_rows, width, dtype=dtype, device=weight.device)
     if weight.numel():

@@ -22,7 +22,7 @@ NUM_TERMS = 3
 
 
 def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
-    """[3, E, D] bfloat16 that add up to a float32 weight: its leading bits, the next ones, the last ones."""
+    """Split a float32 weight into its leading, next and last bits: [3, E, D] bfloat16 that add up to it."""
     terms, rest = [], weight_ED.float()
     for _ in range(NUM_TERMS):
         terms.append(rest.bfloat16())
@@ -31,7 +31,7 @@ def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
 
 
 def router(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The weight may be packed, [3, E, D], or not."""
+    """Take the weight packed, [3, E, D], or plain."""
     terms_3ED = weight if weight.dim() == 3 else pack_router(weight)
     (num_rows, depth), num_experts = x.shape, terms_3ED.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()

@@ -40,7 +40,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_norm_fp8(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, keeps: bool = False
 ) -> tuple[torch.Tensor | None, ScaledRows]:
-    """One kernel."""
+    """Norm and round in one kernel."""
     x = dense(x)
     num_rows, width = x.shape
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keeps else None
@@ -57,12 +57,12 @@ def rms_norm_fp8(
 
 
 def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
-    """One kernel; rotates queries in place."""
+    """Rotate queries in place and write latents, in one kernel."""
     return _rotate_and_write(q_THA, new, new.pages, None, None)
 
 
 def rope_and_cache_fp8(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
-    """One kernel; rotates queries in place. Sums of the norm are float32; rows are rounded as by `fp8_pages.narrow`."""
+    """Rotate queries in place and write latents in one kernel, rounding as `fp8_pages.narrow`; sum norms in float32."""
     return _rotate_and_write(q_THA, new, *as_parts(new.pages))
 
 
@@ -73,7 +73,7 @@ def _rotate_and_write(
     scale_pages: torch.Tensor | None,
     rotary_pages: torch.Tensor | None,
 ) -> torch.Tensor:
-    """With pages in FP8 these as values, as scales and as rotary keys; else as they are."""
+    """Rotate the queries and write the latents to pages: plain ones, or FP8 as values, scales and rotary keys."""
     latents_TW, norm_C, eps, cos, sin, _, slots_T, interleaved = new
     q_THA, latents_TW = q_THA.contiguous(), dense(latents_TW)
     num_tokens, num_heads, q_width = q_THA.shape
@@ -110,7 +110,7 @@ def _rotate_and_write(
 
 
 def sum_per_token(sorted_MD: ExpertRows, inverse_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """One kernel, also of rows that lie at places of their own."""
+    """Sum in one kernel, also rows at places in tiles."""
     rows, place_M = (sorted_MD.values_SD, sorted_MD.place_M) if isinstance(sorted_MD, PlacedRows) else (sorted_MD, None)
     (num_tokens, topk), width = weights_TK.shape, rows.shape[-1]
     total = torch.empty(num_tokens, width, dtype=torch.float32, device=rows.device)
@@ -137,7 +137,7 @@ def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Ten
 
 @triton.jit
 def _normed(x, weight, is_inside, width, eps):
-    """Rows ÷ root mean square × weight, both steps rounded to bfloat16."""
+    """Return rows ÷ root mean square × weight, both steps rounded to bfloat16."""
     x32 = tl.where(is_inside, x.to(tl.float32), 0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(x32 * x32, 1) / width + eps)
     return to_bfloat16(to_bfloat16(x32 * scale[:, None]).to(tl.float32) * weight.to(tl.float32))
@@ -179,7 +179,7 @@ def _rms_norm_fp8(
 
 @triton.jit
 def _rotated(first, second, cos, sin):
-    """Pairs of float32 values rotated by their angles, rounded to bfloat16."""
+    """Rotate pairs of float32 values by their angles and round to bfloat16."""
     return to_bfloat16(first * cos - second * sin), to_bfloat16(second * cos + first * sin)
 
 
@@ -214,7 +214,7 @@ def _rope_and_cache(
     LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
     ROWS: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Of ROWS tokens the latents and rotary keys (programs 0 of the second axis), or HEADS heads of their queries."""
+    """Write latents and rotary keys of ROWS tokens (programs 0 of the second axis), or rotate HEADS of their heads."""
     first_token, tile = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
     if tile == 0:
         _cache(
@@ -238,7 +238,7 @@ def _cache(
     LATENT: tl.constexpr, PAIRS: tl.constexpr, LATENT_TILE: tl.constexpr, PAIRS_TILE: tl.constexpr,
     ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """The normed latents of ROWS tokens and their rotated keys to the tokens' places in the pages."""
+    """Write the normed latents of ROWS tokens and their rotated keys to the tokens' places in the pages."""
     token = first_token + tl.arange(0, ROWS)
     is_token = token < num_tokens
     slot_step = tl.load(slots_ptr + token, mask=is_token, other=0)[:, None] * page_step

@@ -55,7 +55,7 @@ def silu_mul_blocks(
 
 
 def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, tiles: RowTiles) -> None:
-    """The same for the rows of experts, gate before up in [M, 2 * F]; other rows are neither read nor written.
+    """Compute silu(gate) × up for the rows of experts, gate before up in [M, 2 * F]; skip all other rows.
 
     Args:
         out: [M, F] bfloat16, or float8_e4m3fn with `scales`.
@@ -80,7 +80,7 @@ def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tenso
 
 @triton.jit
 def _active(gate, up):
-    """silu(gate) × up of bfloat16 values, in float32 but with the bits of bfloat16."""
+    """Return silu(gate) × up of bfloat16 values, in float32 but with the bits of bfloat16."""
     gate32 = gate.to(tl.float32)
     silu = to_bfloat16(gate32 / (1.0 + tl.exp(-gate32))).to(tl.float32)
     return to_bfloat16(silu * up.to(tl.float32)).to(tl.float32)
@@ -137,7 +137,7 @@ def _silu_mul_rows(
 
 @triton.jit
 def _activate(gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, IS_STORED: tl.constexpr):
-    """silu(gate) × up of some rows and columns, stored in bfloat16 where nothing else is to come."""
+    """Compute silu(gate) × up of some rows and columns; store it in bfloat16 if no rounding to FP8 follows."""
     is_inside = is_row[:, None] & is_column[None, :]
     gate_at = gate_up_ptr + rows[:, None] * (2 * width) + columns[None, :]
     gate = tl.load(gate_at, mask=is_inside, other=0.0)
@@ -149,7 +149,7 @@ def _activate(gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, IS_
 
 @triton.jit
 def _round(active, out_ptr, scales_at, rows, is_row, columns, is_column, width):
-    """A block of columns of some rows in FP8, with its scales."""
+    """Round a block of columns of some rows to FP8 and store it with its scales."""
     scales = scale_of(tl.max(tl.abs(active), 1), tl.sum((active != active).to(tl.int32), 1) == 0)
     out_at = out_ptr + rows[:, None] * width + columns[None, :]
     tl.store(out_at, to_e4m3(scaled(active, scales[:, None])), mask=is_row[:, None] & is_column[None, :])

@@ -1,7 +1,7 @@
 """The order of (token, expert) entries by expert, in Triton: a stable counting sort in two passes.
 
 The first counts each block's entries per expert and how many of its own expert come before an entry in its block;
-running sums over the blocks then give every entry its row. Of few entries, as in decode, each block counts all others
+running sums over the blocks then give every entry its row. For few entries, as in decode, each block counts all others
 itself, in one kernel. Nothing is read on the host.
 """
 
@@ -62,7 +62,7 @@ def _count(
 def _place(
     ids_ptr, starts_ptr, ranks_ptr, tokens_ptr, num_entries, num_blocks, TOPK: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Ranks within the block become rows, in place."""
+    """Turn ranks within the block into rows, in place."""
     block = tl.program_id(0)
     entries = block * BLOCK + tl.arange(0, BLOCK)
     is_entry = entries < num_entries
@@ -78,7 +78,7 @@ def _sort_few(
     ids_ptr, tokens_ptr, inverse_ptr, counts_ptr, num_entries, num_experts,
     TOPK: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Before an entry come those of smaller experts, and of its own one those of earlier blocks and earlier here."""
+    """Place each entry after all entries of smaller experts and all earlier entries of the same expert."""
     first = tl.program_id(0) * BLOCK
     here, experts = tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
     totals, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)

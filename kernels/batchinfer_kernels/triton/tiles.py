@@ -14,15 +14,15 @@ from batchinfer_kernels.reference.block_scaled import BLOCK
 # tiles than that keep a GPU busy for many rounds, and in the masked layout most of the room is empty.
 _MAX_PROGRAMS = 64
 _MANY_COLUMNS = 2048  # fewer are cut into narrower tiles, so that more programs share them
-_VOCABULARY = 32768  # a weight of so many columns is read once per step, in wide tiles
-_SHALLOW = 1024  # a depth that is soon gone through: two programs side by side do more than loads further ahead
+_VOCABULARY = 32768  # a weight with at least this many columns is read once per step, in wide tiles
+_SHALLOW = 1024  # a short depth: two programs side by side help more than loads further ahead
 _FEW_ROWS, _MANY_ROWS = 64, 128
 _MAP_TILES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """Columns and depth of a tile, and how many loads are under way while one is multiplied."""
+    """Columns and depth of a tile, and how many loads are in flight while one is multiplied."""
 
     columns: int
     depth: int
@@ -46,7 +46,7 @@ class RowTiles:
 
 
 def tile_shape(num_columns: int, depth: int, *, fp8: bool) -> TileShape:
-    """The tile for products with a weight [num_columns, depth].
+    """Return the tile for products with a weight [num_columns, depth].
 
     128 columns and 128 bytes of depth suit Hopper's matrix instruction (64 rows × up to 256 columns × 32 bytes of
     depth) with four stages of 32 KB in 227 KB of shared memory; with three, two programs fit side by side. FP8 tiles
@@ -62,17 +62,17 @@ def tile_shape(num_columns: int, depth: int, *, fp8: bool) -> TileShape:
 
 
 def num_warps(tile_rows: int) -> int:
-    """Four warps (one matrix instruction) per 64 rows. So a row gets the same instructions in either tile."""
+    """Return four warps (one matrix instruction) per 64 rows: a row gets the same instructions in either tile."""
     return 4 * max(1, tile_rows // 64)
 
 
 def contiguous_tiles(num_rows_E: torch.Tensor, num_rows: int, step: int = 1) -> RowTiles:
-    """Tiles of rows sorted by expert, `num_rows` together; each expert's begin at a multiple of `step`."""
+    """Return tiles of rows sorted by expert, `num_rows` together; each expert's begin at a multiple of `step`."""
     return _row_tiles(num_rows_E, num_rows // _MANY_ROWS + min(len(num_rows_E), num_rows), 0, _MANY_ROWS, step)
 
 
 def masked_tiles(num_rows_E: torch.Tensor, room: int) -> RowTiles:
-    """Tiles of the filled rows where each expert has `room` rows; smaller ones, for decode gives an expert few rows."""
+    """Return tiles of the filled rows of each expert's `room` rows; small ones, as decode gives an expert few rows."""
     return _row_tiles(num_rows_E, len(num_rows_E) * triton.cdiv(room, _FEW_ROWS), room, _FEW_ROWS)
 
 
@@ -101,7 +101,7 @@ def _map_tiles(
     num_rows_ptr, experts_ptr, starts_ptr, ends_ptr, count_ptr, num_experts, most, room,
     STEP: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The expert and the rows of each tile; `room` 0: experts' rows follow each other, from multiples of STEP on."""
+    """Find the expert and rows of each tile; `room` 0: experts' rows follow each other, from multiples of STEP on."""
     experts = tl.arange(0, EXPERTS)
     num_rows = tl.load(num_rows_ptr + experts, mask=experts < num_experts, other=0).to(tl.int32)
     num_tiles = (num_rows + ROWS - 1) // ROWS

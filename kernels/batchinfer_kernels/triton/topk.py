@@ -1,9 +1,9 @@
 """The slots of a query's best keys, in Triton: found exactly, by radix selection, without sorting.
 
-Scores become whole numbers of the same order. Four passes over a query's scores count how often each value of the next
-eight bits occurs among those that begin like the bits found so far, and so find the K-th largest number to the last
-bit. A fifth pass takes all that are larger, and of those that equal it the first ones, in the order of positions.
-Counts are whole numbers: nothing depends on the order in which they are added.
+Scores become whole numbers of the same order. Four passes over a query's scores each find eight more bits of the K-th
+largest number: they count the values of these bits among the numbers that begin with the bits found so far. A fifth
+pass takes all larger numbers, and the first ones of those equal to the K-th, in the order of positions. Counts are
+whole numbers: nothing depends on the order in which they are added.
 """
 
 # T queries, X scores of each, K keys of a query
@@ -41,7 +41,7 @@ def best_slots(scores_TX: torch.Tensor, keys: IndexedKeys, *, topk: int) -> torc
 
 @triton.jit
 def _number_of(score):
-    """Larger scores have larger numbers; both zeros have one."""
+    """Map scores to numbers of the same order; both zeros have one number."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     bits = tl.where(score == 0.0, 0, bits)
     return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True)) ^ 0x80000000
@@ -81,7 +81,7 @@ def _best_slots(
 
 @triton.jit
 def _nth_largest(scores_at, num_keys, nth, TILE: tl.constexpr):
-    """The number of the `nth` largest of some scores, and how many of those that equal it are among the `nth`."""
+    """Return the number of the `nth` largest score, and how many scores equal to it are among the `nth` largest."""
     found, left = tl.zeros((1,), tl.uint32), nth
     for step in tl.static_range(4):
         found, left = _next_digit(scores_at, num_keys, found, left, 24 - 8 * step, TILE)
@@ -90,7 +90,7 @@ def _nth_largest(scores_at, num_keys, nth, TILE: tl.constexpr):
 
 @triton.jit
 def _next_digit(scores_at, num_keys, found, left, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """Eight more bits of the `left`-th largest of the numbers that begin like `found`, and how many are left then."""
+    """Return `found` with eight more bits of the `left`-th largest number, and how many are left then."""
     in_tile, digits = tl.arange(0, TILE), tl.arange(0, 256)
     counts = tl.zeros((256,), tl.int32)
     for start in range(0, num_keys, TILE):

@@ -14,7 +14,7 @@ namespace {
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
 
-// 2^((score - peak) * factor), as exact as the weights that come of it are kept.
+// 2^((score - peak) * factor), as exact as the dtype of the weights.
 template <class Value>
 inline Floats power_of(Floats score, Floats peak, Floats factor) {
   if constexpr (std::is_same_v<Value, float>) {
@@ -24,7 +24,7 @@ inline Floats power_of(Floats score, Floats peak, Floats factor) {
   }
 }
 
-// What a new peak makes of earlier sums: exactly 1 where the peak has not changed.
+// The factor by which a new peak shrinks earlier sums: exactly 1 if the peak has not changed.
 template <class Value>
 inline Floats shrink_of(Floats before, Floats peak, Floats factor) {
   return choose(is_equal(before, peak), floats(1.0f), power_of<Value>(before, peak, factor));
@@ -181,11 +181,11 @@ Rows<Value> Attention<Value>::whole_words(Rows<Value> keys, int64_t num_keys) {
   return {padded_keys_.data(), width_};
 }
 
-// scores[key][row] = key · q row. Keys behind the last one are computed too, from whatever stands there, and not used.
+// scores[key][row] = key · q row. Scores behind the last key are computed from arbitrary memory and not used.
 template <class Value>
 template <class Step, int K, int C>
 void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, Rows<Value> next) {
-  // some lines of the keys to come after every so many words: all at once they would wait for memory
+  // prefetch some lines of the next keys every kTurnWords words: all at once they would wait for memory
   constexpr int64_t kTurnWords = 4, kTurnLines = kTurnWords * K / 16, kLineValues = 64 / int64_t{sizeof(Value)};
   if (!next.data) next = keys;
   constexpr int64_t kWord = kWordValues<Value>;
@@ -249,7 +249,7 @@ void Attention<Value>::weigh(int64_t lane, int64_t row_end, int64_t start, int64
     for (int64_t key = 0; key < num_even; ++key) peak = larger(peak, load(first, scores_[key] + lane));
   } else {
     for (int64_t key = 0; key < num_even; ++key) {
-      // a key that is not there is one that nobody sees
+      // a missing key is a key that no row sees
       const Ints position = ints(key < num_keys ? static_cast<int>(start + key) : INT32_MAX);
       const Floats score =
           choose(is_less(positions, position), floats(kMinusInfinity), load(first, scores_[key] + lane));
@@ -298,7 +298,7 @@ void Attention<Value>::turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value>
   }
 }
 
-// Turns the scores of one row into weights. Lanes behind the last key are computed from whatever stands there.
+// Turns the scores of one row into weights. Lanes behind the last key are computed from arbitrary values.
 template <class Value>
 void Attention<Value>::weigh_row(int64_t row, int64_t start, int64_t num_keys) {
   const Ints num_seen = ints(static_cast<int>(std::min<int64_t>(num_keys, positions_[row] - start + 1)));

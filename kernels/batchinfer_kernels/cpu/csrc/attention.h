@@ -8,9 +8,9 @@
 //
 // A step of a product takes two bfloat16 values side by side or one float32: a word of 32 bits. Scratch memory holds words.
 //
-// A row meets its pages in ascending order. Keys it may not see weigh nothing: adding them changes no bit, and where values
-// are not finite, which nothing times them would be neither, they are left out. So a row has the same bits whatever rows
-// are beside it, and may share some pages with them and go on alone.
+// A row meets its pages in ascending order. Keys that it may not see have weight zero: adding them changes no bit. Values
+// that are not finite are left out, since zero times such a value is not zero. So a row has the same bits next to any other
+// rows, and may share some pages with them and go on alone.
 
 #pragma once
 
@@ -53,7 +53,7 @@ class Attention {
                 int64_t num_keys, Rows<Value> next = {});
 
   // scores[key] = sum over the rows before `row_end` of weights[row] * max(0, key · q row), for keys of one page as in
-  // add_page; added to what is there if `adds`. Lanes are rows: 16 of them are added up side by side, then the lanes.
+  // add_page; added to the old scores if `adds`. Lanes are rows: 16 of them are added up side by side, then the lanes.
   void score_page(int64_t row_end, Rows<Value> keys, int64_t num_keys, const float* weights, bool adds,
                   Rows<Value> next, float* scores);
 

@@ -80,7 +80,7 @@ Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int
   return out;
 }
 
-// The result stands in memory as [T, B, N], which is how callers go on with it.
+// The result is in memory as [T, B, N], the order in which callers use it.
 Tensor batched_linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth, int64_t kind) {
   check(x_in, 3, "x");
   TORCH_CHECK(x_in.size(2) == depth, "x is ", x_in.size(2), " wide, weight ", depth);

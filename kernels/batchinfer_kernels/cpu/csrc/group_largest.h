@@ -29,7 +29,7 @@ class GroupLargest {
   const float* data() const { return each_.data(); }
   float of_row() const { return largest_value(each_.data(), size()); }
 
-  // The number-th largest of them: that many tokens at least are not below it. Without so many groups -infinity.
+  // The number-th largest group maximum, so at least `number` tokens are not below it; -infinity with fewer groups.
   float nth(int64_t number) {
     if (number > size()) return -INFINITY;
     ordered_ = each_;

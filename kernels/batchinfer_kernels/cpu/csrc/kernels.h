@@ -1,8 +1,7 @@
 // The kernels behind the bindings: plain pointers in, plain pointers out, no tensor library.
 //
-// Every kernel is invariant: a row of the result has the same bits whatever rows are computed beside it, wherever it
-// stands and however many threads run. Work is split over rows, columns, heads and requests, never over a sum, and
-// every sum has one order.
+// Every kernel is invariant: a row of the result has the same bits with any other rows, at any position and with any number
+// of threads. Work is split over rows, columns, heads and requests, never over a sum, and every sum has one order.
 
 #pragma once
 
@@ -55,7 +54,7 @@ template <class Value>
 constexpr WeightKind kKindOf = sizeof(Value) == sizeof(bf16) ? WeightKind::kBfloat16 : WeightKind::kFloat32;
 
 // A weight [num_columns, depth] packed for the tiles (pack.cpp), or several of them one after the other. In a paired
-// weight the upper half of the columns stands beside the lower half: a panel has 32 of each.
+// weight the upper half of the columns is next to the lower half: a panel has 32 of each.
 struct Weight {
   const uint8_t* data;
   WeightKind kind;
@@ -114,7 +113,7 @@ void pack(const Parts<uint8_t>& values, const Parts<bf16>& scales, const Weight&
 // depth. The rounded result is added to `stream` [t, n] unless that is null.
 template <class Source, class Value>
 void linear(const Source& x, const Weight& weight, const Value* stream, Value* out, int64_t num_rows);
-// The same for every batch with a weight of its own; each *_batch is the step to the next batch.
+// linear for batches, each with its own weight; each *_batch is the step to the next batch.
 template <class Value>
 void batched_linear(Rows<Value> x, int64_t x_batch, const Weight& weights, Value* out, int64_t out_stride,
                     int64_t out_batch, int64_t num_batches, int64_t num_rows);
@@ -145,9 +144,8 @@ template <class Value>
 void combine(const Value* hidden, const Value* rows, const int64_t* place, const float* weights, const Value* added,
              Value* out, int64_t num_tokens, int64_t topk, int64_t width);
 
-// Copies the rows that an index names one after the other, or puts rows that are so to where it names; torch would do so
-// on threads of its own, which all have to come before it goes on. A row has `row_bytes`, the next one of those that are
-// named begins `step_bytes` later.
+// gather_rows copies the rows that an index names next to each other, put_rows copies such rows back; torch would use its
+// own threads and wait for all of them. A row has `row_bytes`; indexed rows begin every `step_bytes`.
 void gather_rows(const void* rows, int64_t step_bytes, int64_t row_bytes, const int64_t* index, int64_t num_rows,
                  void* out);
 void put_rows(const void* values, const int64_t* index, int64_t num_rows, int64_t step_bytes, int64_t row_bytes,

@@ -10,7 +10,7 @@
 //
 //   Floats, Ints     16 float32; 16 int32 (or the bits of two bfloat16 each)
 //   Doubles          8 float64
-//   First            the first so many lanes, as rows end anywhere: lanes(count)
+//   First            the first `count` lanes, as rows end anywhere: lanes(count)
 //   Mask             yes or no for each lane, as comparisons give it
 //
 // Operations without a name are + - * / of Floats and Doubles, each rounded once. All kinds give the same bits. The bfloat16
@@ -34,7 +34,7 @@
 
 namespace batchinfer {
 
-// Groups of 16 columns whose sums stay in registers beside those of other rows.
+// Groups of 16 columns whose sums stay in registers together with those of other rows.
 constexpr int chunks_beside(int rows) { return 4 * rows <= kMostSums ? 4 : 2 * rows <= kMostSums ? 2 : 1; }
 
 // Values of float32 rows in the words for those of bfloat16.

@@ -225,7 +225,7 @@ inline int32_t smallest_of(Mask mask, Ints a) {
   return *std::min_element(values, values + 8);
 }
 
-// bfloat16: bits in the lower half of each lane; two values beside each other in a lane; wide as float32.
+// bfloat16: bits in the lower half of each lane; two values next to each other in a lane; wide as float32.
 inline Ints load_bits(const bf16* at) {
   const __m128i* halves = reinterpret_cast<const __m128i*>(at);
   return {_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)), _mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))};

@@ -113,7 +113,7 @@ inline Floats choose(Mask mask, Floats yes, Floats no) { return _mm512_mask_mov_
 inline Ints choose(Mask mask, Ints yes, Ints no) { return _mm512_mask_mov_epi32(no, mask, yes); }
 inline int32_t smallest_of(Mask mask, Ints a) { return _mm512_mask_reduce_min_epi32(mask, a); }
 
-// bfloat16: bits in the lower half of each lane; two values beside each other in a lane; wide as float32.
+// bfloat16: bits in the lower half of each lane; two values next to each other in a lane; wide as float32.
 inline Ints load_bits(const bf16* at) {
   return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
 }

@@ -272,7 +272,7 @@ inline int32_t smallest_of(Mask mask, Ints a) {
   return vminvq_s32(vminq_s32(vminq_s32(left.at[0], left.at[1]), vminq_s32(left.at[2], left.at[3])));
 }
 
-// bfloat16: bits in the lower half of each lane; two values beside each other in a lane; wide as float32.
+// bfloat16: bits in the lower half of each lane; two values next to each other in a lane; wide as float32.
 inline Ints load_bits(const bf16* at) {
   return each<Ints>([=](int i) { return vreinterpretq_s32_u32(vmovl_u16(vld1_u16(at + 4 * i))); });
 }

@@ -186,7 +186,7 @@ inline __attribute__((always_inline)) void multiply_bytes() {
 
 #endif
 
-// The shapes of this thread's tiles as long as somebody uses them, and who does.
+// The shapes of this thread's tiles while they are in use, and the number of users.
 struct OwnTiles {
   TileShapes shapes;
   bool are_set;
@@ -194,8 +194,7 @@ struct OwnTiles {
 };
 inline thread_local constinit OwnTiles own_tiles{};
 
-// Shapes that the tiles have are not loaded again: that takes as long as several products. What stands in the tiles is lost
-// if they are loaded.
+// Skips shapes that are set already, since loading them takes as long as several products. Loading clears the tiles.
 inline void configure_tiles(const TileShapes& shapes) {
   OwnTiles& own = own_tiles;
   if (own.are_set && own.shapes == shapes) return;
@@ -204,7 +203,7 @@ inline void configure_tiles(const TileShapes& shapes) {
   own.are_set = own.num_users > 0;
 }
 
-// While it lives, nobody but products here uses this thread's tiles.
+// During its lifetime only products here use this thread's tiles.
 class UsesTiles {
  public:
   UsesTiles() { ++own_tiles.num_users; }
@@ -224,7 +223,7 @@ namespace batchinfer {
 constexpr bool kHasTiles = false;
 
 struct UsesTiles {
-  UsesTiles() {}  // not trivial, so that nobody is told of a variable without use
+  UsesTiles() {}  // not trivial, so that compilers do not warn of an unused variable
 };
 
 }  // namespace batchinfer

@@ -25,7 +25,7 @@ namespace {
 
 constexpr float kMostInt8 = 127.0f;
 
-// The column that stands in a panel's lane, -1 where there is none.
+// The column in a panel's lane, -1 if there is none.
 int64_t column_at(const Weight& shape, int64_t panel, int64_t lane) {
   if (!shape.is_paired) {
     const int64_t column = panel * kPanelColumns + lane;

@@ -1,4 +1,4 @@
-// What a processor does beside arithmetic: asks for memory, waits, stores past its caches, treats subnormal numbers.
+// Processor instructions other than arithmetic: prefetch, pause, stores past the caches, treatment of subnormal numbers.
 
 #pragma once
 
@@ -36,8 +36,7 @@ inline void finish_past() {
 #endif
 }
 
-// How a thread treats numbers: what stands in its control register, and that with subnormal numbers as zero, read and
-// written.
+// A thread's floating-point control register: reading, writing, and its bit for subnormal numbers as zero.
 #ifdef __aarch64__
 using Control = uint64_t;
 constexpr Control kSubnormalsAreZero = 1 << 24;

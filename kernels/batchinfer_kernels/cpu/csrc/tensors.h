@@ -104,7 +104,7 @@ inline Weight weight_of(const Tensor& packed, int64_t count, int64_t num_columns
   return weight;
 }
 
-// x in 8 bits for weights of this kind, with the memory it stands in.
+// x in 8 bits for weights of this kind, with the memory that holds it.
 struct Bytes {
   Tensor values, scales, starts;
   ByteRows rows;

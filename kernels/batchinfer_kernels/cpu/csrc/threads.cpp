@@ -22,29 +22,29 @@ namespace batchinfer {
 namespace {
 
 // How long a thread waits awake. Some microseconds pass between the operations of a step, and to wake a worker takes a
-// caller 2 to 5; but what a thread spins away beside other processes is held against it, and its team waits for it
-// later. Milliseconds of a decode step of the model `tiny` of tests/bench, whose calls are so short that waiting shows;
+// caller 2 to 5; but the scheduler charges a thread for its spinning when other processes wait, and its team waits for
+// it later. Milliseconds of a decode step of the model `tiny` of tests/bench, whose calls are so short that waiting shows;
 // two threads on two cores of an AMD EPYC (Zen 5), medians, by how long workers stay awake:
 //
 //                              20 us   50 us   100 us   300 us
 //   alone                        5.5     5.6      5.8      5.4
-//   beside one busy process     10.6    11.7     12.7     14.0
-//   beside a second job         11.2    12.1     13.3     13.8
+//   with one busy process       10.6    11.7     12.7     14.0
+//   with a second job           11.2    12.1     13.3     13.8
 //
 // Longer when nothing else seems to run was tried, too: it gained nothing alone.
 constexpr std::chrono::microseconds kAwake{20};
 
-// Of those who sleep: each that is woken wakes as many, so that the caller of a large team goes to work soon.
+// Each woken worker wakes as many others, so that the caller of a large team goes to work soon.
 constexpr int64_t kWokenAtOnce = 2;
 
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "the kernel looks at the number itself");
 
-// Sleep while the word is `expected`; whether somebody had to wake this thread.
+// Sleeps while the word is `expected`; returns whether another thread woke this one.
 bool sleep_on(std::atomic<uint32_t>& word, uint32_t expected) {
   return syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0) == 0;
 }
 
-// Wake so many of the threads that sleep on the word; how many there were.
+// Wakes up to `count` of the threads that sleep on the word; returns how many it woke.
 int64_t wake(std::atomic<uint32_t>& word, int64_t count) {
   const int most = static_cast<int>(count);
   return std::max<int64_t>(0, syscall(SYS_futex, &word, FUTEX_WAKE_PRIVATE, most, nullptr, nullptr, 0));
@@ -141,7 +141,7 @@ void Team::work() {
 void Team::wait_for_call(uint32_t seen) {
   if (changes_soon(call_, seen)) return;
   num_asleep_.fetch_add(1);
-  // Whoever wakes a worker counts it as awake: it is not woken again while it waits for a core.
+  // The waking thread counts a worker as awake: it is not woken again while it waits for a core.
   if (sleep_on(call_, seen)) {
     wake_workers();
   } else {

@@ -28,10 +28,10 @@ class SubnormalsAreZero {
   const Control before_;
 };
 
-// A calling thread and workers that are started at once and go after `end`, or with the process.
+// A calling thread and workers, which start at once and stop after `end` or with the process.
 //
-// Whoever is there takes the next task. The caller takes tasks like all others and then waits only for tasks that
-// somebody has begun: a worker that finds no core to run on holds nobody up.
+// The next idle thread takes the next task. The caller takes tasks, too, and then waits only for tasks in progress: a
+// worker that finds no core to run on delays no call.
 class Team {
  public:
   // Throws std::runtime_error where the system gives no more threads.
@@ -40,7 +40,7 @@ class Team {
   int64_t num_workers() const { return num_workers_; }
 
   // Calls task(0) … task(num_tasks - 1), each once; one call at a time, of at most kMostTasks. The first exception of
-  // a task is thrown here, and tasks that nobody had begun by then are left out.
+  // a task is thrown here, and tasks not begun by then are skipped.
   void run(int64_t num_tasks, const std::function<void(int64_t)>& task);
   static constexpr int64_t kMostTasks = UINT32_MAX;
 
@@ -57,9 +57,9 @@ class Team {
 
   const int64_t num_workers_;
 
-  // The call's number in the upper half, how many of its tasks nobody has taken yet in the lower half. Taking one
-  // counts down, which fails when meanwhile the call is another one; and what a call consists of is changed only when
-  // all its tasks are taken and done. So who has taken a task has read what belongs to it.
+  // The call's number in the upper half, the number of its tasks not taken yet in the lower half. Taking a task counts
+  // down, which fails if another call has begun meanwhile; and a call's members change only when all its tasks are taken
+  // and done. So a thread that has taken a task has read the members that belong to it.
   alignas(64) std::atomic<uint64_t> open_{0};
   std::atomic<uint32_t> num_tasks_{0};
   std::atomic<const std::function<void(int64_t)>*> task_{nullptr};

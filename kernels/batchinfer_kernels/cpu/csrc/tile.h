@@ -312,7 +312,7 @@ inline int64_t num_chunks(const Weight& weight, int64_t panel) {
   return std::min<int64_t>(kChunks, (weight.num_columns - panel * kPanelColumns + 15) / 16);
 }
 
-// Calls call(first, N) for all groups, N from `first` on that fit into the registers beside R rows; N is a constant.
+// Calls call(first, N) for all groups, N from `first` on that fit into the registers with R rows; N is a constant.
 template <int R, class Call>
 inline void for_chunks(int64_t chunks, Call call) {
   constexpr int kMost = chunks_beside(R);

@@ -2,8 +2,8 @@
 //
 // Two tiles of rows meet two tiles of columns, so that each tile that is loaded is multiplied twice; up to 16 rows meet
 // four tiles of columns, and four tiles of rows meet a tile of columns that is alone. Depth goes in steps of 16 words from
-// the start on; what is left is a step of its own with narrower tiles, so nothing behind a row or panel is read. How many
-// rows there are changes no bit.
+// the start on; the rest is one more step with narrower tiles, so nothing behind a row or panel is read. The number of rows
+// changes no bit.
 
 #pragma once
 
@@ -39,7 +39,7 @@ struct TileRows {
   TileRows behind(int64_t words) const { return {at(0, words), row_bytes, word_bytes, stride_bytes, count}; }
 };
 
-// Words of columns: word w of column c stands at data + w * stride_bytes + 4 * c.
+// Words of columns: word w of column c is at data + w * stride_bytes + 4 * c.
 struct TileColumns {
   const void* data;
   int64_t stride_bytes;
@@ -49,7 +49,7 @@ struct TileColumns {
   }
 };
 
-// Sums of pairs begin at zero, or at what stands in the result.
+// Sums of pairs begin at zero, or at the result's old values.
 struct PairProduct {
   bool begins_at_zero;
 
@@ -200,7 +200,7 @@ void for_tiles(int64_t num_rows, int64_t num_tiles, int64_t step_words, Two two,
     }
   }
   if (paired_tiles == num_tiles) return;
-  // the last tile of columns has no other beside it; a last tile of rows that is alone has met it above
+  // the last tile of columns has no partner; a last single tile of rows has met it above
   const int64_t tile = num_tiles - 1, left = (num_rows - 1) % (2 * kTileSide) + 1;
   const int64_t end = paired_tiles > 0 && left <= kTileSide ? num_rows - left : num_rows;
   for (int64_t row = 0; row < end; row += 4 * kTileSide) {

@@ -25,7 +25,7 @@ inline bool meet_in_tiles(const Weight& weight) {
 // Panels of a task; more where it copies its rows first.
 template <class Source>
 inline int64_t panels_of_task(const Cut& cut, const Weight& weight) {
-  constexpr int64_t kMost = 32;  // the copy takes little beside so many
+  constexpr int64_t kMost = 32;  // next to products with 32 panels the copy takes little time
   return meet_in_tiles<Source>(weight) ? std::min(cut.fair_panels, std::max(cut.block_panels, kMost)) : cut.block_panels;
 }
 
