@@ -1,1 +1,1 @@
-"""The balancers: which rank runs which request, which GPU holds which expert. Pure functions on numpy arrays."""
+"""The balancers: requests to ranks, experts to GPUs. Pure functions on numpy arrays."""

@@ -1,4 +1,4 @@
-"""Machine code for the balancers' inner loops (numba), kept on disk between runs where there is a place for it."""
+"""Machine code for the balancers' inner loops (numba), kept on disk between runs if a folder for it is writable."""
 
 import functools
 from collections.abc import Callable
@@ -16,10 +16,10 @@ from batchinfer.records import ConfigError
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function of numbers and arrays at its first call; it lets other threads run meanwhile.
+    """Compile a function of numbers and arrays at its first call; other threads run meanwhile.
 
-    A function kept on disk is compiled again when its own file changes and not when another does: what it calls must
-    be in the same file.
+    A function kept on disk is compiled again when its own file changes, not when another file does: all functions that
+    it calls must be in the same file.
     """
     code = njit(function, nogil=True)
     if not isinstance(code, Dispatcher):  # numba is switched off (NUMBA_DISABLE_JIT)
@@ -32,7 +32,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _KeptCode(FunctionCache):
-    """Numba's cache of a function; where its files are damaged or cannot be written the function is compiled anew."""
+    """Numba's cache of a function; if its files are damaged or cannot be written, the function is compiled again."""
 
     def load_overload(self, sig: object, target_context: object) -> object:
         """See FunctionCache."""
@@ -51,10 +51,13 @@ class _KeptCode(FunctionCache):
 
 @functools.cache
 def _is_trusted(folder: str) -> bool:
-    """Whether nobody else can have put code into the user's cache folder; beside the source they could change that."""
+    """Return whether only this user and root can put code into the user's cache folder.
+
+    The folder of the source needs no check: who can write there can change the source, too.
+    """
     try:
         check_folder(Path(folder), None, setting="NUMBA_CACHE_DIR", also_root=True)
     except ConfigError as error:
-        note(f"warning: functions are compiled anew each time: {error}")
+        note(f"warning: functions are compiled again by each process: {error}")
         return False
     return True

@@ -1,11 +1,11 @@
-"""Which rank decodes which request: equal KV tokens and equal request counts.
+"""Assignment of requests to decode ranks: equal KV tokens and equal request counts.
 
 Ranks decode in lock-step, and a step takes as long as the busiest rank:
 
     assign_decode   requests to ranks, on top of the requests that the ranks have
     admit           ready requests to free slots: answers that end at like times are spread with one assign_decode each
 
-Running requests move where that pays (decode_moves.py). decode_loads.py records which request runs where and calls
+Running requests move where that pays (decode_moves.py). decode_loads.py records the rank of each request and calls
 both.
 """
 
@@ -27,11 +27,11 @@ LIKE_ENDS = 0.75  # of the longest answer: shorter ones end at another time
 def decode_bound(kv_tokens: np.ndarray, *, num_ranks: int) -> float:
     """Return the fewest KV tokens that the busiest rank can have with equal request counts, on ranks without requests.
 
-    The larger of an even share, and the largest request together with the smallest that have to be beside it.
+    The larger of an even share, and the largest request together with the smallest requests that share its rank.
     """
     ascending = np.sort(checked_counts(kv_tokens, num_ranks))
-    num_beside = max(0, len(ascending) // num_ranks - 1)
-    return max(float(ascending.sum()) / num_ranks, float(ascending[-1:].sum() + ascending[:num_beside].sum()))
+    num_others = max(0, len(ascending) // num_ranks - 1)
+    return max(float(ascending.sum()) / num_ranks, float(ascending[-1:].sum() + ascending[:num_others].sum()))
 
 
 def assign_decode(
@@ -52,10 +52,10 @@ def assign_decode(
     Args:
         kv_tokens: [N] integers, KV tokens that a request's next step attends to.
         num_ranks: ranks that run decode, at least 1.
-        load_of_rank: [R] the sum of `request_load` over the requests that ranks have; None: they have none.
-        requests_of_rank: [R] how many requests they have; None: none.
+        load_of_rank: [R] the sum of `request_load` over the requests that each rank has; None: no requests.
+        requests_of_rank: [R] the number of requests that each rank has; None: none.
         free_slots_of_rank: [R] requests that each rank can take; None: any number.
-        request_load: what a request costs a step.
+        request_load: the cost of a request in a step.
 
     Returns:
         [N] int64, the rank of each request.
@@ -77,7 +77,7 @@ def assign_decode(
 
 
 def checked_counts(kv_tokens: np.ndarray, num_ranks: int) -> np.ndarray:
-    """Return int64 counts that are checked for `assign_decode`."""
+    """Return the counts as int64; raise ConfigError unless they suit `assign_decode`."""
     if num_ranks < 1:
         raise ConfigError(f"num_ranks is {num_ranks}, but requests need at least 1 rank; use 1 or more")
     counts = np.asarray(kv_tokens).astype(np.int64)
@@ -100,8 +100,8 @@ class _Slots:
     """Slots of ranks for new requests."""
 
     of_rank: list[int]  # requests that each rank takes
-    may_take_more: list[bool]  # ranks that are as full as the others then, and have room
-    num_more: int  # of these ranks, so many take one request more: the first to need it
+    may_take_more: list[bool]  # ranks that are then as full as the others, and have room
+    num_more: int  # this number of these ranks take one request more: the first to need it
 
 
 def _level_slots(num: int, have_R: np.ndarray, free_R: np.ndarray) -> _Slots:
@@ -163,11 +163,15 @@ def _exchange(size_N: np.ndarray, rank_N: np.ndarray, load_R: np.ndarray, goal: 
 
 
 def best_pair(mine: np.ndarray, theirs: np.ndarray, gap: float) -> tuple[int, int] | None:
-    """Return the two whose exchange evens out loads a gap apart best: their difference is nearest to half of it.
+    """Return the pair whose exchange evens out two ranks best: its difference is nearest to half of the gap.
 
     Args:
         mine: KV tokens of the busier rank's requests.
-        theirs: those of the other, ascending.
+        theirs: KV tokens of the other rank's requests, ascending.
+        gap: difference of the two ranks' loads.
+
+    Returns:
+        Indices into `mine` and `theirs`; None if no exchange helps.
     """
     if len(mine) == 0 or len(theirs) == 0:
         return None
@@ -188,10 +192,10 @@ def admit(
     free_slots_of_rank: np.ndarray,
     request_load: RequestLoad = ONE_PER_TOKEN,
 ) -> np.ndarray:
-    """Return ranks for requests that are ready: the longest expected answers get the slots, spread evenly.
+    """Return ranks for ready requests: the longest expected answers get the slots, spread evenly.
 
-    Long answers that begin early do not keep a few ranks busy at the end. Answers that are expected to end at like
-    times are spread over the ranks for themselves, the longest first, so that ranks stay level while answers end. Of
+    Long answers begin early, so that few ranks are still busy with them at the end. Answers that are expected to end at
+    like times are spread over the ranks as a batch, the longest first, so that ranks stay level while answers end. Of
     answers with the same expectation, those of a prompt group end at like times.
 
     Args:
@@ -201,7 +205,7 @@ def admit(
         load_of_rank, requests_of_rank, free_slots_of_rank, request_load: see `assign_decode`.
 
     Returns:
-        [W] int64 ranks; -1: it waits.
+        [W] int64 ranks; -1: the request waits.
 
     Raises:
         ConfigError: arrays that should have the same length have not, or there is no rank.
@@ -227,7 +231,7 @@ def admit(
         load_R += np.bincount(rank_W[part], request_load.of(kv_W[part]), num_ranks)
         taken_R = np.bincount(rank_W[part], minlength=num_ranks)
         have_R, free_R = have_R + taken_R, free_R - taken_R
-    if len(alike) > 1:  # the last ones were few, perhaps, and one of them large
+    if len(alike) > 1:  # the last batch may be small, with one large request
         rank_C = rank_W[chosen]
         _exchange(request_load.of(kv_W[chosen]), rank_C, load_R, goal=0.0)
         rank_W[chosen] = rank_C

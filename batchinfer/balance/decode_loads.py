@@ -1,12 +1,11 @@
-"""What each decode rank has to do, and which requests it gets or gives away.
+"""The requests of each decode rank, and the decisions which rank gets or gives up which request.
 
-Driven by the controller with what ranks report, by plan and simulator with lengths that are known (decode_run.py):
+Driven by the controller with the ranks' reports, and by plan and simulator with known lengths (decode_run.py):
 
     add_ready --assign_ready--> on its way --start--> running --finish-->
                                      ^---- give_away ----'        (`moves` has asked for it)
 
-Every decode step adds a token to each of a rank's requests. Which request goes where is decided in decode.py and
-decode_moves.py.
+Every decode step adds a token to each of a rank's requests. decode.py and decode_moves.py make the decisions.
 """
 
 # N requests that are on their way or run, W ready ones, R ranks
@@ -22,7 +21,7 @@ from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.records import Request, RequestKey
 
-LOOK_EVERY = 8  # decode steps between looks at what could move while ranks are about level
+LOOK_EVERY = 8  # decode steps between searches for moves while ranks are about level
 LOOK_NOW = 1.1  # busiest rank / mean: above, every step
 READY_SHARE = 8  # requests may wait at a rank for a slot, this fraction (1/8) of its slots, so that none stays empty
 # Sending a KV token takes as long as reading it in this many decode steps: two copies, or memory against network speed
@@ -34,10 +33,10 @@ Key = TypeVar("Key", bound=Hashable)
 NOWHERE = -1
 _ROW = np.dtype(
     [
-        ("rank", np.int64),  # its place among the ranks
+        ("rank", np.int64),  # index into the list of ranks
         ("is_running", np.bool_),  # else on its way to the rank
         ("prompt_tokens", np.int64),
-        ("since", np.int64),  # tokens generated: that many before the rank's steps, or, on its way, in all
+        ("since", np.int64),  # tokens generated: while running less the rank's steps, on its way all of them
         ("max_tokens", np.int64),
         ("group", np.int64),  # its number in the output lengths
         ("expected", np.float64),  # in an earlier run; NaN: not known
@@ -46,7 +45,7 @@ _ROW = np.dtype(
 
 
 class DecodeRequest(NamedTuple, Generic[Key]):
-    """What is to be known of a request."""
+    """The facts about a request that balancing needs."""
 
     key: Key
     prompt_tokens: int
@@ -56,7 +55,7 @@ class DecodeRequest(NamedTuple, Generic[Key]):
 
 
 def decode_request(request: Request) -> DecodeRequest[RequestKey]:
-    """What is to be known of a request of a job."""
+    """Return the facts that balancing needs about a request of a job."""
     return DecodeRequest(
         request.key,
         len(request.token_ids),
@@ -79,7 +78,7 @@ class _Table(Generic[Key]):
         return self._all[: len(self.keys)]
 
     def row(self, key: Key) -> np.ndarray:
-        """[1] the row of a request, to be changed."""
+        """Return the row of a request, [1], a view to be changed."""
         place = self._place_of[key]
         return self._all[place : place + 1]
 
@@ -93,7 +92,7 @@ class _Table(Generic[Key]):
         self._all[place] = row
 
     def remove(self, key: Key) -> None:
-        """Take a request out, if it is there; the last one takes its place."""
+        """Remove a request, if it is there; the last row moves to its place."""
         place = self._place_of.pop(key, None)
         if place is None:
             return
@@ -105,12 +104,12 @@ class _Table(Generic[Key]):
 
 
 class DecodeLoads(Generic[Key]):
-    """Requests by decode rank.
+    """The requests of each decode rank.
 
     Args:
-        ranks: the numbers of those that decode.
+        ranks: numbers of the decode ranks.
         max_requests: slots of each.
-        request_load: what a request costs a step.
+        request_load: the cost of a request in a step.
         move_steps: sending a KV token takes as long as reading it in this many steps.
     """
 
@@ -133,12 +132,12 @@ class DecodeLoads(Generic[Key]):
         self.clear()
 
     def clear(self) -> None:
-        """All ranks start anew."""
+        """Forget all requests: every rank starts empty."""
         self._table: _Table[Key] = _Table()
-        self._moving: dict[Key, int] = {}  # asked to go to the rank at this place
-        self._ready: list[Key] = []  # prompts that have run and that no rank has got yet
-        self._ready_rows = np.zeros(0, _ROW)  # of these, the first ones
-        self._new_rows: list[tuple[object, ...]] = []  # of the others
+        self._moving: dict[Key, int] = {}  # asked to go to the rank with this index
+        self._ready: list[Key] = []  # prompts that have run and have no decode rank yet
+        self._ready_rows = np.zeros(0, _ROW)  # of the first ready prompts
+        self._new_rows: list[tuple[object, ...]] = []  # of the other ready prompts
         self._steps_R = np.zeros(self._num_ranks, dtype=np.int64)
         self._last_look = 0
 
@@ -147,26 +146,26 @@ class DecodeLoads(Generic[Key]):
         return len(self._ready)
 
     def start(self, request: DecodeRequest[Key], rank: int, num_generated: int = 1) -> None:
-        """A request decodes on a rank from now on."""
+        """Record that a request decodes on a rank from now on."""
         index = self._index_of[rank]
         self._table.put(request.key, self._row(request, index, num_generated - int(self._steps_R[index])))
 
     def step(self, rank: int, count: int = 1) -> None:
-        """A rank has run decode steps."""
+        """Record that a rank has run decode steps."""
         self._steps_R[self._index_of[rank]] += count
 
     def finish(self, key: Key) -> None:
-        """A request is complete, wherever it was."""
+        """Record that a request is complete, on any rank or between ranks."""
         self._moving.pop(key, None)
         self._table.remove(key)
 
     def add_ready(self, request: DecodeRequest[Key]) -> None:
-        """A prompt has run on a rank that does not decode."""
+        """Record that a prompt has run on a rank that does not decode."""
         self._ready.append(request.key)
         self._new_rows.append(self._row(request, NOWHERE, 0))
 
     def assign_ready(self) -> list[tuple[Key, int]]:
-        """Ranks for prompts that have run, as slots come free: the longest answers first."""
+        """Return ranks for prompts that have run, if slots are free: the longest answers first."""
         rows = self._table.rows
         most = self._max_requests + self._max_requests // READY_SHARE + 1
         free_R = np.maximum(most - np.bincount(rows["rank"], minlength=self._num_ranks), 0)
@@ -193,10 +192,10 @@ class DecodeLoads(Generic[Key]):
         return assigned
 
     def moves(self) -> list[tuple[Key, int]]:
-        """Return requests to ask for, with the rank that has each; `give_away` says where each is to go.
+        """Return requests to ask for, with the rank that has each; `give_away` returns the new rank of each.
 
-        Looks every LOOK_EVERY steps, and at once when the ranks are far from level. Requests that were asked for have
-        left their rank before others are asked for.
+        Searches every LOOK_EVERY steps, and at once when the ranks are far from level. New requests are asked for only
+        after all earlier ones have left their rank.
         """
         now = int(self._steps_R.max())
         if self._num_ranks < 2 or self._moving or now == self._last_look:
@@ -223,7 +222,7 @@ class DecodeLoads(Generic[Key]):
         return [(key, self._ranks[move.from_rank]) for key, move in zip(keys, proposed, strict=True)]
 
     def give_away(self, key: Key) -> int | None:
-        """A rank has packed a request: the rank it goes to; None for one that nobody has asked for."""
+        """Record that a rank has packed a request; return its new rank, or None if the request was not asked for."""
         rank = self._moving.pop(key, None)
         if rank is None:
             return None
@@ -233,14 +232,14 @@ class DecodeLoads(Generic[Key]):
         return self._ranks[rank]
 
     def kv_of_rank(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """([R] KV tokens of what runs, [R] requests, KV tokens of the largest of all)."""
+        """Return ([R] KV tokens of running requests, [R] their number, KV tokens of the largest of all)."""
         rows = self._table.rows[self._table.rows["is_running"]]
         kv_N = self._kv_tokens(rows)
         num_R = np.bincount(rows["rank"], minlength=self._num_ranks)
         return np.bincount(rows["rank"], kv_N, self._num_ranks), num_R, int(kv_N.max(initial=0))
 
     def _row(self, request: DecodeRequest[Key], index: int, since: int) -> tuple[object, ...]:
-        """A request that runs at a rank, or that none has got (NOWHERE)."""
+        """Return the row of a request that runs at a rank, or that has no rank yet (NOWHERE)."""
         group = self._lengths.number(request.prompt_group)
         expected = np.nan if request.expected_tokens is None else request.expected_tokens
         return index, index != NOWHERE, request.prompt_tokens, since, request.max_tokens, group, expected
@@ -249,7 +248,7 @@ class DecodeLoads(Generic[Key]):
         return np.bincount(rows["rank"], self._request_load.of(self._kv_tokens(rows)), self._num_ranks)
 
     def _num_generated(self, rows: np.ndarray) -> np.ndarray:
-        """Return the tokens of answers; ranks step together, so the one that has reported last speaks for all."""
+        """Return the tokens of answers; ranks step together, so the latest report counts for all."""
         return rows["since"] + np.where(rows["is_running"], self._steps_R.max(), 0)
 
     def _kv_tokens(self, rows: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Which running requests move to another decode rank: those that make steps so much shorter that moving pays."""
+"""Moves of running requests between decode ranks: those that shorten steps by more than the move costs."""
 
 # N requests, R ranks
 
@@ -12,13 +12,13 @@ from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
 START_MOVING = 1.03  # busiest rank / mean: below, no request moves
 STOP_MOVING = 1.01
 LASTING = 0.08  # busiest rank / mean - 1, by move_steps, that lasts as long as requests run; less evens out sooner
-DELAY_STEPS = 2  # a rank gives a request away one step after the look, and another rank runs it one step later
+DELAY_STEPS = 2  # a rank gives a request away one step after the search, and another rank runs it one step later
 NOWHERE = -1  # in place of the rank of a request that stays
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A running request changes its rank at a step boundary; its KV goes along."""
+    """A change of a running request's rank at a step boundary, with its KV."""
 
     request: int
     from_rank: int
@@ -38,11 +38,12 @@ def propose_moves(
 ) -> list[Move]:
     """Return moves that make steps so much shorter that they pay; none while the ranks are about equal.
 
-    Again and again, the busiest rank gives the idlest a request that is about half of what lies between them, or two
-    requests change places. Of these moves, as many of the first are proposed as save most: what they take off the
-    busiest rank, for as long as the moved requests are expected to run after they have arrived, less the time that the
-    busiest link is sending. Ranks that differ little even out as requests come and end, so a small difference counts
-    for a part of that time: the dearer sending is, the smaller is the part.
+    Repeatedly, the busiest rank gives the idlest a request of about half their difference, or two requests change
+    places. The proposal is the first part of these moves that saves most. Saved is the reduction of the busiest rank's
+    load, for as long as the moved requests are expected to run after they have arrived; the time that the busiest link
+    is sending is subtracted. Ranks that differ little even out as requests come and end, so a small difference counts
+    for a part of that
+    time: the dearer sending is, the smaller is the part.
 
     Args:
         rank_of_request: [N] ranks of the running requests.
@@ -50,7 +51,7 @@ def propose_moves(
         remaining_tokens: [N] tokens still to come (`OutputLengths.remaining_each`).
         max_requests_of_rank: [R] slots of each rank.
         move_steps: sending a KV token takes as long as reading it in this many steps.
-        request_load: what a request costs a step.
+        request_load: the cost of a request in a step.
         can_move: [N] whether each may move; None: all may.
 
     Raises:
@@ -86,20 +87,20 @@ def propose_moves(
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """Requests that may move, and what ranks have; `move` changes the arrays."""
+    """Requests that may move, and the loads of ranks; `move` changes the arrays."""
 
-    rank_N: np.ndarray  # NOWHERE: it stays where it is
+    rank_N: np.ndarray  # NOWHERE: the request stays at its rank
     kv_N: np.ndarray
     size_N: np.ndarray
     load_R: np.ndarray
     num_R: np.ndarray
     most_R: np.ndarray
-    row: float  # load of a request beside attention
+    row: float  # load of a request without attention
 
     def next_moves(self) -> list[Move]:
-        """Return what levels the busiest rank and the idlest, in attention and in requests.
+        """Return the move, or exchange, that levels the busiest rank and the idlest, in attention and in requests.
 
-        One request goes; or two change places, where one alone leaves more than half of the gap.
+        An exchange of two requests is tried if one move alone leaves more than half of the gap.
         """
         busiest, idlest = int(self.load_R.argmax()), int(self.load_R.argmin())
         gap, more = self.load_R[busiest] - self.load_R[idlest], int(self.num_R[busiest] - self.num_R[idlest])
@@ -122,7 +123,7 @@ class _Running:
         return moves
 
     def move(self, move: Move) -> None:
-        """Let a request run on its new rank, which it does not leave again."""
+        """Move a request to its new rank, where it stays."""
         ranks = [move.from_rank, move.to_rank]
         self.load_R[ranks] += np.array([-1.0, 1.0]) * self.size_N[move.request]
         self.num_R[ranks] += [-1, 1]

@@ -1,8 +1,8 @@
-"""Decode ranks on paper: the controller's own balancer (decode_loads.py) driven with output lengths that are known.
+"""Simulated decode ranks: the controller's own balancer (decode_loads.py) driven with known output lengths.
 
-Ranks step together, as those of a job do. Requests come and move between turns of some steps; where answers are short,
-a turn is one step. As in a job, a rank gives a request away a step after the look, and the request is under way for
-another step. Prefill is quick enough: whatever may begin has run.
+Ranks step together, as those of a job do. Requests come and move between turns of some steps; if answers are short, a
+turn is one step. As in a job, a rank gives a request away a step after the search, and the request is under way for
+another step. Prefill is assumed to keep up: every request that may begin has run.
 """
 
 # N requests in the order in which they are prefilled, R ranks, S turns
@@ -31,15 +31,15 @@ class Answers:
     """Requests to decode."""
 
     prompt_tokens: np.ndarray  # [N] int64
-    output_tokens: np.ndarray  # [N] int64, what they generate
-    max_tokens: np.ndarray  # [N] int64, what they may
-    expected_tokens: np.ndarray  # [N] float, what the balancer knows of them; NaN: nothing
-    groups: np.ndarray | None = None  # [N] int64, prompt groups; None: where the same is expected
+    output_tokens: np.ndarray  # [N] int64, tokens generated
+    max_tokens: np.ndarray  # [N] int64, limits
+    expected_tokens: np.ndarray  # [N] float, expectations of the balancer; NaN: unknown
+    groups: np.ndarray | None = None  # [N] int64, prompt groups; None: requests with equal expectations
 
 
 @dataclass(slots=True)
 class DecodeSeries:
-    """Turns of a run on paper: loads of the decode ranks, the same as `steps` records of real ones."""
+    """Turns of a simulated run: loads of the decode ranks, as in the `steps` records of real ranks."""
 
     num_steps: list[int] = field(default_factory=list)
     kv_tokens: list[np.ndarray] = field(default_factory=list)  # [R] each
@@ -48,7 +48,7 @@ class DecodeSeries:
     is_full: list[bool] = field(default_factory=list)  # whether every slot is taken, or requests wait for one
 
     def kv_balance(self, *, only_full: bool = False) -> Balance | None:
-        """KV tokens of the busiest rank by the mean; None where nothing was decoded (or never with all slots taken)."""
+        """Return KV tokens of the busiest rank by the mean; None without decode steps (or, if chosen, full ones)."""
         chosen = np.array(self.is_full, dtype=bool) | (not only_full)
         if not chosen.any():
             return None
@@ -58,10 +58,10 @@ class DecodeSeries:
 
 
 class Source(Protocol):
-    """Where requests come from."""
+    """The supply of requests."""
 
     def fill(self, ranks: "PaperRanks") -> None:
-        """Let requests begin that may."""
+        """Start or send the requests that may begin."""
 
     @property
     def num_waiting(self) -> int:
@@ -69,7 +69,7 @@ class Source(Protocol):
 
 
 class PaperRanks:
-    """Decode ranks, and what they run.
+    """Simulated decode ranks and their requests.
 
     Args:
         max_requests, request_load, move_steps: as for DecodeLoads.
@@ -99,25 +99,25 @@ class PaperRanks:
         self._turn_steps = max(
             1, int(answers.output_tokens.sum()) // max(1, len(answers.output_tokens)) // TURNS_PER_ANSWER
         )
-        self._step_turns = round(1 / self._turn_steps)  # that a step takes: one turn or, in long turns, none
-        self._asked: deque[tuple[int, int, int]] = deque()  # (turn, request, its rank): to be given away then
-        self._under_way: deque[tuple[int, int, int, int]] = deque()  # (turn, request, rank, tokens): arrives then
+        self._step_turns = round(1 / self._turn_steps)  # turns per step: 1, or 0 for turns of several steps
+        self._asked: deque[tuple[int, int, int]] = deque()  # (turn, request, its rank): to be given away in that turn
+        self._under_way: deque[tuple[int, int, int, int]] = deque()  # (turn of arrival, request, rank, tokens)
         self._turn = 0
 
     @property
     def free_R(self) -> np.ndarray:
-        """[R] slots that nothing runs in."""
+        """[R] free slots."""
         return self.max_requests - self.num_R
 
     def request(self, number: int) -> DecodeRequest[int]:
-        """What the balancer knows of a request."""
+        """Return the facts about a request that the balancer knows."""
         expected = self._expected[number]
         known = None if isnan(expected) else expected
         group = known if self._groups is None else self._groups[number]
         return DecodeRequest(number, self._prompts[number], self._limits[number], group, known)
 
     def start(self, number: int, rank: int, num_generated: int = 1) -> None:
-        """A request decodes on a rank from now on; prefill has given its first token, which may be its only one."""
+        """Decode a request on a rank from now on; prefill has given its first token, which may be its only one."""
         end = self._step + self._outputs[number] - num_generated
         if end == self._step:
             self._end(number)
@@ -132,12 +132,12 @@ class PaperRanks:
         self.lengths.finish(self.request(number).prompt_group, self._outputs[number])
 
     def send(self, number: int, rank: int, num_generated: int = 1) -> None:
-        """A request goes on at a rank as soon as that has a slot."""
+        """Queue a request at a rank, which runs it as soon as a slot is free."""
         self._inbox[rank].append((number, num_generated))
         self.num_sent += 1
 
     def run(self, source: Source) -> DecodeSeries:
-        """Until all has ended."""
+        """Run until all requests have ended."""
         series = DecodeSeries()
         while True:
             source.fill(self)
@@ -166,7 +166,7 @@ class PaperRanks:
                 self.start(number, rank, num_generated)
 
     def _move(self) -> None:
-        """Look, give away what was asked for, and let arrive what was under way."""
+        """Search for moves, give away the requests asked for, and deliver those under way."""
         self._asked += ((self._turn + self._step_turns, number, rank) for number, rank in self.loads.moves())
         while self._asked and self._asked[0][0] <= self._turn:
             _, number, from_rank = self._asked.popleft()
@@ -182,7 +182,7 @@ class PaperRanks:
             self.send(number, to_rank, num_generated)
 
     def _advance(self) -> tuple[np.ndarray, np.ndarray]:
-        """Run a turn; returns [R] KV tokens and requests, per step, of those that had ended before it was over."""
+        """Run a turn; return [R] KV tokens and requests, per step, that ended before the turn was over."""
         self._step += self._turn_steps
         self._turn += 1
         kv_R, num_R = np.zeros(len(self.num_R)), np.zeros(len(self.num_R))
@@ -201,7 +201,7 @@ class PaperRanks:
 
 
 class ReadyPrompts:
-    """Prompts that run on ranks apart: as many have run as the decode ranks hold at most, and wait for a slot.
+    """Prompts that run on separate ranks: at most as many as the decode ranks hold have run and wait for a slot.
 
     Args:
         num_requests: of the answers, in their order.
@@ -212,7 +212,7 @@ class ReadyPrompts:
         self.num_waiting = num_requests
 
     def fill(self, ranks: PaperRanks) -> None:
-        """See Source."""
+        """Run prompts, and send them to ranks with free slots."""
         loads, most = ranks.loads, ranks.max_requests * len(ranks.num_R)
         first = self._num_requests - self.num_waiting + loads.num_ready
         last = min(self._num_requests, first + most - loads.num_ready - ranks.num_sent)
@@ -224,7 +224,7 @@ class ReadyPrompts:
 
 
 class DealtPrompts:
-    """Prompts that decode where they run: queues by rank, unit after unit.
+    """Prompts that decode on the rank that runs them: queues by rank, unit after unit.
 
     Args:
         units: by rank, the requests of each unit in the order in which the rank begins them.
@@ -238,7 +238,7 @@ class DealtPrompts:
         self.num_waiting = sum(len(queue) for unit in units for queue in unit)
 
     def fill(self, ranks: PaperRanks) -> None:
-        """See Source. Ranks prefill together when one of them has enough free slots, or nothing else to do."""
+        """Start queued prompts; ranks prefill together when one has enough free slots, or nothing else to do."""
         free_R = ranks.free_R
         for rank in np.flatnonzero(free_R).tolist():
             while not self._queues[rank] and self._units:
@@ -256,9 +256,9 @@ class DealtPrompts:
                 ranks.start(self._queues[rank].popleft(), rank)
 
     def _take_over(self, rank: int) -> None:
-        """A rank without a request takes over half of what the one with most has left."""
+        """Move half of the longest queue's work to a rank without requests."""
         busiest = max(self._queues, key=lambda queue: sum(self._work[number] for number in queue))
-        # the only one left may begin where it is
+        # a single remaining request may begin at its own rank
         if len(busiest) > 1:
             kept = num_kept(self._work[number] for number in busiest)
             self._queues[rank].extend([busiest.pop() for _ in range(len(busiest) - kept)][::-1])

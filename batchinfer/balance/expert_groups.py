@@ -1,4 +1,4 @@
-"""What the groups of ranks balance: the expert loads of their phases, within the limits of nodes and router groups."""
+"""Expert loads per group of ranks, and the limits of nodes and router groups for placing experts."""
 
 # L layers, E experts
 
@@ -8,9 +8,9 @@ import numpy as np
 
 
 def group_loads(load_of_phase: Mapping[str, np.ndarray], groups: Iterable[str]) -> dict[str, np.ndarray]:
-    """What each group has to place its experts for.
+    """Return the expert loads for which each group places its experts.
 
-    Ranks that run both phases have one set of slots, so theirs are placed for the sum of both loads.
+    Ranks that run both phases have one set of slots, so they are placed for the sum of both loads.
 
     Args:
         load_of_phase: 'prefill' and 'decode' -> [L, E] tokens per layer and expert.
@@ -23,10 +23,10 @@ def group_loads(load_of_phase: Mapping[str, np.ndarray], groups: Iterable[str]) 
 
 
 def node_limits(num_ranks: int, num_nodes: int, num_router_groups: int) -> tuple[int, int]:
-    """Nodes and router groups for `place_experts`, so that a token's rows go to few nodes where that can be had.
+    """Return nodes and router groups for `place_experts`, so that a token's rows go to few nodes if possible.
 
-    As DeepSeek's EPLB decides: where router groups, of which a token takes a few, divide by nodes, each node gets whole
-    groups with all copies of their experts; else (1, 1): copies may be anywhere.
+    The rule is that of DeepSeek's EPLB: if router groups, of which a token takes a few, divide by nodes, each node gets
+    whole groups with all copies of their experts; else (1, 1): copies may be anywhere.
     """
     fits = num_nodes > 1 and num_router_groups % num_nodes == 0 and num_ranks % num_nodes == 0
     return (num_nodes, num_router_groups) if fits else (1, 1)

@@ -1,8 +1,8 @@
-"""Which rank computes which prompt: equal new tokens and equal core-attention work per rank.
+"""Assignment of prompts to prefill ranks: equal new tokens and equal core-attention work per rank.
 
-Both are balanced at once. Attention work grows with the square of the length, so that the long prompts decide it, and
-short ones can still level the tokens: items are dealt largest first, and what is searched for is how much attention
-has to count against tokens. Loads are in units of the lower bounds, so 1.0 is a perfect rank.
+Both are balanced at once. Attention work grows with the square of the length, so long prompts decide it, and short ones
+can still level the tokens: items are dealt largest first, and the search is for the weight of attention against tokens.
+Loads are in units of the lower bounds, so 1.0 is a perfect rank.
 """
 
 # N requests, I items (a request, or a prefix group that stays whole), R ranks, 2: new tokens and attention work
@@ -31,14 +31,14 @@ WORTH_CUTTING = 0.002  # off the busiest rank
 
 @dataclass(frozen=True, slots=True)
 class PrefillBounds:
-    """What no plan's busiest rank can go below, each quantity for itself."""
+    """Lower bounds on the busiest rank of any plan, for each quantity separately."""
 
     new_tokens: float
     attention_work: float
 
 
 def attention_work(new_tokens: np.ndarray, cached_tokens: np.ndarray) -> np.ndarray:
-    """[N] float64 (query, key) pairs: a new token attends to the cached ones and to the new ones up to itself."""
+    """Return [N] float64 (query, key) pairs: a new token attends to cached tokens and to new ones up to itself."""
     new = np.asarray(new_tokens, dtype=np.float64)
     return new * (np.asarray(cached_tokens) + (new + 1) / 2)
 
@@ -46,7 +46,7 @@ def attention_work(new_tokens: np.ndarray, cached_tokens: np.ndarray) -> np.ndar
 def prefill_bounds(
     new_tokens: np.ndarray, cached_tokens: np.ndarray, *, num_ranks: int, group_of_request: np.ndarray | None = None
 ) -> PrefillBounds:
-    """Lower bounds to divide a plan's busiest rank by; arguments and errors as for `assign_prefill`.
+    """Return lower bounds to divide a plan's busiest rank by; arguments and errors as for `assign_prefill`.
 
     The largest of: an even share; the largest item; and, for each k, the k + 1 smallest of the k * num_ranks + 1
     largest items, since some rank gets k + 1 of those. A group that is not cut counts as one item.
@@ -72,9 +72,9 @@ def assign_prefill(
     with attention counting more or less, until neither quantity is worse than the other. Ties go to the lowest rank,
     and nothing is random: the same input always gives the same plan.
 
-    A prefix group stays on one rank. One that is more than an even share of either quantity is cut: onto as few ranks
-    as its size asks for, and onto more only if one is too busy then. Which of its requests go together is left to
-    balance; give finer groups where deeper prefixes are worth keeping.
+    A prefix group stays on one rank. A group that is more than an even share of either quantity is cut: onto as few
+    ranks as its size asks for, and onto more only if one is too busy then. Balance alone decides which of its requests
+    go together; give finer groups where deeper prefixes are worth keeping.
 
     Args:
         new_tokens: [N] integers, prompt tokens to compute.
@@ -102,7 +102,7 @@ def deal(sizes_NQ: np.ndarray, group_N: np.ndarray, start_RQ: np.ndarray) -> np.
     Args:
         sizes_NQ: [N, Q] of each request; the second quantity is attention work.
         group_N: [N] prefix groups numbered from 0.
-        start_RQ: [R, Q] what ranks have already.
+        start_RQ: [R, Q] loads that ranks have already.
     """
     num_ranks = len(start_RQ)
     item_N, cut_groups = _items(sizes_NQ, group_N, num_ranks)
@@ -118,7 +118,7 @@ def deal(sizes_NQ: np.ndarray, group_N: np.ndarray, start_RQ: np.ndarray) -> np.
 def _read(
     new_tokens: np.ndarray, cached_tokens: np.ndarray, num_ranks: int, group_of_request: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Checked: [N, 2] sizes, and [N] groups numbered from 0."""
+    """Check the arguments; return [N, 2] sizes, and [N] groups numbered from 0."""
     if num_ranks < 1:
         raise ConfigError(f"num_ranks is {num_ranks}, but requests need at least 1 rank; use 1 or more")
     new_N, cached_N = np.asarray(new_tokens), np.asarray(cached_tokens)
@@ -135,7 +135,7 @@ def _read(
 
 
 def _items(sizes_N2: np.ndarray, group_N: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """[N] the item of each request, and the groups too large to be one, whose requests are items by themselves."""
+    """Return the item of each request, [N], and the groups too large for one item, whose requests are items."""
     share_2 = sizes_N2.sum(axis=0) / num_ranks
     is_cut_G = (_sum_by(group_N, sizes_N2) > share_2 * (1 + 1e-9)).any(axis=1) & (np.bincount(group_N) > 1)
     item_N = np.where(is_cut_G[group_N], len(is_cut_G) + np.arange(len(group_N)), group_N)
@@ -143,7 +143,7 @@ def _items(sizes_N2: np.ndarray, group_N: np.ndarray, num_ranks: int) -> tuple[n
 
 
 def _bounds(items_I2: np.ndarray, num_ranks: int) -> np.ndarray:
-    """[2] lower bounds of the busiest rank."""
+    """Return lower bounds of the busiest rank, [2]."""
     sums = np.concatenate([np.zeros((1, items_I2.shape[1])), np.cumsum(-np.sort(-items_I2, axis=0), axis=0)])
     k = np.arange(1, (len(items_I2) - 1) // num_ranks + 1)
     crowded = sums[k * num_ranks + 1] - sums[k * num_ranks - k]
@@ -151,15 +151,15 @@ def _bounds(items_I2: np.ndarray, num_ranks: int) -> np.ndarray:
 
 
 def _sum_by(index_N: np.ndarray, sizes_N2: np.ndarray, num: int = 0) -> np.ndarray:
-    """[num, 2] sizes added up by index; num is at least the number of indices."""
+    """Add up sizes by index, [num, 2]; num is at least the number of indices."""
     return np.stack([np.bincount(index_N, weights=size_N, minlength=num) for size_N in sizes_N2.T], axis=1)
 
 
 def _pack_cutting(sizes_N2: np.ndarray, group_N: np.ndarray, cut_groups: np.ndarray, load_R2: np.ndarray) -> np.ndarray:
-    """[N] ranks when some groups are too large: their parts are packed, which says the ranks they may use.
+    """Return ranks, [N], when some groups are too large: packing their parts decides which ranks they may use.
 
-    A part is an even share, the last one what is left. The requests are then dealt for real onto these ranks, beside
-    the groups that stay whole; while one is too busy, the cut groups on it may use 1, 2, 4, ... more of the idlest.
+    A part is an even share, the last one the remainder. The requests are then dealt onto these ranks, together with the
+    groups that stay whole; while one is too busy, the cut groups on it may use 1, 2, 4, ... more of the idlest.
     """
     num_ranks = len(load_R2)
     is_cut_N = np.isin(group_N, cut_groups)
@@ -189,10 +189,10 @@ def _pack_cutting(sizes_N2: np.ndarray, group_N: np.ndarray, cut_groups: np.ndar
 
 
 def _parts(sizes_N2: np.ndarray, group_N: np.ndarray, share_2: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[P, 2] parts of groups and [P] the group of each.
+    """Return parts of groups, [P, 2], and the group of each part, [P].
 
-    A part is an even share (in the larger quantity), or what the largest request has if that is more; the last part of
-    a group is what is left.
+    A part is an even share (in the larger quantity), or the largest request if that is more; the last part of a group
+    is the remainder.
     """
     shares_N = (sizes_N2 / np.where(share_2 > 0, share_2, 1.0)).max(axis=1)
     sizes_G2 = _sum_by(group_N, sizes_N2)
@@ -207,11 +207,11 @@ def _parts(sizes_N2: np.ndarray, group_N: np.ndarray, share_2: np.ndarray) -> tu
 
 
 def _pack(items_I2: np.ndarray, start_R2: np.ndarray, allowed_IR: np.ndarray | None = None) -> np.ndarray:
-    """[I] ranks: the best deal over some weights of attention against tokens, levelled.
+    """Return ranks, [I]: the best deal over some weights of attention against tokens, levelled.
 
     Args:
-        start_R2: what the ranks have already.
-        allowed_IR: where an item may go; None: anywhere.
+        start_R2: loads that the ranks have already.
+        allowed_IR: ranks that each item may use; None: any.
     """
     num_ranks = len(start_R2)
     if allowed_IR is None:
@@ -237,7 +237,7 @@ def _pack(items_I2: np.ndarray, start_R2: np.ndarray, allowed_IR: np.ndarray | N
 
 
 def _deal(items_I2: np.ndarray, start_R2: np.ndarray, allowed_IR: np.ndarray, weight: float) -> np.ndarray:
-    """[I] ranks of items in descending order: the largest first, levelled before the others follow."""
+    """Return ranks of items in descending order, [I]: the largest first, levelled before the others follow."""
     weights = np.ones(items_I2.shape[1])
     weights[1] = weight
     items_I2, loads_R2 = items_I2 * weights, start_R2 * weights
@@ -248,7 +248,7 @@ def _deal(items_I2: np.ndarray, start_R2: np.ndarray, allowed_IR: np.ndarray, we
 
 
 def place(items_I2: np.ndarray, loads_R2: np.ndarray, allowed_IR: np.ndarray) -> np.ndarray:
-    """Return [I] a rank for each item: where the sum of squared loads grows least; adds the items to `loads_R2`.
+    """Return a rank for each item, [I], where the sum of squared loads grows least; add the items to `loads_R2`.
 
     The sum grows by (l + s)^2 - l^2 = 2 l s + s^2 for a load l and a size s.
     """
@@ -260,7 +260,7 @@ def place(items_I2: np.ndarray, loads_R2: np.ndarray, allowed_IR: np.ndarray) ->
 
 
 def _sample(rank_I: np.ndarray) -> np.ndarray:
-    """Items to exchange, at most SAMPLE_PER_RANK of each rank, spread over its items in order."""
+    """Return items to exchange, at most SAMPLE_PER_RANK of each rank, spread over its items in order."""
     by_rank = np.argsort(rank_I, kind="stable")
     num_R = np.bincount(rank_I)
     place_I = np.arange(len(rank_I)) - np.repeat(np.cumsum(num_R) - num_R, num_R)
@@ -271,10 +271,10 @@ def _sample(rank_I: np.ndarray) -> np.ndarray:
 def level(
     items_I2: np.ndarray, rank_I: np.ndarray, loads_R2: np.ndarray, allowed_IR: np.ndarray, floor: float
 ) -> np.ndarray:
-    """Return [I] ranks after exchanges of items that reduce what ranks have above a floor; updates loads_R2.
+    """Return ranks after exchanges of items that reduce the ranks' loads above a floor, [I]; update loads_R2.
 
     The worst rank gives an item (or nothing) for an item (or nothing) of another. A rank that finds no such exchange is
-    stuck until there is one elsewhere; when a few are stuck, or none is above LEVEL, this ends.
+    stuck until another rank has made one. The function ends when a few ranks are stuck, or none is above LEVEL.
     """
     num_ranks, nothing = len(loads_R2), len(items_I2)  # nothing: one more item, without size, on rank -1
     items_I2 = np.append(items_I2, np.zeros((1, items_I2.shape[1])), axis=0)
@@ -300,9 +300,9 @@ def level(
 def _best_exchange(
     worst: int, items_I2: np.ndarray, rank_I: np.ndarray, above_R2: np.ndarray, limits_IR: np.ndarray | None
 ) -> tuple[int, int, int, float]:
-    """What the worst rank gives and takes, the other rank, and by how much that lowers the excess of the two.
+    """Return the item that the worst rank gives, the item it takes, the other rank, and the reduction of the excess.
 
-    Looked at are the ranks with the least of what the worst has most of, as many as MAX_PAIRS allows.
+    Candidates are the ranks with the least of the worst rank's largest quantity, as many as MAX_PAIRS allows.
     """
     num_ranks, nothing = len(above_R2), len(items_I2) - 1
     given_G = np.append(np.flatnonzero(rank_I == worst), nothing)
@@ -325,7 +325,7 @@ def _best_exchange(
 
 
 def _excess(above: np.ndarray) -> np.ndarray:
-    """What is above the floor, to the fourth power: the busiest ranks count most."""
+    """Return the load above the floor, to the fourth power: the busiest ranks count most."""
     excess = np.maximum(above, 0.0)
     excess *= excess
     excess *= excess

@@ -1,4 +1,4 @@
-"""Cuts a rank's prompts into prefill steps of equal new tokens and equal core-attention work.
+"""Cuts of a rank's prompts into prefill steps of equal new tokens and equal core-attention work.
 
 All ranks of a group meet in every MoE layer, so a step lasts as long as on its busiest rank. Equal sums over a work
 unit do not make equal steps: a token near the end of a long prompt costs many times the attention of a token near a
@@ -35,7 +35,7 @@ WIDEN = 1.25  # pieces are this much larger when there are too few steps for the
 MOST_OPEN = 8  # large branches that are under way when a step ends; their pages stay in memory
 NUM_HALVINGS = 6
 NUM_TRIALS = 3  # numbers of steps that are tried until no step has too many tokens
-FULLEST = 1.02  # tokens of a step by the mean; what is above runs in other steps
+FULLEST = 1.02  # tokens of a step by the mean; further tokens run in other steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class PrefillSteps:
     step_P: np.ndarray  # [P] int64, rising from 0
     num_steps: int
     num_open: int = 0  # most branches that are under way when a step ends; the KV of one prompt of each is kept
-    prefix_tokens: int = 0  # of branches that others need, whose KV is kept for these
+    prefix_tokens: int = 0  # of branches that other branches need, whose KV is kept for these
 
     def loads(self) -> np.ndarray:
-        """[S, 2] new tokens and attention work of each step."""
+        """Return new tokens and attention work of each step, [S, 2]."""
         new_P = self.end_P - self.start_P
         sizes = (new_P, attention_work(new_P, self.start_P))
         return np.stack([np.bincount(self.step_P, size_P, minlength=self.num_steps) for size_P in sizes], axis=1)
@@ -107,7 +107,7 @@ def plan_rank_steps(
 
 
 def max_over_mean(loads_SRQ: np.ndarray) -> np.ndarray:
-    """[Q] load of the busiest rank of each step, summed over steps, by the sum of the means; 1.0 without a load."""
+    """Return the load of the busiest rank, summed over steps, by the sum of the means, [Q]; 1.0 without a load."""
     mean_Q = loads_SRQ.mean(axis=1).sum(axis=0)
     return np.where(mean_Q > 0, loads_SRQ.max(axis=1).sum(axis=0) / np.where(mean_Q > 0, mean_Q, 1.0), 1.0)
 
@@ -194,7 +194,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """The new tokens of a rank's prompts one behind the other."""
+    """The new tokens of a rank's prompts, one prompt after another."""
 
     shared_N: np.ndarray
     before_N1: np.ndarray  # [N + 1] place of each prompt, and of the end
@@ -209,7 +209,7 @@ class _Line:
 
     @property
     def step_2(self) -> np.ndarray:
-        """[2] new tokens and attention work of one step."""
+        """New tokens and attention work of one step, [2]."""
         return np.maximum([self.before_N1[-1] / self.num_steps, self.work_before_N1[-1] / self.num_steps], 1.0)
 
     def prompt_at(self, places: np.ndarray) -> np.ndarray:
@@ -229,7 +229,7 @@ class _Line:
         return int(min(self.before_N1[prompt] + int(tokens), self.before_N1[prompt + 1]))
 
     def sizes(self, places: np.ndarray) -> np.ndarray:
-        """[len(places) - 1, 2] sizes between neighbouring places, in steps."""
+        """Return sizes between neighbouring places, in steps, [len(places) - 1, 2]."""
         return np.stack([np.diff(places), np.diff(self.work_at(places))], axis=1) / self.step_2
 
     def cut(self, begin: int, end: int, most_pieces: int) -> np.ndarray:
@@ -275,7 +275,7 @@ class _Branches:
 
     @classmethod
     def of(cls, line: _Line, needed_N: np.ndarray, page_tokens: int) -> "_Branches":
-        """Cut a line into branches, nothing placed yet.
+        """Cut a line into branches, not assigned to steps yet.
 
         Args:
             needed_N: [N] tokens that each prompt needs of those before it.
@@ -308,7 +308,7 @@ class _Branches:
 
     @property
     def prefix_tokens(self) -> int:
-        """Prompt tokens of branches that others need, each counted once."""
+        """Prompt tokens of branches that other branches need, each counted once."""
         is_needed_B = self.provider_B >= 0
         leader_B = self.starts_B1[self.provider_B]
         tokens_B = self.prefix_B - self.line.before_N1[leader_B]
@@ -335,7 +335,7 @@ class _Branches:
             for index, (begin, end) in enumerate(pairwise(places.tolist())):
                 earliest = ready if index == 0 else step + index - 1
                 latest = last if index == len(pieces_2) - 1 else step + index + 1
-                if len(followers):  # they count on this step
+                if len(followers):  # their ready step assumes this step
                     latest = step + index
                 segments.append(_Segment(step + index, begin, end, earliest, latest))
             piece = np.maximum(np.searchsorted(places, self.prefix_B[followers], side="left") - 1, 0)
@@ -362,7 +362,10 @@ class _Branches:
 
 
 def _providers(prefix_B: np.ndarray) -> np.ndarray:
-    """[B] the latest branch before each with a shorter prefix: all between share the longer one; -1: there is none."""
+    """Return for each branch the latest one before it with a shorter prefix, [B], -1 for none.
+
+    All branches between the two share the longer prefix.
+    """
     provider_B = np.full(len(prefix_B), -1)
     path: list[int] = []
     prefixes = prefix_B.tolist()

@@ -1,9 +1,9 @@
-"""Which rank runs which prompt of a work unit: equal work, and shared prefixes on one rank.
+"""Assignment of a work unit's prompts to ranks: equal work, and shared prefixes on one rank.
 
-A branch of the prefix tree that is more than a rank's share is cut where its children part: what they share above is
-then computed by each rank that gets one (`own_shared_tokens` says what is left of sharing). Finer cuts balance better
-and share less, so several are dealt out (prefill.py), and one long stretch of the tree to each rank, which shares most;
-the deal whose busiest rank has least to do is taken.
+A branch of the prefix tree that is more than a rank's share is cut where its children part: each rank that gets a child
+then computes the prefix above (`own_shared_tokens` returns the remaining sharing). Finer cuts balance better and share
+less, so several are dealt out (prefill.py), and one long stretch of the tree to each rank, which shares most; the deal
+whose busiest rank has the least work is taken.
 """
 
 # N requests in the order in which they run, R ranks, Q quantities, the first two: new tokens and attention work
@@ -41,7 +41,7 @@ def deal_prefixes(
         shared_tokens: [N] integers, tokens shared with the request before it; below the prompt's length.
         output_tokens: [N] tokens that the same rank is expected to generate; 0 where others decode.
         num_ranks: at least 1.
-        load_of_rank: [R, 4] what ranks have already, as `request_sizes`; None: nothing.
+        load_of_rank: [R, 4] loads that ranks have already, as `request_sizes`; None: nothing.
 
     Returns:
         [N] int64 ranks.
@@ -77,7 +77,7 @@ def deal_prefixes(
 
 
 def request_sizes(num_tokens: np.ndarray, shared_tokens: np.ndarray, output_tokens: np.ndarray) -> np.ndarray:
-    """[N, 4] new prompt tokens and their attention work, output tokens and theirs."""
+    """Return new prompt tokens and their attention work, output tokens and their attention work, [N, 4]."""
     new_N, output_N = np.asarray(num_tokens) - shared_tokens, np.asarray(output_tokens, dtype=np.float64)
     works = attention_work(new_N, shared_tokens), attention_work(output_N, num_tokens)
     return np.stack([new_N, works[0], output_N, works[1]], axis=1)
@@ -86,10 +86,10 @@ def request_sizes(num_tokens: np.ndarray, shared_tokens: np.ndarray, output_toke
 def cut_groups(
     shared_tokens: np.ndarray, sizes: np.ndarray, *, largest: float, smallest: float | None = None
 ) -> np.ndarray:
-    """Prefix groups of at most a size: consecutive requests, the deepest branches left whole.
+    """Cut requests into prefix groups of at most a size: consecutive requests, the deepest branches left whole.
 
-    A stretch that is too large is cut at all places where its neighbours share least; of the pieces, neighbours that
-    are small stay together, since they share what is above the cut.
+    A stretch that is too large is cut at all places where its neighbours share least. Of the pieces, small neighbours
+    stay together, since they share the prefix above the cut.
 
     Args:
         shared_tokens: [N] integers, tokens shared with the request before it.
@@ -128,15 +128,18 @@ def cut_groups(
 
 
 def _least_busiest(sizes_N2: np.ndarray, start_R2: np.ndarray) -> np.ndarray:
-    """[Q] what some rank has in any case; measured by less, one quantity could hide how the other is spread."""
+    """Return the least load that some rank must have, [Q].
+
+    Measured by a smaller unit, one quantity could hide how the other is spread.
+    """
     even_2 = (sizes_N2.sum(axis=0) + start_R2.sum(axis=0)) / len(start_R2)
     return np.maximum.reduce([even_2, sizes_N2.max(axis=0), start_R2.max(axis=0)])
 
 
 def _stretches(shared_tokens: np.ndarray, sizes_N2: np.ndarray, start_R2: np.ndarray, unit_2: np.ndarray) -> np.ndarray:
-    """[N] ranks: one stretch of neighbours for each, the busiest as small as possible; sizes in units of `unit_2`.
+    """Return ranks, [N]: one stretch of neighbours each, the busiest as small as possible; sizes in units of `unit_2`.
 
-    A stretch also has to compute what its first request shares with the one before.
+    A stretch also has to compute the tokens that its first request shares with the one before.
     """
     shared = np.asarray(shared_tokens, dtype=np.float64)
     again_N2 = np.zeros(sizes_N2.shape)
@@ -145,7 +148,7 @@ def _stretches(shared_tokens: np.ndarray, sizes_N2: np.ndarray, start_R2: np.nda
     num_requests = len(shared)
 
     def starts_below(limit: float) -> list[int]:
-        """Where the ranks' stretches begin when none is above the limit, as far as the requests reach."""
+        """Return the starts of the ranks' stretches with no rank above the limit, as far as the requests reach."""
         starts = [0]
         for load_2 in start_R2:
             first = starts[-1]
@@ -168,10 +171,10 @@ def _stretches(shared_tokens: np.ndarray, sizes_N2: np.ndarray, start_R2: np.nda
 
 
 def own_shared_tokens(shared_tokens: np.ndarray, rank_of_request: np.ndarray) -> np.ndarray:
-    """[N] tokens that a prompt shares with the request before it on the same rank; 0 for a rank's first.
+    """Return tokens that a prompt shares with the request before it on the same rank, [N]; 0 for a rank's first.
 
-    Two prompts share the least of what the neighbours between them share. The first of a rank may share more with what
-    the rank ran before; the caller knows.
+    Two prompts share the least of the tokens that the neighbours between them share. The first prompt of a rank may
+    share more with the rank's earlier prompts, which only the caller knows.
     """
     own = np.zeros(len(shared_tokens), dtype=np.int64)
     for rank in np.unique(rank_of_request):
@@ -185,10 +188,10 @@ def own_shared_tokens(shared_tokens: np.ndarray, rank_of_request: np.ndarray) ->
 
 
 def num_kept(work: Iterable[float]) -> int:
-    """How many of a rank's waiting requests it keeps when one without any takes over the later half, by work.
+    """Return how many waiting requests a rank keeps when an idle rank takes over the later half, by work.
 
     Args:
-        work: of each, in their order. The only one left goes, too: its rank has not asked for it yet.
+        work: of each, in their order. A single remaining request is taken over, too: its rank has not begun it.
     """
     before = [0.0, *accumulate(work)]
     return min(sum(done < before[-1] / 2 for done in before[:-1]), len(before) - 2)

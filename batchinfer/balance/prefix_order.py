@@ -1,9 +1,9 @@
-"""In which order prompts run: down one branch of the prefix tree after the other, long answers first. No I/O here.
+"""The order in which prompts run: down one branch of the prefix tree after the other, long answers first. No I/O here.
 
-A walk through the tree branch by branch computes each shared prefix once, whatever the order of the branches. So that
-order is free, and an offline job uses it for its end: answers that take long begin early. Only a prompt that is scored
-runs its tokens whether they are in memory or not: of the branches below a node the one with such a prompt begins, and
-the others find what it has computed.
+A walk through the tree branch by branch computes each shared prefix once, for any order of the branches. So that order
+is free, and an offline job uses it for its end: answers that take long begin early. Only a prompt that is scored runs
+its tokens even if they are in memory: of the branches below a node the one with such a prompt begins, and the others
+reuse its KV.
 """
 
 # N requests, neighbours in the plan's order
@@ -26,7 +26,7 @@ class _Branch:
     children: list[_Branch] = field(default_factory=list)
     request: int = -1
     longest: float = 0.0  # output tokens to expect, at most, below it
-    most_cached: float = inf  # leading tokens that the prompt below it which runs most may find in memory
+    most_cached: float = inf  # the fewest leading tokens that a prompt below it may take from memory
     holds_first: bool = False
     holds_last: bool = False
 
@@ -44,12 +44,12 @@ def longest_first(
     Args:
         shared_tokens: [N] integers, tokens that a prompt shares with the one before it; the first entry is not read.
         expected_tokens: [N] output tokens to expect.
-        most_cached_tokens: [N] leading tokens that a prompt may find in memory (records.Request); None: all. The branch
-            whose prompts may find least of what all below a node share begins.
-        before_tokens: what the first prompt shares with the one that runs before all of these: so far down, the
-            branches that it lies on stay first.
-        after_tokens: what the last prompt shares with the one that runs after all of these: so far down, its branches
-            stay last.
+        most_cached_tokens: [N] leading tokens that a prompt may find in memory (records.Request); None: all. Below a
+            node, the branch begins whose prompts may take the fewest of the shared tokens from memory.
+        before_tokens: tokens that the first prompt shares with the one that runs before all of these; down to this
+            depth its branches stay first.
+        after_tokens: tokens that the last prompt shares with the one that runs after all of these; down to this depth
+            its branches stay last.
 
     Returns:
         [N] int64, the request to run k-th.
@@ -68,7 +68,7 @@ def longest_first(
 def whole_first(
     shared_tokens: np.ndarray, most_cached_tokens: np.ndarray, *, before_tokens: int = 0, after_tokens: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`longest_first` where nothing is known of answers, and what prompts share in that order.
+    """Order branches as `longest_first` does with unknown answers; also return the tokens shared in that order.
 
     Returns:
         ([N] int64, the request to run k-th; [N] int64, tokens that the k-th shares with the one before it).
@@ -115,7 +115,7 @@ def _sorted_children(branch: _Branch, before_tokens: int, after_tokens: int) -> 
 
 
 def _tree(shared_tokens: np.ndarray, expected_tokens: np.ndarray, most_cached: np.ndarray) -> _Branch:
-    """The prefix tree of prompts in the plan's order, from what neighbours share."""
+    """Build the prefix tree of prompts in the plan's order from the tokens that neighbours share."""
     path = [_Branch(-1)]  # from the root down to the latest prompt, whose subtree is `done`
     num_requests = len(shared_tokens)
     done = _leaf(0, num_requests, expected_tokens, most_cached)

@@ -1,4 +1,4 @@
-"""Which expert is in which slot of which GPU, and what share of its tokens each copy gets: `place_experts`."""
+"""Placement of experts: an expert for each slot of each GPU, and each copy's share of tokens (`place_experts`)."""
 
 from batchinfer.balance.experts.placement import ExpertPlacement, place_experts
 from batchinfer.balance.experts.robust import place_robustly

@@ -33,10 +33,10 @@ def anneal(  # noqa: PLR0915 - one loop, compiled as a whole
     bound: float,
     seed: np.uint64,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Swap experts, or move a GPU and S - 1 experts, between random pools; returns the best pools met.
+    """Swap experts, or move a GPU and S - 1 experts, between random pools; return the best pools met.
 
     A trial is taken when the load above the target, summed over the pools, falls or stays, or grows by little (by the
-    temperature). When nothing is above the target any more, it sinks.
+    temperature). When nothing is above the target any more, the target sinks.
 
     Args:
         ascending_E: [E] float64, loads in ascending order.
@@ -86,7 +86,7 @@ def anneal(  # noqa: PLR0915 - one loop, compiled as a whole
         if a == b or (is_move and gpus_of_P[a] == 1):
             continue
         if is_move:
-            shift = -target  # what pool a loses: the block's load, and the room of a GPU
+            shift = -target  # pool a loses the block's load and the room of a GPU
             for i in range(block_size):
                 block[i] = member_PK[a, (place_E[one] + i) % size_P[a]]
                 shift += ascending_E[block[i]]
@@ -110,7 +110,7 @@ def anneal(  # noqa: PLR0915 - one loop, compiled as a whole
 
 @compiled
 def _over_target(load_E: np.ndarray, pool_of_E: np.ndarray, gpus_of_P: np.ndarray, target: float) -> np.ndarray:
-    """[P] the load of each pool above so much per GPU; below it, negative."""
+    """Return the load of each pool above `target` per GPU, negative if below; [P]."""
     over_P = np.empty(len(gpus_of_P))
     for pool in range(len(gpus_of_P)):
         over_P[pool] = -target * gpus_of_P[pool]
@@ -138,7 +138,7 @@ def _energy(over_P: np.ndarray) -> float:
 
 @compiled
 def _list_crowded(pool_of_E: np.ndarray, over_P: np.ndarray, crowded: np.ndarray) -> int:
-    """Write the experts of pools above the target to the front of `crowded`; returns how many they are."""
+    """Write the experts of pools above the target to the front of `crowded`; return their number."""
     num_crowded = 0
     for expert in range(len(pool_of_E)):
         if over_P[pool_of_E[expert]] > 0.0:
@@ -149,7 +149,7 @@ def _list_crowded(pool_of_E: np.ndarray, over_P: np.ndarray, crowded: np.ndarray
 
 @compiled
 def _member_lists(pool_of_E: np.ndarray, num_pools: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The experts of pool p are member_PK[p, : size_P[p]]; expert e is at place_E[e] of its pool's."""
+    """Return the members of each pool: pool p has member_PK[p, : size_P[p]]; expert e is at place_E[e] of its pool."""
     member_PK = np.empty((num_pools, len(pool_of_E)), np.int64)
     size_P = np.zeros(num_pools, np.int64)
     place_E = np.empty(len(pool_of_E), np.int64)
@@ -186,7 +186,7 @@ def _move_experts(
 
 @compiled
 def _next_bits(bits: np.uint64) -> np.uint64:
-    """64 random bits from the last ones (xorshift, Marsaglia 2003)."""
+    """Return 64 random bits from the last ones (xorshift, Marsaglia 2003)."""
     bits ^= bits << np.uint64(13)
     bits ^= bits >> np.uint64(7)
     return bits ^ (bits << np.uint64(17))
@@ -194,11 +194,11 @@ def _next_bits(bits: np.uint64) -> np.uint64:
 
 @compiled
 def _below(bits: np.uint64, first: int, end: int) -> int:
-    """A number from 0 to end - 1 made of 21 of the bits."""
+    """Return a number from 0 to end - 1 made of 21 of the bits."""
     return int(np.int64((((bits >> np.uint64(first)) & np.uint64(0x1FFFFF)) * np.uint64(end)) >> np.uint64(21)))
 
 
 @compiled
 def _fraction(bits: np.uint64, first: int) -> float:
-    """A number above 0 and below 1 made of 21 of the bits."""
+    """Return a number above 0 and below 1 made of 21 of the bits."""
     return (np.float64((bits >> np.uint64(first)) & np.uint64(0x1FFFFF)) + 0.5) / 2097152.0

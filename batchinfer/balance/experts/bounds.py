@@ -1,8 +1,8 @@
-"""What no placement of experts can go below: lower bounds on the load of the fullest GPU.
+"""Lower bounds on the load of the fullest GPU, for any placement of experts.
 
 However tokens are split, the fullest GPU has at least the mean load, and an expert of load w needs ceil(w / t) slots
-when no slot may carry more than t. The third bound sharpens this count: a slot that is nearly full has no room beside
-it for even the lightest expert, so that its expert needs one slot more (see `_is_impossible`).
+when no slot may carry more than t. The third bound sharpens this count: a nearly full slot leaves no room on its GPU
+for even the lightest expert, so that its expert needs one slot more (see `_is_impossible`).
 """
 
 # E experts, G GPUs, S slots per GPU, R = G x S slots
@@ -19,13 +19,13 @@ ROUNDING = 1e-12
 
 
 def simple_bound(load_E: np.ndarray, num_slots: int, num_gpus: int) -> float:
-    """The mean load per GPU, or the smallest t with sum(max(1, ceil(load / t))) <= num_slots if that is larger."""
+    """Return the mean load per GPU, or the smallest t with sum(max(1, ceil(load / t))) <= num_slots if larger."""
     return max(float(load_E.sum()) / num_gpus, float((load_E / replica_counts(load_E, num_slots)).max()))
 
 
 @compiled
 def replica_counts(load_E: np.ndarray, num_slots: int) -> np.ndarray:
-    """[E] slots of each expert when every next one goes to the expert with the largest load per slot.
+    """Return [E] slots of each expert when every next slot goes to the expert with the largest load per slot.
 
     No other counts have a smaller largest load per slot (step 2 of github.com/deepseek-ai/EPLB).
     """
@@ -40,7 +40,7 @@ def replica_counts(load_E: np.ndarray, num_slots: int) -> np.ndarray:
 
 
 def lower_bound(load_E: np.ndarray, num_slots: int, num_gpus: int) -> float:
-    """The tightest bound known: the simple one, or the sharpened count where that proves more."""
+    """Return the tightest bound known: the simple one, or the sharpened count if that proves more."""
     bound = simple_bound(load_E, num_slots, num_gpus)
     slots_per_gpu = num_slots // num_gpus
     lightest = float(load_E.min())
@@ -53,7 +53,7 @@ def lower_bound(load_E: np.ndarray, num_slots: int, num_gpus: int) -> float:
 
 @compiled
 def _count_bound(descending_E: np.ndarray, simple: float, num_gpus: int, slots_per_gpu: int) -> float:
-    """The largest load that is proved impossible, found by halving; `simple` where nothing more is proved."""
+    """Return the largest load that is proved impossible, found by halving; `simple` if nothing more is proved."""
     low, high = simple, WIDEST * simple
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2.0
@@ -66,7 +66,7 @@ def _count_bound(descending_E: np.ndarray, simple: float, num_gpus: int, slots_p
 
 @compiled
 def _is_impossible(descending_E: np.ndarray, limit: float, num_gpus: int, slots_per_gpu: int) -> bool:
-    """Whether this certificate proves that some GPU must carry more than `limit`.
+    """Return whether this certificate proves that some GPU must carry more than `limit`.
 
     Give each expert a number of slots n (`_claim_slots`), together one more than there are. If no pool of m GPUs could
     hold experts with more than S * m of them, then no placement exists (add up the pools). A pool of k experts has
@@ -110,7 +110,7 @@ def _is_impossible(descending_E: np.ndarray, limit: float, num_gpus: int, slots_
 
 @compiled
 def _claim_slots(descending_E: np.ndarray, limit: float, num_slots: int) -> np.ndarray:
-    """[E] ceil(load / limit), and one more for the experts with the least room left in their slots, for `num_slots`."""
+    """Return slots per expert, [E]: ceil(load / limit), then one more for those with least room; `num_slots` in all."""
     num_slots_E = np.ones(len(descending_E), np.int64)
     room_E = np.empty(len(descending_E))
     num_missing = num_slots

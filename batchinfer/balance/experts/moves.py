@@ -1,7 +1,7 @@
 """A new placement close to the existing one: few weights to move.
 
 The pools of the current placement are a start for the search, GPUs are matched to the pools whose experts they hold,
-and shares.py keeps on each GPU what it can.
+and shares.py keeps as many experts as possible on their GPU.
 """
 
 # E experts, G GPUs, S slots per GPU, P pools, N rows and columns of a square table
@@ -21,10 +21,10 @@ WARM_ODDS = 1.0  # only pools that are too full give experts away
 def pools_near(
     load_E: np.ndarray, held_GS: np.ndarray, used_GS: np.ndarray, effort: Effort, bound: float
 ) -> tuple[Pools, np.ndarray]:
-    """The pools to use when GPUs hold experts already, and the pool of each GPU.
+    """Return pools close to an existing placement, and the pool of each GPU.
 
-    The current pools, or what becomes of them when only too full ones are changed, provided that this is as good as
-    a search from nothing; otherwise that.
+    The result is the current pools, or their improvement by moves out of too full ones, provided that it is as good as
+    a search from scratch; else the latter.
 
     Args:
         held_GS: [G, S] int64, EMPTY where a GPU holds none of these experts.
@@ -44,7 +44,7 @@ def pools_near(
 
 
 def match_gpus(pools: Pools, held_GS: np.ndarray) -> np.ndarray:
-    """[G] int64, the pool of each GPU, so that as many held experts as possible are their GPU's pool's."""
+    """Return the pool of each GPU, [G] int64, so that as many held experts as possible belong to their GPU's pool."""
     pool_of_seat = np.repeat(np.arange(len(pools.num_gpus)), pools.num_gpus)
     if len(pools.num_gpus) == 1 or (held_GS == EMPTY).all():
         return pool_of_seat
@@ -55,13 +55,13 @@ def match_gpus(pools: Pools, held_GS: np.ndarray) -> np.ndarray:
 
 
 def match(score_NN: np.ndarray) -> np.ndarray:
-    """[N] int64, the column of each row, every column once, so that the sum of the scores is largest."""
+    """Return the column of each row, [N] int64, every column once, so that the sum of the scores is largest."""
     return np.asarray(_cheapest_columns(np.ascontiguousarray(score_NN.max() - score_NN)))
 
 
 @compiled
 def _cheapest_columns(cost_NN: np.ndarray) -> np.ndarray:
-    """[N] the column of each row, every column once, with the smallest sum of costs.
+    """Return the column of each row, [N], every column once, with the smallest sum of costs.
 
     The Hungarian method with shortest augmenting paths, O(N^3): rows join one by one, prices keep all reduced
     costs at or above 0. Column N stands for "no column yet".

@@ -1,8 +1,8 @@
-"""Which node holds which router groups, when all copies of a group's experts must stay on one node.
+"""Assignment of router groups to nodes, when all copies of a group's experts must stay on one node.
 
 Every node gets the same number of groups (and so of experts). First the load of the fullest node is made as small as
 possible, exactly where a search through all packings ends soon, and then groups are exchanged as long as the simple
-bound of the worst node falls: with few slots per GPU that is more than its load.
+bound of the worst node falls: with few slots per GPU that bound is more than the node's load.
 """
 
 # E experts, N nodes, K groups
@@ -20,7 +20,7 @@ MAX_EXCHANGES_TRIED = 1000
 
 
 def published_packing(load_K: np.ndarray, num_nodes: int) -> np.ndarray:
-    """[K] the node of each group as DeepSeek's EPLB packs them: heaviest first, to the lightest node with room."""
+    """Return the node of each group, [K], as DeepSeek's EPLB packs: heaviest first, to the lightest node with room."""
     node_of_K = np.empty(len(load_K), np.int64)
     load_N, room_N = np.zeros(num_nodes), np.full(num_nodes, len(load_K) // num_nodes)
     for group in np.argsort(-load_K, kind="stable"):
@@ -32,7 +32,7 @@ def published_packing(load_K: np.ndarray, num_nodes: int) -> np.ndarray:
 
 
 def lightest_packing(load_K: np.ndarray, num_nodes: int) -> tuple[np.ndarray, float]:
-    """The packing with the lightest fullest node that could be found, and a load that no packing's can be below."""
+    """Return the packing with the lightest fullest node found, and a lower bound of that load for any packing."""
     groups_per_node = len(load_K) // num_nodes
     bound = load_K.sum() / num_nodes
     bound = max(bound, load_K.max() + np.sort(load_K)[: groups_per_node - 1].sum())
@@ -52,7 +52,7 @@ def lightest_packing(load_K: np.ndarray, num_nodes: int) -> tuple[np.ndarray, fl
 
 
 def exchange_groups(load_KE: np.ndarray, node_of_K: np.ndarray, num_slots: int, num_gpus: int) -> np.ndarray:
-    """A packing whose worst node has a lower simple bound, if exchanging two groups at a time leads to one.
+    """Return a packing whose worst node has a lower simple bound, if exchanging two groups at a time leads to one.
 
     Args:
         load_KE: [K, experts per group] float64.
@@ -81,9 +81,9 @@ def exchange_groups(load_KE: np.ndarray, node_of_K: np.ndarray, num_slots: int, 
 def _try_all_packings(
     load_K: np.ndarray, descending: np.ndarray, num_nodes: int, best: float, bound: float
 ) -> tuple[np.ndarray, bool]:
-    """Depth first through the packings, heavy groups first, leaving out what cannot be below `best`.
+    """Search depth first through the packings, heavy groups first, pruning those that cannot be below `best`.
 
-    Returns the best packing below `best` (-1 where there is none), and whether the search came to its end.
+    Returns the best packing below `best` (-1 if there is none), and whether the search came to its end.
     """
     num_groups = len(load_K)
     found_K = np.full(num_groups, -1)
@@ -98,7 +98,7 @@ def _try_all_packings(
         if node >= 0:
             load_N[node] -= weight
             room_N[node] += 1
-        # The next node with room, but only the first of the empty ones: they are all alike.
+        # The next node with room, but only the first of the empty nodes: all of these are alike.
         node += 1
         while node < num_nodes:
             is_alike = node > 0 and room_N[node] == room_N[node - 1] == num_groups // num_nodes

@@ -1,13 +1,13 @@
-"""Which expert is in which slot of which GPU, and what share of its tokens each copy gets.
+"""Placement of experts: an expert for each slot of each GPU, and each copy's share of tokens.
 
-In: measured loads per layer and expert. Out: a placement whose fullest GPU is as light as possible, with the bound it
-is measured against. The steps, each in a file of its own:
+In: measured loads per layer and expert. Out: a placement whose fullest GPU is as light as possible, with a lower bound
+for comparison. Each step has its own file:
 
     nodes.py    router groups to nodes, where copies may not leave a node
     search.py   experts and GPUs to pools, the part that is hard
     shares.py   pools to slots and shares
     moves.py    the same close to an existing placement
-    bounds.py   what no placement can go below
+    bounds.py   lower bounds for any placement
 """
 
 # L layers, E experts, G GPUs, S slots per GPU, R = G x S slots, N nodes, K groups
@@ -48,19 +48,19 @@ class ExpertPlacement:
 
     @property
     def max_load(self) -> np.ndarray:
-        """[L] float64, the load of the fullest GPU."""
+        """The load of the fullest GPU, [L] float64."""
         return np.asarray(self.gpu_load.max(axis=1))
 
     @property
     def max_over_mean(self) -> np.ndarray:
-        """[L] float64, how much longer the fullest GPU takes than a perfect split would; 1 where there is no load."""
+        """The fullest GPU's time by that of a perfect split, [L] float64; 1 where there is no load."""
         mean_load = self.gpu_load.mean(axis=1)
         return np.divide(self.max_load, mean_load, out=np.ones_like(mean_load), where=mean_load > 0.0)
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """The sizes one call is about."""
+    """The sizes of one call."""
 
     num_gpus: int
     slots_per_gpu: int
@@ -95,7 +95,7 @@ def place_experts(
             with two slots per GPU that leaves few choices, and about half of the slots change.
 
     Raises:
-        ConfigError: sizes that do not divide, fewer slots than experts, or a load that is no number of tokens.
+        ConfigError: sizes that do not divide, fewer slots than experts, or a load that is not a token count.
     """
     load_LE = _checked_load(load)
     num_layers, num_experts = load_LE.shape
@@ -123,7 +123,7 @@ def place_experts(
 
 @functools.cache
 def _compile() -> None:
-    """Call everything once on very little, so that a process's first call is the only slow one, whatever it asks."""
+    """Call everything once on tiny inputs, so that only a process's first call is slow, whatever its arguments."""
     load_E, held_GS, used_GS = np.arange(1.0, 11.0), np.full((6, 2), EMPTY), np.ones((6, 2), np.bool_)
     shape = _Shape(num_gpus=6, slots_per_gpu=2, num_nodes=1, num_groups=1)
     expert_GS, _, _, _ = _place_layer(load_E, shape, EFFORTS["default"], held_GS, used_GS)
@@ -134,7 +134,7 @@ def _compile() -> None:
 def _place_layer(
     load_E: np.ndarray, shape: _Shape, effort: Effort, held_GS: np.ndarray, used_GS: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Expert and share of each slot, load of each GPU, bound; of the node packings in question the best one's."""
+    """Return expert and share of each slot, load of each GPU, and bound, for the best of the node packings."""
     scale = float(load_E.max()) or 1.0
     load_E = load_E / scale
     num_slots = held_GS.size
@@ -152,7 +152,7 @@ def _place_layer(
 
 
 def _node_packings(load_E: np.ndarray, shape: _Shape, held_GS: np.ndarray) -> Iterator[tuple[np.ndarray, float]]:
-    """[E] the node of each expert, for each packing worth trying, and what no packing's fullest node can be below."""
+    """Yield the node of each expert, [E], for each packing worth trying, with a lower bound for any fullest node."""
     if shape.num_nodes == 1:
         yield np.zeros(len(load_E), np.int64), 0.0
         return
@@ -174,7 +174,7 @@ def _node_packings(load_E: np.ndarray, shape: _Shape, held_GS: np.ndarray) -> It
 
 
 def _current_packing(shape: _Shape, experts_per_group: int, held_GS: np.ndarray) -> np.ndarray | None:
-    """[K] the node of each group in an existing placement, or None where it has no such packing."""
+    """Return the node of each group in an existing placement, [K]; None with empty slots or groups on several nodes."""
     held_NR = held_GS.reshape(shape.num_nodes, -1)
     if (held_NR == EMPTY).any():
         return None
@@ -190,7 +190,7 @@ def _current_packing(shape: _Shape, experts_per_group: int, held_GS: np.ndarray)
 def _place_on_nodes(
     load_E: np.ndarray, node_of_E: np.ndarray, shape: _Shape, effort: Effort, held_GS: np.ndarray, used_GS: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Expert and share of each slot and load of each GPU, every node for itself."""
+    """Return expert and share of each slot and load of each GPU, placing every node for itself."""
     held_NR = held_GS.reshape(shape.num_nodes, -1)
     overlap_NN = np.array([np.bincount(node_of_E[held[held != EMPTY]], minlength=shape.num_nodes) for held in held_NR])
     expert_GS, share_GS = np.empty_like(held_GS), np.empty(held_GS.shape)
@@ -251,7 +251,7 @@ def _checked_shape(num_experts: int, num_slots: int, num_gpus: int, num_nodes: i
 def _checked_previous(
     previous: ExpertPlacement | None, num_layers: int, num_experts: int, num_slots: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[L, R] experts held now, EMPTY without an existing placement, and whether tokens are sent there."""
+    """Return the experts held now, [L, R], EMPTY without an existing placement, and whether tokens are sent there."""
     if previous is None:
         return np.full((num_layers, num_slots), EMPTY, np.int64), np.zeros((num_layers, num_slots), np.bool_)
     held_LR = np.asarray(previous.expert_of_slot, np.int64)

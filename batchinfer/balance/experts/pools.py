@@ -1,4 +1,4 @@
-"""Pools: experts that share GPUs. What the placement of experts comes down to, and why.
+"""Pools: experts that share GPUs. How the placement of experts reduces to pools, and why.
 
 Draw experts and GPUs as dots and every slot as a line between the two: the connected parts are called pools. A pool
 of m GPUs with S slots each holds at most k = (S - 1) * m + 1 experts (it takes k + m - 1 lines to connect k + m dots),
@@ -6,7 +6,7 @@ and if its load is at most m * t then its experts can be cut into shares so that
 (shares.py does it). So a placement is as good as its pools: with the best shares, its fullest GPU carries the
 largest (load / GPUs) of a pool.
 
-Joining a pool that has slots to spare with another one never makes that larger. It is therefore enough to look at
+Joining a pool that has slots to spare with another one never increases that maximum. It is therefore enough to look at
 D = E - (S - 1) * G pools of exactly (S - 1) * m + 1 experts, or at one pool when D <= 1, which reaches the mean load.
 
     S = 2, G = 3, E = 5, D = 2     GPU 0 [a b]   GPU 1 [b c]     pool {a, b, c} on 2 GPUs, b is split
@@ -40,16 +40,16 @@ class Pools:
 
 
 def make_pools(load_E: np.ndarray, pool_of_E: np.ndarray, gpus_of_P: np.ndarray) -> Pools:
-    """Pools with the load they reach."""
+    """Return pools with the load that they reach."""
     load_P = np.bincount(pool_of_E, load_E, minlength=len(gpus_of_P))
     return Pools(pool_of_E, gpus_of_P, float((load_P / gpus_of_P).max()))
 
 
 def pools_of_slots(load_E: np.ndarray, expert_GS: np.ndarray) -> Pools | None:
-    """The pools of a placement, whatever its shares; None where an expert has no slot. EMPTY slots connect nothing.
+    """Return the pools of a placement, for any shares; None if an expert has no slot. EMPTY slots connect nothing.
 
-    Connected parts with slots to spare are joined to others, so that each pool has (S - 1) * m + 1 experts, or one is
-    left with fewer.
+    Connected parts with slots to spare are joined to others, so that each pool has (S - 1) * m + 1 experts, or one pool
+    with fewer remains.
     """
     num_gpus, slots_per_gpu = expert_GS.shape
     num_experts = len(load_E)
@@ -68,7 +68,7 @@ def pools_of_slots(load_E: np.ndarray, expert_GS: np.ndarray) -> Pools | None:
 
 
 def _connected_parts(held_GS: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray]:
-    """[G] and [E] labels, equal where a chain of shared experts connects them."""
+    """Return labels of GPUs, [G], and experts, [E], equal where a chain of shared experts connects them."""
     part_of_G = np.arange(len(held_GS))
     while True:
         part_of_E = np.full(num_experts + 1, len(held_GS))  # the last one stands for EMPTY
@@ -81,8 +81,9 @@ def _connected_parts(held_GS: np.ndarray, num_experts: int) -> tuple[np.ndarray,
 
 
 def _join_parts(surplus_P: np.ndarray, level_P: np.ndarray) -> np.ndarray:
-    """[P] a new number for each part: all with slots to spare become one, together with as many of the fullest others
-    that their experts take up its slots.
+    """Return a new number for each part, [P], joining the parts with slots to spare.
+
+    All of these become one part, together with as many of the fullest others as their slots have room for.
     """
     pool_of_P = np.arange(len(surplus_P))
     lacking = np.flatnonzero(surplus_P < 1)

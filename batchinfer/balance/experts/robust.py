@@ -1,8 +1,8 @@
 """A placement that stays good when loads change: redundant slots hold the heaviest experts, and all copies are used.
 
-Loads are never quite what they were when they were measured. What an expert gets more than expected falls on one GPU
-where one slot has all its tokens, and on several GPUs that share them. `place_experts` fills GPUs with as few shared
-experts as possible. Where no GPU gets more load by it, this shares as much as possible:
+Loads are never exactly as measured. An expert's unexpected tokens fall on one GPU if one slot has all its tokens, and
+on several GPUs that share them. `place_experts` fills GPUs with as few shared experts as possible. This module shares
+as much as possible without giving any GPU more load:
 
     loads 4 4 3 1 of experts a b c d     place_experts   [a - c]  4 + 0 + 2     [b c d]  4 + 1 + 1
     on 2 GPUs of 3 slots                 here            [a b c]  1.5 + 1.5 + 3 [a b d]  2.5 + 2.5 + 1
@@ -20,7 +20,7 @@ from batchinfer.balance.experts.moves import match
 from batchinfer.balance.experts.placement import ExpertPlacement, place_experts
 
 MAX_ROUNDS = 2000
-CLOSE = 1e-6  # of the mean load: what a GPU may be above what it has to be
+CLOSE = 1e-6  # of the mean load: tolerance of a GPU's load above its target
 
 
 def place_robustly(
@@ -33,10 +33,12 @@ def place_robustly(
     effort: str = "default",
     previous: ExpertPlacement | None = None,
 ) -> ExpertPlacement:
-    """As `place_experts`, with the same largest loads to a millionth of the mean, and tokens on as many GPUs as can be.
+    """Place experts as `place_experts` does, then spread tokens over as many GPUs as possible.
+
+    The largest loads stay the same to a millionth of the mean.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as for `place_experts`.
     """
     placement = place_experts(
         load,
@@ -75,7 +77,10 @@ def place_robustly(
 
 @compiled
 def _heaviest_copied(load_E: np.ndarray, num_gpus: int, slots_per_gpu: int) -> np.ndarray:
-    """[G, S] experts: further slots for the experts with most load per slot, each on a GPU of its own if possible."""
+    """Return experts per slot, [G, S], with further slots for the experts with most load per slot.
+
+    Each slot of an expert is on another GPU if possible.
+    """
     num_slots_E = np.ones(len(load_E), np.int64)
     for _ in range(num_gpus * slots_per_gpu - len(load_E)):
         most = -1
@@ -104,7 +109,7 @@ def _heaviest_copied(load_E: np.ndarray, num_gpus: int, slots_per_gpu: int) -> n
 
 
 def _near(expert_GS: np.ndarray, before_GS: np.ndarray) -> np.ndarray:
-    """The same sets of experts on other GPUs and in other slots, so that few slots change."""
+    """Return the same sets of experts on other GPUs and in other slots, so that few slots change."""
     num_experts = int(max(expert_GS.max(), before_GS.max())) + 1
     new_GE, old_GE = (np.zeros((len(table), num_experts)) for table in (expert_GS, before_GS))
     for counts_GE, table in ((new_GE, expert_GS), (old_GE, before_GS)):
@@ -120,7 +125,7 @@ def _near(expert_GS: np.ndarray, before_GS: np.ndarray) -> np.ndarray:
 
 @compiled
 def _even_shares(load_E: np.ndarray, expert_GS: np.ndarray, full_G: np.ndarray, close: float) -> np.ndarray:
-    """[G, S] shares that give each GPU its load, as near to even ones as that allows; -1 first where it cannot be done.
+    """Return shares that give each GPU its load, [G, S], as even as that allows; the first is -1 if impossible.
 
     Of all amounts that add up to each expert's load and each GPU's, the ones nearest to even amounts, by projecting on
     one of the conditions after the other (Dykstra 1983).

@@ -1,8 +1,8 @@
-"""Which experts share GPUs: the search for pools (pools.py), seeded and in a fixed number of trials.
+"""The search for pools of experts that share GPUs (pools.py), seeded and in a fixed number of trials.
 
-A start built directly, then annealing runs from it, cooler and hotter ones in turn: with a few hot experts one or the
-other gets stuck now and then. The published greedy placement is a start too where nothing found is as good, so that
-the result is never worse than that.
+A start is built directly, then annealing runs from it, cooler and hotter ones in turn: with a few hot experts either
+kind gets stuck now and then. The published greedy placement is a start, too, if nothing found is as good, so that the
+result is never worse.
 """
 
 # E experts, G GPUs, S slots per GPU, P pools
@@ -23,7 +23,7 @@ MIN_EXPERTS = 64  # fewer get as many trials
 
 @dataclass(frozen=True)
 class Effort:
-    """How long to search."""
+    """The length of a search."""
 
     num_runs: int
     num_trials: int  # of a run, per expert
@@ -37,7 +37,7 @@ def search_pools(load_E: np.ndarray, num_gpus: int, slots_per_gpu: int, effort: 
 
     Args:
         load_E: [E] float64, at least 0; at most num_gpus * slots_per_gpu of them.
-        bound: what no division can go below; reaching it ends the search.
+        bound: a lower bound for any division; reaching it ends the search.
     """
     num_pools = len(load_E) - (slots_per_gpu - 1) * num_gpus
     if num_pools <= 1:
@@ -74,7 +74,7 @@ def improve(
     hot: float,
     focus_odds: float = FOCUS_ODDS,
 ) -> Pools:
-    """One annealing run from the given pools; never worse than they are, and over when `bound` is reached."""
+    """Run annealing once from the given pools; the result is never worse, and reaching `bound` ends the run."""
     if pools.load <= bound * (1.0 + CLOSE_ENOUGH) or slots_per_gpu == 1 or len(pools.num_gpus) == 1:
         return pools
     num_trials = trials_per_expert * max(len(load_E), MIN_EXPERTS)
@@ -95,7 +95,7 @@ def _load(pools: Pools) -> float:
 def _first_pools(
     load_E: np.ndarray, descending: np.ndarray, num_gpus: int, num_pools: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A start: a heavy expert for each pool, GPUs by its load, then the light experts, each where most room is left."""
+    """Build a start: a heavy expert per pool, GPUs by its load, then light experts to the pools with most room."""
     slots_per_gpu = 1 + (len(load_E) - num_pools) // num_gpus
     pool_of_E = np.empty(len(load_E), np.int64)
     load_P, gpus_of_P = np.empty(num_pools), np.ones(num_pools, np.int64)
@@ -126,9 +126,10 @@ def _first_pools(
 def _published_slots(
     load_E: np.ndarray, num_slots_E: np.ndarray, descending: np.ndarray, num_gpus: int, slots_per_gpu: int
 ) -> tuple[np.ndarray, float]:
-    """[G, S] experts, and the fullest GPU's load with even shares, as DeepSeek's EPLB places them without groups.
+    """Return experts per slot, [G, S], as DeepSeek's EPLB places them without groups, and the fullest GPU's load.
 
-    The copies, heaviest first, each to the lightest GPU with a slot left (github.com/deepseek-ai/EPLB).
+    The copies, heaviest first, each to the lightest GPU with a slot left (github.com/deepseek-ai/EPLB); shares are
+    even.
     """
     expert_GS, used_G = np.empty((num_gpus, slots_per_gpu), np.int64), np.zeros(num_gpus, np.int64)
     load_G = np.zeros(num_gpus)

@@ -1,16 +1,16 @@
-"""From pools of experts and GPUs to slots and shares, every GPU of a pool equally full.
+"""Slots and shares for pools of experts and GPUs, every GPU of a pool equally full.
 
-GPU after GPU takes S experts: S - 1 are finished there, one is cut where the GPU is full, and what is left of it goes
-on as an expert of its own. With (S - 1) * m + 1 experts for m GPUs this always works out. S experts fit a GPU when
-they fill it together and all but one of them do not overfill it; sort the experts by load and slide a window of S
-over them: the first window that fills the GPU fits, because the one before, which does not fill it, holds all its
-experts but one. Where there are fewer experts than that, slots stay empty and get a copy that no token has to use.
+GPU after GPU takes S experts: S - 1 are finished there, one is cut when the GPU is full, and the rest of it continues
+as a separate expert. With (S - 1) * m + 1 experts for m GPUs this always works out. S experts fit a GPU when they fill
+it together and all but one of them do not overfill it; sort the experts by load and slide a window of S over them: the
+first window that fills the GPU fits, because the one before, which does not fill it, holds all its experts but one.
+With fewer experts, slots stay empty and get a copy that no token has to use.
 
     loads 5 4 3 of experts a b c, 2 GPUs of 2 slots     GPU 0 [c b]: 3 + 4 fill its 6, so b is cut to 3
                                                         GPU 1 [b a]: 1 + 5
 
-GPUs that hold experts already (a re-plan) first keep what they have; where that does not fit, single experts are
-exchanged, by the same window over the others.
+GPUs that hold experts already (a re-plan) first keep theirs; if these do not fit, single experts are exchanged, by the
+same window over the others.
 """
 
 # E experts, G GPUs, S slots per GPU, I items of one pool: its experts, and empty ones up to (S - 1) * m + 1
@@ -85,7 +85,7 @@ def _fill_pool(
     expert_GS: np.ndarray,
     amount_GS: np.ndarray,
 ) -> None:
-    """The same for one pool."""
+    """Write experts and loads into the slots of one pool, as `_fill_pools` does for all."""
     num_items = (held_GS.shape[1] - 1) * len(gpus) + 1
     num_empty = num_items - len(experts)
     left_I, total = np.zeros(num_items), 0.0
@@ -95,7 +95,7 @@ def _fill_pool(
         total += load_E[expert]
         expert_of_I[num_empty + i], item_of_E[expert] = expert, num_empty + i
     level = total / len(gpus)
-    order = np.arange(num_items)  # ascending by what is left
+    order = np.arange(num_items)  # ascending by remaining load
     is_open_I = np.ones(num_items, np.bool_)
     waits_G = np.ones(len(gpus), np.bool_)
     holds_GI = np.zeros((len(gpus), num_items), np.bool_)
@@ -119,7 +119,7 @@ def _fill_pool(
             if item != cut:
                 is_open_I[item] = False
                 continue
-            if amount == left_I[item]:  # finished; an empty item stands for it
+            if amount == left_I[item]:  # finished; the item stays, without an expert
                 expert_of_I[item] = EMPTY
                 for other in range(len(gpus)):
                     holds_GI[other, item] = False
@@ -129,7 +129,7 @@ def _fill_pool(
 
 @compiled
 def _count_holders(holds_GI: np.ndarray, waits_G: np.ndarray) -> np.ndarray:
-    """[I] how many of the waiting GPUs hold each item."""
+    """Count the waiting GPUs that hold each item, [I]."""
     num_holders_I = np.zeros(holds_GI.shape[1], np.int64)
     for place in range(len(waits_G)):
         if waits_G[place]:
@@ -140,7 +140,7 @@ def _count_holders(holds_GI: np.ndarray, waits_G: np.ndarray) -> np.ndarray:
 
 @compiled
 def _next_gpu(holds_GI: np.ndarray, waits_G: np.ndarray, is_open_I: np.ndarray, slots_per_gpu: int) -> int:
-    """The waiting GPU that holds most of what it needs; of those, the one that shares least with other waiting ones.
+    """Return the waiting GPU that holds most of the items it needs; of several the one that shares fewest of them.
 
     So the cut expert is one that a later GPU holds too, as long as there is such a GPU.
     """
@@ -169,9 +169,9 @@ def _choose_items(
     slots_per_gpu: int,
     level: float,
 ) -> np.ndarray:
-    """S open items that fit the GPU: as many of those to keep as possible, and before others items no GPU holds.
+    """Choose S open items that fit the GPU: as many kept items as possible, then items that no GPU holds.
 
-    While none fit, the lightest or the heaviest one to keep is given up.
+    While no choice fits, the lightest or the heaviest kept item is dropped.
     """
     chosen, others = np.empty(slots_per_gpu, np.int64), np.empty(len(order), np.int64)
     while True:
@@ -194,7 +194,7 @@ def _choose_items(
 
 @compiled
 def _add_window(chosen: np.ndarray, num_kept: int, others: np.ndarray, left_I: np.ndarray, level: float) -> int:
-    """Complete the chosen items by the lightest run of others with which they fill a GPU, or the heaviest there is.
+    """Complete the chosen items by the lightest run of others that fills the GPU, or by the heaviest run.
 
     Returns 0 if they fit, -1 if they do not fill the GPU, 1 if all but the heaviest overfill it.
     """
@@ -221,9 +221,9 @@ def _add_window(chosen: np.ndarray, num_kept: int, others: np.ndarray, left_I: n
 
 @compiled
 def _item_to_cut(chosen: np.ndarray, left_I: np.ndarray, num_holders_I: np.ndarray, level: float) -> tuple[int, float]:
-    """An item without which the GPU is not overfull, and the room the others leave for it.
+    """Return an item without which the GPU is not overfull, and the room that the others leave for it.
 
-    Of several one that waiting GPUs hold, then the heaviest.
+    Of several such items it is one that waiting GPUs hold, then the heaviest.
     """
     total = 0.0
     for item in chosen:
@@ -243,7 +243,7 @@ def _item_to_cut(chosen: np.ndarray, left_I: np.ndarray, num_holders_I: np.ndarr
 
 @compiled
 def _sort_again(order: np.ndarray, item: int, left_I: np.ndarray) -> None:
-    """Put an item that has become lighter back in its place."""
+    """Restore the order after an item has become lighter."""
     i = 0
     while order[i] != item:
         i += 1
@@ -255,7 +255,7 @@ def _sort_again(order: np.ndarray, item: int, left_I: np.ndarray) -> None:
 
 @compiled
 def _copy_into_empty_slots(load_E: np.ndarray, held_GS: np.ndarray, expert_GS: np.ndarray) -> None:
-    """Fill slots that are not needed: with an expert the GPU holds now, else with the most loaded one it lacks."""
+    """Fill unneeded slots with an expert that the GPU holds now, else with the most loaded one that it lacks."""
     copies_E = np.zeros(len(load_E), np.int64)
     for expert in expert_GS.ravel():
         if expert != EMPTY:
@@ -276,7 +276,7 @@ def _copy_into_empty_slots(load_E: np.ndarray, held_GS: np.ndarray, expert_GS: n
 
 @compiled
 def _most_per_copy(load_E: np.ndarray, copies_E: np.ndarray, on_gpu: np.ndarray) -> int:
-    """The expert with the largest load per copy, of those not on the GPU if there are any."""
+    """Return the expert with the largest load per copy, of those not on the GPU if there are any."""
     best, best_load = 0, -2.0
     for expert in range(len(load_E)):
         load = -1.0 if _holds(on_gpu, expert) else load_E[expert] / copies_E[expert]
@@ -292,7 +292,7 @@ def _holds(on_gpu: np.ndarray, wanted: int) -> bool:
 
 @compiled
 def _keep_slots(held_GS: np.ndarray, expert_GS: np.ndarray, amount_GS: np.ndarray) -> None:
-    """Within each GPU, put the experts it holds already where they are."""
+    """Move experts that a GPU holds already back to their slots."""
     for gpu in range(len(expert_GS)):
         for slot, expert in enumerate(held_GS[gpu]):
             if expert == EMPTY or expert_GS[gpu, slot] == expert:
