@@ -1,4 +1,4 @@
-"""KV in memory: which pages of device memory hold the KV of which tokens, and how it travels between ranks.
+"""KV in memory: the pages of device memory, the tokens whose KV they hold, and KV on its way between ranks.
 
 Pages and the prefix tree know page numbers only; the tensors stay with the rank.
 """

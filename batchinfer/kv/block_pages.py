@@ -1,4 +1,4 @@
-"""KV blocks between host memory, as files hold them, and the device's pages."""
+"""Copies of KV blocks between host memory, in the layout of files, and the device's pages."""
 
 # L layers, P pages of the pool, N pages of some blocks, W latent width
 
@@ -25,10 +25,10 @@ def blocks_from_pages(pages: torch.Tensor, page_ids: list[int], num_blocks: int)
 
 
 def finite_blocks(blocks: np.ndarray, dtype: torch.dtype) -> int:
-    """How many of the first blocks hold finite numbers alone; rows in FP8 (uint8) are not looked into.
+    """Count the leading blocks that hold only finite numbers; rows in FP8 (uint8) are not checked.
 
     Args:
-        blocks: [num_blocks, block_bytes] uint8, as `blocks_from_pages` gives them.
+        blocks: [num_blocks, block_bytes] uint8, as `blocks_from_pages` returns them.
         dtype: of the pages.
     """
     if not dtype.is_floating_point:
@@ -43,13 +43,13 @@ def blocks_to_pages(blocks: np.ndarray, pages: torch.Tensor, page_ids: list[int]
     """Copy blocks into the pool.
 
     Args:
-        blocks: [num_blocks, block_bytes] uint8, contiguous, as `blocks_from_pages` gives them.
+        blocks: [num_blocks, block_bytes] uint8, contiguous, as `blocks_from_pages` returns them.
         pages: [L, P, 64, W], the pool.
-        page_ids: [N] where their pages belong, in order, less those that are skipped.
-        skip_pages: leading pages of the blocks that are not wanted.
+        page_ids: [N] destinations of the blocks' pages, in order, without the skipped ones.
+        skip_pages: leading pages of the blocks to leave out.
     """
     content = torch.from_numpy(blocks).view(-1).view(pages.dtype).view(-1, pages.shape[0], *pages.shape[2:])
-    # not asynchronous: the caller gives the blocks' memory back
+    # not asynchronous: the caller frees the blocks' memory
     content = content[skip_pages:].to(pages.device)
     for index, page in enumerate(page_ids):
         pages[:, page].copy_(content[index])

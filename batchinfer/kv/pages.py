@@ -1,15 +1,15 @@
-"""The device page pool: who holds which KV page."""
+"""The device page pool: the number of holders of each KV page."""
 
 from batchinfer.config import PAGE_TOKENS
 
 
 def pages_for(num_tokens: int) -> int:
-    """Pages that hold `num_tokens` tokens of KV."""
+    """Return the number of pages that hold `num_tokens` tokens of KV."""
     return -(-num_tokens // PAGE_TOKENS)
 
 
 class PagePool:
-    """Counts the holders of each page; a page without holders is free.
+    """A pool of pages that counts the holders of each page; a page without holders is free.
 
     pages   0 .. num_pages - 1, each held by any number of sequences and by the prefix tree
     """
@@ -42,7 +42,7 @@ class PagePool:
         self._holders[page] += 1
 
     def release(self, page: int) -> None:
-        """Take a holder away; the last one frees the page."""
+        """Remove a holder; the last one frees the page."""
         assert self._holders[page] > 0, f"page {page} released twice"
         self._holders[page] -= 1
         if self._holders[page] == 0:

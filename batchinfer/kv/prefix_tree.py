@@ -1,7 +1,7 @@
-"""Which prompt prefixes lie in pages right now: found token by token, shared page by page.
+"""A tree of the prompt prefixes that are in pages now, matched token by token, shared page by page.
 
 A node is one page of prompt tokens after its parent's. Full pages are shared; where a prompt leaves a known path inside
-a page, the tokens up to the branch are copied into a page of its own:
+a page, the tokens up to the branch are copied into a new page:
 
     [system prompt: pages 7, 3] ─┬─ [page 9: "Q: how far is"]     a full or partly filled page of the first prompt
                                  └─ [page 4: "Q: how" + ...]      copied from page 9 up to the branch, then its own
@@ -28,7 +28,7 @@ class Node:
     sorted_tokens: list[tuple[int, ...]] = field(default_factory=list)  # of the children
 
     def nearest(self, tokens: tuple[int, ...]) -> tuple[Node | None, int]:
-        """Return the child with the longest common start, and how many tokens that has; (None, 0) if none has any."""
+        """Return the child with the longest common start, and its number of tokens; (None, 0) if no child has any."""
         at = bisect_left(self.sorted_tokens, tokens)
         best, most = None, 0
         for neighbour in self.sorted_tokens[max(0, at - 1) : at + 1]:  # a common start is longest in sorted order
@@ -40,10 +40,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of a prompt is in memory.
+    """The parts of a prompt that are in memory.
 
     full:     nodes whose whole page can be shared
-    branch:   page of which the first `num_branch_tokens` tokens can be copied; None: no such page
+    branch:   node from whose page the first `num_branch_tokens` tokens can be copied, or None
     """
 
     full: tuple[Node, ...]
@@ -56,17 +56,17 @@ class Match:
 
 
 class PrefixTree:
-    """Prompt prefixes in pages, least recently used ones given back when pages run short."""
+    """Prompt prefixes in pages; the least recently used ones are freed when pages run short."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._root = Node((), -1, None)
         self._node_of_page: dict[int, Node] = {}
-        # leaves that no sequence holds, least recently used first: what can be given back
+        # leaves that no sequence holds, least recently used first: these can be freed
         self._idle: OrderedDict[Node, None] = OrderedDict()
 
     def match(self, tokens: list[int], limit: int) -> Match:
-        """The longest prefix of the first `limit` tokens that is in memory."""
+        """Return the longest prefix of the first `limit` tokens that is in memory."""
         node = self._root
         full: list[Node] = []
         while (len(full) + 1) * PAGE_TOKENS <= limit:
@@ -80,7 +80,7 @@ class PrefixTree:
         return Match(tuple(full), *node.nearest(tuple(rest)))
 
     def insert(self, tokens: list[int], pages: list[int]) -> None:
-        """Make a prompt's pages known; pages of parts already known stay with their sequence alone."""
+        """Add a prompt's pages; a page whose tokens are known already stays with its sequence alone."""
         node = self._root
         for index, page in enumerate(pages):
             part = tuple(tokens[index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS])
@@ -97,14 +97,14 @@ class PrefixTree:
                 break
 
     def hold(self, match: Match) -> list[int]:
-        """Hold the full pages of a match for a sequence, so that they stay; returns them."""
+        """Hold the full pages of a match for a sequence, so that they stay; return them."""
         for node in match.full:
             self._pool.share(node.page)
             self._idle.pop(node, None)
         return [node.page for node in match.full]
 
     def release(self, pages: list[int]) -> None:
-        """Let go of a sequence's pages; those that the tree knows stay until room is needed."""
+        """Release a sequence's pages; pages in the tree stay until room is needed."""
         for page in reversed(pages):
             self._pool.release(page)
             node = self._node_of_page.get(page)
@@ -112,7 +112,7 @@ class PrefixTree:
                 self._idle[node] = None
 
     def make_room(self, count: int, *, keep: tuple[Node, ...] = ()) -> bool:
-        """Give back known pages, least recently used first, until `count` are free; False when that is not possible.
+        """Free pages of the tree, least recently used first, until `count` are free; return False if that fails.
 
         Pages that sequences hold stay, and so do the nodes to `keep` (about to be shared or copied from).
         """
@@ -130,7 +130,7 @@ class PrefixTree:
         del parent.sorted_tokens[bisect_left(parent.sorted_tokens, node.tokens)]
         self._pool.release(node.page)
         if parent is not self._root and self._can_go(parent):
-            # its last use was this child's or an earlier one: it goes next
+            # the parent's last use was this child's or an earlier one: it is freed next
             self._idle[parent] = None
             self._idle.move_to_end(parent, last=False)
 

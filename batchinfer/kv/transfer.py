@@ -1,8 +1,8 @@
 """The KV of one prompt on its way from a prefill rank to a decode rank: written once, read once, whole pages.
 
 On one host a transfer is anonymous memory that the receiver opens through the sender's process: it has no name to
-collide with and is gone with the sender. Between hosts it is a file in a folder that both see, or the sender's memory
-goes through an object store (rank/bucket_transfer.py).
+collide with and is freed when the sender ends. Between hosts it is a file in a shared folder, or the sender's memory
+is sent through an object store (rank/bucket_transfer.py).
 
     | header length, 8 bytes | header, JSON | page 0: all layers | page 1: all layers | …
 """
@@ -29,7 +29,7 @@ _LENGTH = struct.Struct("=q")
 
 @dataclass(slots=True)
 class KvTransfer:
-    """A transfer as its sender holds it: `close` lets go of it once the receiver has read it."""
+    """A transfer at its sender, which calls `close` after the receiver has read it."""
 
     path: str
     num_bytes: int
@@ -37,12 +37,12 @@ class KvTransfer:
 
 
 def most_in_memory() -> int:
-    """Transfers that a rank may hold in memory: each has a descriptor until it was read, and others are needed."""
+    """Return how many transfers a rank may hold in memory: half of its file descriptors, one per transfer."""
     return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
 def page_bytes(pages: torch.Tensor) -> int:
-    """Size of one page of a pool [L, P, 64, W]."""
+    """Return the size of one page of a pool [L, P, 64, W]."""
     return pages[:, 0].numel() * pages.element_size()
 
 
@@ -52,7 +52,7 @@ def write_transfer(pages: torch.Tensor, page_ids: list[int], *, file: Path | Non
     Args:
         pages: [L, P, 64, W], the pool.
         page_ids: the prompt's pages in order.
-        file: where to write them; None for anonymous memory.
+        file: destination; None for anonymous memory.
 
     Raises:
         ConfigError: the file cannot be written, or too many are open: no fault of the prompt.
@@ -97,10 +97,10 @@ def read_transfer(path: str, pages: torch.Tensor, page_ids: list[int], *, first_
 
     Args:
         pages: [L, P, 64, W].
-        page_ids: where all pages of the transfer belong; the first `first_page` hold their content already.
+        page_ids: destinations of all pages of the transfer; the first `first_page` hold their content already.
 
     Raises:
-        PeerLostError: the transfer is gone or not what it should be; its sender has ended.
+        PeerLostError: the transfer is gone or malformed; its sender has ended.
         ConfigError: too many files are open.
     """
     try:

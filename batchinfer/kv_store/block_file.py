@@ -1,13 +1,14 @@
-"""One file of the KV store: a header that says what it holds, then blocks that follow each other in one chain.
+"""One file of the KV store: a header that describes its content, then consecutive blocks of one chain.
 
     name     <index of the first block in its chain>.<block before it>.<blocks …>.kv     8 letters for each block
     content  | magic, version, length and checksum of the header | JSON, zeros up to 4096 bytes | block | block | …
     block    [pages of a block, layers, 64 tokens, latent width]
 
-The name alone says which blocks are there, so that a store opens by listing folders; one block is read without the rest
-of its file. Checksums are BLAKE3 with the store's own key (store_dir.py): who cannot read the key can write no file
-that is taken, and what disks and crashes do is found as well. It is a quick one, with the interpreter free for other
-threads: 5-8 GB/s on one core, where the standard library's keyed hashes reach 1-2 GB/s.
+The name alone lists the blocks, so that a store opens by listing folders; one block is read without the rest of its
+file. Checksums are BLAKE3 with the store's own key (store_dir.py): a user who cannot read the key cannot write a file
+that is accepted, and damage by disks and crashes is found, too. BLAKE3 is fast and leaves the interpreter free for
+other
+threads: 5-8 GB/s on one core, while the standard library's keyed hashes reach 1-2 GB/s.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class NameClashError(Exception):
 
 
 class DamagedBlocksError(Exception):
-    """A file of blocks is not what its name promises; its first `num_intact` blocks of those asked for are."""
+    """A file of blocks does not match its name; the first `num_intact` of the requested blocks are intact."""
 
     def __init__(self, reason: str, num_intact: int = 0) -> None:
         super().__init__(reason)
@@ -54,7 +55,7 @@ class DamagedBlocksError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """What a file's name says; blocks by their short names."""
+    """The content of a file's name; blocks by their short names."""
 
     first: int  # index of the first block in its chain
     parent: bytes  # the block before it; zeros at the start of a chain
@@ -67,7 +68,7 @@ class FileName:
 
     @classmethod
     def parse(cls, name: str) -> FileName | None:
-        """None: not a file of blocks."""
+        """Parse a file's name; return None for other files than those of blocks."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -77,7 +78,7 @@ class FileName:
 
     @property
     def folder(self) -> str:
-        """One of 64, by the first block."""
+        """The folder of the file: one of 64, by the first block."""
         return f"{self.blocks[0][0] % 64:02d}"
 
     def __str__(self) -> str:
@@ -86,22 +87,22 @@ class FileName:
 
 
 def file_bytes(num_blocks: int, block_bytes: int) -> int:
-    """Size of a file with this many blocks."""
+    """Return the size of a file with this many blocks."""
     return HEADER_BYTES + num_blocks * block_bytes
 
 
 def checksum(data: bytes | memoryview, key: bytes) -> bytes:
-    """[CHECKSUM_BYTES] that only who knows the key can make."""
+    """Return a checksum, [CHECKSUM_BYTES], that cannot be made without the key."""
     return blake3(data, key=key).digest(length=CHECKSUM_BYTES)
 
 
 def make_header(
     identity: KvIdentity, blocks: Sequence[bytes], first: int, content: np.ndarray, key: bytes, run: str = ""
 ) -> bytes:
-    """The header of a file that holds `content`, these blocks [n, block_bytes], from `first` on in their chain.
+    """Return the header of a file with `content`, the blocks [n, block_bytes] of a chain from index `first` on.
 
     Args:
-        run: id of the run that has computed them; "": it has none.
+        run: id of the run that has computed them; "": none.
     """
     document = {
         "identity": identity.digest.hex(),
@@ -120,13 +121,13 @@ def make_header(
 
 
 def _sign(unsigned: bytes, key: bytes) -> bytes:
-    """The checksum of a header, by a key of its own: that of a block with the same bytes is another one."""
+    """Return the checksum of a header, by a derived key: a block with the same bytes has another checksum."""
     return checksum(unsigned, blake3(b"header", key=key).digest())
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a reader needs of a header."""
+    """The parts of a header that readers need."""
 
     identity: bytes
     blocks: list[bytes]
@@ -140,7 +141,7 @@ class Header:
 
 
 def parse_header(header: bytes, key: bytes) -> Header:
-    """What a header says, once it is known to be whole and written by who knows the key.
+    """Check a header's checksum by the store's key and return its content.
 
     Raises:
         DamagedBlocksError: cut short, not a block file, damaged or forged, or of another version.
@@ -164,10 +165,10 @@ def parse_header(header: bytes, key: bytes) -> Header:
 
 
 def open_blocks(path: str) -> int:
-    """A descriptor to read a file with.
+    """Open a file of blocks and return the descriptor.
 
     Raises:
-        DamagedBlocksError: a folder, a link or something else bears its name.
+        DamagedBlocksError: a folder, a link or something else has its name.
         OSError: it cannot be opened.
     """
     try:
@@ -194,25 +195,24 @@ def read_blocks(
     position: int,
     out: np.ndarray,
 ) -> Header:
-    """Read blocks of one file that follow each other, and check each; returns the file's header.
+    """Read consecutive blocks of one file and check each; return the file's header.
 
     Args:
         descriptor: of the file, whose name is `name`.
         key: of the store.
-        identity: digest that the header must name.
+        identity: digest that the header must have.
         wanted: names of the blocks; the first is at `position` in the file.
         out: [len(wanted), block_bytes] uint8, receives them.
 
     Raises:
-        DamagedBlocksError: the file is damaged or not what it should be; nothing in `out` but its first `num_intact`
-            blocks may be used.
-        NameClashError: it is sound, but what it holds is not what is wanted.
+        DamagedBlocksError: the file is damaged or malformed; only the first `num_intact` blocks in `out` may be used.
+        NameClashError: the file is sound, but holds other blocks than the wanted ones.
         OSError: it cannot be read.
     """
     header = bytearray(HEADER_BYTES)
     offset = file_bytes(position, block_bytes)
     content = out.data.cast("B")
-    # in one go where the blocks follow the header
+    # one call reads header and blocks if the blocks follow the header
     parts = [memoryview(header), content] if position == 0 else [memoryview(header)]
     num_read = os.preadv(descriptor, parts, 0)
     found = parse_header(bytes(header[:num_read]), key)
@@ -241,7 +241,7 @@ def check_file(path: str, name: FileName, *, key: bytes, identity_start: str, bl
     """Read a whole file and check it against its name.
 
     Raises:
-        DamagedBlocksError: the first thing that is wrong with it.
+        DamagedBlocksError: with the first defect found.
         OSError: it cannot be read.
     """
     descriptor = open_blocks(path)
@@ -259,7 +259,7 @@ def read_whole(
     """Read a whole file and check it against its name.
 
     Args:
-        identity: digest that the header must name; None: any.
+        identity: digest that the header must have; None: any.
 
     Returns:
         Its header, and its blocks: [n, block_bytes] uint8.
@@ -287,8 +287,8 @@ def read_whole(
 def write_blocks(descriptor: int, header: bytes, content: np.ndarray) -> None:
     """Write a whole file through an empty file's descriptor.
 
-    Not forced to disk: a block that a power cut tears is found by its checksum and costs one computation, while a sync
-    per file would cost each block more than it saves. What the operating system holds back is written by itself.
+    The file is not synced: a block torn by a power cut is found by its checksum and costs one computation, while a sync
+    per file would cost each block more than it saves. The operating system writes its buffers later.
 
     Raises:
         OSError: no room, or the disk fails.

@@ -1,4 +1,4 @@
-"""What a KV block is called: a hash of all that its content depends on.
+"""Names of KV blocks: hashes of everything that a block's content depends on.
 
 key ──────┬────────────┬────────────┬─
 tokens    │  0 .. 63   │ 64 .. 127  │ …
@@ -21,12 +21,12 @@ LAYOUT_VERSION = 2  # of block files and of the order of values in them
 NAME_BYTES = 32
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 1}  # of rows in pages; of FP8 rows all are counted in bytes
 SHORT_BYTES = 6  # of a name, enough to find a block by; whole names are compared when it is read
-MAX_LABEL = 64  # characters of the readable words, so that a header has room for them
+MAX_LABEL = 64  # characters of each readable value, so that a header has room for all of them
 
 
 @dataclass(frozen=True)
 class KvIdentity:
-    """What two computations must have in common before one may use the other's blocks.
+    """The facts that two computations must share before one may use the other's blocks.
 
     `model` is for people only: the same weights in another folder share their blocks.
     """
@@ -58,20 +58,20 @@ class KvIdentity:
 
     @cached_property
     def digest(self) -> bytes:
-        """[32] what block names are keyed with."""
+        """The key of block names, [32]."""
         values = {**asdict(self), "layout_version": LAYOUT_VERSION}
         del values["model"]
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES).digest()
 
     def describe(self) -> dict[str, Any]:
-        """Readable values for headers and listings; of the salt only a digest, since it may be a secret."""
+        """Return readable values for headers and listings; only a digest of the salt, which may be a secret."""
         values = {key: _label(value) if isinstance(value, str) else value for key, value in asdict(self).items()}
         salt = hashlib.blake2b(self.salt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         return {**values, "salt": salt if self.salt else ""}
 
     def chain(self, token_ids: Sequence[int] | np.ndarray) -> list[bytes]:
-        """Names of the whole blocks of a prompt, in order.
+        """Return the names of the whole blocks of a prompt, in order.
 
         Args:
             token_ids: [num_tokens], each 0 .. 2**32 - 1; tokens after the last whole block have no name.

@@ -19,23 +19,23 @@ from batchinfer.kv_store.session import StoreSession, publish_history
 from batchinfer.kv_store.store_dir import StoreDir, add_model, create_store, read_key
 from batchinfer.records import ConfigError
 
-TEND_S = 5.0  # what other processes did is learned, and claims and history told, at least this often apart
+TEND_S = 5.0  # shortest pause between updates: reading others' changes, publishing claims and history
 MAX_TEND_SHARE = 0.05  # of the time
 MAX_PAUSE_S = LEASE_S / 4  # claims are renewed before they run out
-TIER_S = 60.0  # what other nodes have put into the second tier is learned at least this often apart
-CLOSE_S = 10.0  # a disk that hangs holds the job up no longer
+TIER_S = 60.0  # shortest pause between listings of the second tier
+CLOSE_S = 10.0  # a hanging disk delays the end of the job by at most this
 
 
 class DiskStore:
-    """One process's view of a store; all methods may be called from several threads. Its reader and writer close first.
+    """One process's view of a store; all methods may be called from several threads. Close its reader and writer first.
 
     Args:
-        folder: of the store; made when it is not there.
+        folder: of the store; made if it does not exist.
         identity: of the blocks that this process reads and writes.
         max_bytes: bound of all files in the folder; None: none.
         gid: the group that shares the store; None: it is this user's alone.
         bucket: has the files, too, and keeps those that the bound evicts; None: there is no second tier.
-        run: id of the run that this process works for; files say it, so that a run knows its own blocks.
+        run: id of the run that this process works for; files store it, so that a run recognises its own blocks.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class DiskStore:
         self._tier = None if bucket is None else SecondTier(bucket, self.session, self._index)
         self._tier_due_s = 0.0
         self._writer = FileWriter(self.session, self._index, self._claims, max_bytes, self._tier)
-        self._reader = FileReader(self.session, self._index, self._tier, self._writer.keep)
+        self._reader = FileReader(self.session, self._index, self._tier, self._writer.write_to_disk)
         self._is_closing = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="kv-keeper", daemon=True)
+        self._keeper = threading.Thread(target=self._tend, name="kv-keeper", daemon=True)
         self._open()
 
     @property
@@ -66,38 +66,38 @@ class DiskStore:
         return self.session.is_writable
 
     def find(self, blocks: Sequence[bytes]) -> int:
-        """How many of these blocks, from the first on, are in the store as far as this process knows; reads nothing.
+        """Count how many of these blocks, from the first on, this process knows to be in the store; read nothing.
 
         Args:
-            blocks: names of blocks that follow each other in one chain, from its start or from any block on.
+            blocks: names of consecutive blocks of one chain, from its start or from any block on.
         """
         return self._index.count_leading(blocks) if self.session.is_readable else 0
 
     def spans(self, blocks: Sequence[bytes]) -> list[FileSpan]:
-        """In which files these blocks are, as far as `find` finds them."""
+        """Return the files of the blocks that `find` counts."""
         return self._index.spans(blocks) if self.session.is_readable else []
 
     def is_own(self, span: FileSpan) -> bool:
-        """Whether this run, or an earlier session of it, has computed these blocks; known of what was read."""
+        """Return whether this run, or an earlier session of it, has computed these blocks; known only after a read."""
         return span.file in self.session.own_files
 
     def read_span(self, span: FileSpan, blocks: Sequence[bytes], out: np.ndarray) -> int:
-        """See FileReader.read_span."""
+        """Read blocks of one file; see FileReader.read_span."""
         return self._reader.read_span(span, blocks, out)
 
     def write(self, blocks: Sequence[bytes], first: int, content: np.ndarray) -> int:
-        """See FileWriter.write."""
+        """Write blocks; see FileWriter.write."""
         return self._writer.write(blocks, first, content)
 
     def set_next_uses(self, next_uses: Mapping[bytes, int | None]) -> None:
-        """Say when blocks (by name) are needed next in this run; None: not any more. Files no longer needed go first.
+        """Set when this run needs blocks (by name) next; None: not any more. Files no longer needed are evicted first.
 
         The numbers only have to agree in order with those of the run's other ranks, for example work units.
         """
         self._claims.set(next_uses)
 
     def refresh(self) -> None:
-        """Learn now what other processes wrote and removed (done by itself every few seconds)."""
+        """Read now which files other processes wrote and removed (done in the background every few seconds)."""
         try:
             if self.session.is_readable:
                 self._index.refresh()
@@ -105,11 +105,11 @@ class DiskStore:
             self.session.switch_off("read", error)
 
     def take_problem(self) -> str | None:
-        """A sentence for the user about why the store switched itself (or writing) off; each is given once."""
+        """Return a sentence for the user about why the store (or writing) was switched off, each once, or None."""
         return self.session.problems.pop(0) if self.session.problems else None
 
     def fail(self, error: Exception) -> None:
-        """Switch off for a reason that no error of the disk gives: no answer, or a defect in a background thread."""
+        """Switch off for a reason other than an error of the disk: no answer, or a defect in a background thread."""
         self.session.switch_off("use", error)
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class DiskStore:
         if self._keeper.is_alive():
             self._keeper.join(CLOSE_S)
         if not self._keeper.is_alive():
-            self._tell(is_last=True)
+            self._publish(is_last=True)
         self.session.is_readable = self.session.is_writable = False
 
     def _open(self) -> None:
@@ -128,7 +128,7 @@ class DiskStore:
                 self.session.problems.append(warning)
             self.session.key = read_key(self.store)
             add_model(self.store, self.identity)
-            self._tell()
+            self._publish()
         except ConfigError as error:
             self.session.is_readable = self.session.is_writable = False
             self.session.problems.append(f"{error}; the job goes on without a KV store")
@@ -141,20 +141,20 @@ class DiskStore:
                 self._tier_due_s = time.monotonic() + TIER_S
             self._keeper.start()
 
-    def _keep(self) -> None:
-        """The background thread: count once, then refresh, tell, sleep."""
-        self._writer.count_again()
+    def _tend(self) -> None:
+        """Run the background thread: recount once, then refresh, publish and sleep in a loop."""
+        self._writer.recount()
         pause_s = TEND_S
         while not self._is_closing.wait(pause_s):
             started_s = time.monotonic()
             self.refresh()
-            self._tell()
+            self._publish()
             if self._tier is not None and started_s >= self._tier_due_s:
                 self._tier.refresh()
                 self._tier_due_s = time.monotonic() + TIER_S
             pause_s = max(TEND_S, min(MAX_PAUSE_S, (time.monotonic() - started_s) / MAX_TEND_SHARE))
 
-    def _tell(self, *, is_last: bool = False) -> None:
+    def _publish(self, *, is_last: bool = False) -> None:
         try:
             if self.session.is_writable:
                 if is_last:

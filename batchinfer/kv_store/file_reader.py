@@ -1,4 +1,4 @@
-"""Reads blocks from files, checks each, and puts damaged files aside."""
+"""The reader of block files, which checks each block and moves damaged files to quarantine."""
 
 import errno
 import os
@@ -20,24 +20,26 @@ from batchinfer.kv_store.second_tier import SecondTier
 from batchinfer.kv_store.session import StoreSession
 from batchinfer.kv_store.store_dir import quarantine
 
-Keep = Callable[[FileName, Sequence[bytes], np.ndarray, str], bool]
+WriteToDisk = Callable[[FileName, Sequence[bytes], np.ndarray, str], bool]
 
-TOUCH_S = 10.0  # a file's last use is noted at most this often
+TOUCH_S = 10.0  # a file's last use is recorded at most this often
 
 
 class FileReader:
-    """For all threads of one process.
+    """Reads block files, for all threads of one process.
 
     Args:
         tier: has files that are not on disk; None: there is none.
-        keep: puts a file that came from there on disk.
+        write_to_disk: puts a file from the second tier on disk.
     """
 
-    def __init__(self, session: StoreSession, index: BlockIndex, tier: SecondTier | None, keep: Keep) -> None:
-        self._session, self._index, self._tier, self._keep = session, index, tier, keep
+    def __init__(
+        self, session: StoreSession, index: BlockIndex, tier: SecondTier | None, write_to_disk: WriteToDisk
+    ) -> None:
+        self._session, self._index, self._tier, self._write_to_disk = session, index, tier, write_to_disk
 
     def read_span(self, span: FileSpan, blocks: Sequence[bytes], out: np.ndarray) -> int:
-        """Read blocks that are in one file; returns how many of them, from the first on, were there and intact.
+        """Read blocks of one file; return how many of them, from the first on, were there and intact.
 
         Args:
             blocks: names of the span's blocks.
@@ -49,27 +51,27 @@ class FileReader:
             if self._session.is_readable:
                 num_intact = self._read(path, span, blocks, out)
         except FileNotFoundError as error:
-            self._index.forget(span.file)
+            self._index.remove(span.file)
             if not os.path.exists(self._session.store.marker):
                 self._session.switch_off("read", error)
         except NameClashError:
-            pass  # one in 2**48: counted below as missing, and computed
+            pass  # one in 2**48: counted below as missing, and then computed
         except DamagedBlocksError as error:
             num_intact = error.num_intact
             self._quarantine(span.file, path)
         except OSError as error:
             if error.errno == errno.ESTALE:  # NFS: evicted by another host while it was open
-                self._index.forget(span.file)
+                self._index.remove(span.file)
             else:
                 self._session.switch_off("read", error)
         self._session.counters.add(read_s=time.monotonic() - started_s, missing_blocks=len(blocks) - num_intact)
         return num_intact
 
     def _read(self, path: str, span: FileSpan, blocks: Sequence[bytes], out: np.ndarray) -> int:
-        """From disk, or from the second tier; returns how many blocks were there.
+        """Read from disk, or from the second tier; return how many blocks were there.
 
         Raises:
-            FileNotFoundError: it is in neither.
+            FileNotFoundError: the file is in neither.
         """
         if self._tier is None or not self._index.is_far(span.file) or os.path.exists(path):
             self._read_file(path, span, blocks, out)
@@ -82,7 +84,7 @@ class FileReader:
             if found is None:
                 return 0
             header, content = found
-            self._keep(parsed_name(span.file), header.blocks, content, header.run)
+            self._write_to_disk(parsed_name(span.file), header.blocks, content, header.run)
             self._note_run(span, header)
         stop = span.position + len(blocks)
         if header.blocks[span.position : stop] != list(blocks):
@@ -116,12 +118,12 @@ class FileReader:
     def _touch(self, descriptor: int) -> None:
         try:
             os.utime(descriptor)
-        except OSError:  # somebody else's file or a read-only folder: it is read all the same
+        except OSError:  # another user's file or a read-only folder; reading goes on
             self._session.counters.add(untouched_files=1)
 
     def _quarantine(self, file: str, path: str) -> None:
-        """Move a damaged file aside, so that nobody meets it again, and keep only the latest few."""
-        self._index.forget(file)
+        """Move a damaged file aside, so that no process reads it again, and keep only the latest few."""
+        self._index.remove(file)
         self._session.counters.add(damaged_files=1)
         try:
             quarantine(self._session.store, path)

@@ -1,4 +1,4 @@
-"""Writes files of KV blocks, below the store's bound and each at once or not at all."""
+"""The writer of block files, which keeps to the store's bound and publishes each file at once or not at all."""
 
 import os
 import threading
@@ -23,11 +23,11 @@ FILES_BELOW_BOUND = 8  # a file is at most this share of a small store
 
 
 class FileWriter:
-    """For all threads of one process.
+    """Writes block files, for all threads of one process.
 
     Args:
         max_bytes: bound of all files in the folder; None: none.
-        tier: has each file before the disk; None: there is none.
+        tier: gets each file before the disk does; None: there is none.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class FileWriter:
         self.blocks_per_file = max(1, min(MAX_BLOCKS, bound // session.identity.block_bytes))
 
     def write(self, blocks: Sequence[bytes], first: int, content: np.ndarray) -> int:
-        """Write blocks of a chain that are not in the store yet; returns how many are new in it.
+        """Write blocks of a chain that are not in the store yet; return how many are new in it.
 
         Args:
             blocks: names of the chain's blocks from its start to the last one given.
@@ -57,7 +57,7 @@ class FileWriter:
         assert content.shape == shape, f"blocks of shape {content.shape}, not {shape}"
         num_written, started_s = 0, time.monotonic()
         if first and not (session.is_readable and self._index.count_leading([blocks[first - 1]])):
-            # nobody would find them without the one before
+            # look-ups stop at the missing block before these
             session.counters.add(dropped_blocks=len(blocks) - first)
             return 0
         for start, stop in self._missing_runs(blocks, first):
@@ -69,8 +69,8 @@ class FileWriter:
         session.counters.add(written_blocks=num_written, written_bytes=num_bytes, write_s=write_s)
         return num_written
 
-    def count_again(self) -> None:
-        """Delete what killed processes left, free what they had booked, and keep a bound that is lower than before."""
+    def recount(self) -> None:
+        """Delete the leftovers of killed processes, free the space they booked, and shrink to the current bound."""
         try:
             if self._session.is_writable:
                 remove_temporary_files(self._session.store)
@@ -83,7 +83,7 @@ class FileWriter:
             self._session.switch_off("write", error)
 
     def _missing_runs(self, blocks: Sequence[bytes], first: int) -> list[tuple[int, int]]:
-        """Blocks that are not in the store, file by file: no longer than a file, cut where the next use changes."""
+        """Return runs of blocks that are not in the store, at most one file each, cut where the next use changes."""
         runs: list[tuple[int, int]] = []
         for at in range(first, len(blocks)):
             short = blocks[at][:SHORT_BYTES]
@@ -100,10 +100,12 @@ class FileWriter:
     def _write_file(self, blocks: Sequence[bytes], start: int, stop: int, content: np.ndarray) -> bool:
         name = FileName.of(blocks, start, stop)
         is_sent = self._tier is not None and self._tier.put(name, blocks[start:stop], content)
-        return self.keep(name, blocks[start:stop], content) or is_sent
+        return self.write_to_disk(name, blocks[start:stop], content) or is_sent
 
-    def keep(self, name: FileName, blocks: Sequence[bytes], content: np.ndarray, run: str | None = None) -> bool:
-        """Have a file on disk, if all that is there is not worth more.
+    def write_to_disk(
+        self, name: FileName, blocks: Sequence[bytes], content: np.ndarray, run: str | None = None
+    ) -> bool:
+        """Write a file to disk, unless all files there are worth more; return whether it was written.
 
         Args:
             blocks: names of the file's blocks.
@@ -138,7 +140,7 @@ class FileWriter:
                 make_folder(Path(path).parent, self._session.store.gid)
                 os.rename(temporary, path)
         except OSError:
-            # its space stays booked until files are counted again: whatever failed here may fail there too
+            # its space stays booked until the next recount: freeing it now may fail for the same reason
             Path(temporary).unlink(missing_ok=True)
             raise
         finally:
@@ -147,4 +149,4 @@ class FileWriter:
     def _note_eviction(self, file: StoredFile) -> None:
         self._session.counters.add(evicted_files=1, evicted_bytes=file.num_bytes)
         if file.name is not None:
-            self._index.forget(str(file.name))
+            self._index.remove(str(file.name))

@@ -1,8 +1,8 @@
-"""Which blocks of one model are in the store, known from the names of its files.
+"""An index of the blocks of one model in the store, made from the names of its files.
 
-Opening lists 64 folders and reads no file. Afterwards only folders that changed are listed again, so what other
-processes wrote or removed is learned at the price of 64 `stat` calls. A store with a second tier (second_tier.py) also
-knows files that are not on disk: far ones.
+Opening lists 64 folders and reads no file. Afterwards only folders that changed are listed again, so finding other
+processes' changes costs 64 `stat` calls. A store with a second tier (second_tier.py) also knows files that are not on
+disk: far ones.
 """
 
 import os
@@ -21,19 +21,19 @@ _CLOCK_TICK_S = 2.0  # a folder changed so shortly before it was listed may have
 
 @dataclass(frozen=True, slots=True)
 class FileSpan:
-    """Blocks of one chain that follow each other in one file."""
+    """Consecutive blocks of one chain in one file."""
 
     file: str  # its name
     position: int  # of the first of them in the file
-    start: int  # of the first of them in what was asked for
+    start: int  # of the first of them among the requested blocks
     stop: int
 
 
 @dataclass(slots=True)
 class _Folder:
     names: set[str] = field(default_factory=set)
-    changed_ns: int = -1  # as the folder was listed
-    is_settled: bool = False  # it had not changed for some time then
+    changed_ns: int = -1  # time of the last change when the folder was listed
+    is_settled: bool = False  # the folder was listed some time after its last change
 
 
 class BlockIndex:
@@ -48,7 +48,7 @@ class BlockIndex:
         self._lock = threading.Lock()
 
     def count_leading(self, blocks: Sequence[bytes]) -> int:
-        """How many blocks from the start of `blocks` on are in the store."""
+        """Count how many blocks from the start of `blocks` on are in the store."""
         files = self.file_of_block
         for count, block in enumerate(blocks):
             if block[:SHORT_BYTES] not in files:
@@ -56,7 +56,7 @@ class BlockIndex:
         return len(blocks)
 
     def spans(self, blocks: Sequence[bytes]) -> list[FileSpan]:
-        """Where the leading blocks are, file by file."""
+        """Return the files and positions of the leading blocks."""
         found: list[FileSpan] = []
         for at, block in enumerate(blocks):
             short = block[:SHORT_BYTES]
@@ -74,7 +74,7 @@ class BlockIndex:
         return f"{self.folder}/{parsed_name(name).folder}/{name}"
 
     def ancestors(self, parent: bytes) -> set[str]:
-        """Names of the files that hold a block (by its short name) and those before it in its chain."""
+        """Return the names of the files that hold a block (by its short name) and the blocks before it in its chain."""
         found: set[str] = set()
         name = self.file_of_block.get(parent)
         while name is not None and name not in found:
@@ -88,7 +88,7 @@ class BlockIndex:
             self._folders.setdefault(parsed.folder, _Folder()).names.add(name)
             self._enter(name, parsed)
 
-    def forget(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         with self._lock:
             folder = self._folders.get(parsed_name(name).folder)
             if folder is not None:
@@ -96,29 +96,29 @@ class BlockIndex:
             self._drop(name)
 
     def is_far(self, name: str) -> bool:
-        """Whether the second tier has a file, for all that is known."""
+        """Return whether the second tier is known to have a file."""
         return name in self._far
 
     def add_far(self, name: str) -> None:
-        """The second tier has a file now."""
+        """Record that the second tier has a file."""
         with self._lock:
             self._enter_far(name)
 
     def set_far(self, names: set[str]) -> None:
-        """The second tier has these files, and no others."""
+        """Record that the second tier has exactly these files."""
         with self._lock:
             for name in self._far - names:
-                self._forget_far(name)
+                self._remove_far(name)
             for name in names - self._far:
                 self._enter_far(name)
 
-    def forget_far(self, name: str) -> None:
-        """The second tier has lost a file."""
+    def remove_far(self, name: str) -> None:
+        """Record that the second tier has lost a file."""
         with self._lock:
-            self._forget_far(name)
+            self._remove_far(name)
 
     def refresh(self) -> None:
-        """Learn what changed on disk.
+        """Read the changes on disk.
 
         Raises:
             OSError: the store cannot be listed, or is gone.
@@ -155,13 +155,13 @@ class BlockIndex:
             self.file_of_block[block] = name
 
     def _enter_far(self, name: str) -> None:
-        """A block that is on disk, too, is read from there."""
+        """Add a file of the second tier; blocks that are on disk, too, are read from disk."""
         self._far.add(name)
         for block in parsed_name(name).blocks:
             if self.file_of_block.setdefault(block, name) != name:
                 self._also_in.setdefault(block, set()).add(name)
 
-    def _forget_far(self, name: str) -> None:
+    def _remove_far(self, name: str) -> None:
         self._far.discard(name)
         folder = self._folders.get(parsed_name(name).folder)
         if folder is None or name not in folder.names:
@@ -169,7 +169,7 @@ class BlockIndex:
 
     def _drop(self, name: str) -> None:
         if name in self._far:
-            return  # it is fetched when it is needed
+            return  # the file can still be fetched
         for block in parsed_name(name).blocks:
             others = self._also_in.get(block, set())
             others.discard(name)
@@ -183,7 +183,7 @@ class BlockIndex:
 
 
 def parsed_name(name: str) -> FileName:
-    """What the name of a file in an index says."""
+    """Parse the name of a file in an index."""
     parsed = FileName.parse(name)
     assert parsed is not None, f"{name} is no file of blocks"
     return parsed

@@ -1,7 +1,7 @@
-"""Which blocks live runs still need, and when: each says so in a file that the others read before they evict.
+"""The next uses of blocks by live runs: each run publishes its own in a file that the others read before they evict.
 
-A claim counts while its file is fresh; that of a run that was killed runs out by itself. Next uses are compared as they
-are, over all ranks of a run and all runs on a store: they are numbers of work units.
+A claim counts while its file is fresh; the claim of a killed run expires. Next uses are compared directly, over all
+ranks of a run and all runs on a store: they are numbers of work units.
 """
 
 import os
@@ -20,7 +20,7 @@ _RECORD = np.dtype([("block", "<u8"), ("next_use", "<i8")])
 
 
 class BlockClaims:
-    """The next uses of blocks: this run's, and those of others as they were when last read."""
+    """The next uses of blocks: this run's, and those of other runs when last read."""
 
     def __init__(self, store: StoreDir, session: str) -> None:
         self._store = store
@@ -31,7 +31,7 @@ class BlockClaims:
         self._published_s = 0.0
 
     def set(self, next_uses: Mapping[bytes, int | None]) -> None:
-        """Note when blocks (by name) are needed next; None: not any more."""
+        """Set when blocks (by name) are needed next; None: not any more."""
         for block, next_use in next_uses.items():
             if next_use is None:
                 self._own.pop(block[:SHORT_BYTES], None)
@@ -40,19 +40,19 @@ class BlockClaims:
         self._has_changed = self._has_changed or bool(next_uses)
 
     def next_use(self, block: bytes) -> int | None:
-        """The earliest one of a block (by its short name) over all live runs; None: nobody needs it."""
+        """Return the earliest next use of a block (by its short name) over all live runs; None: no run needs it."""
         own, other = self._own.get(block), self._others.get(block)
         return other if own is None else own if other is None else min(own, other)
 
-    def over_all_runs(self) -> dict[bytes, int]:
-        """`next_use` of every block that somebody needs."""
+    def next_uses(self) -> dict[bytes, int]:
+        """Return `next_use` of every block that some run needs."""
         merged = dict(self._others)
         for block, next_use in self._own.copy().items():
             merged[block] = min(next_use, merged.get(block, next_use))
         return merged
 
     def publish(self) -> None:
-        """Tell the others, when there is something to tell.
+        """Write this run's next uses for other runs, if they have changed or are due for renewal.
 
         Raises:
             OSError: the file cannot be written.
@@ -68,7 +68,7 @@ class BlockClaims:
         publish_private(self._store, self._store.claims / self._session, records.tobytes())
 
     def read_others(self) -> None:
-        """Learn what other runs need; files that nobody renews any more are deleted."""
+        """Read the next uses of other runs; delete expired files."""
         self._others = {}
         names = [name for name in list_folder(self._store.claims) if name != self._session and not name.startswith(".")]
         now_s = file_system_s(self._store.claims) if names else 0.0
@@ -87,5 +87,5 @@ class BlockClaims:
                 self._others[short] = min(next_use, self._others.get(short, next_use))
 
     def withdraw(self) -> None:
-        """This run needs nothing any more."""
+        """Delete this run's claim."""
         (self._store.claims / self._session).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Reads KV blocks ahead of their use, in the order asked for, in background threads.
+"""A reader of KV blocks ahead of their use, in the order of requests, in background threads.
 
 reads   done, held by the caller │ being read │ waiting for budget …       left of the last line: `ahead_bytes`
 """
@@ -21,17 +21,17 @@ Allocate = Callable[[tuple[int, int]], np.ndarray]
 
 
 def pageable(shape: tuple[int, int]) -> np.ndarray:
-    """Ordinary host memory."""
+    """Allocate ordinary host memory."""
     return np.empty(shape, np.uint8)
 
 
 class BlockRead:
-    """Blocks that follow each other in one chain on their way from disk; made by `Reader.ask`."""
+    """Consecutive blocks of one chain on their way from disk; made by `Reader.ask`."""
 
     def __init__(self, reader: Reader, blocks: Sequence[bytes], spans: list[FileSpan]) -> None:
         self._reader = reader
         self.blocks = blocks
-        self.spans = spans  # less those that turned out not to be wanted
+        self.spans = spans  # without those that were dropped unread
         self.num_intact = [0] * len(spans)
         self.num_started = self.num_finished = 0  # spans
         self.content: np.ndarray | None = None  # from the start of reading to `close`
@@ -45,14 +45,14 @@ class BlockRead:
         return self.num_finished == len(self.spans)
 
     def wait(self, timeout_s: float = WAIT_S) -> np.ndarray:
-        """The blocks, from the first one asked for on, that were there and intact: [k, block_bytes] uint8.
+        """Return the blocks, from the first on, that were there and intact: [k, block_bytes] uint8.
 
-        Valid until `close`. When the time is over there are none, and the store is given up.
+        They are valid until `close`. After `timeout_s` there are none, and the store is switched off.
         """
         return self._reader.wait(self, timeout_s)
 
     def close(self) -> None:
-        """Give the memory back; what is not read yet is not read any more."""
+        """Free the memory, and drop blocks that are not read yet."""
         self._reader.close_read(self)
 
     def drop_unread(self) -> None:
@@ -74,7 +74,7 @@ class Reader:
         self.store = store
         self._ahead_bytes = ahead_bytes
         self._allocate = allocate
-        self._waiting: deque[BlockRead] = deque()  # those with files that nobody has begun to read
+        self._waiting: deque[BlockRead] = deque()  # reads with files that no thread has begun
         self._held_bytes = 0
         self._changed = threading.Condition()
         self._is_closed = False
@@ -86,10 +86,10 @@ class Reader:
             thread.start()
 
     def ask(self, blocks: Sequence[bytes]) -> BlockRead:
-        """Start to read those of these blocks that are in the store; returns at once.
+        """Start to read those of these blocks that are in the store; return at once.
 
         Args:
-            blocks: names of blocks that follow each other in one chain, from its start or from any block on.
+            blocks: names of consecutive blocks of one chain, from its start or from any block on.
         """
         read = BlockRead(self, blocks, self.store.spans(blocks))
         with self._changed:
@@ -101,7 +101,10 @@ class Reader:
         return read
 
     def wait(self, read: BlockRead, timeout_s: float) -> np.ndarray:
-        """See `BlockRead.wait`. It goes first and needs no budget, so that it cannot wait for itself."""
+        """Wait for a read as `BlockRead.wait` describes.
+
+        The read moves to the front and needs no budget, so that it cannot wait for itself.
+        """
         assert not read.is_closed, "a read that is closed has no content"
         started_s, is_first = time.monotonic(), not read.is_urgent
         with self._changed:
@@ -126,20 +129,20 @@ class Reader:
         return read.content[:num_blocks]
 
     def close_read(self, read: BlockRead) -> None:
-        """See `BlockRead.close`."""
+        """Close a read; see `BlockRead.close`."""
         with self._changed:
             read.is_closed = True
             self._drop_unread(read)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Stop; reads that are waited for end with the blocks that are there by now."""
+        """Stop; reads in progress end with the blocks that are there by now."""
         with self._changed:
             self._is_closed = True
             for read in list(self._waiting):
                 self._drop_unread(read)
             self._changed.notify_all()
-        # one that hangs in the operating system must not hold the job up; it ends with the process
+        # a thread that hangs in the operating system must not delay the job; it ends with the process
         for thread in self._threads:
             thread.join(timeout=1.0)
 
@@ -157,7 +160,7 @@ class Reader:
             num_intact = 0
             try:
                 num_intact = self._read(read, read.spans[at])
-            except Exception as error:  # told to the user; the caller computes instead
+            except Exception as error:  # reported to the user; the caller computes instead
                 self.store.fail(error)
             with self._changed:
                 read.num_intact[at] = num_intact
@@ -176,7 +179,7 @@ class Reader:
         return read.num_started > 0 or read.is_urgent or is_affordable
 
     def _take_span(self) -> tuple[BlockRead, int]:
-        """The next file of the first read that waits."""
+        """Take the next file of the first waiting read."""
         read = self._waiting[0]
         at = read.num_started
         read.num_started += 1

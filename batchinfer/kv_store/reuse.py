@@ -1,4 +1,4 @@
-"""Whether reading KV from disk is still worth it: the rule of [kv] reuse, pure logic."""
+"""The rule of [kv] reuse: whether reading KV from disk is still worthwhile. Pure logic."""
 
 from typing import Literal
 
@@ -6,10 +6,10 @@ TRIAL_BYTES = 64_000_000  # a verdict needs at least this many
 
 
 class ReuseRule:
-    """Reading is the default; with "auto" it ends after a trial of reads that took longer than computing would have.
+    """The rule: read by default; with "auto" stop after a trial of reads that took longer than computing.
 
-    A trial is at least TRIAL_BYTES long and begins anew after each that was worthwhile, so that a disk that becomes
-    slow is noticed. The verdict is final for this process: what made reads slow is seldom gone within a job.
+    A trial is at least TRIAL_BYTES long, and each successful trial is followed by another, so that a disk that becomes
+    slow is found. The verdict is final for this process: the cause of slow reads is seldom gone within a job.
     """
 
     def __init__(self, reuse: Literal["auto", "always"]) -> None:
@@ -20,14 +20,14 @@ class ReuseRule:
         self._compute_s = 0.0
 
     def note(self, *, num_bytes: int, read_s: float, num_tokens: int, compute_s_per_token: float) -> bool:
-        """Learn from one read; returns whether reading is still worthwhile.
+        """Add one read to the trial; return whether reading is still worthwhile.
 
         Args:
             num_bytes: read from disk.
-            read_s: that computation waited for them and for copying them into pages; reads ahead that were done in
-                time cost nothing.
-            num_tokens: whose KV they held.
-            compute_s_per_token: what computing one of them takes at present.
+            read_s: that computation waited for the read and for copying into pages; reads that were done in time cost
+                nothing.
+            num_tokens: whose KV was read.
+            compute_s_per_token: current time to compute one token.
         """
         self._num_bytes += num_bytes
         self._read_s += read_s

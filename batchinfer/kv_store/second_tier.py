@@ -1,14 +1,13 @@
-"""A KV store's second tier: its files as objects in a bucket, for nodes whose stores lie on disks of their own.
+"""A KV store's second tier: its files as objects in a bucket, for nodes whose stores are on local disks.
 
-    key                                                drawn once, by the store that came first
+    key                                                drawn once, by the first store
     models/<digest>-<block bytes>/<00 .. 63>/<name>    a file as block_file.py has it, with checksums by that key
-    quarantine/<name>                                  objects that were not what their names promise
+    quarantine/<name>                                  objects that did not match their names
 
-A name is made of hashes of all that the blocks depend on, so an object is created once, by a condition, and never
-replaced. The writer puts a file here before it is kept on disk: what the disk's bound evicts is fetched again. Each
-block is checked by the bucket's key when it comes, and kept on disk with checksums by the store's own.
-
-When the bucket fails the tier is switched off, with one sentence; the disk goes on alone.
+A name is made of hashes of all that the blocks depend on, so an object is created once, by a conditional write, and
+never replaced. The writer puts a file here before writing it to disk: files that the disk's bound evicts are fetched
+again. Each block is checked by the bucket's key when it is fetched, and stored on disk with checksums by the store's
+own key. If the bucket fails, the tier is switched off, with one sentence; the disk goes on alone.
 """
 
 import os
@@ -37,10 +36,10 @@ ATTEMPTS = 3  # of a request: prefill waits for it
 
 
 class SecondTier:
-    """For all threads of one process; no method raises.
+    """The second tier, for all threads of one process; no method raises.
 
     Args:
-        index: is told which files the bucket has.
+        index: records which files the bucket has.
     """
 
     def __init__(self, bucket: Bucket, session: StoreSession, index: BlockIndex) -> None:
@@ -48,12 +47,12 @@ class SecondTier:
         self._folder = f"models/{session.store.model(session.identity).name}"
         self._key = b""
         self._is_on = True
-        self._sent: set[str] = set()  # a listing that was under way may lack them
+        self._sent: set[str] = set()  # a listing in progress may lack these
         self._locks: dict[str, threading.Lock] = {}  # one thread fetches a file, others wait for it
         self._lock = threading.Lock()
 
     def open(self) -> None:
-        """Have the bucket's key, and know what it holds."""
+        """Create or read the bucket's key, and list its files."""
         try:
             self._bucket.create("key", secrets.token_hex(KEY_BYTES).encode())
             found = self._bucket.read("key")
@@ -67,7 +66,7 @@ class SecondTier:
         self.refresh()
 
     def refresh(self) -> None:
-        """Learn what other nodes have put, by one request for each 1,000 files."""
+        """List the files that other nodes have put, by one request for each 1,000 files."""
         if not self._is_on:
             return
         try:
@@ -78,7 +77,7 @@ class SecondTier:
         self._index.set_far({name for name in listed | self._sent if FileName.parse(name) is not None})
 
     def put(self, name: FileName, blocks: Sequence[bytes], content: np.ndarray) -> bool:
-        """Have a file in the bucket; False: it does not take it.
+        """Put a file into the bucket; return False if the bucket does not take it.
 
         Args:
             blocks: names of the file's blocks.
@@ -99,12 +98,12 @@ class SecondTier:
         return True
 
     def fetching(self, name: str) -> threading.Lock:
-        """Held by the thread that fetches a file."""
+        """Return the lock that the thread that fetches a file holds."""
         with self._lock:
             return self._locks.setdefault(name, threading.Lock())
 
     def fetch(self, file: str) -> tuple[Header, np.ndarray] | None:
-        """A file's header and blocks, checked: [n, block_bytes] uint8; None: not there, damaged or not to be had."""
+        """Return a file's header and checked blocks, [n, block_bytes] uint8; None if missing, damaged or unreadable."""
         if not self._is_on or not self._index.is_far(file):
             return None
         name, identity = parsed_name(file), self._session.identity
@@ -129,7 +128,7 @@ class SecondTier:
             os.close(descriptor)
 
     def _set_aside(self, name: FileName, data: bytes) -> None:
-        """Move a damaged object to quarantine/, so that nobody meets it again and its blocks can be put anew."""
+        """Move a damaged object to quarantine/, so that no node reads it again and its blocks can be put again."""
         self._forget(str(name))
         self._session.counters.add(damaged_files=1)
         try:
@@ -140,7 +139,7 @@ class SecondTier:
 
     def _forget(self, file: str) -> None:
         self._sent.discard(file)
-        self._index.forget_far(file)
+        self._index.remove_far(file)
 
     def _object(self, name: FileName) -> str:
         return f"{self._folder}/{name.folder}/{name}"

@@ -1,7 +1,7 @@
-"""One process's use of a KV store: whether the disk still does its part, and what it did, which the store remembers.
+"""One process's use of a KV store: whether the disk still works, and counters, which the store keeps as history.
 
-A store never fails a job. When the disk does, the store is switched off, has one sentence about it for the user, finds
-nothing and writes nothing from then on. Trouble with writing alone leaves reading on.
+A store never fails a job. If the disk fails, the store is switched off and reports one sentence to the user; from then
+on it finds and writes nothing. A failure of writing alone leaves reading on.
 """
 
 import errno
@@ -30,7 +30,7 @@ _REMEDIES = {
 
 
 def _new_name() -> str:
-    # not by the number of this process: another container on this host may have one of the same number
+    # no process number: another container on this host may have a process of the same number
     return f"{int(time.time() * 1000):013d}-{socket.gethostname()}-{secrets.token_hex(6)}"
 
 
@@ -38,24 +38,24 @@ def _new_name() -> str:
 class Counters:
     """Blocks, files, bytes and seconds since the store was opened, counted by all threads and kept in history/."""
 
-    hit_blocks: int = 0  # handed to the caller, intact
+    hit_blocks: int = 0  # returned to the caller, intact
     hit_bytes: int = 0
-    missing_blocks: int = 0  # found by a look-up and then not served: evicted meanwhile, damaged, or the store is off
+    missing_blocks: int = 0  # found by a look-up, then not served: evicted meanwhile, damaged, or the store is off
     read_s: float = 0.0  # of reading and checking, summed over threads
     wait_s: float = 0.0  # that callers of the reader waited
     damaged_files: int = 0  # moved to quarantine
-    untouched_files: int = 0  # whose last use could not be noted (a store that may only be read)
+    untouched_files: int = 0  # whose last use could not be recorded (a read-only store)
     written_blocks: int = 0
     written_bytes: int = 0
     write_s: float = 0.0  # of checksums and writing, summed over threads
     dropped_blocks: int = 0  # not written: the buffer was full, or the block before them is not there
-    refused_blocks: int = 0  # not written: all that is there is worth more
+    refused_blocks: int = 0  # not written: all files of the store are worth more
     lock_timeouts: int = 0  # another process kept the lock: a file was not written, or not counted
     evicted_files: int = 0
     evicted_bytes: int = 0
     fetched_files: int = 0  # from the second tier
     fetched_bytes: int = 0
-    sent_files: int = 0  # to it
+    sent_files: int = 0  # to the second tier
     sent_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -72,7 +72,7 @@ class Counters:
 
 @dataclass(slots=True)
 class StoreSession:
-    """From the store's opening to its close."""
+    """The state of a store from its opening to its close, in one process."""
 
     store: StoreDir
     identity: KvIdentity
@@ -83,11 +83,11 @@ class StoreSession:
     key: bytes = b""  # known once the store is open
     is_readable: bool = True
     is_writable: bool = True
-    problems: list[str] = field(default_factory=list)  # sentences for the user that nobody has taken yet
-    own_files: set[str] = field(default_factory=set)  # of those read, the ones whose blocks this run has computed
+    problems: list[str] = field(default_factory=list)  # sentences for the user, not reported yet
+    own_files: set[str] = field(default_factory=set)  # files read whose blocks this run has computed
 
     def switch_off(self, what: str, error: Exception) -> None:
-        """After a failed write nothing more is written; after any other failure nothing is read either."""
+        """Stop writing after a failed write; stop reading, too, after any other failure."""
         is_news = self.is_writable if what == "write" else self.is_readable
         self.is_writable = False
         self.is_readable = self.is_readable and what == "write"
@@ -103,7 +103,7 @@ class StoreSession:
 
 
 def publish_history(session: StoreSession) -> None:
-    """Write a session's counters as they are now: one small file each, the latest MAX_SESSIONS are kept.
+    """Write a session's current counters: one small file each, of which the latest MAX_SESSIONS are kept.
 
     Raises:
         OSError: the file cannot be written.
@@ -127,7 +127,7 @@ def publish_history(session: StoreSession) -> None:
 
 
 def read_history(store: StoreDir) -> list[dict[str, Any]]:
-    """The counters of all sessions, the oldest first; what cannot be read (just being removed, damaged) is left out."""
+    """Return the counters of all sessions, the oldest first; skip files that cannot be read (damaged, just removed)."""
     found = []
     for name in list_folder(store.history):
         if name.startswith("."):

@@ -1,9 +1,10 @@
-"""How many bytes a store's files have, in one small file under a lock.
+"""The number of bytes of a store's files, in one small file under a lock.
 
-Space is booked before a byte is written and given back after a file is gone, all under the lock: whatever is killed and
-whenever, the ledger never shows less than there is, so writers on any number of hosts together stay below the bound.
-What a killed process leaves booked, or somebody deletes by hand, is found when the files are counted again: whenever a
-store is opened and whenever space is made.
+Space is booked before a byte is written and freed after a file is gone, all under the lock: whenever a process is
+killed, the ledger never shows less than there is, so writers on any number of hosts together stay below the bound.
+Space that a
+killed process leaves booked, and files deleted by hand, are corrected by a recount: whenever a store is opened and
+whenever space is made.
 """
 
 import fcntl
@@ -20,21 +21,21 @@ _POLL_S = 0.001
 
 
 class LockTimeoutError(Exception):
-    """Another process holds the lock and does not go on."""
+    """Another process has held the lock for LOCK_S."""
 
 
 class SpaceLedger:
-    """The count while the lock is held."""
+    """The count of used bytes while the lock is held."""
 
     def __init__(self, store: StoreDir, descriptor: int) -> None:
         self._store = store
         self._descriptor = descriptor
         text = os.pread(descriptor, 64, 0)
-        # empty in a new store, anything else after a power cut
-        self.used_bytes = int(text) if text.strip().isdigit() else self.count_again()
+        # empty in a new store, arbitrary after a power cut
+        self.used_bytes = int(text) if text.strip().isdigit() else self.recount()
 
     def create(self, num_bytes: int, session: str) -> tuple[int, str]:
-        """Book a file and create it, locked by this process as long as the descriptor is open; returns it and its path.
+        """Book a file's space and create it; return its descriptor, which holds the file's lock, and its path.
 
         Raises:
             OSError: it cannot be created.
@@ -47,7 +48,7 @@ class SpaceLedger:
         return descriptor, path
 
     def remove(self, path: str, num_bytes: int) -> bool:
-        """Delete a file and give its space back; False when somebody else has."""
+        """Delete a file and free its space; return False if another process has deleted it."""
         try:
             os.unlink(path)
         except FileNotFoundError:
@@ -59,8 +60,11 @@ class SpaceLedger:
         self.used_bytes = max(0, self.used_bytes + num_bytes)
         os.pwrite(self._descriptor, b"%020d\n" % self.used_bytes, 0)
 
-    def count_again(self) -> int:
-        """Count the files (those being written first: they move on to the others) and delete what the dead left."""
+    def recount(self) -> int:
+        """Recount all files and delete the leftovers of dead writers.
+
+        Files being written are counted first, since they move to the others.
+        """
         self.used_bytes = 0
         for name in list_folder(self._store.writing):
             path, size = self._store.writing / name, name.partition(".")[0]
@@ -79,7 +83,7 @@ def open_ledger(store: StoreDir) -> Iterator[SpaceLedger]:
     """Hold the lock.
 
     Raises:
-        LockTimeoutError: not to be had within LOCK_S.
+        LockTimeoutError: another process held it for LOCK_S.
         OSError: the store is gone or cannot be written, or its file system has no locks.
     """
     try:
@@ -107,7 +111,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Whether no process writes this file any more: its lock went with its writer."""
+    """Return whether no process writes this file any more: its lock went with its writer."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Space for new files below the store's bound: what is least worth having goes first.
+"""Space for new files below the store's bound: the files of least worth are evicted first.
 
-Ranking all files of a large store takes a second or so. So a ranking serves for many files, up to one in RANKED_SHARE
-of those it ranked; what has been claimed since is passed over. In a small store every file is ranked anew.
+Ranking all files of a large store takes a second or so. So one ranking serves for many files, up to one in RANKED_SHARE
+of the ranked ones; files claimed since are skipped. In a small store each new file causes a ranking.
 """
 
 import os
@@ -25,7 +25,7 @@ class SpaceManager:
 
     Args:
         max_bytes: bound of all files together; None: none.
-        on_evicted: is told each file that was deleted for space.
+        on_evicted: called with each file that was deleted for space.
     """
 
     def __init__(
@@ -42,20 +42,20 @@ class SpaceManager:
         self._numbers = count()
         self._on_evicted = on_evicted
         self.max_bytes = max_bytes
-        self._ranked: list[tuple[Worth, StoredFile]] = []  # the next to go last
-        self._num_left = 0  # of the ranking, how many may still go
+        self._ranked: list[tuple[Worth, StoredFile]] = []  # the next to evict is last
+        self._num_left = 0  # evictions for which the ranking may still be used
 
     def is_within_bound(self) -> bool:
-        """Whether all files, counted again, are below the bound."""
+        """Recount all files; return whether they are below the bound."""
         with open_ledger(self._store) as ledger:
-            ledger.count_again()
+            ledger.recount()
             return self._fits(ledger, 0)
 
     def book(self, name: FileName, num_bytes: int, ancestors: set[str]) -> tuple[int, str] | None:
-        """Space for one file: a descriptor and the path to write it at; None when all there is is worth more.
+        """Book space for one file; return a descriptor and the path to write to, or None if all files are worth more.
 
         Args:
-            ancestors: names of the files with the blocks before it, which stay: without them it is worth nothing.
+            ancestors: names of the files with the blocks before it, which stay: without them the file is useless.
 
         Raises:
             LockTimeoutError, OSError: as in space_ledger.py.
@@ -71,7 +71,7 @@ class SpaceManager:
             return None
         self._rank()
         with open_ledger(self._store) as ledger:
-            ledger.count_again()
+            ledger.recount()
             if self._evict(ledger, num_bytes, worth, ancestors):
                 return self._create(ledger, num_bytes)
         return None
@@ -80,7 +80,7 @@ class SpaceManager:
         """Evict until all files are below the bound."""
         self._rank()
         with open_ledger(self._store) as ledger:
-            ledger.count_again()
+            ledger.recount()
             self._evict(ledger, 0, _PRICELESS, set())
 
     def _fits(self, ledger: SpaceLedger, num_bytes: int) -> bool:
@@ -90,7 +90,7 @@ class SpaceManager:
         return ledger.create(num_bytes, f"{self._session}-{next(self._numbers)}")
 
     def _evict(self, ledger: SpaceLedger, num_bytes: int, worth: Worth, ancestors: set[str]) -> bool:
-        """Delete ranked files that are worth less than this until this many bytes fit; False when they do not."""
+        """Delete ranked files of less worth than `worth` until `num_bytes` fit; return False if they do not."""
         while not self._fits(ledger, num_bytes):
             if not self._ranked or self._ranked[-1][0] >= worth:
                 return False
@@ -101,7 +101,7 @@ class SpaceManager:
         return True
 
     def _may_go(self, file: StoredFile, worth: Worth, ancestors: set[str]) -> bool:
-        """Whether a ranked file is still worth no more than it was."""
+        """Return whether a ranked file is still worth no more than when it was ranked."""
         if file.name is None:
             return True
         next_use = earliest(file.name, self._claims.next_use)
@@ -118,6 +118,6 @@ class SpaceManager:
             except FileNotFoundError:  # evicted by another process
                 continue
         ranked = [(_WORTHLESS, file) for file in quarantined_files(self._store)]
-        ranked += rank_files(files, last_use_s, self._claims.over_all_runs().get)
+        ranked += rank_files(files, last_use_s, self._claims.next_uses().get)
         self._ranked = ranked[::-1]
         self._num_left = len(ranked) // RANKED_SHARE

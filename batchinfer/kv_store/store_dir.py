@@ -1,12 +1,12 @@
-"""Where things are in a KV store's folder, all of it for its owner only, or for the one group that shares the store.
+"""The layout of a KV store's folder, all of it for its owner only, or for the one group that shares the store.
 
-store.json                        what makes a folder a store
-key                               drawn with the store; whoever reads it can write blocks that are believed
+store.json                        marks a folder as a store
+key                               drawn with the store; everybody who can read it can write blocks that are accepted
 models/<digest>-<block bytes>/    identity.json, and <00 .. 63>/<name>.kv: the blocks (block_file.py)
 writing/<bytes>.<session>.tmp     files being written, each locked by its writer
 quarantine/                       damaged files, the latest few
-claims/<session>                  which blocks a live run still needs, and when (next_uses.py)
-history/<session>.json            what each run found and wrote
+claims/<session>                  blocks that a live run still needs, and when (next_uses.py)
+history/<session>.json            counters of each session
 used-bytes                        size of all files, under a lock (space_ledger.py)
 """
 
@@ -27,7 +27,7 @@ from batchinfer.records import ConfigError
 from batchinfer.whole_files import TEMPORARY, create_exclusively, remove_leftovers
 
 STORE_VERSION = 2
-QUARANTINED_FILES = 16  # kept for a look at what happened
+QUARANTINED_FILES = 16  # kept to examine the damage
 
 
 class StoreDir:
@@ -51,7 +51,7 @@ class StoreDir:
 
 @dataclass(slots=True)
 class StoredFile:
-    """One file of blocks, as its path tells."""
+    """One file of blocks, described by its path."""
 
     path: str
     name: FileName | None  # None: in quarantine
@@ -60,13 +60,13 @@ class StoredFile:
 
 
 def create_store(store: StoreDir) -> str | None:
-    """Make a store of a new or empty folder; one that is there already stays.
+    """Make a store of a new or empty folder; leave an existing store unchanged.
 
     Returns:
-        A warning about who owns it, if any.
+        A warning about its owner, if any.
 
     Raises:
-        ConfigError: the folder holds other things, or a store of another version; or others may write in it.
+        ConfigError: the folder holds other files, or a store of another version; or others may write in it.
         OSError: it cannot be written.
     """
     store.root.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def create_store(store: StoreDir) -> str | None:
     if not store.marker.exists():
         own = {store.marker.name, store.key.name}
         others = [name for name in os.listdir(store.root) if not name.startswith(".") and name not in own]
-        # another process that makes it writes the marker before anything but its key
+        # another process that creates the store writes the marker before everything except its key
         if others and not store.marker.exists():
             raise ConfigError(f"{store.root} is not empty and no KV store (it holds {others[0]}); name another folder")
         _make_key(store)
@@ -85,7 +85,7 @@ def create_store(store: StoreDir) -> str | None:
 
 
 def add_model(store: StoreDir, identity: KvIdentity) -> None:
-    """Make room for a model's blocks.
+    """Create the folders for a model's blocks.
 
     Raises:
         OSError: the store cannot be written.
@@ -98,13 +98,13 @@ def add_model(store: StoreDir, identity: KvIdentity) -> None:
 
 
 def _make_key(store: StoreDir) -> None:
-    """Draw the store's key; of several processes that do, one wins."""
+    """Draw the store's key; one of several concurrent processes wins."""
     if create_exclusively(store.key, secrets.token_hex(KEY_BYTES), mode=0o600) and store.gid is not None:
         store.key.chmod(0o640)
 
 
 def read_key(store: StoreDir) -> bytes:
-    """The key that checksums of blocks are made with.
+    """Return the key of the checksums of blocks.
 
     Raises:
         ConfigError: it is lost or damaged, or others may read it.
@@ -129,7 +129,7 @@ def read_key(store: StoreDir) -> bytes:
 
 
 def check_version(store: StoreDir) -> None:
-    """Refuse a folder of which this program cannot read the blocks.
+    """Check that the folder is a store whose blocks this program can read.
 
     Raises:
         ConfigError: it is no store, or one of another version.
@@ -149,13 +149,13 @@ def check_version(store: StoreDir) -> None:
 
 
 def remove_temporary_files(store: StoreDir) -> None:
-    """Delete what killed processes left of small files; what they left of blocks is found by its lock."""
+    """Delete small files left by killed processes; leftover block files are found by their locks."""
     for folder in (store.root, store.claims, store.history, *map(store.models.joinpath, list_folder(store.models))):
         remove_leftovers(folder)
 
 
 def publish_private(store: StoreDir, target: Path, document: Any) -> None:
-    """Write a small file (JSON, or bytes as they are) so that it is whole or absent, for the store's users only."""
+    """Write a small file (JSON, or bytes as given) so that it is whole or absent, for the store's users only."""
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=TEMPORARY, dir=target.parent)
     try:
         share_file(handle, store.gid)
@@ -168,7 +168,7 @@ def publish_private(store: StoreDir, target: Path, document: Any) -> None:
 
 
 def list_folder(folder: str | Path) -> list[str]:
-    """Names in a folder, sorted; none when it is not there (another process may just have emptied the store)."""
+    """Return the names in a folder, sorted; empty if it is missing (another process may have emptied the store)."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -176,7 +176,7 @@ def list_folder(folder: str | Path) -> list[str]:
 
 
 def stored_files(store: StoreDir) -> Iterator[StoredFile]:
-    """Every file of blocks, of all models; nothing is opened."""
+    """Yield every file of blocks, of all models, without opening any."""
     for model in list_folder(store.models):
         block_bytes = model.rpartition("-")[2]
         if not block_bytes.isdecimal():
@@ -191,7 +191,7 @@ def stored_files(store: StoreDir) -> Iterator[StoredFile]:
 
 
 def quarantined_files(store: StoreDir) -> list[StoredFile]:
-    """Damaged files that were moved aside, first come first."""
+    """Return the damaged files that were moved aside, the oldest first."""
     found = []
     for name in list_folder(store.quarantine):
         path = f"{store.quarantine}/{name}"
@@ -204,7 +204,7 @@ def quarantined_files(store: StoreDir) -> list[StoredFile]:
 
 
 def quarantine(store: StoreDir, path: str) -> None:
-    """Move a damaged file aside and keep the latest few of its kind.
+    """Move a damaged file aside and keep the latest few.
 
     Raises:
         OSError: the folder cannot be written.
@@ -214,5 +214,5 @@ def quarantine(store: StoreDir, path: str) -> None:
     except FileNotFoundError:  # evicted, or moved by another process
         return
     for file in quarantined_files(store)[:-QUARANTINED_FILES]:
-        # its space stays booked until files are counted again
+        # its space stays booked until the next recount
         Path(file.path).unlink(missing_ok=True)

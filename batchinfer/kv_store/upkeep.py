@@ -1,4 +1,4 @@
-"""What `batchinfer kv` does: describe, verify and shrink a store, find a block in it."""
+"""The functions of `batchinfer kv`: describe, verify and shrink a store, find a block in it."""
 
 import json
 import os
@@ -38,7 +38,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 def parse_bytes(text: str) -> int:
-    """A number of bytes: plain, or with KB … PB (powers of 1000) or KiB … PiB (powers of 1024).
+    """Parse a number of bytes: plain, or with KB … PB (powers of 1000) or KiB … PiB (powers of 1024).
 
     Raises:
         ConfigError: it is neither.
@@ -51,7 +51,7 @@ def parse_bytes(text: str) -> int:
 
 
 def open_kv_store(target: Path) -> StoreDir:
-    """The store in a folder, or the one that a job file (*.toml) names.
+    """Open the store in a folder, or the one that a job file (*.toml) names.
 
     Raises:
         ConfigError: the folder is no store, others may write in it, or the job has none.
@@ -71,7 +71,7 @@ def open_kv_store(target: Path) -> StoreDir:
 
 
 def describe_store(store: StoreDir) -> dict[str, Any]:
-    """What is in a store, by model, and what its sessions found and wrote."""
+    """Return the content of a store, by model, and the counters of its sessions."""
     models: dict[str, dict[str, Any]] = {}
     for file in stored_files(store):
         if file.model not in models:
@@ -100,10 +100,10 @@ def describe_store(store: StoreDir) -> dict[str, Any]:
 
 
 def verify_store(store: StoreDir) -> dict[str, Any]:
-    """Read every block and check it; damaged files are moved to quarantine where that is allowed.
+    """Read and check every block; move damaged files to quarantine where permitted.
 
     Raises:
-        ConfigError: the store's key is lost, damaged or known to others.
+        ConfigError: the store's key is lost, damaged or readable by others.
     """
     files, key = list(stored_files(store)), _key_of(store)
     with ThreadPoolExecutor(VERIFY_THREADS) as threads:
@@ -128,7 +128,7 @@ def verify_store(store: StoreDir) -> dict[str, Any]:
 
 
 def shrink_store(store: StoreDir, max_bytes: int | None) -> dict[str, Any]:
-    """Delete what killed processes left and, given a bound, what is least worth having, until all files are below it.
+    """Delete leftovers of killed processes and, given a bound, the files of least worth until all are below it.
 
     Raises:
         ConfigError: another process keeps the store locked, or it cannot be written.
@@ -143,7 +143,7 @@ def shrink_store(store: StoreDir, max_bytes: int | None) -> dict[str, Any]:
     try:
         remove_temporary_files(store)
         with open_ledger(store) as ledger:
-            before = ledger.count_again()
+            before = ledger.recount()
         space.shrink()
         with open_ledger(store) as ledger:
             after = ledger.used_bytes
@@ -165,7 +165,7 @@ def shrink_store(store: StoreDir, max_bytes: int | None) -> dict[str, Any]:
 
 
 def find_block(store: StoreDir, text: str) -> Path:
-    """The file that holds a block.
+    """Return the file that holds a block.
 
     Args:
         text: its name in hex, or the first 12 digits of it or more.
@@ -185,7 +185,7 @@ def find_block(store: StoreDir, text: str) -> Path:
 
 
 def format_description(found: dict[str, Any]) -> str:
-    """`describe_store` for people."""
+    """Format the result of `describe_store` for people."""
     lines = [
         f"KV store {found['folder']}",
         f"  {found['blocks']:,} blocks in {found['files']:,} files, {_size(found['bytes'])}",
@@ -219,7 +219,7 @@ def _key_of(store: StoreDir) -> bytes:
 
 
 def _holds(path: str, text: str, key: bytes) -> bool:
-    """Whether the header of a file names a block that begins like this; a damaged one names none."""
+    """Return whether a file's header has a block whose name begins with `text`; a damaged header has none."""
     try:
         with open(path, "rb") as file:
             return any(block.hex().startswith(text) for block in parse_header(file.read(HEADER_BYTES), key).blocks)
@@ -242,7 +242,7 @@ def _problem_of(file: StoredFile, key: bytes) -> str | None:
 
 
 def _label(store: StoreDir, model: str) -> dict[str, Any]:
-    """What identity.json says; without it only the name of the folder is known."""
+    """Return the content of identity.json; without it only the folder's name."""
     try:
         return {"folder": model, **json.loads((store.models / model / "identity.json").read_bytes())}
     except (FileNotFoundError, ValueError, TypeError):

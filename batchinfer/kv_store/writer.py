@@ -1,7 +1,7 @@
-"""Writes KV blocks behind the computation, from a bounded buffer, in background threads.
+"""A writer of KV blocks behind the computation, from a bounded buffer, in background threads.
 
-The caller never waits. When the buffer is full, blocks are dropped and counted instead: a block that is not stored
-costs at most one computation later, waiting for the disk would cost all requests of a step now.
+The caller never waits. If the buffer is full, blocks are dropped and counted instead: a block that is not stored costs
+at most one computation later, while waiting for the disk would cost all requests of a step now.
 """
 
 import threading
@@ -38,7 +38,7 @@ class Writer:
         self._buffer_bytes = buffer_bytes
         self._jobs: deque[_Job] = deque()
         self._pending: set[bytes] = set()  # blocks that wait or are being written
-        self._writing: set[bytes] = set()  # of these, the latter
+        self._writing: set[bytes] = set()  # blocks that are being written
         self._changed = threading.Condition()
         self._is_closed = False
         self._threads = [
@@ -49,10 +49,10 @@ class Writer:
             thread.start()
 
     def put(self, blocks: Sequence[bytes], first: int, content: np.ndarray) -> int:
-        """Have blocks of a chain written; returns how many are in the store or on their way to it.
+        """Queue blocks of a chain for writing; return how many, from the first on, are in the store or on their way.
 
-        Those are the leading ones: a block is of no use without those before it, so what follows a dropped block, or
-        one that was never stored, is dropped too.
+        A block is useless without those before it. So blocks behind a dropped block, or behind one that was never
+        stored, are dropped, too.
 
         Args:
             blocks: names of the chain's blocks from its start to the last one given.
@@ -79,12 +79,12 @@ class Writer:
         return stop - first
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait until all is written; False when time ran out first."""
+        """Wait until all blocks are written; return False after a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending, timeout_s)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Write what is still waiting, within this time; the rest is dropped and counted."""
+        """Write the waiting blocks, within the timeout; drop and count the rest."""
         self.flush(timeout_s)
         with self._changed:
             self._is_closed = True
@@ -93,14 +93,14 @@ class Writer:
             self._jobs.clear()
             self._changed.notify_all()
         for thread in self._threads:
-            # one that hangs in the operating system must not hold the job up; it ends with the process
+            # a thread that hangs in the operating system must not delay the job; it ends with the process
             thread.join(timeout=1.0)
 
     def _is_known(self, block: bytes) -> bool:
         return block in self._pending or self.store.find([block]) == 1
 
     def _may_start(self) -> bool:
-        """Blocks wait until those before them in their chain are written, or it is known that they cannot be."""
+        """Return whether the first job may start: not while the block before it in its chain is being written."""
         return bool(self._jobs) and self._jobs[0].parent not in self._writing
 
     def _work(self) -> None:
@@ -113,7 +113,7 @@ class Writer:
                 self._writing.update(job.blocks[job.first :])
             try:
                 self.store.write(job.blocks, job.first, job.content)
-            except Exception as error:  # told to the user; the blocks are computed again when they are needed
+            except Exception as error:  # reported to the user; the blocks are computed again when needed
                 self.store.fail(error)
             with self._changed:
                 self._writing.difference_update(job.blocks[job.first :])

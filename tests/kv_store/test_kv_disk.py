@@ -102,9 +102,9 @@ def test_a_block_in_two_files_is_found_until_both_are_gone(tmp_path):
             index = BlockIndex(tmp_path)
             index.add(first)
             index.add(second)
-            index.forget(lost)
+            index.remove(lost)
             assert index.count_leading(chain) == left
-            index.forget(long if lost == short else short)
+            index.remove(long if lost == short else short)
             assert index.count_leading(chain) == 0
 
 
