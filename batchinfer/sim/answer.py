@@ -1,4 +1,4 @@
-"""From a spec to figures: `batchinfer simulate`."""
+"""The figures of `batchinfer simulate` for a spec."""
 
 import time
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class _Job:
 
 
 def answer(spec: Spec) -> dict[str, Any]:
-    """All figures of a spec as one JSON-ready document.
+    """Return all figures of a spec as one JSON-ready document.
 
     Raises:
         ConfigError: the model, the price list or the plan cannot be used, or something does not fit.
@@ -79,7 +79,7 @@ def _requests_one_by_one(job: _Job) -> dict[str, Any]:
 
 
 def _whole_day(job: _Job, day: DaySpec) -> dict[str, Any]:
-    """Full units at their rates, as many as the load of the hour asks for."""
+    """Simulate full units at their rates, as many as each hour's load needs."""
     work, prefill, decode, per_node = job.workload, job.prefill_rated, job.decode_rated, job.gpu.gpus_per_node
     times = day.input_tokens / float(work.delivered.input_tokens)
     group = make_group(prefill, decode, per_node)
@@ -110,7 +110,7 @@ def _whole_day(job: _Job, day: DaySpec) -> dict[str, Any]:
 
 
 def _tokens(job: _Job, times: float) -> dict[str, int]:
-    """What the requests amount to, as often as they come."""
+    """Return the sums over the requests, times the number of repetitions."""
     work = job.workload
     return {
         "requests": round(len(work) * times),
@@ -168,7 +168,7 @@ def _resolve(spec: Spec) -> _Job:
 
 
 def _cluster(job: _Job, nodes: int) -> Cluster:
-    """Nodes dealt to prefill and decode in whole units so that the slower of both is as fast as possible."""
+    """Deal nodes to prefill and decode in whole units so that the slower of both is as fast as possible."""
     gpus = nodes * job.gpu.gpus_per_node
     best: tuple[float, int, int] | None = None
     for num_prefill in range(1, gpus // job.prefill.ep_size + 1):
@@ -203,15 +203,15 @@ def _cluster(job: _Job, nodes: int) -> Cluster:
 
 
 def _nodes_to_finish(job: _Job, deadline_s: float) -> tuple[int, History, Cluster]:
-    """The smallest number of nodes found whose simulated run ends in time.
+    """Return the smallest number of nodes found whose simulated run ends in time, its history and cluster.
 
-    Begins with what full units would take and goes up by what the run took too long; nodes that make no further unit
-    are not counted.
+    The search begins with the nodes that full units would need and grows by the excess of the simulated time. Nodes
+    that make no further unit are not counted.
 
     Raises:
         ConfigError: more nodes do not help.
     """
-    # nobody's answer ends before its tokens have come one after the other
+    # no answer ends before its tokens have come one after the other
     longest = float(job.workload.output_tokens.max() - 1)
     least_s = longest * decode_step(1.0 / job.decode.ep_size, 1.0, job.model, job.gpu, job.decode).seconds
     if deadline_s < least_s:
@@ -277,7 +277,7 @@ def _balances(job: _Job) -> dict[str, float]:
 
 
 def _nodes_by_hour(history: History) -> list[float]:
-    """Mean nodes of each hour, of the part of the last one that is used."""
+    """Return the mean nodes of each hour; of the last hour only its used part."""
     minutes = (np.arange(max(1, int(history.end_s // 60))) + 0.5) * 60
     nodes = history.nodes_at(minutes)
     return [round(float(nodes[start : start + 60].mean()), 2) for start in range(0, len(nodes), 60)]
@@ -293,7 +293,7 @@ def _money(job: _Job, node_seconds: float, times: float) -> dict[str, float | No
 
 
 def _stage(rated: Rated, limits: dict[str, float], batch_name: str) -> dict[str, Any]:
-    """How a stage runs when its units are full, and what limited it over the whole simulation."""
+    """Return the figures of a stage with full units, and its bottlenecks over the whole simulation."""
     total = sum(limits.values())
     return {
         "ep_size": rated.ep_size,
@@ -308,7 +308,7 @@ def _stage(rated: Rated, limits: dict[str, float], batch_name: str) -> dict[str,
 
 
 def _cheapest(job: _Job) -> dict[str, Any]:
-    """The best EP sizes and batch of full units, latency aside."""
+    """Return the best EP sizes and batch of full units, ignoring latency."""
     base = Unit(1, release=job.spec.cluster.exchange)
     prefill, decode = job.rater.cheapest("prefill", base), job.rater.cheapest("decode", base)
     gpu_hours = (prefill.gpu_seconds + decode.gpu_seconds) / HOUR_S

@@ -1,9 +1,9 @@
-"""Events of a cluster on paper: prefill units, KV under way, decode units, nodes held.
+"""Events of a simulated cluster: prefill units, KV under way, decode units, nodes held.
 
-Prefill units take the next requests in order, as many as a step holds. What they have computed goes to the fullest
-decode unit with room; while more waits than one decode unit holds, prefill waits too. A decode unit gives each of its
-requests one token per step; requests come in and leave every few steps. A unit that has been idle long enough gives
-its nodes back.
+Prefill units take the next requests in order, as many as a step holds. The prefilled requests go to the fullest decode
+unit with room; while more wait than one decode unit holds, prefill waits, too. A decode unit gives each of its requests
+one token per step; requests come in and leave every few steps. A unit that has been idle long enough releases its
+nodes.
 """
 
 import heapq
@@ -20,13 +20,13 @@ from batchinfer.sim.hardware import Accelerator
 from batchinfer.sim.steps import Batch, Step, Unit, decode_step, prefill_batch
 from batchinfer.sim.workload import Workload
 
-TURNS_PER_ANSWER = 32  # a decode unit looks for new requests so often during a mean answer
+TURNS_PER_ANSWER = 32  # times that a decode unit takes new requests during a mean answer
 LONGEST_TURN = 64  # steps
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What there is."""
+    """The units of a cluster and their limits."""
 
     model: ModelConfig
     gpu: Accelerator
@@ -38,30 +38,30 @@ class Cluster:
     decode_requests_per_gpu: int
     kv_tokens_per_gpu: float  # memory for KV of a decode rank
     disk_bytes_per_s: float  # per node
-    max_wait_s: float  # a prefill step that is not full waits until its first request has waited so long
+    max_wait_s: float  # a prefill step that is not full starts when its first request has waited this long
     release_after_s: float
 
     def nodes_of(self, unit: Unit) -> float:
-        """Nodes that a unit takes."""
+        """Return the nodes that a unit takes."""
         return unit.ep_size / self.gpu.gpus_per_node
 
 
 @dataclass(slots=True)
 class History:
-    """What happened."""
+    """The results of a simulation."""
 
     end_s: float
     held: list[tuple[float, float, float]]  # (from, to, nodes)
     prefill_busy_s: float  # unit-seconds
     decode_busy_s: float
     num_events: int
-    prefill_limits: dict[str, float]  # seconds of prefill steps by what limited them
+    prefill_limits: dict[str, float]  # seconds of prefill steps by bottleneck
     decode_limits: dict[str, float]
     first_token_s: np.ndarray  # [N] end of prefill
     finished_s: np.ndarray  # [N]
 
     def nodes_at(self, times_s: np.ndarray) -> np.ndarray:
-        """Nodes held at these times."""
+        """Return the nodes held at these times."""
         nodes = np.zeros(len(times_s))
         for start, end, num in self.held:
             nodes += num * ((times_s >= start) & (times_s < end))
@@ -74,7 +74,7 @@ class History:
 
     @property
     def peak_nodes(self) -> float:
-        """Most nodes held at once."""
+        """The most nodes held at once."""
         changes = sorted([(start, num) for start, _, num in self.held] + [(end, -num) for _, end, num in self.held])
         return float(np.cumsum([num for _, num in changes]).max())
 
@@ -104,7 +104,7 @@ def simulate(workload: Workload, cluster: Cluster, deals: Deals | None = None) -
 
 
 class _Log:
-    """What has happened so far, and what is due: a heap of (time, order, kind, unit)."""
+    """The events so far, and the events due: a heap of (time, order, kind, unit)."""
 
     def __init__(self, cluster: Cluster, num_requests: int) -> None:
         self.cluster = cluster
@@ -113,12 +113,12 @@ class _Log:
         self._busy: dict[tuple[str, int], list[list[float]]] = {}
 
     def expect(self, time_s: float, kind: str, unit: int) -> None:
-        """Have the main loop look at this time."""
+        """Add an event to the heap."""
         self.history.num_events += 1
         heapq.heappush(self.due, (time_s, self.history.num_events, kind, unit))
 
     def work(self, kind: str, unit: int, start: float, seconds: float) -> None:
-        """A unit works from `start` on; idle times below the release time are held on to."""
+        """Record that a unit works from `start` on; it keeps its nodes over idle times below the release time."""
         end = start + seconds
         spans = self._busy.setdefault((kind, unit), [])
         if spans and start - spans[-1][1] <= self.cluster.release_after_s:
@@ -128,7 +128,7 @@ class _Log:
         self.expect(end, kind, unit)
 
     def finish(self) -> History:
-        """The whole history: with the nodes, held until they were released or all work ended."""
+        """Return the whole history, with the nodes held until they were released or all work ended."""
         history, cluster = self.history, self.cluster
         history.end_s = end_s = float(history.finished_s.max())
         for (kind, _), spans in self._busy.items():
@@ -175,21 +175,21 @@ class _Prefill:
             self._log.work("prefill", unit, now, seconds)
 
     def finish(self, unit: int, now: float) -> range:
-        """The requests that a unit has prefilled; it is idle from now on."""
+        """Mark a unit as idle and return the requests that it has prefilled."""
         requests = self._running.pop(unit)
         heapq.heappush(self._idle, unit)
         self._log.history.first_token_s[requests.start : requests.stop] = now
         return requests
 
     def _next_batch(self) -> tuple[int, float]:
-        """(first request that a full step has no room for, when the step is full or its first one has waited)."""
+        """Return the first request that does not fit into the next full step, and the time at which the step starts."""
         first, new_before = self._next, self._new_before
         room = self._cluster.prefill_tokens_per_gpu * self._cluster.prefill.ep_size
         end = max(bisect_right(new_before, new_before[first] + room, lo=first + 1) - 1, first + 1)
         return end, min(self._arrivals[end - 1], self._arrivals[first] + self._cluster.max_wait_s)
 
     def _seconds(self, requests: range) -> tuple[float, str]:
-        """Of a step with these requests, and what limits it."""
+        """Return the seconds of a step with these requests, and its bottleneck."""
         cluster = self._cluster
         sums = {name: float(sums[requests.stop] - sums[requests.start]) for name, sums in self._sums_before.items()}
         batch = Batch(prompts=len(requests), **sums)
@@ -201,24 +201,24 @@ class _Prefill:
 
 @dataclass(slots=True)
 class _DecodeUnit:
-    """Requests in a decode unit. All advance together, so that a request ends when the unit's steps reach a number."""
+    """The requests in a decode unit; all advance together, so a request ends at a known number of steps of the unit."""
 
     index: int
     steps: int = 0
     kv_tokens: float = 0.0  # in use now
-    reserved: float = 0.0  # what its requests will need at their longest
+    reserved: float = 0.0  # KV tokens of its requests at their longest
     ends: list[tuple[int, int]] = field(default_factory=list)  # heap of (step, request)
     joining: list[int] = field(default_factory=list)  # requests that come in when the next turn begins
     is_running: bool = False
 
     @property
     def num_requests(self) -> int:
-        """Those that come in included."""
+        """The number of requests, joining ones included."""
         return len(self.ends) + len(self.joining)
 
 
 class _Decode:
-    """The decode units, and what is prefilled and waits for one."""
+    """The decode units, and the prefilled requests that wait for one."""
 
     def __init__(self, workload: Workload, cluster: Cluster, deals: Deals, log: _Log) -> None:
         self._cluster, self._log = cluster, log
@@ -233,7 +233,7 @@ class _Decode:
         self._turn_steps = int(min(LONGEST_TURN, max(1, mean_output // TURNS_PER_ANSWER)))
 
     def take_over(self, requests: range, now: float) -> None:
-        """Queue what has been prefilled."""
+        """Queue prefilled requests."""
         for request in requests:
             if self._outputs[request] == 1:  # prefill has given the only token
                 self._log.history.finished_s[request] = now
@@ -292,12 +292,12 @@ class _Decode:
 
 
 def _sums_before(values: np.ndarray) -> np.ndarray:
-    """[N + 1] sums of the values before each index, and of all."""
+    """Return sums of the values before each index, and of all, [N + 1]."""
     return np.concatenate([[0], np.cumsum(values)])
 
 
 def _decode_step(requests: float, kv_tokens: float, cluster: Cluster) -> Step:
-    """`decode_step` at figures rounded to steps of one percent, so that most calls are known ones."""
+    """Return `decode_step` of figures rounded to steps of one percent, so that most calls are cached."""
     return decode_step(_rounded(requests), _rounded(kv_tokens), cluster.model, cluster.gpu, cluster.decode)
 
 
@@ -306,5 +306,5 @@ def _rounded(value: float) -> float:
 
 
 def nodes_for(unit: Unit, gpus_per_node: int) -> int:
-    """Nodes that one unit takes."""
+    """Return the nodes that one unit takes."""
     return ceil(unit.ep_size / gpus_per_node)

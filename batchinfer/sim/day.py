@@ -1,7 +1,7 @@
-"""Nodes over a day whose load rises and falls: groups of units come and go by the rule that paces tasks.
+"""Nodes over a day whose load rises and falls: groups of units are held and released by the rule that paces tasks.
 
 Single requests would be too many for a day of a whole cluster. Work arrives evenly within each hour of a load curve and
-is counted in seconds of one group; what a group does comes from the rates of full units (search.py).
+is counted in seconds of one group; a group's speed comes from the rates of full units (search.py).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from batchinfer.records import ConfigError
 from batchinfer.sim.search import Rated
 
 HOUR_S = 3600.0
-LOOK_S = 900.0  # between two decisions: what waits and what comes until the next one is to be done by then
+LOOK_S = 900.0  # between two decisions: waiting work and new work are to be done by the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """What happened."""
+    """The results of a simulated day."""
 
-    nodes: tuple[int, ...]  # held from each look to the next one
+    nodes: tuple[int, ...]  # held from each decision to the next one
     busy_share: float  # of the groups' time
     longest_wait_s: float  # of work that found too few groups
 
@@ -50,7 +50,7 @@ class Day:
 
 
 def make_group(prefill: Rated, decode: Rated, gpus_per_node: int) -> Group:
-    """Round prefill up to whole units beside one decode unit, so that decode sets the pace."""
+    """Combine one decode unit with whole prefill units, rounded up, so that decode sets the pace."""
     decode_s = decode.gpu_seconds / decode.ep_size
     num_prefill_units = max(1, ceil(prefill.gpu_seconds / prefill.ep_size / decode_s)) if decode_s else 1
     return Group(
@@ -62,17 +62,17 @@ def make_group(prefill: Rated, decode: Rated, gpus_per_node: int) -> Group:
 
 
 def simulate_day(load_by_hour: Sequence[float], work_s: float, group: Group, num_nodes: int) -> Day:
-    """Follow the rule from look to look.
+    """Apply the rule at each decision of the day.
 
-    Nodes that make no whole group are held all the time: they could not leave as one.
+    Nodes that make no whole group are held all the time: they cannot be released as a group.
 
     Args:
         load_by_hour: of each hour, in any unit.
         work_s: seconds of one group for the whole day.
-        num_nodes: nodes there are.
+        num_nodes: nodes of the cluster.
 
     Raises:
-        ConfigError: they are less than a group.
+        ConfigError: the nodes are fewer than a group needs.
     """
     most = num_nodes // group.nodes
     if not most:

@@ -1,7 +1,7 @@
-"""How evenly the engine's own balancers deal out samples of a workload.
+"""The evenness of samples of a workload, dealt by the engine's own balancers.
 
 Prefill: work units, dealt to ranks and cut into steps (balance/prefill_steps.py), in which ranks wait for each other.
-Decode: a run on paper through a part of the workload (balance/decode_run.py), in which requests come and go.
+Decode: a simulated run through a part of the workload (balance/decode_run.py), in which requests come and go.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from batchinfer.sim.workload import Workload
 SAMPLED_UNITS = 2
 UNIT_STEPS = 25  # prefill steps of a work unit
 FILLINGS = 3  # a decode unit's slots are filled this many times
-SAMPLED_RANKS = 32  # larger units are dealt out as to this number: that is about as even, and much sooner known
+SAMPLED_RANKS = 32  # larger units are dealt as if to this number: about as even, and much faster
 
 
 class Skews(NamedTuple):
@@ -33,8 +33,8 @@ class Deals:
     """The balancers' deals of one workload, each made once.
 
     Args:
-        num_units: of prefill, to take the mean over, from all over the workload; a few long prompts make it vary.
-        request_load: what a request costs a decode step.
+        num_units: prefill units in the mean, from all over the workload; a few long prompts make it vary.
+        request_load: the cost of a request in a decode step.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Deals:
         self._decode: dict[tuple[int, int], Balance] = {}
 
     def prefill(self, num_ranks: int, tokens_per_rank: int) -> Skews:
-        """Of prefill steps with this number of new tokens per rank; even for a workload that does not fill one."""
+        """Return the skews of prefill steps with this number of new tokens per rank; 1.0 if the workload fills none."""
         key = min(num_ranks, SAMPLED_RANKS), tokens_per_rank
         if key not in self._prefill:
             self._prefill[key] = self._prefill_skews(*key)
         return self._prefill[key]
 
     def decode(self, num_ranks: int, requests_per_rank: int) -> Balance:
-        """KV tokens of the busiest rank while a unit is full; even for a workload that does not fill one."""
+        """Return the balance of KV tokens while a unit is full; even if the workload does not fill one."""
         key = min(num_ranks, SAMPLED_RANKS), requests_per_rank
         if key not in self._decode:
             self._decode[key] = self._decode_balance(*key)
@@ -91,7 +91,7 @@ class Deals:
         return ranks.run(ReadyPrompts(len(prompts))).kv_balance(only_full=True) or EVEN
 
     def _samples(self, batch: int) -> list[slice]:
-        """Whole batches that begin at even distances."""
+        """Return whole batches that begin at even distances."""
         num = len(self._workload)
         starts = np.linspace(0, num, self._num_units, endpoint=False).astype(np.int64)
         return [slice(start, start + batch) for start in starts if start + batch <= num]

@@ -1,7 +1,7 @@
 """Seconds that expert rows travel between GPUs, from DeepEP's tables and one trace.
 
-Prefill uses the kernels that send a token once to each node and spread it there; decode those that send a row for each
-expert straight to its GPU.
+Prefill uses the kernels that send a token once to each node and spread it there; decode uses those that send a row for
+each expert straight to its GPU.
 """
 
 from math import ceil, comb, log
@@ -16,7 +16,7 @@ Release = Literal["2025-02", "2025-06"]
 
 
 class Tables(NamedTuple):
-    """What one release of DeepEP states (H800, ConnectX-7 400 Gbit/s, hidden 7168, top-8), by EP size."""
+    """The figures of one release of DeepEP (H800, ConnectX-7 400 Gbit/s, hidden 7168, top-8), by EP size."""
 
     normal: dict[int, tuple[float, float]]  # GB/s between nodes of dispatch (FP8), of combine (BF16); 4,096 tokens
     low_latency: dict[int, tuple[float, float]]  # microseconds of dispatch, of combine; 128 tokens per GPU
@@ -45,14 +45,17 @@ SCALE_BLOCK = 128  # values under one float32 scale of FP8
 
 
 class ExchangeTimes(NamedTuple):
-    """Seconds of the two ways of one micro-batch in one layer."""
+    """Seconds of dispatch and combine of one micro-batch in one layer."""
 
     dispatch_s: float
     combine_s: float
 
 
 def nodes_per_token(model: ModelConfig, num_nodes: int) -> float:
-    """Nodes that a token's experts lie on, expected: router groups spread evenly over nodes, every choice as likely."""
+    """Return the expected number of nodes with a token's experts.
+
+    Router groups are spread evenly over nodes, and every choice is equally likely.
+    """
     if num_nodes == 1 or model.n_routed_experts == 0:
         return 1.0
     if model.n_group % num_nodes and num_nodes % model.n_group:
@@ -85,7 +88,7 @@ def prefill_exchange(
     receive_skew: float = 1.0,
     release: Release = LATEST,
 ) -> ExchangeTimes:
-    """Seconds of dispatch (FP8) and combine (BF16) of one micro-batch of prefill, while the GPU computes.
+    """Return the seconds of dispatch (FP8) and combine (BF16) of one prefill micro-batch, while the GPU computes.
 
     Args:
         tokens: per GPU.
@@ -115,9 +118,9 @@ def decode_exchange(
     receive_skew: float = 1.0,
     release: Release = LATEST,
 ) -> ExchangeTimes:
-    """Seconds of dispatch and combine of one micro-batch of decode.
+    """Return the seconds of dispatch and combine of one micro-batch of decode.
 
-    The table's 128 tokens split into bytes at the rate of the link and a part that does not depend on them.
+    The table's time for 128 tokens is split into bytes at the rate of the link and a constant part.
     """
     if ep_size == 1:
         return ExchangeTimes(0.0, 0.0)
@@ -133,35 +136,38 @@ def decode_exchange(
 
 
 def _row_bytes(hidden: int) -> np.ndarray:
-    """[2] bytes of a token's row: dispatched in FP8 with its scales, combined in BF16."""
+    """Return the bytes of a token's row, [2]: dispatched in FP8 with its scales, combined in BF16."""
     return np.array([hidden + 4.0 * hidden / SCALE_BLOCK, 2.0 * hidden])
 
 
 def _normal_rates(ep_size: int, release: Release) -> np.ndarray:
-    """[2] bytes/s between nodes."""
+    """Return the bytes/s between nodes, [2]."""
     return _by_ways(TABLES[release].normal, ep_size) * 1e9
 
 
 def _by_ways(table: dict[int, tuple[float, float]], ep_size: int) -> np.ndarray:
-    """[2] entries of a table, between its EP sizes by their logarithm, outside as at the end."""
+    """Return entries of a table, [2], interpolated over the logarithm of its EP sizes, constant outside."""
     sizes = sorted(table)
     return np.array([np.interp(log(ep_size), np.log(sizes), [table[size][way] for size in sizes]) for way in (0, 1)])
 
 
 def _rate_under_overlap() -> np.ndarray:
-    """[2] share of the table's rate left under products, from the trace; V3 sends a token to at most 4 of 8 nodes."""
+    """Return the share of the table's rate left under products, [2], by the trace.
+
+    DeepSeek-V3 sends a token to at most 4 of 8 nodes.
+    """
     copies = _touched(4, LOW_LATENCY_TOPK, 32)
     sent = TRACE_TOKENS * copies * _row_bytes(LOW_LATENCY_HIDDEN)
     return sent / np.array([TRACE_DISPATCH_S, TRACE_COMBINE_S]) / _normal_rates(TRACE_EP, TRACE_RELEASE)
 
 
 def _touched(targets: int, choices: int, experts_per_target: float) -> float:
-    """Targets that have at least one of the chosen experts, expected."""
+    """Return the expected number of targets that have at least one of the chosen experts."""
     return targets * (1 - _missed(experts_per_target, targets * experts_per_target, choices))
 
 
 def _missed(experts_here: float, experts: float, choices: int) -> float:
-    """Probability that none of `choices` different experts is here."""
+    """Return the probability that none of `choices` different experts is here."""
     missed = 1.0
     for drawn in range(choices):
         missed *= max(0.0, experts - experts_here - drawn) / (experts - drawn)

@@ -1,4 +1,4 @@
-"""Accelerators and their links, as their makers give them."""
+"""Accelerators and their links, from the makers' data sheets."""
 
 from dataclasses import dataclass, replace
 
@@ -68,11 +68,11 @@ ACCELERATORS = {
         ),
     )
 }
-REFERENCE = ACCELERATORS["H800"]  # what the kernel tables were measured on
+REFERENCE = ACCELERATORS["H800"]  # the kernel tables were measured on it
 
 
 def accelerator(name: str) -> Accelerator:
-    """The accelerator of this name.
+    """Return the accelerator of this name.
 
     Raises:
         ConfigError: it is not known.

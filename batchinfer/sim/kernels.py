@@ -1,7 +1,7 @@
 """Times of single operations from published kernel tables.
 
-All tables are of an H800. Another accelerator reaches the same share of its own peaks: a table row that is nearer to
-the memory limit goes with the memory rate, the others with the arithmetic peak.
+All tables are of an H800. Another accelerator is assumed to reach the same share of its own peaks: a table row nearer
+to the memory limit scales with the memory rate, the others with the arithmetic peak.
 """
 
 # M rows, N x K weight, G groups (experts)
@@ -42,13 +42,13 @@ MLA_DECODE_BYTES_PER_S = 3000e9
 # heads, query 192, value 128, 4,096 tokens, 1.24 ms while 20 of 132 SMs communicate
 TRACE_ATTENTION_FLOPS = 128 * (192 + 128) * 4096**2 / 1.24e-3
 TRACE_COMPUTE_SMS = 112
-# what a kernel that only moves data reaches: the best rate of the tables above
+# rate of a kernel that only moves data: the best rate of the tables above
 STREAM_BYTES_PER_S = 3000e9
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRate:
-    """A row of a table: what a product of this many rows reaches."""
+    """A row of a table: the rates of a product of this many rows."""
 
     rows: float
     flops: float
@@ -56,7 +56,7 @@ class KernelRate:
 
 
 def product_s(rows: float, n: int, k: int, gpu: Accelerator, *, sms_share: float = 1.0) -> float:
-    """Seconds of an FP8 product [rows, k] x [k, n].
+    """Return the seconds of an FP8 product [rows, k] x [k, n].
 
     Args:
         rows: tokens; 0 takes no time.
@@ -68,14 +68,14 @@ def product_s(rows: float, n: int, k: int, gpu: Accelerator, *, sms_share: float
 def grouped_product_s(
     rows_per_group: float, groups: int, n: int, k: int, gpu: Accelerator, *, masked: bool, sms_share: float = 1.0
 ) -> float:
-    """Seconds of one FP8 product per expert, `masked` as in decode or contiguous as in prefill."""
+    """Return the seconds of one FP8 product per expert, `masked` as in decode or contiguous as in prefill."""
     kind = "masked" if masked else "contiguous"
     num_bytes = groups * _product_bytes(rows_per_group, n, k)
     return _table_s(kind, rows_per_group, n, k, num_bytes, gpu, groups, sms_share)
 
 
 def bf16_product_s(rows: float, n: int, k: int, gpu: Accelerator, *, batch: int = 1, sms_share: float = 1.0) -> float:
-    """Seconds of a BF16 product, or of `batch` of them: the FP8 table's share of the peak, twice the bytes."""
+    """Return the seconds of `batch` BF16 products: the FP8 table's share of the peak, twice the bytes."""
     flops = 2.0 * batch * rows * n * k
     share = _point("dense", max(rows, 4096.0), n, k).flops / REFERENCE.fp8_flops
     num_bytes = 2.0 * batch * (rows * k + n * k + rows * n)
@@ -83,7 +83,7 @@ def bf16_product_s(rows: float, n: int, k: int, gpu: Accelerator, *, batch: int 
 
 
 def prefill_attention_s(pairs: float, heads: int, qk_dim: int, v_dim: int, gpu: Accelerator, sms_share: float) -> float:
-    """Seconds of core attention in its plain form over (query, key) pairs that are looked at."""
+    """Return the seconds of core attention in its plain form over (query, key) pairs."""
     flops = 2.0 * pairs * heads * (qk_dim + v_dim)
     whole_gpu = TRACE_ATTENTION_FLOPS * REFERENCE.num_sms / TRACE_COMPUTE_SMS
     return flops / (whole_gpu * sms_share * gpu.bf16_flops / REFERENCE.bf16_flops)
@@ -92,7 +92,7 @@ def prefill_attention_s(pairs: float, heads: int, qk_dim: int, v_dim: int, gpu: 
 def decode_attention_s(
     kv_tokens: float, heads: int, latent_dim: int, value_dim: int, gpu: Accelerator, *, row_bytes: int | None = None
 ) -> float:
-    """Seconds of core attention in its absorbed form over `kv_tokens` in all, of one query token each.
+    """Return the seconds of core attention in its absorbed form over `kv_tokens` in all, of one query token each.
 
     Args:
         row_bytes: read of a KV token; None: those of `latent_dim` values in BF16. Arithmetic is in BF16 in any case.
@@ -104,24 +104,24 @@ def decode_attention_s(
 
 
 def stream_s(num_bytes: float, gpu: Accelerator) -> float:
-    """Seconds to read and write `num_bytes` in all."""
+    """Return the seconds to read and write `num_bytes` in all."""
     return num_bytes / stream_rate(gpu)
 
 
 def stream_rate(gpu: Accelerator, on_reference: float = STREAM_BYTES_PER_S) -> float:
-    """Bytes/s of memory that a kernel reaches."""
+    """Return the bytes/s of memory that a kernel reaches."""
     return on_reference * gpu.hbm_bytes_per_s / REFERENCE.hbm_bytes_per_s
 
 
 def _product_bytes(rows: float, n: int, k: int) -> float:
-    """FP8 inputs and weights, BF16 outputs."""
+    """Return the bytes of FP8 inputs and weights and BF16 outputs."""
     return rows * k + n * k + 2.0 * rows * n
 
 
 def _table_s(
     kind: str, rows: float, n: int, k: int, num_bytes: float, gpu: Accelerator, groups: int, sms_share: float
 ) -> float:
-    """From the nearest shape of a table: between rows by their logarithm, outside at the rate of the last row.
+    """Return seconds by the nearest shape of a table: interpolated between rows, at the last row's rate beyond.
 
     Fewer rows than in the table wait for the same weights: their bytes/s are held, not their FLOP/s.
     """
@@ -139,7 +139,7 @@ def _table_s(
 
 
 def _point(kind: str, rows: float, n: int, k: int) -> KernelRate:
-    """Between two rows of the table the time is a power of the number of rows: more rows never take less of it."""
+    """Interpolate between two rows of a table, time as a power of rows, so that more rows never take less time."""
     points = _points(kind, n, k)
     if rows <= points[0].rows:
         return points[0]
@@ -153,7 +153,7 @@ def _point(kind: str, rows: float, n: int, k: int) -> KernelRate:
 
 @cache
 def _points(kind: str, n: int, k: int) -> tuple[KernelRate, ...]:
-    """The rows of the measured shape that is nearest to n x k in proportion."""
+    """Return the rows of the measured shape that is nearest to n x k in proportion."""
     table = TABLES[kind]
     shape = min(table, key=lambda shape: abs(log(shape[0] / n)) + abs(log(shape[1] / k)))
     return tuple(KernelRate(rows, tflops * 1e12, gbytes * 1e9) for rows, tflops, gbytes in table[shape])

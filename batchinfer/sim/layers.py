@@ -1,8 +1,8 @@
-"""The operations of one layer, put into the stages of the schedules.
+"""The operations of one layer, assigned to the stages of the schedules.
 
 Every stage also has the bytes that its small kernels move (norms, rotary part, FP8 conversion, activation, unpacking
-and adding up expert rows): each value read and written as often as the operation needs when it is fused with nothing
-that multiplies.
+and adding up expert rows): each value is read and written as often as the operation needs if it is not fused with a
+product.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ BF16, FP8, FP32 = 2, 1, 4
 
 @dataclass(frozen=True, slots=True)
 class LayerWork:
-    """What one GPU has to do in one micro-batch."""
+    """The work of one GPU in one micro-batch."""
 
     tokens: float  # that run through the layer
     kv_pairs: float  # prefill: (query, key) pairs; decode: KV tokens attended to, over all requests
@@ -37,12 +37,12 @@ class LayerWork:
 def prefill_stages(
     work: LayerWork, model: ModelConfig, gpu: Accelerator, exchange: ExchangeTimes, *, sms_share: float, is_moe: bool
 ) -> Stages:
-    """Seconds of the stages of a prefill micro-batch; attention in its plain form, unless keys are chosen."""
+    """Return the seconds of a prefill micro-batch's stages; attention in its plain form, unless keys are chosen."""
     heads, tokens = model.num_attention_heads, work.tokens
     keys_and_values = heads * (model.qk_nope_head_dim + model.v_head_dim)
     attended = _attended(work.kv_pairs, tokens, model)
     attn_1 = prefill_attention_s(attended, heads, model.qk_head_dim, model.v_head_dim, gpu, sms_share)
-    if attended < work.kv_pairs:  # each query has keys of its own: in the absorbed form, as in decode
+    if attended < work.kv_pairs:  # each query has different keys: in the absorbed form, as in decode
         attn_1 = decode_attention_s(attended, heads, model.latent_dim, model.kv_lora_rank, gpu) / sms_share
     return Stages(
         attn_0=_query_s(tokens, model, gpu, sms_share)
@@ -68,7 +68,7 @@ def decode_stages(
     is_moe: bool,
     row_bytes: int | None = None,
 ) -> Stages:
-    """Seconds of the stages of a decode micro-batch; attention in its absorbed form.
+    """Return the seconds of the stages of a decode micro-batch; attention in its absorbed form.
 
     Args:
         row_bytes: of a KV token; None: of latents in BF16.
@@ -90,14 +90,15 @@ def decode_stages(
 
 
 def _attended(kv_pairs: float, tokens: float, model: ModelConfig) -> float:
-    """Of (query, key) pairs those that are attended to; all queries see as many keys as the mean one."""
+    """Return the (query, key) pairs that are attended to, as if every query saw the mean number of keys."""
     return kv_pairs if model.indexer is None else min(kv_pairs, tokens * model.indexer.topk)
 
 
 def _indexer_s(work: LayerWork, model: ModelConfig, gpu: Accelerator, sms_share: float, *, is_decode: bool) -> float:
-    """The indexer's projections, and the scores of all keys where some are chosen; the mean of layers with and without.
+    """Return the seconds of the indexer's projections and scores, as the mean over all layers.
 
-    Projections in FP8, scores in BF16 at the rates of attention: of one key for all heads in decode.
+    Keys are scored only if some are chosen. Projections are in FP8, scores in BF16 at the rates of attention: of one
+    key for all heads in decode.
     """
     indexer, tokens = model.indexer, work.tokens
     if indexer is None:
@@ -113,7 +114,7 @@ def _indexer_s(work: LayerWork, model: ModelConfig, gpu: Accelerator, sms_share:
 
 
 def _query_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: float) -> float:
-    """Norm, projections down (query and latent at once) and up, norms of the small ones, rotary part."""
+    """Return the seconds of norm, projections down (query and latent at once) and up, small norms, rotary part."""
     hidden, query = model.hidden_size, model.num_attention_heads * model.qk_head_dim
     down = model.latent_dim + (model.q_lora_rank or query)
     products = product_s(tokens, down, hidden, gpu, sms_share=sms_share)
@@ -124,7 +125,7 @@ def _query_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: flo
 
 
 def _output_and_gate_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: float, is_moe: bool) -> float:
-    """Output projection, residual, norm, and the router with its scores in float32."""
+    """Return the seconds of output projection, residual, norm, and the router with its scores in float32."""
     hidden, values = model.hidden_size, model.num_attention_heads * model.v_head_dim
     seconds = product_s(tokens, hidden, values, gpu, sms_share=sms_share)
     moved = values * (BF16 + FP8) + hidden * (3 * BF16 + BF16 + FP8)
@@ -148,7 +149,7 @@ def _mlp_s(tokens: float, width: int, model: ModelConfig, gpu: Accelerator, sms_
 
 
 def _routed_s(work: LayerWork, model: ModelConfig, gpu: Accelerator, sms_share: float, *, masked: bool) -> float:
-    """Routed experts of this GPU. Prefill unpacks the rows that came and adds up those that go back."""
+    """Return the seconds of this GPU's routed experts; prefill also unpacks received rows and adds up returned ones."""
     if work.experts == 0:
         return 0.0
     hidden, width, rows = model.hidden_size, model.moe_intermediate_size, work.expert_rows

@@ -1,4 +1,4 @@
-"""What fits into a GPU's memory next to the weights."""
+"""The weights of a GPU, and the KV that fits next to them."""
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.records import ConfigError
@@ -9,7 +9,7 @@ FP8, BF16 = 1, 2
 
 
 def weight_bytes(model: ModelConfig, unit: Unit) -> float:
-    """Bytes of weights on each GPU of a unit: its experts, and all else whole; FP8, embedding and head in BF16."""
+    """Return the bytes of weights on each GPU: its experts and all other weights, FP8; embedding and head in BF16."""
     hidden = model.hidden_size
     expert = 3 * hidden * model.moe_intermediate_size
     moe_layer = (unit.slots_per_gpu(model) + model.n_shared_experts) * expert * FP8
@@ -21,7 +21,7 @@ def weight_bytes(model: ModelConfig, unit: Unit) -> float:
 
 
 def kv_tokens_per_gpu(model: ModelConfig, unit: Unit, gpu: Accelerator, reserve: float) -> float:
-    """Tokens whose KV fits next to the weights and a reserved share of the memory.
+    """Return the tokens whose KV fits next to the weights and a reserved share of the memory.
 
     Raises:
         ConfigError: the weights alone do not fit.

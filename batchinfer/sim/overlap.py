@@ -1,6 +1,6 @@
-"""The two schedules of two micro-batches: when a step of one layer ends.
+"""The two schedules of two micro-batches: the time of one layer.
 
-One lane computes, one lane moves expert rows; each is in order. The same orders as in `parallel/overlap.py`.
+One lane computes, one lane moves expert rows; each is in order. The orders are those of `parallel/overlap.py`.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from batchinfer.sim.exchange import ExchangeTimes
 
 SETTLED = 4  # layers before the period is constant
-MEASURED = 4  # layers that it is taken over
+MEASURED = 4  # layers over which the period is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +23,30 @@ class Stages:
 
     @property
     def compute_s(self) -> float:
-        """All computing."""
+        """Seconds of all computing."""
         return self.attn_0 + self.attn_1 + self.shared + self.mlp
 
     @property
     def communication_s(self) -> float:
-        """All time on the way."""
+        """Seconds of dispatch and combine."""
         return self.exchange.dispatch_s + self.exchange.combine_s
 
     @property
     def plain_s(self) -> float:
-        """Without overlap, but for the shared expert, which waits for nobody."""
+        """Seconds without overlap, except of the shared expert, which waits for no rows."""
         hidden = min(self.shared, self.communication_s)
         return self.compute_s + self.communication_s - hidden
 
 
 def prefill_layer_s(stages: Stages) -> float:
-    """Seconds per layer of two equal micro-batches.
+    """Return the seconds per layer of two equal micro-batches.
 
     Computing: ATTN(1) SHARED(0) ATTN(0) MLP(1) MLP(0) SHARED(1); on the way: COMBINE(0) DISPATCH(1) DISPATCH(0)
     COMBINE(1), as in DeepSeek's published profile.
     """
     attn_s = stages.attn_0 + stages.attn_1
     compute = communication = 0.0
-    # when what the next stage waits for is there
+    # times at which the inputs of the next stages are ready
     mlp_0 = shared_0 = combine_1 = 0.0
     ends = []
     for _ in range(SETTLED + MEASURED):
@@ -65,7 +65,7 @@ def prefill_layer_s(stages: Stages) -> float:
 
 
 def decode_layer_s(stages: Stages) -> float:
-    """Seconds per layer of two equal micro-batches in five stages.
+    """Return the seconds per layer of two equal micro-batches in five stages.
 
     SHARED(0) + ATTN-0(1) under DISPATCH(0); MLP(0); ATTN-1(1) under COMBINE(0); then the roles swap.
     """

@@ -1,6 +1,7 @@
-"""Full units: what they need for a workload, and the cheapest EP size and batch when latency does not matter.
+"""Full units: their time for a workload, and the cheapest EP size and batch when latency does not matter.
 
-Steady state: every unit is full. Prefill and decode are searched apart, since each is paid for by its own GPU-seconds.
+Steady state: every unit is full. Prefill and decode are searched separately, since each is paid for by its own
+GPU-seconds.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ Stage = Literal["prefill", "decode"]
 EP_SIZES = (8, 16, 32, 64, 72, 96, 128, 144, 256, 320)
 PREFILL_TOKENS = (4096, 8192, 16384, 32768)
 DECODE_REQUESTS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
-LARGEST_BATCH = 256  # requests per GPU when nothing else is said
+LARGEST_BATCH = 256  # default requests per GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Rated:
 
 @dataclass(frozen=True, slots=True)
 class Rater:
-    """Says how full units run a workload."""
+    """The rates at which full units run a workload."""
 
     workload: Workload
     deals: Deals
@@ -49,7 +50,7 @@ class Rater:
     seed: int
 
     def with_skew(self, unit: Unit, batch: int) -> Unit:
-        """The unit with the rows of its busiest GPU for this number of tokens per GPU and step."""
+        """Return the unit with the skew of its busiest GPU for this number of tokens per GPU and step."""
         rows = batch / unit.micro_batches(self.model) * self.model.num_experts_per_tok
         slots_per_gpu = unit.slots_per_gpu(self.model)
         placed = placement_skew(
@@ -62,12 +63,12 @@ class Rater:
         return replace(unit, skew=placed * routing_skew(rows, slots_per_gpu, unit.ep_size))
 
     def rate(self, stage: Stage, unit: Unit, batch: int) -> Rated:
-        """The workload on full units like this one (its skew is taken as it is)."""
+        """Return the figures of the workload on full units like this one, with the unit's skew."""
         step, gpu_seconds = (self._prefill if stage == "prefill" else self._decode)(unit, batch)
         return Rated(unit.ep_size, unit.redundant_experts, batch, step, gpu_seconds)
 
     def cheapest(self, stage: Stage, base: Unit) -> Rated:
-        """The fewest GPU-seconds over EP sizes and batches; weights and KV must fit.
+        """Return the fewest GPU-seconds over EP sizes and batches; weights and KV must fit.
 
         Args:
             base: a unit whose EP size and redundant experts are replaced.
@@ -87,7 +88,7 @@ class Rater:
         return min(found, key=lambda rated: rated.gpu_seconds)
 
     def requests_that_fit(self, kv_tokens: float) -> int:
-        """Requests per GPU whose whole KV fits into this room: a request keeps room for its longest."""
+        """Return the requests per GPU whose whole KV fits: a request keeps room for its longest."""
         longest = self.workload.prompt_tokens + self.workload.output_tokens
         # in a running unit a request counts for as long as it stays, so long answers weigh more
         mean_longest = (longest * self.workload.output_tokens).sum() / self.workload.output_tokens.sum()
@@ -119,7 +120,7 @@ class Rater:
         return step, step.seconds * tokens / requests_per_gpu
 
     def _fitting(self, base: Unit) -> Iterator[tuple[Unit, float]]:
-        """EP sizes whose weights fit, with the redundant experts that fill their slots, and the KV tokens per GPU."""
+        """Yield EP sizes whose weights fit, with redundant experts that fill their slots, and the KV tokens per GPU."""
         for ep_size in EP_SIZES:
             if 0 < 2 * self.model.n_routed_experts < ep_size:
                 continue

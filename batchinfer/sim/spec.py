@@ -1,4 +1,4 @@
-"""The TOML file of `batchinfer simulate`: its schema, every default and every check."""
+"""The TOML file of `batchinfer simulate`: schema, defaults and checks."""
 
 from __future__ import annotations
 
@@ -75,10 +75,8 @@ class ClusterSpec(Part):
     exchange: Release = Field(LATEST, description="release of DeepEP whose table counts")
     memory_reserve: Share = Field(0.1, description="share of a GPU's memory that neither weights nor KV may take")
     disk_bytes_per_s: Positive = Field(5e9, description="per node, for KV read from disk")
-    max_wait_s: float = Field(60.0, ge=0, description="a request waits so long for a prefill step to fill up")
-    release_after_s: float = Field(
-        600.0, ge=0, description="a unit that has been idle for so long gives its nodes back"
-    )
+    max_wait_s: float = Field(60.0, ge=0, description="longest wait of a request for a prefill step to fill up")
+    release_after_s: float = Field(600.0, ge=0, description="idle time after which a unit releases its nodes")
 
     @model_validator(mode="after")
     def _nodes_or_time(self) -> ClusterSpec:
@@ -107,7 +105,7 @@ class PricingSpec(Part):
 
 
 class Spec(Part):
-    """A cluster on paper and what it has to do."""
+    """A simulated cluster and its workload."""
 
     model: ModelSpec
     workload: WorkloadSpec
@@ -128,7 +126,7 @@ def load_spec(path: Path) -> Spec:
     """Read and check a spec; relative paths in it count from its folder.
 
     Raises:
-        ConfigError: one sentence with the file, the key, the value and what it should be.
+        ConfigError: one sentence with the file, the key, the value and the remedy.
     """
     path = Path(path)
     spec = checked(Spec, read_toml(path, "spec"), path)

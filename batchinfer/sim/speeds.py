@@ -1,4 +1,4 @@
-"""How fast a planned job's ranks would be on GPUs that are not here, when they are full."""
+"""Predicted speeds of a planned job's ranks, when full, on GPUs that are not here."""
 
 from dataclasses import dataclass
 from math import ceil
@@ -17,7 +17,7 @@ from batchinfer.sim.spec import ClusterSpec
 from batchinfer.sim.steps import Unit, decode_step
 from batchinfer.sim.workload import Workload
 
-DEFAULTS = ClusterSpec(nodes=1)  # of a spec, where a job says nothing
+DEFAULTS = ClusterSpec(nodes=1)  # of a spec, for values that a job does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,13 @@ class Ranks:
     overlap: bool
     prefill_tokens: int  # new tokens per rank and step, and the most of one prompt
     decode_requests: int  # per rank, if their KV fits
-    page_bytes: int | None  # for KV of a rank; None: what the weights leave
+    page_bytes: int | None  # for KV of a rank; None: all memory that the weights leave
     pages: PageFormat = BFLOAT16
 
 
 @dataclass(frozen=True, slots=True)
 class PaperSpeeds:
-    """Tokens per second of one rank, and the time that no number of ranks goes below."""
+    """Predicted tokens per second of one rank, and the time of the longest answer, which more ranks do not shorten."""
 
     prefill_tokens_per_s: float
     decode_tokens_per_s: float | None  # None: nothing is decoded
@@ -47,7 +47,7 @@ class PaperSpeeds:
 def paper_speeds(
     prompt_tokens: np.ndarray, cached_tokens: np.ndarray, output_tokens: np.ndarray, model: ModelConfig, ranks: Ranks
 ) -> PaperSpeeds:
-    """Speeds at which the ranks run these requests.
+    """Return the speeds at which the ranks run these requests.
 
     Args:
         prompt_tokens, cached_tokens, output_tokens: [N] int64, N at least 1, outputs at least 1.

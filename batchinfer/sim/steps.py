@@ -30,14 +30,14 @@ class Unit:
     pages: PageFormat = BFLOAT16
 
     def micro_batches(self, model: ModelConfig) -> int:
-        """Parts of a step that run side by side; there is no use for two where no rows travel."""
+        """Return the parts of a step that run side by side: two only if rows travel."""
         return 2 if self.overlap and self.ep_size > 1 and model.num_moe_layers else 1
 
     def slots_per_gpu(self, model: ModelConfig) -> int:
-        """Expert slots of each GPU.
+        """Return the expert slots of each GPU.
 
         Raises:
-            ConfigError: experts and redundant ones do not divide by the GPUs.
+            ConfigError: the slots of experts and redundant experts do not divide by the GPUs.
         """
         num_slots = model.n_routed_experts + self.redundant_experts
         if num_slots % self.ep_size:
@@ -51,7 +51,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of one unit."""
+    """The times of a step of one unit."""
 
     seconds: float
     by_stage: dict[str, float]  # busy seconds of one GPU by stage, overlapped ones too
@@ -80,13 +80,13 @@ def prefill_step(
     gpu: Accelerator,
     unit: Unit,
 ) -> Step:
-    """A prefill step with the same work on each GPU.
+    """Return the times of a prefill step with the same work on each GPU.
 
     Args:
         new_tokens: tokens that one GPU computes.
         kv_pairs: (query, key) pairs of one GPU, see `balance.prefill.attention_work`.
         kv_tokens: new and cached tokens of one GPU.
-        prompts: whose last token's logits are wanted.
+        prompts: number of prompts whose last token needs logits.
     """
     halves = unit.micro_batches(model)
     sms_share = 1.0 - (COMMUNICATION_SMS_SHARE if unit.ep_size > 1 else 0.0)
@@ -104,7 +104,7 @@ def prefill_step(
 
 @lru_cache(maxsize=100_000)
 def decode_step(requests: float, kv_tokens: float, model: ModelConfig, gpu: Accelerator, unit: Unit) -> Step:
-    """A decode step that gives each request one token.
+    """Return the times of a decode step that gives each request one token.
 
     Args:
         requests: of one GPU.
@@ -126,10 +126,10 @@ def decode_step(requests: float, kv_tokens: float, model: ModelConfig, gpu: Acce
 def prefill_batch(
     batch: Batch, skews: Skews, model: ModelConfig, gpu: Accelerator, unit: Unit, disk_bytes_per_s: float
 ) -> tuple[float, str, Step]:
-    """(seconds, what they are spent on, the step of the busiest GPU).
+    """Return the seconds of a batch, its bottleneck, and the step of the busiest GPU.
 
-    All GPUs of a unit meet in every exchange, so that the GPU with most attention holds up the others even if
-    another one has most tokens.
+    All GPUs of a unit meet in every exchange, so that the GPU with most attention delays the others even if another one
+    has most tokens.
 
     Args:
         disk_bytes_per_s: of a node, for KV that is in the cache.

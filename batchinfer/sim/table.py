@@ -1,4 +1,4 @@
-"""The simulator's figures for a terminal."""
+"""The simulator's figures as tables for a terminal."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -66,7 +66,7 @@ CHEAPEST = Group(
 
 
 def answer_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
-    """The figures under headings, with units."""
+    """Yield the figures under headings, with units."""
     yield text(f"{figures['requests']:,} requests on {figures['gpu']}, simulated in {figures['simulated_in_s']:.1f} s")
     needed = figures["nodes_to_finish"]
     finish = [] if needed is None else [line(f"nodes to finish in {figures['finish_hours']:g} h", forms.count(needed))]
@@ -82,7 +82,7 @@ def answer_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def _by_hour(nodes: list[float]) -> Iterator[RenderableType]:
-    """A bar for each of the first hours with anything to compare."""
+    """Yield a bar for each of the first hours, if there are several to compare."""
     most = max(nodes, default=0)
     if len(nodes) > 1 and most:
         bars = ["#" * round(BAR_WIDTH * num / most) for num in nodes]

@@ -23,7 +23,7 @@ PART_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Tokens that a job delivers, as its report counts them; rows that another one answers are among them."""
+    """Tokens that a job delivers, as its report counts them; rows answered by a duplicate's request are included."""
 
     input_tokens: int
     cached_tokens: int
@@ -43,46 +43,46 @@ class Workload:
     output_tokens: np.ndarray  # [N] int64, at least 1
     arrival_s: np.ndarray  # [N] float64, rising
     part_tokens: int = PART_TOKENS  # a prompt with more new tokens is prefilled in parts of this size
-    of_plan: Delivered | None = None  # None: what is simulated
+    of_plan: Delivered | None = None  # None: the simulated requests themselves
 
     def __len__(self) -> int:
         return len(self.prompt_tokens)
 
     @cached_property
     def delivered(self) -> Delivered:
-        """What is said and priced; prefill gives a token where only a prompt is scored, which nobody gets."""
+        """The tokens reported and priced; a prompt that is only scored has no output, though prefill gives a token."""
         sums = (int(tokens.sum()) for tokens in (self.prompt_tokens, self.cached_tokens, self.output_tokens))
         return Delivered(*sums) if self.of_plan is None else self.of_plan
 
     @cached_property
     def new_tokens(self) -> np.ndarray:
-        """[N] prompt tokens to compute."""
+        """Prompt tokens to compute, [N]."""
         return self.prompt_tokens - self.cached_tokens
 
     @cached_property
     def attention_pairs(self) -> np.ndarray:
-        """[N] (query, key) pairs of prefill."""
+        """(query, key) pairs of prefill, [N]."""
         return attention_work(self.new_tokens, self.cached_tokens)
 
     @cached_property
     def expanded_tokens(self) -> np.ndarray:
-        """[N] tokens whose keys and values prefill expands: each part of a prompt does it for all before it, too."""
+        """Tokens whose keys and values prefill expands, [N]; each part of a prompt expands all earlier tokens, too."""
         num_parts = -(-self.new_tokens // self.part_tokens)
         earlier = self.part_tokens * (num_parts * (num_parts - 1) // 2)
         return num_parts * self.cached_tokens + earlier + self.new_tokens
 
     @cached_property
     def mean_kv_tokens(self) -> float:
-        """KV length that an output token attends to, on average over output tokens."""
+        """The KV length that an output token attends to, on average over output tokens."""
         attended = self.output_tokens * (self.prompt_tokens + (self.output_tokens + 1) / 2)
         return float(attended.sum() / self.output_tokens.sum())
 
 
 def make_workload(spec: WorkloadSpec, *, part_tokens: int = PART_TOKENS) -> Workload:
-    """The requests that a spec asks for; the same spec always gives the same ones.
+    """Return the requests of a spec; the same spec always gives the same ones.
 
     Raises:
-        ConfigError: the plan's tables are not there.
+        ConfigError: the plan's tables are missing.
     """
     if spec.plan is not None:
         return _planned(Path(spec.plan), part_tokens)
@@ -102,7 +102,7 @@ def make_workload(spec: WorkloadSpec, *, part_tokens: int = PART_TOKENS) -> Work
 
 
 def _lengths(rng: np.random.Generator, num: int, mean: float, spread: float) -> np.ndarray:
-    """[num] lognormal lengths of this mean, at least 1."""
+    """Draw lognormal lengths of this mean, at least 1, [num]."""
     if spread == 0:
         return np.full(num, max(1, round(mean)), dtype=np.int64)
     drawn = rng.lognormal(np.log(mean) - spread**2 / 2, spread, num)
@@ -110,7 +110,7 @@ def _lengths(rng: np.random.Generator, num: int, mean: float, spread: float) -> 
 
 
 def _arrivals(num: int, peak_over_mean: float) -> np.ndarray:
-    """[num] seconds of a day with the rate 1 - a cos(2 pi t / day), evenly spaced in its integral."""
+    """Return arrival seconds in a day, [num], with the rate 1 - a cos(2 pi t / day), evenly spaced in its integral."""
     at = np.linspace(0, DAY_S, 10_001)
     swing = peak_over_mean - 1
     arrived = at / DAY_S - swing * np.sin(2 * np.pi * at / DAY_S) / (2 * np.pi)
@@ -118,7 +118,7 @@ def _arrivals(num: int, peak_over_mean: float) -> np.ndarray:
 
 
 def _planned(run_folder: Path, part_tokens: int) -> Workload:
-    """Requests of plan/requests.parquet; answers as long as expected, or else as allowed."""
+    """Read the requests of plan/requests.parquet; answers are as long as expected, or else as allowed."""
     run = RunDir(run_folder)
     path = run.requests
     columns = ["shard", "row", "sample", "cached_tokens", "max_tokens", "expected_tokens", "token_ids"]
@@ -154,7 +154,7 @@ def _planned(run_folder: Path, part_tokens: int) -> Workload:
 
 
 def _answered_by(requests: pa.Table, duplicates: pa.Table) -> np.ndarray:
-    """[D] places of the requests that answer the duplicates, in any order."""
+    """Return places of the requests that answer the duplicates, [D], in any order."""
     names = ["shard", "row", "sample"]
     joined = duplicates.join(requests, [f"of_{name}" for name in names], names, join_type="inner")
     return np.asarray(joined["place"].to_numpy())
