@@ -3,8 +3,8 @@
 A prompt's journey, one way: data (Parquet, tokenise, validate) -> plan (order, pack into work units) -> work
 (a controller and its ranks: prefill, decode) -> finish (outputs in input order, statistics) -> report.
 
-From Python: `generate` for prompts that a program holds, `Model` for several calls, `Job` for what a job file says. The
-errors are those of records.py.
+From Python: `generate` for prompts in memory, `Model` for several calls, `Job` for a job file. The errors are those of
+records.py.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ _ERRORS = (
 
 
 def __getattr__(name: str) -> Any:
-    """What is asked for, found then: commands start without it, and looking for the version takes 35 ms."""
+    """Import a name of the API, or look up the version (35 ms), on first access: commands start without either."""
     from importlib import import_module
 
     if name in (*_API, *_ERRORS):

@@ -1,4 +1,4 @@
-"""`python -m batchinfer`: the same as the command `batchinfer`."""
+"""`python -m batchinfer`, the same as the command `batchinfer`."""
 
 from batchinfer.program import program
 

@@ -1,4 +1,4 @@
-"""The `batchinfer` command and its exit codes. The commands themselves: batchinfer/commands/."""
+"""The `batchinfer` command and its exit codes; the subcommands are in batchinfer/commands/."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from batchinfer.commands.convert import convert
 from batchinfer.commands.options import EXIT_CODES, Process
 from batchinfer.commands.submit import submit
 from batchinfer.host_info import set_up_matrix_library
-from batchinfer.lack import lack
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
+from batchinfer.resource_errors import explain_resource_error
 from batchinfer.sanitize import clip, sanitize
 from batchinfer.stop import StopSignal
 
@@ -66,8 +66,8 @@ def schema(stats: bool, as_json: bool) -> None:
 )
 @click.option("--all", "every_kernel", is_flag=True, help="Every operation: what runs it and why others do not.")
 def doctor(bench: bool, every_kernel: bool) -> None:
-    """Say what this machine can run, with what, and whether answers are equal bit for bit in each dtype."""
-    set_up_matrix_library()  # as it is for ranks
+    """Report what this machine can run and with which kernels, and whether answers are equal bit for bit."""
+    set_up_matrix_library()  # with the settings of ranks
     from batchinfer.doctor.machine import examine
 
     click.echo(examine(bench=bench, every_kernel=every_kernel))
@@ -89,15 +89,15 @@ def _print_error(error: BatchinferError) -> None:
 def _run_command(process: Process) -> None:
     try:
         os.getcwd()
-    except FileNotFoundError:  # torch and others want to know it
+    except FileNotFoundError:  # torch and other libraries need a working folder
         raise ConfigError("the working folder was deleted; `cd` to one that exists") from None
     try:
         cli.main(standalone_mode=False, obj=process)
     except Exception as error:
         if process.stop.raised is not None:
             raise process.stop.raised from None
-        if (lacking := lack(error)) is not None:
-            raise ConfigError(lacking) from None
+        if (explained := explain_resource_error(error)) is not None:
+            raise ConfigError(explained) from None
         raise
 
 
@@ -106,11 +106,11 @@ def main(
     tell: Callable[[BatchinferError], None] | None = None,
     kept: KeptRanks | None = None,
 ) -> None:
-    """The command in this process: errors become one sentence on stderr and the exit code that the contract names.
+    """Run the command in this process; report errors as one sentence on stderr and end with the documented exit code.
 
     Args:
         tokenizer: for a command that plans.
-        tell: is told what went wrong, in place of the person at stderr.
+        tell: receives errors instead of the person at stderr.
         kept: see Process.
     """
     try:

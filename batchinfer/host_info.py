@@ -1,11 +1,11 @@
-"""This host: its name in a cluster, its free memory, its processor, its GPUs, and the settings of MKL that it needs.
+"""Facts about this host: its name in a cluster, free memory, processor, GPUs, and the MKL settings that it needs.
 
 Slurm, systemd, Docker and Kubernetes set their limits in control groups (Linux): this process's own and those above it
-all count. In version 1 each controller has a tree of its own.
+all count. In version 1 each controller has its own tree.
 
-On Intel's processors, rows of plain PyTorch depend on their batch unless MKL is strict: it sums in another order for a
-product of exactly 8 rows, say. On AMD's it keeps to one order by itself, and the same setting would take that away.
-MKL reads it once, before its first product.
+On Intel's processors, rows of plain PyTorch depend on their batch unless MKL is strict: for example, MKL sums a product
+of exactly 8 rows in another order. On AMD's processors MKL keeps to one order, which the same setting would change.
+MKL reads the setting once, before its first product.
 """
 
 import math
@@ -18,10 +18,10 @@ from pathlib import Path
 
 _INFO = "/proc/cpuinfo"
 _STRICT_MKL = {"MKL_CBWR": "AVX2,STRICT"}
-_GUESS_BYTES = 4 << 30  # of free memory, where the system does not say
+_GUESS_BYTES = 4 << 30  # of free memory, if the system does not report any
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
-_MEMORY_FILES = (  # limit, use, and what memory.stat writes before the names of its sums; version 2, then 1
+_MEMORY_FILES = (  # limit, use, and the prefix of sums in memory.stat; version 2, then 1
     ("memory.max", "memory.current", ""),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
@@ -29,14 +29,14 @@ _QUOTA_FILES = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # time
 
 
 def processor_field(name: str) -> str | None:
-    """What /proc/cpuinfo says under this name of the first processor; None where it does not."""
+    """Return a field of the first processor in /proc/cpuinfo, or None."""
     try:
         with open(_INFO, encoding="utf-8") as file:
             for line in file:
                 key, _, value = line.partition(":")
                 if key.strip() == name:
                     return value.strip()
-                if not line.strip():  # the end of the first one
+                if not line.strip():  # the end of the first processor
                     break
     except OSError:
         return None
@@ -44,47 +44,47 @@ def processor_field(name: str) -> str | None:
 
 
 def processor_name() -> str:
-    """The processor's name as its maker writes it."""
+    """Return the processor's name as its maker writes it."""
     return processor_field("model name") or platform.processor() or platform.machine() or "unknown"
 
 
 def processor_kind() -> str:
-    """Maker, family and model; of Arm's maker and part."""
+    """Return maker, family and model; of Arm's processors maker and part."""
     names = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
     fields = [processor_field(name) for name in names]
     return "/".join(field for field in fields if field) or platform.machine()
 
 
 def matrix_library_settings() -> dict[str, str]:
-    """Environment variables for a process that is going to import torch; what the user has set goes before them."""
+    """Return environment variables for a process that will import torch; the user's own settings take precedence."""
     return dict(_STRICT_MKL) if processor_field("vendor_id") == "GenuineIntel" else {}
 
 
 def matrix_library_mode() -> str:
-    """What this process's environment says of the order of MKL's sums, "" for nothing."""
+    """Return this process's setting of the order of MKL's sums, "" if unset."""
     return os.environ.get("MKL_CBWR", "")
 
 
 def set_up_matrix_library() -> None:
-    """Give this process these variables, before it imports torch; what the user has set stays."""
+    """Set these variables in this process, before it imports torch, unless the user has set them."""
     for name, value in matrix_library_settings().items():
         os.environ.setdefault(name, value)
 
 
 def node_name() -> str:
-    """The node by its cluster's name for it, or the host's own name."""
+    """Return the node's name in its cluster, or the host's own name."""
     return os.environ.get("BATCHINFER_NODE") or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def launcher_name() -> str:
-    """Who has started this process's task, for a person."""
+    """Return the launcher of this process's task, for messages."""
     return os.environ.get("BATCHINFER_LAUNCHER") or "Slurm"
 
 
 def task_name() -> str | None:
-    """The task that this process belongs to; None for a command that a person has started.
+    """Return the task that this process belongs to; None for a command started by a person.
 
-    That is BATCHINFER_TASK, which other launchers set, or the Slurm job, `<array>_<task>` in an array.
+    The name is BATCHINFER_TASK, which other launchers set, or the Slurm job, `<array>_<task>` in an array.
     """
     if named := os.environ.get("BATCHINFER_TASK"):
         return named
@@ -93,17 +93,17 @@ def task_name() -> str | None:
 
 
 def task_nodes() -> int:
-    """Nodes of this process's task; 1 for a command that a person started."""
+    """Return the number of nodes of this process's task; 1 for a command started by a person."""
     return _count("BATCHINFER_GROUP_SIZE") or _count("SLURM_JOB_NUM_NODES") or 1
 
 
 def task_restarts() -> int:
-    """How often this task was started again: after a failure, after it was stopped, or by Slurm's queue."""
+    """Return how often this task was restarted: after a failure, after a stop, or by Slurm's queue."""
     return sum(map(_count, ("BATCHINFER_RESTARTS", "BATCHINFER_RESUMES", "SLURM_RESTART_COUNT")))
 
 
 def free_memory_bytes() -> int:
-    """Memory that can be taken without swapping, within this process's control groups (Linux), else a careful guess."""
+    """Return the memory that can be taken without swapping, within control groups (Linux), else a careful guess."""
     try:
         available = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     except OSError:
@@ -111,7 +111,7 @@ def free_memory_bytes() -> int:
     free = int(available[1]) * 1024 if available else _GUESS_BYTES
     for group in _control_groups("memory"):
         for limit, used, total in _MEMORY_FILES:
-            # none where the group has no limit ("max")
+            # ValueError if the group has no limit ("max")
             with suppress(OSError, ValueError):
                 left = int((group / limit).read_text()) - int((group / used).read_text())
                 free = min(free, max(left + _file_bytes(group, total), 0))
@@ -119,17 +119,17 @@ def free_memory_bytes() -> int:
 
 
 def held_bytes() -> int | None:
-    """Memory that this process holds by itself, as RLIMIT_DATA counts it; None where the system does not say."""
+    """Return the private memory of this process, as RLIMIT_DATA counts it; None if the system does not report it."""
     held = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
     return int(held[1]) * 1024 if held else None
 
 
 def num_cores() -> int:
-    """Cores that this process can keep busy: those that it may run on, within its control groups' quotas (Linux)."""
+    """Return the cores that this process can keep busy, within affinity and control groups' quotas (Linux)."""
     num = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _control_groups("cpu"):
         for files in _QUOTA_FILES:
-            # none where the group has no quota ("max", -1)
+            # ValueError if the group has no quota ("max"); -1 is no quota, either
             with suppress(OSError, ValueError):
                 quota, period = map(int, " ".join((group / name).read_text() for name in files).split())
                 if quota > 0:
@@ -138,7 +138,7 @@ def num_cores() -> int:
 
 
 def has_gpu() -> bool:
-    """Whether ranks of this host will probably compute on GPUs: torch, which knows, is not there yet."""
+    """Return whether ranks of this host will probably compute on GPUs, without importing torch."""
     return Path("/dev/nvidiactl").exists() and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
 
 
@@ -148,7 +148,7 @@ def _count(variable: str) -> int:
 
 
 def _control_groups(controller: str) -> list[Path]:
-    """This process's group and all above it; the folders of those that a container does not see do not exist."""
+    """Return the folders of this process's group and all above it; folders hidden from a container do not exist."""
     try:
         lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
@@ -165,7 +165,7 @@ def _control_groups(controller: str) -> list[Path]:
 
 
 def _file_bytes(group: Path, total: str) -> int:
-    """Files in the page cache: they count as used by the control group, but go when the memory is wanted."""
+    """Return the bytes of cached files: they count as used by the control group, but are freed on demand."""
     try:
         parts = re.findall(rf"^{total}(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.M)
     except OSError:

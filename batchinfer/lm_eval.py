@@ -1,9 +1,9 @@
-"""The door for lm-evaluation-harness: a model folder as its backend `batchinfer`, whose requests become jobs.
+"""A backend of lm-evaluation-harness named `batchinfer`: a model folder whose requests become jobs.
 
     python -m batchinfer.lm_eval run --model batchinfer --model_args path=MODEL,dtype=fp8 --tasks hellaswag
 
-Releases of lm-eval after 0.4.13 find the backend by the entry point lm_eval.models; this module as a command adds it to
-those before. lm-eval is no dependency: nothing else imports this module.
+Releases of lm-eval after 0.4.13 find the backend by the entry point lm_eval.models; run as a command, this module adds
+it to earlier releases. lm-eval is no dependency: nothing else imports this module.
 """
 
 import hashlib
@@ -27,21 +27,21 @@ from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, ConfigError, ExitCode
 
-MOST_CHOICES = 64  # of one row; further ones of the same context come in rows of their own
+MOST_CHOICES = 64  # of one row; further choices of the same context go to more rows
 _TOKEN_IDS = pa.list_(pa.int32())
 Parts = dict[str, dict[str, Any]]  # of a job file
 _ScoreRequest = tuple[tuple[str, str], list[int], list[int]]  # (texts, context, continuation)
 
 
 class BatchinferLM(TemplateLM):
-    """Scores and generates with a model folder: each call of lm-eval is one job on this machine.
+    """A backend that scores and generates with a model folder: each call of lm-eval is one job on this machine.
 
     Args:
         path: the model folder.
-        work_dir: folder for the jobs, in which an evaluation that was stopped goes on; unset: a temporary one.
+        work_dir: folder for the jobs, in which a stopped evaluation resumes; unset: a temporary one.
         max_length: most tokens that the model reads for a request; unset: one less than its window, since a job's
-            prompt and choice are within the window together, of which the last token is only predicted.
-        batch_size, max_batch_size, device: lm-eval gives them to each backend; here ranks form their own batches, on
+            prompt and choice share the window, and the last token is only predicted.
+        batch_size, max_batch_size, device: lm-eval passes them to each backend; here ranks form their own batches, on
             the devices of cluster.backend.
         settings: dtype, and any part.key=value of the job file.
 
@@ -76,7 +76,7 @@ class BatchinferLM(TemplateLM):
         self.max_length = max_length or load_model_config(self._path).max_positions - 1
         self.max_gen_toks = 256
 
-    # ---- what lm-eval asks of the tokenizer
+    # ---- lm-eval's interface to the tokenizer
 
     @property
     def eot_token_id(self) -> int:
@@ -91,7 +91,7 @@ class BatchinferLM(TemplateLM):
         return str(self._path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The ids of a text; where a text begins with the token that begins texts, it gets no second one."""
+        """Return the ids of a text; a text that begins with the beginning-of-text token gets no second one."""
         if add_special_tokens is None:
             names = self._tokenizer.named_tokens
             beginning = names.get("bos_token") or names.get("eos_token")
@@ -116,7 +116,7 @@ class BatchinferLM(TemplateLM):
     # ---- requests
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each whole text, in windows as lm-eval makes them."""
+        """Return the log-probability of each whole text, in lm-eval's windows."""
         texts, windows = [], []
         for place, request in enumerate(requests):
             for window in get_rolling_token_windows(
@@ -130,7 +130,7 @@ class BatchinferLM(TemplateLM):
         return totals
 
     def _loglikelihood_tokens(self, requests: list[_ScoreRequest], **kwargs: Any) -> list[tuple[float, bool]]:
-        """(log-probability, whether it is greedy) of each continuation: those of one context are one row's choices."""
+        """Return (log-probability, is greedy) of each continuation; those of one context are the choices of one row."""
         rows: list[tuple[tuple[int, ...], list[int]]] = []  # (context, places of its continuations)
         of_context: dict[tuple[int, ...], list[int]] = {}
         num_cut = 0
@@ -163,7 +163,7 @@ class BatchinferLM(TemplateLM):
         return [results[place] for place in range(len(requests))]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The answers; each row has the sampling of its request."""
+        """Return the answers; each row has the sampling of its request."""
         prompts, samplings, num_cut = [], [], 0
         for context, gen_kwargs in (request.args for request in requests):
             wanted = normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)
@@ -191,7 +191,7 @@ def _note_cut(num_cut: int, max_length: int) -> None:
 
 
 def _answers(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the texts; warn of answers that were cut or never came, whose scores say little about the model."""
+    """Return the texts; warn of answers that were cut or are empty, whose scores say little about the model."""
     cut = [row for row in rows if row["finish_reason"] == "length"]
     ended = [row for row in rows if row["finish_reason"] == "stop"]
     if cut:
@@ -209,7 +209,7 @@ def _is_all_thinking(row: dict[str, Any]) -> bool:
 
 
 def _row_sampling(wanted: dict[str, Any], tokenizer: PromptTokenizer, eot_token_id: int) -> dict[str, Any]:
-    """A row's sampling; a stop that is a control token has no text in an answer and is given by its id."""
+    """Return a row's sampling; a stop that is a control token has no text in an answer and is passed by its id."""
     texts = [text for text in wanted.pop("until") if text]
     control = tokenizer.control
     ids = [tokenizer.token_id(text) for text in texts if control.first_in(text) == text]
@@ -226,11 +226,11 @@ def _row_sampling(wanted: dict[str, Any], tokenizer: PromptTokenizer, eot_token_
 
 
 class Jobs:
-    """Runs jobs over token ids with one model and one set of keys, each in a folder named by what it is.
+    """Runs jobs over token ids with one model and one set of keys, each in a folder named by its content.
 
     Args:
         folder: of the jobs; unset: a temporary one.
-        parts: the job file's parts with their keys, which go before those that `outputs` gives.
+        parts: the job file's parts with their keys, which override those that `outputs` passes.
     """
 
     def __init__(self, folder: Path | None, parts: Parts) -> None:
@@ -239,21 +239,21 @@ class Jobs:
         self._parts = parts
 
     def outputs(self, columns: dict[str, pa.Array], keys: Parts) -> list[dict[str, Any]]:
-        """The output rows of a job over these columns, of which `prompt` holds token ids.
+        """Run a job over these columns, of which `prompt` holds token ids, and return its output rows.
 
         Raises:
             ConfigError: a key of the job is wrong.
-            BatchinferError: the job does not end well, or a row is an error row.
+            BatchinferError: the job fails, or a row is an error row.
         """
         if len(columns["prompt"]) == 0:
             return []
         folder = self._written(pa.table({"id": pa.array(range(len(columns["prompt"]))), **columns}), keys)
         job = folder / "job.toml"
-        # apart from lm-eval's process, whose libraries and memory are nobody's here
+        # in a child process, free of the libraries and memory of lm-eval's process
         command = own_process.command("batchinfer", "run", str(job))
         code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
         if code not in (ExitCode.OK, ExitCode.ROW_ERRORS):
-            raise BatchinferError(f"batchinfer run {job} ended with exit code {code}; its words are above")
+            raise BatchinferError(f"batchinfer run {job} ended with exit code {code}; its messages are above")
         rows: list[dict[str, Any]] = pq.read_table(folder / "run" / "outputs").to_pylist()
         for row in rows:
             if row["status"] != "ok":
@@ -261,7 +261,7 @@ class Jobs:
         return rows
 
     def _written(self, table: pa.Table, keys: Parts) -> Path:
-        """The folder with shard and job file; the same job has the same folder, where it goes on."""
+        """Write shard and job file and return their folder; the same job has the same folder, where it resumes."""
         parts: Parts = {
             "input": {"files": ["prompts.parquet"], "token_ids": "prompt"},
             "output": {"dir": "run"},
@@ -281,8 +281,8 @@ class Jobs:
 
 
 def main() -> None:
-    """lm-eval's own command, with this backend."""
-    import lm_eval.models  # noqa: F401  (those that lm-eval has: it looks for them in an empty registry only)
+    """Run lm-eval's own command with this backend."""
+    import lm_eval.models  # noqa: F401  (registers lm-eval's own backends, which it does only in an empty registry)
     from lm_eval.__main__ import cli_evaluate
     from lm_eval.api.registry import model_registry
 

@@ -1,7 +1,8 @@
-"""What a run vouches for: files by size and checksums, taken as they are written and compared whenever they are read.
+"""A run's manifest: files by size and checksums, taken as they are written and compared whenever they are read.
 
 The checksums are xxh3-128, one for each block of a file, so that a part of a large file is read as safely as all of it.
-They find damage, not forgery: who may write in a run folder may also write a manifest (see ownership.py for that).
+They find damage, not forgery: a user who may write in a run folder may also write a manifest (see ownership.py for
+that).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from batchinfer.records import DamagedFileError
-from batchinfer.rundir import RunDir, finish_again, plan_again
+from batchinfer.rundir import RunDir, refinish_remedy, replan_remedy
 
 BLOCK_BYTES = 4 << 20
 KEPT_BLOCKS = 8  # of a file that is being read: columns of a row group are read side by side
@@ -24,18 +25,18 @@ KEPT_BLOCKS = 8  # of a file that is being read: columns of a row group are read
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """What a file must hold."""
+    """The size and block checksums of a file."""
 
     num_bytes: int
     blocks: tuple[str, ...]  # in hex, of each BLOCK_BYTES from the start
 
     @property
     def digest(self) -> str:
-        """One for the whole file, in hex."""
+        """One checksum for the whole file, in hex."""
         return self.blocks[0] if len(self.blocks) == 1 else _hash("".join(self.blocks).encode())
 
     def as_json(self) -> dict[str, Any]:
-        """As run.json holds it."""
+        """Return the form of run.json."""
         return {"bytes": self.num_bytes, "xxh3": list(self.blocks)}
 
 
@@ -43,7 +44,7 @@ class Manifest:
     """The files that a run vouches for, by their path below its folder.
 
     Args:
-        files: as run.json holds them; None: no file yet.
+        files: in the form of run.json; None: no file yet.
     """
 
     def __init__(self, root: Path, files: dict[str, Any] | None = None) -> None:
@@ -57,10 +58,10 @@ class Manifest:
         return iter([self._root / name for name in self._files])
 
     def __getitem__(self, path: Path) -> Checksums:
-        """What a file must hold.
+        """Return the size and checksums of a file.
 
         Raises:
-            DamagedFileError: nobody vouches for it.
+            DamagedFileError: the manifest has no entry for it.
         """
         try:
             return self._files[self._name(path)]
@@ -68,18 +69,18 @@ class Manifest:
             raise DamagedFileError(path, "run.json does not vouch for it", remedy=self.remedy(path)) from None
 
     def add(self, path: Path, checksums: Checksums) -> None:
-        """Vouch for a file of the run folder."""
+        """Add a file of the run folder."""
         self._files[self._name(path)] = checksums
 
     def remove(self, path: Path) -> None:
-        """Vouch for a file no more, if anybody did."""
+        """Remove a file's entry, if there is one."""
         self._files.pop(self._name(path), None)
 
     def open(self, path: Path) -> VerifiedFile:
-        """Open a file of which every block is compared before a byte of it is handed out.
+        """Open a file of which every block is compared before a byte of it is returned.
 
         Raises:
-            DamagedFileError: it is missing, of another size, or nobody vouches for it; reading raises it, too.
+            DamagedFileError: it is missing, of another size, or has no entry; reading raises it, too.
         """
         return VerifiedFile(path, self[path], remedy=self.remedy(path))
 
@@ -94,13 +95,13 @@ class Manifest:
                 file.check()
 
     def remedy(self, path: Path) -> str:
-        """What to do when a file is damaged."""
+        """Return what to do when a file is damaged."""
         run = RunDir(self._root)
         of_finish = any(path.is_relative_to(folder) for folder in (run.outputs, run.dataset, run.stats))
-        return finish_again(self._root) if of_finish else plan_again(self._root)
+        return refinish_remedy(self._root) if of_finish else replan_remedy(self._root)
 
     def as_json(self) -> dict[str, Any]:
-        """As run.json holds it."""
+        """Return the form of run.json."""
         return {name: checksums.as_json() for name, checksums in self._files.items()}
 
     def _name(self, path: Path) -> str:
@@ -125,7 +126,7 @@ class VerifiedFile(io.RawIOBase):
         try:
             self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (closed by close)
         except OSError as error:
-            super().close()  # else Python closes, aloud, what was never opened
+            super().close()  # else the destructor closes a file that was never opened, with an error message
             raise self._damage(error.strerror or str(error)) from None
         num_bytes = self._file.seek(0, io.SEEK_END)
         if num_bytes != checksums.num_bytes:
@@ -142,7 +143,7 @@ class VerifiedFile(io.RawIOBase):
             self._read_block(index)
 
     def read(self, size: int | None = -1) -> bytes:
-        """Up to `size` bytes from here on, fewer only at the end."""
+        """Return up to `size` bytes, fewer only at the end."""
         left = self._checksums.num_bytes - self._position
         end = self._position + (left if size is None or size < 0 else max(0, min(size, left)))
         parts = []
@@ -196,7 +197,7 @@ class VerifiedFile(io.RawIOBase):
 
 
 class ChecksummedWriter(io.RawIOBase):
-    """Hands bytes on to a file and takes their checksums: what was meant to be written, whatever the disk makes of it.
+    """A writer that passes bytes on to a file and computes checksums of the bytes given, whatever the disk stores.
 
     Closing it leaves the file open.
     """
@@ -230,13 +231,13 @@ class ChecksummedWriter(io.RawIOBase):
 
     @property
     def checksums(self) -> Checksums:
-        """Of all that was written so far."""
+        """The checksums of all bytes written so far."""
         last = [self._hasher.hexdigest()] if self._num_bytes % BLOCK_BYTES or not self._blocks else []
         return Checksums(self._num_bytes, (*self._blocks, *last))
 
 
 def file_checksums(path: Path) -> Checksums:
-    """The checksums of a file as it is on disk.
+    """Return the checksums of a file on disk.
 
     Raises:
         DamagedFileError: it cannot be read.

@@ -1,4 +1,4 @@
-"""Processes of batchinfer's own: their start, what they leave out, their streams; never for a caller's process."""
+"""Settings of batchinfer's own processes: start, interpreter, streams; never applied to a caller's process."""
 
 import codecs
 import gc
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _NoPandas(MetaPathFinder):
-    """Arrow imports pandas, where it is installed, at the first list that becomes an array: 0.2 s and 40 MB."""
+    """An import hook that hides pandas, which Arrow imports at the first list that becomes an array (0.2 s, 40 MB)."""
 
     def find_spec(self, name: str, *_: object) -> None:
         if name == "pandas":
@@ -22,36 +22,36 @@ class _NoPandas(MetaPathFinder):
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """What starts a module of batchinfer as a process: this interpreter, which imports nothing of the working folder.
+    """Return the command line that runs a module of batchinfer, without imports from the working folder.
 
-    That is wherever somebody keeps data: a file there may have the name of any module.
+    The working folder holds the user's data: a file there may have the name of any module.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def end_with_parent(by: signal.Signals) -> None:
-    """Have this process get a signal when the one that started it ends; that it has ended before shows nowhere."""
-    import ctypes  # few processes need it
+    """Send this process a signal when its parent ends; a parent that has ended before is not noticed."""
+    import ctypes  # slow, and needed by few processes
 
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
-def settle() -> None:
-    """Keep libraries from work that nothing here uses, and from what the environment means otherwise or cannot mean."""
-    # a command makes many small things that stay until its end: looking through them all the time finds little
+def configure_interpreter() -> None:
+    """Switch off unused work of libraries, and correct environment variables that they would misread."""
+    # a command makes many small objects that stay until its end: frequent collections would find little
     gc.set_threshold(50_000, 20, 20)
-    # nothing here multiplies with numpy, whose threads would be busy waiting for work while others start
+    # nothing here multiplies with numpy, whose threads would spin while waiting for work
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # nor does numba, which is not imported with 0 of them
+    # numba's threads are not used, either; its import fails with 0 threads
     os.environ["NUMBA_NUM_THREADS"] = "1"
-    # a relative path counts as unset, as the XDG specification has it; libraries would take it
+    # a relative path counts as unset in the XDG specification; libraries would use it
     if not os.path.isabs(os.environ.get("XDG_CACHE_HOME", "/")):
         del os.environ["XDG_CACHE_HOME"]
     sys.meta_path.insert(0, _NoPandas())
 
 
 class WaitingFile(io.FileIO):
-    """Waits for room also where another program, which has the same terminal or pipe, wants no waiting."""
+    """A file that waits for room even if another program has set the same terminal or pipe to non-blocking."""
 
     def write(self, data: Any, /) -> int:
         while (written := super().write(data)) is None:
@@ -60,7 +60,7 @@ class WaitingFile(io.FileIO):
 
 
 class Output(WaitingFile):
-    """For stdout: says where it was that something could not be written, on a full disk behind `> FILE`."""
+    """The file behind stdout: an error names standard output, for example on a full disk behind `> FILE`."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -70,7 +70,7 @@ class Output(WaitingFile):
 
 
 class Log(WaitingFile):
-    """For stderr: nothing ends because its log is on a full disk, or goes to somebody who has left."""
+    """The file behind stderr: errors of writing are ignored, so that a full disk or a closed pipe ends nothing."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -79,10 +79,10 @@ class Log(WaitingFile):
             return memoryview(data).nbytes
 
 
-def stream(kind: type[WaitingFile], of: TextIO) -> TextIO:
-    """The stream as before, by such a file; as it is where it is no file.
+def wrap_stream(kind: type[WaitingFile], of: TextIO) -> TextIO:
+    """Return the stream with its file replaced by one of this kind; a stream without a file is returned as is.
 
-    On a console that is not UTF-8, characters that it lacks are no error: a finished run would end with one.
+    Characters that a console's encoding lacks are escaped: an error would fail a finished run.
     """
     if not isinstance(of, io.TextIOWrapper):
         return of

@@ -1,10 +1,10 @@
-"""Who may change what this program believes: the owner of a folder alone, or the one group that the job names.
+"""Trust in folders: only their owner, or the one group that the job names, may change what this program reads.
 
     private   drwx------  alice alice    made so from its first moment
     shared    drwxrws---  alice team     output.shared_group, kv.shared_group: the members trust each other
 
-Files in a run folder follow the umask: who cannot enter the folder reaches none of them. A folder that a person has
-made may be read by others; it is refused when others may write, since they could put anything in the place of anything.
+Files in a run folder follow the umask: a user who cannot enter the folder reaches none of them. A folder made by a
+person may be readable by others. It is refused when others may write, since they could replace any file in it.
 """
 
 import grp
@@ -16,18 +16,18 @@ from pathlib import Path
 
 from batchinfer.records import ConfigError
 
-PRIVATE, SHARED = 0o700, 0o2770  # setgid: what is made in a shared folder belongs to the group, too
+PRIVATE, SHARED = 0o700, 0o2770  # setgid: files made in a shared folder belong to the group, too
 SHARED_UMASK = 0o007
 
 
 def group_id(name: str | None, setting: str) -> int | None:
-    """The number of a group by its name (or the number itself, for groups without a name); None for none.
+    """Return the number of a group by its name (or the number itself, for groups without a name); None for none.
 
     Args:
         setting: the key in the job file, for messages.
 
     Raises:
-        ConfigError: there is no such group, or this user is no member of it.
+        ConfigError: there is no such group, or this user is not a member of it.
     """
     if name is None:
         return None
@@ -41,7 +41,7 @@ def group_id(name: str | None, setting: str) -> int | None:
 
 
 def make_folder(folder: Path, gid: int | None) -> None:
-    """A private folder, or one shared with a group; one that exists stays as it is.
+    """Make a private folder, or one shared with a group; leave an existing folder unchanged.
 
     Raises:
         OSError: it cannot be made.
@@ -51,27 +51,28 @@ def make_folder(folder: Path, gid: int | None) -> None:
     except FileExistsError:
         if not folder.is_dir():
             raise
-    # also where another process of this user has only just made it
+    # an empty private folder may be one that another process of this user has just made
     if gid is not None and _is_private(os.stat(folder)) and not os.listdir(folder):
-        os.chown(folder, -1, gid)  # first, so that no other group is let in meanwhile
+        os.chown(folder, -1, gid)  # first, so that no other group gets access meanwhile
         os.chmod(folder, SHARED)
 
 
 def check_folder(folder: Path, gid: int | None, *, setting: str, also_root: bool = False) -> str | None:
-    """Refuse a folder into which somebody could have put something whom this user has no reason to trust.
+    """Check that only users whom this user has to trust can write in a folder.
 
     Args:
-        gid: the group that it is shared with, as the job says.
-        setting: what names the folder, `output.dir` for example.
-        also_root: whether root, too, uses no other user's: what is in it is run, or others could have been first.
+        gid: the group that the folder is shared with, as the job says.
+        setting: the key that names the folder, `output.dir` for example.
+        also_root: refuse other users' folders even to root: code from the folder is run, or others could have been
+            first.
 
     Returns:
-        For root, a warning where the folder is another user's, which is usual in containers.
+        For root, a warning if the folder is another user's, which is usual in containers.
 
     Raises:
         ConfigError: it is another user's (neither this one's nor root's), others may write in it, or it is not shared
             with the group; the message has the command that repairs it.
-        OSError: it is not there, or cannot be looked at.
+        OSError: it does not exist, or cannot be examined.
     """
     found = os.stat(folder)
     mode, path = stat.S_IMODE(found.st_mode), shlex.quote(str(folder))
@@ -103,7 +104,7 @@ def check_folder(folder: Path, gid: int | None, *, setting: str, also_root: bool
 
 
 def shared_with(folder: Path) -> int | None:
-    """The group that a folder is shared with, by its owner's choice of its mode, if this user is a member of it."""
+    """Return the group that a folder's mode shares it with, if this user is a member of the group, else None."""
     found = os.stat(folder)
     is_shared = stat.S_IMODE(found.st_mode) & (SHARED | 0o007) == SHARED
     is_member = os.geteuid() == 0 or found.st_gid in (os.getegid(), *os.getgroups())
@@ -111,13 +112,13 @@ def shared_with(folder: Path) -> int | None:
 
 
 def share_file(descriptor: int, gid: int | None) -> None:
-    """Let the group of a shared folder read and write a new file in it, whatever the umask."""
+    """Let the group of a shared folder read and write a new file in it, despite the umask."""
     if gid is not None:
         os.fchmod(descriptor, 0o660)
 
 
 def user_name(uid: int) -> str:
-    """For messages: a user's name where it has one."""
+    """Return a user's name for messages, or the number of a user without a name."""
     try:
         return f"user {pwd.getpwuid(uid).pw_name}"
     except KeyError:
@@ -125,7 +126,7 @@ def user_name(uid: int) -> str:
 
 
 def _is_private(found: os.stat_result) -> bool:
-    """Also where a folder above has handed down its group."""
+    """Return whether a folder is this user's alone, even if its group was inherited from a folder above."""
     return found.st_uid == os.geteuid() and found.st_mode & 0o777 == PRIVATE
 
 
@@ -138,7 +139,7 @@ def _other_writers(found: os.stat_result) -> str | None:
 
 
 def _is_private_group(uid: int, gid: int) -> bool:
-    """Whether a group is there for one user alone, as most systems make them: then umask 002 lets nobody else in."""
+    """Return whether a group has a single member, as most systems create one per user; umask 002 is then harmless."""
     try:
         group = grp.getgrgid(gid)
         return uid == gid and group.gr_name == pwd.getpwuid(uid).pw_name and not group.gr_mem

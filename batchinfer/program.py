@@ -1,6 +1,6 @@
-"""The console command, for a process that does nothing else and ends with it; the command itself is in cli.py.
+"""The console command, for a process that runs it alone and ends with it; the command itself is in cli.py.
 
-Whatever is imported is imported by program(), where an interrupt is a sentence and no traceback.
+program() does all imports, so that an interrupt during them is reported as a sentence without a traceback.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
     """Run the command of this process's arguments and end the process.
 
     Args:
-        tell: is told what went wrong, in place of the person at stderr.
+        tell: receives errors instead of the person at stderr.
     """
     try:
         code = _command(tell)
@@ -30,33 +30,33 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
         code = ExitCode.INTERRUPTED
     try:
         sys.stdout.flush()
-    except OSError:  # of which somebody has been told
+    except OSError:  # reported before
         code = code or 1
     sys.stderr.flush()
-    # taking the interpreter and its libraries apart would take 0.1 s
+    # a regular shutdown of the interpreter and its libraries would take 0.1 s
     os._exit(code)
 
 
 def _command(tell: Callable[[BatchinferError], None] | None) -> int:
-    """Run the command; returns the exit code."""
+    """Run the command; return the exit code."""
     import traceback
     from contextlib import suppress
 
     from batchinfer import own_process
-    from batchinfer.lack import lack
     from batchinfer.records import ExitCode
+    from batchinfer.resource_errors import explain_resource_error
 
-    own_process.settle()
+    own_process.configure_interpreter()
     _open_closed_streams()
-    sys.stdout = own_process.stream(own_process.Output, sys.stdout)
-    sys.stderr = own_process.stream(own_process.Log, sys.stderr)
+    sys.stdout = own_process.wrap_stream(own_process.Output, sys.stdout)
+    sys.stderr = own_process.wrap_stream(own_process.Log, sys.stderr)
     tokenizer = None
     try:
         # before the imports of the command
         if sys.argv[1:2] in (["plan"], ["run"]):
             from batchinfer.data.tokenizer_process import TokenizerProcess
 
-            with suppress(OSError):  # it is started when it is needed, and this is told
+            with suppress(OSError):  # the plan starts it again when needed, and reports the error
                 tokenizer = TokenizerProcess()
         from batchinfer.cli import main
 
@@ -70,10 +70,10 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
     except BaseException as error:
         if isinstance(error.__cause__, KeyboardInterrupt):  # Python 3.11 makes a RuntimeError of one in a class body
             raise KeyboardInterrupt from None
-        if (lacking := lack(error)) is not None:  # during the imports
-            print(f"error: {lacking}", file=sys.stderr)
+        if (explained := explain_resource_error(error)) is not None:  # during the imports
+            print(f"error: {explained}", file=sys.stderr)
             return ExitCode.BAD_JOB
-        # the interpreter's own end waits for threads, and those that load ranks may wait for somebody who has left
+        # a regular exit waits for threads, and threads that load ranks may wait for a lost peer
         traceback.print_exc()
         return ExitCode.INTERNAL
     finally:
@@ -86,7 +86,7 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Of a caller who closed some of the three (>&-) they lead nowhere; else files of a run would get their numbers."""
+    """Open /dev/null for streams that the caller closed (>&-); else files of a run would get their numbers."""
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(handle, True)
     os.close(handle)

@@ -1,8 +1,8 @@
-"""Progress on stderr: two bars at most on a terminal, plain lines elsewhere; and for whoever listens in this process.
+"""Progress on stderr: at most two bars on a terminal, plain lines elsewhere; and calls of listeners in this process.
 
-What goes on in a process is a list of meters: planning and loading at once, then the work, then finish. A line holds
-them all; it comes after FIRST_S and then every LINE_S, also while nothing can be counted. A meter that has
-counted something ends with a line of its own.
+The current activities of a process are a list of meters: planning and loading at once, then the work, then finish. One
+line shows them all; it comes after FIRST_S and then every LINE_S, even if nothing can be counted. A meter that has
+counted something ends with one more line.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from batchinfer.sanitize import sanitize
 
 FIRST_S = 1.0  # until the first plain line
 LINE_S = 30.0  # between plain lines
-BAR_S = 0.2  # between two pictures on a terminal
+BAR_S = 0.2  # between two updates of a terminal
 TOLD_S = 0.1  # between two calls of a listener
 MOST_BARS = 2
-# of the lines of a job's progress, for who reads them among others
+# starts of a job's progress lines, for programs that look for them in stderr
 LINE_STARTS = ("planning: ", "loading: ", "to come: ", "waiting: ", "prefill: ", "decode: ", "finish: ")
 BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}{postfix}"
 
-Listener = Callable[[str, int, int], None]  # told the title, how many are done, and of how many
+Listener = Callable[[str, int, int], None]  # called with the title, the number done, and the total
 _listeners: list[Listener] = []  # of this process
 
 
-def listen(listener: Listener) -> None:
-    """Tell somebody of all progress that this process makes from now on."""
+def add_listener(listener: Listener) -> None:
+    """Call the listener with all further progress of this process."""
     _listeners.append(listener)
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a terminal draws of a meter; total 0: nothing can be counted. unit: "B" is written as kB, MB, GB."""
+    """A terminal's bar of a meter; total 0: nothing can be counted. unit: "B" is written as kB, MB, GB."""
 
     title: str
     done: int = 0
@@ -51,20 +51,20 @@ class Bar:
 
 
 class Meter:
-    """Something that goes on as long as its `with` lasts, and is shown meanwhile."""
+    """An activity that is shown for as long as its `with` statement lasts."""
 
-    has_counted = False  # something worth a last line
+    has_counted = False  # whether a last line is worthwhile
 
     def line(self) -> str:
-        """It as text; that of a job begins with one of LINE_STARTS."""
+        """Return the activity as text; that of a job begins with one of LINE_STARTS."""
         raise NotImplementedError
 
     def bars(self) -> list[Bar]:
-        """It for a terminal."""
+        """Return the bars for a terminal."""
         raise NotImplementedError
 
     def figures(self) -> dict[str, Any]:
-        """It for `status`, as JSON has it; `phase` is one of them."""
+        """Return the JSON-ready figures for `status`; `phase` is one of them."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -78,7 +78,7 @@ class Meter:
 
 
 class Count:
-    """How many are done, of how many; listeners are told. `advance` is cheap enough to call per step."""
+    """A count of finished items out of a total, reported to listeners. `advance` is cheap enough to call per step."""
 
     def __init__(self, title: str, total: int, *, done: int = 0) -> None:
         self.title, self.total, self.count = title, total, done
@@ -86,28 +86,28 @@ class Count:
         self.tell()
 
     def advance(self, count: int) -> None:
-        """Count finished things."""
+        """Add finished items."""
         self.set(self.count + count, self.total)
 
     def extend(self, count: int) -> None:
-        """There is more to do than was thought."""
+        """Increase the total."""
         self.total += count
 
     def set(self, count: int, total: int) -> None:
-        """This number is done now, of this total."""
+        """Set the number of finished items and the total."""
         self.count, self.total = count, total
         if time.monotonic() - self._told >= TOLD_S:
             self.tell()
 
     def tell(self) -> None:
-        """Tell listeners now."""
+        """Call the listeners now."""
         self._told = time.monotonic()
         for listener in _listeners:
             listener(self.title, self.count, self.total)
 
 
 class Progress(Count, Meter):
-    """Things counted one after the other: rows, files, bytes.
+    """Items counted one after the other: rows, files, bytes.
 
     Args:
         title: for listeners.
@@ -134,13 +134,13 @@ class Progress(Count, Meter):
 
     def line(self) -> str:
         took = duration(self._clock() - self._start_s)
-        if not self.total:  # nobody has said yet how many there are
+        if not self.total:  # not known yet
             return f"{self._phase}: for {took}"
         when = f" in {took}" if self.count >= self.total else _left(self.left_s())
         return f"{self._phase}: {self.count / self.total:.0%}, {_of(self.count, self.total, self._unit)}{when}"
 
     def left_s(self) -> float | None:
-        """Seconds until all are done, at the speed so far."""
+        """Return the seconds until all items are done, at the speed so far."""
         seconds = self._clock() - self._start_s
         return seconds * (self.total - self.count) / self.count if self.count else None
 
@@ -158,7 +158,7 @@ class Progress(Count, Meter):
 
 
 class Stage(Meter):
-    """Something in which nothing is counted: `planning: ordering the requests`."""
+    """An activity in which nothing is counted: `planning: ordering the requests`."""
 
     def __init__(self, phase: str, doing: str) -> None:
         self._phase, self._doing, self._start_s = phase, doing, time.monotonic()
@@ -173,14 +173,14 @@ class Stage(Meter):
         return {"phase": self._phase, "doing": self._doing}
 
 
-class LastWords(Meter):
-    """The progress of another process that writes lines of it, for a terminal alone."""
+class ChildProgress(Meter):
+    """The progress of a child process, taken from its lines; shown on a terminal only."""
 
     def __init__(self) -> None:
         self._said, self._start_s = "starting", time.monotonic()
 
-    def hear(self, line: str) -> str:
-        """Take note of a line that it wrote; returns it."""
+    def read_line(self, line: str) -> str:
+        """Take the progress from a line of the child; return the line."""
         if line.startswith(LINE_STARTS):
             self._said = line.rstrip()
         return line
@@ -193,7 +193,7 @@ class LastWords(Meter):
 
 
 class Board:
-    """Meters, drawn by a thread that lives as long as there are any; a process has one.
+    """The meters of a process, drawn by a thread that runs while there are any.
 
     Args:
         wait: until an event, as Event.wait.
@@ -204,7 +204,7 @@ class Board:
         self._wait = wait
         self._lock = threading.Lock()
         self._bars: list[tqdm[Any]] = []
-        self._changed = threading.Event()  # there are no meters any more
+        self._changed = threading.Event()  # set when the last meter ends
         self._has_spoken = False
 
     def add(self, meter: Meter) -> None:
@@ -216,7 +216,7 @@ class Board:
 
     def remove(self, meter: Meter) -> None:
         with self._lock:
-            self._draw_bars()  # as it ends
+            self._draw_bars()  # the meter's final state
             self.meters.remove(meter)
             if not self.meters:
                 self._changed.set()
@@ -238,7 +238,7 @@ class Board:
                 note(line)
 
     def _draw_bars(self) -> None:
-        """Have the terminal show what there is now; called with the lock held."""
+        """Show the current meters on the terminal; called with the lock held."""
         if not _is_terminal():
             return
         wanted = [bar for meter in self.meters for bar in meter.bars()][:MOST_BARS]
@@ -251,7 +251,10 @@ class Board:
 
 
 class _OwnBar(tqdm):
-    """With a lock of this process. That of tqdm is for several: a semaphore, which Python 3.14 warns of at the end."""
+    """A bar with a lock of this process.
+
+    tqdm's own lock is a semaphore for several processes, of which Python 3.14 warns at exit.
+    """
 
     _lock = threading.RLock()
 
@@ -272,27 +275,27 @@ def _draw_bar(shown: tqdm[Any], bar: Bar) -> None:
 _board = Board()
 
 
-def under_way() -> list[dict[str, Any]]:
-    """The figures of all that goes on in this process."""
+def current_figures() -> list[dict[str, Any]]:
+    """Return the figures of all meters of this process."""
     return [meter.figures() for meter in list(_board.meters)]
 
 
 def _is_terminal() -> bool:
-    """Whether stderr is a terminal with room for a bar; some in containers say that they have no columns."""
+    """Return whether stderr is a terminal with room for a bar; some terminals in containers report no columns."""
     with suppress(OSError, ValueError):
         return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
     return False
 
 
 def _of(done: int, total: int, unit: str) -> str:
-    """ "1,200 of 3,000 rows", "5.62GB of 14.2GB"."""
+    """Return a count as text: `1,200 of 3,000 rows`, `5.62GB of 14.2GB`."""
     if unit == "B":
         return f"{tqdm.format_sizeof(done, 'B')} of {tqdm.format_sizeof(total, 'B')}"
     return f"{done:,} of {total:,} {unit}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds in the unit that a person would take."""
+    """Return seconds as text in the unit that a person would use."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -303,5 +306,5 @@ def _left(seconds: float | None) -> str:
 
 
 def note(text: str) -> None:
-    """A line of information or a warning on stderr, without tearing a running bar."""
+    """Print a line of information or a warning to stderr without breaking a running bar."""
     _OwnBar.write(sanitize(text), file=sys.stderr)

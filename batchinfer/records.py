@@ -1,4 +1,4 @@
-"""The nouns of batchinfer and its errors; every room speaks in these. Standard library only."""
+"""The nouns of batchinfer and its errors, used by every room. Standard library only."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ KV = "kv"  # a kind of Span: a prompt's KV sent or received between ranks; not p
 
 
 class ExitCode:
-    """What the shell sees when a command ends."""
+    """Exit codes of commands."""
 
     OK = 0
     INTERNAL = 1
@@ -21,7 +21,7 @@ class ExitCode:
 
 
 class BatchinferError(Exception):
-    """A failure that is told to the user as a sentence; `exit_code` says how the command ends."""
+    """A failure that is reported to the user as a sentence; `exit_code` is that of the command."""
 
     exit_code = ExitCode.INTERNAL
 
@@ -37,7 +37,7 @@ class ConfigError(BatchinferError):
 
 
 class ConfigErrors(ConfigError):
-    """Several things are wrong; each is told as a sentence on a line of its own."""
+    """Several wrong settings, each reported as a sentence on a separate line."""
 
     def __init__(self, sentences: list[str]) -> None:
         super().__init__("\n".join(sentences))
@@ -48,7 +48,7 @@ class ConfigErrors(ConfigError):
 
 
 class DamagedFileError(ConfigError):
-    """A file that the program wrote is missing, or is not what was written."""
+    """A file that the program wrote is missing or has another content."""
 
     def __init__(self, path: Path, reason: str, *, remedy: str = "restore it or delete it") -> None:
         super().__init__(f"{path} is damaged: {reason}; {remedy}")
@@ -56,7 +56,7 @@ class DamagedFileError(ConfigError):
 
 
 class InputError(BatchinferError):
-    """An input shard cannot be used (and the job was told to be strict, or no shard can)."""
+    """An input shard cannot be used (with --strict, or when no other shard can)."""
 
     exit_code = ExitCode.BAD_JOB
 
@@ -80,24 +80,24 @@ class RunMismatchError(BatchinferError):
 
 
 class IncompleteRunError(BatchinferError):
-    """`finish` was asked for while rows are still missing."""
+    """Rows are still missing when `finish` runs."""
 
     exit_code = ExitCode.INTERNAL
 
 
 class PeerLostError(BatchinferError):
-    """Another rank of the group has ended or does not answer: this one cannot go on either."""
+    """Another rank of the group has ended or does not answer: this one cannot go on, either."""
 
     @classmethod
     def not_connected(cls, missing: int, timeout_s: float, error: Exception) -> "PeerLostError":
-        """The error where so many ranks did not come in time."""
+        """Return the error for ranks that did not connect in time."""
         return cls(f"{missing} ranks of the group did not connect within {timeout_s:g} s: {error}")
 
 
 class InterruptedRunError(BaseException):
-    """A signal stopped the run; what was finished is kept and the same command goes on from there.
+    """A signal stopped the run; finished work is kept and the same command goes on from there.
 
-    Not an Exception: code that turns what goes wrong with one row into an error row must let it pass.
+    Not an Exception: code that turns the failure of one row into an error row must let it pass.
     """
 
     exit_code = ExitCode.INTERRUPTED
@@ -105,22 +105,22 @@ class InterruptedRunError(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One input file as it stood when the job was planned."""
+    """One input file at the time of planning."""
 
     index: int
     path: str  # absolute, or a URI
     name: str  # below the common folder of all shards, without a leading slash; outputs/<name> mirrors it
     size_bytes: int
-    footer: str  # hex digest of the Parquet footer, of other formats of all bytes; "" when the file could not be read
+    footer: str  # hex digest of the Parquet footer, for other formats of all bytes; "" if the file could not be read
     num_rows: int
     problem: str | None = None  # why the file cannot be read
-    version: str = ""  # of an object: its ETag, or when it was written; "" for a file
+    version: str = ""  # of an object: its ETag, or its time of writing; "" for a file
     format: str = "parquet"  # or jsonl, csv, arrow, openai
     schema: str = ""  # Arrow schema of the columns in base64 (data/shard_schemas.py); "" if the file could not be read
     written_ns: int = 0  # of a file that is not Parquet: when it was last written
 
     def changed(self) -> RunMismatchError:
-        """The error where the file is another one now."""
+        """Return the error for a file that changed after planning."""
         return RunMismatchError(
             f"{self.path} changed after it was planned; restore it, or plan into another output.dir"
         )
@@ -131,7 +131,7 @@ SAMPLING_LISTS = ("stop", "stop_token_ids", "bad_words")  # of Sampling: tuples 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one request picks its tokens; the defaults live in config.SamplingConfig."""
+    """The sampling settings of one request; the defaults are in config.SamplingConfig."""
 
     max_tokens: int
     temperature: float
@@ -143,21 +143,21 @@ class Sampling:
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     ignore_eos: bool
-    logprobs: int | None  # number of alternatives to report beside the chosen token; None: no logprobs
+    logprobs: int | None  # number of alternatives to report with the chosen token; None: no logprobs
     include_stop_str_in_output: bool = False
     min_tokens: int = 0
     bad_words: tuple[str, ...] = ()
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit)
     thinking_budget: int | None = None  # tokens
-    structured: tuple[str, str] | None = None  # what the answer must be: kind and text, as grammar/ takes them
-    prompt_logprobs: int | None = None  # alternatives to report beside each prompt token; None: no prompt logprobs
+    structured: tuple[str, str] | None = None  # required form of the answer: kind and text of structured_outputs
+    prompt_logprobs: int | None = None  # alternatives to report with each prompt token; None: no prompt logprobs
 
     @property
     def changes_logits(self) -> bool:
-        """Whether tokens are not picked by the model's own logits alone."""
+        """Whether anything but the model's own logits affects the choice of tokens."""
         return bool(
             self.min_tokens
             or self.bad_words
@@ -171,13 +171,13 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether no token is drawn at random."""
         return self.temperature == 0.0 or self.max_tokens == 0
 
 
 @dataclass(frozen=True, slots=True)
 class RequestKey:
-    """What results are keyed by: never the id, which may repeat."""
+    """The key of results: never the id, which may repeat."""
 
     shard: int
     row: int
@@ -193,25 +193,25 @@ class Request:
     token_ids: list[int]
     sampling: Sampling
     sampling_key: int  # 64 bits from (seed, id, occurrence, sample), see `sampling_key`
-    cached_tokens: int = 0  # prompt tokens that the plan has computed by an earlier request
-    shared_tokens: int = 0  # prompt tokens that the request before it has, in the order of all ranks together
-    replicated_tokens: int = 0  # of these, what its own rank is not expected to have: it computes them again
+    cached_tokens: int = 0  # prompt tokens that an earlier request of the plan computes
+    shared_tokens: int = 0  # prompt tokens shared with the request before it, in the order of all ranks together
+    replicated_tokens: int = 0  # shared tokens that its own rank is not expected to have and computes again
     counted_tokens: int = 0  # leading prompt tokens that earlier requests and results count; at least shared_tokens
-    kept_tokens: int = 0  # leading prompt tokens that another request has, too: worth a place in a KV store
-    # for each block from the first on that no earlier request computes: the last unit that needs it, if a later one
+    kept_tokens: int = 0  # leading prompt tokens shared with another request: worth keeping in a KV store
+    # for each block, from the first that no earlier request computes: the last unit that needs it, if a later one
     last_units: tuple[int, ...] = ()
-    prompt_group: int = 0  # prompts with a long common start have the same: their answers are expected to be alike
+    prompt_group: int = 0  # equal for prompts with a long common start: their answers are expected to be alike
     expected_tokens: float | None = None  # output tokens of this group in an earlier run
-    score_from: int = 0  # the prompt's tokens from this place on are scored; 0: none is
+    score_from: int = 0  # the prompt's tokens from this index on are scored; 0: none is
 
     @property
     def most_cached_tokens(self) -> int:
-        """Leading prompt tokens whose KV may come from elsewhere: the others run, since their logits are needed."""
+        """Leading prompt tokens whose KV may come from elsewhere; the others run, since their logits are needed."""
         return (self.score_from or len(self.token_ids)) - 1
 
     @property
     def num_alternatives(self) -> int:
-        """Most likely tokens that are reported beside each scored token: of a choice, whether it would be chosen."""
+        """Most likely tokens reported with each scored token; 1 for a choice, to report whether it is greedy."""
         return 1 if self.sampling.prompt_logprobs is None else self.sampling.prompt_logprobs
 
     @property
@@ -251,7 +251,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a rank hands back for one request."""
+    """The result that a rank returns for one request."""
 
     key: RequestKey
     unit: int
@@ -266,20 +266,20 @@ class Completion:
     times: RequestTimes = field(default_factory=RequestTimes)
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
-    replicated_tokens: int = 0  # prompt tokens that another rank computed as well; below 0: found although it did
-    recomputed_tokens: int = 0  # prompt tokens that its rank had computed before and had to give up, short of pages
-    computed_tokens: int = 0  # prompt tokens that ran for it, the last two among them
-    reasoning: str | None = None  # what it thought before the text; None: it did not, or nobody asked
+    replicated_tokens: int = 0  # prompt tokens that another rank computed as well; below 0: planned, but not needed
+    recomputed_tokens: int = 0  # prompt tokens that its rank had computed before and had to drop, short of pages
+    computed_tokens: int = 0  # prompt tokens that ran for it, replicated and recomputed ones included
+    reasoning: str | None = None  # the thinking before the text; None: there was none, or it was not requested
     reasoning_tokens: int = 0  # of token_ids
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens that were to be scored
-    structured_valid: bool | None = None  # whether it is all that structured_outputs asked for; None: nothing
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's scored tokens
+    structured_valid: bool | None = None  # whether it is complete by structured_outputs; None: no form was required
 
 
 def slots_per_rank(num_experts: int, num_redundant: int, num_ranks: int) -> int:
-    """Expert slots of each rank when the experts and redundant ones are spread evenly.
+    """Return the expert slots of each rank when experts and redundant experts are spread evenly.
 
     Raises:
-        ConfigError: they do not spread evenly; the message says how many more redundant ones do.
+        ConfigError: they do not spread evenly; the message names a number of redundant experts that does.
     """
     num_slots = num_experts + num_redundant
     if num_slots % num_ranks:
@@ -291,7 +291,7 @@ def slots_per_rank(num_experts: int, num_redundant: int, num_ranks: int) -> int:
 
 
 def sampling_key(seed: int, row_id: str, occurrence: int, sample: int) -> int:
-    """The 64-bit key of one request's random draws: it depends on the row and the seed only.
+    """Return the 64-bit key of one request's random draws, which depends only on the row and the seed.
 
     Args:
         seed: the job's or the row's seed.
@@ -304,12 +304,12 @@ def sampling_key(seed: int, row_id: str, occurrence: int, sample: int) -> int:
 
 
 def sampling_to_json(sampling: Sampling) -> str:
-    """One row's resolved sampling as it is stored in the plan; equal samplings give equal text."""
+    """Convert one row's resolved sampling to the text stored in the plan; equal samplings give equal text."""
     return json.dumps({field.name: getattr(sampling, field.name) for field in fields(sampling)}, sort_keys=True)
 
 
 def sampling_from_json(text: str) -> Sampling:
-    """The sampling that `sampling_to_json` stored."""
+    """Parse the text of `sampling_to_json`."""
     values = json.loads(text)
     values |= {name: tuple(values[name]) for name in SAMPLING_LISTS}
     values["logit_bias"] = tuple((token, bias) for token, bias in values["logit_bias"])

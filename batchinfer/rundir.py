@@ -1,4 +1,4 @@
-"""Every path in a run folder, and what its run.json says."""
+"""The paths of a run folder, and the content of its run.json."""
 
 import os
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from batchinfer.checked_json import read_json
 from batchinfer.records import InputError, Shard
 
 LINE_FILES = {"parquet": (), "jsonl": (".jsonl",), "openai": (".jsonl", ".errors.jsonl")}  # by output.format
-LAUNCHERS = ("slurm", "k8s", "ray")  # each has a folder of what was sent to its clusters
-DELETE_STATISTICS = "delete it: statistics do without it"  # what to do when a session's are damaged
+LAUNCHERS = ("slurm", "k8s", "ray")  # each has a folder with records of its submissions
+DELETE_STATISTICS = "delete it: statistics do without it"  # remedy for damaged statistics of a session
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class RunDir:
 
     @property
     def plan_scratch(self) -> Path:
-        """Sorted token ids of a plan that is being made; gone when it is complete."""
+        """Sorted token ids of an unfinished plan; deleted when the plan is complete."""
         return self.root / "plan" / ".sorted"
 
     @property
@@ -90,7 +90,7 @@ class RunDir:
 
     @property
     def work(self) -> Path:
-        """What only living processes need."""
+        """Files that only running processes need."""
         return self.root / "work"
 
     @property
@@ -99,7 +99,7 @@ class RunDir:
 
     @property
     def published(self) -> Path:
-        """What `finish` has put where output.publish says."""
+        """The record of files that `finish` has copied to output.publish."""
         return self.root / "published.json"
 
     @property
@@ -108,31 +108,31 @@ class RunDir:
 
     @property
     def goal(self) -> Path:
-        """When a submitted run is to end and what it may cost."""
+        """The deadline and cost limit of a submitted run."""
         return self.slurm / "goal.json"
 
     def heartbeat(self, session: str) -> Path:
-        """A session's sign of life; gone when it has ended."""
+        """Return the path of a session's heartbeat; the file is deleted when the session ends."""
         return self.root / "work" / "sessions" / f"{session}.json"
 
     def kv_transfers(self, session: str) -> Path:
-        """KV on its way between hosts; gone with the command that sends it."""
+        """Return the folder of KV on its way between hosts; it is deleted by the command that sends."""
         return self.root / "work" / f"transfers-{session}"
 
     def meeting(self, group: str) -> Path:
-        """Where a group of processes on several nodes meets."""
+        """Return the file through which a group's processes on several nodes find each other."""
         return self.root / "work" / f"meeting-{group}.json"
 
     @property
     def quarantine(self) -> Path:
-        """Damaged files that were set aside."""
+        """Damaged files that were moved aside."""
         return self.root / "quarantine"
 
     def tokens(self, shard: int) -> Path:
         return self.root / "tokens" / f"{shard:05d}.parquet"
 
     def token_checksums(self, shard: int) -> Path:
-        """The checksums of a token file until run.json has them: a plan that was interrupted goes on with it."""
+        """Return the path of a token file's checksums, for resuming an interrupted plan; later run.json has them."""
         return self.root / "tokens" / f"{shard:05d}.json"
 
     @property
@@ -141,7 +141,7 @@ class RunDir:
 
     @property
     def done_marks(self) -> Path:
-        """One file per unit that is done, all in one folder: a single listing tells which are."""
+        """The folder with one file per finished unit: a single listing shows all of them."""
         return self.root / "done"
 
     def unit(self, unit: int) -> Path:
@@ -160,7 +160,7 @@ class RunDir:
         return self.stats / f"{table}.parquet"
 
     def step_journal(self, session: str) -> Path:
-        """Steps that a session has not committed yet."""
+        """Return the path of the steps that a session has not committed yet."""
         return self.stats / "steps" / f"{session}.journal"
 
     def session_stats(self, table: str, session: str, part: int | None = None) -> Path:
@@ -168,48 +168,48 @@ class RunDir:
 
 
 def launcher_folder(run: RunDir, launcher: str) -> Path:
-    """What was sent to a cluster by one of LAUNCHERS, and what its tasks said."""
+    """Return the folder of a launcher's submissions and its tasks' logs."""
     return run.root / launcher
 
 
 def send_lock(run: RunDir) -> Path:
-    """Held by who sends or ends tasks."""
+    """Return the path of the lock held while tasks are sent or ended."""
     return run.root / "send.lock"
 
 
 def follower_record(run: RunDir) -> Path:
-    """Which command stays and sets the number of tasks on Slurm."""
+    """Return the path of the record of the command that adjusts the number of tasks on Slurm."""
     return run.slurm / "follower.json"
 
 
 def submission_records(run: RunDir, launchers: Sequence[str] = LAUNCHERS) -> list[Path]:
-    """The records of all that was ever sent to clusters, by these launchers."""
+    """Return the records of all submissions to clusters by these launchers."""
     return [path for name in launchers for path in sorted(launcher_folder(run, name).glob("[0-9]*.json"))]
 
 
 def is_run_folder(folder: str) -> bool:
-    """Whether a folder holds a run; its files are no data of a job that does not name it."""
+    """Return whether a folder holds a run; its files are not input of a job that does not name it."""
     return all(os.path.isfile(path) for path in (RunDir(Path(folder)).run_json, RunDir(Path(folder)).job))
 
 
 def was_planned(run: RunDir) -> bool:
-    """Whether a plan was begun in this folder, which has run.json unless that was lost."""
+    """Return whether a plan was begun in this folder; the folder then has run.json, unless that was lost."""
     return run.job.exists() and any(path.exists() for path in (run.run_json, run.lock, run.unit_folders))
 
 
 def output_files(run: RunDir, shard_name: str, form: str) -> list[Path]:
-    """The files of a shard's outputs by output.format: the Parquet file, then those of lines."""
+    """Return the files of a shard's outputs by output.format: the Parquet file, then the files of lines."""
     table = run.output(shard_name)
     return [table, *(table.with_suffix(suffix) for suffix in LINE_FILES[form])]
 
 
 def read_state(run: RunDir) -> dict[str, Any]:
-    """What run.json says.
+    """Return the content of run.json.
 
     Raises:
         DamagedFileError: it is missing or damaged.
     """
-    return read_json(run.run_json, "state", "shards", remedy=plan_again(run.root))
+    return read_json(run.run_json, "state", "shards", remedy=replan_remedy(run.root))
 
 
 def shards_to_state(shards: list[Shard]) -> dict[str, Any]:
@@ -227,11 +227,11 @@ def shards_of_state(state: dict[str, Any]) -> list[Shard]:
     return [Shard(**{**entry, "schema": schemas.get(entry["schema"], entry["schema"])}) for entry in state["shards"]]
 
 
-def refuse_bad_rows(run: RunDir) -> None:
+def check_no_bad_rows(run: RunDir) -> None:
     """What --strict means once a plan is made: no bad row and no unreadable shard in it.
 
     Raises:
-        InputError: the plan holds one; the message names the first unreadable shard.
+        InputError: the plan has one; the message names the first unreadable shard.
     """
     state = read_state(run)
     unreadable = [shard["path"] for shard in state["shards"] if shard["problem"] is not None]
@@ -244,11 +244,11 @@ def refuse_bad_rows(run: RunDir) -> None:
         )
 
 
-def plan_again(root: Path) -> str:
-    """What to do when a file of a plan is damaged."""
-    return f"`batchinfer plan --again {root}` makes it anew and keeps what is computed"
+def replan_remedy(root: Path) -> str:
+    """Return the remedy for a damaged file of a plan."""
+    return f"`batchinfer plan --again {root}` plans again and keeps all computed results"
 
 
-def finish_again(root: Path) -> str:
-    """What to do when a file that `finish` wrote is damaged."""
+def refinish_remedy(root: Path) -> str:
+    """Return the remedy for a damaged file that `finish` wrote."""
     return f"`batchinfer finish {root}` writes all outputs again"

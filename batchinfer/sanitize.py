@@ -1,4 +1,4 @@
-"""Other people's text for terminals and pages: what does not print is escaped, what is too long is cut."""
+"""Foreign text for terminals and pages: unprintable characters are escaped, long texts are cut."""
 
 import unicodedata
 
@@ -6,10 +6,10 @@ MAX_CHARS = 500  # of an error in a row or on a terminal
 
 
 def printable(char: str) -> str:
-    """A character as it is, or as its escape when it does not print.
+    """Return a printable character unchanged, and any other as its escape.
 
     Control characters, escapes, line breaks and marks that reverse the direction become escapes, so that no text can
-    move the cursor or pass for something else.
+    move the cursor or disguise itself.
     """
     if char.isprintable() or unicodedata.category(char) == "Zs":
         return char
@@ -17,19 +17,19 @@ def printable(char: str) -> str:
 
 
 def sanitize(text: str) -> str:
-    """A text of one or several lines as a terminal should get it."""
+    """Return a text of one or several lines with unprintable characters escaped, for a terminal."""
     return text if text.isprintable() else "".join(char if char == "\n" else printable(char) for char in text)
 
 
 def fit(content: str, width: int, keep_end: bool = False) -> str:
-    """One line of any text, sanitized, cut to a width.
+    """Return one line of any text, sanitized and cut to a width.
 
     Args:
         content: line breaks in it become escapes.
         width: columns of the terminal.
         keep_end: cut at the start instead of the end (paths).
     """
-    # what is far beyond the cut need not be escaped
+    # only the part near the cut is escaped
     near = content[-width - 1 :] if keep_end else content[: width + 1]
     pieces = [printable(char) for char in near]
     if len(near) == len(content) and sum(map(display_width, pieces)) <= width:
@@ -45,7 +45,7 @@ def fit(content: str, width: int, keep_end: bool = False) -> str:
 
 
 def display_width(content: str) -> int:
-    """Columns that a terminal needs: two for wide characters (East Asian), none for combining ones."""
+    """Return the columns that a terminal needs: two for wide characters (East Asian), none for combining ones."""
     if content.isascii():
         return len(content)
     return sum(
@@ -53,13 +53,13 @@ def display_width(content: str) -> int:
     )
 
 
-def words_of(error: BaseException) -> str:
-    """An error of somebody's text; what Python says of one that is nested too deeply differs between its versions."""
+def error_text(error: BaseException) -> str:
+    """Return the text of a parser's error; one sentence for too deep nesting, whose text differs between Pythons."""
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def clip(text: str) -> str:
-    """A sentence for a row or a person; of one that is too long the middle is left out."""
+    """Shorten a text for a row or a person by leaving out its middle."""
     if len(text) <= MAX_CHARS:
         return text
     end = MAX_CHARS // 4
@@ -67,6 +67,6 @@ def clip(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, for a sentence: its first line without a closing full stop; if it says nothing, its class."""
-    text = error.strerror if isinstance(error, OSError) and error.strerror else words_of(error)
+    """Return an error's first line without a closing full stop, for a sentence; its class if it has no text."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else error_text(error)
     return clip((text.strip().splitlines() or [type(error).__name__])[0].rstrip("."))

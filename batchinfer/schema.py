@@ -1,4 +1,4 @@
-"""The job file's keys and the run folder's tables as text, from their definitions."""
+"""Descriptions of the job file's keys and the run folder's tables, generated from their definitions."""
 
 import textwrap
 from types import UnionType
@@ -19,12 +19,12 @@ TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true | false"
 
 
 def job_json_schema() -> dict[str, Any]:
-    """JSON Schema of a job file, for editors that check TOML."""
+    """Return the JSON Schema of a job file, for editors that check TOML."""
     return JobConfig.model_json_schema()
 
 
 def job_schema_text() -> str:
-    """Every part and key with type, default and meaning."""
+    """Describe every part and key with type, default and meaning."""
     blocks = [
         "A job file is TOML. Relative paths count from its folder. Keys without a default are required;",
         "unknown keys are errors. `--set part.key=value` overrides a key.",
@@ -44,7 +44,7 @@ def job_schema_text() -> str:
 
 
 def stats_schema_text() -> str:
-    """The views that `report --sql` offers: columns, types, meaning."""
+    """Describe the views of `report --sql`: columns, types, meaning."""
     blocks = ["Views of `batchinfer report RUN --sql`, and the Parquet files behind them in outputs/ and stats/:"]
     blocks += [line for table in (*OUTPUT_TABLES, *STATS_TABLES, DECODE_STEPS) for line in _table_lines(table)]
     blocks += ["\nThe view of `batchinfer peek RUN --sql`, with the row's id in front:", *_table_lines(RESULTS)]
@@ -65,7 +65,7 @@ def _entry(name: str, kind: str, doc: str) -> str:
 
 
 def _type_name(annotation: Any) -> str:
-    """`list[str]`, `float`, `"a" | "b"` for what pydantic has as Optional, Annotated and Literal."""
+    """Return a short name for a pydantic annotation: `list[str]`, `float`, `"a" | "b"`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _type_name(arguments[0])

@@ -1,6 +1,6 @@
-"""The signals that stop a command: SIGINT, SIGTERM, SIGUSR1, and SIGHUP, which the end of its terminal sends.
+"""The signals that stop a command: SIGINT, SIGTERM, SIGUSR1, and SIGHUP, sent when its terminal closes.
 
-Ranks leave them to their controller.
+Ranks ignore them; their controller handles them.
 """
 
 import signal
@@ -14,15 +14,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopSignal:
-    """One wish to stop, whichever signal brings it.
+    """A request to stop, by any of the signals.
 
     While `graceful` is off (planning, loading, finishing: every file is published whole, so stopping anywhere is safe)
     a signal raises InterruptedRunError at once. While it is on (the step loop) the first signal only sets `requested`.
-    Further signals change nothing, since a cluster sends several for one wish to stop; but a second Ctrl-C is that of a
+    Further signals change nothing, since a cluster sends several to stop a job once. A second Ctrl-C comes from a
     person and raises at once.
 
     Attributes:
-        raised: what was, if anything; libraries that call back while they work make errors of their own of it.
+        raised: the raised error, if any; libraries that call back may turn it into errors of their own.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class StopSignal:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Signals that come meanwhile come at the end: C++ that an error reaches from Python would end the process."""
+        """Delay signals until the end of the block: an error raised from Python into C++ would end the process."""
         self._held = []
         try:
             yield
@@ -60,8 +60,8 @@ class StopSignal:
 
 
 @contextmanager
-def signals_wait() -> Iterator[None]:
-    """Signals that come meanwhile come at the end; to a process started meanwhile, when it is ready for them."""
+def signals_held() -> Iterator[None]:
+    """Delay signals until the end of the block; a process started inside gets them once it is ready."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -70,7 +70,7 @@ def signals_wait() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignore what stops a job: in a rank, whose controller gets it, too, and where nothing is left to be stopped."""
+    """Ignore stop signals: in a rank, whose controller gets them, too, and at the end of a command."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # see signals_wait
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked if started inside signals_held

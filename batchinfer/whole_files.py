@@ -1,6 +1,6 @@
-"""Files that are whole or absent: written beside their places, synced, and renamed.
+"""Files that are whole or absent: written to a temporary name in the same file system, synced, and renamed.
 
-What a process that was killed leaves has a name that nobody reads, and is deleted when it is old.
+The leftover of a killed process has a name that no reader takes, and is deleted after LEFTOVER_S.
 """
 
 import errno
@@ -21,22 +21,22 @@ from typing import Self
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
 
-TEMPORARY = ".tmp"  # a file or folder that begins with a dot and ends so is nobody's result
-NAME_BYTES = 100  # of what it is to become, in its name
-REMOVALS, REMOVAL_PAUSE_S = 5, 0.1  # of a folder in which others are still busy
+TEMPORARY = ".tmp"  # suffix of temporary files and folders, whose names begin with a dot
+NAME_BYTES = 100  # of the target's name in the temporary name
+REMOVALS, REMOVAL_PAUSE_S = 5, 0.1  # tries to delete a folder that other processes still use
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors of a limit of open files: no fault of a file or a request
 SYNCED_TOGETHER = 4  # files that a publisher syncs at the same time
-MOST_WAITING = 64  # that are written and not in their places yet: what a kill may undo
-LEFTOVER_S = 3600.0  # one that has not changed for so long was left by a process that has ended
+MOST_WAITING = 64  # written files that are not published yet, and are lost if the process is killed
+LEFTOVER_S = 3600.0  # a temporary file unchanged for this long belongs to a dead process
 
 
 class Publisher:
-    """Puts files into their places while the next ones are written; a disk syncs several in the time of one.
+    """Syncs and renames files while the next ones are written; a disk syncs several in the time of one.
 
-    At the end of its `with` statement all are in their places.
+    At the end of its `with` statement all files are published.
 
     Args:
-        then: called with each file that is in its place.
+        then: called with each published file.
     """
 
     def __init__(self, then: Callable[[Path], None] | None = None) -> None:
@@ -55,15 +55,15 @@ class Publisher:
                 self.wait()
 
     def put(self, temporary: Path, target: Path) -> None:
-        """Take a file that is written; raises what an earlier one met."""
+        """Take a written file; raise the error of an earlier one."""
         self._waiting.append(self._pool.submit(self._publish, temporary, target))
         self.wait(MOST_WAITING)
 
     def wait(self, most_waiting: int = 0) -> None:
-        """Return when no more than this many are not in their places.
+        """Wait until at most `most_waiting` files are unpublished.
 
         Raises:
-            ConfigError: one could not be written.
+            ConfigError: a file could not be written.
         """
         while len(self._waiting) > most_waiting or (self._waiting and self._waiting[0].done()):
             self._waiting.popleft().result()
@@ -79,12 +79,13 @@ class Publisher:
 def published(
     target: Path, scratch: Path | None = None, *, mode: int = 0o666, publisher: Publisher | None = None
 ) -> Iterator[Path]:
-    """A temporary path beside `target`; on success synced to disk and renamed, so that `target` is whole or absent.
+    """Yield a temporary path; on success sync and rename it to `target`, which is therefore whole or absent.
 
     Args:
-        scratch: folder for the temporary file instead, on the same file system (for folders that users list).
-        mode: of the file from its first byte on, less what the umask takes.
-        publisher: does that later.
+        scratch: folder for the temporary file (for targets in folders that users list), on the same file system;
+            None: the target's folder.
+        mode: of the file from its first byte on, restricted by the umask.
+        publisher: syncs and renames later.
 
     Raises:
         ConfigError: the folder cannot be written (read only, full); the message names it.
@@ -109,7 +110,7 @@ def _whole_or_absent(temporary: Path, target: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        with suppress(OSError):  # a disk that fails: `remove_leftovers` comes later
+        with suppress(OSError):  # a failing disk; `remove_leftovers` deletes the file later
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise cannot_write(target, error) from None
@@ -123,14 +124,14 @@ def _put_in_place(temporary: Path, target: Path) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> ConfigError:
-    """What to tell a person when a file of the run folder cannot be written."""
+    """Return the error for a file of the run folder that cannot be written."""
     if error.errno in NO_DESCRIPTOR:
         return too_many_files(f"cannot write {path}")
     return ConfigError(f"cannot write {path}: {error.strerror or error}; free space or choose another folder")
 
 
 def too_many_files(what: str) -> ConfigError:
-    """What to tell a person when something cannot be done for NO_DESCRIPTOR."""
+    """Return the error for an action that failed with NO_DESCRIPTOR."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return ConfigError(f"{what}: no file descriptor is left (`ulimit -n` is {limit}); raise the limit of open files")
 
@@ -142,10 +143,10 @@ def publish_text(target: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def create_exclusively(path: Path, text: str, *, mode: int = 0o666) -> bool:
-    """Create `path` with `text` in it unless it exists; True for the one process that did.
+    """Create `path` with `text` in it unless it exists; return True in the one process that did.
 
-    The content is complete when the name appears: it is written beside and linked (link fails when the name is taken).
-    `mode` is as in `published`.
+    The content is complete when the name appears: it is written to a temporary file and linked (link fails if the name
+    is taken). `mode` is as in `published`.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -171,18 +172,18 @@ def create_exclusively(path: Path, text: str, *, mode: int = 0o666) -> bool:
 
 
 def file_system_s(folder: Path) -> float:
-    """Unix time by the clock that dates the files in a folder; this host's own may be minutes off."""
+    """Return Unix time by the clock that dates the files in a folder; this host's own may be minutes off."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"now")
             file.flush()
             return os.fstat(file.fileno()).st_mtime
     except OSError:
-        return time.time()  # the folder can only be read
+        return time.time()  # the folder is read-only
 
 
 def remove_leftovers(folder: Path, *, deep: bool = False) -> None:
-    """Delete the temporary files and folders in a folder that dead processes left there, LEFTOVER_S ago or longer.
+    """Delete temporary files and folders that dead processes left in a folder LEFTOVER_S ago or longer.
 
     Args:
         deep: in all folders below it, too.
@@ -194,18 +195,18 @@ def remove_leftovers(folder: Path, *, deep: bool = False) -> None:
             try:
                 if now_s - path.lstat().st_mtime >= LEFTOVER_S:
                     shutil.rmtree(path) if name in folders else path.unlink()
-            except FileNotFoundError:  # it has just got its name
+            except FileNotFoundError:  # just published
                 continue
             except OSError as error:
-                note(f"warning: cannot delete {path}, which nobody needs: {error.strerror or error}")
+                note(f"warning: cannot delete the leftover file {path}: {error.strerror or error}")
         if not deep:
             break
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder in which processes of other hosts may still create and delete files.
+    """Delete a folder in which processes of other hosts may still create and delete files for a moment.
 
-    They end soon; what cannot be deleted by then stays, and goes with the whole work folder when the run is finished.
+    A folder that survives a few tries stays, and is deleted with the whole work folder when the run is finished.
     """
     for _ in range(REMOVALS):
         shutil.rmtree(folder, ignore_errors=True)
@@ -230,7 +231,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _create_beside(target: Path, folder: Path, mode: int) -> tuple[int, Path]:
-    """A new file for what is to become `target`, with this mode less the umask."""
-    start = os.fsdecode(os.fsencode(target.name)[:NAME_BYTES])  # the whole is no longer than a long name of a target
+    """Create a temporary file for `target` in `folder`, with this mode restricted by the umask."""
+    start = os.fsdecode(os.fsencode(target.name)[:NAME_BYTES])  # keeps the temporary name below the limit of names
     path = folder / f".{start}.{secrets.token_hex(4)}{TEMPORARY}"
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode), path

@@ -26,7 +26,7 @@ GROUND = (
     "stop",
     "progress",
     "own_process",
-    "lack",
+    "resource_errors",
 )
 DOORS = ("schema", "cli", "program", "__main__", "lm_eval", "api")
 # Rooms from the bottom to the top, each with the rooms below that it may import; the ground is open to all.
@@ -71,7 +71,7 @@ ROOMS: dict[str, set[str]] = {
 WITH_KERNELS = {"parallel", "kv", "model", "rank", "doctor"}
 WITHOUT_TORCH = {*GROUND, *DOORS, *ROOMS} - WITH_KERNELS
 NEED_RAY = {"submit.ray.driver", "submit.ray.group"}  # run in a Ray cluster only
-STANDARD_LIBRARY_ONLY = ("records", "equal_rows", "sanitize", "host_info", "own_process", "lack")
+STANDARD_LIBRARY_ONLY = ("records", "equal_rows", "sanitize", "host_info", "own_process", "resource_errors")
 
 
 def modules():

@@ -13,7 +13,7 @@ def test_a_json_file_that_was_changed_is_refused(tmp_path):
     publish_json(path, {"num_rows": 10})
     assert read_json(path) == {"num_rows": 10}
     path.write_text(path.read_text().replace("10", "11"))
-    with pytest.raises(DamagedFileError, match="its checksum does not fit what it says"):
+    with pytest.raises(DamagedFileError, match="its checksum does not match its content"):
         read_json(path)
 
 

@@ -258,7 +258,9 @@ def test_what_cannot_work_is_one_sentence(ours, tmp_path):
     with pytest.raises(ConfigError, match=r"model_args: cluster.prefill_ranks is 0, but it should be greater"):
         wrong.loglikelihood([request("loglikelihood", "a", " b")], disable_tqdm=True)
     other = BatchinferLM(str(SAMPLE_MODEL), work_dir=str(tmp_path), **{"cluster.backend": "hopper"})
-    with pytest.raises(BatchinferError, match=r"batchinfer run .*job.toml ended with exit code 2; its words are above"):
+    with pytest.raises(
+        BatchinferError, match=r"batchinfer run .*job.toml ended with exit code 2; its messages are above"
+    ):
         other.loglikelihood([request("loglikelihood", "a", " b")], disable_tqdm=True)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.work_progress import WorkProgress
-from batchinfer.progress import FIRST_S, LINE_S, Board, LastWords, Progress, Stage
+from batchinfer.progress import FIRST_S, LINE_S, Board, ChildProgress, Progress, Stage
 from batchinfer.protocol.messages import StepRecord
 
 ROWS = [{"unit": 0, "num_requests": 4, "new_tokens": 1200, "max_output_tokens": 300}]
@@ -162,15 +162,15 @@ def test_a_line_says_what_the_bars_say():
 
 def test_another_process_hears_what_the_work_waits_for():
     """`ask` shows the latest line of the job that it started: also while its ranks start, and start again."""
-    words, work = LastWords(), WorkProgress(ROWS, [0], COUNTS, ClusterConfig())
-    words.hear(work.line())
+    words, work = ChildProgress(), WorkProgress(ROWS, [0], COUNTS, ClusterConfig())
+    words.read_line(work.line())
     assert words.bars()[0].title.endswith(work.line())
     work = working()
-    words.hear(work.line())
+    words.read_line(work.line())
     work.ranks_ended()
-    words.hear(work.line())
+    words.read_line(work.line())
     assert words.bars()[0].title.endswith(work.line())
-    words.hear("warning: rank 0 was killed\n")
+    words.read_line("warning: rank 0 was killed\n")
     assert words.bars()[0].title.endswith(work.line())
 
 

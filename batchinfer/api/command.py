@@ -66,7 +66,7 @@ def main() -> None:
             }
         )
 
-    progress.listen(tell_progress)
+    progress.add_listener(tell_progress)
     if len(sys.argv) > 1:
         program(tell_error)
     _run_all(jobs, tell_error, lambda code: tell({"ended": code}))
@@ -75,7 +75,7 @@ def main() -> None:
 def _run_all(jobs: "queue.SimpleQueue[bytes | None]", tell: Tell, ended: Callable[[int], None]) -> NoReturn:
     """Run one job after the other until the queue gives None."""
     ignore_signals()  # the caller's, between jobs
-    own_process.settle()
+    own_process.configure_interpreter()
     kept, tokenizer = KeptRanks(), TokenizerProcess(stays=True)
     from batchinfer import cli
 

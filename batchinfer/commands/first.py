@@ -71,15 +71,15 @@ def ask(question: str, model: Path, max_tokens: int, date: datetime | None) -> N
     a job file (`init`).
     """
     from batchinfer.plan.first_job import write_question
-    from batchinfer.progress import LastWords
+    from batchinfer.progress import ChildProgress
 
     with tempfile.TemporaryDirectory(prefix="batchinfer-ask-") as folder:
         job = write_question(Path(folder), question, model, max_tokens, date or datetime.now())
         command = own_process.command("batchinfer", "run", str(job))
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:
             try:
-                with LastWords() as words:
-                    told = "".join(map(words.hear, running.stderr or ()))
+                with ChildProgress() as words:
+                    told = "".join(map(words.read_line, running.stderr or ()))
                 running.wait()
             except BaseException:
                 running.terminate()  # a signal may have reached this process alone

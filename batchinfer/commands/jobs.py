@@ -95,12 +95,12 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.run.session import Session
-    from batchinfer.rundir import refuse_bad_rows
+    from batchinfer.rundir import check_no_bad_rows
 
     with Session("work", stop) as session:
         run, config = planned_run(target, overrides)
         if strict:
-            refuse_bad_rows(run)
+            check_no_bad_rows(run)
         storage, tracer = storage_of(config), tracer_of(trace)
         session.attach(storage)
         tracer.go_on(storage)
@@ -128,14 +128,14 @@ def finish(
     from batchinfer.finish.wait import wait_for_units
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
-    from batchinfer.rundir import refuse_bad_rows
+    from batchinfer.rundir import check_no_bad_rows
 
     if wait and allow_partial:
         raise click.UsageError("--wait is for all units, --allow-partial for the finished ones; leave one out")
     with alone("finish", stop) as session:
         run, config = planned_run(target, overrides)
         if strict:
-            refuse_bad_rows(run)
+            check_no_bad_rows(run)
         storage = storage_of(config)
         session.attach(storage)
         if wait:

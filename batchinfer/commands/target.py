@@ -36,12 +36,12 @@ class Target:
         from batchinfer.config import load_job
         from batchinfer.run.open_storage import storage_of
         from batchinfer.run.planned import planned_run
-        from batchinfer.rundir import refuse_bad_rows
+        from batchinfer.rundir import check_no_bad_rows
 
         if self.is_run:
             run, job = planned_run(self.path, self.overrides)
             if self.strict:
-                refuse_bad_rows(run)
+                check_no_bad_rows(run)
             return run, job
         job = load_job(self.path, self.overrides)
         return storage_of(job).run, job

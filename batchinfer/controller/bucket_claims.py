@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from batchinfer.checked_json import document_of, json_text
+from batchinfer.checked_json import json_text, parse_json
 from batchinfer.controller.claims import Claim
 from batchinfer.controller.result_files import damage, own_files
 from batchinfer.data.bucket import Bucket, Found
@@ -191,7 +191,7 @@ def _read_lease(run: RunDir, unit: int, found: Found) -> dict[str, Any]:
         DamagedFileError: it is none, or another unit's.
     """
     place = run.root / _lease_name(unit)
-    lease = document_of(found.data, place, "unit", "claim", "worker", "released", "files")
+    lease = parse_json(found.data, place, "unit", "claim", "worker", "released", "files")
     if lease["unit"] != unit:
         raise DamagedFileError(place, f"it is the lease of unit {lease['unit']}")
     return lease

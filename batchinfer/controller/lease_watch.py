@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchinfer.checked_json import document_of
+from batchinfer.checked_json import parse_json
 from batchinfer.records import DamagedFileError
 from batchinfer.run.liveness import is_dead
 
@@ -85,7 +85,7 @@ class LeaseWatch:
             with open(path, "rb") as file:
                 status, data = os.fstat(file.fileno()), file.read()
             seen.file, date_ns = _which(status), status.st_mtime_ns
-            seen.holder = document_of(data, path, *_HOLDER)
+            seen.holder = parse_json(data, path, *_HOLDER)
         except (OSError, DamagedFileError):  # who cannot be known is only told dead by the date
             pass
         return seen.lives(date_ns, now_s)

@@ -17,7 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchinfer.data.call_ids import NINE_CHARACTERS, WITH_NAME, IdForm, with_ids
 from batchinfer.records import ModelError
-from batchinfer.sanitize import words_of
+from batchinfer.sanitize import error_text
 
 MAX_CHARS = 1 << 26  # of one rendered chat; only a template gone wild writes more
 _TRIAL_ARGUMENTS = {"city": "Rome on the Tiber"}  # of the call that shows which form a template takes
@@ -287,4 +287,4 @@ def _failure(error: Exception) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(words_of(error).split()) or type(error).__name__
+    return " ".join(error_text(error).split()) or type(error).__name__

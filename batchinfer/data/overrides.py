@@ -11,7 +11,7 @@ from batchinfer.config import SamplingConfig
 from batchinfer.config.exact_json import exact_float
 from batchinfer.config.sampling import NOTHING_SCORED
 from batchinfer.records import ConfigError, Sampling, sampling_to_json
-from batchinfer.sanitize import words_of
+from batchinfer.sanitize import error_text
 
 KNOWN_BYTES = 32 << 20  # for cached overrides: few distinct ones, or one per row (seeds)
 ENTRY_BYTES = 1000  # of a cached override, in addition to its texts
@@ -75,7 +75,7 @@ class SamplingOverrides:
                 return self._refused({}, f"{self._column} is not an object of sampling keys")
             return self.resolve(override)
         except (msgspec.DecodeError, RecursionError) as error:
-            return self._refused({}, f"{self._column} is not valid JSON: {words_of(error)}")
+            return self._refused({}, f"{self._column} is not valid JSON: {error_text(error)}")
 
     def _remember(self, text: str, found: RowSampling) -> None:
         said = found.problem or found.as_json or text

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from batchinfer.sanitize import words_of
+from batchinfer.sanitize import error_text
 
 
 class RowError(ValueError):
@@ -19,7 +19,7 @@ def json_value(column: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowError(f"{column} is not valid JSON: {words_of(error)}") from None
+        raise RowError(f"{column} is not valid JSON: {error_text(error)}") from None
 
 
 def tool_list(column: str, value: Any) -> list[dict[str, Any]] | None:

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer
 from batchinfer.data import tekken_file, tiktoken_model
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.records import ModelError
-from batchinfer.sanitize import words_of
+from batchinfer.sanitize import error_text
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Mistral's marks of tool calls are special tokens, which decoding leaves out; answers need these marks.
@@ -100,7 +100,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read_text(file))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"cannot read {file}: {words_of(error)}; restore the file") from None
+        raise ModelError(f"cannot read {file}: {error_text(error)}; restore the file") from None
     if not isinstance(value, dict):
         raise ModelError(f"{file} does not hold a JSON object; restore the file")
     return value

@@ -30,8 +30,8 @@ from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
 from batchinfer.data.tool_forms import forms_of_model
 from batchinfer.host_info import held_bytes
-from batchinfer.lack import lack
 from batchinfer.records import ModelError
+from batchinfer.resource_errors import explain_resource_error
 from batchinfer.sanitize import clip
 from batchinfer.stop import ignore_signals
 
@@ -84,9 +84,9 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
     except ModelError as error:
         return None, {"error": clip(str(error))}
     except FileNotFoundError as error:
-        if (lacking := lack(error)) is None:
+        if (explained := explain_resource_error(error)) is None:
             raise
-        return None, {"error": lacking}
+        return None, {"error": explained}
     return encoder, {
         "columns": prompts.columns,
         "digest": tokenizer.digest,
@@ -167,5 +167,5 @@ def _set_limit(name: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    own_process.settle()
+    own_process.configure_interpreter()
     serve(socket.socket(fileno=int(sys.argv[1])))

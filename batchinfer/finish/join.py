@@ -15,11 +15,11 @@ from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.finish.long_answers import LongAnswers, all_rows
 from batchinfer.host_info import free_memory_bytes
-from batchinfer.lack import lack
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError, DamagedFileError, IncompleteRunError, Shard
+from batchinfer.resource_errors import explain_resource_error
 from batchinfer.run.quarantine import set_aside
-from batchinfer.rundir import RunDir, plan_again
+from batchinfer.rundir import RunDir, replan_remedy
 from batchinfer.sanitize import first_line
 
 SORT_BYTES = 1 << 30  # that DuckDB may hold before it spills to the run folder, on any machine
@@ -54,8 +54,8 @@ def open_database(
         with duckdb.connect(config={"memory_limit": limit, "temp_directory": str(scratch / "spill")}) as connection:
             yield connection
     except duckdb.Error as error:
-        if (lacking := lack(error)) is not None:
-            raise ConfigError(f"cannot {command} {run.shown}: {lacking}") from None
+        if (explained := explain_resource_error(error)) is not None:
+            raise ConfigError(f"cannot {command} {run.shown}: {explained}") from None
         # the same is said of a disk that has no room for what would leave the memory
         if isinstance(error, duckdb.OutOfMemoryException) and "temp_directory" not in str(error):
             raise ConfigError(
@@ -144,14 +144,15 @@ def join_results(
     unplanned = _number(connection, "SELECT count(*) FROM results ANTI JOIN planned USING (shard, row, sample)")
     if surplus or unplanned:
         raise IncompleteRunError(
-            f"{surplus} results in {run.shown} are double and {unplanned} are of another plan; {plan_again(run.root)}"
+            f"{surplus} results in {run.shown} are double and {unplanned} are of another plan; "
+            f"{replan_remedy(run.root)}"
         )
     target = run.finish_scratch / "delivered.parquet"
     connection.execute(f"COPY ({query('delivered')}) TO {literal(target)} (FORMAT parquet, ROW_GROUP_SIZE 16384)")
     connection.execute(f"CREATE VIEW delivered AS SELECT * FROM {read_parquet(target)}")
     if missing and not allow_partial:
         raise IncompleteRunError(
-            f"{missing} results are not in {run.shown}, although their units are marked done; {plan_again(run.root)}"
+            f"{missing} results are not in {run.shown}, although their units are marked done; {replan_remedy(run.root)}"
         )
     return missing
 

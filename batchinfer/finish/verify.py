@@ -16,7 +16,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.job_file import REMEDY, recorded_job
-from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again, read_state, submission_records
+from batchinfer.rundir import DELETE_STATISTICS, RunDir, read_state, replan_remedy, submission_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def verify_run(run: RunDir) -> Verified:
 def _checks(run: RunDir) -> Iterator[Check]:
     manifest = Manifest(run.root)
     if run.run_json.exists() or run.job.exists():
-        yield run.run_json, partial(read_state, run), plan_again(run.root)
+        yield run.run_json, partial(read_state, run), replan_remedy(run.root)
         yield run.job, partial(recorded_job, run), REMEDY
         with suppress(DamagedFileError):  # found by the check above
             manifest = Manifest(run.root, read_state(run).get("files"))

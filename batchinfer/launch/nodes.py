@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from ipaddress import ip_address
 from pathlib import Path
 
-from batchinfer.checked_json import document_of, publish_json
+from batchinfer.checked_json import parse_json, publish_json
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.run.storage import Storage
@@ -198,7 +198,7 @@ def _announced(storage: Storage, path: Path) -> MeetingPoint | None:
             _refuse_others(path)
         except FileNotFoundError:  # the controller has just ended
             return None
-    return MeetingPoint(**document_of(said, path))
+    return MeetingPoint(**parse_json(said, path))
 
 
 def _answers(point: MeetingPoint) -> bool:

@@ -11,7 +11,7 @@ from batchinfer import own_process
 from batchinfer.host_info import matrix_library_settings, num_cores
 from batchinfer.net.stream import Stream
 from batchinfer.records import ConfigError
-from batchinfer.stop import signals_wait
+from batchinfer.stop import signals_held
 
 _PREFIX = "BATCHINFER_RANK_"
 _SOCKET = _PREFIX + "SOCKET"  # the number of an inherited socket
@@ -114,7 +114,7 @@ def start_rank(variables: dict[str, str], end: socket.socket | None) -> subproce
     if end is not None:
         variables = {**variables, _SOCKET: str(end.fileno())}
     # a rank's libraries print to stderr: standard output is for the command's results
-    with signals_wait():  # a rank ignores signals, but Ctrl-C may reach it before its first line has run
+    with signals_held():  # a rank ignores signals, but Ctrl-C may reach it before its first line has run
         return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=2, pass_fds=inherited)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.records import ModelError
-from batchinfer.sanitize import words_of
+from batchinfer.sanitize import error_text
 
 # No dimension of a real model comes near this; larger values are typing errors that would overflow later.
 _MAX_SIZE = 2**31 - 1
@@ -35,7 +35,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not valid JSON: {words_of(error)}.") from error
+        raise ModelError(f"{path} is not valid JSON: {error_text(error)}.") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} holds {show(value)}, but a JSON object is needed.")
     return value

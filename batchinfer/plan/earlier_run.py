@@ -19,7 +19,7 @@ from batchinfer.records import PHASES, ConfigError
 from batchinfer.run.fingerprint import Fingerprint
 from batchinfer.run.open_storage import bucket_storage
 from batchinfer.run.storage import FolderStorage, Storage, uri_of
-from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again
+from batchinfer.rundir import DELETE_STATISTICS, RunDir, replan_remedy
 from batchinfer.sanitize import first_line
 
 NO_GROUP = 0  # group of prompts without a long start that enough other prompts share
@@ -177,7 +177,7 @@ def measured_speeds(run: RunDir) -> Speeds:
 
 def _check_damage(run: RunDir, *files: Path) -> None:
     """Compare files with their checksums in run.json; those of earlier versions have none of statistics."""
-    manifest = Manifest(run.root, read_json(run.run_json, remedy=plan_again(run.root)).get("files"))
+    manifest = Manifest(run.root, read_json(run.run_json, remedy=replan_remedy(run.root)).get("files"))
     manifest.check(*(file for file in files if file in manifest))
 
 

@@ -50,7 +50,7 @@ from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
 from batchinfer.run.storage import MADE, Storage
 from batchinfer.run.trust import trust_run
-from batchinfer.rundir import RunDir, read_state, refuse_bad_rows, shards_of_state, shards_to_state, was_planned
+from batchinfer.rundir import RunDir, check_no_bad_rows, read_state, shards_of_state, shards_to_state, was_planned
 
 PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
@@ -114,7 +114,7 @@ def plan_job(
                 if learn_from is not None or expert_loads is not None:
                     note("warning: the earlier run does not change this plan; delete the folder to plan again")
     if strict:
-        refuse_bad_rows(run)
+        check_no_bad_rows(run)
     return run
 
 

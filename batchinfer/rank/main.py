@@ -15,11 +15,11 @@ if __name__ == "__main__":
     import sys
 
     from batchinfer import own_process
-    from batchinfer.lack import tell_of_rank
+    from batchinfer.resource_errors import report_rank_exception
 
     # libraries print to the command's log, too
-    sys.stdout, sys.stderr = (own_process.stream(own_process.Log, of) for of in (sys.stdout, sys.stderr))
-    sys.excepthook = tell_of_rank
+    sys.stdout, sys.stderr = (own_process.wrap_stream(own_process.Log, of) for of in (sys.stdout, sys.stderr))
+    sys.excepthook = report_rank_exception
     gc.disable()  # until the model is loaded: imported objects stay, and scanning them takes 0.4 s of the start
 
 import os
@@ -40,7 +40,6 @@ from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.data.bucket import Bucket
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.lack import lack
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fused.graphs import ON_HOST, why_not_recorded
 from batchinfer.model.transformer import Transformer
@@ -65,6 +64,7 @@ from batchinfer.rank.kv_budget import kv_budget
 from batchinfer.rank.load import LoadedRank, first_placements, load_model, make_worker
 from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ConfigError, ExitCode
+from batchinfer.resource_errors import explain_resource_error
 from batchinfer.run.liveness import this_host
 from batchinfer.run.storage import is_in_bucket
 from batchinfer.sanitize import sanitize
@@ -120,8 +120,8 @@ def _run(
         _say_last(channel, Failed(sanitize(str(error)), type(error).__name__))
         return error.exit_code
     except Exception as error:
-        if (lacking := lack(error)) is not None:
-            _say_last(channel, Failed(lacking, ConfigError.__name__))
+        if (explained := explain_resource_error(error)) is not None:
+            _say_last(channel, Failed(explained, ConfigError.__name__))
             return ExitCode.BAD_JOB
         traceback.print_exc()
         _say_last(channel, _failed(error))

@@ -15,7 +15,7 @@ from batchinfer.data.schemas.statistics import DECODE_STEPS, STATS_TABLES
 from batchinfer.data.schemas.table import Table
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError
-from batchinfer.rundir import DELETE_STATISTICS, RunDir, plan_again, read_state, was_planned
+from batchinfer.rundir import DELETE_STATISTICS, RunDir, read_state, replan_remedy, was_planned
 from batchinfer.sanitize import first_line
 
 TABLES = (OUTPUTS, *STATS_TABLES)
@@ -114,7 +114,7 @@ def _check_finished(run: RunDir) -> None:
 
 def _check_damage(run: RunDir) -> None:
     """Compare statistics with what run.json vouches for, and those of sessions with what they say themselves."""
-    manifest = Manifest(run.root, read_json(run.run_json, remedy=plan_again(run.root)).get("files"))
+    manifest = Manifest(run.root, read_json(run.run_json, remedy=replan_remedy(run.root)).get("files"))
     manifest.check(*(file for file in manifest if file.is_relative_to(run.stats)))
     for file in sorted(run.stats.glob("*/*.parquet")):
         check_sealed(file, remedy=DELETE_STATISTICS)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePosixPath
 from typing import Any
 
-from batchinfer.checked_json import document_of, json_text
+from batchinfer.checked_json import json_text, parse_json
 from batchinfer.data.bucket import Bucket, Listed
 from batchinfer.data.parquet import read_rows
 from batchinfer.manifest import Manifest, file_checksums
@@ -58,7 +58,7 @@ class ClaimsCopy:
         def read(unit: int) -> None:
             lease = self._bucket.read(f"leases/{unit:06d}")
             if lease is not None:
-                found[unit] = document_of(lease.data, self._run.unit(unit) / "lease", "claim", "files", "worker")
+                found[unit] = parse_json(lease.data, self._run.unit(unit) / "lease", "claim", "files", "worker")
 
         self._each(read, units)
         self._leases = set(found)
@@ -129,7 +129,7 @@ class ClaimsCopy:
     def _named(self, unit: int) -> list[tuple[str, int]]:
         """The results that a unit's mark names; none when it is damaged, which its readers find."""
         try:
-            mark = document_of(self._run.done(unit).read_bytes(), self._run.done(unit), "unit", "claim", "files")
+            mark = parse_json(self._run.done(unit).read_bytes(), self._run.done(unit), "unit", "claim", "files")
         except (ConfigError, FileNotFoundError):
             return []
         for number in range(int(mark["claim"]) + 1):  # as many as there were

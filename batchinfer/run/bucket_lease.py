@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from batchinfer.checked_json import document_of, json_text
+from batchinfer.checked_json import json_text, parse_json
 from batchinfer.data.bucket import Bucket, Found
 from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import note
@@ -98,7 +98,7 @@ class Watch:
         if found is None:
             return True
         try:
-            said = document_of(found.data, name, "released", "host", "pid", "process")
+            said = parse_json(found.data, name, "released", "host", "pid", "process")
             if said["released"] or is_dead(said):
                 return True
         except ConfigError:  # damaged: only its age can tell

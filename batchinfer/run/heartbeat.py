@@ -13,7 +13,7 @@ from typing import Any
 
 from batchinfer.checked_json import json_text, read_json
 from batchinfer.host_info import node_name, task_name, task_restarts
-from batchinfer.progress import note, under_way
+from batchinfer.progress import current_figures, note
 from batchinfer.records import DamagedFileError, StoreError
 from batchinfer.run.liveness import SILENT_S, is_dead, this_process
 from batchinfer.run.storage import Storage
@@ -42,7 +42,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Give one now. Where that fails a warning says so, once: others may take this session for dead."""
         about = {"command": self._command, "node": node_name(), "task": task_name(), "restarts": task_restarts()}
-        text = json_text({**this_process(), **about, "time_s": time.time(), "under_way": under_way()})
+        text = json_text({**this_process(), **about, "time_s": time.time(), "under_way": current_figures()})
         with self._lock:
             if self._stopped.is_set():
                 return

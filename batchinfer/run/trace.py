@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from batchinfer.checked_json import document_of
+from batchinfer.checked_json import parse_json
 from batchinfer.records import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, DamagedFileError, Span
 from batchinfer.run.storage import Storage
 from batchinfer.whole_files import publish_text
@@ -72,7 +72,7 @@ class Tracer:
         if content is None:
             return
         remedy = "delete it" if is_here else f"delete {storage.run.shown}/{path.name}"
-        document = document_of(content, path, remedy=remedy)
+        document = parse_json(content, path, remedy=remedy)
         try:
             self._dropped += document["otherData"]["dropped_events"]
             for event in document["traceEvents"]:

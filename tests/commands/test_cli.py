@@ -278,8 +278,8 @@ os.rmdir(os.getcwd())
     [
         ("processes", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
         ("threads", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
-        ("memory", r"(more memory cannot be had|no more .*) \(.*`ulimit -v` .*\d+.*\); raise that limit.*"),
-        ("temporary files", r"there is no folder that can be written for temporary files; set TMPDIR to one"),
+        ("memory", r"(no more memory can be allocated|no more .*) \(.*`ulimit -v` .*\d+.*\); raise that limit.*"),
+        ("temporary files", r"no folder for temporary files can be written; set TMPDIR to one that can"),
         ("working folder", r"the working folder was deleted; `cd` to one that exists"),
     ],
 )
@@ -300,7 +300,7 @@ def test_a_machine_without_proc_is_one_sentence(tmp_path):
         pytest.skip("NOT TESTED: /proc cannot be hidden here (that needs root and `unshare`)")
     write_questions(tmp_path / "prompts", (3,))
     job = write_job(tmp_path)
-    said = "error: /proc is not mounted, which tells what processes take; mount it: `mount -t proc proc /proc`"
+    said = "error: /proc is not mounted, which shows what processes use; mount it: `mount -t proc proc /proc`"
 
     def last_words(*arguments):
         command = [*without, *own_process.command("batchinfer", *map(str, arguments))]
@@ -317,8 +317,8 @@ def test_a_machine_without_proc_is_one_sentence(tmp_path):
 @pytest.mark.parametrize("named", ["", "cache", "./cache"])
 def test_a_cache_folder_that_is_no_absolute_path_counts_as_unset(tmp_path, named):
     text = """
-from batchinfer.own_process import settle
-settle()
+from batchinfer.own_process import configure_interpreter
+configure_interpreter()
 from batchinfer.run.weights_digest import cache_folder
 from batchinfer_kernels.cpu import build
 from numba.misc.appdirs import user_cache_dir
@@ -332,7 +332,7 @@ print(cache_folder(), build._cache_folder(), user_cache_dir())
 
 @pytest.mark.parametrize("num_threads", ["0", "many"])
 def test_a_number_of_threads_for_numba_changes_nothing(num_threads):
-    text = "from batchinfer.own_process import settle; settle(); import batchinfer.balance.compiled"
+    text = "from batchinfer import own_process as own; own.configure_interpreter(); import batchinfer.balance.compiled"
     variables = {**os.environ, "NUMBA_NUM_THREADS": num_threads}
     done = subprocess.run([sys.executable, "-c", text], env=variables, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.api.job import Job
-from batchinfer.checked_json import document_of
+from batchinfer.checked_json import parse_json
 from batchinfer.data import bucket as bucket_module
 from support.faults import MIXED, plan_units
 from support.faulty_store import Faults, faulty_store
@@ -187,7 +187,7 @@ def test_a_run_that_is_not_finished_is_shown_and_may_be_finished_partly(calm, se
     for key in marks[1:]:
         client.delete_object(Bucket="runs", Key=f"partial/{key}")
         lease = key.replace("done", "leases")
-        said = document_of(server.objects("runs", "partial")[lease], "lease")
+        said = parse_json(server.objects("runs", "partial")[lease], "lease")
         # as if its worker had been killed before the unit's first commit
         assert said["files"] == {}
     options = run.options("b")

@@ -51,7 +51,7 @@ def test_a_rank_that_cannot_load_torch_for_want_of_memory_says_so_in_a_sentence(
     limited = partial(resource.setrlimit, resource.RLIMIT_AS, (300 << 20, 300 << 20))  # torch is more
     done = subprocess.run(command, preexec_fn=limited, check=False, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert done.returncode == 1
-    said = rb"a rank has ended: more memory cannot be had \(`ulimit -v` is 307200\); raise .*\n"
+    said = rb"a rank has ended: no more memory can be allocated \(`ulimit -v` is 307200\); raise .*\n"
     assert re.fullmatch(said, done.stderr), done.stderr
 
 

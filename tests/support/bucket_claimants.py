@@ -145,9 +145,9 @@ class Workers:
 
 def mark_of(storage: Any, unit: int) -> dict[str, Any]:
     """What the mark of a unit says."""
-    from batchinfer.checked_json import document_of
+    from batchinfer.checked_json import parse_json
 
-    return document_of(storage.bucket.read(f"done/{unit:06d}").data, "mark")
+    return parse_json(storage.bucket.read(f"done/{unit:06d}").data, "mark")
 
 
 def disturbed(

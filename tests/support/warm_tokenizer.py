@@ -10,7 +10,7 @@ from pathlib import Path
 from batchinfer import own_process
 from batchinfer.data.tokenizer import load_tokenizer
 
-own_process.settle()
+own_process.configure_interpreter()
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # no threads, which no forked process would have
 load_tokenizer(Path(__file__).parents[2] / "sample_data" / "model").encode_prompts(["a word"])
 gc.collect()

@@ -15,7 +15,7 @@ from batchinfer.config.structured_outputs.lark_text import Token, lark_tokens
 from batchinfer.config.structured_outputs.merged_multiples import misjudged_multiple
 from batchinfer.config.structured_outputs.schema_keywords import keyword_warnings, switched_at
 from batchinfer.config.structured_outputs.schema_numbers import grammar_json, has_slow_multiples, make_exact
-from batchinfer.sanitize import words_of
+from batchinfer.sanitize import error_text
 
 # between any two parts of JSON: enough to indent, and no model can go on with blanks for ever
 _BLANKS = r"[\x20\x0A\x0D\x09]{0,32}"
@@ -64,7 +64,7 @@ def _checked(kind: str, text: str) -> tuple[str | None, tuple[str, ...]]:
     try:
         compiled = _compiled(kind, text)
     except (ValueError, RecursionError) as error:
-        return " ".join(words_of(error).split()), ()
+        return " ".join(error_text(error).split()), ()
     if not compiled.can_be_tried:
         is_error, said = LLMatcher.validate_grammar_with_warnings(compiled.grammar)
         if is_error:

@@ -17,7 +17,7 @@ import pyarrow as pa
 from batchinfer.config.exact_json import exact_float
 from batchinfer.data.formats.lines import Record, numbered_lines, too_long
 from batchinfer.data.formats.values import INT64, MOST_NAMES, in_words
-from batchinfer.sanitize import words_of
+from batchinfer.sanitize import error_text
 
 _DECODER = msgspec.json.Decoder()
 _EXACT_DECODER = msgspec.json.Decoder(float_hook=exact_float)
@@ -125,5 +125,5 @@ def _object(number: int, text: bytes, decoder: msgspec.json.Decoder[Any]) -> dic
     except UnicodeDecodeError:
         return f"line {number} is not valid UTF-8"
     except (msgspec.DecodeError, RecursionError) as error:
-        return f"line {number} is not valid JSON: {words_of(error).removeprefix('JSON is malformed: ')}"
+        return f"line {number} is not valid JSON: {error_text(error).removeprefix('JSON is malformed: ')}"
     return value if isinstance(value, dict) else f"line {number} is {in_words(value)}, not an object"

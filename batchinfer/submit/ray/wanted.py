@@ -6,7 +6,7 @@ ray/tasks.json    which there are
 
 from dataclasses import asdict, dataclass, field
 
-from batchinfer.checked_json import document_of, publish_json, read_json
+from batchinfer.checked_json import parse_json, publish_json, read_json
 from batchinfer.records import DamagedFileError
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir, launcher_folder
@@ -39,7 +39,7 @@ def read_wanted(storage: Storage) -> int:
     data = storage.kept(path)
     if data is None:
         raise DamagedFileError(path, "it is not there")
-    return int(document_of(data, path, "tasks")["tasks"])
+    return int(parse_json(data, path, "tasks")["tasks"])
 
 
 def write_tasks(storage: Storage, tasks: Tasks) -> None:

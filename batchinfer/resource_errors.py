@@ -1,4 +1,4 @@
-"""What the machine does not give to this process, as a sentence, where something failed for that."""
+"""Errors caused by a resource limit of the machine, explained as a sentence."""
 
 import errno
 import os
@@ -8,12 +8,12 @@ import tempfile
 from types import TracebackType
 
 
-def lack(error: BaseException) -> str | None:
-    """What was lacking, and what to do; None where the error is another one."""
+def explain_resource_error(error: BaseException) -> str | None:
+    """Return the missing resource and the remedy as a sentence; None for any other error."""
     if isinstance(error, BlockingIOError) or str(error) == "can't start new thread":
         processes = _limit(resource.RLIMIT_NPROC)
         limits = f"`ulimit -u` is {'unlimited' if processes is None else processes}, "
-        if memory := _limit(resource.RLIMIT_AS):  # where a thread's stack has to be, too
+        if memory := _limit(resource.RLIMIT_AS):  # thread stacks count, too
             limits += f"`ulimit -v` {memory // 1024}, "
         return (
             f"no more processes or threads can be started ({limits}a container may have a limit of its own); raise "
@@ -21,30 +21,30 @@ def lack(error: BaseException) -> str | None:
         )
     if (memory := _limit(resource.RLIMIT_AS)) and _is_of_memory(error):
         return (
-            f"more memory cannot be had (`ulimit -v` is {memory // 1024}); raise that limit (`ulimit -v unlimited` "
-            "takes it away), and run the same command to go on"
+            f"no more memory can be allocated (`ulimit -v` is {memory // 1024}); raise that limit (`ulimit -v "
+            "unlimited` removes it), and run the same command to go on"
         )
     if isinstance(error, FileNotFoundError):
         if not os.path.exists("/proc/self"):
-            return "/proc is not mounted, which tells what processes take; mount it: `mount -t proc proc /proc`"
+            return "/proc is not mounted, which shows what processes use; mount it: `mount -t proc proc /proc`"
         try:
             tempfile.gettempdir()
         except FileNotFoundError:
-            return "there is no folder that can be written for temporary files; set TMPDIR to one"
+            return "no folder for temporary files can be written; set TMPDIR to one that can"
     return None
 
 
-def tell_of_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """For sys.excepthook of a rank, which has nobody to tell before it is connected: the sentence, else a traceback."""
-    if (lacking := lack(error)) is None:
+def report_rank_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the explanation, else a traceback: sys.excepthook of a rank that is not connected to its controller yet."""
+    if (explained := explain_resource_error(error)) is None:
         sys.__excepthook__(kind, error, trace)
     else:
-        print(f"a rank has ended: {lacking}", file=sys.stderr)
+        print(f"a rank has ended: {explained}", file=sys.stderr)
 
 
 def _is_of_memory(error: BaseException) -> bool:
-    """Whether it may be one; libraries that cannot be loaded do not all say why."""
-    signs = ("bad alloc", "Allocation failure", "shared object")  # of C++, of DuckDB, of what cannot be loaded
+    """Return whether the error may be one of memory; libraries that cannot be loaded do not all give the reason."""
+    signs = ("bad alloc", "Allocation failure", "shared object")  # of C++, of DuckDB, of the dynamic loader
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in signs):
         return True
     return isinstance(error, OSError) and error.errno == errno.ENOMEM
