@@ -1,4 +1,4 @@
-"""Requests to decode ranks: equal KV and equal counts, at once and over a run whose output lengths nobody knows."""
+"""Requests to decode ranks: equal KV and equal counts, at once and over a run with unknown output lengths."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def state(seed, num_ranks=8, num_requests=64):
 
 
 def test_worked_example_of_a_move():
-    # 60 40 20 | 10: half of the gap is 55, so the 60 goes, and 60 | 70 is what is left
+    # 60 40 20 | 10: half of the gap is 55, so the 60 goes, and 60 | 70 remains
     rank, kv, remaining = np.array([0, 0, 0, 1]), np.array([60, 40, 20, 10]), np.full(4, 100)
     (move,) = propose_moves(rank, kv, remaining, max_requests_of_rank=np.array([4, 4]), move_steps=1)
     assert (move.request, move.from_rank, move.to_rank, move.kv_tokens) == (0, 0, 1, 60)
@@ -382,7 +382,7 @@ def test_wrong_input_is_told_in_one_sentence():
         propose_moves(np.zeros(2), np.ones(2), np.ones(1), max_requests_of_rank=np.ones(2), move_steps=1)
 
 
-# A run: ranks decode in lock-step, the busiest one sets the time of a step, nobody knows how long an answer will be.
+# A run: ranks decode in lock-step, the busiest one sets the time of a step, the lengths of answers are unknown.
 
 MAX_TOKENS = 2048
 NUM_RANKS, NUM_SLOTS = 32, 64

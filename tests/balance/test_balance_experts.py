@@ -61,7 +61,7 @@ def published_max_load(load_E, num_slots, num_gpus, num_nodes=1, num_groups=1):
 
 
 def check(load, placement, num_slots, num_gpus):
-    """What holds for every placement."""
+    """Assert the invariants of every placement."""
     load = np.asarray(load, float)
     assert placement.expert_of_slot.shape == placement.share_of_slot.shape == (len(load), num_slots)
     assert (placement.share_of_slot >= 0.0).all()
@@ -165,7 +165,7 @@ def test_small_placements_are_as_good_as_the_best_of_all(num_experts, num_gpus, 
     assert placement.bound[0] <= best * (1.0 + CLOSE)
 
 
-# Largest acceptable mean of (fullest GPU / simple bound). With two slots per GPU nobody reaches the simple bound.
+# Largest acceptable mean of (fullest GPU / simple bound). With two slots per GPU the simple bound is out of reach.
 LIMIT = {
     (32, "default"): {"even": 1.007, "skewed": 1.007, "zipf": 1.007},
     (144, "default"): {"even": 1.030, "skewed": 1.023, "zipf": 1.103},

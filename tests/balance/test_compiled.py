@@ -1,4 +1,4 @@
-"""Machine code of the balancers is kept only where nobody else can have put some, and is not needed."""
+"""Machine code of the balancers is kept only in folders that this user alone can write, and is not needed."""
 
 import os
 import resource
@@ -21,7 +21,7 @@ print(plus_one.stats.cache_path)
 
 
 def kept_in(tmp_path, preexec_fn=None):
-    """Where a process kept the code of a function, and what it said."""
+    """Return where a process kept the code of a function, and its stderr."""
     script = tmp_path / "source" / "script.py"
     script.parent.mkdir(exist_ok=True)
     script.write_text(SOURCE)

@@ -1,4 +1,4 @@
-"""Which decode rank gets a prompt that has run, by what is known of the ranks' loads; which request moves."""
+"""The choice of a decode rank for a prompt that has run, by the ranks' known loads; the requests that move."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ LENGTHS = {
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_16_ranks_stay_level_while_each_can_have_two_requests(kind, is_known, seed):
-    """64 requests each, of 12 prompt groups with short or long answers; nobody knows how long each answer is."""
+    """There are 64 requests per rank, of 12 prompt groups with short or long answers of unknown lengths."""
     rng = np.random.default_rng(seed)
     groups = rng.integers(0, 12, 16 * 64)
     means = 200 * np.exp(rng.normal(0, 0.8, 12))[groups]

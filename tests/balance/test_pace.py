@@ -1,4 +1,4 @@
-"""How many tasks end a job by its deadline: where work is placed, when the number changes, and how whole jobs end."""
+"""The number of tasks that ends a job by its deadline: placed work, changes of the number, the end of whole jobs."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Array:
 
     def __init__(self, num_units, unit_s, startup_s):
         self.unit_s, self.startup_s = unit_s, startup_s
-        self.waiting = [0.0] * num_units  # what is done of units that nobody holds
+        self.waiting = [0.0] * num_units  # finished work of units that no task holds
         self.num_done, self.num_units = 0, num_units
         self.tasks = []  # [seconds of life, what is done of the unit it holds or None]
         self.task_s = 0.0
@@ -198,7 +198,7 @@ def paced(job, deadline_s, kills, most=100):
 
 
 def fixed(job, number, kills):
-    """(end, task-seconds) of an array that nobody adds to."""
+    """Return (end, task-seconds) of an array whose number of tasks never grows."""
     array, now = Array(*job), 0.0
     array.set_tasks(number)
     while array.num_open and array.tasks:

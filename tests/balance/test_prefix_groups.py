@@ -63,7 +63,7 @@ def test_a_task_too_large_for_a_rank_is_cut_where_least_is_shared():
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("waits", [False, True])
 def test_short_prompts_are_even_beside_one_whose_attention_is_most_of_all(num_ranks, waits):
-    # 100,000 tokens are 5e9 pairs, the others 1e8 together: whoever has it is far above the mean in any case
+    # 100,000 tokens are 5e9 pairs, the others 1e8 together: its rank is far above the mean in any case
     rng = np.random.default_rng(num_ranks)
     lengths = rng.integers(10, 500, 4000)
     load = np.zeros((num_ranks, 2))

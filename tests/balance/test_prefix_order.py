@@ -22,7 +22,7 @@ def shared(prompts):
 
 
 def test_worked_example():
-    # a tree of two branches: aa {x: 3, y: 9}, ab {x: 5}; and one prompt of its own, b: 7
+    # a tree of two branches: aa {x: 3, y: 9}, ab {x: 5}; and one separate prompt, b: 7
     prompts = ["aax", "aay", "abx", "b"]
     order = longest_first(shared(prompts), np.array([3, 9, 5, 7]))
     assert [prompts[place] for place in order] == ["aay", "aax", "abx", "b"]

@@ -1,4 +1,4 @@
-"""What requests cost a decode step: in a dense model their KV, in one with an indexer at most so many keys."""
+"""The cost of requests in a decode step: their KV in a dense model, at most topk keys in one with an indexer."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_a_model_with_an_indexer_pays_for_the_keys_that_it_chooses_and_a_little_
 
 
 def test_long_requests_are_spread_by_what_they_cost():
-    # a query attends to 2,048 keys at most: by KV the longest request would be beside the shortest ones alone
+    # a query attends to 2,048 keys at most: by KV the longest request would share its rank with only the shortest ones
     kv_tokens = np.array([90_000, *range(100, 4_000, 100)])
     load = RequestLoad(0.0, 2048, 0.001)
     zeros_R, zeros_W = np.zeros(4, dtype=np.int64), np.zeros(40)

@@ -29,7 +29,7 @@ COMMON: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "norm_topk_prob": True,
     "rms_norm_eps": 1e-6,
-    # the class's only ones, which it does not write by itself and other engines ask for
+    # the class's only values, which it does not write and other engines need
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
     "max_position_embeddings": 16384,

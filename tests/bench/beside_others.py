@@ -32,7 +32,7 @@ MOST_OTHERS, MOST_TRIES = 0.1, 5  # of a core; of a turn in which others take mo
 
 @dataclass(frozen=True)
 class Case:
-    """What else runs: busy processes of one thread, or a second job with as many threads as the first."""
+    """The other load: busy processes of one thread, or a second job with as many threads as the first."""
 
     name: str
     num_busy: int = 0
@@ -108,7 +108,7 @@ def busy_processes(count: int) -> Iterator[list[int]]:
 
 
 def step_seconds(case: Case, job: Job, twin: Job, seconds: float) -> tuple[list[float], float]:
-    """Of each step of `job` in the company of the case; and the part of a core that went to anybody else."""
+    """Return the seconds of each step of `job` under the case's load, and the share of a core that others used."""
     with busy_processes(case.num_busy) as busy:
         if case.has_twin:
             twin.start(SETTLED_S + seconds)

@@ -47,7 +47,7 @@ def call(answer: Callable[..., Any], folder: Path) -> str:
 
 
 def compare_calls(name: str, path: Path, dtype: str, scratch: Path) -> None:
-    """One round: a run of its own, then four calls of a model."""
+    """Run one round: a separate run, then four calls of a model."""
 
     def generate(data: Any, **settings: Any) -> Any:
         return batchinfer.generate(data, model=path, dtype=dtype, **settings)

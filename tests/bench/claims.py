@@ -1,4 +1,4 @@
-"""What it costs a shared file system when many tasks claim many units: calls per unit, and how they grow.
+"""The cost for a shared file system when many tasks claim many units: calls per unit, and their growth.
 
 Simulated tasks, real claims, leases and marks on a real file system (tests/support/claimants.py). Nothing is computed;
 what a task does between two claims is only drawn. Heartbeats come on top: one call per unit held and 5 seconds.

@@ -1,4 +1,4 @@
-"""The engine on one machine: seconds and tokens/s of whole workloads beside what the machine can do.
+"""The engine on one machine: seconds and tokens/s of whole workloads, compared with the machine's limits.
 
 Random-weight models (bench_models.py) in bfloat16, one rank with all threads. A workload's time runs from the start of
 its first step to the end of its last; loading does not count. Beside it stands the limit (limits.py): what its

@@ -1,6 +1,6 @@
-"""Experts of a decode step alone, in each dtype: the rate at which their weights are read, of what memory gives.
+"""Experts of a decode step alone, in each dtype: the rate of reading their weights, as a share of memory's rate.
 
-Shapes of GLM-4.7-Flash: 64 experts of 2048 x 1536, 4 per token, each token to experts of its own draw. Layers take
+Shapes of GLM-4.7-Flash: 64 experts of 2048 x 1536, 4 per token, drawn for each token. Layers take
 turns that are more memory than any cache holds. Memory is read in the same run by turns (a sum of float32).
 
     python tests/bench/expert_products.py [--requests 48] [--rounds 15] [--layers 4] [--dtype int4 fp8 bfloat16]

@@ -1,4 +1,4 @@
-"""What the KV store on disk is worth: a job with long shared prefixes, and the same prefixes with new questions.
+"""The gain by the KV store on disk: a job with long shared prefixes, and the same prefixes with new questions.
 
 Documents of some 1,500 tokens, four questions to each; a second job asks four other questions about the same documents.
 The second job runs without a store, with an empty one and with the one that the first job filled, in turn, several

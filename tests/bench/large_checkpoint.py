@@ -31,7 +31,7 @@ FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "we
 
 
 def random_tensors(name: str, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-    """A weight as large as it is in a trained model, projections in FP8 with their scales."""
+    """Return a weight as large as in a trained model, projections in FP8 with their scales."""
     if len(shape) == 1:
         return {name: torch.ones(shape, dtype=torch.bfloat16)}
     if not name.endswith("_proj.weight") and "kv_a_proj" not in name:

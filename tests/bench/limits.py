@@ -1,4 +1,4 @@
-"""What a machine must take for a workload of the bench models: floating-point operations, bytes of weights, and rates.
+"""Lower bounds for a workload of the bench models: floating-point operations, bytes of weights, and rates.
 
 A limit counts what cannot be spared: each distinct prefix once, attention in the plain form, and in decode all
 requests together from the first token on, each step reading the weights it multiplies with. It leaves out KV, norms and
@@ -18,7 +18,7 @@ from peer_server import Requests
 
 @dataclass(frozen=True)
 class Work:
-    """Of a workload: operations of prefill and decode (FLOP), weights that decode reads (bytes)."""
+    """The work of a workload: operations of prefill and decode (FLOP), weights that decode reads (bytes)."""
 
     prefill_flop: float
     decode_flop: float
@@ -73,7 +73,7 @@ def body_flops(size: str) -> tuple[float, float, float]:
 
 
 def last_layer_flops(size: str) -> float:
-    """FLOP of the last layer that a prompt token is spared when nobody wants its logits: all but its latents."""
+    """Return the FLOP of the last layer that a prompt token without logits is spared: all but its latents."""
     c = SIZES[size]
     hidden, heads = c["hidden_size"], c["num_attention_heads"]
     nope, rope, value = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"]
@@ -84,7 +84,11 @@ def last_layer_flops(size: str) -> float:
 
 
 def weight_bytes(size: str, bytes_per_value: int, num_rows: int | None = None) -> float:
-    """Of everything but the embedding: what a step over so many rows reads, experts chosen evenly; over many, all."""
+    """Return the bytes of weights that a step reads, without the embedding.
+
+    Args:
+        num_rows: rows of the step, whose experts are chosen evenly; None: so many that all weights are read.
+    """
     c = SIZES[size]
     body, head, _ = body_flops(size)
     chosen, num_experts = c["num_experts_per_tok"], c["n_routed_experts"]
@@ -94,7 +98,7 @@ def weight_bytes(size: str, bytes_per_value: int, num_rows: int | None = None) -
 
 
 def work_of(size: str, requests: Requests, bytes_per_value: int = 2) -> Work:
-    """What a workload needs at least.
+    """Return the least work of a workload.
 
     Args:
         bytes_per_value: of weights; the head has two.

@@ -1,4 +1,4 @@
-"""What a lost node costs: seconds until another worker has its unit, and what is computed twice.
+"""The cost of a lost node: seconds until another worker has its unit, and tokens computed twice.
 
 A worker is killed with all its ranks (SIGKILL) in the middle of the only unit of a job, while another one waits for
 work: on the same host, which sees at once that the process is gone, or with another host's name, which has to wait for
@@ -44,7 +44,7 @@ ELSEWHERE = ["unshare", "--uts", "sh", "-c", 'hostname elsewhere; exec "$@"', "s
 
 @dataclass(frozen=True)
 class Loss:
-    """What was seen of one kill; times are seconds since then."""
+    """The observations of one kill; times are seconds since the kill."""
 
     taken_s: float
     back_s: float  # until as many requests are durable as the killed worker had begun
@@ -64,7 +64,7 @@ class Disk:
 
     @property
     def folder(self) -> Path:
-        """With the statistics of the whole run."""
+        """Return the folder with the statistics of the whole run."""
         return self.run
 
     def on(self, node: str) -> list[str]:
@@ -179,7 +179,7 @@ def _job(scratch: Path) -> tuple[Path, dict[str, bytes]]:
 
 
 def _lose(place: Disk | InBucket, prefix: list[str], expected: dict[str, bytes]) -> Loss | None:
-    """None: the unit was done before its worker could be killed, on a busy machine."""
+    """Kill a worker and return the loss; None if the unit was done before, on a busy machine."""
     assert batchinfer("plan", place.job, *place.on("a")).code == 0
     first = _start([], place, "a")
     _wait(lambda: place.claim() == "0000")

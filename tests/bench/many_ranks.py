@@ -1,4 +1,4 @@
-"""What grows with the number of ranks, on a tiny model of 32 experts: 1 to 32 real processes on this machine.
+"""Costs that grow with the number of ranks, on a tiny model of 32 experts: 1 to 32 real processes on this machine.
 
 Ranks share the machine's cores, so steps take the longer the more there are; what counts here is what each more rank
 costs its controller and the machine:

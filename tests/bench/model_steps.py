@@ -123,7 +123,7 @@ def prefill_step(size: str) -> StepInput:
 
 
 def flops(size: str, kind: str) -> float:
-    """Of a step; attention over latents in decode, over keys and values in prefill."""
+    """Return the FLOP of a step; attention over latents in decode, over keys and values in prefill."""
     c = SIZES[size]
     body, head, per_pair = body_flops(size)
     if kind == "prefill":
@@ -146,7 +146,7 @@ def median_seconds(work: Callable[[], object], rounds: int) -> float:
 
 
 def print_end_of_step(model: Transformer, logits: torch.Tensor, step_s: float, rounds: int) -> None:
-    """What the product with the head takes, and sampling, beside the step without sampling."""
+    """Print the time of the product with the head, and of sampling, compared with the step without sampling."""
     num_rows, ops = len(logits), Ops.select("auto", torch.bfloat16)
     hidden = torch.randn(num_rows, model.config.hidden_size).bfloat16()
     product_s = median_seconds(lambda: ops.linear(hidden, model.weights.lm_head, float32_out=True), rounds)

@@ -1,4 +1,4 @@
-"""Where the time of a job of 10,000 rows goes: what share of it the model neither computes nor loads.
+"""The time of a job of 10,000 rows by part: the share in which the model neither computes nor loads.
 
 Two jobs of distinct texts, in bfloat16 on one rank:
 

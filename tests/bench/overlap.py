@@ -1,4 +1,4 @@
-"""When two micro-batches per step pay: tokens/s of whole steps, of steps in halves, and as the ranks choose, by turns.
+"""The gain by two micro-batches per step: tokens/s of whole steps, of steps in halves, and by the ranks' own choice.
 
 Two ranks of one core each take prefill and decode steps together, over the engine's own exchange. They are on two hosts
 or on one; a host is a network namespace of this machine, and the link between both has the rate and the latency that
@@ -60,7 +60,7 @@ REQUESTS, CONTEXT_TOKENS = 256, 128  # of a decode step
 
 
 class Shape(NamedTuple):
-    """What decides how long rows move for the computing of a token."""
+    """The parameters that set the time of moving rows relative to computing a token."""
 
     experts_per_token: int
     expert_width: int
@@ -71,7 +71,7 @@ SHAPES = {"alike": Shape(8, 320), "more": Shape(14, 64), "less": Shape(2, 768)}
 
 
 class Link(NamedTuple):
-    """How rows travel; the rate in Gbit/s, None: through the memory of one host."""
+    """The way that rows travel; the rate in Gbit/s, None: through the memory of one host."""
 
     exchange: str
     rate: float | None = None

@@ -1,4 +1,4 @@
-"""llama.cpp through its Python bindings, as a process of its own. Started by peers.py.
+"""llama.cpp through its Python bindings, as a child process of peers.py.
 
     python tests/bench/peer_llama.py FILE NUM_SEQUENCES
 

@@ -64,7 +64,7 @@ class PeerProcess:
 
 
 class FreshPeer:
-    """A peer that is started anew for every run, and once before, so that no run is the first to read its files."""
+    """A peer restarted for every run, and once before, so that no run is the first to read its files."""
 
     def __init__(self, name: str, size: str, model: Path) -> None:
         self._which = name, size, model
@@ -73,7 +73,7 @@ class FreshPeer:
             self.versions = peer.versions
 
     def run(self, job: Path) -> tuple[float, float]:
-        """What `PeerProcess.run` returns."""
+        """Run as `PeerProcess.run` does, in a new process."""
         with contextlib.closing(PeerProcess(*self._which)) as peer:
             times = peer.run(job)
             self._peak_bytes = max(self._peak_bytes, peer.peak_bytes())
@@ -83,11 +83,11 @@ class FreshPeer:
         return self._peak_bytes
 
     def close(self) -> None:
-        """Nothing runs between two runs."""
+        """Do nothing: no process runs between two runs."""
 
 
 class OwnProcess:
-    """Runs batchinfer's command as a process of its own; remembers how large the largest grew."""
+    """Runs batchinfer's command as a child process; records the peak memory of the largest."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -106,7 +106,7 @@ class OwnProcess:
 
 
 def command_of(name: str, size: str, model: Path) -> list[str]:
-    """How to start a peer. transformers runs in batchinfer's environment: vLLM holds back its version in the peers'."""
+    """Return the command of a peer. transformers runs in batchinfer's environment: vLLM holds back its version."""
     if name == "transformers":
         return [sys.executable, str(BENCH / "peer_transformers.py"), str(model)]
     python = str(ENVIRONMENT / "bin" / "python")
@@ -141,7 +141,7 @@ def preloads() -> dict[str, str]:
 
 
 def compiled_folder(name: str, size: str) -> Path:
-    """Where vLLM keeps what it has compiled for a model at a path, for its next start."""
+    """Return the folder where vLLM caches compiled code for a model at a path."""
     return ENVIRONMENT / "compiled" / f"{name}-{size}"
 
 

@@ -18,7 +18,7 @@ Run = Callable[[Requests, int], list[int]]  # requests and batch size -> output 
 
 
 def write_workload(path: Path, requests: Requests, batch: int) -> None:
-    """What `serve` reads; `batch` counts only for engines that take whole batches."""
+    """Write the input of `serve`; `batch` counts only for engines that take whole batches."""
     path.write_text(json.dumps({"requests": requests, "batch": batch}))
 
 

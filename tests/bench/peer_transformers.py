@@ -1,4 +1,4 @@
-"""transformers' `generate` over batches of prompts of like length, as a process of its own. Started by peers.py.
+"""transformers' `generate` over batches of prompts of similar length, as a child process of peers.py.
 
     python tests/bench/peer_transformers.py MODEL
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU build at its best on these models, as a process of its own. Started by peers.py.
+"""vLLM's CPU build at its best on these models, as a child process of peers.py.
 
     python tests/bench/peer_vllm.py MODEL NUM_SEQUENCES [--eager | --mla]
 
@@ -54,7 +54,7 @@ def load(model: str, num_sequences: int, *, eager: bool) -> tuple[str, Run]:
 
 
 def versions(*packages: str) -> str:
-    """Those of the packages that are installed."""
+    """Return the versions of those packages that are installed."""
     found = {package.metadata["Name"]: package.version for package in importlib.metadata.distributions()}
     return ", ".join(f"{package} {found[package]}" for package in packages if package in found)
 

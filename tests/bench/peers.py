@@ -1,4 +1,4 @@
-"""batchinfer beside other engines on one machine: the same checkpoints, prompts and answer lengths, runs taken in turn.
+"""batchinfer against other engines on one machine: the same checkpoints, prompts and answer lengths, runs in turn.
 
 Random-weight models (bench_models.py), or the sample model with its job, in bfloat16 (batchinfer also in fp8 when
 asked), all cores. The peers are vLLM's CPU build (compiled, eager, and with attention over latents), transformers and

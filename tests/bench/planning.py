@@ -1,4 +1,4 @@
-"""How long a plan takes, by turns with another checkout: few-shot prompts, distinct ones, or a Parquet file of yours.
+"""The time of a plan, in turn with another checkout: few-shot prompts, distinct ones, or a Parquet file of yours.
 
 python tests/bench/planning.py OTHER [--turns 5] [--rows 8000] [--model FOLDER] [--prompts FILE.parquet]
 

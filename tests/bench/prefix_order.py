@@ -1,4 +1,4 @@
-"""What the prefix plan is worth: a job in random order on few KV pages, in the plan's order and in its own.
+"""The gain by the prefix plan: a job in random order on few KV pages, in the plan's order and in its own.
 
 Few-shot prompts of the sample model's vocabulary: instructions, examples, questions, shuffled. Both orders run on the
 same engine, which shares every prefix that is still in its pages (least recently used ones go first). They run in turn,

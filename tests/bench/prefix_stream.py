@@ -1,4 +1,4 @@
-"""Planning many tokenised prompts in bounded memory: prompts/s, peak memory and growth, beside what the machine can do.
+"""Planning many tokenised prompts in bounded memory: prompts/s, peak memory and growth, and the machine's limits.
 
 Makes a run folder of prompts with common beginnings (few-shot tree, 200 tokens on average) a tenth as large as asked
 for, then the whole, and plans each in a process of its own: from tokens/*.parquet to plan/*.parquet, as the planner
@@ -34,7 +34,7 @@ SORTS = ("read and sort", "merge")  # the steps of the prefix plan itself
 
 
 def plan(num_prompts: int, scratch: Path) -> dict[str, Any]:
-    """What tests/support/plan_process.py finds for so many prompts, with the load of the machine."""
+    """Run tests/support/plan_process.py for `num_prompts` prompts and return its figures, with the machine's load."""
     started = time.monotonic()
     run, _ = write_tokens(scratch / f"run-{num_prompts}", few_shot_prompts(num_prompts))
     print(f"{num_prompts:,} prompts generated in {time.monotonic() - started:,.0f} s", file=sys.stderr, flush=True)
@@ -60,7 +60,7 @@ def print_plan(found: dict[str, Any]) -> None:
 
 
 def print_machine(num_prompts: int, scratch: Path) -> None:
-    """What no plan on this machine can beat: its disk, and a sort of as many plain numbers."""
+    """Print the machine's limits for any plan: its disk, and a sort of as many plain numbers."""
     block = np.random.default_rng(0).bytes(1 << 24)
     file = scratch / "probe"
     started = time.monotonic()

@@ -65,7 +65,7 @@ def tokens_per_s(run: Path) -> float:
 
 
 def comm_shares(run: Path) -> str:
-    """How communication was spent: waiting for the other rank, moving, and hidden of the moving."""
+    """Return the shares of communication: waiting for the other rank, moving, and hidden parts of the moving."""
     steps = f"read_parquet('{run}/stats/steps/*.parquet')"
     sql = f"SELECT sum(comm_s), sum(wait_comm_s), sum(hidden_comm_s) FROM {steps}"
     ((comm_s, wait_s, hidden_s),) = duckdb.execute(sql).fetchall()

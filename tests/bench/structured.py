@@ -1,4 +1,4 @@
-"""What structured outputs cost a decode step: 64 requests on `small` with a vocabulary of 129,280, by turns.
+"""The cost of structured outputs in a decode step: 64 requests on `small` with a vocabulary of 129,280, in turn.
 
 Half of the answers are records of free text, half are choices of a schema; the same requests run without any. Medians
 of the decode steps in which all 64 run.
@@ -95,7 +95,7 @@ def write_job(folder: Path, kind: str, dtype: str) -> None:
 
 
 def median_ms(folder: Path, kind: str) -> float:
-    """Run a job anew; the median of its full decode steps."""
+    """Run a job again; return the median of its full decode steps."""
     run = folder / f"run-{kind}"
     shutil.rmtree(run, ignore_errors=True)
     command = [sys.executable, "-m", "batchinfer", "run", str(folder / f"{kind}.toml")]

@@ -1,4 +1,4 @@
-"""How fast lists of token ids are read from JSON lines: both passes of a plan, per processor second.
+"""The speed of reading lists of token ids from JSON lines: both passes of a plan, per processor second.
 
 python tests/bench/token_lines.py
 """

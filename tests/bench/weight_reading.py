@@ -1,4 +1,4 @@
-"""How quickly weights are read by products with few rows, as in decode, beside what memory gives and the arithmetic.
+"""The speed of reading weights in products with few rows, as in decode, compared with memory and arithmetic.
 
 A weight larger than most caches meets some rows: in bfloat16 by the instruction for pairs and in float32 (the bits
 are the same; the operations measure which to take), in 8 and in 4 bits. GB/s count each weight once.
@@ -29,7 +29,7 @@ AS_MEASURED, IN_FLOAT32, BY_PAIRS = -1, 0, 1
 
 
 def shortest_s(work: Callable[[], object]) -> float:
-    """Of some rounds: a busy machine makes them longer, nothing shorter."""
+    """Return the shortest of some rounds: a busy machine only makes rounds longer."""
     times = []
     for _ in range(ROUNDS):
         started = time.perf_counter()

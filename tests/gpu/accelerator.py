@@ -29,7 +29,7 @@ _VERSIONS = ("torch", "triton", "deep_gemm", "sgl-deep-gemm", "flash_mla", "sgl-
 
 @dataclass(frozen=True)
 class Limits:
-    """What this card does at best in this run: large products and a large copy (bytes read and written).
+    """The best rates of this card in this run: large products and a large copy (bytes read and written).
 
     None: could not be measured.
     """
@@ -57,7 +57,7 @@ class Accelerator:
 
     @property
     def name(self) -> str:
-        """Of the GPU model, as its driver has it."""
+        """The name of the GPU model, from its driver."""
         return "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
 
     def seconds(self, run: Callable[[], object]) -> float:
@@ -144,7 +144,7 @@ class Accelerator:
 
 
 def why_no_hopper() -> str | None:
-    """Why this machine has no GPU for these scripts, or None."""
+    """Return why this machine has no GPU for these scripts, or None."""
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} sees no CUDA GPU"
     capability = torch.cuda.get_device_capability()
@@ -168,7 +168,7 @@ def unusable(reason: str) -> str:
 
 
 def folder_of(name: str) -> str:
-    """What a GPU model's results are called: "nvidia-h100-80gb-hbm3"."""
+    """Return the name of a GPU model's results folder: "nvidia-h100-80gb-hbm3"."""
     return "-".join("".join(letter if letter.isalnum() else " " for letter in name.lower()).split())
 
 

@@ -62,7 +62,7 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
 
 
 def _pages(dims: Dims, num_requests: int, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pages of one layer in any order, and which are whose, [B, P]."""
+    """Return pages of one layer in any order, and the pages of each request, [B, P]."""
     per_request = -(-num_tokens // exact.PAGE)
     pages = normal(num_requests * per_request, exact.PAGE, dims.width, device=device, seed=3)
     order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(4)).to(device)
@@ -112,7 +112,7 @@ def _mixed(num_requests: int, kv_tokens: int) -> list[int]:
 
 
 def _pieces(num_requests: int, kv_tokens: int, device: torch.device) -> cuts.Pieces:
-    """As a GPU with 66 parts has them."""
+    """Cut requests as for a GPU with 66 parts."""
     table = torch.zeros(num_requests, -(-kv_tokens // exact.PAGE), dtype=torch.int64, device=device)
     return cuts.cut_into_pieces(torch.tensor(_mixed(num_requests, kv_tokens), device=device), table, 66)
 
@@ -136,7 +136,7 @@ def _merge(dims: Dims, num_requests: int, kv_tokens: int, device: torch.device) 
     place_BK, request_V, *_ = _pieces(num_requests, kv_tokens, device)
     parts = normal(len(request_V), dims.heads, dims.latent, device=device)
     log_sums = 3 * normal(len(request_V), dims.heads, device=device, seed=1, dtype=torch.float32)
-    parts[request_V < 0] = log_sums[request_V < 0] = torch.nan  # nobody's
+    parts[request_V < 0] = log_sums[request_V < 0] = torch.nan  # places without a piece
     num_pieces = int((request_V >= 0).sum())
     return Work(
         run=lambda function, requests: function(parts, log_sums, place_BK[requests]),

@@ -46,7 +46,7 @@ def has(name: str, op: str) -> bool:
 
 
 def why_not(name: str, op: str) -> str | None:
-    """Why the candidate's version cannot run here, or None."""
+    """Return why the candidate's version cannot run here, or None."""
     if name == registry.SDPA:
         return None
     if name == registry.INVARIANT:

@@ -1,4 +1,4 @@
-"""What a check is: operands of one shape, what must come out, and how to run a part of the rows; used by check.py."""
+"""Cases for check.py: operands of one shape, the expected result, and a function that runs a part of the rows."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Dims:
 
     @property
     def width(self) -> int:
-        """Of a token in the pages."""
+        """The width of a token in the pages."""
         return self.latent + self.rotary
 
 
@@ -128,6 +128,6 @@ def bytes_of(*tensors: torch.Tensor | BlockScaled | None) -> int:
 
 
 def may_differ_in_company(function: Function) -> bool:
-    """flash_mla splits a request's keys by what else is in the step, PyTorch may; all others must keep a row's bits."""
+    """Return whether rows may depend on their batch: flash_mla and PyTorch split sums by it, all others must not."""
     differing = (hopper.mla_decode, fp8_pages.mla_decode_fp8, sdpa.mla_prefill)
     return isinstance(function, Operation) and function.implementation in differing

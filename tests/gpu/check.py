@@ -54,7 +54,7 @@ class Row:
     shape: str
     measure: str = ""
     error: float | None = None
-    company: str = ""  # whether rows keep their bits without the rows beside them
+    company: str = ""  # whether rows keep their bits without the other rows
     failure: str = ""
     first_s: float | None = None  # the first call, which compiles
     ms: float | None = None
@@ -260,7 +260,7 @@ def _accelerator(options: argparse.Namespace) -> Accelerator:
 def _supervised(
     options: argparse.Namespace, arguments: list[str], jobs: dict[str, tuple[Case, str]], end_s: float | None
 ) -> tuple[str | None, dict[str, Any], dict[str, dict[str, Any]]]:
-    """Why not all was done (None: it was), the file's first line, and what became of each check."""
+    """Return why not all was done (None: it was), the file's first line, and the result of each check."""
     with tempfile.TemporaryDirectory() as folder:
         path = options.out or Path(folder) / "check.jsonl"
         command = [sys.executable, __file__, *arguments, "--work", str(path)]

@@ -29,10 +29,10 @@ _TILE_ROWS = 128  # of deep_gemm's grouped product
 
 @dataclass(frozen=True)
 class Rows:
-    """Where T tokens' rows go: entry j = (token, k) to slot j % S, behind the entries before it."""
+    """The destinations of T tokens' rows: entry j = (token, k) goes to slot j % S, behind the earlier entries."""
 
     token_SM: list[torch.Tensor]  # per slot the token of each of its rows
-    source_P: torch.Tensor  # the token of each row when each slot's begin at a whole tile; of nobody's any
+    source_P: torch.Tensor  # the token of each row when each slot's begin at a whole tile; any for gaps
     place_M: torch.Tensor  # the row of each entry: of those, or of the filled rows of all slots together
     counts: list[int]
     counts_S: torch.Tensor

@@ -1,4 +1,4 @@
-"""What the operations compute, in float64, and how far a result is from it.
+"""The operations in float64, and the distance of a result from them.
 
 FP8 operands count as they are after rounding, and what an operation rounds in between is rounded here too: the error is
 that of the operation, not that of FP8.
@@ -21,7 +21,7 @@ Weight = torch.Tensor | BlockScaled
 
 
 def error(measure: str, result: torch.Tensor, expected: torch.Tensor) -> float:
-    """How far `result` is from `expected` by one of three measures; infinite when a value is not finite.
+    """Return the distance of `result` from `expected` by one of three measures; infinite if a value is not finite.
 
     Args:
         measure: "relative" (largest error ÷ largest value), "diff" (1 - 2xy ÷ (x² + y²), as DeepGEMM's tests measure

@@ -30,7 +30,7 @@ class ParcelError(RuntimeError):
 
 
 def pack(results: Path, archive: Path) -> int:
-    """Write `results` into `archive`, beside it first; returns its bytes."""
+    """Write `results` into `archive` through a temporary file; return its bytes."""
     if not results.is_dir():
         raise ParcelError(f"there is no folder {results}")
     archive.parent.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def unpack(archive: Path, results: Path) -> None:
 
 
 def _move_group(path: Path) -> None:
-    """Let one of Triton's lists of files name those beside it, as far as they have come along."""
+    """Make one of Triton's lists of files name the files in its own folder, as far as they were copied."""
     files = json.loads(path.read_text())["child_paths"]
     here = {name: str(path.parent / Path(old).name) for name, old in files.items()}
     path.write_text(json.dumps({"child_paths": {name: new for name, new in here.items() if Path(new).exists()}}))

@@ -169,7 +169,7 @@ def _product(num_groups: int, num_rows: int, num_columns: int, depth: int, devic
 
 
 def _counts(num_experts: int, num_rows: int) -> list[int]:
-    """Uneven rows of two or more experts: the first one has half more than its share, the last one what is left."""
+    """Return uneven rows of two or more experts: the first has half more than its share, the last one the rest."""
     share = num_rows // num_experts
     counts = [share * 3 // 2, *[share * 9 // 10] * (num_experts - 2)]
     return [*counts, num_rows - sum(counts)]

@@ -1,4 +1,4 @@
-"""Published figures that measured ones stand beside, all from H800 GPUs; none of them is this project's.
+"""Published figures to compare measured ones with, all from H800 GPUs; none of them is this project's.
 
 deep_gemm   README of github.com/deepseek-ai/DeepGEMM at commit a6d97a1 (February 2025, NVCC 12.8). Later versions are
             faster: its README of 2026 says up to 1,550 TFLOP/s, without a table.

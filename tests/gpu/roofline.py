@@ -1,4 +1,4 @@
-"""What each stage of a step must take on a card at its published limits: bytes and operations, from the shapes alone.
+"""The least time of each stage of a step on a card at its published limits, from the shapes alone.
 
     python tests/gpu/roofline.py [H100 | H200 | H800]      a table of the slice's units
 
@@ -113,7 +113,7 @@ def _decode_attention(config: ModelConfig, requests: int, kv_tokens: int) -> lis
 
 
 def _per_head(config: ModelConfig, tokens: int, width: int) -> Operation:
-    """A product per head between `width` and the latent's width, with a weight of its own in bfloat16."""
+    """Return a product per head between `width` and the latent's width, each with its own weight in bfloat16."""
     heads, latent = config.num_attention_heads, config.kv_lora_rank
     return Operation(
         0, 2 * tokens * heads * width * latent, heads * (width * latent + tokens * (width + latent)) * _BF16
@@ -141,7 +141,7 @@ def _exchange(config: ModelConfig, tokens: int, *, is_masked: bool) -> tuple[lis
 
 
 def _of_moe_layers(config: ModelConfig, num_slots: int, tokens: int, *, is_masked: bool) -> Stages:
-    """What decode and prefill share in a layer with experts."""
+    """Return the stages that decode and prefill share in a layer with experts."""
     hidden, width = config.hidden_size, config.moe_intermediate_size
     dispatch, combine = _exchange(config, tokens, is_masked=is_masked)
     return {

@@ -180,7 +180,7 @@ def _places(dims: Dims, num_rows: int, device: torch.device) -> Work:
 
 
 def _sums(dims: Dims, num_rows: int, is_placed: bool, device: torch.device) -> Work:
-    """Of rows in their order, or where deep_gemm's grouped product leaves them."""
+    """Make a case with rows in their order, or at the places where deep_gemm's grouped product leaves them."""
     _, place_M, counts_E = reference_rows.sort_by_expert(_ids(dims, num_rows, device), dims.experts)
     sorted_MD = normal(num_rows * dims.topk, dims.hidden, device=device)
     rows: ExpertRows = sorted_MD
@@ -324,7 +324,7 @@ def _argmax(num_rows: int, width: int, device: torch.device) -> Work:
 
 
 def _draw(num_rows: int, width: int, device: torch.device) -> Work:
-    """With all filters: rows take turns at top_k, and most of them have a top_p."""
+    """Make a case with all filters: rows take turns at top_k, and most of them have a top_p."""
     logits = 2 * normal(num_rows, width, device=device, dtype=torch.float32)
     row = torch.arange(num_rows, device=device)
     shares = [0.5 + row % 3, torch.where(row % 4 == 0, 1.0, 0.95), 0.02 * (row % 2), (row + 0.5) / num_rows]

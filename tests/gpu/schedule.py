@@ -1,4 +1,4 @@
-"""What the published overlap schedules take when every stage has its measured time and every exchange a published one.
+"""The time of the published overlap schedules with measured times of stages and published times of exchanges.
 
 Two lanes, one for computing and one for rows under way. Each lane does its tasks in order; a task starts when its lane
 is free and what it needs is done. Orders as in batchinfer/parallel/overlap.py (DeepSeek profile-data, both figures).

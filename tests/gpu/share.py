@@ -101,7 +101,7 @@ DECODE, PREFILL = Unit("decode EP144", 144, 2), Unit("prefill EP32", 32, 9)
 
 
 def config_of(values: dict[str, Any]) -> ModelConfig:
-    """As the model reads it from its folder."""
+    """Return the configuration as the model reads it from its folder."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(values))
         return load_model_config(Path(folder))
@@ -154,7 +154,7 @@ class Share:
         self.model = Transformer(config, self.weights, [self.dispatcher] * config.num_moe_layers, self.ops)
 
     def gigabytes(self) -> dict[str, float]:
-        """What is held, in 10⁹ bytes: each tensor once, whatever looks at it."""
+        """Return the memory held by part, in 10⁹ bytes: each tensor once, however many views it has."""
         total: Counter[str] = Counter()
         seen: set[int] = set()
         for part, tensor in self._tensors():

@@ -1,4 +1,4 @@
-"""What one GPU would do in DeepSeek-V3's published deployment units: its exact share, timed on one Hopper GPU.
+"""One GPU's exact share of DeepSeek-V3's published deployment units, timed on one Hopper GPU.
 
     decode     EP144: 61 layers, attention, 1 shared and 2 routed experts, KV of 4,989 tokens per request
     prefill    EP32: 1 shared and 9 routed experts, 16,384 tokens in prompts of 4,096
@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _why_not(options: argparse.Namespace) -> str | None:
-    """Why the slice cannot run with these options here, or None."""
+    """Return why the slice cannot run with these options here, or None."""
     odd = [count for count in options.requests if count < 2 or count % 2]
     if odd:
         return f"--requests {odd[0]} is no even number from 2 on; two micro-batches share the requests."
@@ -239,7 +239,7 @@ def _once_more(options: argparse.Namespace, died: dict[str, int]) -> argparse.Na
 
 
 def _arguments(options: argparse.Namespace, path: Path) -> list[str]:
-    """Of the child that does this work."""
+    """Return the arguments of the child that does this work."""
     arguments = ["--requests", *map(str, options.requests)] if options.requests else []
     for name in ("decode", "prefill", "triton_alone", "rehearse"):
         if getattr(options, name):
@@ -250,7 +250,7 @@ def _arguments(options: argparse.Namespace, path: Path) -> list[str]:
 def _in_this_process(
     options: argparse.Namespace, jobs: dict[str, int]
 ) -> tuple[dict[str, str], list[str], dict[str, dict[str, Any]]]:
-    """A rehearsal: the machine, what is held, and what became of each piece of work."""
+    """Rehearse; return the machine, the notes, and the result of each piece of work."""
     notes: list[str] = []
     results: dict[str, dict[str, Any]] = {}
 

@@ -17,7 +17,7 @@ from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIn
 
 @dataclass(frozen=True)
 class Sparse:
-    """What DeepSeek-V3.2 has beyond V3 (config.json of the release), or less for the rehearsal."""
+    """The sizes that DeepSeek-V3.2 adds to V3 (config.json of the release), or smaller ones for the rehearsal."""
 
     heads: int = 64
     width: int = 128
@@ -137,7 +137,7 @@ def _choose(
         return weights[row].double() @ (own.double() @ keys.double().T).relu()
 
     def best_scores(slots_TK: torch.Tensor, rows: range) -> torch.Tensor:
-        """Of the chosen keys, largest first: near keys of almost equal scores either one may be chosen."""
+        """Return the scores of the chosen keys, largest first: of almost equal keys either one may be chosen."""
         found = [
             torch.zeros(sizes.topk, dtype=torch.float64, device=device)
             if own[0] < 0

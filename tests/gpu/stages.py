@@ -1,4 +1,4 @@
-"""How long each stage of a step takes on the device; takes the place of a step's span log."""
+"""Device times of each stage of a step, recorded in place of a step's span log."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StageEvents(MicroBatchSpans):
             return arriving.wait()
 
     def names(self) -> Counter[str]:
-        """How often each stage came."""
+        """Return the number of occurrences of each stage."""
         return Counter(name for name, _, _ in self.events)
 
     def seconds(self) -> dict[str, float]:

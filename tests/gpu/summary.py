@@ -1,4 +1,4 @@
-"""What check.py and slice.py have left in a results folder, as Markdown: the tables of docs/hopper.md.
+"""The results of check.py and slice.py in a folder, as Markdown: the tables of docs/hopper.md.
 
 python tests/gpu/summary.py RESULTS
 """
@@ -65,7 +65,7 @@ def _named(key: str) -> tuple[str, str, str]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """What stands behind the shape."""
+    """Return the cells after the shape."""
     error = "" if row.get("error") is None else f"{row['error']:.1e} {row['measure']}"
     share = row.get("share")
     published = (

@@ -1,14 +1,14 @@
-"""Work done by a child process that may die: what is done stands in a file, what kills the child costs one piece.
+"""Work done by a child process that may die: results are in a file, and a piece that kills the child is lost alone.
 
 check.py and slice.py start themselves as the child. The file has one JSON document per line:
 
     {"machine": {…}, …}      the child's first line
     {"begun": KEY}           a piece of work, before it is done
     {"done": KEY, …}         and its result, with a digest of the sources that gave it
-    {"note": TEXT}           what else is to be told
+    {"note": TEXT}           any other message
 
-A child that ends before its work is done is started again, without the piece that it was at. A file that is there
-already is gone on with: what it has is not done again, but for what failed with other sources than these.
+A child that ends before its work is done is started again, without the piece in progress. An existing file is
+continued: its results are kept, except failures with other sources than these.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOOK_EVERY_S = 0.2
 
 @dataclass
 class Record:
-    """What a file holds."""
+    """The content of a file."""
 
     header: dict[str, Any] | None = None
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Record:
     notes: list[str] = field(default_factory=list)
 
     def left(self, keys: Iterable[str]) -> list[str]:
-        """Those of `keys` that are not done, or failed or were left out with other sources than these."""
+        """Return the keys that are not done, or failed or were left out with other sources than these."""
         return [key for key in keys if key not in self.done or _may_be_mended(self.done[key])]
 
 

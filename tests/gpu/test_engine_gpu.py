@@ -72,12 +72,12 @@ TOLERANCE = {"bfloat16": 2**-5}  # of the largest logit, after all layers
 # How far a token that ties with the best one may lie below it, of the largest logit: both were rounded at other places.
 TIE = 2**-5
 # Where an expert or a group of them is as good as another to a gate, rounding chooses, and logits move far. On a CPU: 2
-# of 234 tokens, C++ beside plain PyTorch in bfloat16; 5 of them, prefill beside decode of plain PyTorch in FP8. An H100
-# beside plain PyTorch is above it in FP8: 15 of 232. Plain PyTorch alone is at 9 to 21 of 234 there (60 times, 14.5 in
+# of 234 tokens, C++ to plain PyTorch in bfloat16; 5 of them, prefill to decode of plain PyTorch in FP8. An H100
+# compared with plain PyTorch is above it in FP8: 15 of 232. Plain PyTorch alone is at 9 to 21 of 234 there (60 times, 14.5 in
 # the mean) when half of the embedding's values move by their last bit.
 MOST_BEYOND_TIES = 0.05
-# The same in the random model's logits, whose experts are much alike. C++ beside plain PyTorch, on a CPU: 0.17, with a
-# median of 0.017 of the largest logit; an H200 beside the same: 0.21, 0.017.
+# The same in the random model's logits, whose experts are much alike. C++ against plain PyTorch, on a CPU: 0.17, with a
+# median of 0.017 of the largest logit; an H200 against the same: 0.21, 0.017.
 MOST_MOVED = 0.25
 
 
@@ -92,7 +92,7 @@ def prompts():
 
 
 def logits_of(model):
-    """Of the prompts and four more tokens of each, on the CPU."""
+    """Return logits of the prompts and four more tokens of each, on the CPU."""
     requests = PagedRequests(model, prompts(), max_new_tokens=4)
     requests.prefill([2, 0, 1], (64, 7, 64))
     for tokens in requests.tokens:
@@ -165,7 +165,7 @@ def test_tokens_of_the_sample_job_are_the_best_to_the_cpu_or_tie_with_it(tmp_pat
 
 
 def decode_step(lengths):
-    """One token each for requests of so many tokens, on ten pages."""
+    """Return a step with one token for each request of these lengths, on ten pages."""
     kv_tokens, table = torch.tensor(lengths), torch.arange(3 * len(lengths)).view(-1, 3) % 10
     last_page = table[torch.arange(len(lengths)), (kv_tokens - 1) // PAGE_TOKENS]
     return StepInput(
@@ -188,7 +188,7 @@ def test_graphs_have_the_results_of_plain_steps(model):
     for lengths in ([70, 3, 130], [71, 4, 131], [64, 65], [72, 5, 132], [1, 2], [190, 2, 9, 7]):
         step = decode_step(lengths)
         output, plain = model.forward(step, pages, Schedule(decode=graphs)), model.forward(step, plain_pages)
-        # the same operations; other rows beside them may move last bits
+        # the same operations; other rows in the batch may change last bits
         assert (output.logits - plain.logits).abs().max() <= TOLERANCE["bfloat16"] * plain.logits.abs().max()
         assert int(output.expert_counts.sum()) == int(plain.expert_counts.sum())
     assert len(graphs._graphs) == 2

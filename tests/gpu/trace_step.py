@@ -1,4 +1,4 @@
-"""Which kernels a step is made of: one replay of a decode graph and one prefill step under torch's profiler.
+"""The kernels of a step: one replay of a decode graph and one prefill step under torch's profiler.
 
     python tests/gpu/trace_step.py [--wheels FOLDER] [--out FOLDER] [--unit decode | prefill] [--layers 13]
                                    [--requests 128]
@@ -43,7 +43,7 @@ _STARTS = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunc
 
 @dataclass
 class Trace:
-    """What ran in one step.
+    """The kernels that ran in one step.
 
     Args:
         micros: of each kernel, all its starts together; zeros in a rehearsal.

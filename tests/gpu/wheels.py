@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-_PARTS = ("purelib", "platlib")  # below NAME.data/: what an installer would put beside the other packages
+_PARTS = ("purelib", "platlib")  # below NAME.data/: files that an installer would put next to the other packages
 
 
 class WheelError(RuntimeError):

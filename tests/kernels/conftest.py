@@ -31,7 +31,7 @@ def install(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch, install):
-    """Tensors here count as those of a GPU; what the libraries use is the reference."""
+    """Treat tensors as those of a GPU; the libraries are replaced by the reference."""
     monkeypatch.setattr(hopper, "is_on_gpu", lambda *tensors: True)
     stand_ins.COPIED.clear()
     return install

@@ -55,7 +55,7 @@ def start(code, cache, **environment):
 
 
 def library_and_cache(cache):
-    """This process's library, and the folder in which one that is started with this cache looks for its own."""
+    """Return this process's library, and the folder where a process with this cache looks for its own."""
     folder = cache / "batchinfer/kernels"
     folder.mkdir(parents=True)
     return build.library(), folder
@@ -84,7 +84,7 @@ SLOW = "sleep 600 & echo $! >> {}/numbers; wait"
 
 
 def numbers_in(folder, count):
-    """The processes that so many slow compilers have started."""
+    """Return the process numbers of `count` slow compilers, once all have started."""
     wait_until(lambda: (folder / "numbers").exists() and len((folder / "numbers").read_text().split()) == count)
     return (folder / "numbers").read_text().split()
 

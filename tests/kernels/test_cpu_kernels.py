@@ -45,7 +45,7 @@ def swiglu(x, gate_up, down):
 
 
 def assert_as_good_as_reference(result, plain, exact):
-    """Errors against float64 no larger than those of plain PyTorch in bfloat16; in float32 those of float32 sums."""
+    """Assert errors against float64 that are no larger than those of plain PyTorch in bfloat16, or of float32 sums."""
     ours, theirs = (result.double() - exact).abs(), (plain.double() - exact).abs()
     assert torch.isfinite(result).all()
     assert result.dtype is plain.dtype
@@ -207,7 +207,7 @@ def test_experts_are_as_good_as_the_reference(random, hidden, intermediate):
 @pytest.mark.usefixtures("cpp")
 @pytest.mark.parametrize("is_int8", [False, True], ids=["16 bits", "8 bits"])
 def test_rows_that_meet_many_panels_have_the_bits_of_those_that_meet_one(is_int8, threads):
-    """Where products are in tiles the many are copied into tiles first (csrc/tile.h), from any place."""
+    """Products in tiles copy rows that meet many panels into tiles first (csrc/tile.h), from any address."""
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in [(83, 650), (1700, 650)])
     gate_up, down = (torch.randn(shape, generator=generator).bfloat16() for shape in [(2, 1300, 650), (2, 650, 650)])
@@ -364,7 +364,7 @@ def test_prefill_attention_is_as_good_as_the_reference_and_cut_anywhere_gives_th
 @pytest.mark.parametrize("bad", [70, 75, 100, 127])
 @pytest.mark.parametrize("heads", [3, 16])
 def test_a_token_that_is_not_finite_changes_no_bit_of_those_before_it(random, functions, heads, bad, number):
-    """Others share them: a prompt's first pages are those of the next one, too. Nothing times infinity is no number."""
+    """Other prompts share its pages. Zero times infinity is NaN."""
     pages, table, _ = paged(random, [140], 48 + 16)
     q, kv_b = random(140, heads, 32 + 16, seed=1), random(heads, 32 + 32, 48, seed=2) / 7
     absorbed = random(140, heads, 48 + 16, seed=3)

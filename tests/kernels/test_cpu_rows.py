@@ -76,7 +76,7 @@ def test_the_gate_takes_the_experts_of_the_reference(experts, groups, topk_group
         threads(2)
         ids, weights = ops.gate(logits, bias, rule)
         expected_ids, expected_weights = reference.gate(logits, bias, rule)
-        # the scores' last bits differ: experts of one score may stand in another order
+        # the scores' last bits differ: experts of equal scores may come in another order
         assert torch.equal(ids.sort(-1).values, expected_ids.sort(-1).values)
         assert torch.allclose(weights.sort(-1).values, expected_weights.sort(-1).values, rtol=1e-6)
         for num_threads, start, stop in PARTS:

@@ -212,7 +212,7 @@ def test_weights_above_each_other_keep_their_blocks():
     assert torch.equal(y[:, :70], reference.linear(x, upper))
     assert torch.equal(y[:, 128:], reference.linear(x, lower))
     assert not y[:, 70:128].any()
-    # zeros to the right meet what is there now, as long as they fill a block that was begun
+    # padding with zeros to the right is allowed as long as it fills a block that was begun
     wider = upper.padded(70, 256)
     assert torch.equal(reference.linear(torch.nn.functional.pad(x, (0, 56)), wider), reference.linear(x, upper))
     with pytest.raises(AssertionError, match="not those of blocks"):

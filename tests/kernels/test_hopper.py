@@ -34,7 +34,7 @@ from support.random_tensors import random
 
 
 def test_the_tests_for_a_gpu_are_right_themselves():
-    """With stand-ins for the libraries, but for the large ones; `run.sh --rehearse` has them all."""
+    """The run uses stand-ins for the libraries, without the large ones; `run.sh --rehearse` has them all."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--noconftest", "-p", "no:cacheprovider"]
     command += [
         "-k",

@@ -118,7 +118,7 @@ def test_attention_that_the_library_does_not_take_goes_to_the_one_behind(gpu, ch
 
 
 def test_more_requests_than_the_library_can_cut_for_are_refused(gpu):
-    """As the rows of a prompt that is scored, in the last layer of its prefill."""
+    """The rows of a scored prompt come like this, in the last layer of its prefill."""
     gpu(stand_ins.flash_mla_sgl())
     q, keys, options = decode_case(heads=1, kv_tokens=(1,))
     for count, reason in ((11_622, None), (11_623, "there are more requests than flash_mla can cut a step for")):

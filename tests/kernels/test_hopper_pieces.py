@@ -30,7 +30,7 @@ def table_of(count, pages):
 
 
 def own_cuts(length):
-    """What the first and the behind page of each piece are, by the rule in words."""
+    """Return the first page and the end page of each piece, by the rule in words."""
     pages = max(1, -(-length // PAGE))
     size = max(PIECE_PAGES, -(-pages // MOST_PIECES))
     return [(first, min(first + size, pages)) for first in range(0, pages, size)]
@@ -65,7 +65,7 @@ def test_a_request_is_cut_by_its_own_length_and_every_page_is_read_once(num_part
 
 
 def most_of(cuts, kv_tokens):
-    """What the part that has most works on, as flash_mla counts it: its pages, and five for each piece."""
+    """Return the work of the busiest part, as flash_mla counts it: its pages, and five for each piece."""
     pages = [-(-length // PAGE) for length in kv_tokens.tolist()]
     return max(
         sum(
@@ -95,7 +95,7 @@ def most_of_pieces(lengths, num_parts):
     ],
 )
 def test_what_equal_requests_cost_is_as_the_docs_say(count, length, times):
-    """Beside the library's own cuts."""
+    """The cost is compared with that of the library's own cuts."""
     lengths = torch.full((count,), length, dtype=torch.int32)
     own = Cuts(*stand_ins.equal_shares(lengths, 66))
     is_cut = length > PIECE_PAGES * PAGE
@@ -108,7 +108,7 @@ def test_what_equal_requests_cost_is_as_the_docs_say(count, length, times):
     [(64, 0.6, 3.7, 1.6), (128, 0.3, 1.36, 1.1), (128, 0.6, 2.1, 1.2), (128, 1.0, 4.5, 1.2), (256, 1.0, 2.8, 1.1)],
 )
 def test_what_lognormal_lengths_cost_is_as_the_docs_say(count, spread, whole, cut):
-    """Beside an equal share for each part: means of 20 batches of long and short ones by turns."""
+    """The cost is compared with an equal share for each part: means of 20 batches of long and short requests."""
     found = {"whole": 0.0, "cut": 0.0}
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
@@ -163,7 +163,7 @@ def test_there_may_be_no_request(attend):
 
 
 def test_of_many_requests_in_long_tables_some_go_after_others_as_memory_has_room(attend, monkeypatch):
-    """As the rows of a prompt whose tokens are scored, in the last layer of its prefill."""
+    """The rows of a scored prompt come like this, in the last layer of its prefill."""
     num_requests, given, plain = 600, [], ops.call_decode
 
     def call_decode(q_VQHW, *arguments):

@@ -1,4 +1,4 @@
-"""What keeps the operations for Hopper GPUs from running, and what is chosen where they can."""
+"""Reasons why the operations for Hopper GPUs cannot run, and the choice where they can."""
 
 from __future__ import annotations
 

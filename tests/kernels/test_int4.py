@@ -108,7 +108,7 @@ def stored(*parts, depth):
 
 @pytest.mark.usefixtures("cpp")
 def test_what_is_stored_in_four_bits_is_not_rounded_again():
-    # no group of these has -8, so rounding anew would give other scales
+    # no group of these has -8, so rounding again would give other scales
     generator = torch.Generator().manual_seed(3)
     nibbles = torch.randint(2, 15, (2, 9, 32), generator=generator, dtype=torch.uint8)
     held = GroupScaled(nibbles[0] | nibbles[1] << 4, random(9, 2).abs())

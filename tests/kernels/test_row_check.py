@@ -88,7 +88,7 @@ def test_keys_that_are_chosen_by_the_company_of_a_query_are_found():
 def test_attention_that_looks_at_the_other_requests_is_found():
     def decode(q, keys, **options):
         y = reference_mla.mla_decode(q, keys, **options)
-        return y * (1 + 2**-20) if keys.page_table_BP.shape[1] > 2 else y  # another sum when somebody's prompt is long
+        return y * (1 + 2**-20) if keys.page_table_BP.shape[1] > 2 else y  # another sum when any prompt is long
 
     found = why_rows_differ([row_check.decode_attention(SHAPE, torch.float32, decode)])
     assert found.startswith("attention of 3 heads over latents of 20 gives a row other bits among 71 rows than alone")
@@ -170,7 +170,7 @@ def test_the_survey_asks_what_is_chosen_for_each_dtype(monkeypatch, choice):
     assert plain.why_unequal.startswith("a product with a weight of 512 x 2048 gives a row other bits")
 
 
-# Every number of rows up to 71 at all places that are a multiple of 5 or 8 away from the start, and what is said of it.
+# Every number of rows up to 71 at all starts that are multiples of 5 or 8, and the message.
 TRY_ALL = """
 import sys, torch
 from batchinfer_kernels import reference, row_check

@@ -70,12 +70,12 @@ PERMITTED = f"from support.carried_out import permit; permit(); {PROGRAM}"
 
 
 def results_of_a_process(name, folder, seeds, **environment):
-    """What random_shapes.py prints with these instructions and variables."""
+    """Return the output of random_shapes.py with these instructions and variables."""
     return json.loads(run_code_with(name, PROGRAM, str(folder), *map(str, seeds), **environment).splitlines()[-1])
 
 
 def results_with_preloaded(library, name, folder, seeds, **environment):
-    """As results_of_a_process, with a library that must be there from the start."""
+    """Return results_of_a_process of a process that starts with a preloaded library."""
     ended = subprocess.run(
         [sys.executable, "-c", PERMITTED if name == carried_out.NAME else PROGRAM, str(folder), *map(str, seeds)],
         env=variables_for(name, LD_PRELOAD=str(library), **environment),
@@ -89,7 +89,7 @@ def results_with_preloaded(library, name, folder, seeds, **environment):
 
 @pytest.fixture(scope="module", params=PROCESS_SEEDS, ids=str)
 def results(request, folder):
-    """What is computed with some instructions; those that have no pairs do not ask how to multiply them."""
+    """Return a function for the results with some instructions; those without pairs have nothing to choose."""
     for seed in request.param:
         make_model(folder, seed)
 
@@ -126,7 +126,7 @@ def test_all_instruction_sets_compute_the_same_bits(name, results):
         pytest.skip(reason)
     found = results(name)
     assert found["finite"]
-    if chosen.tiles:  # a family of its own, which plain C++ computes, too; but for float32
+    if chosen.tiles:  # a separate family, which plain C++ computes, too; but for float32
         assert found == results("amx-plain")
         others = results(LEAST)
         assert of_dtype("float32", found) == of_dtype("float32", others)
@@ -149,7 +149,7 @@ def test_pairs_by_their_instruction_and_in_float32_have_the_same_bits(results):
     assert results("avx512", pairs=1) == results("avx512", pairs=0)
 
 
-# Every byte that is handed out is 255, so that float32 and bfloat16 values that nobody has written are no numbers.
+# Every allocated byte is 255, so that float32 and bfloat16 values that were not written are NaN.
 FILL = """
 #define _GNU_SOURCE
 #include <dlfcn.h>

@@ -33,7 +33,7 @@ def test_chunks_anywhere_in_their_prompts_attend_as_in_the_reference(monkeypatch
         random(12, 64, 24).to(dtype),
         torch.randperm(12, generator=torch.Generator().manual_seed(1)).view(4, 3),
     )
-    for request, tokens in enumerate(context.tolist()):  # nobody may look behind a prompt's last token
+    for request, tokens in enumerate(context.tolist()):  # memory behind a prompt's last token must not be read
         pages[table[request, (tokens - 1) // 64], (tokens - 1) % 64 + 1 :] = torch.nan
     positions = torch.cat([torch.arange(end - count, end) for count, end in zip(num_tokens, context, strict=True)])
     q, kv_b = random(101, 3, 16 + 8, seed=2).to(dtype), random(3, 16 + 11, 16, seed=3).to(dtype) / 4

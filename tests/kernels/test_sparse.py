@@ -32,7 +32,7 @@ def op(request):
             pytest.skip("slow in Triton's interpreter: test_triton_sparse.py has a smaller one")
         if request.node.callspec.params.get("dtype") is torch.float32:
             pytest.skip("Triton's are in bfloat16")
-    # by itself: what it refuses does not go to another one
+    # without the registry: rejected arguments do not go to another candidate
     return lambda name: registry.select(name, request.param).implementation
 
 
@@ -58,7 +58,7 @@ def no_rotation(num_rows, rotary):
 
 
 def best(scores, topk):
-    """Of a list of scores the positions of the best, the first among equal ones."""
+    """Return the positions of the best scores, the first among equal ones."""
     order = sorted(range(len(scores)), key=lambda key: (-scores[key], key))
     return sorted(order[:topk])
 

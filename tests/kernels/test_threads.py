@@ -38,7 +38,7 @@ class Checks:
         return getattr(self._library, name)
 
     def count(self, num_tasks, *, all_at_once=False):
-        """How often each task ran, and on how many threads."""
+        """Return how often each task ran, and the number of threads."""
         counts = (ctypes.c_int64 * num_tasks)()
         num_threads = self.call("count_tasks", num_tasks, counts, all_at_once)
         return list(counts), num_threads
@@ -110,7 +110,7 @@ def in_a_process(code, path):
 
 
 def run_apart(code, path):
-    """Run code that ends well in a process of its own; returns what it printed."""
+    """Run code that must succeed in a child process; return its output."""
     process = ForkedPython(in_a_process(code, path), [], {**os.environ, "PYTHONPATH": PATHS}, TESTS.parent)
     said, _ = process.communicate(timeout=5 * PATIENCE_S)
     assert process.returncode == 0, said
@@ -118,7 +118,7 @@ def run_apart(code, path):
 
 
 def run_from_start_to_end(code, path):
-    """As run_apart in a process that Python starts and ends as it does for users."""
+    """Run code as run_apart does, in a process that Python starts and ends as it does for users."""
     subprocess.run(
         [sys.executable, "-c", in_a_process(code, path)],
         env={**os.environ, "PYTHONPATH": PATHS},

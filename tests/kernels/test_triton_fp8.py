@@ -125,7 +125,7 @@ def test_a_row_rounds_alone_as_among_others():
 
 
 def test_a_quotient_by_a_blocks_inverse_and_what_it_leaves_is_the_nearest():
-    """As compiled kernels divide; the interpreter's fma rounds twice, so it is worked out here."""
+    """Compiled kernels divide like this; the interpreter's fma rounds twice, so the test computes it itself."""
     generator = np.random.default_rng(0)
 
     def bfloat16(x):

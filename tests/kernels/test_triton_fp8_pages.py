@@ -16,7 +16,7 @@ WIDTHS = [(16, 6), (80, 64), (192, 10), (512, 64)]  # less than a tile, part of 
 
 
 def held_pages(count, latent_dim, rotary):
-    """Pages in FP8 with infinities where nobody may look, and the same widened."""
+    """Return FP8 pages with infinities where they must not be read, and the same widened."""
     rows = random(count * 64, latent_dim + rotary, seed=7)
     rows[:64] = torch.nan
     held = fp8_pages.narrow(rows, latent_dim).view(count, 64, -1)

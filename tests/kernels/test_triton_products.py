@@ -112,7 +112,7 @@ def test_a_vocabulary_has_wider_tiles(monkeypatch):
     assert torch.allclose(ops.linear(x, weight, float32_out=True), narrow, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("many_rows", [1024, 8])  # from so many on tiles are larger
+@pytest.mark.parametrize("many_rows", [1024, 8])  # from 1024 rows on tiles are larger
 @pytest.mark.parametrize(("hidden", "experts"), [(33, 5), (256, 64), (1100, 130)])
 def test_router_logits_are_those_of_float32(hidden, experts, many_rows, monkeypatch):
     monkeypatch.setattr(router, "_MANY_ROWS", many_rows)

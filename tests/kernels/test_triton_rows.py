@@ -106,7 +106,7 @@ def test_the_gate_takes_the_experts_of_the_reference(experts, groups, topk_group
             assert torch.equal(part_weights, weights[start:stop])
     is_counted = torch.randint(2, (37,), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     for counted in (None, is_counted):
-        ours, theirs = (torch.arange(experts, device=DEVICE) for _ in range(2))  # added to what is there
+        ours, theirs = (torch.arange(experts, device=DEVICE) for _ in range(2))  # counts are added to these
         assert torch.equal(ops.gate(logits, None, rule, ours, counted)[0], ids)
         reference.gate(logits, None, rule, theirs, counted)
         assert torch.equal(ours, theirs)
@@ -179,7 +179,7 @@ def test_draws_are_those_of_the_reference_without_a_sort(width, rounding, monkey
     monkeypatch.setattr(draw, "_TILE", 32)  # several tiles, and one that is not full
     monkeypatch.setattr(draw, "_PART", 64)
     logits = (3 * random(24, width, dtype=torch.float32) / rounding).round() * rounding  # 0.5: many equals
-    logits[[3, 8]], logits[4, width // 2] = 1.0, 30.0  # all alike; nothing beside one
+    logits[[3, 8]], logits[4, width // 2] = 1.0, 30.0  # all equal; all but one negligible
     logits[12:18] *= torch.tensor([1e-3, 1e-2], device=DEVICE).repeat(3)[:, None]  # weights of few buckets
     row = torch.arange(24, device=DEVICE)
     top_k = (row % 3) * (1 + row % 7)  # of every third row none, and more than there are

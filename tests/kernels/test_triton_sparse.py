@@ -20,7 +20,7 @@ def best(scores, topk):
 
 
 def odd_scores(num_rows, num_keys):
-    """Of all sizes and both signs, both zeros and infinities among them, and many that are equal."""
+    """Return scores of all sizes and both signs, with both zeros, infinities and many equal ones."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(num_rows, num_keys, generator=generator) * 10 ** (
         8 * torch.randn(num_rows, num_keys, generator=generator)

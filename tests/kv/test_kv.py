@@ -1,4 +1,4 @@
-"""Pages and the prefix tree: who holds what, what is found, what may be given back."""
+"""Pages and the prefix tree: holders of pages, matches of prompts, and pages that may be freed."""
 
 import random
 
@@ -45,7 +45,7 @@ def insert(tree, pool, tokens):
 
 
 def found(tree, tokens):
-    """What of a prompt is in memory, of which the last token has to run."""
+    """Return the match of a prompt whose last token has to run."""
     return tree.match(tokens, len(tokens) - 1)
 
 
@@ -74,7 +74,7 @@ def test_room_is_made_leaves_first_and_never_from_running_sequences():
     first = prompt(("system", 64), ("a", 64))
     second = prompt(("system", 64), ("b", 64))
     held = insert(tree, pool, first)
-    # the second prompt shares the system page and brings one of its own
+    # the second prompt shares the system page and brings one more page
     match = found(tree, second)
     pages = tree.hold(match) + pool.reserve(1)
     tree.insert(second, pages)

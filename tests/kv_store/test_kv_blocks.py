@@ -119,7 +119,7 @@ def test_a_file_outlives_those_that_follow_it_in_its_chain():
     #      └─ ad
     files = files_of("abc", "ad", "e")
     assert ranked(files, {"a": 1, "ab": 2, "abc": 50, "ad": 3, "e": 40}) == ["ad", "e", "abc", "ab", "a"]
-    # a later block that is needed keeps those before it, also where nobody said so of them
+    # a later block that is needed keeps those before it, even without next uses of these
     assert ranked(files, {"a": 1, "ab": 2, "abc": 3, "ad": 50, "e": 60}, {"abc": 5}) == ["ad", "e", "abc", "ab", "a"]
 
 

@@ -122,7 +122,7 @@ def test_blocks_of_another_model_dtype_backend_or_salt_are_not_served(tmp_path, 
     with closing(open_store(tmp_path / "kv", other)) as stranger:
         assert stranger.find(chain) == 0
         assert stranger.find(chain_of("a", identity=other)) == 0
-        # not even when somebody moves the file to where it would be found
+        # not even when the file is moved to where it would be found
         (path,) = block_files(tmp_path / "kv")
         target = stranger.store.model(other) / path.parent.name
         target.mkdir()

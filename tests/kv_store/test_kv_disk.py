@@ -57,7 +57,7 @@ def test_chains_that_branch_share_their_common_blocks(store):
 def test_a_look_up_ends_at_the_first_gap(store):
     chain = chain_of(*"abcdef")
     write_chain(store, chain[:2])
-    assert write_chain(store, chain[:5], first=3) == 0  # the one before it is missing: nobody would find it
+    assert write_chain(store, chain[:5], first=3) == 0  # the one before it is missing: it would not be found
     assert store.counters.dropped_blocks == 2
     assert store.find(chain) == 2
     assert store.find(chain_of("x", *"abc")) == 0

@@ -21,7 +21,7 @@ from support.small_disks import remount
 
 @contextmanager
 def mounted(folder, options):
-    """A file system in memory of its own."""
+    """Mount a file system in memory for the test."""
     folder.mkdir(exist_ok=True)
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False)
     if done.returncode:

@@ -38,7 +38,7 @@ def start_process(folder, max_bytes, seed, num_steps):
 
 
 def test_a_store_that_another_process_makes_meanwhile_is_used(tmp_path, monkeypatch):
-    """It has its marker and its folders after this process looked for the first and before it looks at the others."""
+    """The other process writes marker and folders after this one missed the marker and before it lists the folder."""
     list_folder, made = os.listdir, []
 
     def with_another_process(folder):

@@ -1,4 +1,4 @@
-"""Whose blocks a KV store serves: those that its owner or its group wrote, and nobody else's."""
+"""Trust in blocks: a KV store serves only those that its owner or its group wrote."""
 
 import os
 import shutil
@@ -26,7 +26,7 @@ from support.kv_stores import (
 )
 from support.other_user import NOBODY, as_user, give_away, readable_files
 
-TEAM = 4242  # a group that nobody has to have a name for
+TEAM = 4242  # a group that needs no name
 
 
 def refusal(folder, **options):
@@ -48,7 +48,7 @@ def folder(tmp_path):
 
 
 def forged(tmp_path):
-    """The file that somebody without the store's key makes of other content for the same blocks."""
+    """Return a file with other content for the same blocks, written without the store's key."""
     with closing(open_store(tmp_path / "forger")) as forger:
         chain = chain_of(*"ab")
         assert forger.write(chain, 0, content_of(chain) ^ 1) == 2

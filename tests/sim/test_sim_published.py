@@ -84,7 +84,7 @@ DAY_SHARE = (562_027 / (24 * 226.75)) / (31_060 / 278)
 
 
 def sigma(deviation_by_mean: float) -> float:
-    """Of lognormal lengths."""
+    """Return the sigma of lognormal lengths with this deviation."""
     return sqrt(log(1 + deviation_by_mean**2))
 
 

@@ -110,7 +110,7 @@ class Browser:
         return [event["params"]["request"]["url"] for event in sent]
 
     def complaints(self) -> list[str]:
-        """What stands in the console, and errors of scripts."""
+        """Return the console's messages and errors of scripts."""
         kinds = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
         return [json.dumps(event["params"]) for event in self.events if event["method"] in kinds]
 

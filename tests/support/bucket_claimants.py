@@ -137,14 +137,14 @@ class Workers:
                 self.start()
 
     def end(self) -> None:
-        """Whatever still runs."""
+        """Kill the processes that still run."""
         for process in self.processes:
             process.kill()
             process.wait()
 
 
 def mark_of(storage: Any, unit: int) -> dict[str, Any]:
-    """What the mark of a unit says."""
+    """Return the content of a unit's mark."""
     from batchinfer.checked_json import parse_json
 
     return parse_json(storage.bucket.read(f"done/{unit:06d}").data, "mark")

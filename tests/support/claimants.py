@@ -75,7 +75,7 @@ class Counter:
 
 @dataclass
 class Cost:
-    """What claiming all units has cost."""
+    """The cost of claiming all units."""
 
     units: int
     controllers: int
@@ -125,7 +125,7 @@ def claim_all(folder: Path, num_units: int, num_controllers: int, counter: Count
 
 @contextlib.contextmanager
 def _simulated(clock: _Clock, counter: Counter) -> Iterator[None]:
-    """Pauses by the simulated clock, listings shared by those who ask within a while and counted for each."""
+    """Replace pauses by the simulated clock; callers within LISTING_S share a listing, which is counted for each."""
     listings: dict[Path, tuple[float, np.ndarray]] = {}
 
     def named(storage: Storage, folder: Path, num_units: int) -> np.ndarray:
@@ -147,7 +147,7 @@ def _simulated(clock: _Clock, counter: Counter) -> Iterator[None]:
 
 
 class _Hearts:
-    """What the heartbeats of all controllers would have made of a lease, when somebody is about to look at it."""
+    """The heartbeats of all controllers, applied to a lease just before a watcher reads it."""
 
     def __init__(self, clock: _Clock, counter: Counter) -> None:
         self.held: dict[int, Claim] = {}  # by unit

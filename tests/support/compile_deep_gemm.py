@@ -102,7 +102,7 @@ def headers(into: Path, folder: Path = ROOT / "gpu-wheels") -> Path | None:
 
 
 def why_not() -> str | None:
-    """Why nothing can be compiled here, or None."""
+    """Return why nothing can be compiled here, or None."""
     if nvcc() is None:
         return "no nvcc here"
     if importlib.util.find_spec("deep_gemm") is None and wheel() is None:

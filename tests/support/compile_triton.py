@@ -138,7 +138,7 @@ def compile_sparse():
 
 
 def all_compiled():
-    """Every kernel that `compile_all` would start, once, by a name of its own."""
+    """Compile every kernel that `compile_all` would start, once; return them by distinct names."""
     kernels = {}
 
     def compile_only(function, *args, grid, warmup, **options):
@@ -161,7 +161,7 @@ def all_compiled():
 
 
 def refused_ones(kernel):
-    """Whole-number arguments with which the kernel is no program any more when they are 1, and what Triton says.
+    """Return the whole-number arguments for which the kernel does not compile when they are 1, with Triton's message.
 
     Triton makes an argument that is 1 a constant of the program, without the methods of a tensor; its interpreter does
     not. Each argument alone, and all at once.
@@ -191,7 +191,7 @@ def refused_ones(kernel):
 
 
 def variant(kernel):
-    """What tells a kernel from others of its function: types behind its pointers, its constants."""
+    """Return the distinction of a kernel from others of its function: types behind its pointers, its constants."""
     source = kernel.src
     types = [word.removeprefix("*") for word in source.signature.values() if word.startswith("*")]
     constants = [
@@ -224,7 +224,7 @@ def measured(named):
 
 
 def resources(path):
-    """What a cubin's kernel takes, by the tool in Triton's wheel."""
+    """Return the resource usage of a cubin's kernel, by the tool in Triton's wheel."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     return subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
 
@@ -298,7 +298,7 @@ if __name__ == "__main__":
 
     @dataclass(frozen=True)
     class Hopper:
-        """What Triton asks of a device's driver before it compiles."""
+        """The answers that Triton needs from a device's driver before it compiles."""
 
         def get_current_target(self):
             return GPUTarget("cuda", 90, 32)

@@ -1,4 +1,4 @@
-"""What rows may ask of their answers: 40 schemas and patterns, and independent judges of what came out."""
+"""Constraints on answers: 40 schemas and patterns, and independent judges of the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Damage to the files of a computed run: what follows must be the same outputs, or a sentence that says what to do."""
+"""Damage to the files of a computed run, after which the outputs must be the same, or an error must name the remedy."""
 
 from __future__ import annotations
 

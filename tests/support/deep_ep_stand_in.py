@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 
 class World:
-    """Where the ranks meet: each posts a value per step and takes the values of all."""
+    """The meeting point of the ranks: each posts a value per step and takes the values of all."""
 
     def __init__(self, size):
         self.size = size
@@ -63,7 +63,7 @@ class World:
 
 @dataclass(frozen=True)
 class Group:
-    """As much of a torch.distributed group as DeepEP's caller uses."""
+    """The part of a torch.distributed group that DeepEP's caller uses."""
 
     world: World
     index: int
@@ -168,7 +168,7 @@ def check_normal_row(values, num_ranks):
 
 
 class _Ranks:
-    """What all buffers share."""
+    """The state that all buffers share."""
 
     group: Group
 
@@ -279,7 +279,7 @@ class ElasticBuffer(_Ranks):
             ends.append(start + count)
             start += -(-count // step) * step
         received = [unknown(start, part.shape[1], dtype=part.dtype) for part in (rows if is_pair else (rows,))]
-        if is_pair and use_tma_aligned_col_major_sf:  # each column of scales by itself, from a multiple of 4 on
+        if is_pair and use_tma_aligned_col_major_sf:  # each column of scales starts at a multiple of 4
             by_column = unknown(received[1].shape[1], -(-start // 4) * 4, dtype=received[1].dtype)
             received[1] = by_column[:, :start].t()
         weights, psum = unknown(start, dtype=torch.float32), unknown(num_local, dtype=torch.int32)
@@ -409,7 +409,7 @@ class Buffer(_Ranks):
             for part, values in zip(received, rows if is_pair else (rows,), strict=True):
                 part.copy_(values)
             ids.fill_(-1)
-            for e in entries:  # the weights of other ranks' slots stay NaN: nobody may use them
+            for e in entries:  # the weights of other ranks' slots stay NaN: they must not be used
                 place = tokens.index((e.source, e.token))
                 ids[place, e.k] = e.slot
                 weights[place, e.k] = all_weights[e.source][e.token, e.k]

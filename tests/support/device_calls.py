@@ -1,4 +1,4 @@
-"""What a step asks of a GPU, counted without one: kernels that it starts, and where the host waits for the device.
+"""A step's calls of a GPU, counted without one: kernels that it starts, and where the host waits for the device.
 
 Tensors of the device are on torch's "meta", which has shapes and no values; kernels in Triton and those of DeepSeek's
 libraries are counted and not run. So the code for GPUs runs as it is, at any shapes.
@@ -55,14 +55,17 @@ _SEVERAL = {"constant_pad_nd": 2}  # room filled, then a part of it copied
 
 @dataclass
 class DeviceCalls:
-    """kernels: by name, how often one was started, in_triton those; waits: what the host waited in, with the line."""
+    """Counted calls of a device.
+
+    kernels: starts by name; in_triton: names of the kernels in Triton; waits: the host's waits, with the line.
+    """
 
     kernels: Counter[str] = field(default_factory=Counter)
     in_triton: set[str] = field(default_factory=set)
     waits: list[str] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Count anew."""
+        """Reset all counts."""
         self.kernels.clear()
         self.waits.clear()
 
@@ -74,7 +77,7 @@ class DeviceCalls:
 
 
 class CountCalls(TorchDispatchMode):
-    """Counts what torch starts on the device, and what makes the host wait."""
+    """Counts torch's starts on the device, and calls that make the host wait."""
 
     def __init__(self, calls: DeviceCalls):
         super().__init__()

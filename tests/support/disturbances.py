@@ -1,4 +1,4 @@
-"""One disturbance of a small job: a signal to somebody at a random moment, then a rerun that ends as if nothing was.
+"""One disturbance of a small job: a signal to a process at a random moment, then a rerun with undisturbed results.
 
 The victim is a rank, a controller (`work`) or a `finish`. The deed is SIGKILL, SIGTERM, or SIGSTOP for longer than
 others wait: a rank beyond its deadline, a controller beyond its lease, so that another one takes its units over while
@@ -27,7 +27,7 @@ from support.jobs import Ended, batchinfer, output_bytes, write_job, write_quest
 VICTIMS = ("finish", "rank", "controller")
 DEEDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 ATTEMPTS = 6  # moments to try until one comes before the command has ended
-# in processes of these tests only: others are given up soon
+# in processes of these tests only: other processes are declared dead soon
 SOON = """
 from batchinfer.controller import claims, lease_watch
 from batchinfer.launch import rank_loader
@@ -66,7 +66,7 @@ def make_calm(folder: Path) -> Calm:
 
 
 def disturb(calm: Calm, run: Path, number: int) -> str:
-    """Disturbance `number`, in a run folder of its own; what it was. Fails unless the rerun ends as the calm run."""
+    """Run disturbance `number` in a new run folder and describe it; fail unless the rerun ends as the calm run."""
     rng = random.Random(number)
     victim, deed = VICTIMS[number % 3], DEEDS[number // 3 % 3]
     try:
@@ -155,7 +155,7 @@ def _controller_is_hit(calm: Calm, run: Path, deed: signal.Signals, share: float
 
 
 def _has_struck(process: subprocess.Popen[str], deed: signal.Signals) -> bool:
-    """How a command ends that was to be ended; False when it had ended just before."""
+    """Return whether the signal ended the command; False if it had ended just before."""
     done = ended(process)
     # SIGTERM before Python could listen ends a process like SIGKILL
     assert done.code in (0, 75, -deed), done.err
@@ -169,7 +169,7 @@ def _expect_calm_outputs(calm: Calm, run: Path) -> None:
 
 
 def _expect_whole_outputs(calm: Calm, run: Path) -> None:
-    """What a dead `finish` has left in outputs/ is whole: files of the calm run, but perhaps not all of them."""
+    """Assert that the outputs of a dead `finish` are files of the calm run, but perhaps not all of them."""
     assert output_bytes(run).items() <= calm.outputs.items()
 
 

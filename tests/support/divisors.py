@@ -1,4 +1,4 @@
-"""What tensors are divided by: a plain number is another divisor on a GPU than on a CPU."""
+"""Divisors of tensors: a plain number is another divisor on a GPU than on a CPU."""
 
 from __future__ import annotations
 

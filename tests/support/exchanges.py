@@ -35,7 +35,7 @@ ResultT = TypeVar("ResultT")
 
 
 class ThreadedMesh:
-    """A group of ranks that are threads: one queue for each pair of ranks, nobody waits to send.
+    """A group of ranks that are threads: one queue for each pair of ranks, and sending never waits.
 
     Stricter than the real ones: a buffer is spoiled until it is filled, and received rows are spoiled as soon as the
     interface says that they are no longer valid.
@@ -51,7 +51,7 @@ class ThreadedMesh:
         self.members = [ThreadedExchange(self, rank) for rank in range(size)]
 
     def run(self, work: Callable[[ThreadedExchange], ResultT]) -> list[ResultT]:
-        """The results of `work` by rank, each rank in a thread of its own; what failed first is raised."""
+        """Run `work` for each rank in a separate thread; return the results by rank or raise the first error."""
         with ThreadPoolExecutor(self.size) as pool:
             futures = [pool.submit(self._run_one, work, member) for member in self.members]
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -155,7 +155,7 @@ def open_exchange(kind: str, store: dist.Store, rank: int, size: int, timeout_s:
 
 
 def meeting(store: dist.Store, rank: int) -> Meeting:
-    """Of a rank on this host; the first one makes the credentials."""
+    """Return the meeting of a rank on this host; rank 0 makes the credentials."""
     if rank == 0:
         store.set("credentials", make_credentials())
     return Meeting("127.0.0.1", store.get("credentials").decode())
@@ -190,7 +190,7 @@ class RankProcesses:
             process.close()
 
     def results(self, ranks: Sequence[int] | None = None) -> list[Any]:
-        """What these ranks (None: all) returned; fails if one of them failed or does not end."""
+        """Return the results of these ranks (None: all); fail if one of them failed or does not end."""
         end_s = time.monotonic() + DEADLINE_S
         results = []
         for rank in range(self.size) if ranks is None else ranks:
@@ -204,7 +204,7 @@ class RankProcesses:
         return results
 
     def exit_code(self, rank: int) -> int | None:
-        """Of a rank that has ended, waiting for it; minus the number of the signal that ended it."""
+        """Wait for a rank to end and return its exit code; minus the number of the signal that ended it."""
         self._processes[rank].join(DEADLINE_S)
         return self._processes[rank].exitcode
 
@@ -220,5 +220,5 @@ def _run_rank(path: Path, work: Callable[..., Any], rank: int, size: int, *argum
     except BaseException:
         outcome = {"failure": traceback.format_exc()}
     path.write_text(json.dumps(outcome))
-    # like a real rank: threads may be stuck in a collective that nobody else is in any more
+    # like a real rank: threads may be stuck in a collective that all other ranks have left
     os._exit(0)

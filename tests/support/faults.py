@@ -126,13 +126,13 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], tim
 
 
 def ended(process: subprocess.Popen[str]) -> Ended:
-    """How the process ends."""
+    """Wait for the process and return how it ended."""
     out, err = process.communicate(timeout=400)
     return Ended(process.returncode, out, err)
 
 
 def finish_until_killed(run: Path, num_steps: int) -> None:
-    """`finish`, for a process of its own: it is killed when more files than this were opened to write or renamed."""
+    """Run `finish` in this process until it is killed: after `num_steps` files were opened to write or renamed."""
     left = num_steps
 
     def look(event: str, arguments: tuple[Any, ...]) -> None:
@@ -151,7 +151,7 @@ def finish_until_killed(run: Path, num_steps: int) -> None:
 def kill_the_command(
     job: Path, options: tuple[str, ...], rng: random.Random, *, num_kills: int, longest_s: float
 ) -> None:
-    """Start the whole command so many times and kill each after a while, unless it has ended."""
+    """Start the whole command `num_kills` times and kill each after a while, unless it has ended."""
     for _ in range(num_kills):
         process = start("run", job, *options)
         try:

@@ -107,7 +107,7 @@ def disturb(disk: FaultyDisk, folder: Path, deed: str, at: int) -> str:
 
 
 def lose_unsynced(lines: Sequence[Sequence[str]], *, keep: Path) -> None:
-    """What a power cut may take: contents that were not synced, and names in folders that were not.
+    """Simulate a power cut: lose contents that were not synced, and names in folders that were not.
 
     Args:
         lines: of the journal, split.

@@ -1,4 +1,4 @@
-"""An object store that fails: a proxy before a real S3 server, which injects what stores and networks do now and then.
+"""An object store that fails: a proxy before a real S3 server, which injects faults of stores and networks.
 
     500, 503        an error instead of the request being done (503 with S3's code SlowDown)
     lost            the request is done, and the connection ends before its answer
@@ -33,7 +33,7 @@ Reply = tuple[int, list[tuple[str, str]], bytes]  # status, fields, content
 
 @dataclass
 class Faults:
-    """What is injected.
+    """The faults to inject.
 
     share: of requests that get a fault, until `most` were injected.
     kinds: of which, one is drawn for each. A fault that does not fit a request becomes a 503.

@@ -1,4 +1,4 @@
-"""Python code in a process of its own that is forked with torch loaded: importing it takes longer than most such code.
+"""Python code in a child process forked with torch loaded: importing torch takes longer than most such code.
 
 Only for code that does not ask how a process starts or ends, needs no compiler of torch and no model of transformers
 (ranks put those off), and for variables that are read when it runs: OMP_NUM_THREADS and those of torch are not.
@@ -19,7 +19,7 @@ from support.rank_forge import Forked
 
 
 class ForkedPython:
-    """As subprocess.Popen of `python -c`, as far as tests use that; stderr goes where stdout goes."""
+    """A substitute for subprocess.Popen of `python -c`, as far as tests use it; stderr goes where stdout goes."""
 
     def __init__(self, code: str, arguments: Sequence[str], variables: Mapping[str, str], folder: Path) -> None:
         self._output, end = Pipe(duplex=False)
@@ -34,7 +34,7 @@ class ForkedPython:
         os.kill(self._forked.pid, number)
 
     def communicate(self, timeout: float) -> tuple[str, None]:
-        """What it printed, at its end.
+        """Wait for the end and return the output.
 
         Raises:
             TimeoutError: it has not closed its output in this time; it is killed.

@@ -99,7 +99,7 @@ class Recorder:
 
 
 class World:
-    """As deep_ep_stand_in.World, between processes: what is posted travels when it is collected, in one order."""
+    """deep_ep_stand_in.World between processes: posts travel when they are collected, in one order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size = group, group.size()
@@ -117,7 +117,7 @@ class World:
 
 
 class Buffer(deep_ep_stand_in.Buffer):
-    """Of a group of processes."""
+    """A buffer of a group of processes."""
 
     dies_in_s: str | None = None
 

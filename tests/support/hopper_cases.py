@@ -1,4 +1,4 @@
-"""What tests of the operations for Hopper GPUs have in common: stand-ins by their names, values, closeness."""
+"""Common parts of tests of the operations for Hopper GPUs: stand-ins by their names, values, closeness."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def mqa_logits(q, kv, weights, starts, ends, clean_logits, max_seqlen_k):
-    """csrc/apis/attention.hpp: what it checks, and what it computes; scores that it does not write are NaN."""
+    """Check and compute as csrc/apis/attention.hpp does; scores that it does not write are NaN."""
     num_rows, num_heads, width = q.shape
     assert num_heads in (32, 64)
     assert width in (32, 64, 128)
@@ -45,7 +45,7 @@ def mqa_logits(q, kv, weights, starts, ends, clean_logits, max_seqlen_k):
 
 
 def sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length):
-    """csrc/api/sparse_fwd for Hopper: what it checks, and what it computes."""
+    """Check and compute as csrc/api/sparse_fwd does for Hopper."""
     num_rows, num_heads, width = q.shape
     assert num_rows > 0
     assert num_heads in (64, 128)
@@ -69,7 +69,7 @@ def sparse_prefill(q, kv, indices, sm_scale, d_v, attn_sink, topk_length):
 
 
 def sparse_fp8_decode(q, k_cache, indices, head_dim_v, softmax_scale):
-    """csrc/api/sparse_decode for Hopper and rows of DeepSeek-V3: what it checks, and what it computes."""
+    """Check and compute as csrc/api/sparse_decode does for Hopper and rows of DeepSeek-V3."""
     num_requests, num_queries, num_heads, width = q.shape
     assert num_requests > 0
     assert num_heads in (64, 128)
@@ -103,7 +103,7 @@ def sparse_fp8_decode(q, k_cache, indices, head_dim_v, softmax_scale):
 
 
 def add_upstream_logits(module):
-    """DeepGEMM 2.6.1's, which cleans logits unless it is told not to."""
+    """Add the function of DeepGEMM 2.6.1, which cleans logits by default."""
 
     def fp8_mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits=True, max_seqlen_k=0):
         return mqa_logits(q, kv, weights, cu_seq_len_k_start, cu_seq_len_k_end, clean_logits, max_seqlen_k)

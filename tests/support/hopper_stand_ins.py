@@ -249,7 +249,7 @@ def deep_gemm_1_0():
 
 
 def dense_decode(q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal):
-    """csrc/api/dense_decode.h: what it checks, and what it computes."""
+    """Check and compute as csrc/api/dense_decode.h does."""
     num_requests, num_queries, _, width = q.shape
     assert num_requests > 0, "batch size must be positive"
     assert q.dtype == k_cache.dtype == torch.bfloat16
@@ -331,7 +331,7 @@ def equal_shares(lengths, num_parts, page=64, overhead=5):
 
 
 def pieces_of(cuts, splits, lengths, page=64):
-    """Which pages of each request are one piece, in the order of its pieces, as the kernels read the cuts."""
+    """Return the pages of each piece of each request, in order, as the kernels read the cuts."""
     pieces = [{} for _ in lengths]
     for begin, end, begin_block, end_block, begin_split, is_first_cut, is_last_cut, _ in cuts.tolist():
         if begin >= len(pieces):
@@ -345,7 +345,7 @@ def pieces_of(cuts, splits, lengths, page=64):
             assert is_cut == (splits[request + 1] - splits[request] > 1), "whole and in pieces at once"
             pieces[request][piece] = (first, behind)
     for request, found in enumerate(pieces):
-        if not found and not lengths[request]:  # there is nobody: what comes out may be anything
+        if not found and not lengths[request]:  # no keys: the result may be anything
             pieces[request] = []
             continue
         assert sorted(found) == list(range(int(splits[request + 1] - splits[request]))), "a piece is missing"

@@ -1,4 +1,4 @@
-"""Python in a process of its own whose C++ operations are made for the instructions named."""
+"""Python in a child process whose C++ operations are made for the instructions named."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def variables_for(instructions: str, **others: str) -> dict[str, str]:
 
 
 def run_code_with(instructions: str, code: str, *arguments: str, **variables: str) -> str:
-    """What Python code says, forked with torch loaded; it must end well."""
+    """Run Python code, forked with torch loaded, and return its output; it must succeed."""
     process = ForkedPython(code, arguments, variables_for(instructions, **variables), TESTS.parent)
     said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
@@ -38,7 +38,7 @@ def run_code_with(instructions: str, code: str, *arguments: str, **variables: st
 
 
 def run_with(instructions: str, *arguments: str) -> str:
-    """What Python says with these arguments; it must end well."""
+    """Run Python with these arguments and return its output; it must succeed."""
     ended = subprocess.run(
         [sys.executable, *arguments],
         env=variables_for(instructions),
@@ -52,7 +52,7 @@ def run_with(instructions: str, *arguments: str) -> str:
 
 
 def run_tests_with(instructions: str, *arguments: str, which: str = "") -> None:
-    """These tests pass, and none is skipped; those of Triton, which has no part in them, stay away.
+    """Run these tests; all must pass, none may be skipped. Tests of Triton are left out.
 
     Args:
         which: as after pytest's -k.

@@ -1,4 +1,4 @@
-"""Small jobs for tests: shards, a job file, and the command run in this process or in one of its own."""
+"""Small jobs for tests: shards, a job file, and the command run in this process or in a child process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SYSTEM = "You answer with one word. Read the question twice, think about each wo
 
 @dataclass
 class Ended:
-    """How a command ended."""
+    """The end of a command: exit code, output and errors."""
 
     code: int
     said: str  # on stdout before the report of a run
@@ -68,7 +68,7 @@ def batchinfer(*arguments: str | Path) -> Ended:
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """Start the command as a process of its own."""
+    """Start the command as a child process."""
     command = [sys.executable, "-c", "from batchinfer.program import program; program()", *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 

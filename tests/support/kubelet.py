@@ -45,7 +45,7 @@ class Pod:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Failures of this index before this pod: those that count, and those that were ignored."""
+        """Failures of this index before this pod: counted ones, and ignored ones."""
         found = self.metadata["annotations"]
         return int(found.get(FAILURES, 0)), int(found.get(IGNORED, 0))
 
@@ -55,7 +55,7 @@ class Pod:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs. What else the pod has started ends with its first process."""
+        """The exit code, None while the pod runs. All processes of the pod end with its first one."""
         code = self.process.poll()
         if code is None:
             return None
@@ -68,14 +68,14 @@ class Pod:
         return "Running" if self.exit_code is None else "Failed" if self.exit_code else "Succeeded"
 
     def stop(self) -> None:
-        """As when it is deleted."""
+        """Stop the pod as a deletion does."""
         self.is_deleted = True
         if self.exit_code is None and self._kill_by is None:
             self._kill_by = time.monotonic() + self.spec.get("terminationGracePeriodSeconds", 30)
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """As when memory has run out."""
+        """Kill the pod as the out-of-memory killer does."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -85,7 +85,7 @@ class Pod:
             self.kill()
 
     def _variables(self, container: Object) -> dict[str, str]:
-        """What the image sets (here: this process's own), then the pod's, one after the other."""
+        """Return the image's variables (here: this process's), overridden by the pod's, one after the other."""
         values = {name: value for name, value in os.environ.items() if not name.startswith("BATCHINFER_")}
         for variable in container.get("env", []):
             if "valueFrom" in variable:

@@ -120,7 +120,7 @@ class Job:
 
 
 class JobSet:
-    """One replicated Job, made anew by the failure policy when it fails."""
+    """One replicated Job, recreated by the failure policy when it fails."""
 
     def __init__(self, manifest: Object, cluster: SimulatedKubernetes) -> None:
         self.manifest, self.name = manifest, manifest["metadata"]["name"]
@@ -142,7 +142,7 @@ class JobSet:
         return Job({"metadata": metadata, "spec": replicated["template"]["spec"]}, self._cluster, labels)
 
     def look(self) -> None:
-        """One turn of the controller: a Job is made anew, and begins when the last one's pods are gone."""
+        """Run one turn of the controller: recreate a failed Job, which begins when the last one's pods are gone."""
         for job in self._old:
             job.look()
         self._old = [job for job in self._old if job.pods]
@@ -223,18 +223,18 @@ class SimulatedKubernetes:
             pod.process.wait()
 
     def pods(self) -> list[Pod]:
-        """Those that have not ended."""
+        """Return the pods that have not ended."""
         with self._lock:
             return [pod for found in self.objects.values() for pod in found.pods]
 
     def evict(self, pod: Pod) -> None:
-        """As when its node is drained."""
+        """Stop a pod as a drained node does."""
         with self._lock:
             self.disrupted.add(pod.name)
             pod.stop()
 
     def condition(self, name: str) -> tuple[str, str] | None:
-        """How a Job has ended: 'Complete' or 'Failed', and the reason."""
+        """Return the end of a Job: 'Complete' or 'Failed', and the reason."""
         found = self.objects.get(name)
         return None if found is None else found.condition
 

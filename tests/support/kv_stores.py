@@ -52,7 +52,7 @@ def write_chain(store: DiskStore, blocks: list[bytes], first: int = 0) -> int:
 
 
 def read_intact(store: DiskStore, blocks: list[bytes]) -> int:
-    """How many leading blocks the store serves; every byte of them is checked."""
+    """Return how many leading blocks the store serves; every byte of them is checked."""
     with closing(Reader(store, num_threads=1)) as reader:
         content = reader.ask(blocks).wait()
         assert np.array_equal(content, content_of(blocks[: len(content)], store.identity))
@@ -90,7 +90,7 @@ def block_files(folder: Path) -> list[Path]:
 
 
 def total_bytes(folder: Path) -> int:
-    """Of all files of blocks, those in quarantine and those being written too."""
+    """Return the bytes of all files of blocks, including those in quarantine and those being written."""
     total = 0
     for pattern in ("models/*/*/*.kv", "quarantine/*", "writing/*"):
         for path in folder.glob(pattern):

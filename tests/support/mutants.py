@@ -37,7 +37,7 @@ class Mutant:
 
     name: str
     file: str
-    old: str  # stands in the file exactly once
+    old: str  # occurs in the file exactly once
     new: str
     tests: str  # arguments of pytest, with spaces between
     in_make_test: bool = False
@@ -117,7 +117,7 @@ def _last_lines(ended: subprocess.CompletedProcess[str]) -> str:
 
 @contextmanager
 def _copied_tree() -> Iterator[Path]:
-    """A folder with what git knows or would add, as it is on disk."""
+    """Yield a folder with a copy of all files that git knows or would add."""
     listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, capture_output=True, check=True).stdout.decode().split("\0")
     with tempfile.TemporaryDirectory(prefix="batchinfer-mutant-") as folder:
@@ -138,7 +138,7 @@ def main() -> int:
     options = parser.parse_args()
     chosen = [m for m in read_mutants() if not options.words or any(word in m.name for word in options.words)]
     for mutant in chosen:
-        mutated(mutant)  # what is wrong in the list is told before anything runs
+        mutated(mutant)  # errors of the list are reported before anything runs
     check_unchanged(chosen)
 
     def judge(mutant: Mutant) -> bool:

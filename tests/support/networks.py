@@ -42,7 +42,7 @@ class Host:
     address: str
 
     def command(self, *arguments: str) -> list[str]:
-        """As `arguments`, on this host."""
+        """Return the command line that runs `arguments` on this host."""
         return ["nsenter", "--net", "--uts", "--target", str(self.process.pid), "--", *arguments]
 
     def run(self, *arguments: str) -> None:

@@ -1,4 +1,4 @@
-"""A real S3 server over HTTP (moto's, a process of its own), and a gate before it that can hold or refuse requests.
+"""A real S3 server over HTTP (moto's, a child process), and a gate before it that can hold or refuse requests.
 
 Ceph's is in rgw.py; s3_servers.py gives tests one or the other.
 """
@@ -121,7 +121,7 @@ def credentials() -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port of this host on which nobody listens."""
+    """Return a port of this host without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 

@@ -13,7 +13,7 @@ _open: OrderedDict[str, tuple[Encoders, ExitStack]] = OrderedDict()
 
 
 def encoders_of(job: JobConfig, *, window: int) -> Encoders:
-    """Those that were opened for this model folder and these input columns before, or new ones."""
+    """Return the encoders opened for this model folder and these input columns before, or new ones."""
     key = f"{window} {job.model.path} {job.input.model_dump_json(exclude={'files'})}"
     if key not in _open:
         stack = ExitStack()

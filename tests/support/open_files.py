@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_more_open_files() -> Iterator[None]:
-    """This process can open nothing more meanwhile."""
+    """Let this process open no more files inside the block."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     next_free = os.open("/dev/null", os.O_RDONLY)
     os.close(next_free)

@@ -72,7 +72,7 @@ class _ForkedTokenizer:
 
 @contextmanager
 def open_folder() -> Iterator[Path]:
-    """A folder that every user may enter, which those that pytest makes are not."""
+    """Yield a folder that every user may enter, unlike those of pytest."""
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)
         yield Path(name)

@@ -1,4 +1,4 @@
-"""Where the sample data is, and a model with random weights for tests that want noise instead of answers."""
+"""Paths of the sample data, and of a model with random weights for tests that want noise instead of answers."""
 
 import os
 import shutil

@@ -21,7 +21,7 @@ def in_tiles(rows_MD: torch.Tensor, counts: list[int], tile_rows: int) -> tuple[
 
 
 def placed(rows_MD: torch.Tensor, seed: int = 0) -> PlacedRows:
-    """Rows at places in no order, among others of nobody that are not numbers."""
+    """Return rows at places in no order, with NaN at all other places."""
     places_S = torch.randperm(2 * len(rows_MD) + 3, generator=torch.Generator().manual_seed(seed))
     place_M = places_S[: len(rows_MD)].to(rows_MD.device)
     values_SD = rows_MD.new_full((len(places_S), rows_MD.shape[1]), torch.nan)

@@ -1,4 +1,4 @@
-"""Pages of requests with garbage wherever nobody may look, and attention over them written out in float64."""
+"""Pages of requests with garbage wherever reading is forbidden, and attention over them written out in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans a run folder that is tokenised already, in a process of its own, and prints time and memory as JSON.
+"""A script that plans a tokenised run folder and prints time and memory as JSON.
 
 python tests/support/plan_process.py FOLDER MEMORY_BYTES
 """

@@ -31,7 +31,7 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def few_shot_prompts(num_prompts: int, *, seed: int = 0) -> Iterator[Prompts]:
-    """Prompts of 200 tokens on average: system prompt, two examples from a tree, a question of its own.
+    """Yield prompts of 200 tokens on average: system prompt, two examples from a tree, a unique question.
 
     system (one of 50, 60 tokens) ── example (one of 20, 30 tokens) ── example (the same) ── 40 to 120 own tokens
     """

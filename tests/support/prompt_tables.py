@@ -41,7 +41,7 @@ def one_shard(path: Path) -> Shard:
 
 
 def make_job(sampling: dict[str, Any] | None = None, /, **columns: str) -> JobConfig:
-    """A job whose prompts are in these columns; sampling beside 16 tokens and two samples."""
+    """Return a job whose prompts are in these columns, with 16 tokens, two samples and the given sampling."""
     return JobConfig.model_validate(
         {
             "input": {"files": ["unused"], **(columns or {"prompt": "prompt"})},
@@ -59,7 +59,7 @@ def tokenize(
     limits: PromptLimits = LIMITS,
     progress: Callable[[int], None] = lambda rows: None,
 ) -> ShardRows:
-    """As a plan does it, into this file."""
+    """Tokenise as a plan does, into this file."""
     return tokenize_shard(shard, job, encoders_of(job, window=limits.window), limits, target, progress)
 
 

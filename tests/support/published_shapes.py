@@ -1,4 +1,4 @@
-"""What config.json says of two models that people run on one machine: their exact shapes."""
+"""The exact shapes, from config.json, of two models that people run on one machine."""
 
 from typing import Any
 

@@ -150,7 +150,7 @@ def extreme_results() -> Iterator[torch.Tensor]:
 
 
 def digest(tensors: list[torch.Tensor]) -> str:
-    """Of the bytes of all these."""
+    """Return a digest of the bytes of all tensors."""
     found = hashlib.sha256()
     for tensor in tensors:
         # a number that is none may have any bits

@@ -47,7 +47,7 @@ def open_forge() -> None:
 
 
 def fork_server() -> ForkServerContext:
-    """What processes of tests are forked with."""
+    """Return the context with which processes of tests are forked."""
     if not _context:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["batchinfer.rank.main", __name__, WARM])
@@ -84,12 +84,12 @@ class Forked:
 
 
 def start_tokenizer(control: int, stderr: int) -> Forked:
-    """As tokenizer_process.start_process."""
+    """Fork as tokenizer_process.start_process starts."""
     return Forked(_run_tokenizer, socket.socket(fileno=os.dup(control)), Connection(os.dup(stderr)))
 
 
 def start_rank(variables: dict[str, str], end: socket.socket | None) -> Forked | subprocess.Popen[bytes]:
-    """As rank_process.start_rank; forked unless what is imported might be another thing with these variables."""
+    """Start as rank_process.start_rank does; fork unless these variables could change the imports."""
     early = _early(variables)
     folder, _, others = early.pop("PYTHONPATH", "").partition(os.pathsep)
     trap = Path(folder, TRAP) if folder and list(Path(folder).glob("*")) == [Path(folder, TRAP)] else None

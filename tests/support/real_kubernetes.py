@@ -36,7 +36,7 @@ current-context: test
 
 
 class NoKubernetesError(Exception):
-    """It cannot be had on this machine; the text says why."""
+    """Kubernetes cannot run on this machine; the text gives the reason."""
 
 
 class RealKubernetes:
@@ -119,16 +119,16 @@ class RealKubernetes:
         shutil.rmtree(self.folder / "etcd", ignore_errors=True)
 
     def pods(self) -> list[Pod]:
-        """Those that have not ended."""
+        """Return the pods that have not ended."""
         return [pod for pod in self.started if pod.exit_code is None]
 
     def evict(self, pod: Pod) -> None:
-        """As when its node is drained."""
+        """Evict a pod as a drained node does."""
         body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod.name, "namespace": "default"}}
         self._ask("POST", f"{NAMESPACE}/pods/{pod.name}/eviction", body)
 
     def condition(self, name: str) -> tuple[str, str] | None:
-        """How a Job has ended: 'Complete' or 'Failed', and the reason."""
+        """Return the end of a Job: 'Complete' or 'Failed', and the reason."""
         job = self._ask("GET", f"/apis/batch/v1/namespaces/default/jobs/{name}")
         for found in job.get("status", {}).get("conditions", []):
             if found["type"] in ("Complete", "Failed") and found["status"] == "True":
@@ -164,7 +164,7 @@ class RealKubernetes:
             return json.load(answer)
 
     def _run_pods(self) -> None:
-        """The nodes: start what waits, tell how it goes, end what is deleted."""
+        """Act as the nodes: start waiting pods, report their states, end deleted ones."""
         known: dict[str, Pod] = {}
         told: dict[str, str] = {}
         while not self._stopped.wait(0.1):

@@ -22,7 +22,7 @@ PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-ad
 USER = "tests"
 SECONDS = 120  # for each step
 
-# Nobody checks who talks to the monitor: messages are neither signed nor sealed, which a gateway asks for by itself.
+# The monitor does not authenticate: messages are neither signed nor sealed, which a gateway requests by default.
 # A monitor collects changes for a second before it agrees on them, and ends itself on a disk that is nearly full.
 _SETTINGS = """
 [global]
@@ -60,7 +60,7 @@ osd_pool_default_pg_autoscale_mode = off
 
 
 def why_not() -> str | None:
-    """Why it cannot run here; None: it can."""
+    """Return why Ceph's gateway cannot run here, or None."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if not missing:
         return None
@@ -142,5 +142,5 @@ def _process(folder: Path, program: str, *arguments: str) -> Iterator[subprocess
 
 
 def _environment() -> dict[str, str]:
-    """Without what would send the programs to another Ceph."""
+    """Return the environment without variables that point the programs to another Ceph."""
     return {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}

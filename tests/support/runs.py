@@ -88,7 +88,7 @@ def step(
 def session(
     name: str, start_s: float, end_s: float, *, ranks: int = 1, prefill_s: float | None = None, **more: Any
 ) -> dict[str, Any]:
-    """One session; `ranks` > 0: a colocated group of its own on this node, unless `more` says otherwise."""
+    """Return one session; `ranks` > 0: a separate colocated group on this node, unless `more` says otherwise."""
     group = {"num_ranks": ranks, "mode": "colocated" if ranks else None, "prefill_ranks": ranks, "decode_ranks": ranks}
     times = {"start_s": start_s, "first_prefill_s": prefill_s, "end_s": end_s}
     return {

@@ -30,7 +30,7 @@ class SmallDisk:
         self.filler = folder / "filler"
 
     def fill(self, *, but_bytes: int) -> None:
-        """Leave only so many bytes free, in whole pages of memory; others may be writing meanwhile."""
+        """Leave only `but_bytes` free, in whole pages of memory; others may be writing meanwhile."""
         with open(self.filler, "wb", buffering=0) as file:
             with contextlib.suppress(OSError):  # the end that is wanted
                 while True:
@@ -41,7 +41,7 @@ class SmallDisk:
         self.filler.unlink()
 
     def set_read_only(self, read_only: bool) -> None:
-        """What root cannot write either."""
+        """Make the disk read-only, even for root."""
         remount(self.folder, "ro" if read_only else "rw")
 
 

@@ -33,7 +33,7 @@ def logits_of(
     chunks: Sequence[int] = (1000,),
     order: Sequence[int] | None = None,
 ) -> list[torch.Tensor]:
-    """Of each prompt and so many new tokens, all together."""
+    """Return the logits of each prompt and `new_tokens` new tokens, computed together."""
     order = order or range(len(prompts))
     requests = PagedRequests(model, prompts, max_new_tokens=new_tokens, seed=len(order))
     requests.prefill(order, chunks)

@@ -29,7 +29,7 @@ _LISTENS = "0A"
 
 @dataclass
 class Seen:
-    """What he found: ports, abstract Unix sockets, files of meetings, and whether he could read one."""
+    """The findings of a stranger: ports, abstract Unix sockets, files of meetings, and whether one was readable."""
 
     ports: int
     names: int
@@ -104,7 +104,7 @@ def _disturb(told: Any, run: Path, host: str, counts: Any, over: Any) -> None:
 
 
 def _call(kept: list[socket.socket], family: int, kind: int, address: Any) -> bool:
-    """Whether anybody was there."""
+    """Return whether anything answered at the address."""
     called = False
     for number in range(PER_SOCKET):
         caller = socket.socket(family, kind)

@@ -1,4 +1,4 @@
-"""Where tests of the Triton operations run: on a GPU where there is one, else in Triton's interpreter on the CPU."""
+"""The device of tests of the Triton operations: a GPU if there is one, else Triton's interpreter on the CPU."""
 
 from __future__ import annotations
 
