@@ -48,7 +48,8 @@ ROOMS: dict[str, set[str]] = {
     "controller": {"balance", "data", "launch", "model", "protocol", "run"},
     "finish": {"controller", "data", "run"},
     "submit": {"run"},
-    "slurm": {"balance", "controller", "data", "report", "run", "submit"},
+    "status": {"controller", "data", "run", "submit"},
+    "pace": {"balance", "data", "report", "run", "status", "submit"},
     "doctor": {"launch", "parallel"},
     "commands": {
         *(
@@ -58,12 +59,13 @@ ROOMS: dict[str, set[str]] = {
             "kv_store",
             "launch",
             "model",
+            "pace",
             "plan",
             "rank",
             "report",
             "run",
             "sim",
-            "slurm",
+            "status",
             "submit",
         )
     },

@@ -134,8 +134,8 @@ class Job:
         Raises:
             ConfigError, RunMismatchError: the folder has no plan, or another job's.
         """
-        from batchinfer.slurm.status import StatusReader
-        from batchinfer.slurm.status_text import as_document
+        from batchinfer.status.status import StatusReader
+        from batchinfer.status.text import as_document
 
         return as_document(StatusReader(self._run_dir(may_be_planning=True), storage_of(self.config)).read())
 

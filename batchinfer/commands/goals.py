@@ -11,8 +11,8 @@ import click
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
+    from batchinfer.pace.goal import Goal
     from batchinfer.run.storage import Storage
-    from batchinfer.slurm.goal import Goal
     from batchinfer.submit.size import ArraySize
 
 
@@ -58,8 +58,8 @@ class GoalOptions:
 
     def goal(self, job: JobConfig, earlier: Goal | None = None) -> Goal:
         """Return the earlier goal with the changes of these options, or a new goal."""
+        from batchinfer.pace.goal import Goal, check_goal, parse_deadline
         from batchinfer.report.price.price_list import PriceList, read_prices
-        from batchinfer.slurm.goal import Goal, check_goal, parse_deadline
 
         now_s = time.time()
         goal = earlier or Goal(None, None, None, PriceList(gpu_hour=job.pricing.gpu_hour), now_s)
@@ -77,9 +77,9 @@ class GoalOptions:
 
 def expected_size(storage: Storage, config: JobConfig, goal: Goal) -> ArraySize | None:
     """Print the expected schedule of tasks by the plan; return the first number of tasks, None if it is 0."""
-    from batchinfer.slurm.goal import clock, look_ahead, sentences
-    from batchinfer.slurm.meter import RunMeter
-    from batchinfer.slurm.pursue import measure_seconds
+    from batchinfer.pace.goal import clock, look_ahead, sentences
+    from batchinfer.pace.meter import RunMeter
+    from batchinfer.pace.pursue import measure_seconds
     from batchinfer.submit.size import ArraySize
 
     now_s = time.time()

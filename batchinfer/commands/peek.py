@@ -13,7 +13,7 @@ from batchinfer.commands.reports import print_rows, read_sql
 
 if TYPE_CHECKING:
     from batchinfer.rundir import RunDir
-    from batchinfer.slurm.status import Status, StatusReader
+    from batchinfer.status.status import Status, StatusReader
 
 NUM_ROWS = 10
 FOLLOW_S = 2.0
@@ -39,7 +39,7 @@ def peek(target: Path, sql: str | None, as_json: bool, follow: bool) -> None:
     from batchinfer.report.results import newest_rows, query_results
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
-    from batchinfer.slurm.status import StatusReader
+    from batchinfer.status.status import StatusReader
 
     if follow and (sql is not None or as_json):
         raise click.UsageError("--follow prints lines as they come; leave --sql and --json out")

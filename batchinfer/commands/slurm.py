@@ -31,8 +31,8 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
     """
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
-    from batchinfer.slurm.status import StatusReader
-    from batchinfer.slurm.status_text import as_document, format_status, watch_status
+    from batchinfer.status.status import StatusReader
+    from batchinfer.status.text import as_document, format_status, watch_status
 
     if watch and as_json:
         raise click.UsageError("--json is one document; leave --watch out")
@@ -51,10 +51,10 @@ def cancel(target: Path) -> None:
     """End all tasks of RUN (a run folder or a .toml file). Results are kept; `submit` continues later."""
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
-    from batchinfer.slurm import submit as slurm
     from batchinfer.submit.k8s import tasks as k8s
     from batchinfer.submit.ray import client as ray
     from batchinfer.submit.records import launchers_of
+    from batchinfer.submit.slurm import tasks as slurm
 
     run, config = planned_run(target, (), "sent")
     storage = storage_of(config)
@@ -100,11 +100,12 @@ def retry(target: Path, array: str | None) -> None:
 
 def _send_again(storage: Storage, size: ArraySize) -> str:
     """Send tasks with the options of the last submission, by its launcher; return the line to print."""
-    from batchinfer.slurm import client, submit
     from batchinfer.submit.k8s import tasks as k8s
     from batchinfer.submit.ray import client as ray
     from batchinfer.submit.records import last_launcher
     from batchinfer.submit.size import parse_tasks
+    from batchinfer.submit.slurm import client
+    from batchinfer.submit.slurm import tasks as submit
 
     run = storage.run
     match last_launcher(run):
@@ -123,13 +124,20 @@ def submit_to_slurm(target: Target, asked: GoalOptions, options: dict[str, Any])
     import shlex
     from dataclasses import replace
 
+    from batchinfer.pace.goal import write_goal
+    from batchinfer.pace.pursue import pursue
+    from batchinfer.pace.schedule import parse_schedule
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
-    from batchinfer.slurm.client import max_array_size
-    from batchinfer.slurm.goal import write_goal
-    from batchinfer.slurm.pursue import pursue
-    from batchinfer.slurm.schedule import parse_schedule
-    from batchinfer.slurm.submit import Shape, check_shape, dry_run_commands, remember_shape, submit, what_to_watch
+    from batchinfer.submit.slurm.client import max_array_size
+    from batchinfer.submit.slurm.tasks import (
+        Shape,
+        check_shape,
+        dry_run_commands,
+        remember_shape,
+        submit,
+        what_to_watch,
+    )
 
     shape = Shape(**options)
     run, config = target.run_and_job
@@ -174,11 +182,11 @@ def _endpoint(config: JobConfig) -> tuple[str, ...]:
 
 def follow_run(target: Path, overrides: tuple[str, ...], asked: GoalOptions) -> None:
     """Resize a submitted run by its schedule or its goal until it is finished."""
+    from batchinfer.pace.goal import read_goal, write_goal
+    from batchinfer.pace.pursue import pursue
+    from batchinfer.pace.schedule import follow, local_minute
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
-    from batchinfer.slurm.goal import read_goal, write_goal
-    from batchinfer.slurm.pursue import pursue
-    from batchinfer.slurm.schedule import follow, local_minute
 
     _, config = planned_run(target, overrides)
     storage = storage_of(config)
@@ -198,8 +206,8 @@ def follow_run(target: Path, overrides: tuple[str, ...], asked: GoalOptions) -> 
 
 def resize_on_slurm(storage: Storage, size: str, busy: Container[str]) -> list[str]:
     """Change the number of tasks; return lines that report the change."""
-    from batchinfer.slurm.submit import resize, what_to_watch
     from batchinfer.submit.size import parse_size
+    from batchinfer.submit.slurm.tasks import resize, what_to_watch
 
     wanted = parse_size(size)
     sent, drained = resize(storage.run, wanted, busy)

@@ -15,7 +15,7 @@ from batchinfer.report.read import as_document, read_report
 from batchinfer.report.unfinished import KEY, Unfinished
 from batchinfer.run.planned import job_of
 from batchinfer.rundir import RunDir, read_state
-from batchinfer.slurm.status import StatusReader
+from batchinfer.status.status import StatusReader
 
 
 def is_unfinished(folder: Path) -> bool:

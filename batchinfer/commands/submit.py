@@ -171,7 +171,7 @@ def _refuse_others(to: str, shape: dict[str, Any]) -> None:
 def _resize(target: Path, size: str) -> None:
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
-    from batchinfer.slurm.status import StatusReader
+    from batchinfer.status.status import StatusReader
     from batchinfer.submit.records import last_launcher
 
     run, config = planned_run(target, ())

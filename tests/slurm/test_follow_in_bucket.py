@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from batchinfer.config import JobConfig
+from batchinfer.pace.goal import Goal, read_goal
+from batchinfer.pace.pursue import pursue
+from batchinfer.pace.schedule import follow
 from batchinfer.plan import packing
 from batchinfer.records import InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
 from batchinfer.run.open_storage import storage_of
 from batchinfer.run.planned import planned_run
 from batchinfer.run.storage import Storage
-from batchinfer.slurm.goal import Goal, read_goal
-from batchinfer.slurm.pursue import pursue
-from batchinfer.slurm.schedule import follow
-from batchinfer.slurm.submit import live_tasks, submissions
+from batchinfer.submit.slurm.tasks import live_tasks, submissions
 from support.jobs import Ended, batchinfer
 from support.object_store import Server, s3_server
 from support.sent_jobs import SLOW, computed_here, stumble, wait_for
@@ -109,7 +109,7 @@ def test_the_command_stays_and_another_login_node_goes_on(run, reference):
 
 
 def test_a_budget_that_is_spent_pauses_the_run_and_more_of_it_goes_on_elsewhere(run, reference):
-    run.patch.setattr("batchinfer.slurm.pursue.LEAVE_S", 5.0)
+    run.patch.setattr("batchinfer.pace.pursue.LEAVE_S", 5.0)
     run.patch.setenv("STEP_S", "1.5")
     run.submit("--array", "1")
     wait_for(lambda: run.names("units") > 1)

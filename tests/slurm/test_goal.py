@@ -17,20 +17,20 @@ from batchinfer.config import load_job
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.result_files import write_results
 from batchinfer.data.schemas.internal import RESULTS
+from batchinfer.pace.goal import Goal, clock, look_ahead, parse_deadline, read_goal, sentences, write_goal
+from batchinfer.pace.meter import Measured, RunMeter
+from batchinfer.pace.pursue import is_finished, pursue
+from batchinfer.pace.schedule import follow
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import CheapHours, PriceList
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
-from batchinfer.slurm import client
-from batchinfer.slurm.client import AwayError
-from batchinfer.slurm.follower import dismiss, take_over
-from batchinfer.slurm.goal import Goal, clock, look_ahead, parse_deadline, read_goal, sentences, write_goal
-from batchinfer.slurm.meter import Measured, RunMeter
-from batchinfer.slurm.pursue import is_finished, pursue
-from batchinfer.slurm.schedule import follow
-from batchinfer.slurm.submit import Shape, remember_shape
 from batchinfer.submit.size import ArraySize
+from batchinfer.submit.slurm import client
+from batchinfer.submit.slurm.client import AwayError
+from batchinfer.submit.slurm.follower import dismiss, take_over
+from batchinfer.submit.slurm.tasks import Shape, remember_shape
 from support.jobs import batchinfer, write_job, write_questions
 
 H = 3600.0
@@ -318,8 +318,8 @@ def test_tasks_are_followed_on_when_slurm_answers_again(planned, monkeypatch, ca
         publish_json(planned.run_json, {**read_json(planned.run_json), "state": "finished"})
         return 1 if way == "goal" else (None, [])
 
-    monkeypatch.setattr("batchinfer.slurm.pursue.num_tasks", slurm)
-    monkeypatch.setattr("batchinfer.slurm.pursue.resize", slurm if way == "schedule" else lambda *_: (None, []))
+    monkeypatch.setattr("batchinfer.pace.pursue.num_tasks", slurm)
+    monkeypatch.setattr("batchinfer.pace.pursue.resize", slurm if way == "schedule" else lambda *_: (None, []))
     follow_by(way, planned)
     assert capsys.readouterr().err.count("warning: squeue got no answer; tasks stay as they are") == 2
 
@@ -339,8 +339,8 @@ def test_a_follower_ends_with_a_cancel_or_when_another_takes_over(planned, monke
         return 0
 
     monkeypatch.setattr(client, "send", refuse)
-    monkeypatch.setattr("batchinfer.slurm.pursue.num_tasks", change_it)
-    monkeypatch.setattr("batchinfer.slurm.schedule.size_at", lambda *_: ArraySize(change_it() + 4))
+    monkeypatch.setattr("batchinfer.pace.pursue.num_tasks", change_it)
+    monkeypatch.setattr("batchinfer.pace.schedule.size_at", lambda *_: ArraySize(change_it() + 4))
     with pytest.raises(InterruptedRunError, match=sentence):
         follow_by(way, planned)
 
@@ -353,8 +353,8 @@ def test_a_schedule_sends_tasks_anew_for_those_that_died_but_not_for_ever(planne
         sizes.append(size)
         return None, []
 
-    monkeypatch.setattr("batchinfer.slurm.pursue.resize", resize)
-    monkeypatch.setattr("batchinfer.slurm.schedule.num_tasks", lambda _: 1)
+    monkeypatch.setattr("batchinfer.pace.pursue.resize", resize)
+    monkeypatch.setattr("batchinfer.pace.schedule.num_tasks", lambda _: 1)
     with pytest.raises(IncompleteRunError, match=r"12 tasks of \S+ were sent since its last result"):
         follow(FolderStorage(planned), ["08:00 4%2"], lambda: 0, look_s=0.0)
     assert sizes == [ArraySize(4, 2)] * 5
@@ -370,8 +370,8 @@ def test_a_schedule_sends_no_tasks_for_units_that_others_hold(planned, monkeypat
             dismiss(planned)
         return None, []
 
-    monkeypatch.setattr("batchinfer.slurm.pursue.resize", resize)
-    monkeypatch.setattr("batchinfer.slurm.schedule.num_tasks", lambda _: 1)
+    monkeypatch.setattr("batchinfer.pace.pursue.resize", resize)
+    monkeypatch.setattr("batchinfer.pace.schedule.num_tasks", lambda _: 1)
     with UnitClaims(planned) as claims:
         for unit in range(1, pq.read_metadata(planned.units).num_rows):
             assert claims.try_claim(unit) is not None
@@ -396,7 +396,7 @@ def test_a_schedule_waits_for_the_units_of_tasks_that_have_just_died(planned, mo
                 claims.release(claim)
         return 0
 
-    monkeypatch.setattr("batchinfer.slurm.pursue.resize", resize)
+    monkeypatch.setattr("batchinfer.pace.pursue.resize", resize)
     monkeypatch.setattr(client, "live_tasks", lambda _: [])
     with UnitClaims(planned) as claims:
         held = [claims.try_claim(unit) for unit in range(pq.read_metadata(planned.units).num_rows)]

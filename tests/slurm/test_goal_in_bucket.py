@@ -7,17 +7,17 @@ import time
 import pytest
 
 from batchinfer.config import load_job
+from batchinfer.pace.goal import Goal, read_goal, write_goal
+from batchinfer.pace.meter import RunMeter
+from batchinfer.pace.pursue import is_finished, resize_and_keep
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
 from batchinfer.run.open_storage import bucket_storage
-from batchinfer.slurm import client
-from batchinfer.slurm.follower import take_over
-from batchinfer.slurm.goal import Goal, read_goal, write_goal
-from batchinfer.slurm.meter import RunMeter
-from batchinfer.slurm.pursue import is_finished, resize_and_keep
-from batchinfer.slurm.submit import Shape, cancel, remember_shape, submissions
 from batchinfer.submit.size import ArraySize
+from batchinfer.submit.slurm import client
+from batchinfer.submit.slurm.follower import take_over
+from batchinfer.submit.slurm.tasks import Shape, cancel, remember_shape, submissions
 from support.jobs import batchinfer, write_job, write_questions
 from support.object_store import s3_server
 

@@ -19,17 +19,17 @@ import pytest
 
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import load_job
+from batchinfer.pace.goal import Goal, read_goal
+from batchinfer.pace.pursue import pursue
+from batchinfer.pace.schedule import follow
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
-from batchinfer.slurm import client
-from batchinfer.slurm.client import Task
-from batchinfer.slurm.goal import Goal, read_goal
-from batchinfer.slurm.pursue import pursue
-from batchinfer.slurm.schedule import follow
-from batchinfer.slurm.submit import live_tasks, num_tasks, submissions
+from batchinfer.submit.slurm import client
+from batchinfer.submit.slurm.client import Task
+from batchinfer.submit.slurm.tasks import live_tasks, num_tasks, submissions
 from support import sent_jobs
 from support.jobs import batchinfer, output_bytes
 from support.paths import ROOT
@@ -470,7 +470,7 @@ def test_tasks_follow_a_deadline_and_killed_ones_are_made_up_for(submit, referen
 @pytest.mark.slow
 def test_a_budget_that_is_spent_pauses_the_run_and_more_of_it_goes_on(submit, reference, stumble, monkeypatch):
     stumble(0.5)
-    monkeypatch.setattr("batchinfer.slurm.pursue.LEAVE_S", 5.0)
+    monkeypatch.setattr("batchinfer.pace.pursue.LEAVE_S", 5.0)
     run = submit("--array", "1")
     wait_for(lambda: is_in_the_middle(run), run)
     # a cent per second of a task; ten seconds for what has been spent, and a few more

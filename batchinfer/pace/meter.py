@@ -12,7 +12,7 @@ from batchinfer.data.parquet import own_file, read_rows
 from batchinfer.report.price.price_list import PriceList
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import read_state
-from batchinfer.slurm.status import Status, StatusReader
+from batchinfer.status.status import Status, StatusReader
 
 # A speed counts when it was measured for this long, or for this share of the time that a goal leaves
 MEASURE_S, MEASURE_SHARE = 600.0, 0.05

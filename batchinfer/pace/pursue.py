@@ -7,16 +7,16 @@ from dataclasses import replace
 from math import inf
 
 from batchinfer.config import JobConfig
+from batchinfer.pace.goal import Goal, Outlook, look_ahead, sentences
+from batchinfer.pace.meter import MEASURE_S, MEASURE_SHARE, Measured, RunMeter
 from batchinfer.progress import note
 from batchinfer.records import IncompleteRunError, InterruptedRunError
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir, read_state
-from batchinfer.slurm.client import AwayError, Task
-from batchinfer.slurm.follower import check_follower, take_over
-from batchinfer.slurm.goal import Goal, Outlook, look_ahead, sentences
-from batchinfer.slurm.meter import MEASURE_S, MEASURE_SHARE, Measured, RunMeter
-from batchinfer.slurm.submit import Submission, is_in_slurm, log_folder, num_tasks, resize
 from batchinfer.submit.size import ArraySize
+from batchinfer.submit.slurm.client import AwayError, Task
+from batchinfer.submit.slurm.follower import check_follower, take_over
+from batchinfer.submit.slurm.tasks import Submission, is_in_slurm, log_folder, num_tasks, resize
 
 LOOK_S = 15.0
 LEAVE_S = 120.0  # in which a task that was sent away commits and ends

@@ -4,14 +4,14 @@ import re
 import time
 from collections.abc import Callable
 
+from batchinfer.pace.pursue import LOOK_S, Lives, is_finished, resize_and_keep, when_slurm_answers
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, IncompleteRunError
 from batchinfer.run.storage import Storage
-from batchinfer.slurm.follower import check_follower, take_over
-from batchinfer.slurm.pursue import LOOK_S, Lives, is_finished, resize_and_keep, when_slurm_answers
-from batchinfer.slurm.status import StatusReader
-from batchinfer.slurm.submit import is_in_slurm, log_folder, num_tasks
+from batchinfer.status.status import StatusReader
 from batchinfer.submit.size import ArraySize, parse_size
+from batchinfer.submit.slurm.follower import check_follower, take_over
+from batchinfer.submit.slurm.tasks import is_in_slurm, log_folder, num_tasks
 
 ENTRY = re.compile(r"([01]\d|2[0-3]):([0-5]\d) (\S+)")
 

@@ -24,13 +24,13 @@ from batchinfer.records import ConfigError
 from batchinfer.run.lock import turn_to_send
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir
-from batchinfer.slurm import client
-from batchinfer.slurm.client import Task
-from batchinfer.slurm.environment import surprising_variables
-from batchinfer.slurm.follower import check_follower, dismiss
 from batchinfer.submit.group import check_group
 from batchinfer.submit.records import sent_records
 from batchinfer.submit.size import MOST_TASKS, ArraySize
+from batchinfer.submit.slurm import client
+from batchinfer.submit.slurm.client import Task
+from batchinfer.submit.slurm.environment import surprising_variables
+from batchinfer.submit.slurm.follower import check_follower, dismiss
 from batchinfer.submit.template import find_template
 from batchinfer.submit.words import how_to_follow, never_sent
 from batchinfer.whole_files import publish_text

@@ -9,7 +9,7 @@ from typing import Any
 from batchinfer.progress import duration
 from batchinfer.run.heartbeat import Sign
 from batchinfer.sanitize import fit
-from batchinfer.slurm.status import Status, StatusReader
+from batchinfer.status.status import Status, StatusReader
 
 WATCH_S = 5.0
 MOST_LINES = 20  # running units that are listed

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from batchinfer.records import ConfigError
-from batchinfer.slurm.environment import environment
+from batchinfer.submit.slurm.environment import environment
 
 ANSWER_S = 120.0  # a busy controller may take its time
 # what squeue may still show of a task that has ended

@@ -7,11 +7,11 @@ from datetime import datetime
 from batchinfer.balance.pace import Preview, Stretch, Terms, preview, tasks_now
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import JobConfig
+from batchinfer.pace.meter import Measured
 from batchinfer.progress import duration
 from batchinfer.records import ConfigError
 from batchinfer.report.price.price_list import CheapHours, PriceList
 from batchinfer.rundir import RunDir
-from batchinfer.slurm.meter import Measured
 
 MOST_DAYS = 366
 SLACK_S = 1.0  # an end that is later by less is in time

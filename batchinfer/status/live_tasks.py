@@ -4,11 +4,12 @@ from collections import Counter
 
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
-from batchinfer.slurm import client, submit
 from batchinfer.submit.k8s import tasks as k8s
 from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.ray import client as ray
 from batchinfer.submit.records import last_launcher
+from batchinfer.submit.slurm import client
+from batchinfer.submit.slurm import tasks as submit
 
 # why tasks wait when nothing is wrong
 USUAL_REASONS = {"None", "Resources", "Priority", "JobArrayTaskLimit", "BeginTime", "Dependency"}

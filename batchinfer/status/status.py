@@ -18,9 +18,9 @@ from batchinfer.records import DamagedFileError
 from batchinfer.run.heartbeat import Sign, signs_of_life
 from batchinfer.run.storage import Part, Storage
 from batchinfer.rundir import RunDir, read_state
-from batchinfer.slurm.live_tasks import tasks_in_cluster
-from batchinfer.slurm.result_counts import ResultFile, read_result_file, requests_per_s, step_tokens_per_s
-from batchinfer.slurm.token_counts import left_s, token_counts, tokens_per_s
+from batchinfer.status.live_tasks import tasks_in_cluster
+from batchinfer.status.result_counts import ResultFile, read_result_file, requests_per_s, step_tokens_per_s
+from batchinfer.status.token_counts import left_s, token_counts, tokens_per_s
 from batchinfer.whole_files import file_system_s
 
 

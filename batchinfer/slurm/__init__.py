@@ -1,1 +1,0 @@
-"""A run on a Slurm cluster: submitted, watched, cancelled, resized by the time of day."""

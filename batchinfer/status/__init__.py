@@ -1,0 +1,1 @@
+"""How far a run is, read from its folder alone while others work on it."""
