@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from batchinfer.commands import first, jobs, kv, peek, reports, slurm
+from batchinfer.commands import clusters, first, jobs, kv, peek, reports
 from batchinfer.commands.convert import convert
 from batchinfer.commands.options import EXIT_CODES, Process
 from batchinfer.commands.submit import submit
@@ -75,7 +75,7 @@ def doctor(bench: bool, every_kernel: bool) -> None:
 
 FIRST = (first.init, first.ask)
 JOBS = (jobs.plan, jobs.work, jobs.finish, jobs.run, jobs.verify)
-CLUSTERS = (submit, slurm.status, slurm.cancel, slurm.retry)
+CLUSTERS = (submit, clusters.status, clusters.cancel, clusters.retry)
 REPORTS = (reports.report, peek.peek, reports.price, reports.simulate)
 for command in (*FIRST, *JOBS, *CLUSTERS, *REPORTS, convert, kv.kv):
     cli.add_command(command)

@@ -1,4 +1,4 @@
-"""The goal of `submit` (--finish-by, --max-cost), and the tasks that the goal needs."""
+"""`submit --finish-by TIME`, `--max-cost DOLLARS` and `--follow RUN`: a command that stays and resizes the run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from batchinfer.commands.target import Target
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
@@ -75,7 +77,67 @@ class GoalOptions:
         return goal
 
 
-def expected_size(storage: Storage, config: JobConfig, goal: Goal) -> ArraySize | None:
+def submit_with_goal(target: Target, options: GoalOptions, shape_options: dict[str, Any]) -> None:
+    """Submit the job to Slurm with as many tasks as its goal needs, and follow the goal until the run is finished.
+
+    A dry run prints the expected course and the first sbatch commands instead.
+    """
+    from batchinfer.pace.goal import write_goal
+    from batchinfer.pace.pursue import pursue
+    from batchinfer.run.open_storage import storage_of
+    from batchinfer.run.planned import planned_run
+    from batchinfer.submit.slurm.launcher import SlurmLauncher
+    from batchinfer.submit.slurm.tasks import remember_shape
+
+    launcher = SlurmLauncher()  # the others' tasks cannot follow a goal
+    run, config = target.run_and_job
+    shape = launcher.shape(run, config, shape_options)
+    goal = options.goal(config)
+    if target.dry_run:
+        planned_run(target.path, target.overrides)
+        size = _expected_size(storage_of(config), config, goal)
+        if size is not None:
+            click.echo(launcher.dry_run(run, config, shape, size))
+        return
+    launcher.check_cluster(shape)
+    target.plan()
+    storage = storage_of(config)
+    storage.fetch("state", "sent")
+    remember_shape(run, shape)
+    write_goal(run, goal)
+    storage.keep_sent()
+    click.echo(
+        "this command stays until the run is finished. If it ends before, tasks go on as they are, and "
+        f"`batchinfer submit --follow {run.shown}` changes their number again"
+    )
+    pursue(storage, config, goal)
+
+
+def follow_run(target: Path, overrides: tuple[str, ...], options: GoalOptions) -> None:
+    """Resize a submitted run by its schedule or its goal until it is finished."""
+    from batchinfer.pace.goal import read_goal, write_goal
+    from batchinfer.pace.pursue import pursue
+    from batchinfer.pace.schedule import follow, local_minute
+    from batchinfer.run.open_storage import storage_of
+    from batchinfer.run.planned import planned_run
+
+    _, config = planned_run(target, overrides)
+    storage = storage_of(config)
+    storage.fetch("state", "sent")
+    earlier = read_goal(storage.run)
+    if earlier is None and not options.has_goal:
+        if options.array is not None or options.prices is not None:
+            raise click.UsageError("--array and --prices go with --finish-by or --max-cost here; add one of them")
+        follow(storage, config.slurm.schedule, local_minute)
+        return
+    options.check(has_goal=True)
+    goal = options.goal(config, earlier)
+    write_goal(storage.run, goal)
+    storage.keep_sent()
+    pursue(storage, config, goal)
+
+
+def _expected_size(storage: Storage, config: JobConfig, goal: Goal) -> ArraySize | None:
     """Print the expected schedule of tasks by the plan; return the first number of tasks, None if it is 0."""
     from batchinfer.pace.goal import clock, look_ahead, sentences
     from batchinfer.pace.meter import RunMeter

@@ -8,10 +8,10 @@ from typing import Any
 
 import click
 
-from batchinfer.commands import k8s, ray, slurm
-from batchinfer.commands.goals import GOAL_OPTIONS, GoalOptions
+from batchinfer.commands.goals import GOAL_OPTIONS, GoalOptions, follow_run, submit_with_goal
 from batchinfer.commands.options import job_options, pass_stop, tracer_of
 from batchinfer.commands.target import Target
+from batchinfer.rundir import LAUNCHERS
 from batchinfer.stop import StopSignal
 
 # Options that only some launchers have.
@@ -22,7 +22,9 @@ ONLY_OF = {
     "cpus": ("k8s", "ray"),
     "address": ("ray",),
 }
-SPELT = {"sbatch_args": "--sbatch-arg", "volumes": "--pvc"}  # options whose names differ from their parameters' names
+# Options without which a launcher cannot submit, and how to give them.
+REQUIRED = {"k8s": {"image": "NAME, a container image with batchinfer in it: docs/clusters.md"}}
+SPELT = {"sbatch_args": "--sbatch-arg", "volumes": "--pvc"}  # options that are not called as their parameters are
 
 
 def _slurm_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -87,7 +89,7 @@ def _other_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.command()
 @click.argument("target", metavar="[JOB]", required=False, type=click.Path(path_type=Path))
-@click.option("--to", type=click.Choice(["slurm", "k8s", "ray"]), default="slurm", show_default=True)
+@click.option("--to", type=click.Choice(LAUNCHERS), default="slurm", show_default=True)
 @click.option("--array", metavar="N[%M]", help="Tasks, and in Slurm how many of them may run at once (default: all).")
 @click.option("--nodes-per-group", metavar="K", type=click.IntRange(1), default=1, show_default=True, help="Per task.")
 @click.option("--gpus-per-node", metavar="G", type=click.IntRange(1))
@@ -137,25 +139,53 @@ def submit(
     writes the outputs. Tasks may end, be added or be removed at any time.
     """
     _refuse_others(to, shape)
-    asked = GoalOptions(array, *(shape.pop(name) for name in GOAL_OPTIONS))
+    goals = GoalOptions(array, *(shape.pop(name) for name in GOAL_OPTIONS))
     if resize is not None or follow is not None:
-        if target is not None or dry_run or (resize is not None and (follow is not None or asked.is_given)):
-            raise click.UsageError("--resize and --follow take no other options: new tasks are like the earlier ones")
+        if target is not None or dry_run or (resize is not None and (follow is not None or goals.is_given)):
+            raise click.UsageError("--resize and --follow stand alone: tasks that are added are like the earlier ones")
         if resize is not None:
             _resize(Path(resize[0]), resize[1])
         if follow is not None:
-            slurm.follow_run(follow, overrides, asked)
+            follow_run(follow, overrides, goals)
         return
-    if target is None or (array is None and not asked.has_goal):
+    if target is None or (array is None and not goals.has_goal):
         raise click.UsageError(
             "submit needs a JOB and --array N[%M] or --finish-by TIME, or one of --resize and --follow"
         )
-    asked.check(has_goal=asked.has_goal)
+    goals.check(has_goal=goals.has_goal)
     for name in ("template", "finish_template"):
         shape[name] = None if shape[name] is None else str(shape[name].absolute())
     options = {name: value for name, value in shape.items() if to in ONLY_OF.get(name, (to,))}
     job = Target(target, overrides, stop, tracer_of(trace), strict=strict, dry_run=dry_run)
-    {"slurm": slurm.submit_to_slurm, "k8s": k8s.submit_to_k8s, "ray": ray.submit_to_ray}[to](job, asked, options)
+    if array is None or goals.has_goal:
+        submit_with_goal(job, goals, options)
+    else:
+        _submit(job, to, array, options)
+
+
+def _submit(target: Target, to: str, array: str, options: dict[str, Any]) -> None:
+    """Submit a fixed number of tasks, or print the submission if this is a dry run."""
+    from batchinfer.run.open_storage import storage_of
+    from batchinfer.submit.launcher import launcher_named
+
+    for name, usage in REQUIRED.get(to, {}).items():
+        if options[name] is None:
+            raise click.UsageError(f"--to {to} needs --{name} {usage}")
+    launcher = launcher_named(to)
+    size = launcher.parse_size(array)
+    run, job = target.run_and_job
+    shape = launcher.shape(run, job, options)
+    if target.dry_run:
+        target.print_expected(size.tasks, shape.nodes_per_group)
+        click.echo(launcher.dry_run(run, job, shape, size))
+        return
+    launcher.check_cluster(shape)
+    target.plan()
+    storage = storage_of(job)
+    storage.fetch("state", "sent")
+    text = launcher.submit(storage, job, shape, size)
+    storage.keep_sent()
+    click.echo(text)
 
 
 def _refuse_others(to: str, shape: dict[str, Any]) -> None:
@@ -172,13 +202,13 @@ def _resize(target: Path, size: str) -> None:
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.status.status import StatusReader
-    from batchinfer.submit.records import last_launcher
+    from batchinfer.submit.launcher import DEFAULT_LAUNCHER, last_launcher, launcher_named
 
     run, config = planned_run(target, ())
     storage = storage_of(config)
     busy = {holder.task for holder in StatusReader(run, storage).read().running if holder.task is not None}
-    change = {"k8s": k8s.resize_on_k8s, "ray": ray.resize_on_ray}.get(last_launcher(run) or "", slurm.resize_on_slurm)
-    lines = change(storage, size, busy) or [f"{run.shown} has this number of tasks already"]
+    launcher = last_launcher(run) or launcher_named(DEFAULT_LAUNCHER)
+    lines = launcher.resize(storage, launcher.parse_size(size), busy) or [f"{run.shown} has that many tasks already"]
     storage.keep_sent()
     for line in lines:
         click.echo(line)

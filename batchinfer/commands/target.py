@@ -61,21 +61,8 @@ class Target:
                 plan_here(job, session, self.tracer, strict=self.strict, learn_from=None, expert_loads=None)
 
     def print_expected(self, tasks: int, nodes: int) -> None:
-        """Print the plan's expectations on stderr, because stdout has the commands or manifests."""
+        """Print what the plan expects, on stderr: what would be sent is on stdout."""
         from batchinfer.submit.outlook import expected_lines
 
         for line in expected_lines(*self.run_and_job, tasks, nodes):
             click.echo(line, err=True)
-
-
-def tasks_of(array: str | None, to: str) -> int:
-    """Return the number of tasks for a launcher without goals.
-
-    Raises:
-        UsageError: there is no number.
-    """
-    from batchinfer.submit.size import parse_tasks
-
-    if array is None:
-        raise click.UsageError(f"--to {to} needs --array N")
-    return parse_tasks(array)

@@ -1,6 +1,5 @@
 """Tasks of a run by time of day, so that it takes what others leave free."""
 
-import re
 import time
 from collections.abc import Callable
 
@@ -9,43 +8,10 @@ from batchinfer.progress import note
 from batchinfer.records import ConfigError, IncompleteRunError
 from batchinfer.run.storage import Storage
 from batchinfer.status.status import StatusReader
-from batchinfer.submit.size import ArraySize, parse_size
+from batchinfer.submit.size import ArraySize
 from batchinfer.submit.slurm.follower import check_follower, take_over
+from batchinfer.submit.slurm.schedule import parse_schedule, size_at
 from batchinfer.submit.slurm.tasks import is_in_slurm, log_folder, num_tasks
-
-ENTRY = re.compile(r"([01]\d|2[0-3]):([0-5]\d) (\S+)")
-
-
-def parse_schedule(entries: list[str]) -> list[tuple[int, ArraySize]]:
-    """Read the entries of slurm.schedule.
-
-    Args:
-        entries: `HH:MM N` or `HH:MM N%M`, in any order.
-
-    Returns:
-        (minute of the day, size from then on), sorted.
-
-    Raises:
-        ConfigError: an entry is something else, or two have the same time.
-    """
-    found: dict[int, ArraySize] = {}
-    for entry in entries:
-        match = ENTRY.fullmatch(entry)
-        if match is None:
-            raise ConfigError(
-                f"slurm.schedule holds {entry!r}; write the time and the tasks from then on: '20:00 32%16'"
-            )
-        minute = int(match[1]) * 60 + int(match[2])
-        if minute in found:
-            raise ConfigError(f"slurm.schedule has two entries for {match[1]}:{match[2]}; leave one out")
-        found[minute] = parse_size(match[3])
-    return sorted(found.items())
-
-
-def size_at(schedule: list[tuple[int, ArraySize]], minute: int) -> ArraySize:
-    """The size at a minute of the day: that of the last entry before it; the night's last one holds past midnight."""
-    earlier = [size for start, size in schedule if start <= minute]
-    return earlier[-1] if earlier else schedule[-1][1]
 
 
 def follow(storage: Storage, entries: list[str], minute_now: Callable[[], int], look_s: float = LOOK_S) -> None:

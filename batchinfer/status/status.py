@@ -18,9 +18,9 @@ from batchinfer.records import DamagedFileError
 from batchinfer.run.heartbeat import Sign, signs_of_life
 from batchinfer.run.storage import Part, Storage
 from batchinfer.rundir import RunDir, read_state
-from batchinfer.status.live_tasks import tasks_in_cluster
 from batchinfer.status.result_counts import ResultFile, read_result_file, requests_per_s, step_tokens_per_s
 from batchinfer.status.token_counts import left_s, token_counts, tokens_per_s
+from batchinfer.submit.launcher import count_live_tasks
 from batchinfer.whole_files import file_system_s
 
 
@@ -144,7 +144,7 @@ class StatusReader:
         done, failed = sum(file.rows for file in files_now), sum(file.failed for file in files_now)
         total = sum(row["num_requests"] for row in self._units)
         rate = requests_per_s(files_now, now_s) if holders else None
-        tasks, trouble = tasks_in_cluster(self._run)
+        tasks, trouble = count_live_tasks(self._run)
         counts = state["counts"]
         workers = [sign for sign in sessions if sign.command in ("work", "run")]
         speed = tokens_per_s(workers) or step_tokens_per_s(self._run, now_s, self._damaged) if holders else None

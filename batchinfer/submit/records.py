@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.checked_json import read_json
-from batchinfer.rundir import LAUNCHERS, RunDir, submission_records
+from batchinfer.rundir import RunDir, submission_records
 
 
 def sent_records(run: RunDir, launcher: str, *needs: str) -> list[tuple[Path, dict[str, Any]]]:
@@ -14,15 +14,3 @@ def sent_records(run: RunDir, launcher: str, *needs: str) -> list[tuple[Path, di
         DamagedFileError: one is damaged, or lacks one of these keys.
     """
     return [(path, read_json(path, *needs)) for path in submission_records(run, [launcher])]
-
-
-def last_launcher(run: RunDir) -> str | None:
-    """Where the run was sent last; None: it was never."""
-    sent = [(read_json(path, "submitted_s")["submitted_s"], path.parent.name) for path in submission_records(run)]
-    return max(sent)[1] if sent else None
-
-
-def launchers_of(run: RunDir) -> list[str]:
-    """Everywhere the run was ever sent."""
-    found = {path.parent.name for path in submission_records(run)}
-    return [name for name in LAUNCHERS if name in found]

@@ -34,13 +34,13 @@ def parse_size(text: str) -> ArraySize:
     return ArraySize(tasks, at_once)
 
 
-def parse_tasks(text: str) -> int:
-    """Read N, where tasks end only when no unit is left, so that N%M would be M.
+def parse_size_without_limit(text: str) -> ArraySize:
+    """Parse N. Where tasks end only when no unit is left, N%M would be the same as M.
 
     Raises:
-        ConfigError: it is something else, or out of range.
+        ConfigError: `text` is something else, or N is out of range.
     """
     size = parse_size(text)
     if size.at_once is not None:
         raise ConfigError(f"{text!r}: {size.at_once} at once is the same as {size.at_once} tasks here; write that")
-    return size.tasks
+    return size

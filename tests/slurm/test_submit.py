@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from batchinfer.checked_json import publish_json
-from batchinfer.pace.schedule import parse_schedule, size_at
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from batchinfer.submit.size import ArraySize, parse_size
 from batchinfer.submit.slurm import client
 from batchinfer.submit.slurm.client import AwayError, Task, check_extra_argument, limit_seconds, log_pattern, slices
 from batchinfer.submit.slurm.environment import surprising_variables
+from batchinfer.submit.slurm.schedule import parse_schedule, size_at
 from batchinfer.submit.slurm.tasks import Shape, leaving, submissions
 from support.jobs import batchinfer, start, write_job, write_questions
 from support.paths import ROOT

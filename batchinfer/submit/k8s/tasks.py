@@ -111,12 +111,6 @@ def submit(run: RunDir, where: str, shape: Shape, tasks: int) -> Submission:
     return sent
 
 
-def send_again(run: RunDir, tasks: int) -> Submission:
-    """Tasks like those of the last submission. Raises as `submit`."""
-    last = _last(run)
-    return submit(run, last.run, last.shape, tasks)
-
-
 def resize(run: RunDir, tasks: int, busy: Container[str] = ()) -> tuple[int, list[str]]:
     """Set how many tasks wait or run from now on.
 
@@ -133,7 +127,7 @@ def resize(run: RunDir, tasks: int, busy: Container[str] = ()) -> tuple[int, lis
         ConfigError: nothing of the run is there to be changed; the cluster refuses, or is out of reach.
     """
     refuse_none(run, tasks, "k8s")
-    last = _last(run)
+    last = last_submission(run)
     kubectl = Kubectl(last.shape.context, last.shape.namespace)
     live = _live_jobs(run, kubectl, "tasks")
     if not live:
@@ -166,7 +160,7 @@ def cancel(run: RunDir) -> list[str]:
     return ended
 
 
-def look(run: RunDir) -> LiveTasks | None:
+def live_tasks(run: RunDir) -> LiveTasks | None:
     """The run's tasks by the cluster's account, and what is wrong with them; None where nothing was sent to
     one, or kubectl is missing.
 
@@ -196,7 +190,7 @@ def submissions(run: RunDir) -> list[Submission]:
     return found
 
 
-def what_to_watch(run: RunDir, sent: Submission) -> str:
+def submission_text(run: RunDir, sent: Submission) -> str:
     """Names and the commands to follow them, for a person."""
     kind, where = ("job", sent.jobs[0]) if sent.kind == JOBS else ("jobset", f"{sent.jobs[0]} and so on")
     space = "" if sent.shape.namespace is None else f" -n {sent.shape.namespace}"
@@ -226,7 +220,7 @@ def _resize_groups(
     return 0, away
 
 
-def _last(run: RunDir) -> Submission:
+def last_submission(run: RunDir) -> Submission:
     found = submissions(run)
     if not found:
         raise never_sent(run, "k8s")
@@ -265,7 +259,7 @@ def _tasks_of(kubectl: Kubectl, run: RunDir, name: str) -> int:
 
 
 def _selector(run: RunDir, part: str) -> str:
-    return f"{RUN_LABEL}={run_name(_last(run).run)},{PART_LABEL}={part}"
+    return f"{RUN_LABEL}={run_name(last_submission(run).run)},{PART_LABEL}={part}"
 
 
 def _has_ended(job: dict[str, Any]) -> bool:

@@ -80,7 +80,7 @@ def resize(storage: Storage, tasks: int) -> int:
     """
     run = storage.run
     refuse_none(run, tasks, "ray")
-    last = _last(run)
+    last = last_submission(run)
     if _state(connect(last.shape), last.job) in (None, *ENDED):
         raise ConfigError(f"{run.shown} is no longer in Ray; send it with `batchinfer submit {run.shown} --to ray`")
     before = read_wanted(storage)
@@ -107,7 +107,7 @@ def cancel(storage: Storage) -> list[str]:
     return [job]
 
 
-def look(run: RunDir) -> LiveTasks | None:
+def live_tasks(run: RunDir) -> LiveTasks | None:
     """The run's tasks by the driver's account; None where nothing was sent to Ray, or it is not installed.
 
     Raises:
@@ -132,7 +132,7 @@ def submissions(run: RunDir) -> list[Submission]:
     ]
 
 
-def what_to_watch(run: RunDir, sent: Submission) -> str:
+def submission_text(run: RunDir, sent: Submission) -> str:
     """The job and the commands to follow it, for a person."""
     return how_to_follow(
         run,
@@ -185,7 +185,7 @@ def _refusal(error: Exception) -> str:
     return f"Ray says: {said}; name the cluster's dashboard with --address http://HEAD:8265"
 
 
-def _last(run: RunDir) -> Submission:
+def last_submission(run: RunDir) -> Submission:
     found = submissions(run)
     if not found:
         raise never_sent(run, "ray")

@@ -92,11 +92,8 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
     check_group(job.cluster, shape.nodes_per_group, shape.gpus_per_node)
 
 
-def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -> Submission:
+def submit(run: RunDir, shape: Shape, size: ArraySize) -> Submission:
     """Send the tasks of a planned run, and the job that finishes it behind them.
-
-    Args:
-        max_array_size: most tasks that one array may have on this cluster.
 
     Raises:
         ConfigError: tasks of this run wait or run already; Slurm refuses, or is not here.
@@ -113,7 +110,7 @@ def submit(run: RunDir, shape: Shape, size: ArraySize, *, max_array_size: int) -
                 f"warning: neither sbatch nor the tasks get {', '.join(left_out)} of this shell; give sbatch's options "
                 "with --sbatch-arg, and another cluster with SLURM_CLUSTERS"
             )
-        return _send_all(run, shape, size, client.send, others=[], max_array_size=max_array_size)
+        return _send_all(run, shape, size, client.send, others=[], max_array_size=client.max_array_size())
 
 
 def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[str]]:
@@ -220,7 +217,7 @@ def submissions(run: RunDir) -> list[Submission]:
     return found
 
 
-def what_to_watch(run: RunDir, sent: Submission) -> str:
+def submission_text(run: RunDir, sent: Submission) -> str:
     """Job numbers and the commands to follow them, for a person."""
     arrays = ", ".join(sent.arrays)
     plural, logs = "s" if len(sent.arrays) > 1 else "", log_folder(run)

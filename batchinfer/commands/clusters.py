@@ -1,0 +1,86 @@
+"""A submitted run: status, cancel, retry."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from batchinfer.commands.options import json_option, run_argument
+
+
+@click.command()
+@run_argument
+@click.option("--watch", is_flag=True, help="Again every few seconds, until the run is finished.")
+@json_option
+def status(target: Path, watch: bool, as_json: bool) -> None:
+    """What goes on in RUN (a run folder or a .toml file) and how far it is.
+
+    It is planning, planned (nobody works yet), running, interrupted (nobody works any more), computed (finish is
+    next), finished or partial; then come tokens, units, rows, speed, time left, what each command does, and problems.
+    """
+    from batchinfer.run.open_storage import storage_of
+    from batchinfer.run.planned import planned_run
+    from batchinfer.status.status import StatusReader
+    from batchinfer.status.text import as_document, format_status, watch_status
+
+    if watch and as_json:
+        raise click.UsageError("--json is one document; leave --watch out")
+    run, config = planned_run(target, (), may_be_planning=True)
+    reader = StatusReader(run, storage_of(config))
+    if watch:
+        watch_status(reader, click.echo)
+    else:
+        found = reader.read()
+        click.echo(json.dumps(as_document(found), indent=1) if as_json else format_status(found))
+
+
+@click.command()
+@run_argument
+def cancel(target: Path) -> None:
+    """End all tasks of RUN (a run folder or a .toml file). What is finished stays; `submit` goes on later."""
+    from batchinfer.run.open_storage import storage_of
+    from batchinfer.run.planned import planned_run
+    from batchinfer.submit.launcher import launchers_of
+
+    run, config = planned_run(target, (), "sent")
+    storage = storage_of(config)
+    ended = [name for launcher in launchers_of(run) for name in launcher.cancel(storage)]
+    storage.keep_sent()
+    click.echo(f"cancelled: {' '.join(ended)}" if ended else f"nothing of {run.shown} waits or runs in a cluster")
+
+
+@click.command()
+@run_argument
+@click.option("--array", metavar="N[%M]", help="Tasks to send for it, like those of the last submission.")
+def retry(target: Path, array: str | None) -> None:
+    """Give failed rows of RUN (a run folder or a .toml file) another try; good rows keep their answers.
+
+    Rows that the plan found to be bad stay error rows.
+    """
+    from batchinfer.controller.retry import retry_failed
+    from batchinfer.run.open_storage import storage_of
+    from batchinfer.run.planned import planned_run
+    from batchinfer.submit.launcher import DEFAULT_LAUNCHER, last_launcher, launcher_named
+
+    run, config = planned_run(target, (), "sent")
+    storage = storage_of(config)
+    launcher = last_launcher(run) or launcher_named(DEFAULT_LAUNCHER)
+    size = None if array is None else launcher.parse_size(array)
+    if size is not None and not size.tasks:
+        raise click.UsageError("--array 0 would send nothing; leave it out to start `batchinfer work` by hand")
+    found = retry_failed(storage)
+    click.echo(f"{found.num_requests:,} failed requests in {found.num_units:,} units are to be computed again")
+    if found.num_held:
+        click.echo(f"{found.num_held:,} more units with failed requests are being worked on; retry again afterwards")
+    if found.num_bad_rows:
+        click.echo(f"{found.num_bad_rows:,} rows are bad in the input; no try helps them")
+    if not found.num_open_units:
+        click.echo("all units are done")
+    elif size is None:
+        click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.shown}`, then `batchinfer finish`")
+    else:
+        text = launcher.submit_again(storage, size)
+        storage.keep_sent()
+        click.echo(text)
