@@ -47,7 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "rank": {"data", "kv", "kv_store", "launch", "model", "parallel", "protocol", "run"},
     "controller": {"balance", "data", "launch", "model", "protocol", "run"},
     "finish": {"controller", "data", "run"},
-    "submit": {"data", "parallel", "run"},
+    "submit": {"data", "run"},
     "status": {"controller", "data", "run", "submit"},
     "pace": {"balance", "data", "report", "run", "status", "submit"},
     "doctor": {"launch", "parallel"},

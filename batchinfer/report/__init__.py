@@ -1,1 +1,1 @@
-"""What a finished run did and cost. In: the Parquet tables of run folders. Out: figures, tables and answers to SQL."""
+"""Reports on finished runs. In: the Parquet tables of run folders. Out: figures, tables and answers to SQL queries."""

@@ -1,4 +1,4 @@
-"""Several runs in one table for a terminal: side by side, or two and what changed."""
+"""Comparison tables of several runs for a terminal: side by side, or two runs with their changes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ class Column:
 
 
 def run_names(run_folders: Sequence[Path]) -> list[str]:
-    """What tells runs apart: their folders' names, or whole paths where two names are the same."""
+    """Return a distinct name per run: the folder's name, or the whole path if two folders have the same name."""
     folders = [Path(folder).resolve() for folder in run_folders]
     names = [folder.name for folder in folders]
     return [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
 
 
 def side_by_side(columns: Sequence[Column]) -> Iterator[RenderableType]:
-    """A line per figure and a column per run; more runs follow in further tables."""
+    """Yield tables with a line per figure and a column per run, at most MAX_COLUMNS runs in each table."""
     for start in range(0, len(columns), MAX_COLUMNS):
         if start:
             yield text("")
@@ -40,7 +40,7 @@ def side_by_side(columns: Sequence[Column]) -> Iterator[RenderableType]:
 
 
 def changed(before: Column, after: Column) -> RenderableType:
-    """Two runs and what became of each figure from the first to the second."""
+    """Return a table of two runs with the change of each figure from the first to the second."""
     return _table([before, after], lambda figure: figure.change(before.values[figure.key], after.values[figure.key]))
 
 

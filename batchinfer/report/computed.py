@@ -1,4 +1,4 @@
-"""The views of run folders with the tables of queries/*.sql on top."""
+"""The computed tables of a report: queries/*.sql run over the views of run folders."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ QUERIES = (
 )  # fmt: skip
 # tables with a session; names of sessions may repeat in runs that were copied
 SESSION_TABLES = ("steps", "experts", "expert_rows", "placements", "nodes", "kv", "decode_steps")
-MEMORY_LIMIT = "600MB"  # beyond that DuckDB goes to disk
+MEMORY_LIMIT = "600MB"  # beyond this limit DuckDB spills to disk
 
 
 class Computed:
-    """A connection with the views of one or several runs and the computed tables; a context manager.
+    """A DuckDB connection with the views of one or several runs and their computed tables; a context manager.
 
     With several runs the tables are those of all of them together: tokens and times add up, a host that two runs held
     at one time is one node, and `run` has one row for all (see queries/together.sql).
@@ -62,12 +62,12 @@ class Computed:
         self.connection.close()
 
     def create(self, names: Iterable[str], table: str | None = None) -> None:
-        """Make a table of queries/<name>.sql for each name, called like the query unless `table` says otherwise."""
+        """Create a table from queries/<name>.sql for each name, called `table` or like the query."""
         for name in names:
             self.rows(f"CREATE TEMP TABLE {table or name} AS {query_text(name)}")
 
     def add_axis(self, axis: TimeAxis) -> None:
-        """Make the tables axis and bins, which queries over time read; they replace those of an earlier axis."""
+        """Create the tables axis and bins, which queries over time read; the tables of an earlier axis are replaced."""
         # Python writes a float so that it reads back as the same one
         self.rows(
             f"CREATE OR REPLACE TEMP TABLE axis AS SELECT {axis.start_s!r}::DOUBLE AS start_s, "
@@ -76,7 +76,7 @@ class Computed:
         self.rows(f"CREATE OR REPLACE TEMP TABLE bins AS {query_text('bins')}")
 
     def _add_decode_balance(self) -> None:
-        """Table of one row: `balance_of_steps`, as plan and simulator call it, of what happened; KV and requests."""
+        """Create the one-row table decode_balance: `balance_of_steps` of all decode steps, by KV and by requests."""
         values = []
         for kind in ("kv", "requests"):
             columns = ", ".join(f"{kind}_{name}::DOUBLE" for name in ("busiest", "mean", "at_least"))
@@ -90,20 +90,20 @@ class Computed:
         self.rows(f"CREATE TEMP TABLE decode_balance AS SELECT {', '.join(values)}")
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
-        """All rows of a query."""
+        """Return all rows of a query."""
         try:
             return self.connection.execute(sql).fetchall()
         except duckdb.Error as error:
             raise self._unreadable(error) from None
 
     def records(self, sql: str) -> list[dict[str, Any]]:
-        """All rows of a query by column names."""
+        """Return all rows of a query as dicts by column name."""
         rows = self.rows(sql)
         names = [column[0] for column in self.connection.description or []]
         return [dict(zip(names, row, strict=True)) for row in rows]
 
     def one_row(self, table: str) -> dict[str, Any]:
-        """The only row of a table."""
+        """Return the only row of a table; raise ConfigError if the table has another number of rows."""
         records = self.records(f"SELECT * FROM {table}")
         if len(records) != 1:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""The views of run folders as Parquet files, for other programs."""
+"""Export of a run's views as Parquet files for other programs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ from batchinfer.whole_files import published
 
 
 def export_views(run_folders: Sequence[Path], folder: Path) -> list[Path]:
-    """Write every view as <folder>/<view>.parquet; files of an earlier export are replaced, one by one and whole.
+    """Write every view as <folder>/<view>.parquet; each file of an earlier export is replaced atomically.
 
     Args:
         run_folders: finished runs; with several, every table has the column `run`.
-        folder: made when it is missing.
+        folder: created if missing.
 
     Returns:
         The files, in the order of the views.
@@ -43,10 +43,10 @@ def export_views(run_folders: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def refuse_inside_runs(run_folders: Sequence[Path], target: Path) -> None:
-    """Results of a report must not get among a run's own files: its views would read them.
+    """Refuse a target among a run's own files, because the run's views would read the result as their own.
 
     Raises:
-        ConfigError: `target` is a run folder or lies in one, and not in its report/.
+        ConfigError: `target` is a run folder or inside one, outside its report/.
     """
     try:
         where = Path(target).resolve()

@@ -1,4 +1,4 @@
-"""What a figure is: a number of a run with its name, its unit and how people are told of it."""
+"""Figures of a report: numbers of a run, each with its name, unit, printed form and notes."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ Values = Mapping[str, Value]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number of a run: its name, its unit, how it is printed, and what is said when there is none."""
+    """One number of a run: its name, unit and printed form, and the text that replaces an unknown value."""
 
-    key: str  # of --json; with a dot: of the table there
-    label: str  # for people; "": in --json only
+    key: str  # in --json; a dot separates table and name
+    label: str  # shown to people; "": the figure is in --json only
     form: Form
     unit: str = ""
-    meaning: str = ""  # on the page; "": for people only, not in --json
-    note: str | Callable[[Values], str] = ""  # after it
-    why_empty: str = "not known"  # "": nothing is said of it then
-    only_if_any: bool = False  # nothing is said of it when it is 0
-    is_added_up: bool = False  # over several runs, from each run's own; others are computed from all tables together
+    meaning: str = ""  # on the page; "": the figure is not in --json
+    note: str | Callable[[Values], str] = ""  # printed after the number
+    why_empty: str = "not known"  # printed if the value is None; "": the figure is left out then
+    only_if_any: bool = False  # the figure is left out if its value is 0
+    is_added_up: bool = False  # several runs: the sum of their values; other figures are computed from all tables
 
     def called(self, label: str, note: str = "") -> Figure:
-        """The same one by another name."""
+        """Return this figure with another label and note."""
         return replace(self, label=label, note=note)
 
     def note_of(self, values: Values) -> str:
-        """What is said after the number."""
+        """Return the note that is printed after the number."""
         return self.note if isinstance(self.note, str) else self.note(values)
 
     def is_shown(self, values: Values) -> bool:
-        """Whether people are told of it."""
+        """Return whether the figure is shown to people."""
         value = values[self.key]
         return bool(self.label and (value if self.only_if_any else value is not None or self.why_empty))
 
     def change(self, before: Value, after: Value) -> str:
-        """What became of it in the second of two runs: in percent; of percents and logarithms the difference."""
+        """Format the change between two runs: relative in percent; the difference for percentages and logarithms."""
         if before is None or after is None:
             return forms.DASH
         if self.unit == "%":
@@ -57,11 +57,11 @@ class Group:
 
     title: str
     figures: tuple[Figure, ...]
-    why_empty: str | None = None  # said instead of the figures when none of them is known; "": nothing is said then
+    why_empty: str | None = None  # printed instead of the figures if none is known; "": the group is left out then
 
 
 def groups_of(columns: Sequence[Values], groups: Sequence[Group]) -> Iterator[tuple[Group, list[Figure]]]:
-    """The groups that people are told of, each with its figures; with none where the group's `why_empty` is said."""
+    """Yield the groups to show, each with its shown figures; without figures, `why_empty` is printed."""
     for group in groups:
         shown = [figure for figure in group.figures if any(figure.is_shown(values) for values in columns)]
         if group.why_empty is None or any(values[figure.key] is not None for values in columns for figure in shown):

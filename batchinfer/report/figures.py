@@ -14,7 +14,7 @@ from batchinfer.report import forms
 from batchinfer.report.figure import Figure, Group, Values
 from batchinfer.report.forms import Form, Value
 
-MANY_CUT_ROWS = 0.1  # share of the ok rows with an answer from which the report says what to do
+MANY_CUT_ROWS = 0.1  # from this share of the answered rows on, the report gives advice
 
 
 def _of_length(values: Values) -> str:
@@ -38,13 +38,13 @@ def _of_written(values: Values) -> str:
 
 
 def _such_ranks(values: Values, kind: str) -> str:
-    """How many ranks the rate of a node is of; a simulated node's are its GPUs."""
+    """Return the ranks behind a node's rate as text, '8 x 120'; "" if the number is 1 or not known."""
     ranks, rate = values.get(f"{kind}_ranks_per_node"), values.get(f"{kind}_tokens_per_s_per_rank")
     return f"{ranks:.3g} x {forms.rate(rate)}" if ranks and ranks != 1 else ""
 
 
 def _overlap(kind: str) -> tuple[Figure, Figure]:
-    """Return how many steps of a kind ran as two micro-batches, and what of their communication was hidden."""
+    """Return two figures of a phase: the share of steps in two micro-batches, and the hidden share of communication."""
     hidden = f"hidden_comm_{kind}"
 
     def note(values: Values) -> str:
@@ -224,7 +224,7 @@ MONEY = Group(
     why_empty="The job has no prices: set gpu_hour, input_hit, input_miss and output under [pricing], then run "
     "`batchinfer finish` again.",
 )  # fmt: skip
-# $ per million tokens by the three usual conventions: what is divided by which tokens
+# $ per million tokens by the three usual conventions
 UNIT_COSTS = Group(
     "Cost per million tokens",
     (
@@ -239,7 +239,7 @@ UNIT_COSTS = Group(
     ),
     why_empty="",
 )  # fmt: skip
-# where each second of each rank went: columns of rank_seconds.sql
+# the parts of the ranks' time: columns of rank_seconds.sql
 PARTS = {
     "startup": "start-up",
     "prefill": "prefill",
@@ -321,7 +321,7 @@ GROUPS = (ROWS, ANSWERS, TOKENS, SPEED, TIME, MONEY, UNIT_COSTS, PART_COSTS, RAN
 FIGURES = {figure.key: figure for group in GROUPS for figure in group.figures}
 PUBLISHED = tuple(figure for figure in FIGURES.values() if figure.meaning)
 
-# what a plan predicts, by its name in predictions.sql
+# label and form of each prediction, by its name in predictions.sql
 PREDICTIONS: dict[str, tuple[str, Form]] = {
     "computed_tokens": ("prompt tokens computed", forms.count),
     "output_tokens": ("output tokens", forms.count),
@@ -336,12 +336,12 @@ PREDICTIONS: dict[str, tuple[str, Form]] = {
 
 
 def known(*keys: str) -> tuple[Figure, ...]:
-    """The figures of these names, for a group of one's own."""
+    """Return the figures with these keys, for another group."""
     return tuple(FIGURES[key] for key in keys)
 
 
 def as_tables(by_key: Mapping[str, Any]) -> dict[str, Any]:
-    """Keys with a dot as tables: {'a.b': 1} becomes {'a': {'b': 1}}."""
+    """Convert keys with a dot to nested tables: {'a.b': 1} becomes {'a': {'b': 1}}."""
     found: dict[str, Any] = {}
     for key, value in by_key.items():
         table, dot, name = key.partition(".")
@@ -353,12 +353,12 @@ def as_tables(by_key: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def document(values: Values) -> dict[str, Any]:
-    """The published figures as JSON has them."""
+    """Return the published figures as a JSON document."""
     return as_tables({figure.key: values[figure.key] for figure in PUBLISHED})
 
 
 def changes(before: Values, after: Values) -> dict[str, Any]:
-    """For every published figure: before, after, their difference, and that by the first (null when the first is 0)."""
+    """Return before, after, difference and relative change of every published figure (no relative change from 0)."""
     found = {}
     for key in (figure.key for figure in PUBLISHED):
         old, new = before[key], after[key]

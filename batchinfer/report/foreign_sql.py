@@ -1,4 +1,4 @@
-"""Other people's SQL on the views of run folders, read only."""
+"""Read-only execution of a user's SQL on the views of run folders."""
 
 import json
 from collections.abc import Iterator
@@ -23,20 +23,20 @@ _CHANGING_OPERATORS = ("COPY", "INSERT", "UPDATE", "DELETE", "MERGE", "EXECUTE",
 def run_query(
     run_folders: list[Path], sql: str, *, seconds: float = SQL_S
 ) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
-    """Run one SELECT on the views; it can read the runs' own tables and nothing else, and change nothing.
+    """Run one SELECT on the views, which can read the runs' own tables only and change nothing.
 
-    Rows are computed as they are taken, so a result may be larger than the memory. Times with a time zone come as text
-    (in UTC).
+    Rows are computed while the caller iterates, so a result may be larger than the memory. Times with a time zone are
+    returned as text (in UTC).
 
     Args:
-        seconds: until the last row is taken.
+        seconds: time limit until the last row is read.
 
     Returns:
         The column names (they may repeat) and the rows.
 
     Raises:
         ConfigError: a run folder is wrong (see open_views), or the SQL is not one SELECT, does not run, takes too long
-            or too much memory, or reaches for files, network, extensions or settings. Taking rows can raise it too.
+            or too much memory, or accesses files, network, extensions or settings. Reading rows can raise it, too.
     """
     connection = open_views(run_folders)
     files = [file for folder in run_folders for file in run_files(RunDir(absolute_folder(folder)))]
@@ -46,10 +46,10 @@ def run_query(
 def answer(
     connection: duckdb.DuckDBPyConnection, files: list[Path], sql: str, *, seconds: float, views: list[str]
 ) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
-    """What `run_query` says, on these views of a connection, which is closed after it.
+    """Run one SELECT as `run_query` does on views of an open connection, and close the connection after the last row.
 
     Args:
-        files: what the views read.
+        files: the files that the views read.
 
     Raises:
         ConfigError: as `run_query`.
@@ -88,8 +88,8 @@ def _rows(connection: duckdb.DuckDBPyConnection, deadline: Deadline, views: list
 
 
 def _lock(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
-    """From here on DuckDB opens only `files` and keeps its settings."""
-    # the patterns too, because DuckDB looks at the path as written before it resolves the pattern
+    """Restrict DuckDB to opening `files` only, and lock its settings."""
+    # as patterns, too: DuckDB checks the path as written before it resolves the pattern
     allowed = dict.fromkeys(form(file) for file in files for form in (literal, pattern))
     connection.execute(f"SET allowed_paths = [{', '.join(allowed)}]")
     connection.execute("SET enable_external_access = false")
@@ -97,9 +97,9 @@ def _lock(connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
 
 
 def _check_reads_only(connection: duckdb.DuckDBPyConnection, sql: str) -> None:
-    """Refuse what is not one SELECT, and a SELECT whose plan holds an operator that changes something.
+    """Refuse SQL other than one SELECT, and a SELECT whose plan has an operator that changes something.
 
-    The lock above cannot do this alone: a file that may be read may also be overwritten.
+    `_lock` does not prevent changes: DuckDB may overwrite a file that it may read.
     """
     statements = connection.extract_statements(sql)
     if len(statements) != 1:
@@ -121,10 +121,10 @@ def _operators(plan: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def _execute(connection: duckdb.DuckDBPyConnection, sql: str) -> list[str]:
-    """Start the query and name its columns."""
+    """Start the query and return its column names."""
     described = connection.execute(sql).description or []
     columns = [str(column[0]) for column in described]
-    # DuckDB needs an extra package to hand times with a zone to Python; as text it does not
+    # DuckDB needs an extra package to convert times with a zone to Python values, but not to text
     types = [str(column[1]).upper() for column in described]
     zoned = ["WITH TIME ZONE" in name or "TIMESTAMPTZ" in name for name in types]
     if any(zoned):
@@ -142,11 +142,11 @@ def _sql_error(error: duckdb.Error, views: list[str]) -> ConfigError:
         return ConfigError(f"--sql may read {_named(views)} and no other file: {first_line(error)}")
     if not isinstance(error, duckdb.CatalogException | duckdb.BinderException):
         return ConfigError(f"the SQL does not run: {first_line(error)}")
-    # what is not there, and what was probably meant; then comes the SQL
-    told = "; ".join(str(error).strip().partition("\n\n")[0].splitlines())
-    if "Table with name" in told:
-        told += f"; --sql reads {_named(views)}"
-    return ConfigError(f"the SQL does not run: {told}")
+    # the missing name and DuckDB's suggestion; the SQL after them is cut
+    found = "; ".join(str(error).strip().partition("\n\n")[0].splitlines())
+    if "Table with name" in found:
+        found += f"; --sql reads {_named(views)}"
+    return ConfigError(f"the SQL does not run: {found}")
 
 
 def _named(views: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Figures as text: one form per kind of figure, and a dash for what is not known."""
+"""Text forms of numbers, one per kind of figure; an unknown value becomes a dash."""
 
 from collections.abc import Callable
 
@@ -34,12 +34,12 @@ number = _known(_number)
 
 
 def span(first: int, last: int) -> str:
-    """'8 to 11' for the whole numbers from one to the other."""
+    """Format a range of whole numbers: '8 to 11', or '8' if both ends are the same."""
     return count(first) if first == last else f"{count(first)} to {count(last)}"
 
 
 def duration(num_seconds: Value) -> str:
-    """'2 h 05 min' for what is longer than two minutes, else nothing."""
+    """Format seconds as '2 h 05 min'; return "" below two minutes or if unknown."""
     if num_seconds is None or num_seconds < 120:
         return ""
     whole_hours, minutes = divmod(round(num_seconds / 60), 60)

@@ -1,4 +1,4 @@
-"""The panel of a run for a terminal: its figures under headings, then parts, plan, ranks and trouble."""
+"""The report of a run for a terminal: figures under headings, then time by part, plan, ranks and errors."""
 
 from collections.abc import Iterator, Sequence
 
@@ -26,16 +26,16 @@ from batchinfer.sanitize import display_width, fit
 Cells = Sequence[str | Text]
 DECODE_HEADER = ("Decode, from s", "KV, mean", "max / mean", "at best", "requests", "max / mean")
 LENGTH_HEADER = ("Output tokens of a row", "rows", "share", "by thinking")
-BAR_LETTERS = 14  # of the longest bar
-MAX_SHARDS = 10  # unreadable ones that are named
+BAR_LETTERS = 14  # length of the longest bar
+MAX_SHARDS = 10  # unreadable shards that are listed
 
 
 def panel(report: Report) -> Iterator[RenderableType]:
-    """Everything a person wants to know of a run, as lines and tables."""
+    """Yield the lines and tables of a run's report."""
     yield text(_heading(report), HEADING)
     if report.unfinished is not None:
         yield text(report.unfinished.sentence(), WARNING)
-    if report.bit_equal is False:  # answers may depend on what rows were batched with
+    if report.bit_equal is False:  # an answer may depend on the other rows of its batch
         yield text(f"warning: {UNEQUAL}: {report.bit_equal_reason}", WARNING)
     first = tuple(group for group in GROUPS if group not in (PART_COSTS, RANKS, EXPERTS, STORE))
     yield from figure_table(report.values, first)
@@ -49,7 +49,7 @@ def panel(report: Report) -> Iterator[RenderableType]:
     several = len(report.ranks) > 1
     if several:
         yield _number_table(["Ranks", "prefilled", "decoded", "busy s"], _rank_lines(report.ranks))
-    lines = list(figure_lines(report.values, [RANKS]))[several:]  # the table above has the heading
+    lines = list(figure_lines(report.values, [RANKS]))[several:]  # the table of ranks has the heading already
     balance = _balance_lines(report.ranks) if several else ()
     figures = figure_lines(report.values, [EXPERTS, STORE])
     yield table([*balance, *lines, *figures], "lrw", min_widths=LINED_UP)
@@ -60,7 +60,7 @@ def panel(report: Report) -> Iterator[RenderableType]:
 
 
 def _heading(report: Report) -> str:
-    """One line: the run, its model and its precision; of a long path of the model the end stays."""
+    """Return one line with the run, its model and its precision; a long model path keeps its end."""
     start, end = f"{fit(report.run, WIDTH // 2)}   (", f", {fit(report.dtype, WIDTH // 3)})"
     room = max(1, WIDTH - display_width(start) - display_width(end))
     return f"{start}{fit(report.model, room, keep_end=True)}{end}"
@@ -71,7 +71,7 @@ def _number_table(header: list[str], lines: Iterator[Cells] | list[Cells]) -> Re
 
 
 def _part_lines(report: Report) -> Iterator[Cells]:
-    """Where each second of each rank went, and what it cost."""
+    """Yield seconds, share and cost of each part of the ranks' time."""
     total = sum(report.seconds.values())
     for part, part_s in report.seconds.items():
         cost = forms.dollars(report.values[f"{part}_cost_usd"])
@@ -79,14 +79,14 @@ def _part_lines(report: Report) -> Iterator[Cells]:
 
 
 def _plan_lines(report: Report) -> Iterator[Cells]:
-    """The plan and what happened, for what it could foresee and what applies."""
+    """Yield planned and actual value of each prediction that is worth showing."""
     for found in filter(is_worth_showing, report.predictions):
         label, form = PREDICTIONS[found.name]
         yield [f"  {label}", form(found.planned), form(found.happened), form(found.at_best)]
 
 
 def _decode_lines(report: Report) -> Iterator[Cells]:
-    """KV tokens and requests of a decode rank, mean and busiest, from the first decode step on."""
+    """Yield KV tokens and requests per decode rank, mean and busiest, for each stretch of time with decode steps."""
     for stretch in report.decode_over_time:
         cells = [f"  {stretch['second']:,.6g}"]
         for kind, form in (("kv", forms.count), ("requests", forms.rate)):
@@ -97,7 +97,7 @@ def _decode_lines(report: Report) -> Iterator[Cells]:
 
 
 def _length_lines(report: Report) -> Iterator[Cells]:
-    """How long answers are, and their thinking where there is any; with a bar for the rows."""
+    """Yield a histogram of answer lengths, with the lengths of thinking if any row has some."""
     num_rows = sum(length["rows"] for length in report.lengths)
     most = max(length["rows"] for length in report.lengths)
     has_thinking = bool(report.values["reasoning.rows"])
@@ -118,7 +118,7 @@ def _rank_lines(ranks: tuple[RankDetails, ...]) -> Iterator[Cells]:
 
 
 def _balance_lines(ranks: tuple[RankDetails, ...]) -> Iterator[Cells]:
-    """How evenly the experts' work was spread over the ranks of one role: they hold the experts between them."""
+    """Yield the imbalance of expert rows over the ranks of each role, which share the experts between them."""
     roles = list(dict.fromkeys(rank.role for rank in ranks))
     for role in roles:
         rows = [rank.expert_rows for rank in ranks if rank.role == role]
@@ -129,7 +129,7 @@ def _balance_lines(ranks: tuple[RankDetails, ...]) -> Iterator[Cells]:
 
 
 def _trouble(report: Report) -> Iterator[RenderableType]:
-    """Shards that could not be read, and what went wrong with rows."""
+    """Yield the unreadable shards and the most frequent errors of rows."""
     shards, errors = report.unreadable_shards, report.errors
     if shards:
         yield text(f"Unreadable shards ({len(shards):,})", HEADING)

@@ -1,4 +1,4 @@
-"""Time and memory for other people's SQL."""
+"""Limits of time and memory for a user's SQL."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ if TYPE_CHECKING:
 
 SQL_S = 600.0
 LOOK_S = 0.2
-GRACE_S = 2.0  # for DuckDB to stop: it does between parts of a query, but not inside one call of a function
+GRACE_S = 2.0  # for DuckDB to stop: it checks between parts of a query, not inside one function call
 LEAST_BYTES = 1 << 30
-BESIDE_BYTES = 512 << 20  # for rows on their way out, beyond what DuckDB may hold
+RESULT_BYTES = 512 << 20  # for result rows in Python, in addition to DuckDB's memory
 
 Result = TypeVar("Result")
 
 
 def query_bytes() -> int:
-    """Memory that a query may take: half of what is free."""
+    """Return the memory that a query may take: half of the free memory, at least LEAST_BYTES."""
     return max(LEAST_BYTES, free_memory_bytes() // 2)
 
 
 @contextmanager
 def memory_limited(num_bytes: int) -> Iterator[None]:
-    """Inside, this process gets no more than this beyond what it holds: some functions of SQL ask DuckDB for none.
+    """Limit the process's memory to its present size plus `num_bytes`: some SQL functions evade DuckDB's own limit.
 
     Raises:
-        ConfigError: Python itself ran out of it.
+        ConfigError: Python itself ran out of memory.
     """
     before = resource.getrlimit(resource.RLIMIT_DATA)
     held = held_bytes()
     limits = [limit for limit in before if limit != resource.RLIM_INFINITY]
     if held is not None:
-        limits.append(held + num_bytes + BESIDE_BYTES)
+        limits.append(held + num_bytes + RESULT_BYTES)
         resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
     try:
         yield
@@ -51,7 +51,7 @@ def memory_limited(num_bytes: int) -> Iterator[None]:
 
 
 def too_much_memory(num_bytes: int) -> ConfigError:
-    """The sentence for a query that wants more."""
+    """Return the error of a query that needs more than `num_bytes`."""
     return ConfigError(
         f"the SQL needs more than {num_bytes / 2**30:.1f} GiB of memory, half of what was free; let it give fewer or "
         "smaller rows"
@@ -59,10 +59,10 @@ def too_much_memory(num_bytes: int) -> ConfigError:
 
 
 class Deadline:
-    """Seconds that one query may take from here on, its rows included.
+    """The time limit of one query, which starts now and includes reading its rows.
 
     Attributes:
-        is_stuck: the query did not stop when it was told to; its connection cannot be closed.
+        is_stuck: the query ignored its interrupt, so its connection cannot be closed.
     """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection, seconds: float) -> None:
@@ -71,15 +71,15 @@ class Deadline:
         self.is_stuck = False
 
     def call(self, step: Callable[[], Result]) -> Result:
-        """The step's result.
+        """Run `step` in another thread and return its result.
 
         Raises:
-            ConfigError: the time is over.
+            ConfigError: the time limit is over.
         """
         results: list[Result] = []
         errors: list[BaseException] = []
 
-        ended = threading.Event()  # after a signal, Thread.join takes its thread for ended
+        ended = threading.Event()  # Thread.join reports its thread as ended after a signal
 
         def run() -> None:
             try:
@@ -90,12 +90,12 @@ class Deadline:
 
         is_late = True
         try:
-            # beside this thread, which a signal can reach, also while it starts, and which can go on without it
+            # another thread: signals still reach this one, which can go on if the query is stuck
             threading.Thread(target=run, daemon=True).start()
-            # in parts: a signal that comes right before a wait is noticed behind it
+            # short waits: a signal that comes right before a wait is handled after it
             while is_late and (left := self._end - time.monotonic()) > 0:
                 is_late = not ended.wait(min(left, LOOK_S))
-        finally:  # also when a signal stops the command
+        finally:  # also if a signal stops the command
             if is_late:
                 self.is_stuck = not self._stop(ended)
         if is_late:
@@ -105,7 +105,7 @@ class Deadline:
         return results[0]
 
     def _stop(self, ended: threading.Event) -> bool:
-        """Tell the query to stop, again and again: DuckDB forgets what comes before it begins. True: it has stopped."""
+        """Interrupt the query repeatedly (DuckDB drops an early interrupt); return whether the query stopped."""
         end = time.monotonic() + GRACE_S
         while not ended.is_set() and time.monotonic() < end:
             self._connection.interrupt()

@@ -1,4 +1,4 @@
-"""The report of runs, read by queries/*.sql over their views."""
+"""The report of one or several runs, read from their views by queries/*.sql."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +17,8 @@ from batchinfer.report.unfinished import KEY, OF_THE_WHOLE, Unfinished, known_so
 from batchinfer.report.views import query_text
 from batchinfer.rundir import RunDir
 
-MAX_ERRORS = 5  # different texts that a report shows
-DECODE_STRETCHES = 8  # at most, of the time with decode steps
+MAX_ERRORS = 5  # different error texts that a report shows
+DECODE_STRETCHES = 8  # most stretches into which the time with decode steps is cut
 # tables of one row; each column is a value, the figures by their keys
 ONE_ROW_TABLES = (
     "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "answers", "balance",
@@ -28,7 +28,7 @@ ONE_ROW_TABLES = (
 
 @dataclass(frozen=True, slots=True)
 class RankDetails:
-    """What one rank did, added up over the sessions that had a rank of this number."""
+    """The work of one rank, added up over the sessions that had a rank of this number."""
 
     rank: int
     role: str  # 'prefill + decode', 'prefill' or 'decode'
@@ -40,23 +40,23 @@ class RankDetails:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the plan said of a figure, and what became of it; None where it is not known or does not apply."""
+    """The planned and the actual value of a figure; None if it is not known or does not apply."""
 
     name: str  # as in queries/predictions.sql
     planned: float | None
     happened: float | None
-    at_best: float | None  # what no plan could go below
+    at_best: float | None  # lower bound of any plan
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a person wants to know of a run, or of several runs together."""
+    """The report of a run, or of several runs together."""
 
     run: str
     model: str
     dtype: str
-    values: dict[str, Value]  # every key of FIGURES and what else the tables hold; None: not known or not defined
-    seconds: dict[str, float]  # of ranks, by the names of PARTS: together all seconds in which ranks were held
+    values: dict[str, Value]  # every key of FIGURES, and other columns of the tables; None: not known or not defined
+    seconds: dict[str, float]  # rank-seconds by the names of PARTS; their sum is the time in which ranks were held
     predictions: tuple[Prediction, ...]
     ranks: tuple[RankDetails, ...]  # in the order of their numbers
     lengths: tuple[dict[str, Any], ...]  # queries/lengths.sql
@@ -64,20 +64,20 @@ class Report:
     unreadable_shards: tuple[tuple[str, str], ...]  # (path, problem)
     errors: tuple[tuple[str, int], ...]  # (error text, number of rows), most frequent first, at most MAX_ERRORS
     num_error_texts: int  # different texts in all
-    bit_equal: bool | None  # whether a row has the same bits whatever it is batched with; None: not known
-    bit_equal_reason: str | None  # why it is false or not known
-    processor: str | None  # what ranks computed on, with vector units; None: nothing was computed
-    no_graph: str | None  # why most decode steps that ran as no CUDA graph did not; None: none is known
-    unfinished: Unfinished | None = None  # None: it is finished
+    bit_equal: bool | None  # whether a row's bits do not depend on its batch; None: not known
+    bit_equal_reason: str | None  # why bit_equal is False or None
+    processor: str | None  # processor of the ranks, with its vector units; None: nothing was computed
+    no_graph: str | None  # most frequent reason of decode steps without a CUDA graph; None: not known
+    unfinished: Unfinished | None = None  # None: the run is finished
 
 
 def is_worth_showing(found: Prediction) -> bool:
-    """Balance always has a bound to be measured by; other figures say something only next to a plan."""
+    """Return whether to show a prediction: a balance always (it has a bound), other figures only if planned."""
     return found.happened is not None and (found.planned is not None or found.name.endswith("_balance"))
 
 
 def as_document(report: Report) -> dict[str, Any]:
-    """The report as a JSON document: the published figures, equal rows, the plan, and how much of it is done."""
+    """Return the report as a JSON document: published figures, bit equality, predictions, lists, and its progress."""
     equality = {key: getattr(report, key) for key in ("bit_equal", "bit_equal_reason", "processor", "no_graph")}
     predictions = {found.name: {"planned": found.planned, "happened": found.happened, "at_best": found.at_best}
                    for found in report.predictions}  # fmt: skip
@@ -88,13 +88,13 @@ def as_document(report: Report) -> dict[str, Any]:
 
 
 def changes_between(before: Report, after: Report) -> dict[str, Any]:
-    """What became of each published figure, as a JSON document; and which of the two runs are not finished."""
+    """Return the change of each published figure as a JSON document, with the progress of unfinished runs."""
     how_far = {name: one.unfinished and asdict(one.unfinished) for name, one in (("before", before), ("after", after))}
     return {KEY: how_far, **changes(before.values, after.values)}
 
 
 def read_report(run_folder: Path) -> Report:
-    """The report of a finished run, or of statistics so far; its values are never NaN or infinity.
+    """Read the report of a finished run, or of an unfinished run's statistics; no value is NaN or infinite.
 
     Raises:
         ConfigError: the folder is no run folder, is not finished, or holds a table that cannot be read.
@@ -104,11 +104,11 @@ def read_report(run_folder: Path) -> Report:
 
 
 def read_together(run_folders: Sequence[Path], each: Sequence[Report]) -> Report:
-    """Several runs as if they were one: tokens, times and money add up, rates are over all of them.
+    """Read several runs as one: tokens, times and money add up, rates are over all runs.
 
     Args:
-        run_folders: at least one; one that is given twice counts once.
-        each: the report of every folder. Runs may have different prices, so money is added up from these.
+        run_folders: at least one; a folder that is given twice counts once.
+        each: the report of every folder; money is added up from them, because runs may have different prices.
 
     Raises:
         ConfigError: as read_report.
@@ -119,7 +119,7 @@ def read_together(run_folders: Sequence[Path], each: Sequence[Report]) -> Report
 
 
 def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
-    """The report of runs whose tables are open; `each`: the values of every run when there are several."""
+    """Compute the report of runs whose tables are open; `each` has the values of every run if there are several."""
     run = computed.one_row("run")
     seconds = computed.one_row("rank_seconds")
     prefill_share = seconds.pop("prefill_share")
@@ -168,7 +168,7 @@ def _predictions(computed: Computed, *, is_whole: bool) -> tuple[Prediction, ...
 
 
 def _decode_over_time(computed: Computed) -> tuple[dict[str, Any], ...]:
-    """KV tokens and requests of decode ranks, stretch by stretch; none where one rank decodes alone."""
+    """Return KV tokens and requests of decode ranks by stretch of time; nothing if a single rank decodes."""
     ((start_s, end_s),) = computed.rows("SELECT min(start_s), max(end_s) FROM decode_steps WHERE kv_mean > 0")
     if start_s is None:
         return ()
@@ -201,7 +201,7 @@ def _shares_of_cost(values: Values, seconds: Mapping[str, float], prefill_share:
 
 
 def _without_waste(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Steps with what may be wasted in them: what no row has been delivered of may still be under way."""
+    """Return the parts with waste spread over steps: in an unfinished run, undelivered work may be in progress."""
     steps = ("prefill", "decode", "exchange")
     useful = sum(seconds[part] for part in steps)
     grown = 1 + seconds["waste"] / useful if useful else 1.0

@@ -1,4 +1,4 @@
-"""The answers that are durable so far, as a view: of a run that is worked on, was interrupted or is finished."""
+"""A view of the durable answers of a run in any state: running, interrupted or finished."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +15,12 @@ from batchinfer.report.views import connect
 from batchinfer.rundir import RunDir
 from batchinfer.sanitize import first_line
 
-# what a person looks at first; the text of a failed one is its error
+# the columns of a quick look; the text of a failed row is its error
 FIRST_COLUMNS = "coalesce(id, 'row ' || row) AS id, status, finish_reason, left(coalesce(error, text), 1000) AS text"
 
 
 def newest_rows(num_rows: int) -> str:
-    """SQL for the rows that ended last, in that order."""
+    """Return SQL for the `num_rows` rows that ended last, in the order of their ends."""
     return (
         f"SELECT {FIRST_COLUMNS} FROM (SELECT * FROM results ORDER BY finished_s DESC, shard, row, sample "
         f"LIMIT {num_rows}) ORDER BY finished_s, shard, row, sample"
@@ -34,7 +34,7 @@ def query_results(run: RunDir, files: list[Path], sql: str) -> tuple[list[str], 
     """Run one SELECT on the view `results`: schemas.RESULTS with the row's id in front.
 
     Args:
-        files: the result files that count.
+        files: the result files to read.
 
     Returns:
         As report.foreign_sql.run_query.

@@ -1,4 +1,4 @@
-"""Rows of a query for a terminal and for JSON."""
+"""Query results as text for a terminal, and as JSON."""
 
 import base64
 import datetime
@@ -20,13 +20,13 @@ NUMERIC = int | float | Decimal
 def table_of_rows(
     columns: list[str], rows: Iterable[tuple[Any, ...]], max_rows: int = 40, count_rows: int = 100_000
 ) -> Iterator[RenderableType]:
-    """A result as an aligned table: numbers to the right, null for null, long cells cut, control characters escaped.
+    """Yield a result as an aligned table: numbers right-aligned, long cells cut, control characters escaped.
 
     Args:
         columns: column names.
-        rows: the rows; taken to their end only as far as needed.
+        rows: the rows; only max_rows + count_rows + 1 of them are read.
         max_rows: rows to show.
-        count_rows: how far to count the rows that are not shown; beyond, the last line says "more than".
+        count_rows: highest count of further rows; above, the last line says "more than".
     """
     rows = iter(rows)
     shown = list(islice(rows, max_rows))
@@ -44,7 +44,7 @@ def table_of_rows(
 
 
 def json_records(columns: list[str], rows: Iterable[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Rows as JSON objects; a column name that comes again gets _2, _3, …"""
+    """Yield rows as JSON objects; a repeated column name gets _2, _3, …"""
     names: list[str] = []
     for column in columns:
         name, count = column, 1
@@ -57,7 +57,7 @@ def json_records(columns: list[str], rows: Iterable[tuple[Any, ...]]) -> Iterato
 
 
 def json_value(value: Any) -> Any:
-    """A query's value as JSON has it: times as ISO 8601, bytes as base64, NaN as null, other things as text."""
+    """Convert a query's value to JSON: times to ISO 8601, bytes to base64, NaN to null, unknown types to text."""
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

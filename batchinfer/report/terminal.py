@@ -1,6 +1,6 @@
-"""Lines and tables for a terminal, drawn by rich; other people's text is sanitized and never read as markup.
+"""Lines and tables for a terminal, drawn by rich; all text is sanitized and never parsed as markup.
 
-Importing rich takes 80 ms: import this where something is drawn, and while nothing else waits.
+Importing rich takes 80 ms: import this module inside the function that prints.
 """
 
 import shutil
@@ -18,28 +18,28 @@ from rich.text import Text
 from batchinfer.report.figure import Group, Values, groups_of
 from batchinfer.sanitize import sanitize
 
-WIDTH = 80  # of what is not drawn on a terminal
-UNCUT = 1_000_000  # a width for what is never cut
+WIDTH = 80  # if stdout is no terminal
+UNCUT = 1_000_000  # a width at which nothing is cut
 
-LINED_UP = (27, 12)  # label and first number, so that tables below each other are in line
+LINED_UP = (27, 12)  # widths of label and first number, so that consecutive tables are aligned
 HEADING, NOTE, WARNING = "bold", "dim", "yellow"
 
 
 def text(content: str, style: str = "") -> Text:
-    """Any text, shown as it is."""
+    """Return text without markup, with control characters escaped."""
     return Text(sanitize(content), style=style)
 
 
 def table(
     rows: Iterable[Sequence[str | Text]], columns: str, header: Sequence[str] = (), min_widths: Sequence[int] = ()
 ) -> Table:
-    """A table without lines; with a header there is one below that.
+    """Return a table without lines, but for one below the header if there is a header.
 
     Args:
         rows: cells; a row may have fewer than there are columns.
-        columns: a letter for each: 'l' and 'r' are set to that side, 'w' holds words that may wrap.
+        columns: a letter per column: 'l' and 'r' align to that side, 'w' holds words that may wrap.
         header: names of the columns.
-        min_widths: of the first columns.
+        min_widths: least widths of the first columns.
     """
     found = Table(
         box=SIMPLE_HEAD if header else None, show_header=bool(header), show_edge=False, pad_edge=False, padding=(0, 1)
@@ -53,13 +53,13 @@ def table(
 
 
 def line(label: str, number: str, unit: str = "", note: str = "") -> list[str | Text]:
-    """The cells of one number: what it is, itself, its unit and a note."""
+    """Return the cells of one number: label, number, unit and note."""
     after = text(f"{unit:<6} " if unit and note else unit)
     return [f"  {label}", number, after.append_text(text(note, NOTE))]
 
 
 def figure_lines(values: Values, groups: Sequence[Group]) -> Iterator[list[str | Text]]:
-    """Cells of the figures under their headings; of what is not known the reason."""
+    """Yield the cells of figures under their headings; an unknown value has its reason as the note."""
     for group, figures in groups_of([values], groups):
         if figures and group.title:
             yield [text(group.title, HEADING)]
@@ -75,7 +75,7 @@ def figure_lines(values: Values, groups: Sequence[Group]) -> Iterator[list[str |
 def figure_table(
     values: Values, groups: Sequence[Group], more: Sequence[list[str | Text]] = ()
 ) -> Iterator[RenderableType]:
-    """The figures as a table, then `more` lines of it; then what is said of groups of which nothing is known."""
+    """Yield the figures and `more` lines as one table, then the reason of each group of which nothing is known."""
     yield table([*figure_lines(values, groups), *more], "lrw", min_widths=LINED_UP)
     for group, figures in groups_of([values], groups):
         if not figures:
@@ -84,7 +84,7 @@ def figure_table(
 
 
 def drawn(*parts: RenderableType, width: int = WIDTH, on_terminal: bool = False) -> str:
-    """The parts below each other, at most `width` columns wide; without escape codes unless on a terminal."""
+    """Return the parts one below the other, at most `width` columns wide; with escape codes only for a terminal."""
     console = Console(force_terminal=on_terminal, width=width, markup=False, emoji=False, highlight=False)
     with console.capture() as captured:
         console.print(Together(*parts))
@@ -92,7 +92,7 @@ def drawn(*parts: RenderableType, width: int = WIDTH, on_terminal: bool = False)
 
 
 def show(*parts: RenderableType, uncut: bool = False) -> None:
-    """Print on stdout: in colour and as wide as the terminal when it is one; `uncut`: as wide as it takes."""
+    """Print on stdout, in colour and full width if stdout is a terminal; with `uncut` no line is cut."""
     on_terminal = sys.stdout.isatty()
     width = UNCUT if uncut else shutil.get_terminal_size().columns if on_terminal else WIDTH
     print(drawn(*parts, width=width, on_terminal=on_terminal), end="", flush=True)

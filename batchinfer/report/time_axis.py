@@ -1,23 +1,23 @@
-"""A run's time in stretches of a length that people count in."""
+"""Division of a run's time into stretches of a round length."""
 
 import math
 from dataclasses import dataclass
 
-# stretches of time that people count in, seconds; a day's run gets hours
+# round lengths in seconds; a run of a day gets hours
 WIDTHS_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 3600, 7200, 14400, 43200, 86400)
 
 
 @dataclass(frozen=True, slots=True)
 class TimeAxis:
-    """The run's time in stretches of equal length."""
+    """A run's time, divided into stretches of equal length."""
 
-    start_s: float  # Unix time; a whole number of stretches after midnight (UTC) when they are minutes or longer
+    start_s: float  # Unix time; a multiple of width_s if that is a minute or longer
     width_s: float
     num_bins: int
 
 
 def time_axis(start_s: float, end_s: float, most: int) -> TimeAxis:
-    """At most `most` stretches from `start_s` to `end_s`, of a length that people count in.
+    """Divide the time from `start_s` to `end_s` into at most `most` stretches of a round length.
 
     Args:
         start_s, end_s: Unix times.

@@ -1,4 +1,4 @@
-"""Of a run that is not finished: how much is done, and which figures nobody can know before its end."""
+"""The progress of an unfinished run, and the figures that are unknown before its end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchinfer.report.forms import Value, count
 from batchinfer.rundir import RunDir
 
 KEY = "unfinished"  # of run.json in a folder of statistics so far (finish/so_far.py), and of --json
-# They compare rows that are done with work for rows that are not, or with what the whole plan is to share
+# These figures compare finished rows with work for unfinished rows, or with the sharing of the whole plan
 NOT_KNOWN_YET = ("optimal_cached_tokens", "wasted_prompt_tokens", "wasted_tokens", "waste_cost_usd")
 # predictions of the whole run, by their names in queries/predictions.sql
 OF_THE_WHOLE = ("computed_tokens", "output_tokens", "work_s", "gpu_hours", "cost_usd")
@@ -18,16 +18,16 @@ OF_THE_WHOLE = ("computed_tokens", "output_tokens", "work_s", "gpu_hours", "cost
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """How much of a run is done; what is planned is None while it is being planned."""
+    """The finished part of a run; planned numbers are None while the run is being planned."""
 
-    activity: str  # as `status` has it; of several runs all of them
+    activity: str  # as in `status`; several runs: their activities joined by +
     rows_done: int  # output rows whose results are durable, error rows too
     rows_planned: int | None
     tokens_done: int  # of prompts and outputs
     tokens_planned: int | None
 
     def sentence(self) -> str:
-        """What a person is told of it."""
+        """Return the progress as a sentence."""
         if self.rows_planned is None or self.tokens_planned is None:
             done = "not planned yet"
         else:
@@ -37,13 +37,13 @@ class Unfinished:
 
 
 def read_unfinished(run: RunDir) -> Unfinished | None:
-    """What `write_so_far` has noted; None of a run folder itself."""
+    """Read the progress from a folder of statistics so far; return None for a run folder itself."""
     found = read_json(run.run_json).get(KEY)
     return None if found is None else Unfinished(**found)
 
 
 def together(runs: Sequence[Unfinished]) -> Unfinished | None:
-    """Those of several runs that are not finished; None: all are."""
+    """Add up the progress of unfinished runs; return None if there are none."""
     if not runs:
         return None
     rows, tokens = ([getattr(one, f"{what}_planned") for one in runs] for what in ("rows", "tokens"))
@@ -57,5 +57,5 @@ def together(runs: Sequence[Unfinished]) -> Unfinished | None:
 
 
 def known_so_far(values: Mapping[str, Value]) -> dict[str, Value]:
-    """The figures without those that nobody can know yet."""
+    """Return the figures, with None for those that are unknown before the run's end."""
     return {**values, **dict.fromkeys(NOT_KNOWN_YET)}

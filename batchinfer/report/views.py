@@ -1,4 +1,4 @@
-"""DuckDB over run folders: the views of their outputs and statistics."""
+"""DuckDB views of the outputs and statistics in run folders."""
 
 import tempfile
 import uuid
@@ -20,7 +20,7 @@ from batchinfer.sanitize import first_line
 
 TABLES = (OUTPUTS, *STATS_TABLES)
 VIEWS = (*TABLES, DECODE_STEPS)
-# columns that runs of earlier versions do not have; they are null then
+# columns that runs of earlier versions lack; null there
 LATER_COLUMNS = {
     "requests": {
         "finish_reason": "VARCHAR", "reasoning_tokens": "INTEGER", "structured_valid": "BOOLEAN",
@@ -37,20 +37,20 @@ LATER_COLUMNS = {
 
 
 def query_text(name: str) -> str:
-    """The SQL of queries/<name>.sql."""
+    """Return the SQL of queries/<name>.sql."""
     return (resources.files("batchinfer.report") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
 
 
 def connect() -> duckdb.DuckDBPyConnection:
-    """An empty database in memory."""
-    # created only when a query outgrows the memory, removed when the connection closes
+    """Open an empty in-memory database."""
+    # created if a query outgrows the memory, removed when the connection closes
     spill = Path(tempfile.gettempdir()) / f"batchinfer-{uuid.uuid4().hex}"
     connection = duckdb.connect(
         config={
             "temp_directory": str(spill),
             "autoinstall_known_extensions": False,
             "autoload_known_extensions": False,
-            # names in SQL mean views, never variables of this program
+            # a name in SQL is a view, never a Python variable
             "python_enable_replacements": False,
         }
     )
@@ -59,14 +59,14 @@ def connect() -> duckdb.DuckDBPyConnection:
 
 
 def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
-    """An in-memory database with the views of VIEWS.
+    """Open an in-memory database with the views of VIEWS.
 
     A table that a run does not have (no step was run, no shard could be read) is an empty table with the columns of
-    data.schemas. With several run folders every view has the column `run`, the folder's name (its whole path where two
+    data.schemas. With several run folders every view has the column `run`, the folder's name (its whole path if two
     names are the same); a kept input column of that name becomes `input_run`.
 
     Args:
-        run_folders: finished run folders; one that is given twice counts once.
+        run_folders: finished run folders; a folder that is given twice counts once.
 
     Raises:
         ConfigError: a folder is no run folder, is not finished, or holds a table that is damaged or cannot be read.
@@ -89,10 +89,10 @@ def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
 
 
 def absolute_folder(folder: Path) -> Path:
-    """A run folder by its one name.
+    """Return the absolute path of a run folder, with links resolved.
 
     Raises:
-        ConfigError: it cannot be a folder.
+        ConfigError: `folder` cannot be a path.
     """
     try:
         return Path(folder).resolve()
@@ -103,7 +103,7 @@ def absolute_folder(folder: Path) -> Path:
 def _check_finished(run: RunDir) -> None:
     if not run.run_json.is_file():
         if was_planned(run):
-            read_state(run)  # says that it is gone, and what to do
+            read_state(run)  # raises the error of a run.json that was deleted
         raise ConfigError(f"{run.root} is not a run folder (it has no {run.run_json.name}); give the job's output.dir")
     if not _table_files(run, "run"):
         raise ConfigError(
@@ -113,7 +113,7 @@ def _check_finished(run: RunDir) -> None:
 
 
 def _check_damage(run: RunDir) -> None:
-    """Compare statistics with what run.json vouches for, and those of sessions with what they say themselves."""
+    """Check statistics against the checksums in run.json, and session tables against the seals in the files."""
     manifest = Manifest(run.root, read_json(run.run_json, remedy=replan_remedy(run.root)).get("files"))
     manifest.check(*(file for file in manifest if file.is_relative_to(run.stats)))
     for file in sorted(run.stats.glob("*/*.parquet")):
@@ -121,7 +121,7 @@ def _check_damage(run: RunDir) -> None:
 
 
 def _table_files(run: RunDir, name: str) -> list[Path]:
-    """The Parquet files of one view, in a fixed order."""
+    """Return the Parquet files of one view, sorted."""
     if name == OUTPUTS.name:
         files = list(run.outputs.rglob("*"))
     else:
@@ -130,7 +130,7 @@ def _table_files(run: RunDir, name: str) -> list[Path]:
 
 
 def run_files(run: RunDir) -> list[Path]:
-    """All that the views of a run read."""
+    """Return all files that the views of a run read."""
     return [file for table in TABLES for file in _table_files(run, table.name)]
 
 
@@ -164,7 +164,7 @@ def _with_later_columns(connection: duckdb.DuckDBPyConnection, source: str, tabl
 
 
 def _create_decode_steps(connection: duckdb.DuckDBPyConnection, *, with_run: bool) -> None:
-    """The one view that is made of others."""
+    """Create decode_steps, the only view that is made of other views."""
     sql = query_text(DECODE_STEPS.name)
     try:
         connection.execute(
@@ -175,7 +175,7 @@ def _create_decode_steps(connection: duckdb.DuckDBPyConnection, *, with_run: boo
 
 
 def _select(connection: duckdb.DuckDBPyConnection, source: str, run_name: str | None, table: Table) -> str:
-    """The rows of one run; with its name in the column `run` unless that is None."""
+    """Return SQL for the rows of one run, with `run_name` in the column `run` unless it is None."""
     if run_name is None:
         return f"SELECT * FROM {source}"
     if "run" in table.schema.names:

@@ -73,8 +73,8 @@ TOLERANCE = {"bfloat16": 2**-5}  # of the largest logit, after all layers
 TIE = 2**-5
 # Where an expert or a group of them is as good as another to a gate, rounding chooses, and logits move far. On a CPU: 2
 # of 234 tokens, C++ to plain PyTorch in bfloat16; 5 of them, prefill to decode of plain PyTorch in FP8. An H100
-# compared with plain PyTorch is above it in FP8: 15 of 232. Plain PyTorch alone is at 9 to 21 of 234 there (60 times, 14.5 in
-# the mean) when half of the embedding's values move by their last bit.
+# compared with plain PyTorch is above it in FP8: 15 of 232. Plain PyTorch alone is at 9 to 21 of 234 there (60 times,
+# 14.5 in the mean) when half of the embedding's values move by their last bit.
 MOST_BEYOND_TIES = 0.05
 # The same in the random model's logits, whose experts are much alike. C++ against plain PyTorch, on a CPU: 0.17, with a
 # median of 0.017 of the largest logit; an H200 against the same: 0.21, 0.017.

@@ -1,1 +1,1 @@
-"""The page of finished runs: one HTML file without script and without anything from elsewhere."""
+"""The HTML page of finished runs: one file without scripts and external resources."""

@@ -1,4 +1,4 @@
-"""Pictures of a run's page: how long answers and their thinking are, and what is known of their worth."""
+"""The page's section on answers: lengths of answers and of their thinking, and figures of their quality."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ MAX_MARKS = 6
 
 
 def answers(key: str, data: PageData) -> list[Card]:
-    """Lengths of answers as columns, those of their thinking beside them, and the figures of answers."""
+    """Return cards with histograms of answer and thinking lengths, and a table of the figures of answers."""
     lengths, values = data.report.lengths, data.report.values
     cards = [_lengths(key, "rows", "Length of answers", "output tokens, thinking included", lengths)]
     if values["reasoning.rows"]:

@@ -18,17 +18,17 @@ from markupsafe import Markup
 from batchinfer.sanitize import sanitize
 
 WIDTH = 400
-LEFT = 46  # room for the numbers of the vertical axis
+LEFT = 46  # width of the numbers of the vertical axis
 TOP, PLOT_HEIGHT, BOTTOM = 12, 130, 22
 BAR_HEIGHT, BAR_GAP = 26, 22
-LETTER = 7  # width of one at most, in the mean of a text
+LETTER = 7  # upper bound of the mean letter width in a text
 HEAT_STEPS = 8
 MAX_CELL_TITLES = 2048  # more cells than these have one tooltip per line
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Numbers of one kind: its name, the class of its colour, and a value per column; None is drawn as nothing."""
+    """One series of a picture: its name, the CSS class of its colour, and a value per column (None: not drawn)."""
 
     name: str
     colour: str
@@ -37,19 +37,19 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """The columns of a picture: the full name of each for tooltips, and the marks below them as (column, text)."""
+    """The horizontal axis: the full name of each column for tooltips, and marks as (column, text)."""
 
     names: Sequence[str]
     marks: Sequence[tuple[float, str]]
 
 
 def inert(text: str) -> str:
-    """Text as HTML and SVG show it, in elements and attributes: it does nothing else."""
+    """Escape text for elements and attributes of HTML and SVG, so that it is shown and does nothing else."""
     return escape(sanitize(text))
 
 
 def short(value: float) -> str:
-    """A number for an axis: 950, 12k, 3.5M, 0.02."""
+    """Format a number for an axis: 950, 12k, 3.5M, 0.02."""
     for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.3g}{suffix}"
@@ -57,7 +57,7 @@ def short(value: float) -> str:
 
 
 def nice_steps(largest: float, most: int = 4) -> list[float]:
-    """Numbers from 0 to at least `largest` in steps of 1, 2 or 5 times a power of ten."""
+    """Return numbers from 0 to at least `largest` in steps of 1, 2 or 5 times a power of ten."""
     if largest <= 0:
         return [0.0, 1.0]
     power = 10 ** math.floor(math.log10(largest / most))
@@ -75,7 +75,7 @@ def columns(
     stacked: bool = True,
     as_share: bool = False,
 ) -> Markup:
-    """A column per name of the axis, series upon each other or (stacked=False) next to each other.
+    """Draw a column per name of the axis, with its series stacked or (stacked=False) next to each other.
 
     Args:
         key: start of the ids in it, unique on the page.
@@ -119,7 +119,7 @@ def columns(
 def bars(
     key: str, title: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float]]]], form: Callable[[float], str]
 ) -> Markup:
-    """A horizontal bar per row, made of parts, all on one scale.
+    """Draw a horizontal bar of coloured parts per row, all on one scale.
 
     Args:
         key: start of the ids in it, unique on the page.
@@ -146,7 +146,7 @@ def bars(
 
 
 def num_marks(texts: Sequence[str], left: int) -> int:
-    """How many of these texts have room beside one another below a picture, four at most."""
+    """Return how many of these texts fit next to each other below a picture, at most four."""
     room = (WIDTH - left) / (LETTER * max(map(len, texts)) + 10)
     return max(1, min(4, int(room)))
 
@@ -162,17 +162,17 @@ def heat_map(
     *,
     left: int = LEFT,
 ) -> Markup:
-    """Cells in eight steps of one colour, from 0 to `largest` and more.
+    """Draw a heat map in eight steps of one colour, from 0 to `largest` and above.
 
     Args:
         key: start of the ids in it, unique on the page.
         title: what it shows, for people who cannot see it.
-        rows: a label per line; as many of them are written as there is room for.
+        rows: a label per line; labels are left out if lines are too low.
         axis: the columns.
         values: [rows][columns].
         largest: value of the strongest colour.
         form: a value with its unit, for tooltips.
-        left: room for the labels of lines.
+        left: width of the labels of lines.
     """
     num_rows, num_columns = len(rows), len(axis.names)
     high = max(3.0, min(22.0, 230 / max(1, num_rows)))
@@ -209,7 +209,7 @@ def heat_map(
 
 
 def heat_scale(largest: float, form: Callable[[float], str]) -> Markup:
-    """The colours of a heat map from 0 to `largest`, as one line of HTML."""
+    """Return the colour scale of a heat map from 0 to `largest` as one line of HTML."""
     cells = "".join(
         f'<rect class="h{step}" x="{step * 14}" y="0" width="14" height="10"/>' for step in range(HEAT_STEPS + 1)
     )

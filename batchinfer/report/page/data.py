@@ -1,4 +1,4 @@
-"""What the page of a run shows besides its figures: rows of queries/*.sql over time, ranks, experts."""
+"""Data of a run's page in addition to its figures: rows of queries/*.sql over time, ranks and experts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from batchinfer.report.time_axis import TimeAxis, time_axis
 from batchinfer.rundir import RunDir
 
 MAX_BINS = 48
-TEXT_CHARS = 300  # of an answer or an error that are shown
+TEXT_CHARS = 300  # shown characters of an answer or an error
 # tables on the page
 LISTS = (
     "throughput", "occupancy", "revenue", "rank_work", "rank_times", "decode_times", "decode_over_time",
@@ -28,8 +28,8 @@ class ShownRow:
     row: int
     sample: int
     id: str
-    text: str  # the answer, or the error of a failed row; at most TEXT_CHARS characters of it
-    text_chars: int  # of all of it
+    text: str  # the answer, or the error of a failed row; its first TEXT_CHARS characters
+    text_chars: int  # length of the whole text
     prompt_tokens: int
     completion_tokens: int
     seconds: float | None  # from prefill to the last token
@@ -37,7 +37,7 @@ class ShownRow:
 
 @dataclass(frozen=True, slots=True)
 class PageData:
-    """Everything on the page of one run. The lists have the columns of the query of that name."""
+    """All data on the page of one run. Each list has the columns of the query of its name."""
 
     report: Report
     axis: TimeAxis | None  # None: no session is known
@@ -54,7 +54,7 @@ class PageData:
 
 
 def read_page_data(run_folder: Path) -> PageData:
-    """Read a finished run.
+    """Read the page's data from a finished run.
 
     Raises:
         ConfigError: the folder is no run folder, is not finished, or holds a table that cannot be read.
@@ -74,7 +74,7 @@ def read_page_data(run_folder: Path) -> PageData:
 
 
 def _with_texts(computed: Computed, run: RunDir, rows: list[dict[str, Any]]) -> list[ShownRow]:
-    """The rows with id and text, read from their shards' outputs."""
+    """Add id and text to the rows, read from their shards' outputs."""
     names = {shard["index"]: shard["name"] for shard in read_json(run.run_json).get("shards", [])}
     texts: dict[tuple[int, int, int], tuple[Any, ...]] = {}
     for shard in {row["shard"] for row in rows}:

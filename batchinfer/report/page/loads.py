@@ -1,4 +1,4 @@
-"""Pictures of a run's page: how evenly ranks and experts were loaded, as heat maps."""
+"""The page's section on load balance: heat maps of ranks and experts."""
 
 import math
 from typing import Any
@@ -10,10 +10,10 @@ from batchinfer.report.page.data import PageData
 from batchinfer.report.page.markup import Card, Table
 from batchinfer.report.page.time_marks import stretch, time_marks
 
-MAX_LINES = 48  # of a picture; rank_times.sql counts on it
+MAX_LINES = 48  # of a picture; rank_times.sql has the same number
 MAX_TABLE_ROWS = 400
-LEFT = 104  # room for the labels of lines
-MAX_EXPERT_RATIO = 4.0  # of the mean; the strongest colour at most
+LEFT = 104  # width of the labels of lines
+MAX_EXPERT_RATIO = 4.0  # value by mean that has the strongest colour, at most
 RANK_KINDS = {
     "prefill_tokens": "prefill tokens",
     "decode_tokens": "decode tokens",
@@ -23,7 +23,7 @@ RANK_KINDS = {
 
 
 def load(key: str, data: PageData) -> list[Card]:
-    """How evenly ranks and experts were loaded."""
+    """Return cards with the load of ranks over time, in all, in decode, and of experts."""
     return [*_rank_times(key, data), *_rank_loads(key, data), *_decode_loads(key, data), *_expert_loads(key, data)]
 
 
@@ -44,7 +44,7 @@ def _rank_times(key: str, data: PageData) -> list[Card]:
 
 
 def _lines(ranks: list[dict[str, Any]]) -> tuple[list[str], str]:
-    """The labels of a picture's lines, and how many ranks each is of, in words."""
+    """Return the labels of a picture's lines, and in words how many ranks a line stands for."""
     per_line = math.ceil(len(ranks) / MAX_LINES)
     names = _short_labels(ranks)
     lines = [names[first : first + per_line] for first in range(0, len(names), per_line)]
@@ -60,7 +60,7 @@ def _cells(rows: list[dict[str, Any]], field: str, num_lines: int, num_bins: int
 
 
 def _decode_loads(key: str, data: PageData) -> list[Card]:
-    """KV tokens and requests of each decode rank over time, and the busiest by the mean beside its bound."""
+    """Return cards with KV tokens and requests per decode rank over time, and with max / mean and its bound."""
     if data.axis is None or not data.decode_over_time:
         return []
     labels, which = _lines([rank for rank in data.rank_work if "decode" in rank["role"]])
@@ -107,7 +107,7 @@ def _rank_loads(key: str, data: PageData) -> list[Card]:
     shown = {field: label for field, label in RANK_KINDS.items() if any(row[field] for row in ranks)}
     values = []
     for field in shown:
-        # against the mean of the ranks that do such work at all
+        # the mean is over the ranks that do this kind of work
         at_work = [row for row in ranks if row[field] or _does(row["role"], field)]
         mean = sum(row[field] for row in at_work) / len(at_work)
         values.append([row[field] / mean for row in ranks])
@@ -192,7 +192,7 @@ def _rank_label(row: dict[str, Any]) -> str:
 
 
 def _short_labels(ranks: list[dict[str, Any]]) -> list[str]:
-    """For the edges of pictures: nodes without their domains, where that tells them apart."""
+    """Return short labels of ranks: node names lose their domains if they stay distinct."""
     hosts = {row["node"]: row["node"].partition(".")[0] for row in ranks}
     are_apart = len(set(hosts.values())) == len(hosts) and not any(host.isdigit() for host in hosts.values())
     return [_rank_label(row | {"node": hosts[row["node"]]} if are_apart else row) for row in ranks]

@@ -1,4 +1,4 @@
-"""The template of the page and what it is filled with: sections of cards with pictures and tables."""
+"""The page's template, and the sections, cards and tables that fill it."""
 
 import base64
 import hashlib
@@ -18,7 +18,7 @@ SHOWN_CHARS = 300
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Numbers and texts; the first cell of a row names it."""
+    """A table; the first cell of a row is the row's name."""
 
     caption: str
     headers: Sequence[tuple[str, str]]  # text, and 'name', 'number' or 'text' for the cells below it
@@ -27,32 +27,32 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A picture with its title, what one should know about it, and its numbers; or tables alone."""
+    """A picture with title, note and numbers, or tables alone."""
 
     title: str = ""
     note: str = ""
     picture: Markup | str = ""
     legend: Sequence[tuple[str, str]] = ()  # names and classes of their colours
-    numbers: Table | None = None  # opens on a click
+    numbers: Table | None = None  # shown after a click
     tables: Sequence[Table] = ()
     is_wide: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Cards under a heading; without cards it is left out."""
+    """A heading with cards; a section without cards is left out."""
 
     title: str
     cards: Sequence[Card]
 
 
 def shown(text: str, limit: int = SHOWN_CHARS, num_chars: int | None = None) -> Markup:
-    """Text as HTML that shows it and does nothing else: what does not print as its escape, cut visibly.
+    """Convert text to inert HTML: unprintable characters as escapes, and a note if the text is cut.
 
     Args:
-        text: any text; what is HTML already stays as it is.
+        text: any text; Markup is returned unchanged.
         limit: characters to show.
-        num_chars: length of the whole text when `text` is only its start.
+        num_chars: length of the whole text if `text` is only its start.
     """
     if isinstance(text, Markup):
         return text
@@ -64,7 +64,7 @@ def shown(text: str, limit: int = SHOWN_CHARS, num_chars: int | None = None) -> 
 
 
 def render(**values: Any) -> str:
-    """The HTML document of page.html.j2; every text in it is sanitized and escaped."""
+    """Render the HTML document of page.html.j2; every text is sanitized and escaped."""
     environment = Environment(
         loader=PackageLoader("batchinfer.report", "page"),
         autoescape=True,
@@ -75,6 +75,6 @@ def render(**values: Any) -> str:
     )
     environment.filters["shown"] = shown
     style = (resources.files("batchinfer.report.page") / "page.css").read_text(encoding="utf-8")
-    # nothing may be loaded or run, whatever is on the page; the style is allowed by its hash
+    # the page's policy allows no load and no script; the style is allowed by its hash
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return environment.get_template("page.html.j2").render(style=Markup(style), style_digest=digest, **values)

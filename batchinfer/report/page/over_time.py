@@ -1,4 +1,4 @@
-"""Pictures of a run's page over time, of seconds and of money, each with the numbers behind it."""
+"""The page's sections on throughput, nodes, money and time, each picture with its numbers."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ REVENUE_LABELS = {"cached_input": "cached input", "computed_input": "computed in
 
 
 def over_time(key: str, data: PageData) -> list[Card]:
-    """Throughput and hit share, stretch by stretch."""
+    """Return cards with throughput and cache hit share over time."""
     if data.axis is None:
         return []
     axis, each, rows = time_marks(data.axis), stretch(data.axis), data.throughput
@@ -63,7 +63,7 @@ def over_time(key: str, data: PageData) -> list[Card]:
 
 
 def nodes_and_money(key: str, data: PageData) -> list[Card]:
-    """Node occupancy over the day, its cost and the theoretical income."""
+    """Return cards with held nodes, their cost and the theoretical income over time."""
     if data.axis is None:
         return []
     axis, each, rows = time_marks(data.axis), stretch(data.axis), data.occupancy
@@ -99,7 +99,7 @@ def nodes_and_money(key: str, data: PageData) -> list[Card]:
 
 
 def where_time_went(key: str, data: PageData) -> list[Card]:
-    """Each second of each rank by what it was for, its cost, and the income."""
+    """Return cards with the ranks' time by part, its cost, and the revenue."""
     report, values = data.report, data.report.values
     total = sum(report.seconds.values())
     if not total:

@@ -1,4 +1,4 @@
-"""The page of finished runs: one HTML file without script and without anything from elsewhere."""
+"""The HTML page of finished runs: one file without scripts and external resources."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,26 +21,26 @@ from batchinfer.report.read import Report, is_worth_showing, read_together
 from batchinfer.sanitize import fit
 from batchinfer.whole_files import publish_text
 
-MAX_SHARDS = 50  # unreadable ones that are listed
+MAX_SHARDS = 50  # unreadable shards that are listed
 
 
 @dataclass(frozen=True, slots=True)
 class RunPart:
-    """One run's part of the page."""
+    """The part of the page that shows one run."""
 
     name: str
     about: str
     warnings: Sequence[str]
     tiles: Sequence[tuple[str, str, str]]  # label, value, note
-    hint: str  # what to do so that there are more of them
+    hint: str  # how to get tiles of money; "": they are there
     sections: Sequence[Section]
 
 
 def write_page(run_folders: Sequence[Path], file: Path) -> None:
-    """Write the page, whole or not at all; several runs are compared at its start.
+    """Write the page atomically; several runs are compared at its start.
 
     Raises:
-        ConfigError: a run cannot be read, or the file cannot be written or would lie among a run's own files.
+        ConfigError: a run cannot be read, or the file cannot be written or is among a run's own files.
     """
     refuse_inside_runs(run_folders, file)
     runs = [read_page_data(folder) for folder in run_folders]
@@ -49,7 +49,7 @@ def write_page(run_folders: Sequence[Path], file: Path) -> None:
 
 
 def page(runs: Sequence[PageData], together: Report | None = None) -> str:
-    """The HTML document; with the runs together it begins with a table that compares them."""
+    """Return the HTML document; if `together` is given, the document begins with a table that compares the runs."""
     title = f"batchinfer report: {' + '.join(data.report.run for data in runs)}"
     return render(
         title=fit(title, 120),

@@ -1,4 +1,4 @@
-"""The time axis of pictures in words: names of its stretches and marks below them."""
+"""Labels of a picture's time axis: names of its stretches, and marks below the picture."""
 
 import math
 from datetime import UTC, datetime
@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from batchinfer.report.page.charts import Axis
 from batchinfer.report.time_axis import TimeAxis
 
-MAX_MARKS = 6  # of the time axis
+MAX_MARKS = 6  # on the time axis
 MARKS_S = (
     *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 120, 300, 600, 1200, 3600, 7200, 14400, 21600, 43200),
     *(86400 * 2**power for power in range(12)),
@@ -14,7 +14,7 @@ MARKS_S = (
 
 
 def time_marks(axis: TimeAxis) -> Axis:
-    """Names and marks of the stretches: times of day (UTC) for minutes and more, seconds from the start below."""
+    """Return names and marks of the stretches: times of day (UTC) for stretches of a minute or more, else seconds."""
     starts = [axis.start_s + column * axis.width_s for column in range(axis.num_bins)]
     span_s = axis.width_s * axis.num_bins
     apart_s = next((step for step in MARKS_S if step >= span_s / MAX_MARKS and step >= axis.width_s), span_s)
@@ -36,7 +36,7 @@ def time_marks(axis: TimeAxis) -> Axis:
 
 
 def stretch(axis: TimeAxis) -> str:
-    """How long each column is, in words."""
+    """Return the length of a column in words: 'each 2 hours'."""
     for length_s, unit in ((86400, "day"), (3600, "hour"), (60, "minute")):
         if axis.width_s >= length_s:
             num = round(axis.width_s / length_s)

@@ -1,1 +1,1 @@
-"""Prices as data, and the arithmetic of cost, revenue and margin."""
+"""Price lists, and the arithmetic of cost, revenue and margin."""

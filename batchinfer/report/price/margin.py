@@ -1,6 +1,6 @@
-"""What a run costs and what it would earn at list prices: plain arithmetic.
+"""Cost, revenue at list prices and margins of a run: plain arithmetic.
 
-Two margins that are easily mixed up, both ratios: cost_profit_margin is the profit over the cost (a markup: 5.45 means
+Two margins are easily confused, both ratios: cost_profit_margin is the profit over the cost (a markup: 5.45 means
 545 %), gross_margin is the profit over the revenue (0.845 means 84.5 %).
 """
 
@@ -12,7 +12,7 @@ def _times(amount: float | None, price: float | None) -> float | None:
 
 
 def cost(num_gpu_hours: float | None, gpu_hour: float | None) -> float | None:
-    """$ for the accelerator-hours held, `gpu_hour` each; None when either is not known."""
+    """Return the cost in $ of accelerator-hours at `gpu_hour` $ each; None if either is not known."""
     return _times(num_gpu_hours, gpu_hour)
 
 
@@ -25,7 +25,7 @@ def revenue(
     input_miss: float | None,
     output: float | None,
 ) -> float | None:
-    """$ that the tokens would earn at list prices; None unless all counts and prices are known.
+    """Return the $ that the tokens would earn at list prices; None unless all counts and prices are known.
 
     Args:
         hit_tokens: input tokens served from a cache, at `input_hit` $ per million.
@@ -37,7 +37,7 @@ def revenue(
 
 
 def money(cost_usd: float | None, revenue_usd: float | None, output_tokens: float | None) -> dict[str, float | None]:
-    """What follows from cost and revenue, by the names of the report; no margin of what is unknown or nothing."""
+    """Return cost, revenue, margins and unit cost by the report's keys; a margin of an unknown or zero base is None."""
     profit = None if cost_usd is None or revenue_usd is None else revenue_usd - cost_usd
     return {
         "cost_usd": cost_usd,
@@ -53,5 +53,5 @@ def _over(profit: float | None, base: float | None) -> float | None:
 
 
 def per_million(cost_usd: float | None, tokens: float | None) -> float | None:
-    """$ per million tokens when the cost is spread over them; None when either is unknown or there are none."""
+    """Return the cost in $ per million tokens; None if the cost is unknown or there are no tokens."""
     return None if cost_usd is None or not tokens else cost_usd / tokens * TOKENS_PER_PRICE

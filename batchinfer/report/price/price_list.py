@@ -1,6 +1,6 @@
-"""Prices as data: a TOML file with source and date, discounts for batches, and other prices at hours of the day.
+"""Price lists: a TOML file with source and date, batch discounts and prices by the hour of the day.
 
-Every price may be left out; figures that need it are then unknown.
+Every price is optional; figures that need a missing price are unknown.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PRICES = ("gpu_hour", "input_hit", "input_miss", "output")
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Minutes of the day (UTC); `end` at or before `start` crosses midnight."""
+    """A window of minutes of the day (UTC); it crosses midnight if `end` is not after `start`."""
 
     start: int
     end: int
 
     def minutes_within(self, start: float, length: float) -> float:
-        """Minutes of [start, start + length), counted from midnight, that fall into this window on any day."""
+        """Return how many of the minutes [start, start + length) fall into this window; 0 is midnight of any day."""
         own_length = (self.end - self.start) % MINUTES_PER_DAY or MINUTES_PER_DAY
         whole_days, rest = divmod(length, MINUTES_PER_DAY)
         inside = whole_days * own_length
@@ -41,21 +41,21 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class OffPeak(Window):
-    """Minutes with cheaper tokens."""
+    """A window in which tokens are cheaper."""
 
     discount: float  # share of the token prices
 
 
 @dataclass(frozen=True, slots=True)
 class CheapHours(Window):
-    """Minutes with cheaper accelerators."""
+    """A window in which accelerators are cheaper."""
 
     gpu_hour: float
 
 
 @dataclass(frozen=True, slots=True)
 class PriceList:
-    """$ per accelerator-hour and $ per million tokens; None: not known."""
+    """Prices in $ per accelerator-hour and $ per million tokens; None: not known."""
 
     gpu_hour: float | None = None
     input_hit: float | None = None
@@ -68,10 +68,10 @@ class PriceList:
     date: str = ""
 
     def with_prices(self, **prices: float | None) -> PriceList:
-        """This list with some prices replaced; None leaves one as it is.
+        """Return this list with some prices replaced; None leaves a price unchanged.
 
         Raises:
-            ConfigError: a value that is no price.
+            ConfigError: a value is no price.
         """
         given: dict[str, Any] = {name: price for name, price in prices.items() if price is not None}
         for name, value in given.items():
@@ -79,15 +79,15 @@ class PriceList:
         return replace(self, **given)
 
     def token_factor(self, *, is_batch: bool, start_minute: float | None, hours: float | None) -> float:
-        """What the token prices are multiplied by, 1.0 without any discount.
+        """Return the factor on token prices, 1.0 without any discount.
 
         Args:
             is_batch: the batch discount applies.
-            start_minute: minute of the day (UTC) at which delivery begins, evenly from then on; None: not off-peak.
-            hours: how long that goes on.
+            start_minute: minute of the day (UTC) at which delivery begins; None: no off-peak discount.
+            hours: duration of the delivery, which is even over that time.
 
         Raises:
-            ConfigError: a start without hours.
+            ConfigError: `start_minute` without `hours`, if the list has off-peak hours.
         """
         factor = 1.0 - self.batch_discount * is_batch
         if start_minute is None or not self.off_peak:
@@ -99,7 +99,7 @@ class PriceList:
         return factor * (1.0 - saved / length)
 
     def gpu_hours_between(self, start_s: float, end_s: float) -> list[tuple[float, float, float]]:
-        """(from, to, $ per accelerator-hour) one after the other, in Unix seconds; without a price it is 0.0."""
+        """Return consecutive (from, to, $ per accelerator-hour) in Unix seconds; 0.0 $ without a price."""
         changes = sorted({60 * minute for window in self.cheap_hours for minute in (window.start, window.end)})
         days = range(int(start_s // DAY_S), int(end_s // DAY_S) + 1)
         cuts = [
@@ -110,7 +110,7 @@ class PriceList:
         return [(first, last, self._gpu_hour_at((first + last) / 2)) for first, last in pairwise(cuts) if first < last]
 
     def gpu_cost(self, start_s: float, end_s: float) -> float:
-        """$ of one accelerator from one Unix second to another."""
+        """Return the cost in $ of one accelerator from one Unix time to another."""
         return sum((last - first) / 3600 * price for first, last, price in self.gpu_hours_between(start_s, end_s))
 
     def _gpu_hour_at(self, time_s: float) -> float:
@@ -122,7 +122,7 @@ def read_prices(path: Path) -> PriceList:
     """Read a price list.
 
     Raises:
-        ConfigError: no such file, no TOML, an unknown key, a missing source or date, or a value that is no price.
+        ConfigError: the file is missing or no TOML, has an unknown key, lacks source or date, or a value is no price.
     """
     table = read_toml(Path(path), "price list")
     known = {field.name for field in fields(PriceList)}
@@ -154,7 +154,7 @@ def read_prices(path: Path) -> PriceList:
 
 
 def minute_of_day(text: str, what: str) -> int:
-    """Minutes after midnight of a time like 16:30.
+    """Parse a time of day like 16:30 to minutes after midnight.
 
     Raises:
         ConfigError: the text is no time of day.
@@ -166,7 +166,7 @@ def minute_of_day(text: str, what: str) -> int:
 
 
 def _windows(table: dict[str, Any], key: str, value: str, path: Path) -> Iterator[tuple[int, int, Any]]:
-    """(first minute, minute after the last, value) of each table `key`, which do not overlap."""
+    """Yield (first minute, minute after the last, value) of each window in the tables `key`; refuse overlaps."""
     tables = table.get(key, [])
     if not isinstance(tables, list) or not all(isinstance(window, dict) for window in tables):
         raise ConfigError(f"{path}: {key} is no list of tables; write each window as [[{key}]]")

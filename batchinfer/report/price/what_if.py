@@ -1,4 +1,4 @@
-"""Cost, revenue and margins of a job from its numbers: `batchinfer price`. From a run, from options, or both."""
+"""`batchinfer price`: cost, revenue and margins of a job, from a run, from options or from both."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +20,7 @@ from batchinfer.rundir import RunDir
 
 @dataclass(frozen=True, slots=True)
 class Amounts:
-    """What a job used and delivered; None: not known."""
+    """The resources and tokens of a job; None: not known."""
 
     hit_tokens: float | None = None
     miss_tokens: float | None = None
@@ -28,18 +28,18 @@ class Amounts:
     nodes: float | None = None
     gpus_per_node: float | None = None
     hours: float | None = None
-    gpu_hours: float | None = None  # of a run; nodes, gpus_per_node and hours go before it
+    gpu_hours: float | None = None  # of a run; nodes x gpus_per_node x hours replaces it if all three are known
 
     @property
     def held_gpu_hours(self) -> float | None:
-        """Accelerator-hours paid for."""
+        """The accelerator-hours to pay for."""
         if self.nodes is None or self.gpus_per_node is None or self.hours is None:
             return self.gpu_hours
         return self.nodes * self.gpus_per_node * self.hours
 
 
 def amounts_of_run(run_folder: Path) -> tuple[Amounts, PriceList]:
-    """Tokens and accelerator-hours of a finished run, and the prices of its job.
+    """Read the tokens and accelerator-hours of a finished run, and the prices of its job.
 
     Raises:
         ConfigError: the folder is no finished run.
@@ -57,10 +57,10 @@ def amounts_of_run(run_folder: Path) -> tuple[Amounts, PriceList]:
 
 
 def with_changes(amounts: Amounts, **changes: float | None) -> Amounts:
-    """The amounts with some replaced (the what-if); None leaves one as it is.
+    """Return the amounts with some replaced; None leaves an amount unchanged.
 
     Raises:
-        ConfigError: a negative or infinite amount, or a part of what a run's accelerator-hours are made of.
+        ConfigError: an amount is negative or infinite, or only some factors of a run's accelerator-hours are replaced.
     """
     for name, value in changes.items():
         if value is not None and not 0 <= value < float("inf"):
@@ -76,13 +76,13 @@ def with_changes(amounts: Amounts, **changes: float | None) -> Amounts:
 def price(
     amounts: Amounts, prices: PriceList, *, is_batch: bool = False, start_minute: float | None = None
 ) -> dict[str, float | None]:
-    """The figures, by the names that the report uses; None for what cannot be known.
+    """Compute the figures of a job by the report's keys; None if a figure cannot be known.
 
-    $ per million tokens by three conventions: the cost spread over output tokens alone; over input and output tokens;
-    over tokens that were computed (misses and output).
+    The cost per million tokens is given by three conventions: over output tokens alone; over input and output tokens;
+    over computed tokens (misses and output).
 
     Raises:
-        ConfigError: nothing can be computed at all, or off-peak hours without the job's length.
+        ConfigError: neither cost nor revenue can be computed, or off-peak hours need the job's duration.
     """
     hit, miss, output = amounts.hit_tokens, amounts.miss_tokens, amounts.output_tokens
     factor = prices.token_factor(is_batch=is_batch, start_minute=start_minute, hours=amounts.hours)
@@ -132,7 +132,7 @@ SHOWN = (
 
 
 def price_table(figures: dict[str, float | None], prices: PriceList) -> Iterator[RenderableType]:
-    """The figures with units, and where the prices come from."""
+    """Yield the figures with units, then the prices and their source."""
     yield from figure_table(figures, SHOWN)
     known = {name: value for name, value in asdict(prices).items() if name in PRICES and value is not None}
     yield text("prices: " + ", ".join(f"{name} ${value:g}" for name, value in known.items()))

@@ -1,9 +1,9 @@
--- answers: one row, what the answers are worth, of delivered rows: duplicates count.
---   structured_outputs.*  computed rows that asked for a structured output; valid: all of what was asked for; cut: at
+-- answers: one row, the quality of answers over all delivered rows, duplicates included.
+--   structured_outputs.*  computed rows that asked for a structured output; valid: the whole answer fits; cut: cut at
 --                         max_tokens. The others ended by a stop string or token, in their thinking or as an error.
---                         Null where not known: runs of earlier versions have no finish_reason in requests.
---   reasoning.*           ok rows with thinking that is told from the answer. Of rows whose tokens are all thinking's:
---                         cut: by max_tokens; ended: by the model's end token or a stop token. Null where not known.
+--                         Null for runs of earlier versions, whose requests have no finish_reason.
+--   reasoning.*           ok rows whose thinking is separated from the answer. Of rows with tokens of thinking only:
+--                         cut: by max_tokens; ended: by the model's end token or a stop token. Null if not known.
 --   mean_logprob          mean over all output tokens of rows with log-probabilities
 WITH sums AS (
     SELECT

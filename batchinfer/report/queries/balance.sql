@@ -1,9 +1,9 @@
--- balance: one row, how evenly the ranks were loaded; null where one rank did it all or nobody did.
+-- balance: one row, the load balance of ranks; null if a single rank, or none, did such work.
 --   prefill_tokens_max_over_mean     new tokens of the busiest rank of each prefill step, added up, by the sum of the
 --                                    means: all ranks of a group take part in a step, also with nothing to compute
---   prefill_attention_max_over_mean  the same of the attention work
---   expert_max_over_mean   (token, expert) rows of the rank with most by the mean, role by role, weighted by rows
---   decode_idle_share      of the decode ranks' turns: those in which a rank had no request
+--   prefill_attention_max_over_mean  the same for the attention work
+--   expert_max_over_mean   (token, expert) rows of the busiest rank by the mean, per role, weighted by rows
+--   decode_idle_share      share of the decode ranks' turns in which the rank had no request
 --   tail_s                 seconds at the end of sessions in which not all decode ranks had requests
 WITH groups AS (
     SELECT session, mode, prefill_ranks, decode_ranks FROM nodes WHERE mode IS NOT NULL AND prefill_ranks > 0

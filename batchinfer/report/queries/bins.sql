@@ -1,4 +1,4 @@
--- bins: one row per stretch of the time axis (see page_data.time_axis), from 0 on.
+-- bins: one row per stretch of the time axis (see report/time_axis.py), numbered from 0.
 SELECT
     CAST(bin AS INTEGER) AS bin,
     axis.start_s + bin * width_s AS start_s,

@@ -1,10 +1,10 @@
 -- communication: one row, the expert exchange over all steps, rank-seconds (the ranks' seconds added up).
---   comm_s             seconds in which rows were packed, under way or unpacked
---   wait_comm_share    of these, the share in which nothing moved: another rank had not sent its rows
---   hidden_comm_share  of the others, in which rows moved, the share in which the rank computed meanwhile
---   hidden_comm_prefill, hidden_comm_decode  the same of steps of one kind
+--   comm_s             seconds in which rows were packed, transferred or unpacked
+--   wait_comm_share    share of comm_s in which nothing moved, because another rank had not sent its rows
+--   hidden_comm_share  share of the other comm_s, in which rows moved, in which the rank computed at the same time
+--   hidden_comm_prefill, hidden_comm_decode  the same for steps of one kind
 --   overlap_prefill, overlap_decode          share of steps of one kind that ran as two micro-batches
--- All shares are null while there was no exchange, those of seconds also where steps do not tell waiting from moving
+-- All shares are null without an exchange. Shares of seconds are null, too, if steps do not distinguish waiting from moving
 -- (GPUs).
 WITH
 step AS (

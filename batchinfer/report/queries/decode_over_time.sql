@@ -1,9 +1,9 @@
--- decode_over_time: one row per bin with decode steps of requests in it, by their start.
---   second     from the beginning of the axis
+-- decode_over_time: one row per bin in which decode steps with requests started.
+--   second     start of the bin, in seconds from the start of the axis
 --   num_steps  decode steps
---   kv_mean, kv_busiest, requests_mean, requests_busiest   of a step: mean over the ranks, the rank with most
+--   kv_mean, kv_busiest, requests_mean, requests_busiest   per step: mean over the ranks, and the busiest rank
 --   kv_max_over_mean, requests_max_over_mean   the busiest rank by the mean, over these steps
---   kv_bound, requests_bound                   what these cannot be below, with what runs in each step
+--   kv_bound, requests_bound                   lower bounds of the two ratios, given the requests of each step
 SELECT
     CAST(greatest(0, least(num_bins - 1, floor((decode_steps.start_s - axis.start_s) / width_s))) AS INTEGER) AS bin,
     bin * any_value(width_s) AS second,

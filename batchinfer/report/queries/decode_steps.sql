@@ -1,5 +1,5 @@
 -- decode_steps: a view; one row per decode step of a group with several decode ranks (see schemas/statistics.py).
--- With several runs it has the column `run`, which views.py puts in.
+-- With several runs it has the column `run`, which views.py inserts.
 SELECT
     /* run, */
     session,

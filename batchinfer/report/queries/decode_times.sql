@@ -1,6 +1,6 @@
 -- decode_times: one row per line of the pictures of decode ranks and bin with decode steps of these ranks.
---   kv_tokens, num_requests   of a step, mean over the steps that begin in it
--- A line is one rank; with more than 48 it is several that follow one another, and their mean.
+--   kv_tokens, num_requests   per step, mean over the steps that start in the bin
+-- A line is one rank; with more than 48 ranks a line is the mean of several consecutive ranks.
 WITH placed AS (
     SELECT node, rank, row_number() OVER (ORDER BY position) - 1 AS place FROM rank_work WHERE role LIKE '%decode%'
 ),

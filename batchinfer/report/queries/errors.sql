@@ -1,5 +1,5 @@
--- errors: error rows grouped by what went wrong, the most frequent first (long texts are cut; without the line's number).
---   num_texts  different texts in all
+-- errors: error rows grouped by error text, the most frequent first (long texts are cut, line numbers removed).
+--   num_texts  number of different texts
 WITH named AS (
     SELECT
         left(

@@ -1,12 +1,12 @@
--- expert_balance: one row, what the ranks' experts computed beside what the placements in force promised; null where one
--- rank holds all experts.
---   expert_rows_max_over_mean           (token, expert) rows of the busiest rank by the mean: layer by layer, placement by
---                                       placement and phase by phase, weighted by rows
---   expert_rows_promised_max_over_mean  the same of the rows that the placement in force gives each rank of the tokens
---                                       that were counted
---   expert_rows_measured_by_promised    the one by the other
---   expert_rows_furthest                of all ranks and phases: the furthest that measured rows are from promised ones,
---                                       as a share of these
+-- expert_balance: one row, the rows that the ranks' experts computed next to the rows that the active placements promised;
+-- null if one rank holds all experts.
+--   expert_rows_max_over_mean           (token, expert) rows of the busiest rank by the mean: per layer, placement
+--                                       and phase, weighted by rows
+--   expert_rows_promised_max_over_mean  the same for the rows that the active placement gives each rank of the
+--                                       counted tokens
+--   expert_rows_measured_by_promised    measured ratio / promised ratio
+--   expert_rows_furthest                largest difference of measured and promised rows over all ranks and phases,
+--                                       as a share of the promised rows
 --   expert_placements, calibration_tokens   see nodes
 WITH spread AS (
     SELECT

@@ -1,9 +1,9 @@
--- extra_work: one row, tokens run through the model beyond once.
+-- extra_work: one row, tokens that ran through the model more often than needed.
 --   replicated_tokens     prefix tokens computed on more than one rank on purpose
---   recomputed_tokens     prompt tokens computed again on the same rank, which had given up their pages for others
---   wasted_prompt_tokens  run in a recorded prefill step, and none of the above nor needed by a delivered request: lost
---                         with a killed rank or session, or spent on rows that became error rows
---   wasted_tokens         these, and tokens of decode steps that no delivered request has
+--   recomputed_tokens     prompt tokens computed again on the same rank, which had released their pages for others
+--   wasted_prompt_tokens  other tokens of prefill steps that no delivered request needed: lost with a killed rank or
+--                         session, or spent on rows that became error rows
+--   wasted_tokens         wasted_prompt_tokens, and tokens of decode steps that no delivered request has
 -- Every token of a prefill step is one of four: computed = needed + replicated + recomputed + wasted_prompt. A request
 -- needs one token of decode per output token but the first, which prefill gives.
 --

@@ -1,7 +1,7 @@
 -- graphs: one row, decode steps that ran as CUDA graphs.
---   graph_share     of decode steps of ranks from which graphs are expected; null: of none, all compute on CPUs
+--   graph_share     share of decode steps on ranks that can use graphs; null if there are none, as all ranks are CPUs
 --   recorded_graphs graphs that were recorded, over all ranks
---   no_graph        why most of the other steps did not; null: all did
+--   no_graph        most frequent reason of the other steps; null if there are none
 SELECT
     count(graph) / nullif(count(*) FILTER (graph IS NOT NULL OR no_graph <> 'the rank computes on a CPU'), 0)
         AS graph_share,

@@ -11,7 +11,7 @@ WITH changes AS (
     SELECT end_s, -1 FROM spans WHERE scope = 'node' AND end_s > start_s
 ),
 counted AS (
-    -- ends before starts: a node that leaves when another one comes is not held together with it
+    -- ends before starts: a node that leaves at the moment at which another comes does not overlap with it
     SELECT sum(change) OVER (ORDER BY time_s, change ROWS UNBOUNDED PRECEDING) AS num_nodes FROM changes
 ),
 totals AS (

@@ -1,7 +1,7 @@
--- lengths: ok rows by how many tokens they have; a row per bin, from that of the shortest to that of the longest.
+-- lengths: ok rows by number of tokens; a row per bin, from the bin of the shortest row to the bin of the longest.
 --   from_tokens, to_tokens  the bin, both ends included. Bins begin at 1, 2, 3, 4, 6, 8, 12, 16, 24, …
---   rows                    by their output tokens
---   reasoning_rows          by the tokens of their thinking, where it is told from the answer
+--   rows                    number of rows by output tokens
+--   reasoning_rows          number of rows by tokens of thinking, if thinking is separated from the answer
 WITH starts AS (
     SELECT 1 AS from_tokens UNION ALL SELECT unnest([2, 3]) << power::INTEGER FROM range(30) AS powers(power)
 ),

@@ -1,8 +1,8 @@
--- occupancy: one row per bin, what was held then, what that cost and what the tokens would earn at list prices.
+-- occupancy: one row per bin: nodes held, their cost, and the income of tokens at list prices.
 --   nodes       mean number of hosts held
---   cost_usd    of the ranks held; null without a price
---   income_usd  null without token prices. Prompts count while they are prefilled, answers with the steps that made them;
---               what duplicates and failed rows shift is spread like the rest, so that the bins add up to the revenue
+--   cost_usd    cost of the held ranks; null without a price
+--   income_usd  null without token prices. Prompts count during their prefill, answers during the steps that generated them;
+--               the share of duplicates and failed rows is spread like the rest, so that all bins add up to the revenue
 WITH held_nodes AS (
     SELECT bin, sum(least(bins.end_s, spans.end_s) - greatest(bins.start_s, spans.start_s)) AS node_s
     FROM bins JOIN spans ON spans.start_s < bins.end_s AND spans.end_s > bins.start_s

@@ -1,8 +1,8 @@
 -- predictions: one row per prediction of the plan, in the report's order.
---   name      what is predicted
+--   name      of the predicted figure
 --   planned   by the plan
 --   happened  in the run
---   at_best   what no plan could go below; null where nothing is known
+--   at_best   lower bound of any plan; null if not known
 SELECT 1 AS position, 'computed_tokens' AS name, predicted_computed_tokens::DOUBLE AS planned,
        computed_tokens::DOUBLE AS happened, (input_tokens - optimal_cached_tokens)::DOUBLE AS at_best
 FROM run, tokens

@@ -1,11 +1,11 @@
--- rank_seconds: one row, where each second of each rank went; the first seven add up to the rank-seconds held.
+-- rank_seconds: one row, the ranks' time by part; the first seven columns add up to the rank-seconds held.
 --   startup   until the session's first prefill step
---   prefill, decode   in steps that ran tokens, without the next two
---   exchange  in these steps, while experts' rows travelled and the rank computed nothing
---   waste     the share of these steps that went into wasted_tokens
+--   prefill, decode   in steps that ran tokens, without exchange and waste
+--   exchange  in steps that ran tokens, while expert rows were transferred and the rank computed nothing
+--   waste     share of the steps that ran wasted_tokens
 --   tail      after a rank's last tokens, until the last tokens of its session
 --   idle      the rest
---   prefill_share  of the cost: the prefill pool's. Ranks of their own by number, ranks that do both by step seconds
+--   prefill_share  the prefill pool's share of the cost: by number of ranks if pools are separate, else by step seconds
 --
 --   rank 0  [ startup )[ prefill )[ decode )[ decode )[ decode )[ idle )     idle at the end: finishing
 --   rank 1  [ startup )[ prefill )[ decode )[ tail              )[ idle )
@@ -30,13 +30,13 @@ totals AS (
     SELECT
         (SELECT gpu_hours * 3600 FROM held) AS held,
         (SELECT coalesce(sum(num_ranks * startup_s), 0) FROM sessions) AS startup,
-        -- wasted tokens are run as fast as others
+        -- wasted tokens are assumed to run as fast as others
         coalesce((SELECT wasted_tokens FROM extra_work) / nullif((SELECT sum(new_tokens) FROM steps), 0), 0) AS wasted
 ),
 parts AS (
     SELECT
         *,
-        -- clocks of several hosts may not agree: never more than was held
+        -- clocks of several hosts may differ: at most the time held
         least(1, (held - startup) / nullif(prefill + decode + exchange + tail, 0)) AS fits
     FROM totals, steps_sum, tails
 ),
@@ -62,7 +62,7 @@ SELECT
     coalesce((prefill + decode + exchange) * fits * wasted, 0) AS waste,
     coalesce(tail * fits, 0) AS tail,
     greatest(0, held - startup - coalesce((prefill + decode + exchange + tail) * fits, 0)) AS idle,
-    -- what a session without steps cost is split like the others'
+    -- the cost of a session without steps is split like that of the others
     (SELECT sum(rank_s * prefill_share) / nullif(sum(rank_s) FILTER (prefill_share IS NOT NULL), 0) FROM pools)
         AS prefill_share
 FROM parts

@@ -1,5 +1,5 @@
 -- rank_times: one row per line of the picture and bin: the share of the bin in which its ranks were in steps with tokens.
--- A line is one rank; with more than 48 ranks it is several that follow one another, and their mean.
+-- A line is one rank; with more than 48 ranks a line is the mean of several consecutive ranks.
 WITH lines AS (
     SELECT position, node, rank, position // CAST(ceil((SELECT count(*) FROM rank_work) / 48) AS INTEGER) AS line
     FROM rank_work

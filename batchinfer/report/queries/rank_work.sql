@@ -1,7 +1,7 @@
 -- rank_work: one row per rank of a node that ran a step, with its position in the pictures.
---   node, rank   where, and its number in its group
+--   node, rank   host name, and number in the group
 --   role         as in `ranks`
---   prefill_tokens, decode_tokens, kv_tokens, expert_rows, working_s   what it ran: tokens of prefill and of decode steps,
+--   prefill_tokens, decode_tokens, kv_tokens, expert_rows, working_s   the rank's work: tokens of prefill and of decode steps,
 --                KV tokens attended to in decode steps, rows of its experts, seconds in steps that ran tokens
 WITH worked AS (
     SELECT

@@ -4,7 +4,7 @@
 --   output_tokens   tokens sampled in decode steps
 --   busy_s          seconds in steps
 --   expert_rows     (token, expert) rows that its experts computed
--- A rank has the role that its group gave it, also when it ran only one kind of step, or none:
+-- The role is that of the rank in its group, even if the rank ran only one kind of step, or none:
 --
 --   colocated      0 .. R-1  prefill + decode
 --   disaggregated  0 .. P-1  prefill             P .. P+D-1  decode

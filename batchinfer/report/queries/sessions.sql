@@ -1,9 +1,9 @@
 -- sessions: one row per session of `nodes`, with its length and start-up.
---   num_prefill, num_decode   of its ranks those that run prefill, and those that run decode; a disaggregated group
---              counts its prefill ranks first
---   length_s   start of the process to its end; of one that was killed to its last sign of life, or to the last step of
---              its own ranks that is known (those of other nodes have other clocks)
---   startup_s  until its first prefill step (import, plan, load, compile); all of it when there was none
+--   num_prefill, num_decode   number of ranks that run prefill, and of ranks that run decode; in a disaggregated
+--              group the prefill ranks have the lowest numbers
+--   length_s   from start to end of the process. The end of a killed session is its last heartbeat or the last known step
+--              of its own ranks (ranks on other nodes have other clocks)
+--   startup_s  until the first prefill step (import, plan, load, compile); length_s if there was none
 WITH last_steps AS (SELECT session, rank, max(start_s + duration_s) AS step_end_s FROM steps GROUP BY session, rank),
 killed AS (
     SELECT session, max(step_end_s) AS step_end_s
@@ -21,7 +21,7 @@ clean AS (
         coalesce(prefill_ranks, 0) AS prefill_ranks,
         start_s,
         first_prefill_s,
-        -- a clock that was set back must not give a negative length
+        -- the length is not negative even if the clock was set back
         greatest(start_s, coalesce(end_s, start_s), coalesce(step_end_s, start_s)) AS end_s
     FROM nodes LEFT JOIN killed USING (session)
     WHERE start_s IS NOT NULL

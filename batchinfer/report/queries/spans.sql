@@ -1,4 +1,4 @@
--- spans: the times covered by at least one session, overlapping sessions melted into one span, by scope.
+-- spans: the times covered by at least one session, overlapping sessions merged into one span, by scope.
 --   'wall'  all sessions   'working'  sessions that hold ranks   'node'  the same, host by host
 --   'prefill', 'decode'  sessions that hold ranks of this kind, host by host
 --

@@ -1,10 +1,10 @@
 -- speculation: one row, tokens that the model's layer for multi-token prediction has drafted in decode steps.
 --   drafted_tokens    guesses run together with the tokens that were due
---   accepted_tokens   of these, right ones: tokens that needed no step of their own
---   acceptance_rate   the one by the other
---   speculation_gain  seconds that steps with guesses would have taken for their tokens at the pace of this run's steps
---                     without, as many requests running (their median), by the seconds that they and their drafting
---                     took: over those with such a pace; null: there are none
+--   accepted_tokens   correct guesses: tokens that needed no step for themselves
+--   acceptance_rate   accepted_tokens / drafted_tokens
+--   speculation_gain  estimated seconds without guesses / seconds of steps with guesses and of their drafting. The
+--                     estimate takes the median pace of this run's steps without guesses at the same number of
+--                     requests; steps without such a pace are left out; null if none is left
 WITH drafting AS (
     SELECT DISTINCT session, rank FROM steps WHERE drafted_tokens > 0
 ),

@@ -2,10 +2,10 @@
 --   output_tokens_per_s_per_request  mean over generated requests of two or more tokens of
 --                                    (generated tokens - 1) / (time of the last token - time of the first)
 --   mean_kv_tokens_per_output_token  KV length attended to, averaged over generated tokens
---   prefill_tokens_per_s_per_rank    prompt tokens (cached ones included) of prefill steps, per rank's second in these
---   decode_tokens_per_s_per_rank     output tokens of decode steps, per rank's second in these
---   prefill_, decode_tokens_per_s_per_node   these, times the ranks of this kind that a node with such ranks held on
---                                    average (held.sql): they work side by side
+--   prefill_tokens_per_s_per_rank    prompt tokens (cached ones included) of prefill steps, per rank-second in these steps
+--   decode_tokens_per_s_per_rank     output tokens of decode steps, per rank-second in these steps
+--   prefill_, decode_tokens_per_s_per_node   the rate per rank, times the mean number of ranks of this kind on a node that
+--                                    holds any (held.sql)
 WITH per_request AS (
     SELECT avg((generated_tokens - 1) / (finished_s - first_token_s)) AS tokens_per_s
     FROM requests

@@ -1,4 +1,4 @@
--- store: one row, what the KV store on disk did for the ranks, added up over all of them; nulls without a store.
+-- store: one row, reads, writes and waits of the KV store on disk, added up over ranks; nulls without a store.
 SELECT
     CAST(sum(hit_bytes) AS BIGINT) AS store_read_bytes,
     CAST(sum(written_bytes) AS BIGINT) AS store_written_bytes,

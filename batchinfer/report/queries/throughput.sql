@@ -2,8 +2,8 @@
 --   prefill_per_s  prompt tokens, cached ones included, of prefill steps, per second
 --   decode_per_s   tokens sampled by decode steps, per second
 --   sampled        tokens sampled by any step
---   memory, disk, computed   prompt tokens of the requests in prefill, by where their KV came from
--- The tokens of a step are spread evenly over its seconds, those of a prompt from its admission to its first new token.
+--   memory, disk, computed   prompt tokens of the requests in prefill, by the source of their KV
+-- The tokens of a step are spread evenly over its time, the tokens of a prompt from admission to the first new token.
 WITH parts AS (
     SELECT
         bin,
@@ -28,7 +28,7 @@ prefills AS (
         computed_tokens,
         cached_disk_tokens,
         prompt_tokens,
-        -- at least a thousandth of a bin long
+        -- a step is at least a thousandth of a bin long
         admitted_s - start_s AS opens_s,
         greatest(coalesce(first_token_s, 0), admitted_s + width_s / 1000) - start_s AS closes_s,
         width_s,
@@ -52,7 +52,7 @@ shares AS (
 admitted AS (
     SELECT
         CAST(bin AS INTEGER) AS bin,
-        -- what was there and is not counted for the disk
+        -- cached tokens that are not counted for the disk
         sum((prompt_tokens - computed_tokens - cached_disk_tokens) * part) AS memory,
         sum(cached_disk_tokens * part) AS disk,
         sum(computed_tokens * part) AS computed

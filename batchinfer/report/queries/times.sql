@@ -1,8 +1,8 @@
--- times: one row, where the time went.
+-- times: one row, the run's time by kind.
 --   wall_s     seconds covered by the sessions of the run (plan and finish too); gaps between them do not count
 --   busy_s     in a model step        }  of the time in which ranks were held, averaged over the ranks: rank-seconds
 --   startup_s  until the first step   }  divided by the mean number of ranks held; the three add up to held.working_s
---   idle_s     the rest               }  (with one rank: to the seconds that the rank was held)
+--   idle_s     the rest               }  (with one rank: to the time in which the rank was held)
 WITH shares AS (
     SELECT
         (SELECT coalesce(sum(duration_s), 0) FROM steps) / mean_ranks AS busy_s,

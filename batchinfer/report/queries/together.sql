@@ -1,5 +1,5 @@
 -- together: one row in the form of `run` for several runs. Counts add up, and are null unless every run has them; prices
--- are null unless all runs have the same; busiest by mean of one run says nothing about several.
+-- are null unless all runs have the same; the balance of single runs says nothing about several, and is null.
 SELECT
     string_agg(run, ' + ' ORDER BY run) AS run,
     string_agg(DISTINCT model, ' + ' ORDER BY model) AS model,

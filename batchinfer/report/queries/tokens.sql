@@ -1,16 +1,17 @@
 -- tokens: one row, rows and tokens delivered. Token sums cover ok rows; a prompt counts once per sample or choice.
---   cached_tokens          prompt tokens not computed for their row: found in memory, loaded from disk, or a duplicate's
+--   cached_tokens          prompt tokens not computed for their row: found in memory, loaded from disk, or of a duplicate row
 --   memory_, disk_, duplicate_tokens   the same by source
---   optimal_cached_tokens  what a perfect cache would have served: all but the tokens of the distinct prefixes, scored
---                          ones once per row, that the store on disk did not hold (what is read from it beyond the plan's prefixes was there before)
+--   optimal_cached_tokens  tokens that a perfect cache would have served: all but the tokens of distinct prefixes that the
+--                          store on disk did not hold, scored prefixes once per row (tokens read from the store beyond
+--                          the plan's prefixes were there before)
 --   output_tokens          delivered, duplicates included
---   generated_tokens       of these, run through the model
---   needed_tokens          prompt tokens that had to be run once, by the plan's order: neither shared nor on disk
+--   generated_tokens       output tokens that ran through the model
+--   needed_tokens          prompt tokens that had to run once in the plan's order: neither shared nor on disk
 --   computed_tokens        prompt tokens that ran, counted in prefill steps
 WITH ok AS (
     SELECT *, cached_memory_tokens + cached_disk_tokens AS found_tokens FROM requests WHERE status = 'ok'
 ),
-bad_choices AS (  -- of a row with choices requests has one row for each; with several runs there is a column run
+bad_choices AS (  -- a row with choices has one row in requests per choice; several runs have a column run
     SELECT DISTINCT COLUMNS(lambda name: name IN ('run', 'shard', 'row'))
     FROM requests WHERE status <> 'ok' AND choice IS NOT NULL
 ),
@@ -44,7 +45,7 @@ SELECT
     memory_tokens,
     disk_tokens,
     duplicate_tokens,
-    -- the plan's distinct prefixes hold those of failed rows, which input_tokens does not
+    -- the plan's distinct prefixes include those of failed rows, input_tokens does not
     greatest(cached_tokens, input_tokens - (SELECT sum(distinct_tokens) FROM run) + disk_tokens)
         AS optimal_cached_tokens,
     output_tokens,

@@ -1,4 +1,4 @@
--- trouble: one row, what the controllers of the run did about ranks that died or had no work.
+-- trouble: one row, restarts of dead ranks and moves of requests to idle ranks, over all controllers of the run.
 SELECT
     CAST(coalesce(sum(restarts), 0) AS BIGINT) AS restarts,
     CASE WHEN (SELECT decode_idle_share FROM balance) IS NOT NULL THEN CAST(coalesce(sum(moves), 0) AS BIGINT) END AS moves
