@@ -12,13 +12,13 @@ from batchinfer.commands.options import json_option, run_argument
 
 @click.command()
 @run_argument
-@click.option("--watch", is_flag=True, help="Again every few seconds, until the run is finished.")
+@click.option("--watch", is_flag=True, help="Repeat every few seconds until the run is finished.")
 @json_option
 def status(target: Path, watch: bool, as_json: bool) -> None:
-    """What goes on in RUN (a run folder or a .toml file) and how far it is.
+    """Show the state and the progress of RUN (a run folder or a .toml file).
 
-    It is planning, planned (nobody works yet), running, interrupted (nobody works any more), computed (finish is
-    next), finished or partial; then come tokens, units, rows, speed, time left, what each command does, and problems.
+    The state is planning, planned (no worker yet), running, interrupted (no worker is left), computed (finish is next),
+    finished or partial. Then come tokens, units, rows, speed, time left, the progress of each command, and problems.
     """
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
@@ -39,7 +39,7 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 @click.command()
 @run_argument
 def cancel(target: Path) -> None:
-    """End all tasks of RUN (a run folder or a .toml file). What is finished stays; `submit` goes on later."""
+    """End all tasks of RUN (a run folder or a .toml file). Finished work is kept; `submit` continues later."""
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.submit.launcher import launchers_of
@@ -48,14 +48,16 @@ def cancel(target: Path) -> None:
     storage = storage_of(config)
     ended = [name for launcher in launchers_of(run) for name in launcher.cancel(storage)]
     storage.keep_sent()
-    click.echo(f"cancelled: {' '.join(ended)}" if ended else f"nothing of {run.shown} waits or runs in a cluster")
+    click.echo(
+        f"cancelled: {' '.join(ended)}" if ended else f"no tasks of {run.shown} are pending or running in a cluster"
+    )
 
 
 @click.command()
 @run_argument
-@click.option("--array", metavar="N[%M]", help="Tasks to send for it, like those of the last submission.")
+@click.option("--array", metavar="N[%M]", help="Submit N tasks, like those of the last submission.")
 def retry(target: Path, array: str | None) -> None:
-    """Give failed rows of RUN (a run folder or a .toml file) another try; good rows keep their answers.
+    """Retry the failed rows of RUN (a run folder or a .toml file); good rows keep their answers.
 
     Rows that the plan found to be bad stay error rows.
     """
@@ -69,13 +71,13 @@ def retry(target: Path, array: str | None) -> None:
     launcher = last_launcher(run) or launcher_named(DEFAULT_LAUNCHER)
     size = None if array is None else launcher.parse_size(array)
     if size is not None and not size.tasks:
-        raise click.UsageError("--array 0 would send nothing; leave it out to start `batchinfer work` by hand")
+        raise click.UsageError("--array 0 would submit nothing; leave it out to start `batchinfer work` yourself")
     found = retry_failed(storage)
     click.echo(f"{found.num_requests:,} failed requests in {found.num_units:,} units are to be computed again")
     if found.num_held:
         click.echo(f"{found.num_held:,} more units with failed requests are being worked on; retry again afterwards")
     if found.num_bad_rows:
-        click.echo(f"{found.num_bad_rows:,} rows are bad in the input; no try helps them")
+        click.echo(f"{found.num_bad_rows:,} rows are bad in the input; a retry cannot help")
     if not found.num_open_units:
         click.echo("all units are done")
     elif size is None:

@@ -23,7 +23,7 @@ GOAL_OPTIONS = ("finish_by", "max_cost", "prices")
 
 @dataclass(frozen=True, slots=True)
 class GoalOptions:
-    """Options of `submit` for the number of tasks: a number, or a goal."""
+    """The requested number of tasks: given by --array, or by a deadline and a budget."""
 
     array: str | None
     finish_by: str | None
@@ -45,21 +45,21 @@ class GoalOptions:
         return None if self.array is None else parse_size(self.array)
 
     def check(self, *, has_goal: bool) -> None:
-        """Refuse options that do not go together.
+        """Refuse options that contradict each other.
 
         Args:
-            has_goal: whether these options or an earlier submission have a goal.
+            has_goal: whether the run has a goal, by these options or by earlier ones.
         """
         size = self.size
         if size is not None and not size.tasks:
-            raise click.UsageError("--array 0 would send nothing; give 1 task or more")
+            raise click.UsageError("--array 0 would submit nothing; give 1 task or more")
         if has_goal and size is not None and size.at_once is not None:
             raise click.UsageError("--array N%M: with --finish-by or --max-cost N alone says how many may run at once")
         if self.prices is not None and not has_goal:
             raise click.UsageError("--prices is for --finish-by and --max-cost; add one of them")
 
     def goal(self, job: JobConfig, earlier: Goal | None = None) -> Goal:
-        """Return the earlier goal with the changes of these options, or a new goal."""
+        """Return the goal of these options; an option that is not given keeps the value of the earlier goal."""
         from batchinfer.pace.goal import Goal, check_goal, parse_deadline
         from batchinfer.report.price.price_list import PriceList, read_prices
 
@@ -82,14 +82,14 @@ def submit_with_goal(target: Target, options: GoalOptions, shape_options: dict[s
 
     A dry run prints the expected course and the first sbatch commands instead.
     """
+    from batchinfer.pace.follow_goal import follow_goal
     from batchinfer.pace.goal import write_goal
-    from batchinfer.pace.pursue import pursue
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.submit.slurm.launcher import SlurmLauncher
-    from batchinfer.submit.slurm.tasks import remember_shape
+    from batchinfer.submit.slurm.tasks import record_shape
 
-    launcher = SlurmLauncher()  # the others' tasks cannot follow a goal
+    launcher = SlurmLauncher()  # only Slurm tasks can follow a goal
     run, config = target.run_and_job
     shape = launcher.shape(run, config, shape_options)
     goal = options.goal(config)
@@ -103,21 +103,21 @@ def submit_with_goal(target: Target, options: GoalOptions, shape_options: dict[s
     target.plan()
     storage = storage_of(config)
     storage.fetch("state", "sent")
-    remember_shape(run, shape)
+    record_shape(run, shape)
     write_goal(run, goal)
     storage.keep_sent()
     click.echo(
-        "this command stays until the run is finished. If it ends before, tasks go on as they are, and "
+        "this command runs until the run is finished. If it ends before, tasks continue unchanged, and "
         f"`batchinfer submit --follow {run.shown}` changes their number again"
     )
-    pursue(storage, config, goal)
+    follow_goal(storage, config, goal)
 
 
 def follow_run(target: Path, overrides: tuple[str, ...], options: GoalOptions) -> None:
     """Resize a submitted run by its schedule or its goal until it is finished."""
+    from batchinfer.pace.follow_goal import follow_goal
+    from batchinfer.pace.follow_schedule import follow_schedule, local_minute
     from batchinfer.pace.goal import read_goal, write_goal
-    from batchinfer.pace.pursue import pursue
-    from batchinfer.pace.schedule import follow, local_minute
     from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
 
@@ -127,25 +127,25 @@ def follow_run(target: Path, overrides: tuple[str, ...], options: GoalOptions) -
     earlier = read_goal(storage.run)
     if earlier is None and not options.has_goal:
         if options.array is not None or options.prices is not None:
-            raise click.UsageError("--array and --prices go with --finish-by or --max-cost here; add one of them")
-        follow(storage, config.slurm.schedule, local_minute)
+            raise click.UsageError("--array and --prices need --finish-by or --max-cost here; add one of them")
+        follow_schedule(storage, config.slurm.schedule, local_minute)
         return
     options.check(has_goal=True)
     goal = options.goal(config, earlier)
     write_goal(storage.run, goal)
     storage.keep_sent()
-    pursue(storage, config, goal)
+    follow_goal(storage, config, goal)
 
 
 def _expected_size(storage: Storage, config: JobConfig, goal: Goal) -> ArraySize | None:
-    """Print the expected schedule of tasks by the plan; return the first number of tasks, None if it is 0."""
+    """Print the expected course of a goal; return the number of tasks to start with, None for 0."""
+    from batchinfer.pace.follow_goal import measure_seconds
     from batchinfer.pace.goal import clock, look_ahead, sentences
     from batchinfer.pace.meter import RunMeter
-    from batchinfer.pace.pursue import measure_seconds
     from batchinfer.submit.size import ArraySize
 
     now_s = time.time()
-    seen = RunMeter(storage, config, goal.prices, measure_seconds(goal)).look(now_s)
+    seen = RunMeter(storage, config, goal.prices, measure_seconds(goal)).measure(now_s)
     outlook = look_ahead(goal, seen, 0, now_s)
     for line in sentences(goal, seen, outlook):
         click.echo(line)

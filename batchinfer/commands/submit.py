@@ -14,7 +14,7 @@ from batchinfer.commands.target import Target
 from batchinfer.rundir import LAUNCHERS
 from batchinfer.stop import StopSignal
 
-# Options that only some launchers have.
+# Options of some launchers only.
 ONLY_OF = {
     **dict.fromkeys((*GOAL_OPTIONS, "partition", "account", "qos", "time", "sbatch_args"), ("slurm",)),
     **dict.fromkeys(("template", "finish_template"), ("slurm", "k8s")),
@@ -24,7 +24,7 @@ ONLY_OF = {
 }
 # Options without which a launcher cannot submit, and how to give them.
 REQUIRED = {"k8s": {"image": "NAME, a container image with batchinfer in it: docs/clusters.md"}}
-SPELT = {"sbatch_args": "--sbatch-arg", "volumes": "--pvc"}  # options that are not called as their parameters are
+SPELT = {"sbatch_args": "--sbatch-arg", "volumes": "--pvc"}  # options whose names differ from their parameters
 
 
 def _slurm_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -32,15 +32,15 @@ def _slurm_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--finish-by",
             metavar="TIME",
-            help="Slurm, instead of --array: the number of tasks that finish the run by TIME (local time without a "
-            "zone, for example '2026-11-23 06:00'). This command stays and adapts the number. --array N is then the "
-            "most tasks at once.",
+            help="Slurm, instead of --array: as many tasks as finish the run by TIME, which is local unless it names a "
+            "zone, for example '2026-11-23 06:00'. This command keeps running and adjusts the number of tasks. --array "
+            "N limits it.",
         ),
         click.option(
             "--max-cost",
             metavar="DOLLARS",
             type=click.FloatRange(min=0, min_open=True),
-            help="Slurm: commit and pause, with exit code 75, before the run's tasks cost more.",
+            help="Slurm: commit and pause, with exit code 75, before all tasks of the run cost more.",
         ),
         click.option(
             "--prices",
@@ -52,7 +52,7 @@ def _slurm_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--partition", metavar="NAME", help="Slurm."),
         click.option("--account", metavar="NAME", help="Slurm."),
         click.option("--qos", metavar="NAME", help="Slurm."),
-        click.option("--time", metavar="LIMIT", help="Slurm: time limit of a task, which is requeued before."),
+        click.option("--time", metavar="LIMIT", help="Slurm: of a task, which goes back into the queue before that."),
         click.option(
             "--sbatch-arg",
             "sbatch_args",
@@ -67,9 +67,9 @@ def _slurm_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _other_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
-        click.option("--image", metavar="NAME", help="Kubernetes: a container image with batchinfer in it."),
+        click.option("--image", metavar="NAME", help="Kubernetes: container image with batchinfer."),
         click.option("--namespace", metavar="NAME", help="Kubernetes; default: the context's."),
-        click.option("--context", metavar="NAME", help="Kubernetes: context of kubectl; default: the current one."),
+        click.option("--context", metavar="NAME", help="Kubernetes: kubectl's; default: its current one."),
         click.option("--queue", metavar="NAME", help="Kubernetes: Kueue's LocalQueue."),
         click.option(
             "--pvc",
@@ -98,24 +98,24 @@ def _other_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--template", type=click.Path(path_type=Path), help="File instead of jobs/array.sbatch or jobs/k8s/tasks.yaml."
 )
-@click.option("--finish-template", type=click.Path(path_type=Path), help="The same for the finishing job.")
+@click.option("--finish-template", type=click.Path(path_type=Path), help="The same for the job that finishes the run.")
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Print the sbatch commands or manifests, and the tasks, hours and cost that a plan expects; plan and send "
+    help="Print the sbatch commands or manifests, and the expected tasks, hours and cost by a plan; plan and submit "
     "nothing.",
 )
 @click.option(
     "--resize",
     nargs=2,
     metavar="RUN N[%M]",
-    help="Change the number of tasks of a submitted RUN to N: add tasks, or let some commit and end.",
+    help="Change the number of tasks of a submitted RUN to N: add tasks, or have tasks commit and end.",
 )
 @click.option(
     "--follow",
     metavar="RUN",
     type=click.Path(path_type=Path),
-    help="Slurm: resize a submitted RUN by its slurm.schedule, or by its earlier or these --finish-by and --max-cost, "
+    help="Slurm: resize a submitted RUN by its slurm.schedule, or by its latest --finish-by and --max-cost, "
     "until it is finished.",
 )
 @job_options
@@ -133,16 +133,16 @@ def submit(
     trace: bool,
     **shape: Any,
 ) -> None:
-    """Plan JOB (a .toml file or a run folder) here, then have a cluster compute it: Slurm, Kubernetes or Ray.
+    """Plan JOB (a .toml file or a run folder) here, then compute it on a cluster: Slurm, Kubernetes or Ray.
 
-    N tasks claim work units until none is left; each task is a group of K nodes that computes together. A last job
+    N tasks claim work units until none is left; each task is a group of K nodes that compute together. A dependent job
     writes the outputs. Tasks may end, be added or be removed at any time.
     """
     _refuse_others(to, shape)
     goals = GoalOptions(array, *(shape.pop(name) for name in GOAL_OPTIONS))
     if resize is not None or follow is not None:
         if target is not None or dry_run or (resize is not None and (follow is not None or goals.is_given)):
-            raise click.UsageError("--resize and --follow stand alone: tasks that are added are like the earlier ones")
+            raise click.UsageError("--resize and --follow take no other options: added tasks are like the earlier ones")
         if resize is not None:
             _resize(Path(resize[0]), resize[1])
         if follow is not None:
@@ -189,7 +189,7 @@ def _submit(target: Target, to: str, array: str, options: dict[str, Any]) -> Non
 
 
 def _refuse_others(to: str, shape: dict[str, Any]) -> None:
-    """Refuse options that the chosen launcher does not have."""
+    """Refuse options of other launchers than `to`."""
     for name, value in shape.items():
         if value not in (None, ()) and to not in ONLY_OF.get(name, (to,)):
             option = SPELT.get(name, f"--{name.replace('_', '-')}")

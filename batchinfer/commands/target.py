@@ -1,4 +1,4 @@
-"""The job of `submit`, for every launcher."""
+"""The job or run that `submit` sends to a launcher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Target:
 
     @cached_property
     def run_and_job(self) -> tuple[RunDir, JobConfig]:
-        """The run folder and its job; if the target is a run folder, it must have a plan."""
+        """The run folder and its job; a run folder given by the user must have a plan."""
         from batchinfer.config import load_job
         from batchinfer.run.open_storage import storage_of
         from batchinfer.run.planned import planned_run
@@ -48,20 +48,20 @@ class Target:
 
     @property
     def is_run(self) -> bool:
-        """Whether the target is a run folder, and not a job file."""
+        """Whether the user gave a run folder, not a job file."""
         from batchinfer.run.storage import uri_of
 
         return self.path.is_dir() or uri_of(self.path) is not None
 
     def plan(self) -> None:
-        """Plan a job file, or continue its plan; a run folder is planned already."""
+        """Make or continue the plan of a job file; a run folder has its plan already."""
         _, job = self.run_and_job
         if not self.is_run:
             with alone("plan", self.stop) as session:
                 plan_here(job, session, self.tracer, strict=self.strict, learn_from=None, expert_loads=None)
 
     def print_expected(self, tasks: int, nodes: int) -> None:
-        """Print what the plan expects, on stderr: what would be sent is on stdout."""
+        """Print the plan's expectation on stderr; stdout is for the submission itself."""
         from batchinfer.submit.outlook import expected_lines
 
         for line in expected_lines(*self.run_and_job, tasks, nodes):

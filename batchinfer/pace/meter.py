@@ -1,4 +1,4 @@
-"""How fast a run's tasks are and what they have cost, from its folder: durable results and the sessions of `work`."""
+"""Speed and cost of a run's tasks, measured from its folder: durable results and the sessions of `work`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,53 +14,53 @@ from batchinfer.run.storage import Storage
 from batchinfer.rundir import read_state
 from batchinfer.status.status import Status, StatusReader
 
-# A speed counts when it was measured for this long, or for this share of the time that a goal leaves
+# A measured speed is used after this many task-seconds, or after this share of the time until the deadline
 MEASURE_S, MEASURE_SHARE = 600.0, 0.05
-FLIGHTS = 4  # but not before a task could compute this number of requests one after the other
-LEAST_S = 1.0  # is left while a unit is
-WINDOW_S = 3600.0  # older speeds do not count when enough is measured since
+FLIGHTS = 4  # ... but not before this multiple of the time that a request takes
+LEAST_S = 1.0  # least time left while a unit is not done
+WINDOW_S = 3600.0  # older measurements are dropped if the newer ones suffice
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """How far a run is."""
+class Measurement:
+    """The progress, speed and cost of a run at one time."""
 
-    work_s: float | None  # seconds of one task for what is left; None: its speed is not known
-    unit_s: float  # of one task for a unit
-    flight_s: float  # that a request takes
-    startup_s: float  # from a task's start to its first step; 0 before any was seen
-    spent: float  # $ of all its tasks until now
+    work_s: float | None  # task-seconds for the remaining work; None: the speed is not known
+    unit_s: float  # task-seconds per unit
+    flight_s: float  # mean time of a request
+    startup_s: float  # mean time from a task's start to its first step; 0 before the first one
+    spent: float  # $ for all tasks until now
     units_open: int
-    num_ranks: int  # accelerators of a task
-    work_done: float = 0.0  # as the plan counts work
-    busy: frozenset[str] = frozenset()  # tasks of Slurm that hold units
+    num_ranks: int  # accelerators per task
+    work_done: float = 0.0  # in tokens, as the plan counts work
+    busy: frozenset[str] = frozenset()  # names of Slurm tasks that hold units
 
 
 class RunMeter:
-    """Measures again and again.
+    """Repeated measurement of a run.
 
-    A task's speed is the work that became durable by the seconds from each session's first step to its last sign of
-    life. What is computed when we look is not durable yet: for each task it stands for half of the time that a request
-    takes, or for all that the task has worked while that is less than one request. Until enough is measured to count,
-    the plan's own forecast fills up what is missing.
+    A task's speed is the work that became durable, divided by the seconds from each session's first step to its last
+    heartbeat. Requests in progress are not durable yet: for each task half the time of a request is subtracted, or the
+    task's whole time if that is shorter than one request. Until the measurement is long enough, the plan's forecast
+    fills the missing seconds.
 
     Args:
-        measure_s: how long a speed has to be measured to count, see MEASURE_S.
+        measure_s: task-seconds after which a measured speed is used alone, see MEASURE_S.
     """
 
     def __init__(self, storage: Storage, job: JobConfig, prices: PriceList, measure_s: float) -> None:
         self._run, self._prices, self._measure_s = storage.run, prices, measure_s
         self._num_ranks = job.cluster.num_ranks
         self._status = StatusReader(storage.run, storage)
-        self._ended: dict[Path, dict[str, Any]] = {}  # sessions that change no more
+        self._ended: dict[Path, dict[str, Any]] = {}  # ended sessions, which change no more
         self._looks: list[tuple[float, float, float]] = []  # (time, task-seconds, work done), rising
 
-    def look(self, now_s: float) -> Measured:
-        """Everything as it is now.
+    def measure(self, now_s: float) -> Measurement:
+        """Measure the run's progress, speed and cost now.
 
         Raises:
             ConfigError: a file of the run folder is missing or damaged.
-            StoreError: the object store that has it does not answer.
+            StoreError: the object store with the run does not answer.
         """
         status = self._status.read()
         sessions = self._sessions()
@@ -70,7 +70,7 @@ class RunMeter:
         flying_s = _flying_s(begun, status.workers, flight_s)
         speed = self._speed(status, task_s - flying_s, max(self._measure_s, FLIGHTS * flight_s), now_s)
         startups = [row["first_prefill_s"] - row["start_s"] for row in begun]
-        return Measured(
+        return Measurement(
             work_s=None if speed is None else _left_s(status, speed, flying_s),
             unit_s=status.work / speed / status.units if speed else 0.0,
             flight_s=flight_s,
@@ -83,12 +83,12 @@ class RunMeter:
         )
 
     def _speed(self, status: Status, task_s: float, needed_s: float, now_s: float) -> float | None:
-        """Work per second of one task, once it was measured for as long as is needed."""
+        """Return the work per task-second; None if nothing is done, or measured time and forecast do not suffice."""
         looks = self._looks
-        if not looks or status.work_done < looks[-1][2]:  # units were opened again
+        if not looks or status.work_done < looks[-1][2]:  # a retry opened units again
             looks[:] = [(now_s, 0.0, 0.0)]
         looks.append((now_s, task_s, status.work_done))
-        # old ones stay while too little was measured since: a run may have paused
+        # old measurements stay while the newer ones are too short: a run may have paused
         while len(looks) > 2 and now_s - looks[1][0] >= WINDOW_S and task_s - looks[1][1] >= needed_s:
             looks.pop(0)
         measured_s, done = task_s - looks[0][1], status.work_done - looks[0][2]
@@ -101,7 +101,7 @@ class RunMeter:
         return done / measured_s if done else None
 
     def _sessions(self) -> list[dict[str, Any]]:
-        """Of `work`, one per node of a task and life."""
+        """Return the sessions of `work`: one per life of a task and node."""
         rows = []
         for path in sorted((self._run.stats / "nodes").glob("*.parquet")):
             row = self._ended.get(path) or read_rows(path)[0]
@@ -112,7 +112,10 @@ class RunMeter:
         return rows
 
     def _spent(self, sessions: list[dict[str, Any]], num_running: int, now_s: float) -> float:
-        """$ until now. A session that was killed says 'running' for ever: as many count on as tasks run."""
+        """Return the $ spent until now.
+
+        A killed session stays 'running' in its file, so only as many of the latest ones as tasks run count on.
+        """
         running = [row for row in sessions if row["state"] == "running"]
         running.sort(key=lambda row: -row["end_s"])
         accelerators, alive = 0, set()
@@ -130,20 +133,20 @@ class RunMeter:
 
 
 def _left_s(status: Status, speed: float, flying_s: float) -> float:
-    """Seconds of one task for what is left; never nothing before all is durable."""
+    """Return the task-seconds of the remaining work; at least LEAST_S before all units are done."""
     left_s = (status.work - status.work_done) / speed - flying_s
     return max(left_s, LEAST_S) if status.units_done < status.units else 0.0
 
 
 def _flying_s(begun: list[dict[str, Any]], num_working: int, flight_s: float) -> float:
-    """Task-seconds behind requests that are being computed."""
+    """Return the task-seconds spent on requests in progress."""
     running = sorted((row for row in begun if row["state"] == "running"), key=lambda row: -row["end_s"])[:num_working]
     ages_s = [row["end_s"] - row["first_prefill_s"] for row in running]
     return sum(age_s if age_s < flight_s else flight_s / 2 for age_s in ages_s)
 
 
 def _flight_s(results: Path | None) -> float:
-    """Mean seconds from admission to the last token of these requests; 0 without any."""
+    """Return the mean seconds from admission to the last token in a result file; 0 without a file."""
     if results is None:
         return 0.0
     with own_file(results):

@@ -1,1 +1,1 @@
-"""How far a run is, read from its folder alone while others work on it."""
+"""The status of a run, read from its folder while other processes work on it."""

@@ -1,4 +1,4 @@
-"""What of a run's results and steps its status counts: by file, and how many came lately."""
+"""Counts of a run's results and steps for its status, and their recent speeds."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,27 +11,27 @@ from batchinfer.data.parquet import own_file, sealed_table
 from batchinfer.records import DamagedFileError
 from batchinfer.rundir import RunDir
 
-WINDOW_S = 300.0  # speeds are those of the last minutes
-MOST_ERRORS = 100  # different ones that are remembered of a file: three of all are told
+WINDOW_S = 300.0  # speeds are measured over the last minutes
+MOST_ERRORS = 100  # different errors kept per file; the status shows the three most frequent of all files
 
 
 @dataclass(frozen=True, slots=True)
 class ResultFile:
-    """A file of results, which never changes."""
+    """The counts of a result file, which never changes."""
 
     rows: int
     failed: int
     written_s: float
-    prompt_tokens: int = 0  # computed for its rows
+    prompt_tokens: int = 0  # computed for the file's rows
     output_tokens: int = 0
-    errors: tuple[tuple[str, int], ...] = ()  # sentences, and how many rows have each
+    errors: tuple[tuple[str, int], ...] = ()  # (error text, number of rows)
 
 
 def read_result_file(path: Path) -> ResultFile:
-    """Count what is in a file of results.
+    """Count rows, errors and tokens of a result file.
 
     Raises:
-        DamagedFileError: it is missing or damaged.
+        DamagedFileError: the file is missing or damaged.
     """
     failed: list[str] = []
     with own_file(path):
@@ -46,7 +46,7 @@ def read_result_file(path: Path) -> ResultFile:
 
 
 def _may_hold_errors(group: pq.RowGroupMetaData) -> bool:
-    """Whether a row group may hold anything but 'ok', by its footer."""
+    """Return whether a row group may have a status other than 'ok', by the file's footer."""
     for index in range(group.num_columns):
         column = group.column(index)
         if column.path_in_schema == "status":
@@ -56,7 +56,7 @@ def _may_hold_errors(group: pq.RowGroupMetaData) -> bool:
 
 
 def requests_per_s(files: list[ResultFile], now_s: float) -> float | None:
-    """Requests per second that became durable in the last minutes."""
+    """Return the requests per second that became durable in the last minutes; None if there were none."""
     recent = [file for file in files if now_s - file.written_s <= WINDOW_S]
     if not recent:
         return None
@@ -66,10 +66,10 @@ def requests_per_s(files: list[ResultFile], now_s: float) -> float | None:
 
 
 def step_tokens_per_s(run: RunDir, now_s: float, damaged: dict[Path, str]) -> float | None:
-    """Tokens that the steps of all sessions ran, each by its own clock over the last minutes it has told of.
+    """Return the tokens per second of all sessions' steps, each by its own clock over its last recorded minutes.
 
     Args:
-        damaged: gets files that are, and why.
+        damaged: gets damaged files with their reasons.
     """
     spans: dict[str, list[tuple[float, float, int]]] = {}
     for path in (run.stats / "steps").glob("*.parquet"):
@@ -80,7 +80,7 @@ def step_tokens_per_s(run: RunDir, now_s: float, damaged: dict[Path, str]) -> fl
                 columns = ["session", "start_s", "duration_s", "new_tokens"]
                 table = pq.read_table(sealed_table(path), columns=columns).to_pydict()
         except DamagedFileError as error:
-            if path.exists():  # a commit has not just taken it away
+            if path.exists():  # a missing file was replaced by a commit
                 damaged[path] = error.reason
             continue
         for session, start, seconds, tokens in zip(*table.values(), strict=True):

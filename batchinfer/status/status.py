@@ -1,4 +1,4 @@
-"""How far a run is, from its folder alone: on a login node, while others work on it."""
+"""The status of a run, read from its folder alone: on a login node, while other nodes work on it."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -26,27 +26,27 @@ from batchinfer.whole_files import file_system_s
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who works on a unit."""
+    """The worker that holds a unit."""
 
     unit: int
     node: str
-    process: str  # its name on that node
-    task: str | None  # of a cluster
-    restarts: int  # of that task
-    held_s: float  # since it was claimed
-    silent_s: float  # since the lease was renewed
+    process: str  # name of the process on that node
+    task: str | None  # name in the cluster
+    restarts: int  # of the task
+    held_s: float  # since the claim
+    silent_s: float  # since the last renewal of the lease
     requests: int
     requests_done: int  # durable
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How far a run is; `status --json` prints these names."""
+    """The status of a run; `status --json` prints these names."""
 
     run: str
     state: str  # of the run folder: 'planning', 'planned', 'finished' or 'partial'
-    # 'planning'; 'planned': nobody has begun to work; 'running': somebody holds a unit; 'interrupted': units are left
-    # and nobody holds one any more; 'computed': all units are done, `finish` is next; 'finished'; 'partial'
+    # 'planning'; 'planned': no unit was claimed yet; 'running': a worker holds a unit; 'interrupted': units are left,
+    # but no worker holds one; 'computed': all units are done, `finish` is next; 'finished'; 'partial'
     activity: str
     workers: int = 0  # processes that hold units
     units: int = 0
@@ -55,27 +55,26 @@ class Status:
     units_waiting: int = 0
     units_failed: int = 0  # units with failed requests
     rows: int = 0  # output rows
-    rows_bad: int = 0  # of these, error rows since the plan
+    rows_bad: int = 0  # rows that the plan found to be bad
     requests: int = 0  # to compute
-    requests_done: int = 0  # durable, the failed ones too
+    requests_done: int = 0  # durable, failed ones included
     requests_failed: int = 0
     work: int = 0  # prompt tokens to compute and tokens that may be generated, by the plan
-    work_done: float = 0.0  # of it, by the share of each unit's requests that is durable
-    # Planned: of requests that are done what they took, of the others what the plan expects; output tokens are
-    # expected at their limits where nobody knows how long answers are. Done are the tokens of requests that are
-    # durable, and what live sessions have computed beyond these.
+    work_done: float = 0.0  # of `work`, by the share of durable requests in each unit
+    # Totals: actual tokens of durable requests, and expected tokens of the others; without a forecast of answer lengths
+    # the expected output is the limit. Done: tokens of durable requests, and further tokens of live sessions.
     prompt_tokens: int = 0
     prompt_tokens_done: int = 0
     output_tokens: int = 0
     output_tokens_done: int = 0
-    tokens_per_s: float | None = None  # run through the model, lately; None while nobody works
+    tokens_per_s: float | None = None  # recent speed of the model; None while no worker is alive
     requests_per_s: float | None = None
-    left_s: float | None = None  # by the plan and what is measured; None: not known
-    launcher: str | None = None  # 'Slurm', 'Kubernetes' or 'Ray', where the tasks below are
-    tasks_running: int | None = None  # None where it cannot be asked, or nothing was submitted
+    left_s: float | None = None  # by the plan and the measured speed; None: not known
+    launcher: str | None = None  # 'Slurm', 'Kubernetes' or 'Ray'
+    tasks_running: int | None = None  # None if the cluster cannot be asked, or nothing was submitted
     tasks_waiting: int | None = None
     running: list[Holder] = field(default_factory=list)
-    sessions: list[Sign] = field(default_factory=list)  # commands that are alive, and what each of them is doing
+    sessions: list[Sign] = field(default_factory=list)  # live commands with their progress
     problems: list[str] = field(default_factory=list)
 
 
@@ -83,22 +82,22 @@ STATUS_PARTS: tuple[Part, ...] = ("state", "plan", "results", "claims", "stats",
 
 
 class StatusReader:
-    """Reads a run's status again and again; what cannot change any more is read once.
+    """Repeated reading of a run's status; final files are read once.
 
     Attributes:
-        counted: the result files that counted when it was last read.
+        counted: the result files that counted in the last status.
     """
 
     def __init__(self, run: RunDir, storage: Storage | None = None) -> None:
         self._run, self._storage = run, storage
         self.counted: list[Path] = []
-        self._units: list[dict[str, Any]] = []  # read when the plan is complete
+        self._units: list[dict[str, Any]] = []  # read once the plan is complete
         self._files: dict[Path, ResultFile] = {}
-        self._damaged: dict[Path, str] = {}  # and why
+        self._damaged: dict[Path, str] = {}  # file -> reason
         self._done: dict[int, list[Path]] = {}  # unit -> its files
 
     def read(self) -> Status:
-        """The status now.
+        """Read the run's status now.
 
         Raises:
             ConfigError: a file of the run folder is missing or damaged.
@@ -181,8 +180,8 @@ class StatusReader:
         )
 
     def newest_file(self) -> Path | None:
-        """Of the results that counted when it was last read, those that became durable last; None: there are none."""
-        with_rows = (path for path in self.counted if self._files[path].rows)  # a retry may leave a file without
+        """Return the newest result file that counted in the last status, None if there is none."""
+        with_rows = (path for path in self.counted if self._files[path].rows)  # a retry may leave a file without rows
         return max(with_rows, key=lambda path: self._files[path].written_s, default=None)
 
     def _done_files(self, unit: int) -> list[Path] | None:
@@ -245,7 +244,7 @@ def _token_counts(
 
 
 def _work(unit: dict[str, Any]) -> int:
-    """Of a unit, as it was cut."""
+    """Return the planned work of a unit in tokens."""
     return int(unit["new_tokens"] + unit["max_output_tokens"])
 
 
@@ -259,7 +258,7 @@ def _failed_sessions(run: RunDir) -> int:
 
 
 def _idle(state: str, was_begun: bool, num_done: int, num_units: int) -> str:
-    """What goes on while nobody holds a unit: see Status."""
+    """Return the run's activity while no worker holds a unit, see Status."""
     if state in ("finished", "partial"):
         return state
     if num_done == num_units:
@@ -272,15 +271,15 @@ def _problems(
 ) -> list[str]:
     problems = [f"{shard['path']}: {shard['problem']}" for shard in state["shards"] if shard["problem"] is not None]
     problems += [
-        f"unit {holder.unit}: {holder.node} has been silent for {duration(holder.silent_s)}; others may take it"
+        f"unit {holder.unit}: {holder.node} has been silent for {duration(holder.silent_s)}; another worker may take it"
         for holder in silent
     ]
     if failed_sessions:
-        problems.append(f"{failed_sessions} `work` commands failed; what they said is in their logs")
+        problems.append(f"{failed_sessions} `work` commands failed; see their logs")
     errors = Counter[str]()
     for file in files:
         errors.update(dict(file.errors))
     problems += [f"{count} x {error}" for error, count in errors.most_common(3)]
     if errors:
-        problems.append(f"`batchinfer retry {run.shown}` gives failed requests another try")
+        problems.append(f"`batchinfer retry {run.shown}` retries failed requests")
     return problems

@@ -1,4 +1,4 @@
-"""A run's status as JSON, as lines for a terminal, and again and again."""
+"""A run's status as JSON and as lines for a terminal, once or repeatedly."""
 
 import sys
 import time
@@ -12,16 +12,16 @@ from batchinfer.sanitize import fit
 from batchinfer.status.status import Status, StatusReader
 
 WATCH_S = 5.0
-MOST_LINES = 20  # running units that are listed
+MOST_LINES = 20  # listed units, and listed commands
 WIDTH = 100
 PROBLEM_WIDTH = 400
 
 
 def watch_status(reader: StatusReader, show: Callable[[str], None]) -> None:
-    """Show the status again and again until the run is finished, or a signal ends the command."""
+    """Show the status every WATCH_S seconds until the run is finished, or a signal ends the command."""
     while True:
         status = reader.read()
-        # on a terminal each one replaces the one before
+        # on a terminal each status replaces the last one
         show(("\033[H\033[2J" if sys.stdout.isatty() else "") + format_status(status))
         if status.activity in ("finished", "partial"):
             return
@@ -29,12 +29,12 @@ def watch_status(reader: StatusReader, show: Callable[[str], None]) -> None:
 
 
 def as_document(status: Status) -> dict[str, Any]:
-    """The status as one JSON document."""
+    """Return the status as one JSON document."""
     return asdict(status)
 
 
 def format_status(status: Status) -> str:
-    """The status as lines for a terminal."""
+    """Return the status as lines for a terminal."""
     if status.activity == "planning":
         return "\n".join([f"{status.run}: {_activity(status)}", *_session_lines(status)])
     done = status.requests_done / status.requests if status.requests else 1.0
@@ -44,7 +44,7 @@ def format_status(status: Status) -> str:
         f"units     {status.units_done:,} done, {status.units_running:,} running, {status.units_waiting:,} waiting, "
         f"{status.units_failed:,} with failed requests; {status.units:,} in all",
         f"requests  {status.requests_done:,} of {status.requests:,} ({done:.1%}), {status.requests_failed:,} of them "
-        f"failed; {status.rows:,} rows, {status.rows_bad:,} of them bad since the plan",
+        f"failed; {status.rows:,} rows, {status.rows_bad:,} of them found bad by the plan",
     ]
     if status.tasks_running is not None:
         launcher = (status.launcher or "").lower()
@@ -80,7 +80,7 @@ def _tokens_line(status: Status) -> str:
 
 
 def _session_lines(status: Status) -> list[str]:
-    """What each living command is doing."""
+    """Return a line per live command, with its progress."""
     lines = [_session_line(sign) for sign in status.sessions[:MOST_LINES]]
     more = len(status.sessions) - MOST_LINES
     return lines + ([f"  and {more:,} more commands"] if more > 0 else [])
@@ -94,7 +94,7 @@ def _session_line(sign: Sign) -> str:
 
 
 def _doing(figures: dict[str, Any]) -> str:
-    """A meter's figures (progress.py, controller/work_progress.py) for a person."""
+    """Format the progress figures of a command (progress.py, controller/work_progress.py)."""
     phase = str(figures.get("phase"))
     if "doing" in figures:
         return f"{phase}: {figures['doing']}"
@@ -107,13 +107,13 @@ def _doing(figures: dict[str, Any]) -> str:
 
 
 def _activity(status: Status) -> str:
-    """What goes on, and what to do where nobody does anything about it."""
-    nobody = "planning was interrupted, nobody is at it: `batchinfer plan` goes on"
+    """Return the run's activity in words, and the next command to run if no process works on it."""
+    is_stale = "planning was interrupted; `batchinfer plan` continues"
     workers = f"running with {status.workers:,} worker{'s' if status.workers != 1 else ''}"
     return {
-        "planning": "planning; there are no tokens to count yet" if status.sessions else nobody,
-        "planned": "planned, nobody works on it yet: `batchinfer work` does",
+        "planning": "planning; there are no tokens to count yet" if status.sessions else is_stale,
+        "planned": "planned, no worker yet; `batchinfer work` starts one",
         "running": workers,
-        "interrupted": "interrupted, nobody works on it any more: `batchinfer work` goes on",
-        "computed": "computed, not finished: `batchinfer finish` writes the outputs",
+        "interrupted": "interrupted, no worker is left; `batchinfer work` continues",
+        "computed": "computed, not finished; `batchinfer finish` writes the outputs",
     }.get(status.activity, status.activity)

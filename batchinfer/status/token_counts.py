@@ -1,4 +1,4 @@
-"""Tokens of a run that are planned and done, and how fast it goes: from its files and from what living sessions say."""
+"""Planned and finished tokens of a run and its speed, from its files and from the heartbeats of live sessions."""
 
 # U units
 
@@ -12,19 +12,19 @@ from batchinfer.run.heartbeat import Sign
 def token_counts(
     plan_U2: np.ndarray, share_left_U: np.ndarray, durable: np.ndarray, workers: list[Sign]
 ) -> dict[str, int]:
-    """Prompt and output tokens, by the names of Status.
+    """Return total and finished prompt and output tokens, by the names of Status.
 
     Args:
-        plan_U2: see controller/planned_tokens.py.
-        share_left_U: of each unit's requests, those without a durable result.
-        durable: [2] tokens of the requests that have one.
-        workers: sessions that are alive.
+        plan_U2: planned prompt and output tokens per unit, see controller/planned_tokens.py.
+        share_left_U: share of each unit's requests without a durable result.
+        durable: [2] prompt and output tokens of requests with a durable result.
+        workers: live sessions.
     """
     in_flight = np.zeros(2)
     for figures in work_figures(workers):
         in_flight += (figures["prompt_tokens_in_flight"], figures["output_tokens_in_flight"])
     planned = durable + (plan_U2 * np.maximum(share_left_U, 0.0)[:, None]).sum(axis=0)
-    done = np.minimum(durable + in_flight, planned)  # what was computed again for want of pages counts once
+    done = np.minimum(durable + in_flight, planned)  # tokens that were recomputed because pages were short count once
     (prompts, outputs), (prompts_done, outputs_done) = planned.round().astype(int), done.round().astype(int)
     return {
         "prompt_tokens": int(prompts),
@@ -35,17 +35,20 @@ def token_counts(
 
 
 def work_figures(workers: list[Sign]) -> list[dict[str, Any]]:
-    """What meters of work say (controller/work_progress.py); a session that still plans has none."""
+    """Return the progress figures of working sessions (controller/work_progress.py); planning sessions have none."""
     return [figures for sign in workers for figures in sign.under_way if "own_tokens" in figures]
 
 
 def tokens_per_s(workers: list[Sign]) -> float | None:
-    """Of all sessions together; None: none of them knows yet."""
+    """Return the sum of all sessions' speeds; None if no session knows its speed yet."""
     known = [figures["tokens_per_s"] for figures in work_figures(workers) if figures["tokens_per_s"] is not None]
     return sum(known) if known else None
 
 
 def left_s(workers: list[Sign]) -> float | None:
-    """Seconds until all is done: each session says how long it would take alone. None: one of them does not know."""
+    """Return the seconds until the run is done, from each session's own estimate for working alone.
+
+    Return None if a session has no estimate.
+    """
     alone_s = [figures["alone_s"] for figures in work_figures(workers)]
     return 1 / sum(1 / seconds for seconds in alone_s) if alone_s and all(alone_s) else None

@@ -1,5 +1,5 @@
-"""A planned run on a cluster: Slurm, Kubernetes and Ray.
+"""Submission of a planned run to a cluster: Slurm, Kubernetes or Ray.
 
-Comes in: a run folder and how many tasks. Goes out: tasks in a cluster, each a group of nodes that claims work units
-until none is left, and a record of them in the run folder.
+In: a run folder and a number of tasks. Out: tasks in a cluster, each a group of nodes that claims work units until none
+is left, and a record of the submission in the run folder.
 """

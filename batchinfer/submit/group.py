@@ -1,4 +1,4 @@
-"""The nodes of one task: the job's ranks have to spread over them, and their rows have to travel between these."""
+"""Checks of a task's group of nodes: whether the job's ranks spread over the nodes and can exchange rows."""
 
 from batchinfer.config import ClusterConfig
 from batchinfer.config.rank_layout import rank_places
@@ -6,14 +6,14 @@ from batchinfer.records import ConfigError
 
 
 def check_group(cluster: ClusterConfig, nodes: int, gpus_per_node: int | None) -> None:
-    """Find what is wrong before anything is planned or sent.
+    """Check that the ranks fit on the nodes of a task, before anything is planned or submitted.
 
     Args:
-        nodes: of a task.
-        gpus_per_node: None where the launcher's default counts.
+        nodes: number of nodes of a task.
+        gpus_per_node: None for the launcher's default, which is not checked.
 
     Raises:
-        ConfigError: the ranks do not spread over the nodes, lack GPUs there, or cannot exchange rows between them.
+        ConfigError: the ranks do not spread evenly over the nodes, lack GPUs, or cannot exchange rows between nodes.
     """
     num_ranks = cluster.num_ranks
     if num_ranks % nodes:

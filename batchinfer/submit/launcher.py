@@ -53,7 +53,7 @@ class Launcher(Protocol[Shape]):
         """Return the commands or manifests that `submit` would send."""
 
     def check_cluster(self, shape: Shape) -> None:
-        """Raise ConfigError if the cluster cannot be reached, so that nothing is planned in vain."""
+        """Raise ConfigError if the cluster cannot be reached; called before a plan is made."""
 
     def submit(self, storage: Storage, job: JobConfig, shape: Shape, size: ArraySize) -> str:
         """Submit tasks of a planned run and the job that finishes it; return their names and how to follow them.

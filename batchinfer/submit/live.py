@@ -1,11 +1,11 @@
-"""What of a run waits or runs in a cluster now."""
+"""The number of a run's live tasks."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class LiveTasks:
-    """A run's tasks by the account of the cluster that has them."""
+    """A run's pending and running tasks, as the cluster reports them."""
 
     launcher: str  # 'Slurm', 'Kubernetes' or 'Ray'
     running: int

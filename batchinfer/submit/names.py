@@ -1,17 +1,17 @@
-"""A run's name in clusters."""
+"""The name of a run in a cluster."""
 
 import hashlib
 import re
 
-STEM = 24  # characters of the folder's own name: a node of a group adds up to 30 more to the name that is made of it
+STEM = 24  # characters of the folder's name; the names of a group's nodes are up to 30 characters longer
 
 
 def run_name(run: str) -> str:
-    """Names a run by its folder or URI, always the same for the same run and not another run's.
+    """Return a name for a run, unique and stable for its folder or URI.
 
-    It is a label of RFC 1123 (a-z, 0-9 and -) that begins with a letter (RFC 1035, for JobSet): the last part of the
-    folder's name in lower case, with a - for what is no letter or digit, and six digits of a hash of the whole, since
-    other folders may end alike.
+    The name is a label of RFC 1123 (a-z, 0-9 and -) that begins with a letter (RFC 1035, for JobSet): the last part of
+    the folder's path in lower case, with - for other characters, and six digits of a hash of the whole path, because
+    the last parts of two folders may be the same.
     """
     last = run.rstrip("/").rpartition("/")[2].lower()
     stem = re.sub(r"[^a-z0-9]+", "-", last).strip("-") or "run"

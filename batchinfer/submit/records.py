@@ -1,4 +1,4 @@
-"""What was sent to clusters, by the records in a run folder."""
+"""The records of submissions in a run folder."""
 
 from pathlib import Path
 from typing import Any
@@ -8,9 +8,9 @@ from batchinfer.rundir import RunDir, submission_records
 
 
 def sent_records(run: RunDir, launcher: str, *needs: str) -> list[tuple[Path, dict[str, Any]]]:
-    """Each record of what one launcher was ever given, in order, with its file.
+    """Return all records of submissions to one launcher, in order, each with its file.
 
     Raises:
-        DamagedFileError: one is damaged, or lacks one of these keys.
+        DamagedFileError: a record is damaged, or lacks one of the keys `needs`.
     """
     return [(path, read_json(path, *needs)) for path in submission_records(run, [launcher])]

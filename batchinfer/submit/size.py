@@ -1,4 +1,4 @@
-"""How many tasks."""
+"""The number of tasks, and its text form N or N%M."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ MOST_TASKS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class ArraySize:
-    """How many tasks there are, and how many of them may run at once (None: all)."""
+    """A number of tasks, and how many of them may run at once (None: all)."""
 
     tasks: int
     at_once: int | None = None
@@ -20,10 +20,10 @@ class ArraySize:
 
 
 def parse_size(text: str) -> ArraySize:
-    """Read N or N%M.
+    """Parse N or N%M.
 
     Raises:
-        ConfigError: it is something else, or a number is out of range.
+        ConfigError: `text` is something else, or a number is out of range.
     """
     found = re.fullmatch(r"(\d{1,9})(?:%(\d{1,9}))?", text)
     if found is None:

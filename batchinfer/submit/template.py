@@ -1,4 +1,4 @@
-"""The files in jobs/ that a launcher sends, filled in or with arguments: a person may name others."""
+"""The templates in jobs/ that a launcher submits; a user may name other files."""
 
 import sys
 from pathlib import Path
@@ -7,18 +7,18 @@ from batchinfer.records import ConfigError
 
 
 def find_template(name: str, own: Path | None) -> Path:
-    """The file to send: the one a person names, or the one that came with batchinfer.
+    """Return the template to submit: the user's file if given, else the file that came with batchinfer.
 
     Args:
-        name: in jobs/, `array.sbatch` or `k8s/tasks.yaml` for example.
-        own: a person's own file, if given.
+        name: path in jobs/, for example `array.sbatch` or `k8s/tasks.yaml`.
+        own: the user's own file.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: the file does not exist.
     """
-    beside = Path(__file__).parents[2] / "jobs" / name  # a working copy
+    in_working_copy = Path(__file__).parents[2] / "jobs" / name
     installed = Path(sys.prefix) / "share" / "batchinfer" / "jobs" / name
-    candidates = [beside, installed] if own is None else [own.absolute()]
+    candidates = [in_working_copy, installed] if own is None else [own.absolute()]
     for path in candidates:
         if path.is_file():
             return path

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from batchinfer.config import JobConfig
+from batchinfer.pace.follow_goal import follow_goal
+from batchinfer.pace.follow_schedule import follow_schedule
 from batchinfer.pace.goal import Goal, read_goal
-from batchinfer.pace.pursue import pursue
-from batchinfer.pace.schedule import follow
 from batchinfer.plan import packing
 from batchinfer.records import InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
@@ -109,7 +109,7 @@ def test_the_command_stays_and_another_login_node_goes_on(run, reference):
 
 
 def test_a_budget_that_is_spent_pauses_the_run_and_more_of_it_goes_on_elsewhere(run, reference):
-    run.patch.setattr("batchinfer.pace.pursue.LEAVE_S", 5.0)
+    run.patch.setattr("batchinfer.pace.follow_goal.LEAVE_S", 5.0)
     run.patch.setenv("STEP_S", "1.5")
     run.submit("--array", "1")
     wait_for(lambda: run.names("units") > 1)
@@ -121,12 +121,12 @@ def test_a_budget_that_is_spent_pauses_the_run_and_more_of_it_goes_on_elsewhere(
     with pytest.raises(
         InterruptedRunError, match=r"before more than --max-cost 0\.25 is spent; .* --follow s3://runs/"
     ):
-        pursue(storage, config, goal, look_s=0.5)
+        follow_goal(storage, config, goal, look_s=0.5)
     assert not live_tasks(storage.run)
     assert 0 < run.names("done") < sum(ROWS)
     run.on("third")
     storage, config = run.here()
-    pursue(storage, config, replace(goal, max_cost=100.0), look_s=0.5)
+    follow_goal(storage, config, replace(goal, max_cost=100.0), look_s=0.5)
     assert run.outputs() == reference[1]
 
 
@@ -144,7 +144,7 @@ def test_the_number_of_tasks_follows_the_hour(run, reference):
             assert run.outputs() == {}
         return next(minutes)
 
-    follow(storage, ["08:00 1", "09:00 0", "20:00 3"], minute_now, look_s=0.5)
+    follow_schedule(storage, ["08:00 1", "09:00 0", "20:00 3"], minute_now, look_s=0.5)
     run.on("third")
     assert [sent.size.tasks for sent in submissions(run.here()[0].run)] == [2, 3]
     assert run.outputs() == reference[1]

@@ -17,10 +17,10 @@ from batchinfer.config import load_job
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.controller.result_files import write_results
 from batchinfer.data.schemas.internal import RESULTS
+from batchinfer.pace.follow_goal import follow_goal, is_finished
+from batchinfer.pace.follow_schedule import follow_schedule
 from batchinfer.pace.goal import Goal, clock, look_ahead, parse_deadline, read_goal, sentences, write_goal
-from batchinfer.pace.meter import Measured, RunMeter
-from batchinfer.pace.pursue import is_finished, pursue
-from batchinfer.pace.schedule import follow
+from batchinfer.pace.meter import Measurement, RunMeter
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import CheapHours, PriceList
@@ -28,9 +28,9 @@ from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
 from batchinfer.submit.size import ArraySize
 from batchinfer.submit.slurm import client
-from batchinfer.submit.slurm.client import AwayError
+from batchinfer.submit.slurm.client import SlurmUnavailableError
 from batchinfer.submit.slurm.follower import dismiss, take_over
-from batchinfer.submit.slurm.tasks import Shape, remember_shape
+from batchinfer.submit.slurm.tasks import Shape, record_shape
 from support.jobs import batchinfer, write_job, write_questions
 
 H = 3600.0
@@ -56,7 +56,7 @@ def goal_of(**changes):
 
 
 def seen(**changes):
-    return Measured(
+    return Measurement(
         **{
             "work_s": 20 * H,
             "unit_s": 0.0,
@@ -98,7 +98,7 @@ def test_deadlines_are_local_unless_they_name_a_zone(monkeypatch):
         assert parse_deadline("2026-11-23 21:00", NOON) == NOON + 1 * H
         assert parse_deadline("2026-11-23T21:00:30+00:00", NOON) == NOON + 9 * H + 30
         assert clock(NOON) == "2026-11-23 20:00:00"
-        with pytest.raises(ConfigError, match="which is over: now it is 2026-11-23 20:00:00"):
+        with pytest.raises(ConfigError, match="which is in the past: now it is 2026-11-23 20:00:00"):
             parse_deadline("2026-11-23 20:00", NOON)
     finally:
         monkeypatch.undo()
@@ -139,7 +139,7 @@ def test_a_budget_needs_a_price(tmp_path):
 
 def test_goals_go_with_follow_and_not_with_resize(planned):
     assert "take no other options" in batchinfer("submit", "--resize", planned.root, "3", "--finish-by", IN_AN_HOUR).err
-    assert "go with --finish-by" in batchinfer("submit", "--follow", planned.root, "--array", "3").err
+    assert "need --finish-by" in batchinfer("submit", "--follow", planned.root, "--array", "3").err
 
 
 def test_a_goal_is_recorded(tmp_path):
@@ -217,12 +217,12 @@ def test_without_a_known_speed_one_task_measures_it():
 def test_a_plan_and_then_results_say_what_is_left(planned):
     job = load_job(planned.job)
     meter = RunMeter(FolderStorage(planned), job, PriceList(gpu_hour=36.0), measure_s=1e-3)
-    before = meter.look(time.time())
+    before = meter.measure(time.time())
     assert before.work_s == pytest.approx(10 * H)  # the plan's forecast
     assert (before.units_open, before.spent, before.num_ranks) == (12, 0.0, 1)
     assert before.unit_s == pytest.approx(10 * H / 12)
     assert batchinfer("work", planned.root).code == 0
-    after = meter.look(time.time())
+    after = meter.measure(time.time())
     assert (after.work_s, after.units_open) == (0.0, 0)
     assert after.unit_s < 60  # measured: not an hour as forecast
     assert after.startup_s > 0
@@ -241,7 +241,7 @@ def test_a_forecast_counts_until_enough_is_measured(planned):
     work = [row["new_tokens"] + row["max_output_tokens"] for row in pq.read_table(planned.units).to_pylist()]
     job = load_job(planned.job)
     lefts = [
-        RunMeter(FolderStorage(planned), job, PriceList(), measure_s).look(time.time()).work_s
+        RunMeter(FolderStorage(planned), job, PriceList(), measure_s).measure(time.time()).work_s
         for measure_s in (1e-3, 30.0, 1e9)
     ]
     assert lefts == sorted(lefts)
@@ -253,10 +253,10 @@ def test_without_a_forecast_a_speed_is_not_known_before_it_is_measured(planned):
     state = read_json(planned.run_json)
     publish_json(planned.run_json, {**state, "counts": {**state["counts"], "work_s": None}})
     job = load_job(planned.job)
-    assert RunMeter(FolderStorage(planned), job, PriceList(), 1e-3).look(time.time()).work_s is None
+    assert RunMeter(FolderStorage(planned), job, PriceList(), 1e-3).measure(time.time()).work_s is None
     assert batchinfer("work", planned.root).code == 0
-    assert RunMeter(FolderStorage(planned), job, PriceList(), 1e-3).look(time.time()).work_s == 0.0
-    assert RunMeter(FolderStorage(planned), job, PriceList(), 1e9).look(time.time()).work_s is None
+    assert RunMeter(FolderStorage(planned), job, PriceList(), 1e-3).measure(time.time()).work_s == 0.0
+    assert RunMeter(FolderStorage(planned), job, PriceList(), 1e9).measure(time.time()).work_s is None
 
 
 def test_a_speed_is_not_forgotten_while_a_run_pauses(planned):
@@ -267,7 +267,7 @@ def test_a_speed_is_not_forgotten_while_a_run_pauses(planned):
     for part in planned.unit(3).glob("*/part-*.parquet"):
         part.unlink()
     meter, now = RunMeter(FolderStorage(planned), load_job(planned.job), PriceList(), 1e-3), time.time()
-    lefts = [meter.look(now + hours * H).work_s for hours in (0, 1, 2, 10, 11)]
+    lefts = [meter.measure(now + hours * H).work_s for hours in (0, 1, 2, 10, 11)]
     assert lefts[0] > 0
     assert set(lefts) == {lefts[0]}
 
@@ -282,10 +282,10 @@ def test_results_that_hold_nothing_or_are_gone_say_nothing_of_a_request(planned)
         write_results(folder, 0, pa.Table.from_pylist([row], schema=RESULTS.schema))
         empty = write_results(folder, 1, RESULTS.schema.empty_table())
         os.utime(empty, (time.time() + 60, time.time() + 60))
-        assert meter.look(time.time()).flight_s == 2.5
+        assert meter.measure(time.time()).flight_s == 2.5
         for path in folder.glob("part-*"):
             path.unlink()
-        assert meter.look(time.time()).flight_s == 0.0
+        assert meter.measure(time.time()).flight_s == 0.0
 
 
 def test_outputs_of_a_part_do_not_end_what_is_pursued(planned):
@@ -302,14 +302,14 @@ def test_outputs_of_a_part_do_not_end_what_is_pursued(planned):
 def follow_by(way, planned, look_s=0.0):
     storage = FolderStorage(planned)
     if way == "goal":
-        pursue(storage, load_job(planned.job), goal_of(finish_by_s=time.time() + H), look_s=look_s)
+        follow_goal(storage, load_job(planned.job), goal_of(finish_by_s=time.time() + H), look_s=look_s)
     else:
-        follow(storage, ["08:00 4"], lambda: 0, look_s=look_s)
+        follow_schedule(storage, ["08:00 4"], lambda: 0, look_s=look_s)
 
 
 @pytest.mark.parametrize("way", ["goal", "schedule"])
 def test_tasks_are_followed_on_when_slurm_answers_again(planned, monkeypatch, capsys, way):
-    looks = iter([AwayError("squeue got no answer"), AwayError("squeue got no answer"), None])
+    looks = iter([SlurmUnavailableError("squeue got no answer"), SlurmUnavailableError("squeue got no answer"), None])
 
     def slurm(*_):
         error = next(looks)
@@ -318,8 +318,8 @@ def test_tasks_are_followed_on_when_slurm_answers_again(planned, monkeypatch, ca
         publish_json(planned.run_json, {**read_json(planned.run_json), "state": "finished"})
         return 1 if way == "goal" else (None, [])
 
-    monkeypatch.setattr("batchinfer.pace.pursue.num_tasks", slurm)
-    monkeypatch.setattr("batchinfer.pace.pursue.resize", slurm if way == "schedule" else lambda *_: (None, []))
+    monkeypatch.setattr("batchinfer.pace.follow_goal.num_tasks", slurm)
+    monkeypatch.setattr("batchinfer.pace.follow_goal.resize", slurm if way == "schedule" else lambda *_: (None, []))
     follow_by(way, planned)
     assert capsys.readouterr().err.count("warning: squeue got no answer; tasks stay as they are") == 2
 
@@ -328,7 +328,7 @@ def test_tasks_are_followed_on_when_slurm_answers_again(planned, monkeypatch, ca
 @pytest.mark.parametrize(("change", "sentence"), [(dismiss, "was cancelled"), (take_over, "another command follows")])
 def test_a_follower_ends_with_a_cancel_or_when_another_takes_over(planned, monkeypatch, way, change, sentence):
     """Whatever it has counted before: with an older number it would send tasks anew."""
-    remember_shape(planned, Shape())
+    record_shape(planned, Shape())
     monkeypatch.setattr(client, "live_tasks", lambda _: [])
 
     def refuse(*_):
@@ -339,8 +339,8 @@ def test_a_follower_ends_with_a_cancel_or_when_another_takes_over(planned, monke
         return 0
 
     monkeypatch.setattr(client, "send", refuse)
-    monkeypatch.setattr("batchinfer.pace.pursue.num_tasks", change_it)
-    monkeypatch.setattr("batchinfer.pace.schedule.size_at", lambda *_: ArraySize(change_it() + 4))
+    monkeypatch.setattr("batchinfer.pace.follow_goal.num_tasks", change_it)
+    monkeypatch.setattr("batchinfer.pace.follow_schedule.size_at", lambda *_: ArraySize(change_it() + 4))
     with pytest.raises(InterruptedRunError, match=sentence):
         follow_by(way, planned)
 
@@ -353,10 +353,10 @@ def test_a_schedule_sends_tasks_anew_for_those_that_died_but_not_for_ever(planne
         sizes.append(size)
         return None, []
 
-    monkeypatch.setattr("batchinfer.pace.pursue.resize", resize)
-    monkeypatch.setattr("batchinfer.pace.schedule.num_tasks", lambda _: 1)
-    with pytest.raises(IncompleteRunError, match=r"12 tasks of \S+ were sent since its last result"):
-        follow(FolderStorage(planned), ["08:00 4%2"], lambda: 0, look_s=0.0)
+    monkeypatch.setattr("batchinfer.pace.follow_goal.resize", resize)
+    monkeypatch.setattr("batchinfer.pace.follow_schedule.num_tasks", lambda _: 1)
+    with pytest.raises(IncompleteRunError, match=r"12 tasks of \S+ were submitted since its last result"):
+        follow_schedule(FolderStorage(planned), ["08:00 4%2"], lambda: 0, look_s=0.0)
     assert sizes == [ArraySize(4, 2)] * 5
     assert capsys.readouterr().err.count("3 of 4%2 tasks have ended before their time: sent anew") == 4
 
@@ -370,13 +370,13 @@ def test_a_schedule_sends_no_tasks_for_units_that_others_hold(planned, monkeypat
             dismiss(planned)
         return None, []
 
-    monkeypatch.setattr("batchinfer.pace.pursue.resize", resize)
-    monkeypatch.setattr("batchinfer.pace.schedule.num_tasks", lambda _: 1)
+    monkeypatch.setattr("batchinfer.pace.follow_goal.resize", resize)
+    monkeypatch.setattr("batchinfer.pace.follow_schedule.num_tasks", lambda _: 1)
     with UnitClaims(planned) as claims:
         for unit in range(1, pq.read_metadata(planned.units).num_rows):
             assert claims.try_claim(unit) is not None
         with pytest.raises(InterruptedRunError, match="was cancelled"):
-            follow(FolderStorage(planned), ["08:00 4"], lambda: 0, look_s=0.0)
+            follow_schedule(FolderStorage(planned), ["08:00 4"], lambda: 0, look_s=0.0)
     assert sizes == [4, 2]  # for the unit that waits
 
 
@@ -396,12 +396,12 @@ def test_a_schedule_waits_for_the_units_of_tasks_that_have_just_died(planned, mo
                 claims.release(claim)
         return 0
 
-    monkeypatch.setattr("batchinfer.pace.pursue.resize", resize)
+    monkeypatch.setattr("batchinfer.pace.follow_goal.resize", resize)
     monkeypatch.setattr(client, "live_tasks", lambda _: [])
     with UnitClaims(planned) as claims:
         held = [claims.try_claim(unit) for unit in range(pq.read_metadata(planned.units).num_rows)]
         with pytest.raises(InterruptedRunError, match="was cancelled"):
-            follow(FolderStorage(planned), ["08:00 4"], minute_now, look_s=0.0)
+            follow_schedule(FolderStorage(planned), ["08:00 4"], minute_now, look_s=0.0)
     assert sizes == [4, min(4, len(held))]
 
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from batchinfer.config import load_job
+from batchinfer.pace.follow_goal import is_finished, resize_durably
 from batchinfer.pace.goal import Goal, read_goal, write_goal
 from batchinfer.pace.meter import RunMeter
-from batchinfer.pace.pursue import is_finished, resize_and_keep
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
@@ -17,7 +17,7 @@ from batchinfer.run.open_storage import bucket_storage
 from batchinfer.submit.size import ArraySize
 from batchinfer.submit.slurm import client
 from batchinfer.submit.slurm.follower import take_over
-from batchinfer.submit.slurm.tasks import Shape, cancel, remember_shape, submissions
+from batchinfer.submit.slurm.tasks import Shape, cancel, record_shape, submissions
 from support.jobs import batchinfer, write_job, write_questions
 from support.object_store import s3_server
 
@@ -52,10 +52,10 @@ def nodes(tmp_path, monkeypatch):
 def test_what_others_compute_and_cost_is_measured_from_afar(nodes, tmp_path):
     login, job = nodes("login")
     meter = RunMeter(login, job, PriceList(gpu_hour=36.0), measure_s=1e-3)
-    before = meter.look(time.time())
+    before = meter.measure(time.time())
     assert (before.work_s, before.units_open, before.spent) == (None, 5, 0.0)  # no forecast: no speed is known
     assert batchinfer("work", tmp_path / "job.toml", "--set", f"output.work_dir={tmp_path / 'worker'}").code == 0
-    after = meter.look(time.time())
+    after = meter.measure(time.time())
     assert (after.work_s, after.units_open) == (0.0, 0)
     assert after.startup_s > 0
     assert 0 < after.spent < 36.0 * 300 / 3600
@@ -75,17 +75,17 @@ def test_a_goal_is_known_on_another_login_node(nodes):
 
 def test_what_was_sent_is_kept_also_where_slurm_refuses_what_comes_next(nodes, tmp_path, monkeypatch):
     first, _ = nodes("first")
-    remember_shape(first.run, Shape(partition="night"))
+    record_shape(first.run, Shape(partition="night"))
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="cannot run scontrol"):
-        resize_and_keep(first, ArraySize(1), follower=take_over(first.run))
+        resize_durably(first, ArraySize(1), follower=take_over(first.run))
     second, _ = nodes("second")
     assert [sent.shape.partition for sent in submissions(second.run)] == ["night"]
 
 
 def test_a_cancel_on_another_node_is_known_before_tasks_end(nodes, monkeypatch):
     first, _ = nodes("first")
-    remember_shape(first.run, Shape())
+    record_shape(first.run, Shape())
     name = take_over(first.run)
     first.keep_sent()
     second, _ = nodes("second")
@@ -93,7 +93,7 @@ def test_a_cancel_on_another_node_is_known_before_tasks_end(nodes, monkeypatch):
 
     def look(jobs):
         with pytest.raises(InterruptedRunError, match="was cancelled"):
-            resize_and_keep(first, ArraySize(1), follower=name)
+            resize_durably(first, ArraySize(1), follower=name)
         looks.append(jobs)
         return []
 

@@ -19,9 +19,9 @@ import pytest
 
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import load_job
+from batchinfer.pace.follow_goal import follow_goal
+from batchinfer.pace.follow_schedule import follow_schedule
 from batchinfer.pace.goal import Goal, read_goal
-from batchinfer.pace.pursue import pursue
-from batchinfer.pace.schedule import follow
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
@@ -130,7 +130,7 @@ def test_eight_tasks_of_which_one_is_requeued_in_the_middle(submit, reference, s
     assert len(pq.read_table(run.units)) == 64
     refused = batchinfer("submit", run.root, "--array", "2")
     assert refused.code == 2
-    assert "wait or run already" in refused.err
+    assert "are pending or running already" in refused.err
     other = batchinfer(
         "submit",
         reference[0],
@@ -258,7 +258,7 @@ def test_half_of_the_tasks_cancelled_and_others_added_and_sent_away(submit, refe
     fewer = batchinfer("submit", "--resize", run.root, "4%4")
     assert fewer.out == "at most 4 tasks run at once from now on\n", fewer.err
     away = batchinfer("submit", "--resize", run.root, "3")
-    assert "sent away" in away.out, away.err
+    assert "removed" in away.out, away.err
     gone = away.out.split()[-1]
     wait_for(lambda: gone not in {task.name for task in live_tasks(run)}, run)
     assert "goes back into the queue" not in log_of(run, gone)
@@ -317,7 +317,7 @@ def test_a_run_in_a_bucket_of_which_tasks_are_added_and_sent_away(
             wait_for(lambda: marks() > 2, run)
             wait_for(lambda: status()["tasks_running"] == 3, run)
             away = batchinfer("submit", "--resize", uri, "1")
-            assert "sent away" in away.out, away.err
+            assert "removed" in away.out, away.err
             gone = away.out.split()[-1]
             wait_for(lambda: gone not in {task.name for task in live_tasks(run)}, run)
             added = batchinfer("submit", "--resize", uri, "2")
@@ -380,7 +380,7 @@ def test_tasks_that_have_ended_are_in_the_way_of_no_change():
     assert "ArrayTaskThrottle=2" in show(f"{job}_3")
     client.forbid_requeue(names[:2])
     assert "Requeue=0" in show(names[1])
-    client.warn(names[:2])
+    client.terminate(names[:2])
     with pytest.raises(ConfigError, match="scontrol refused"):
         client._change(["scontrol", "update", f"JobId={job}_3", "Partition=nowhere"])
     client.cancel(names)
@@ -417,7 +417,7 @@ def test_the_number_of_tasks_follows_the_hour(submit, reference):
             assert not list(run.outputs.glob("*.parquet"))
         return next(minutes)
 
-    follow(FolderStorage(run), ["08:00 1", "09:00 0", "20:00 3"], minute_now, look_s=0.5)
+    follow_schedule(FolderStorage(run), ["08:00 1", "09:00 0", "20:00 3"], minute_now, look_s=0.5)
     assert [sent.size.tasks for sent in submissions(run)] == [2, 3]
     assert state(submissions(run)[0].finish) == "CANCELLED"
     expect_outputs(run, reference)
@@ -461,7 +461,7 @@ def test_tasks_follow_a_deadline_and_killed_ones_are_made_up_for(submit, referen
             assert numbers[-2:] == [2, 4]  # two were sent for the two that died
         return goal.finish_by_s - (1e5 if len(numbers) < 5 else 1)
 
-    pursue(FolderStorage(run), load_job(run.job), goal, now_s=now_s, look_s=0.2)
+    follow_goal(FolderStorage(run), load_job(run.job), goal, now_s=now_s, look_s=0.2)
     assert len(numbers) >= 8
     assert [sent.size.tasks for sent in submissions(run)][:3] == [1, 3, 2]
     expect_outputs(run, reference)
@@ -470,19 +470,19 @@ def test_tasks_follow_a_deadline_and_killed_ones_are_made_up_for(submit, referen
 @pytest.mark.slow
 def test_a_budget_that_is_spent_pauses_the_run_and_more_of_it_goes_on(submit, reference, stumble, monkeypatch):
     stumble(0.5)
-    monkeypatch.setattr("batchinfer.pace.pursue.LEAVE_S", 5.0)
+    monkeypatch.setattr("batchinfer.pace.follow_goal.LEAVE_S", 5.0)
     run = submit("--array", "1")
     wait_for(lambda: is_in_the_middle(run), run)
     # a cent per second of a task; ten seconds for what has been spent, and a few more
     goal = goal_of(max_cost=0.25, finish_by_s=None, most_tasks=2)
     with pytest.raises(InterruptedRunError, match=r"before more than --max-cost 0\.25 is spent") as paused:
-        pursue(FolderStorage(run), load_job(run.job), goal, look_s=0.2)
+        follow_goal(FolderStorage(run), load_job(run.job), goal, look_s=0.2)
     assert paused.value.exit_code == 75
     assert not live_tasks(run)
     rows = [row for path in run.stats.glob("nodes/*.parquet") for row in pq.read_table(path).to_pylist()]
     assert sum(row["end_s"] - row["start_s"] for row in rows if row["command"] == "work") / 100 <= 0.25
     assert len(list(run.root.glob("done/*"))) < 64
-    pursue(FolderStorage(run), load_job(run.job), replace(goal, max_cost=100.0), look_s=0.2)
+    follow_goal(FolderStorage(run), load_job(run.job), replace(goal, max_cost=100.0), look_s=0.2)
     expect_outputs(run, reference)
 
 
@@ -490,8 +490,8 @@ def test_tasks_that_end_without_results_are_not_sent_for_ever(submit, tmp_path):
     own = tmp_path / "own.sbatch"
     own.write_text("#!/bin/bash\nexit 1\n")
     run = submit("--array", "1", "--template", str(own))
-    with pytest.raises(IncompleteRunError, match=r"tasks of .* were sent since its last result"):
-        pursue(FolderStorage(run), load_job(run.job), goal_of(), look_s=0.2)
+    with pytest.raises(IncompleteRunError, match=r"tasks of .* were submitted since its last result"):
+        follow_goal(FolderStorage(run), load_job(run.job), goal_of(), look_s=0.2)
     assert len(submissions(run)) < 10
 
 
@@ -523,7 +523,7 @@ def test_a_run_ends_at_its_deadline_although_tasks_are_killed(submit, reference,
             kills.pop(0)
         return now
 
-    pursue(FolderStorage(run), load_job(run.job), goal, now_s=now_s, look_s=1.0)
+    follow_goal(FolderStorage(run), load_job(run.job), goal, now_s=now_s, look_s=1.0)
     took_s = time.time() - goal.set_s
     print(f"\nended after {took_s:.0f} of 150 s; tasks second by second: {numbers}")
     assert not kills

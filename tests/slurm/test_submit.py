@@ -15,10 +15,17 @@ from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from batchinfer.submit.size import ArraySize, parse_size
 from batchinfer.submit.slurm import client
-from batchinfer.submit.slurm.client import AwayError, Task, check_extra_argument, limit_seconds, log_pattern, slices
+from batchinfer.submit.slurm.client import (
+    SlurmUnavailableError,
+    Task,
+    check_extra_argument,
+    limit_seconds,
+    log_pattern,
+    slices,
+)
 from batchinfer.submit.slurm.environment import surprising_variables
 from batchinfer.submit.slurm.schedule import parse_schedule, size_at
-from batchinfer.submit.slurm.tasks import Shape, leaving, submissions
+from batchinfer.submit.slurm.tasks import Shape, submissions, tasks_to_remove
 from support.jobs import batchinfer, start, write_job, write_questions
 from support.paths import ROOT
 
@@ -54,7 +61,7 @@ def test_arrays_beyond_the_clusters_limit():
 def test_those_that_wait_leave_first_then_the_idle_then_the_youngest():
     states = {"5_0": "RUNNING", "5_1": "RUNNING", "5_2": "RUNNING", "7_0": "RUNNING", "7_1": "PENDING"}
     live = [Task(*name.split("_"), state, "", "") for name, state in states.items()]
-    names = [task.name for task in leaving(live, 4, busy={"5_0", "5_2", "7_0"})]
+    names = [task.name for task in tasks_to_remove(live, 4, busy={"5_0", "5_2", "7_0"})]
     assert names == ["7_1", "5_1", "7_0", "5_2"]
 
 
@@ -140,9 +147,9 @@ def test_own_templates(job, tmp_path):
         (("--array", "1", "--sbatch-arg=--array=1"), "submit sets itself"),
         (("--array", "1", "--sbatch-arg=--depend=singleton"), "submit sets itself"),
         (("--array", "1", "--sbatch-arg=-N4"), "submit sets itself"),
-        (("--array", "1", "--sbatch-arg=--wait"), "lose sight of its tasks"),
-        (("--array", "1", "--sbatch-arg=--clusters=other"), "lose sight of its tasks"),
-        (("--array", "1", "--sbatch-arg=-Mother"), "lose sight of its tasks"),
+        (("--array", "1", "--sbatch-arg=--wait"), "lose its tasks"),
+        (("--array", "1", "--sbatch-arg=--clusters=other"), "lose its tasks"),
+        (("--array", "1", "--sbatch-arg=-Mother"), "lose its tasks"),
         (("--array", "1", "--template", "nowhere.sbatch"), "no Slurm template"),
         (("--array", "1", "--nodes-per-group", "3"), "4 ranks do not spread evenly over 3 nodes"),
         (("--array", "1", "--gpus-per-node", "2"), "4 ranks per node need as many GPUs"),
@@ -198,7 +205,7 @@ def test_without_slurm_a_sentence_says_so(job, monkeypatch, tmp_path):
     assert not (tmp_path / "run").exists()
     assert batchinfer("plan", job, "--set", f"output.dir={tmp_path / 'run'}").code == 0
     assert batchinfer("status", tmp_path / "run").code == 0
-    assert "nothing of" in batchinfer("cancel", tmp_path / "run").out
+    assert "no tasks of" in batchinfer("cancel", tmp_path / "run").out
     assert "was never submitted" in batchinfer("submit", "--resize", tmp_path / "run", "3").err
     assert "no slurm.schedule" in batchinfer("submit", "--follow", tmp_path / "run").err
 
@@ -296,12 +303,12 @@ def test_tasks_of_another_cluster(fake_program):
 )
 def test_a_controller_that_is_away_is_told_from_a_refusal(fake_program, said):
     fake_program(f"echo '{said}' >&2; exit 1")
-    with pytest.raises(AwayError, match=re.escape(said)):
+    with pytest.raises(SlurmUnavailableError, match=re.escape(said)):
         client.live_tasks(["5"])
     fake_program("echo 'slurm_load_jobs error: Access denied' >&2; exit 1")
     with pytest.raises(ConfigError) as refused:
         client.live_tasks(["5"])
-    assert not isinstance(refused.value, AwayError)
+    assert not isinstance(refused.value, SlurmUnavailableError)
 
 
 def test_sbatch_without_an_answer_may_have_sent_its_tasks(fake_program, monkeypatch):
@@ -309,7 +316,7 @@ def test_sbatch_without_an_answer_may_have_sent_its_tasks(fake_program, monkeypa
     fake_program("exec sleep 60", "sbatch")
     with pytest.raises(ConfigError, match="look at `squeue --me`") as error:
         client.send(["sbatch"])
-    assert not isinstance(error.value, AwayError)
+    assert not isinstance(error.value, SlurmUnavailableError)
 
 
 def test_two_submits_at_a_time_send_tasks_once(job, tmp_path, fake_program, monkeypatch):
@@ -338,7 +345,7 @@ def test_tasks_are_cancelled_when_the_job_that_finishes_is_refused(job, tmp_path
     assert batchinfer("plan", job, "--set", f"output.dir={run}").code == 0
     refused = batchinfer("submit", run, "--array", "2")
     assert refused.code == 2
-    assert "sbatch refused: Invalid account; what was sent before that is cancelled: 5" in refused.err
+    assert "sbatch refused: Invalid account; what was submitted before that is cancelled: 5" in refused.err
     fake_program("exit 1", "scancel")
     refused = batchinfer("submit", run, "--array", "2")
     assert refused.code == 2

@@ -113,7 +113,7 @@ def test_while_somebody_works(planned, monkeypatch):
     assert "Slurm task 12_3 on node7, restart 2" in err
     found = status(planned)
     assert (found["activity"], found["units_running"], found["workers"]) == ("interrupted", 0, 0)
-    assert "interrupted, nobody works on it any more" in batchinfer("status", planned).out
+    assert "interrupted, no worker is left" in batchinfer("status", planned).out
     assert batchinfer("work", planned).code == 0
     assert status(planned)["activity"] == "computed"
 
@@ -152,7 +152,7 @@ def test_a_plan_under_way_is_planning(planned):
     publish_json(run.run_json, read_json(run.run_json) | {"state": "planning"})
     found = status(planned)
     assert (found["state"], found["activity"], found["units"], found["sessions"]) == ("planning", "planning", 0, [])
-    assert "planning was interrupted, nobody is at it: `batchinfer plan` goes on" in batchinfer("status", planned).out
+    assert "planning was interrupted; `batchinfer plan` continues" in batchinfer("status", planned).out
     session, meter = Heartbeat(FolderStorage(run), "1", "plan"), Progress("tokenise", 30, "rows", phase="planning")
     with meter:
         meter.advance(12)

@@ -124,7 +124,7 @@ def test_pods_that_are_killed_or_drained_start_again_and_change_nothing(submit, 
     (job,) = [name for name in cluster.jobs() if not name.endswith("-finish")]
     again = ["--to", "k8s", "--image", "a/b", "--pvc", f"disk:{run.root.parent}", "--array", "1"]
     refused = batchinfer("submit", run.root, *again)
-    assert (refused.code, "wait or run already" in refused.err) == (2, True)
+    assert (refused.code, "are pending or running already" in refused.err) == (2, True)
     wait_for(lambda: is_in_the_middle(run), cluster)
     killed = wait_for(lambda: busy_pod(run, cluster), cluster)
     killed.kill()  # a failure: it counts
@@ -156,7 +156,7 @@ def test_a_run_is_made_smaller_and_larger_cancelled_and_sent_again(submit, refer
     wait_for(lambda: f"{job}-1" in {pod.task for pod in cluster.pods()}, cluster)
     assert set(batchinfer("cancel", run.root).out.split()[1:]) == {job, f"{job}-finish"}
     wait_for(lambda: not cluster.jobs(), cluster)
-    assert "nothing of" in batchinfer("cancel", run.root).out
+    assert "no tasks of" in batchinfer("cancel", run.root).out
     refused = batchinfer("submit", "--resize", run.root, "2")
     assert (refused.code, "no tasks of" in refused.err) == (2, True)
     again = ["--to", "k8s", "--array", "1", "--image", "a/b", "--pvc", f"disk:{run.root.parent}"]

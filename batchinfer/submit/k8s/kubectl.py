@@ -1,4 +1,4 @@
-"""Talks to a Kubernetes cluster through kubectl: lists of arguments and standard input, never a shell."""
+"""Access to a Kubernetes cluster by kubectl, which gets argument lists and standard input, never a shell command."""
 
 import json
 import subprocess
@@ -6,8 +6,8 @@ from typing import Any
 
 from batchinfer.records import ConfigError
 
-ANSWER_S = 120.0  # a busy API server may take its time
-# what kubectl says when nothing tells it which cluster is meant
+ANSWER_S = 120.0  # timeout; a busy API server may be slow
+# messages of kubectl without a configured cluster
 _NO_CONTEXT = (
     "current-context is not set",
     "localhost:8080",
@@ -17,45 +17,45 @@ _NO_CONTEXT = (
 
 
 class Kubectl:
-    """kubectl with a context and a namespace; None: those that it takes by itself."""
+    """kubectl with a context and a namespace; None for kubectl's default."""
 
     def __init__(self, context: str | None, namespace: str | None) -> None:
         self._options = [] if context is None else [f"--context={context}"]
         self._options += [] if namespace is None else [f"--namespace={namespace}"]
 
     def check(self) -> None:
-        """See that it is here and reaches a cluster in which Jobs may be looked at.
+        """Check that kubectl is installed and may list Jobs in a cluster.
 
         Raises:
-            ConfigError: it is not, or does not.
+            ConfigError: kubectl is missing, reaches no cluster or is refused.
         """
         self._answer(["get", "jobs.batch", "--output=name", "--selector=batchinfer/none"])
 
     def create(self, objects: str) -> None:
-        """Make the objects of a YAML stream."""
+        """Create the objects of a YAML stream."""
         self._answer(["create", "--filename=-"], objects)
 
     def items(self, kind: str, selector: str) -> list[dict[str, Any]]:
-        """All objects of a kind with these labels."""
+        """Return all objects of a kind that match a label selector."""
         found = json.loads(self._answer(["get", kind, f"--selector={selector}", "--output=json"]))
         items: list[dict[str, Any]] = found["items"]
         return items
 
     def patch(self, kind: str, name: str, change: dict[str, Any]) -> None:
-        """Change some fields of an object."""
+        """Merge `change` into an object."""
         self._answer(["patch", kind, name, "--type=merge", f"--patch={json.dumps(change)}"])
 
     def delete(self, kind: str, names: list[str]) -> None:
-        """Delete objects and their pods, which get SIGTERM and their grace period; those that are gone are left."""
+        """Delete objects and their pods, which get SIGTERM and their grace period; missing objects are ignored."""
         for first in range(0, len(names), 200):
             options = ["--ignore-not-found", "--wait=false", "--cascade=background"]
             self._answer(["delete", kind, *options, *names[first : first + 200]])
 
     def _answer(self, arguments: list[str], text: str | None = None) -> str:
-        """Standard output of kubectl.
+        """Run kubectl and return its standard output.
 
         Raises:
-            ConfigError: it is missing, reaches no cluster, does not answer or refuses; the message holds what it said.
+            ConfigError: kubectl is missing, reaches no cluster, times out or fails; the message has kubectl's output.
         """
         command = ["kubectl", *self._options, *arguments]
         try:

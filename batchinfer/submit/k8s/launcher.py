@@ -41,7 +41,7 @@ class KubernetesLauncher:
     def resize(self, storage: Storage, size: ArraySize, busy: Container[str]) -> list[str]:
         added, away = tasks.resize(storage.run, size.tasks, busy)
         lines = [f"{added} tasks added"] if added else []
-        return lines + ([f"sent away, with what they have finished committed: {' '.join(away)}"] if away else [])
+        return lines + ([f"removed, after committing finished requests: {' '.join(away)}"] if away else [])
 
     def cancel(self, storage: Storage) -> list[str]:
         return tasks.cancel(storage.run)

@@ -1,6 +1,6 @@
-"""The objects that Kubernetes gets: templates of jobs/k8s, with what is different for each run put in as data.
+"""Manifests of a run's Kubernetes objects: the templates of jobs/k8s, filled in for each run.
 
-A template is parsed, changed as a tree and written again, so that no path or name can turn into YAML of its own.
+A template is parsed, changed as a tree and written again, so that no path or name is parsed as YAML.
 """
 
 import os
@@ -15,7 +15,7 @@ from batchinfer.submit.template import find_template
 
 Manifest = dict[str, Any]
 
-CONTAINER = "batchinfer"  # that templates must have
+CONTAINER = "batchinfer"  # every template has a container of this name
 RUN_LABEL, PART_LABEL = "app.kubernetes.io/instance", "app.kubernetes.io/component"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 GPU = "nvidia.com/gpu"
@@ -26,12 +26,12 @@ _RESTARTS = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
 
 
 def task_job(run: str, name: str, run_label: str, shape: Shape, tasks: int) -> Manifest:
-    """An Indexed Job of tasks of one node each.
+    """Return the Indexed Job of tasks of one node each.
 
     Args:
-        run: folder or URI.
-        name: of the Job.
-        run_label: names the run.
+        run: the run's folder or URI.
+        name: the Job's name.
+        run_label: value of the label that names the run.
     """
     manifest = _load(shape.task_template, shape.template, "Job")
     _put_names(manifest, run, name, run_label, "tasks", shape)
@@ -48,7 +48,7 @@ def task_job(run: str, name: str, run_label: str, shape: Shape, tasks: int) -> M
 
 
 def task_group(run: str, name: str, run_label: str, shape: Shape) -> Manifest:
-    """A JobSet: one task of several nodes. Arguments are those of `task_job`."""
+    """Return the JobSet of one task of several nodes. Arguments are those of `task_job`."""
     manifest = _load(shape.task_template, shape.template, "JobSet")
     _put_names(manifest, run, name, run_label, "tasks", shape)
     jobs = manifest["spec"].get("replicatedJobs") or []
@@ -59,12 +59,12 @@ def task_group(run: str, name: str, run_label: str, shape: Shape) -> Manifest:
     environment = [
         _value("BATCHINFER_TASK", name),
         _from_field("BATCHINFER_RESTARTS", _RESTARTS),
-        _value("BATCHINFER_GROUP", f"{name}-$(BATCHINFER_RESTARTS)"),  # a new life meets anew
+        _value("BATCHINFER_GROUP", f"{name}-$(BATCHINFER_RESTARTS)"),  # a new name per restart
         _from_field("BATCHINFER_GROUP_INDEX", _INDEX),
         _value("BATCHINFER_GROUP_SIZE", str(shape.nodes_per_group)),
     ]
     labels = {**manifest["metadata"]["labels"]}
-    labels.pop(QUEUE_LABEL, None)  # the JobSet is what waits in the queue
+    labels.pop(QUEUE_LABEL, None)  # the JobSet waits in the queue, not its pods
     spec["template"].setdefault("metadata", {}).setdefault("labels", {}).update(labels)
     _fill_pod(spec["template"], shape, ["work", _literal(run)], environment, run)
     _put_resources(spec["template"], shape)
@@ -72,7 +72,7 @@ def task_group(run: str, name: str, run_label: str, shape: Shape) -> Manifest:
 
 
 def finish_job(run: str, name: str, run_label: str, shape: Shape) -> Manifest:
-    """The Job that waits for the tasks' results and writes the outputs. Arguments are those of `task_job`."""
+    """Return the Job that waits for the tasks' results and writes the outputs. Arguments are those of `task_job`."""
     manifest = _load("k8s/finish.yaml", shape.finish_template, "Job")
     _put_names(manifest, run, name, run_label, "finish", shape)
     _fill_pod(
@@ -82,17 +82,17 @@ def finish_job(run: str, name: str, run_label: str, shape: Shape) -> Manifest:
 
 
 def as_yaml(manifests: list[Manifest]) -> str:
-    """The objects as one stream that `kubectl create -f -` takes."""
-    import yaml  # only here and in _load: `status` needs none
+    """Return the objects as one YAML stream for `kubectl create -f -`."""
+    import yaml  # imported late: `status` needs no YAML
 
     return yaml.safe_dump_all(manifests, sort_keys=False, width=120, explicit_start=True)
 
 
 def _load(name: str, own: str | None, kind: str) -> Manifest:
-    """A template's tree.
+    """Load a template as a tree.
 
     Raises:
-        ConfigError: it is missing, no YAML, of another kind, or has no container of ours.
+        ConfigError: the template is missing, no YAML, or of another kind.
     """
     import yaml
 
@@ -102,8 +102,8 @@ def _load(name: str, own: str | None, kind: str) -> Manifest:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict) or found.get("kind") != kind or not isinstance(found.get("spec"), dict):
-        raise ConfigError(f"{path} is no template here: it must hold one {kind}; begin with a copy of jobs/{name}")
-    # names first: the rest of a template may be long
+        raise ConfigError(f"{path} is no usable template: it must hold one {kind}; begin with a copy of jobs/{name}")
+    # metadata comes first in the written manifest
     return {"apiVersion": found.get("apiVersion"), "kind": kind, "metadata": {}, **found}
 
 
@@ -123,7 +123,7 @@ def _put_names(manifest: Manifest, run: str, name: str, run_label: str, part: st
 
 
 def _fill_pod(template: Manifest, shape: Shape, arguments: list[str], environment: list[Manifest], run: str) -> None:
-    """Image, command, variables and volumes."""
+    """Set image, command, variables and volumes of the pod's container."""
     pod, container = template["spec"], _container(template)
     container.setdefault("command", ["batchinfer"])
     container |= {"image": shape.image, "args": arguments}
@@ -140,13 +140,13 @@ def _fill_pod(template: Manifest, shape: Shape, arguments: list[str], environmen
         pod.setdefault("volumes", []).append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         container.setdefault("volumeMounts", []).append({"name": f"claim-{number}", "mountPath": path})
     if not is_object_store(run):
-        # files of the run folder belong to whoever has planned it
+        # pods run as the user who owns the files of the run folder
         owner = {"runAsUser": os.getuid(), "runAsGroup": os.getgid()}
         pod["securityContext"] = {**owner, **pod.get("securityContext", {})}
 
 
 def _put_resources(template: Manifest, shape: Shape) -> None:
-    """What a node of a task asks for. Kubernetes takes GPUs as a limit, which is the request, too."""
+    """Set the resource requests and limits of a node; Kubernetes takes GPUs as a limit, which is also the request."""
     asked = {"cpu": shape.cpus, "memory": shape.memory}
     requests = {name: value for name, value in asked.items() if value is not None}
     limits = {} if shape.memory is None else {"memory": shape.memory}
@@ -169,7 +169,7 @@ def _container(template: Manifest) -> Manifest:
 
 
 def _literal(text: str) -> str:
-    """For arguments: Kubernetes reads $(NAME) in them, and $$ as a plain $."""
+    """Escape an argument: Kubernetes expands $(NAME) in arguments, and reads $$ as a plain $."""
     return text.replace("$", "$$")
 
 
@@ -178,5 +178,5 @@ def _value(name: str, value: str) -> Manifest:
 
 
 def _from_field(name: str, field: str) -> Manifest:
-    """A variable that the node sets from what it knows of the pod."""
+    """Return an environment variable that Kubernetes sets from a field of the pod."""
     return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}

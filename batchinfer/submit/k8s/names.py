@@ -1,4 +1,4 @@
-"""Names and quantities that Kubernetes takes: labels of RFC 1123 have a-z, 0-9 and -, 63 at most."""
+"""Checks of names and quantities for Kubernetes; a label of RFC 1123 has at most 63 characters of a-z, 0-9 and -."""
 
 import re
 
@@ -14,10 +14,10 @@ MEMORY = re.compile(rf"{_NUMBER}(k|M|G|T|Ki|Mi|Gi|Ti)")
 
 
 def check_name(option: str, value: str) -> str:
-    """A queue, claim or secret.
+    """Check the name of a queue, claim or secret and return it.
 
     Raises:
-        ConfigError: Kubernetes has no such names.
+        ConfigError: `value` is no valid name.
     """
     most = 63 if option == "--queue" else 253  # a queue is named by a label
     if len(value) > most or SUBDOMAIN.fullmatch(value) is None:
@@ -29,10 +29,10 @@ def check_name(option: str, value: str) -> str:
 
 
 def check_namespace(value: str) -> str:
-    """A namespace, which is a part of the names of hosts.
+    """Check a namespace and return it; a namespace is a part of host names, so it has no dots.
 
     Raises:
-        ConfigError: Kubernetes has no such namespaces.
+        ConfigError: `value` is no valid namespace.
     """
     if LABEL.fullmatch(value) is None:
         raise ConfigError(
@@ -42,10 +42,10 @@ def check_namespace(value: str) -> str:
 
 
 def check_image(value: str) -> str:
-    """An image's name.
+    """Check the name of an image and return it.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: `value` is no image name.
     """
     if IMAGE.fullmatch(value) is None:
         raise ConfigError(f"--image is {value!r}; name one as a node can pull it, registry.example/team/batchinfer:1")
@@ -53,10 +53,10 @@ def check_image(value: str) -> str:
 
 
 def check_processors(value: str) -> str:
-    """So many processors.
+    """Check a number of processors and return it.
 
     Raises:
-        ConfigError: it is no number of them.
+        ConfigError: `value` is no such number.
     """
     if PROCESSORS.fullmatch(value) is None:
         raise ConfigError(f"--cpus is {value!r}; write a number of processors, for example 16")
@@ -64,10 +64,10 @@ def check_processors(value: str) -> str:
 
 
 def check_memory(value: str) -> str:
-    """So much memory. Kubernetes takes 64 for so many bytes and 64m for thousandths of one: nobody means these.
+    """Check an amount of memory and return it. A unit is required: Kubernetes reads 64 as 64 bytes, and 64m as 0.064.
 
     Raises:
-        ConfigError: it is no quantity with a unit.
+        ConfigError: `value` is no quantity with a unit.
     """
     if MEMORY.fullmatch(value) is None:
         raise ConfigError(f"--memory is {value!r}; write a quantity of Kubernetes with its unit, for example 64Gi")
@@ -75,10 +75,10 @@ def check_memory(value: str) -> str:
 
 
 def split_volume(value: str) -> tuple[str, str]:
-    """Claim and path of CLAIM:PATH.
+    """Split CLAIM:PATH into claim and path.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: `value` has another form.
     """
     claim, _, path = value.partition(":")
     if (

@@ -1,4 +1,4 @@
-"""What each pod of a run gets on Kubernetes."""
+"""The resources and options of a run's pods on Kubernetes."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,29 +13,29 @@ from batchinfer.submit.template import find_template
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Options of `submit --to k8s`; None where the cluster's or the template's default counts."""
+    """Options of `submit --to k8s`; None for the default of the cluster or the template."""
 
     image: str
     nodes_per_group: int = 1
     gpus_per_node: int | None = None
-    cpus: str | None = None  # of a pod
+    cpus: str | None = None  # per pod
     memory: str | None = None
     namespace: str | None = None
-    context: str | None = None  # of kubectl
+    context: str | None = None  # kubectl's
     queue: str | None = None  # Kueue's LocalQueue
     volumes: tuple[str, ...] = ()  # CLAIM:PATH
-    secret: str | None = None  # its keys are environment variables: credentials for s3://
-    template: str | None = None  # the person's own files instead of those that come with batchinfer
+    secret: str | None = None  # its keys become environment variables, such as credentials for s3://
+    template: str | None = None  # the user's own files instead of batchinfer's
     finish_template: str | None = None
 
     @property
     def task_template(self) -> str:
-        """Of a task of one node or of several, in jobs/."""
+        """The template in jobs/ for tasks of one node or of several nodes."""
         return "k8s/tasks.yaml" if self.nodes_per_group == 1 else "k8s/group.yaml"
 
 
 def check_shape(job: JobConfig, shape: Shape) -> None:
-    """Find what is wrong before anything is planned or sent.
+    """Check the options before anything is planned or submitted.
 
     Raises:
         ConfigError: a name or quantity cannot be used, the run folder is on no volume, or the ranks do not spread over
@@ -58,7 +58,7 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
 
 
 def _check_volumes(job: JobConfig, shape: Shape) -> None:
-    """The run folder must be where all pods see it; of other folders an image may hold a copy."""
+    """Check that all pods can reach the run folder; warn of other folders, of which the image may have a copy."""
     mounts = [Path(names.split_volume(volume)[1]) for volume in shape.volumes]
     if len(set(mounts)) < len(mounts):
         raise ConfigError("--pvc names the same PATH twice; leave one out")
@@ -80,7 +80,7 @@ def _check_volumes(job: JobConfig, shape: Shape) -> None:
 
 
 def is_object_store(path: str) -> bool:
-    """Whether it is a URI and no path on a disk."""
+    """Return whether `path` is a URI and no path on a disk."""
     return "://" in path
 
 

@@ -1,8 +1,8 @@
-"""A run's tasks on Kubernetes: sent, counted, added, sent away, ended.
+"""Submission, counting, resizing and cancelling of a run's tasks on Kubernetes.
 
-    k8s/0000.json   one submission: what was asked for, the names of its Jobs or JobSets, the Job that finishes
+    k8s/0000.json   one submission: its options, the names of its Jobs or JobSets, and of the Job that finishes the run
 
-The names are written down before anything is sent, so that none is forgotten.
+The names are recorded before anything is created, so that no object is lost.
 """
 
 import shutil
@@ -28,21 +28,22 @@ from batchinfer.submit.k8s.manifests import (
 )
 from batchinfer.submit.k8s.shape import Shape
 from batchinfer.submit.live import LiveTasks
+from batchinfer.submit.messages import how_to_follow, never_submitted, refuse_zero_tasks
 from batchinfer.submit.names import run_name
 from batchinfer.submit.records import sent_records
-from batchinfer.submit.words import how_to_follow, never_sent, refuse_none
 
 JOBS, GROUPS = "jobs.batch", "jobsets.jobset.x-k8s.io"
-MOST_TASKS = 100_000  # of an Indexed Job that tries each index again
+MOST_TASKS = 100_000  # limit of an Indexed Job with retries per index
 ENDED = ("Complete", "Completed", "Failed")  # conditions of Jobs and JobSets
 USUAL_REASONS = {"", "ContainerCreating", "PodInitializing", "SchedulingGated"}
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What was sent.
+    """One submission.
 
-    run: its folder or URI, as pods know it.
+    Attributes:
+        run: the run's folder or URI in the pods.
     """
 
     run: str
@@ -50,7 +51,7 @@ class Submission:
     tasks: int
     jobs: list[str] = field(default_factory=list)  # one Indexed Job, or a JobSet per task
     finish: str | None = None
-    path: Path | None = None  # the record of it
+    path: Path | None = None  # record of the submission
 
     @property
     def kind(self) -> str:
@@ -60,13 +61,13 @@ class Submission:
 def manifests(
     run: RunDir, where: str, shape: Shape, tasks: int, *, finish: bool = True
 ) -> tuple[Submission, list[Manifest]]:
-    """What `submit` would send, and the record of it; nothing is sent or written.
+    """Return the record and the manifests of a submission; nothing is submitted or written.
 
     Args:
-        where: the run folder or URI as pods know it.
+        where: the run's folder or URI in the pods.
 
     Raises:
-        ConfigError: too many tasks, or a template cannot be used.
+        ConfigError: there are too many tasks, or a template is invalid.
     """
     if tasks > MOST_TASKS:
         raise ConfigError(f"{tasks:,} tasks are more than the {MOST_TASKS:,} that a Job may have; ask for fewer")
@@ -91,67 +92,67 @@ def manifests(
 
 
 def submit(run: RunDir, where: str, shape: Shape, tasks: int) -> Submission:
-    """Send the tasks of a planned run, and the Job that finishes it. Arguments are those of `manifests`.
+    """Submit the tasks of a planned run, and the Job that finishes it. Arguments are those of `manifests`.
 
     Raises:
-        ConfigError: tasks of this run wait or run already; the cluster refuses, or is out of reach.
+        ConfigError: tasks of this run are pending or running already; the cluster refuses or cannot be reached.
     """
     kubectl = Kubectl(shape.context, shape.namespace)
     if submissions(run) and (names := _live_jobs(run, kubectl, "tasks")):
         raise ConfigError(
-            f"tasks of {run.shown} wait or run already ({names[0]}); change their number with "
+            f"tasks of {run.shown} are pending or running already ({names[0]}); change their number with "
             f"`batchinfer submit --resize {run.shown} N`, or end them with `batchinfer cancel {run.shown}`"
         )
-    # one that waits for all units serves the new tasks as well
+    # a finishing Job that still waits for all units serves the new tasks as well
     sent, objects = manifests(
         run, where, shape, tasks, finish=not (submissions(run) and _live_jobs(run, kubectl, "finish"))
     )
-    _remember(sent)
+    _record(sent)
     kubectl.create(as_yaml(objects))
     return sent
 
 
 def resize(run: RunDir, tasks: int, busy: Container[str] = ()) -> tuple[int, list[str]]:
-    """Set how many tasks wait or run from now on.
+    """Change the number of pending and running tasks.
 
-    An Indexed Job is made longer or shorter: it starts or ends its last pods. Of groups those that hold no unit are
-    ended first, then the youngest. What is ended gets SIGTERM, commits what is finished and gives its units back.
+    An Indexed Job becomes longer or shorter by its last pods. Groups without a unit are removed first, then the
+    youngest. A removed task gets SIGTERM, commits finished requests and releases its units.
 
     Args:
         busy: names of tasks that hold units.
 
     Returns:
-        How many were added, and the names of those that were sent away.
+        The number of added tasks, and the names of removed tasks.
 
     Raises:
-        ConfigError: nothing of the run is there to be changed; the cluster refuses, or is out of reach.
+        ConfigError: the run has no live tasks; the cluster refuses or cannot be reached.
     """
-    refuse_none(run, tasks, "k8s")
+    refuse_zero_tasks(run, tasks, "k8s")
     last = last_submission(run)
     kubectl = Kubectl(last.shape.context, last.shape.namespace)
     live = _live_jobs(run, kubectl, "tasks")
     if not live:
         raise ConfigError(
-            f"no tasks of {run.shown} wait or run; send some with `batchinfer submit {run.shown} --to k8s`"
+            f"no tasks of {run.shown} are pending or running; submit some with `batchinfer submit {run.shown} --to k8s`"
         )
     if last.kind == GROUPS:
         return _resize_groups(kubectl, last, live, tasks, busy)
     (job,) = live
     before = _tasks_of(kubectl, run, job)
-    # Kubernetes lets both change together alone
+    # Kubernetes accepts a change of both together only
     kubectl.patch(JOBS, job, {"spec": {"completions": tasks, "parallelism": tasks}})
-    _remember(replace(last, tasks=tasks))
+    _record(replace(last, tasks=tasks))
     return max(0, tasks - before), [f"{job}-{index}" for index in range(tasks, before)]
 
 
 def cancel(run: RunDir) -> list[str]:
-    """End everything of a run that waits or runs, the Job that finishes it too; returns the names of what was ended."""
+    """Delete all live Jobs and JobSets of a run, the finishing Job too; return the names of deleted objects."""
     found = submissions(run)
     if not found:
         return []
     kubectl = Kubectl(found[-1].shape.context, found[-1].shape.namespace)
     ended = []
-    # the one that finishes first: it must not begin because the tasks have ended
+    # the finishing Job first: it must not start when the tasks end
     for part, kind in (("finish", JOBS), ("tasks", JOBS), ("tasks", GROUPS)):
         if kind == JOBS or any(sent.kind == GROUPS for sent in found):
             names = [job["metadata"]["name"] for job in _jobs(run, kubectl, part, kind) if not _has_ended(job)]
@@ -161,11 +162,10 @@ def cancel(run: RunDir) -> list[str]:
 
 
 def live_tasks(run: RunDir) -> LiveTasks | None:
-    """The run's tasks by the cluster's account, and what is wrong with them; None where nothing was sent to
-    one, or kubectl is missing.
+    """Count the run's tasks in the cluster, with problems; return None if nothing was submitted or kubectl is missing.
 
     Raises:
-        ConfigError: the cluster refuses, or is out of reach.
+        ConfigError: the cluster refuses or cannot be reached.
     """
     found = submissions(run)
     if not found or shutil.which("kubectl") is None:
@@ -182,7 +182,7 @@ def live_tasks(run: RunDir) -> LiveTasks | None:
 
 
 def submissions(run: RunDir) -> list[Submission]:
-    """All that was ever sent for a run, in order."""
+    """Return all submissions of a run, in order."""
     found = []
     for path, record in sent_records(run, "k8s", "run", "shape", "tasks", "jobs", "finish"):
         shape = Shape(**{**record["shape"], "volumes": tuple(record["shape"]["volumes"])})
@@ -191,7 +191,7 @@ def submissions(run: RunDir) -> list[Submission]:
 
 
 def submission_text(run: RunDir, sent: Submission) -> str:
-    """Names and the commands to follow them, for a person."""
+    """Return the names of the Jobs and the commands to follow them, for a person."""
     kind, where = ("job", sent.jobs[0]) if sent.kind == JOBS else ("jobset", f"{sent.jobs[0]} and so on")
     space = "" if sent.shape.namespace is None else f" -n {sent.shape.namespace}"
     selector = f"{RUN_LABEL}={run_name(sent.run)}"
@@ -210,24 +210,24 @@ def _resize_groups(
     if missing > 0:
         first, stem = len(last.jobs), last.jobs[0].rpartition("-")[0]
         added = [f"{stem}-{number}" for number in range(first, first + missing)]
-        _remember(replace(last, tasks=tasks, jobs=[*last.jobs, *added]))
+        _record(replace(last, tasks=tasks, jobs=[*last.jobs, *added]))
         kubectl.create(as_yaml([task_group(last.run, name, run_name(last.run), last.shape) for name in added]))
         return missing, []
     by_need = sorted(live, key=lambda name: (name in busy, -int(name.rpartition("-")[2])))
     away = by_need[: len(live) - tasks]
     kubectl.delete(GROUPS, away)
-    _remember(replace(last, tasks=tasks))
+    _record(replace(last, tasks=tasks))
     return 0, away
 
 
 def last_submission(run: RunDir) -> Submission:
     found = submissions(run)
     if not found:
-        raise never_sent(run, "k8s")
+        raise never_submitted(run, "k8s")
     return found[-1]
 
 
-def _remember(sent: Submission) -> None:
+def _record(sent: Submission) -> None:
     assert sent.path is not None
     record: dict[str, Any] = {
         "submitted_s": time.time(),
@@ -239,7 +239,7 @@ def _remember(sent: Submission) -> None:
 
 
 def _live_jobs(run: RunDir, kubectl: Kubectl, part: str) -> list[str]:
-    """Names of the Jobs or JobSets of a run's part that have not ended."""
+    """Return the names of a run's unfinished Jobs or JobSets for `part`: 'tasks' or 'finish'."""
     found = submissions(run)
     kinds = [JOBS]
     if part == "tasks" and any(sent.kind == GROUPS for sent in found):
@@ -249,7 +249,7 @@ def _live_jobs(run: RunDir, kubectl: Kubectl, part: str) -> list[str]:
 
 
 def _jobs(run: RunDir, kubectl: Kubectl, part: str, kind: str) -> list[dict[str, Any]]:
-    """Those that we have made: a JobSet makes Jobs of its own."""
+    """Return the run's objects that batchinfer created, without the Jobs that a JobSet created."""
     return [job for job in kubectl.items(kind, _selector(run, part)) if not job["metadata"].get("ownerReferences")]
 
 
@@ -269,7 +269,7 @@ def _has_ended(job: dict[str, Any]) -> bool:
 
 
 def _why_waiting(pod: dict[str, Any]) -> str:
-    """Why a pod does not run yet, in the cluster's word; empty when it does, or nothing is known."""
+    """Return the cluster's reason why a pod is pending; "" if the pod is not pending, or the reason is not known."""
     status = pod["status"]
     if status.get("phase") != "Pending":
         return ""
@@ -284,7 +284,7 @@ def _why_waiting(pod: dict[str, Any]) -> str:
 
 
 def _why_failed(job: dict[str, Any]) -> str | None:
-    """What a person has to know of a Job that failed, or whose tasks did for good."""
+    """Return a sentence on a failed Job or on tasks that failed too often; None if there are none."""
     name, status = job["metadata"]["name"], job.get("status", {})
     if failed := status.get("failedIndexes"):
         return f"tasks {failed} of job {name} have failed too often; `kubectl logs` says why"

@@ -1,4 +1,4 @@
-"""`batchinfer` as the child of a Ray actor: it commits and leaves when the actor is gone, whatever has ended that."""
+"""`batchinfer` as the child of a Ray actor: the child gets SIGTERM when the actor dies, for whatever reason."""
 
 import os
 import signal
@@ -9,9 +9,9 @@ from batchinfer.records import ExitCode
 
 
 def main() -> None:
-    """Arguments: the actor's process id, then those of `batchinfer`, which this process becomes."""
-    own_process.end_with_parent(signal.SIGTERM)  # stays with the process
-    if os.getppid() != int(sys.argv[1]):  # it was gone before
+    """Become `batchinfer`. Arguments: the actor's process id, then the arguments of `batchinfer`."""
+    own_process.end_with_parent(signal.SIGTERM)  # this setting survives execv
+    if os.getppid() != int(sys.argv[1]):  # the actor died before that
         sys.exit(ExitCode.INTERRUPTED)
     command = own_process.command("batchinfer", *sys.argv[2:])
     os.execv(command[0], command)

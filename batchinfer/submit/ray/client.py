@@ -1,6 +1,6 @@
-"""Sends a run to a Ray cluster as one Ray job, counts, resizes and ends its tasks.
+"""Submission of a run to a Ray cluster as one Ray job; counting, resizing and cancelling of its tasks.
 
-ray/0000.json   one submission: what was asked for, and the Ray job
+ray/0000.json   one submission: its options, and the name of the Ray job
 """
 
 import sys
@@ -15,22 +15,22 @@ from batchinfer.records import ConfigError
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir, launcher_folder
 from batchinfer.submit.live import LiveTasks
+from batchinfer.submit.messages import how_to_follow, never_submitted, refuse_zero_tasks
 from batchinfer.submit.names import run_name
 from batchinfer.submit.ray.shape import Shape
 from batchinfer.submit.ray.wanted import read_tasks, read_wanted, write_wanted
 from batchinfer.submit.records import sent_records
-from batchinfer.submit.words import how_to_follow, never_sent, refuse_none
 
-# Ray gives this to a shell, so it holds no data: that comes by variables
+# Ray runs this command in a shell, so it has no data: that is in environment variables
 ENTRY = '"$BATCHINFER_PYTHON" -P -m batchinfer.submit.ray.driver'
-LEAVE_S = 120.0  # in which tasks that were told to commit and leave have done so
+LEAVE_S = 120.0  # time for tasks to commit and end after a stop
 LOOK_S = 0.5
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """What was sent."""
+    """One submission."""
 
     shape: Shape
     tasks: int
@@ -39,10 +39,10 @@ class Submission:
 
 
 def submit(storage: Storage, shape: Shape, tasks: int) -> Submission:
-    """Send a planned run; what was sent for it before has been fetched.
+    """Submit a planned run; the caller has fetched the part "sent" of `storage`.
 
     Raises:
-        ConfigError: it is in Ray already; Ray is not installed, or no cluster answers.
+        ConfigError: the run's Ray job is alive; Ray is not installed, or no cluster answers.
     """
     client, run = connect(shape), storage.run
     found = submissions(run)
@@ -54,14 +54,14 @@ def submit(storage: Storage, shape: Shape, tasks: int) -> Submission:
     name = f"{run_name(run.shown)}-{len(found)}"
     sent = Submission(shape, tasks, name, launcher_folder(run, "ray") / f"{len(found):04d}.json")
     write_wanted(storage, tasks)
-    _remember(sent)
+    _record(sent)
     storage.keep_sent()  # the driver reads it at once
-    _asked(client.submit_job, entrypoint=ENTRY, submission_id=name, runtime_env={"env_vars": _variables(run, shape)})
+    _call(client.submit_job, entrypoint=ENTRY, submission_id=name, runtime_env={"env_vars": _variables(run, shape)})
     return sent
 
 
 def dry_run_text(run: RunDir, shape: Shape, tasks: int) -> str:
-    """The Ray job that `submit` would send, and what each task would reserve."""
+    """Return the Ray job that `submit` would send, and the resources that each task would reserve."""
     strategy = "STRICT_SPREAD" if shape.nodes_per_group > 1 else "PACK"
     return "\n".join(
         (
@@ -73,24 +73,24 @@ def dry_run_text(run: RunDir, shape: Shape, tasks: int) -> str:
 
 
 def resize(storage: Storage, tasks: int) -> int:
-    """Have this number of tasks from now on; returns the number before. The driver adds some, or has some leave.
+    """Request a number of tasks, which the driver then sets; return the number before.
 
     Raises:
-        ConfigError: the run is not in Ray; no cluster answers.
+        ConfigError: the run has no live Ray job; no cluster answers.
     """
     run = storage.run
-    refuse_none(run, tasks, "ray")
+    refuse_zero_tasks(run, tasks, "ray")
     last = last_submission(run)
     if _state(connect(last.shape), last.job) in (None, *ENDED):
-        raise ConfigError(f"{run.shown} is no longer in Ray; send it with `batchinfer submit {run.shown} --to ray`")
+        raise ConfigError(f"{run.shown} is no longer in Ray; submit it with `batchinfer submit {run.shown} --to ray`")
     before = read_wanted(storage)
     write_wanted(storage, tasks)
-    _remember(Submission(last.shape, tasks, last.job, last.path))
+    _record(Submission(last.shape, tasks, last.job, last.path))
     return before
 
 
 def cancel(storage: Storage) -> list[str]:
-    """Have all tasks of a run commit and leave, and wait for that; returns the names of what was ended."""
+    """Request that all tasks commit and end, and wait for the Ray job's end; return the names of ended jobs."""
     found = submissions(storage.run)
     if not found:
         return []
@@ -101,14 +101,14 @@ def cancel(storage: Storage) -> list[str]:
     deadline = time.monotonic() + LEAVE_S
     while _state(client, job) not in (None, *ENDED):
         if time.monotonic() > deadline:
-            _asked(client.stop_job, job)
+            _call(client.stop_job, job)
             break
         time.sleep(LOOK_S)
     return [job]
 
 
 def live_tasks(run: RunDir) -> LiveTasks | None:
-    """The run's tasks by the driver's account; None where nothing was sent to Ray, or it is not installed.
+    """Count the run's tasks as the driver reported them; return None if nothing was submitted or Ray is not installed.
 
     Raises:
         ConfigError: no cluster answers.
@@ -125,7 +125,7 @@ def live_tasks(run: RunDir) -> LiveTasks | None:
 
 
 def submissions(run: RunDir) -> list[Submission]:
-    """All that was ever sent for a run, in order."""
+    """Return all submissions of a run, in order."""
     return [
         Submission(Shape(**record["shape"]), record["tasks"], record["job"], path)
         for path, record in sent_records(run, "ray", "shape", "tasks", "job")
@@ -133,7 +133,7 @@ def submissions(run: RunDir) -> list[Submission]:
 
 
 def submission_text(run: RunDir, sent: Submission) -> str:
-    """The job and the commands to follow it, for a person."""
+    """Return the name of the Ray job and the commands to follow it, for a person."""
     return how_to_follow(
         run,
         f"job     {sent.job}: {sent.tasks} tasks of {sent.shape.nodes_per_group} nodes; it finishes the run, too",
@@ -142,7 +142,7 @@ def submission_text(run: RunDir, sent: Submission) -> str:
 
 
 def connect(shape: Shape) -> Any:
-    """Ray's client for jobs.
+    """Return Ray's client for jobs.
 
     Raises:
         ConfigError: Ray is not installed, or no cluster answers.
@@ -153,11 +153,11 @@ def connect(shape: Shape) -> Any:
         raise ConfigError(
             "Ray is not installed here; `pip install 'ray[default]'` into the environment of batchinfer, on all nodes"
         ) from None
-    return _asked(JobSubmissionClient, shape.address)
+    return _call(JobSubmissionClient, shape.address)
 
 
 def _state(client: Any, job: str) -> str | None:
-    """What Ray says of a job; None: it has forgotten it."""
+    """Return the state of a Ray job; None if Ray does not know the job any more."""
     try:
         return str(client.get_job_status(job).value)
     except _errors() as error:
@@ -166,7 +166,7 @@ def _state(client: Any, job: str) -> str | None:
         raise ConfigError(_refusal(error)) from None
 
 
-def _asked(call: Any, *arguments: Any, **named: Any) -> Any:
+def _call(call: Any, *arguments: Any, **named: Any) -> Any:
     try:
         return call(*arguments, **named)
     except _errors() as error:
@@ -174,7 +174,7 @@ def _asked(call: Any, *arguments: Any, **named: Any) -> Any:
 
 
 def _errors() -> tuple[type[Exception], ...]:
-    """What Ray's client raises; the library that it sends with has kinds of OSError."""
+    """Return the exceptions of Ray's client; its HTTP library raises subclasses of OSError."""
     from ray.exceptions import RayError
 
     return RayError, OSError, RuntimeError, ValueError
@@ -188,24 +188,24 @@ def _refusal(error: Exception) -> str:
 def last_submission(run: RunDir) -> Submission:
     found = submissions(run)
     if not found:
-        raise never_sent(run, "ray")
+        raise never_submitted(run, "ray")
     return found[-1]
 
 
 def _variables(run: RunDir, shape: Shape) -> dict[str, str]:
-    """Of the driver and its tasks. No credentials: Ray shows these to whoever asks, and writes them into its logs."""
+    """Return environment variables of the driver and its tasks; no credentials, as Ray shows and logs the variables."""
     found = {"BATCHINFER_PYTHON": sys.executable, "BATCHINFER_RAY_RUN": run.shown}
     if run.uri is not None:
-        found["RAY_DEDUP_LOGS"] = "0"  # the job's log has all that tasks say, also what they say alike
+        found["RAY_DEDUP_LOGS"] = "0"  # keep equal lines of several tasks in the job's log
     return found if shape.endpoint is None else {**found, "AWS_ENDPOINT_URL_S3": shape.endpoint}
 
 
 def _logs(run: RunDir, sent: Submission) -> str:
-    """Where a person finds what tasks have said; those of a run folder in an object store say it to Ray."""
+    """Return where the tasks' logs are; tasks of a run in an object store log to Ray only."""
     own = f"ray job logs {sent.job}"
     return own if run.uri is not None else f"{own}; {launcher_folder(run, 'ray')}/*.log"
 
 
-def _remember(sent: Submission) -> None:
+def _record(sent: Submission) -> None:
     record = {"submitted_s": time.time(), "shape": asdict(sent.shape), "tasks": sent.tasks, "job": sent.job}
     publish_json(sent.path, record)

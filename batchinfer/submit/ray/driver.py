@@ -1,6 +1,6 @@
-"""The driver of a run's Ray job: keeps the wanted number of tasks at work until no unit is left, then finishes the run.
+"""The driver of a run's Ray job: keeps the wanted number of tasks running until no unit is left, then finishes the run.
 
-A task that is lost with its node, or that was stopped, starts again and does not count; one that fails does.
+A failed task starts again, at most MOST_FAILURES times. A task that was stopped or lost with its node always does.
 """
 
 import os
@@ -22,11 +22,11 @@ from batchinfer.submit.ray.group import Group
 from batchinfer.submit.ray.wanted import Tasks, read_wanted, write_tasks
 
 LOOK_S = 0.5
-MOST_FAILURES = 4  # of one task, beyond which it is left alone
+MOST_FAILURES = 4  # of one task, which is then not started again
 
 
 class Driver:
-    """The tasks of one run."""
+    """The driver of one run's tasks."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage, self._run = storage, storage.run
@@ -35,15 +35,15 @@ class Driver:
         self._groups: list[Group] = []
         self._num_made = 0
         self._failed: list[str] = []
-        self._is_done = False  # a task has found no unit left
-        self._told: Tasks | None = None
+        self._is_done = False  # a task ended because no unit was left
+        self._reported: Tasks | None = None
 
     def run(self) -> int:
-        """Until all tasks have ended; returns the exit code of what came of it."""
+        """Run the tasks and finish the run; return the exit code, INTERRUPTED if 0 tasks are wanted."""
         while True:
             self._set_number(self._wanted)
             for group in self._groups:
-                group.look()
+                group.update()
             self._collect()
             self._tell()
             if not self._groups:
@@ -55,7 +55,7 @@ class Driver:
         return self._finish()
 
     def _ask(self) -> None:
-        """How many tasks there should be; where the store does not say, as many as before."""
+        """Read the wanted number of tasks; keep the last one if the store does not answer."""
         try:
             self._wanted = read_wanted(self._storage)
         except StoreError as error:
@@ -93,27 +93,27 @@ class Driver:
             waiting=[group.name for group in self._groups if not group.is_placed],
             failed=self._failed,
         )
-        if tasks == self._told:
+        if tasks == self._reported:
             return
         try:
             write_tasks(self._storage, tasks)
-            self._told = tasks
+            self._reported = tasks
         except StoreError as error:
-            note(f"warning: {error}; `status` does not see how many tasks there are")
+            note(f"warning: {error}; `status` shows an old number of tasks")
 
     def _finish(self) -> int:
-        """Check and write the outputs, here: one process that needs no accelerator."""
+        """Run `batchinfer finish` here: one process that needs no accelerator; return its exit code."""
         command = own_process.command("batchinfer", "finish", self._run.shown)
         return subprocess.run(command, check=False).returncode
 
 
 def main() -> None:
-    """The run comes by a variable: a Ray job's command goes through a shell."""
+    """Drive the run of the environment variable BATCHINFER_RAY_RUN: the command itself is run by a shell."""
     try:
         run, job = planned_run(Path(os.environ["BATCHINFER_RAY_RUN"]), ())
         storage = storage_of(job)
         storage.fetch("state", "sent")
-        # of a run folder on a disk tasks have logs in it
+        # tasks of a run folder on disk have log files there
         ray.init(log_to_driver=run.uri is not None)
         sys.exit(Driver(storage).run())
     except BatchinferError as error:

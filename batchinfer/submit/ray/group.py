@@ -1,4 +1,4 @@
-"""One task on Ray: a placement group of as many nodes as compute as one, and an actor on each that runs `work`."""
+"""One task on Ray: a placement group with the task's nodes, and an actor on each node that runs `batchinfer work`."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from batchinfer.rundir import RunDir, launcher_folder
 from batchinfer.submit.ray.client import LEAVE_S
 from batchinfer.submit.ray.shape import Shape
 
-LOST_S = 30.0  # in which Ray knows that an actor is gone
+LOST_S = 30.0  # timeout for Ray to report that an actor died
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
-    """How a task has ended: exit codes of its nodes, None for one that was lost."""
+class TaskEnd:
+    """The end of a task: exit codes of its nodes, None for a lost node."""
 
     codes: tuple[int | None, ...]
 
@@ -38,29 +38,29 @@ class Ended:
 
     @property
     def is_failure(self) -> bool:
-        """Its own, and not that of a node, or of somebody who stopped it."""
+        """Whether the task itself failed: no lost node, and no stop from outside."""
         return not set(self.codes) <= {ExitCode.OK, ExitCode.INTERRUPTED, None}
 
     @property
     def is_final(self) -> bool:
-        """The job is wrong, and will be at the next try."""
+        """Whether a retry is useless because the job is invalid."""
         return ExitCode.BAD_JOB in self.codes
 
 
 class Node:
-    """The actor: one `work` of a task. `stop` comes while `run` waits."""
+    """The actor on one node: runs `work`. Ray calls `stop` in another thread while `run` waits."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_stopped = False
 
     def run(self, folder: str, variables: dict[str, str], log: str | None) -> int:
-        """Compute until no unit is left; returns the exit code.
+        """Run `batchinfer work` until no unit is left; return the exit code.
 
         Args:
-            log: a file for what it says; None: Ray's own logs.
+            log: file for its output; None: Ray's own logs.
         """
-        # Ray sets it for processes of its own; ranks know better, and their bits do not depend on it
+        # Ray sets this variable for its own processes; ranks choose their number of threads themselves
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | variables
         command = own_process.command("batchinfer.submit.ray.child", str(os.getpid()), "work", folder)
         with nullcontext() if log is None else open(log, "ab") as file:
@@ -70,14 +70,14 @@ class Node:
             return self._process.wait()
 
     def stop(self) -> None:
-        """Have it commit what is finished and leave."""
+        """Send SIGTERM to `work`, which commits finished requests and ends."""
         self._is_stopped = True
         if self._process is not None:
             self._process.terminate()
 
 
 class Group:
-    """One life of a task, from the wish for room to the end of all its nodes."""
+    """One life of a task, from the request for resources to the end of all its nodes."""
 
     def __init__(self, run: RunDir, name: str, shape: Shape, life: int = 0, failures: int = 0) -> None:
         self.name, self.life, self.failures = name, life, failures
@@ -87,15 +87,18 @@ class Group:
         self._nodes: list[Any] = []
         self._results: list[Any] = []
         self._leave_by: float | None = None
-        self.is_leaving = False  # for good
+        self.is_leaving = False  # the task will not start again
         self.has_ended = False
 
     @property
     def is_placed(self) -> bool:
         return bool(self._nodes)
 
-    def look(self) -> None:
-        """Start the nodes when there is room; notice when they have ended. Without one of its nodes a group ends."""
+    def update(self) -> None:
+        """Start the nodes when resources are reserved, and close the group when all nodes have ended.
+
+        When one node fails, the others are stopped.
+        """
         if self.has_ended:
             return
         if not self._nodes:
@@ -113,19 +116,19 @@ class Group:
             self._close()
 
     def leave(self) -> None:
-        """Have it commit and end, for good."""
+        """Stop the task for good; its nodes commit finished requests first."""
         self.is_leaving = True
         if self._nodes:
             self._stop_nodes()
         else:
             self._close()
 
-    def how_ended(self) -> Ended:
-        """Once it has."""
-        return Ended(tuple(map(self._code, self._results)) or (int(ExitCode.INTERRUPTED),))
+    def how_ended(self) -> TaskEnd:
+        """Return the exit codes of a task that has ended."""
+        return TaskEnd(tuple(map(self._code, self._results)) or (int(ExitCode.INTERRUPTED),))
 
     def again(self, *, failed: bool) -> Group:
-        """The next life of this task."""
+        """Return the next life of this task."""
         return Group(self._run, self.name, self._shape, self.life + 1, self.failures + failed)
 
     def _start(self) -> None:
@@ -139,7 +142,7 @@ class Group:
             self._results.append(node.run.remote(self._run.shown, self._variables(index), self._log(index)))
 
     def _log(self, index: int) -> str | None:
-        """On the disk that all nodes see, if there is one."""
+        """Return the log file in the run folder; None if that is in an object store."""
         if self._run.uri is not None:
             return None
         name = self.name if self._shape.nodes_per_group == 1 else f"{self.name}-{index}"
@@ -162,10 +165,10 @@ class Group:
         remove_placement_group(self._place)
 
     def _code(self, result: Any) -> int | None:
-        """A node's exit code; None: it was lost."""
+        """Return a node's exit code, None if the node was lost."""
         try:
             return int(ray.get(result, timeout=LOST_S))
         except RayActorError:
             return None
-        except RayError:  # our own code has failed there
+        except RayError:  # the actor's own code failed
             return int(ExitCode.INTERNAL)

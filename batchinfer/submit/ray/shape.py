@@ -1,4 +1,4 @@
-"""What each task of a run gets on Ray."""
+"""The resources of a run's tasks on Ray."""
 
 import math
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ class Shape:
     """Options of `submit --to ray`."""
 
     nodes_per_group: int = 1
-    gpus_per_node: int | None = None  # None: none
-    cpus: str | None = None  # of a node; None: one
-    # of the cluster's dashboard; None: what RAY_API_SERVER_ADDRESS says, else this machine's
+    gpus_per_node: int | None = None  # None: no GPU
+    cpus: str | None = None  # per node; None: 1
+    # URL of the cluster's dashboard; None: RAY_API_SERVER_ADDRESS, else this machine's
     address: str | None = None
-    endpoint: str | None = None  # of the object store that has the run folder; None: a disk, or what nodes know
+    endpoint: str | None = None  # of the object store with the run folder; None: a disk, or the nodes' own setting
 
     def bundles(self) -> list[dict[str, float]]:
-        """What a placement group reserves, node by node."""
+        """Return the resources that a placement group reserves, per node."""
         node = {"CPU": float(self.cpus or 1)}
         if self.gpus_per_node:
             node["GPU"] = float(self.gpus_per_node)
@@ -28,10 +28,10 @@ class Shape:
 
 
 def check_shape(job: JobConfig, shape: Shape) -> None:
-    """Find what is wrong before anything is planned or sent.
+    """Check the options before anything is planned or submitted.
 
     Raises:
-        ConfigError: processors are no number, or the ranks do not spread over the nodes.
+        ConfigError: --cpus is no positive number, or the ranks do not spread over the nodes.
     """
     try:
         cpus = float(shape.cpus or 1)

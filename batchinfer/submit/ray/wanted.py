@@ -1,7 +1,7 @@
-"""What a person and the driver of a run's Ray job tell each other, through the run folder, wherever that is kept.
+"""Messages between a user and the driver of a run's Ray job, as files of the run folder on disk or in a bucket.
 
-ray/wanted.json   how many tasks there should be; 0: commit and leave
-ray/tasks.json    which there are
+ray/wanted.json   the wanted number of tasks; 0: commit and end
+ray/tasks.json    the driver's tasks
 """
 
 from dataclasses import asdict, dataclass, field
@@ -14,26 +14,26 @@ from batchinfer.rundir import RunDir, launcher_folder
 
 @dataclass(frozen=True, slots=True)
 class Tasks:
-    """The driver's own account."""
+    """The driver's tasks by state."""
 
     running: list[str] = field(default_factory=list)
-    waiting: list[str] = field(default_factory=list)  # for room in the cluster
-    failed: list[str] = field(default_factory=list)  # for good
+    waiting: list[str] = field(default_factory=list)  # for resources in the cluster
+    failed: list[str] = field(default_factory=list)  # too often; not started again
 
 
 def write_wanted(storage: Storage, tasks: int) -> None:
-    """Ask for a number of tasks."""
+    """Request a number of tasks."""
     path = launcher_folder(storage.run, "ray") / "wanted.json"
     publish_json(path, {"tasks": tasks})
     storage.keep(path)
 
 
 def read_wanted(storage: Storage) -> int:
-    """The number that was asked for last.
+    """Return the wanted number of tasks.
 
     Raises:
-        DamagedFileError: there is none.
-        StoreError: the object store does not say.
+        DamagedFileError: the file is missing.
+        StoreError: the object store does not answer.
     """
     path = launcher_folder(storage.run, "ray") / "wanted.json"
     data = storage.kept(path)
@@ -43,13 +43,13 @@ def read_wanted(storage: Storage) -> int:
 
 
 def write_tasks(storage: Storage, tasks: Tasks) -> None:
-    """Tell which tasks there are."""
+    """Publish the driver's tasks."""
     path = launcher_folder(storage.run, "ray") / "tasks.json"
     publish_json(path, asdict(tasks))
     storage.keep(path)
 
 
 def read_tasks(run: RunDir) -> Tasks:
-    """The tasks as the driver saw them last, of an object store when it was fetched; none before its first look."""
+    """Read the tasks that the driver published last, from a bucket's fetched copy; none before its first report."""
     path = launcher_folder(run, "ray") / "tasks.json"
     return Tasks(**read_json(path, "running", "waiting", "failed")) if path.exists() else Tasks()

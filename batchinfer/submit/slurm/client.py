@@ -1,7 +1,7 @@
-"""Talks to a Slurm cluster: sbatch, squeue, scontrol and scancel.
+"""Access to a Slurm cluster by sbatch, squeue, scontrol and scancel.
 
-Nothing here goes through a shell: every command is a list of arguments, and what a template needs to know it gets as
-arguments of its own, so that no path or name can turn into a command.
+No command goes through a shell: each is a list of arguments, and templates get their data as arguments, so that no
+path or name is run as a command.
 """
 
 import re
@@ -13,42 +13,44 @@ from pathlib import Path
 from batchinfer.records import ConfigError
 from batchinfer.submit.slurm.environment import environment
 
-ANSWER_S = 120.0  # a busy controller may take its time
-# what squeue may still show of a task that has ended
+ANSWER_S = 120.0  # timeout; a busy controller may be slow
+# states of ended tasks that squeue may still show
 ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+-]*")
 TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
-# set by batchinfer itself; a second value would take away what it relies on
+# options that batchinfer sets itself and relies on
 OWN_OPTIONS = ("--array", "--chdir", "--dependency", "--nodes", "--output", "--parsable", "--test-only", "--wrap")
 SHORT_OWN_OPTIONS = ("-a", "-D", "-d", "-N", "-o")
-# with these sbatch would not come back before the tasks have ended, or would send them where squeue does not look
+# with these sbatch would wait for the tasks' end, or submit them to a cluster that squeue does not list
 LOSING_OPTIONS, SHORT_LOSING_OPTIONS = ("--wait", "--clusters"), ("-W", "-M")
-# what commands say while Slurm's controller starts anew or is busy; of the latter something may come nevertheless
+# messages while Slurm's controller restarts, and while it is busy; a busy controller may still run the command
 AWAY = "Unable to contact slurm controller"
 NO_ANSWER = ("Socket timed out", "Zero Bytes were transmitted")
-# what scancel and scontrol say, line by line, of tasks that have ended since we looked, and of others beside these
+# messages of scancel and scontrol, line by line, on tasks that have ended in the meantime and on the other tasks
 OVER = ("Job has already finished", "already completing or completed", "Invalid job id specified", "No error")
 
 
-class AwayError(ConfigError):
-    """Slurm does not answer for now, and what it was asked for is not done."""
+class SlurmUnavailableError(ConfigError):
+    """Slurm does not answer for now; the command had no effect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task that Slurm still knows as pending or running."""
+    """One pending or running task."""
 
-    job: str  # of its array
-    index: str  # in the array; empty for a job that is no array
+    job: str  # number of its array
+    index: str  # in the array; "" for a job without an array
     state: str
     nodes: str
-    reason: str  # why it waits
+    reason: str  # why it is pending
 
     @property
     def name(self) -> str:
-        """What scontrol and scancel take: the array's number and the task's. The task's own number would not do: it
-        is the array's for one of the tasks, and means all of them."""
+        """The name for scontrol and scancel: <array>_<index>.
+
+        The task's job number is not unique: for one task it is the array's number, which means all tasks.
+        """
         return f"{self.job}_{self.index}" if self.index else self.job
 
     @property
@@ -57,15 +59,15 @@ class Task:
 
     @property
     def is_ending(self) -> bool:
-        """It has a signal, or has ended, but its processes may not be gone yet."""
+        """Whether the task is ending: some of its processes may still run."""
         return self.state == "COMPLETING"
 
 
 def check_name(option: str, value: str) -> str:
-    """A partition, account or the like.
+    """Check the name of a partition, account or the like, and return it.
 
     Raises:
-        ConfigError: it has other characters than such names have.
+        ConfigError: the name has other characters than Slurm allows.
     """
     if NAME.fullmatch(value) is None:
         raise ConfigError(f"{option} is {value!r}; a name there has letters, digits and any of _ . , : @ + - only")
@@ -73,10 +75,10 @@ def check_name(option: str, value: str) -> str:
 
 
 def check_time(value: str) -> str:
-    """A time limit.
+    """Check a time limit and return it.
 
     Raises:
-        ConfigError: Slurm would not understand it.
+        ConfigError: `value` is no time limit of Slurm.
     """
     if TIME.fullmatch(value) is None:
         raise ConfigError(f"--time is {value!r}; write minutes, HH:MM:SS or DAYS-HH:MM:SS, for example 12:00:00")
@@ -84,7 +86,7 @@ def check_time(value: str) -> str:
 
 
 def limit_seconds(value: str) -> int:
-    """Seconds of a time limit: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS. 0 is no limit."""
+    """Convert a time limit to seconds: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; 0 means no limit."""
     days, dash, rest = value.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     if dash:
@@ -95,10 +97,10 @@ def limit_seconds(value: str) -> int:
 
 
 def check_extra_argument(value: str) -> str:
-    """One more option for sbatch.
+    """Check an additional option for sbatch and return it.
 
     Raises:
-        ConfigError: it is no option, or one that `submit` sets itself or cannot work with.
+        ConfigError: `value` is no option, or `submit` sets it itself or cannot work with it.
     """
     if not value.startswith("-") or value in ("-", "--") or not value.isprintable():
         raise ConfigError(
@@ -108,17 +110,17 @@ def check_extra_argument(value: str) -> str:
         raise ConfigError(f"--sbatch-arg is {value!r}, which submit sets itself; leave it out")
     if _is_one_of(value, LOSING_OPTIONS, SHORT_LOSING_OPTIONS):
         raise ConfigError(
-            f"--sbatch-arg is {value!r}, with which submit would lose sight of its tasks; leave it out, and for "
+            f"--sbatch-arg is {value!r}, with which submit would lose its tasks; leave it out, and for "
             "another cluster set SLURM_CLUSTERS"
         )
     return value
 
 
 def log_pattern(folder: Path, pattern: str) -> str:
-    """A path for sbatch's --output in a folder whose name may hold any printable character.
+    """Return a path for sbatch's --output in `folder`, whose name may have any printable character but a backslash.
 
     Raises:
-        ConfigError: Slurm would read the folder's name as something else.
+        ConfigError: Slurm would not read the folder's name as it is.
     """
     if "\\" in str(folder) or not str(folder).isprintable():
         raise ConfigError(f"{folder} holds a backslash or a control character, which Slurm cannot write logs below")
@@ -126,14 +128,14 @@ def log_pattern(folder: Path, pattern: str) -> str:
 
 
 def slices(tasks: int, max_array_size: int) -> list[int]:
-    """Sizes of the arrays for this number of tasks: as few as possible, none above the limit."""
+    """Return the sizes of arrays for `tasks` tasks: as few arrays as possible, none above the limit."""
     return [min(max_array_size, tasks - first) for first in range(0, tasks, max_array_size)]
 
 
 def max_array_size() -> int:
-    """Most tasks of one array on this cluster.
+    """Return the most tasks of one array on this cluster.
 
-    MaxArraySize bounds the index, which starts at 0; max_array_tasks, where the scheduler has such a limit, the number.
+    MaxArraySize limits the index, which starts at 0; max_array_tasks limits the number, if the scheduler sets it.
     """
     config = _answer(["scontrol", "show", "config"])
     found = re.search(r"^MaxArraySize\s*=\s*(\d+)", config, re.MULTILINE)
@@ -144,7 +146,7 @@ def max_array_size() -> int:
 
 
 def send(command: list[str]) -> str:
-    """Run an sbatch command that ends with its script and the script's arguments; returns the job's number."""
+    """Run an sbatch command, which ends with its script and the script's arguments; return the job's number."""
     job = _answer(command).strip().partition(";")[0]
     if not job.isdigit():
         raise ConfigError(f"sbatch answered {job!r} instead of a job number; look at `squeue --me` before another try")
@@ -152,12 +154,12 @@ def send(command: list[str]) -> str:
 
 
 def live_tasks(jobs: Iterable[str]) -> list[Task]:
-    """Tasks of these jobs that wait or run; jobs that Slurm has forgotten have none."""
+    """Return the pending and running tasks of jobs; jobs that Slurm does not know any more have none."""
     known = sorted(set(jobs), key=int)
     if not known:
         return []
     tasks = []
-    # asked one by one for all: squeue refuses a single job that it has forgotten, and leaves it out of several
+    # the first job twice: squeue refuses a single unknown job, but skips unknown jobs in a list of several
     command = ["squeue", "--noheader", "--array", f"--jobs={','.join([*known, known[0]])}", "--format=%F|%K|%T|%N|%r"]
     try:
         lines = _answer(command).splitlines()
@@ -166,7 +168,7 @@ def live_tasks(jobs: Iterable[str]) -> list[Task]:
             raise
         return []
     for line in lines:
-        if not line or line.startswith("CLUSTER: "):  # with SLURM_CLUSTERS, whatever --noheader says
+        if not line or line.startswith("CLUSTER: "):  # printed with SLURM_CLUSTERS in spite of --noheader
             continue
         job, index, state, nodes, reason = line.strip().split("|", 4)
         if state not in ENDED:
@@ -175,30 +177,30 @@ def live_tasks(jobs: Iterable[str]) -> list[Task]:
 
 
 def cancel(names: list[str]) -> None:
-    """End jobs or tasks: SIGTERM now, SIGKILL after the cluster's KillWait. Those that have ended already are left."""
+    """End jobs or tasks: SIGTERM now, SIGKILL after the cluster's KillWait. Ended tasks are ignored."""
     for first in range(0, len(names), 500):
         _change(["scancel", *names[first : first + 500]])
 
 
-def warn(names: list[str]) -> None:
-    """SIGTERM to the batch scripts alone, so that they end in their own time."""
+def terminate(names: list[str]) -> None:
+    """Send SIGTERM to the batch scripts only, so that tasks commit and end without a time limit."""
     for first in range(0, len(names), 500):
         _change(["scancel", "--batch", "--signal=TERM", *names[first : first + 500]])
 
 
 def forbid_requeue(names: list[str]) -> None:
-    """Have tasks that end not go back into the queue."""
+    """Forbid that tasks go back into the queue when they end."""
     for name in names:
         _change(["scontrol", "update", f"JobId={name}", "Requeue=0"])
 
 
 def throttle(job: str, at_once: int) -> None:
-    """Limit how many tasks of a waiting or running array run at once from now on (0: all)."""
+    """Limit how many tasks of an array run at once (0: all)."""
     _change(["scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={at_once}"])
 
 
-def is_here() -> bool:
-    """Whether this machine has Slurm's commands."""
+def is_installed() -> bool:
+    """Return whether this machine has Slurm's commands."""
     try:
         subprocess.run(["squeue", "--version"], check=True, capture_output=True, timeout=ANSWER_S)
     except (OSError, subprocess.SubprocessError):
@@ -207,7 +209,7 @@ def is_here() -> bool:
 
 
 def _is_one_of(value: str, options: tuple[str, ...], short_options: tuple[str, ...]) -> bool:
-    """Whether this is one of these options, perhaps cut short, with or without its argument."""
+    """Return whether `value` is one of these options, perhaps abbreviated, with or without its argument."""
     if not value.startswith("--"):
         return value[:2] in short_options
     option = value.partition("=")[0]
@@ -215,7 +217,7 @@ def _is_one_of(value: str, options: tuple[str, ...], short_options: tuple[str, .
 
 
 def _change(command: list[str]) -> None:
-    """Change jobs or tasks; those that have ended already are left. Raises as `_answer`."""
+    """Run a command that changes jobs or tasks; errors about ended tasks are ignored. Raises as `_answer`."""
     done = _run(command)
     lines = done.stderr.splitlines() or [""]
     if done.returncode and not all(any(words in line for words in OVER) for line in lines):
@@ -223,11 +225,11 @@ def _change(command: list[str]) -> None:
 
 
 def _answer(command: list[str]) -> str:
-    """Standard output of one of Slurm's commands.
+    """Run one of Slurm's commands and return its standard output.
 
     Raises:
-        AwayError: it does not answer for now.
-        ConfigError: it is missing or refuses; the message holds what it said.
+        SlurmUnavailableError: Slurm does not answer for now.
+        ConfigError: the command is missing or fails; the message has the command's output.
     """
     done = _run(command)
     if done.returncode:
@@ -251,14 +253,14 @@ def _refusal(program: str, done: subprocess.CompletedProcess[str]) -> ConfigErro
     said = " ".join((done.stderr.strip() or done.stdout.strip()).split())
     if any(words in said for words in NO_ANSWER):
         return _no_answer(program, said)
-    kind = AwayError if AWAY in said else ConfigError
+    kind = SlurmUnavailableError if AWAY in said else ConfigError
     return kind(f"{program} refused: {said or f'exit code {done.returncode}'}")
 
 
 def _no_answer(program: str, said: str) -> ConfigError:
-    if program == "sbatch":  # to send once more would give twice as many tasks
+    if program == "sbatch":  # a second try might give twice as many tasks
         return ConfigError(
-            f"sbatch got no answer ({said}), and may have sent its tasks; look at `squeue --me`, and end those that "
-            "`batchinfer status` does not count before another try"
+            f"sbatch got no answer ({said}), and may have submitted its tasks; look at `squeue --me`, and end tasks "
+            "that `batchinfer status` does not count before another try"
         )
-    return AwayError(f"{program} got no answer ({said}); try again when Slurm does")
+    return SlurmUnavailableError(f"{program} got no answer ({said}); try again when Slurm does")

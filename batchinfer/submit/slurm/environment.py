@@ -1,17 +1,17 @@
-"""The environment of Slurm's commands, which sbatch also hands on to the tasks.
+"""The environment of Slurm's commands, which sbatch also passes to the tasks.
 
-A shell inside of a job, or one that outlived a job (tmux), has variables of that job: its processors, its memory, its
-place in an array. sbatch and srun take them for options.
+A shell inside a job, or a shell that outlived its job (tmux), has variables of that job: its processors, its memory,
+its index in an array. sbatch and srun would read them as options.
 """
 
 import os
 
-SETTINGS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # of Slurm's commands
+SETTINGS = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT")  # settings of Slurm's commands
 # variables of a job, its steps and their process managers
 _OF_A_JOB = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMI2_", "PMIX_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND")
-# what a person has set for squeue and scancel (SQUEUE_STATES for example) would hide tasks
+# a user's defaults for squeue and scancel, such as SQUEUE_STATES, would hide tasks
 _OF_QUERIES = ("SQUEUE_", "SCANCEL_")
-# options of sbatch that `submit` sets itself or that make it lose sight of its tasks; other defaults of a person count
+# options of sbatch that `submit` sets itself or that hide its tasks; other defaults of a user are kept
 _OPTIONS = ("SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_CLUSTERS")
 
 
@@ -21,9 +21,9 @@ def environment() -> dict[str, str]:
 
 
 def surprising_variables() -> list[str]:
-    """Return the variables that are left out although a person may have set them.
+    """Return the removed variables that a user may have set on purpose.
 
-    Inside of a job those of the job are no surprise.
+    Inside a job the variables of that job are not reported.
     """
     names = sorted(name for name in os.environ if name in _OPTIONS or _is_of_a_job(name))
     return [name for name in names if name in _OPTIONS or "SLURM_JOB_ID" not in os.environ]

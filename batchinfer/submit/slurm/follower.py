@@ -1,4 +1,4 @@
-"""The command that stays and sets the number of a run's tasks: the one that began last, until the run is cancelled."""
+"""The follower of a run: the command that keeps changing its number of tasks. The latest command replaces others."""
 
 from uuid import uuid4
 
@@ -8,22 +8,22 @@ from batchinfer.rundir import RunDir, follower_record
 
 
 def take_over(run: RunDir) -> str:
-    """Be the follower from now on; returns its name."""
+    """Make this process the run's follower; return the follower's name."""
     name = uuid4().hex
     publish_json(follower_record(run), {"name": name})
     return name
 
 
 def dismiss(run: RunDir) -> None:
-    """Have nobody follow the run any more."""
+    """Dismiss the run's follower."""
     publish_json(follower_record(run), {"name": None})
 
 
 def check_follower(run: RunDir, name: str) -> None:
-    """See that this one is still the follower.
+    """Check that `name` is still the run's follower.
 
     Raises:
-        InterruptedRunError: it is not.
+        InterruptedRunError: the run was cancelled, or another command follows it.
     """
     found = read_json(follower_record(run), "name")["name"]
     if found != name:

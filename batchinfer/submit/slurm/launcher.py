@@ -54,7 +54,7 @@ class SlurmLauncher:
         lines = [] if sent is None else [tasks.submission_text(storage.run, sent)]
         if drained:
             names = " ".join(task.name for task in drained)
-            lines.append(f"sent away, with what they have finished committed: {names}")
+            lines.append(f"removed, after committing finished requests: {names}")
         if size.at_once is not None:
             lines.append(f"at most {size.at_once} tasks run at once from now on")
         return lines
@@ -63,7 +63,7 @@ class SlurmLauncher:
         return tasks.cancel(storage)
 
     def live_tasks(self, run: RunDir) -> LiveTasks | None:
-        if not client.is_here():
+        if not client.is_installed():
             return None
         live = tasks.live_tasks(run)
         waiting = Counter(task.reason for task in live if task.is_pending)

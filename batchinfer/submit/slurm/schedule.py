@@ -9,7 +9,7 @@ ENTRY = re.compile(r"([01]\d|2[0-3]):([0-5]\d) (\S+)")
 
 
 def parse_schedule(entries: list[str]) -> list[tuple[int, ArraySize]]:
-    """Read the entries of slurm.schedule.
+    """Parse the entries of slurm.schedule.
 
     Args:
         entries: `HH:MM N` or `HH:MM N%M`, in any order.
@@ -18,7 +18,7 @@ def parse_schedule(entries: list[str]) -> list[tuple[int, ArraySize]]:
         (minute of the day, size from then on), sorted.
 
     Raises:
-        ConfigError: an entry is something else, or two have the same time.
+        ConfigError: an entry has another form, or two have the same time.
     """
     found: dict[int, ArraySize] = {}
     for entry in entries:
@@ -35,6 +35,6 @@ def parse_schedule(entries: list[str]) -> list[tuple[int, ArraySize]]:
 
 
 def size_at(schedule: list[tuple[int, ArraySize]], minute: int) -> ArraySize:
-    """The size at a minute of the day: that of the last entry before it; the night's last one holds past midnight."""
+    """Return the size at a minute of the day, by the last entry before; a day's last entry holds past midnight."""
     earlier = [size for start, size in schedule if start <= minute]
     return earlier[-1] if earlier else schedule[-1][1]

@@ -1,13 +1,13 @@
-"""A run as Slurm jobs: one array of tasks that share the units, and a job behind it that finishes.
+"""A run as Slurm jobs: one array of tasks that share the units, and a dependent job that finishes the run.
 
-    slurm/0000.json            one submission: what was asked for, the arrays, the job that finishes
-    slurm/%A_%a.log            what each task said; requeued tasks go on in the same file
+    slurm/0000.json            one submission: its options, the arrays, the finishing job
+    slurm/%A_%a.log            output of each task; requeued tasks append to the same file
     slurm/finish-%j.log
-    slurm/drain/<array>_<task> this task was sent away: it does not go back into the queue
+    slurm/drain/<array>_<task> the task was removed by a resize: it does not go back into the queue
 
-Of a run folder in an object store logs are written where `submit` was called: not every node has its copy.
+For a run in an object store, logs are written to the folder where `submit` was called.
 
-Tasks are all the same. Each claims units by lease until none is left, so that they may come and go while the job runs.
+All tasks are equal. Each claims units by lease until none is left, so that tasks may be added and removed at any time.
 """
 
 import time
@@ -25,6 +25,7 @@ from batchinfer.run.lock import turn_to_send
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.submit.group import check_group
+from batchinfer.submit.messages import how_to_follow, never_submitted
 from batchinfer.submit.records import sent_records
 from batchinfer.submit.size import MOST_TASKS, ArraySize
 from batchinfer.submit.slurm import client
@@ -32,17 +33,16 @@ from batchinfer.submit.slurm.client import Task
 from batchinfer.submit.slurm.environment import surprising_variables
 from batchinfer.submit.slurm.follower import check_follower, dismiss
 from batchinfer.submit.template import find_template
-from batchinfer.submit.words import how_to_follow, never_sent
 from batchinfer.whole_files import publish_text
 
-STOP_S = 120  # before the time limit, by --signal of jobs/array.sbatch
+STOP_S = 120  # a task stops this long before its time limit, by --signal of jobs/array.sbatch
 _WHERE = ("partition", "account", "qos")
 Sender = Callable[[list[str]], str]  # an sbatch command -> the job's number
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What each task of an array gets; names of Slurm's own options, None where the cluster's default counts."""
+    """The options of each task of an array, by the names of Slurm's options; None for the cluster's default."""
 
     nodes_per_group: int = 1
     gpus_per_node: int | None = None
@@ -51,27 +51,27 @@ class Shape:
     time: str | None = None
     qos: str | None = None
     sbatch_args: tuple[str, ...] = ()
-    template: str | None = None  # the person's own files instead of those that come with batchinfer
+    template: str | None = None  # the user's own files instead of batchinfer's
     finish_template: str | None = None
 
 
 @dataclass(slots=True)
 class Submission:
-    """What was sent."""
+    """One submission."""
 
     shape: Shape
     size: ArraySize
     arrays: list[str] = field(default_factory=list)  # job numbers
-    finish: str | None = None  # its number
-    path: Path | None = None  # the record of it
+    finish: str | None = None  # job number
+    path: Path | None = None  # record of the submission
 
 
 def check_shape(job: JobConfig, shape: Shape) -> None:
-    """Find what is wrong before anything is planned or sent.
+    """Check the options before anything is planned or submitted.
 
     Raises:
-        ConfigError: a name, time, option or template cannot be used, or the ranks do not spread over the nodes, or
-            their rows cannot travel between these.
+        ConfigError: a name, time, option or template is invalid, or the ranks do not spread over the nodes or cannot
+            exchange rows between nodes.
     """
     for option in _WHERE:
         value = getattr(shape, option)
@@ -82,8 +82,8 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
         has_own_signal = shape.template is not None or any(word.startswith("--signal") for word in shape.sbatch_args)
         if not has_own_signal and 0 < client.limit_seconds(shape.time) <= STOP_S:
             raise ConfigError(
-                f"--time is {shape.time!r}, and a task stops {STOP_S} s before that to commit what is finished: it "
-                "would start again and again; give a longer one (minutes, HH:MM:SS or DAYS-HH:MM:SS)"
+                f"--time is {shape.time!r}, and a task stops {STOP_S} s before that to commit finished requests: it "
+                "would restart forever; give a longer one (minutes, HH:MM:SS or DAYS-HH:MM:SS)"
             )
     for argument in shape.sbatch_args:
         client.check_extra_argument(argument)
@@ -93,17 +93,18 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
 
 
 def submit(run: RunDir, shape: Shape, size: ArraySize) -> Submission:
-    """Send the tasks of a planned run, and the job that finishes it behind them.
+    """Submit the tasks of a planned run, and the dependent job that finishes it.
 
     Raises:
-        ConfigError: tasks of this run wait or run already; Slurm refuses, or is not here.
+        ConfigError: tasks of this run are pending or running already; Slurm refuses or is not installed.
     """
     with turn_to_send(run):
         live = live_tasks(run)
         if live:
             raise ConfigError(
-                f"{len(live)} tasks of {run.shown} wait or run already ({live[0].name} and so on); change their number "
-                f"with `batchinfer submit --resize {run.shown} N`, or end them with `batchinfer cancel {run.shown}`"
+                f"{len(live)} tasks of {run.shown} are pending or running already ({live[0].name} and so on); change "
+                f"their number with `batchinfer submit --resize {run.shown} N`, or end them with `batchinfer cancel "
+                f"{run.shown}`"
             )
         if left_out := surprising_variables():
             note(
@@ -114,9 +115,9 @@ def submit(run: RunDir, shape: Shape, size: ArraySize) -> Submission:
 
 
 def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[str]]:
-    """The sbatch commands that `submit` would run, with ARRAY1 and so on for the numbers that jobs would get.
+    """Return the sbatch commands that `submit` would run, with ARRAY1 and so on in place of job numbers.
 
-    Slurm is only asked for its MaxArraySize, and only where it is at hand.
+    Slurm is only asked for its MaxArraySize, if it is installed.
     """
     commands: list[list[str]] = []
 
@@ -124,49 +125,48 @@ def dry_run_commands(run: RunDir, shape: Shape, size: ArraySize) -> list[list[st
         commands.append(command)
         return f"ARRAY{len(commands)}"
 
-    limit = client.max_array_size() if client.is_here() else MOST_TASKS
+    limit = client.max_array_size() if client.is_installed() else MOST_TASKS
     _send_all(run, shape, size, note_down, others=[], max_array_size=limit, keep=False)
     return commands
 
 
-def remember_shape(run: RunDir, shape: Shape) -> None:
-    """Have tasks that `resize` sends from now on look like this."""
+def record_shape(run: RunDir, shape: Shape) -> None:
+    """Record the shape of tasks that `resize` will submit."""
     earlier = submissions(run)
     if not earlier or earlier[-1].shape != shape:
-        _remember(run, Submission(shape, ArraySize(0)))
+        _record(run, Submission(shape, ArraySize(0)))
 
 
 def resize(
     run: RunDir, size: ArraySize, busy: Container[str] = (), follower: str | None = None
 ) -> tuple[Submission | None, list[Task]]:
-    """Set how many tasks wait or run from now on: more are sent, or some are sent away.
+    """Change the number of pending and running tasks by a submission or by removing tasks.
 
-    Those that wait go first, then those that hold no unit, then the youngest.
-
-    A task that runs gets a signal, commits what is finished and gives its units back. With 0 tasks nothing waits to
-    finish the run either; later ones bring a job for that.
+    Pending tasks are removed first, then tasks without a unit, then the youngest. A running task gets a signal, commits
+    finished requests and releases its units. With 0 tasks the finishing job is cancelled, too; the next submission
+    brings another one.
 
     Args:
         busy: names of tasks that hold units.
-        follower: which one asks, if it is one.
+        follower: name of the follower that calls; None for a user's command.
 
     Returns:
-        What was sent, if anything, and the tasks that were sent away.
+        The submission, if any, and the removed tasks.
 
     Raises:
-        ConfigError: the run was never submitted; Slurm refuses, or is not here.
-        InterruptedRunError: this follower is dismissed.
+        ConfigError: the run was never submitted; Slurm refuses or is not installed.
+        InterruptedRunError: the follower was dismissed.
     """
     if not submissions(run):
-        raise never_sent(run, "slurm")
+        raise never_submitted(run, "slurm")
     with turn_to_send(run):
         if follower is not None:
             check_follower(run, follower)
         return _resize(run, size, busy)
 
 
-def leaving(live: list[Task], count: int, busy: Container[str]) -> list[Task]:
-    """The tasks to send away: those that wait, then those that are not busy, then the youngest."""
+def tasks_to_remove(live: list[Task], count: int, busy: Container[str]) -> list[Task]:
+    """Choose `count` tasks to remove: pending ones first, then tasks that are not busy, then the youngest."""
     by_need = sorted(
         live, key=lambda task: (not task.is_pending, task.name in busy, -int(task.job), -int(task.index or 0))
     )
@@ -174,19 +174,19 @@ def leaving(live: list[Task], count: int, busy: Container[str]) -> list[Task]:
 
 
 def cancel(storage: Storage) -> list[str]:
-    """End everything of a run that waits or runs, the job that finishes it too; returns the names of what was ended.
+    """End all pending and running tasks of a run and the finishing job; return the names of ended jobs and tasks.
 
-    A command that follows the run ends as well, at its next look.
+    The run's follower is dismissed and ends at its next check.
     """
     run = storage.run
-    # first of all: one on another node would send anew what ends here
+    # first of all: a follower on another node would replace the ended tasks
     dismiss(run)
     storage.keep_sent()
     storage.fetch("sent")
     with turn_to_send(run):
         live = live_tasks(run)
-        finishing = _finishing(run)
-        # the one that finishes first: it must not start because the tasks have ended
+        finishing = _finish_jobs(run)
+        # the finishing job first: it must not start when the tasks end
         client.cancel([task.name for task in finishing])
         client.cancel([task.name for task in live if task.is_pending])
         client.cancel([task.name for task in live if not task.is_pending])
@@ -194,22 +194,22 @@ def cancel(storage: Storage) -> list[str]:
 
 
 def live_tasks(run: RunDir) -> list[Task]:
-    """The run's tasks that wait or run, by Slurm's own account."""
+    """Return the run's pending and running tasks, as Slurm reports them."""
     return client.live_tasks(job for sent in submissions(run) for job in sent.arrays)
 
 
 def num_tasks(run: RunDir) -> int:
-    """Tasks that wait or run and will go on."""
-    return len(_staying(run, live_tasks(run)))
+    """Return the number of pending and running tasks that are not being removed."""
+    return len(_without_leaving(run, live_tasks(run)))
 
 
 def is_in_slurm(run: RunDir) -> bool:
-    """Whether anything of a run waits or runs in Slurm: tasks, or the job that finishes."""
-    return bool(live_tasks(run) or _finishing(run))
+    """Return whether any task or finishing job of the run is pending or running."""
+    return bool(live_tasks(run) or _finish_jobs(run))
 
 
 def submissions(run: RunDir) -> list[Submission]:
-    """All that was ever sent for a run, in order."""
+    """Return all submissions of a run, in order."""
     found = []
     for path, record in sent_records(run, "slurm", "shape", "size", "arrays", "finish"):
         shape = Shape(**{**record["shape"], "sbatch_args": tuple(record["shape"]["sbatch_args"])})
@@ -218,7 +218,7 @@ def submissions(run: RunDir) -> list[Submission]:
 
 
 def submission_text(run: RunDir, sent: Submission) -> str:
-    """Job numbers and the commands to follow them, for a person."""
+    """Return the job numbers and the commands to follow them, for a person."""
     arrays = ", ".join(sent.arrays)
     plural, logs = "s" if len(sent.arrays) > 1 else "", log_folder(run)
     return how_to_follow(
@@ -231,17 +231,17 @@ def submission_text(run: RunDir, sent: Submission) -> str:
 
 def _resize(run: RunDir, size: ArraySize, busy: Container[str]) -> tuple[Submission | None, list[Task]]:
     all_live = live_tasks(run)
-    live = _staying(run, all_live)
-    finishing = _finishing(run)
+    live = _without_leaving(run, all_live)
+    finishing = _finish_jobs(run)
     sent, drained = None, []
     if size.tasks > len(live):
         shape, more = submissions(run)[-1].shape, ArraySize(size.tasks - len(live), size.at_once)
         sent = _send_all(run, shape, more, client.send, others=_jobs(all_live), max_array_size=client.max_array_size())
-        client.cancel([task.name for task in finishing if task.is_pending])  # the new one waits for all
+        client.cancel([task.name for task in finishing if task.is_pending])  # the new finishing job waits for all tasks
     elif size.tasks < len(live):
-        drained = leaving(live, len(live) - size.tasks, busy)
+        drained = tasks_to_remove(live, len(live) - size.tasks, busy)
         if not size.tasks:
-            client.cancel([task.name for task in finishing if task.is_pending])  # the run pauses, it does not end
+            client.cancel([task.name for task in finishing if task.is_pending])  # the run pauses
         _drain(run, drained)
     _throttle(run, size.at_once)
     return sent, drained
@@ -257,21 +257,21 @@ def _send_all(
     max_array_size: int,
     keep: bool = True,
 ) -> Submission:
-    """Send arrays and the job that finishes, all or none; the record grows with each, so that none is forgotten.
+    """Submit arrays and the finishing job, all or none; the record is updated after each, so that no job is lost.
 
     Args:
-        others: arrays of earlier submissions that the job that finishes has to wait for as well.
+        others: earlier arrays for which the finishing job has to wait as well.
     """
     sent = Submission(shape, size)
     if keep:
-        _remember(run, sent)
+        _record(run, sent)
     try:
         for tasks in client.slices(size.tasks, max_array_size):
-            # a limit is one array's: with one, arrays wait for each other, so that it holds over all of them
+            # a limit is per array: with a limit, the arrays run one after the other
             behind = sent.arrays[-1:] if size.at_once is not None else []
             sent.arrays.append(sender(_array_command(run, shape, ArraySize(tasks, size.at_once), behind)))
             if keep:
-                _remember(run, sent)
+                _record(run, sent)
         sent.finish = sender(_finish_command(run, shape, others + sent.arrays))
     except ConfigError as error:
         if not sent.arrays:
@@ -280,10 +280,10 @@ def _send_all(
             client.cancel(sent.arrays)
             what = "is cancelled"
         except ConfigError:
-            what = f"waits or runs, end it with `batchinfer cancel {run.shown}`"
-        raise type(error)(f"{error}; what was sent before that {what}: {' '.join(sent.arrays)}") from None
+            what = f"is pending or running, end it with `batchinfer cancel {run.shown}`"
+        raise type(error)(f"{error}; what was submitted before that {what}: {' '.join(sent.arrays)}") from None
     if keep:
-        _remember(run, sent)
+        _record(run, sent)
     return sent
 
 
@@ -310,7 +310,7 @@ def _finish_command(run: RunDir, shape: Shape, arrays: list[str]) -> list[str]:
 
 
 def _given(shape: Shape, *names: str) -> list[str]:
-    """These options, as far as they are set."""
+    """Return the options of these names that are set."""
     values = {name: getattr(shape, name) for name in names}
     return [f"--{name.replace('_', '-')}={value}" for name, value in values.items() if value is not None]
 
@@ -323,33 +323,33 @@ def _sbatch(run: RunDir, options: list[str], template: str, own: str | None) -> 
 
 
 def log_folder(run: RunDir) -> Path:
-    """Where tasks that are sent from here write what they say."""
+    """Return the folder for the logs of tasks that are submitted from here."""
     return run.slurm if run.uri is None else Path.cwd()
 
 
-def _remember(run: RunDir, sent: Submission) -> None:
+def _record(run: RunDir, sent: Submission) -> None:
     if sent.path is None:
         sent.path = run.slurm / f"{len(submissions(run)):04d}.json"
     record: dict[str, Any] = {"submitted_s": time.time(), "shape": asdict(sent.shape), "size": asdict(sent.size)}
     publish_json(sent.path, {**record, "arrays": sent.arrays, "finish": sent.finish})
 
 
-def _finishing(run: RunDir) -> list[Task]:
-    """Jobs that wait to finish the run, or do it."""
+def _finish_jobs(run: RunDir) -> list[Task]:
+    """Return the run's pending and running finishing jobs."""
     return client.live_tasks(sent.finish for sent in submissions(run) if sent.finish is not None)
 
 
 def _throttle(run: RunDir, at_once: int | None) -> None:
-    """Set how many tasks run at once from now on. The limit is one array's: shared out, one task of each at least."""
+    """Limit how many tasks run at once. Limits are per array, so each array gets a share of at least 1."""
     live = live_tasks(run)
     jobs, waiting = _jobs(live), _jobs([task for task in live if task.is_pending])
     for place, job in enumerate(jobs):
         share = 0 if at_once is None else max(1, at_once // len(jobs) + (place < at_once % len(jobs)))
-        if job in waiting:  # it says nothing to the others
+        if job in waiting:  # arrays without pending tasks need no limit
             client.throttle(job, share)
 
 
-def _staying(run: RunDir, tasks: list[Task]) -> list[Task]:
+def _without_leaving(run: RunDir, tasks: list[Task]) -> list[Task]:
     return [task for task in tasks if not task.is_ending and not _drain_mark(run, task).exists()]
 
 
@@ -357,10 +357,10 @@ def _drain(run: RunDir, tasks: list[Task]) -> None:
     client.cancel([task.name for task in tasks if task.is_pending])
     running = [task for task in tasks if not task.is_pending]
     for task in running:
-        publish_text(_drain_mark(run, task), "sent away\n")
-    if run.uri is not None:  # its script sees no mark
+        publish_text(_drain_mark(run, task), "removed by a resize\n")
+    if run.uri is not None:  # the batch script cannot read the drain mark
         client.forbid_requeue([task.name for task in running])
-    client.warn([task.name for task in running])
+    client.terminate([task.name for task in running])
 
 
 def _drain_mark(run: RunDir, task: Task) -> Path:

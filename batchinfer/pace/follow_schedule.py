@@ -1,9 +1,9 @@
-"""Tasks of a run by time of day, so that it takes what others leave free."""
+"""Following of a schedule: the number of tasks by the time of day, so that a run uses idle hours of a cluster."""
 
 import time
 from collections.abc import Callable
 
-from batchinfer.pace.pursue import LOOK_S, Lives, is_finished, resize_and_keep, when_slurm_answers
+from batchinfer.pace.follow_goal import LOOK_S, RetryLimit, ignoring_outages, is_finished, resize_durably
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, IncompleteRunError
 from batchinfer.run.storage import Storage
@@ -14,16 +14,18 @@ from batchinfer.submit.slurm.schedule import parse_schedule, size_at
 from batchinfer.submit.slurm.tasks import is_in_slurm, log_folder, num_tasks
 
 
-def follow(storage: Storage, entries: list[str], minute_now: Callable[[], int], look_s: float = LOOK_S) -> None:
-    """Resize a submitted run whenever the schedule says so, until it is finished. Tasks that died are sent anew.
+def follow_schedule(
+    storage: Storage, entries: list[str], minute_now: Callable[[], int], look_s: float = LOOK_S
+) -> None:
+    """Resize a submitted run by its schedule until it is finished; dead tasks are replaced.
 
     Args:
-        minute_now: minute of the day.
-        look_s: seconds between looks.
+        minute_now: returns the minute of the day.
+        look_s: seconds between checks.
 
     Raises:
         ConfigError: the job has no schedule, Slurm refuses, or a file of the run folder is damaged.
-        IncompleteRunError: tasks end without results, or everything has ended and the run is not finished.
+        IncompleteRunError: tasks end without results, or all jobs have ended and the run is not finished.
         InterruptedRunError: the run is cancelled, or another command follows it.
     """
     schedule = parse_schedule(entries)
@@ -36,43 +38,43 @@ def follow(storage: Storage, entries: list[str], minute_now: Callable[[], int], 
     run = storage.run
     follower = take_over(run)
     storage.keep_sent()
-    reader, lives = StatusReader(run, storage), Lives(run)
+    reader, retries = StatusReader(run, storage), RetryLimit(run)
     while not is_finished(storage):
         check_follower(run, follower)
-        with when_slurm_answers():
+        with ignoring_outages():
             wanted = size_at(schedule, minute_now())
             status = reader.read()
-            lives.look(wanted.tasks, status.work_done)
+            retries.update(wanted.tasks, status.work_done)
             if wanted != has:
-                sent, away = resize_and_keep(storage, wanted, follower=follower)
+                sent, away = resize_durably(storage, wanted, follower=follower)
                 added = 0 if sent is None else sent.size.tasks
-                note(f"{wanted} tasks from now on: {added} added, {len(away)} sent away")
+                note(f"{wanted} tasks from now on: {added} added, {len(away)} removed")
                 has = wanted
             elif wanted.tasks and status.units_waiting:
-                _make_up_for_dead_tasks(storage, wanted, status.units_waiting, lives, follower)
+                _replace_dead_tasks(storage, wanted, status.units_waiting, retries, follower)
             elif wanted.tasks and not status.units_running and not is_in_slurm(run) and not is_finished(storage):
                 raise IncompleteRunError(
-                    f"all that was sent for {run.shown} has ended, but the run is not finished; `batchinfer status` "
-                    f"and the logs in {log_folder(run)} say why"
+                    f"all jobs of {run.shown} have ended, but the run is not finished; see `batchinfer status` and the "
+                    f"logs in {log_folder(run)}"
                 )
         time.sleep(look_s)
 
 
-def _make_up_for_dead_tasks(
-    storage: Storage, wanted: ArraySize, units_waiting: int, lives: Lives, follower: str
+def _replace_dead_tasks(
+    storage: Storage, wanted: ArraySize, units_waiting: int, retries: RetryLimit, follower: str
 ) -> None:
-    """Send tasks for units that nobody holds. Those that ended for want of one have left none."""
+    """Submit tasks for units that no task holds. Tasks that ended because no unit was left are not replaced."""
     alive = num_tasks(storage.run)
     missing = min(wanted.tasks - alive, units_waiting)
     if missing <= 0:
         return
-    lives.check(missing)
-    resize_and_keep(storage, ArraySize(alive + missing, wanted.at_once), follower=follower)
-    lives.count(missing)
-    note(f"{missing} of {wanted} tasks have ended before their time: sent anew")
+    retries.check(missing)
+    resize_durably(storage, ArraySize(alive + missing, wanted.at_once), follower=follower)
+    retries.count(missing)
+    note(f"{missing} of {wanted} tasks have ended early: replaced")
 
 
 def local_minute() -> int:
-    """The minute of the day in this machine's time zone."""
+    """Return the minute of the day in this machine's time zone."""
     now = time.localtime()
     return now.tm_hour * 60 + now.tm_min

@@ -1,11 +1,11 @@
-"""What launchers say alike, for a person."""
+"""Messages to users that all launchers share."""
 
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 
 
 def how_to_follow(run: RunDir, *sent: str, logs: str) -> str:
-    """Lines: what was sent, and the commands to follow it."""
+    """Return lines with what was submitted and the commands to follow, change and end it."""
     return "\n".join(
         (
             *sent,
@@ -17,21 +17,21 @@ def how_to_follow(run: RunDir, *sent: str, logs: str) -> str:
     )
 
 
-def never_sent(run: RunDir, launcher: str) -> ConfigError:
-    """The error where there is nothing to be changed."""
+def never_submitted(run: RunDir, launcher: str) -> ConfigError:
+    """Return the error of a resize if the run was never submitted."""
     return ConfigError(
         f"{run.shown} was never submitted; use `batchinfer submit {run.shown} --to {launcher} --array N`"
     )
 
 
-def refuse_none(run: RunDir, tasks: int, launcher: str) -> None:
-    """Where a run without tasks is over, and does not pause.
+def refuse_zero_tasks(run: RunDir, tasks: int, launcher: str) -> None:
+    """Refuse a resize to 0 tasks on a launcher that cannot pause a run.
 
     Raises:
-        ConfigError: no tasks are asked for.
+        ConfigError: `tasks` is 0.
     """
     if not tasks:
         raise ConfigError(
-            f"0 are none: `batchinfer cancel {run.shown}` ends all, "
+            f"0 tasks cannot pause a run here: `batchinfer cancel {run.shown}` ends all, "
             f"`batchinfer submit {run.shown} --to {launcher}` goes on"
         )
