@@ -1,4 +1,4 @@
-"""Where the tool calls of an answer are in its text: behind its thinking, and in the model's own form."""
+"""Location of tool calls in the text of an answer: after the thinking, in the model's own form."""
 
 import re
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ _BLANKS = re.compile(r"\s*")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer's text in its parts.
+    """The parts of an answer's text.
 
-    calls: [] if the answer calls nothing, None if one of its calls is cut off or not in the form.
-    content: the text before the calls, all of it if there are none.
-    form: of the calls.
+    calls: [] if the answer calls nothing, None if a call is cut off or not in the form.
+    content: the text before the calls, the whole text if there are none.
+    form: the form of the calls.
     """
 
     calls: list[WrittenCall] | None
@@ -26,22 +26,22 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerReader:
-    """Reads tool calls in the forms of one model.
+    """A parser of tool calls in the forms of one model.
 
     own_forms: the forms that the model folder shows as the model's own, by name. If it shows none, all forms are
-        tried, and a mark counts only where it begins a call: prose may quote the marks of another family.
+        tried, and a mark counts only if it begins a call: prose may quote the marks of another family.
     """
 
     own_forms: Sequence[str] = ()
 
     def read(self, text: str, *, is_cut: bool = False) -> Answer:
-        """Read an answer; a call that is weighed in its thinking is none.
+        """Parse an answer; calls inside the thinking do not count.
 
         Args:
-            is_cut: by max_tokens; further calls might have followed in a block without an end.
+            is_cut: whether max_tokens cut the answer; its last block of calls may then lack an end.
         """
         start, is_certain = _end_of_thinking(text)
-        # a call's arguments may hold the mark that ends thinking
+        # a call's arguments may contain the mark that ends thinking
         if start and not is_certain and any(self._is_open(form, text, start) for form in self._forms()):
             whole = self._read_from(0, text, is_cut)
             if whole.calls:
@@ -64,7 +64,7 @@ class AnswerReader:
         return Answer(calls, text[:place].removesuffix(form.before), form)
 
     def _first_block(self, form: CallForm, text: str, start: int, is_cut: bool) -> int | None:
-        """Return the place of the mark that begins the first block of calls."""
+        """Return the position of the mark that begins the first block of calls, None if there is no block."""
         mark = None
         for mark in form.begin.finditer(text, start):
             if self.own_forms or form.opens.match(text, mark.end()):
@@ -77,15 +77,15 @@ class AnswerReader:
         return mark is not None and form.opens.match(text, mark.end()) is not None
 
     def _is_open(self, form: CallForm, text: str, place: int) -> bool:
-        """Return whether a place is inside a block of calls."""
+        """Return whether a position is inside a block of calls."""
         ends = [mark.end() for mark in form.begin.finditer(text, 0, place) if self._opens(form, text, mark.start())]
         return bool(ends) and form.end.search(text, ends[-1], place) is None
 
 
 def _end_of_thinking(text: str) -> tuple[int, bool]:
-    """Return the place behind the thinking in a text, and whether the text shows where the thinking begins.
+    """Return the position after the thinking in a text, and whether the text has the mark that begins the thinking.
 
-    Where the prompt has begun it, the text has only the mark of its end.
+    If the prompt has begun the thinking, the text has only the mark of its end.
     """
     blanks = _BLANKS.match(text)
     start = blanks.end() if blanks else 0

@@ -52,13 +52,13 @@ class CallForm:
     """A form of tool calls: blocks from one mark to the next, and the calls between the marks.
 
     name: in data/tool_forms.py.
-    opens: matches behind the mark of a block that calls; prose that quotes the mark goes on in another way.
-    opening: the text behind the mark, as far as it is the same in all calls.
-    inner: a mark inside blocks, which outside a block is no call.
-    before: stands between the words of an answer and its first block; the chat template writes it again.
-    ids: the ids that the chat template takes when calls come back in a chat; None: any.
-    make_id: makes such an id of the call's name, a key and the call's place.
-    needs_end: a stop string cannot have cut off the end of a block.
+    opens: matches the text after the mark of a real block; prose that quotes the mark continues differently.
+    opening: the common beginning of the text after the mark in all calls.
+    inner: a mark of calls inside blocks; outside a block it begins no call.
+    before: text between the words of an answer and its first block; the chat template writes it again.
+    ids: the ids that the chat template accepts when calls come back in a chat; None: any.
+    make_id: makes such an id from the call's name, a key and the call's position.
+    needs_end: whether a block needs its end; if not, a stop string may have removed the end.
     """
 
     name: str
@@ -77,13 +77,13 @@ class CallForm:
 def _pieces(text: str, head: re.Pattern[str], end: str) -> list[tuple[re.Match[str], str]] | None:
     """Cut a text into its pieces: the head of each, and the text between the head and the next `end`.
 
-    The time is linear in the text: nothing is looked for again behind a piece that has no end.
+    The time is linear in the text: the search stops at a piece without an end.
 
     Args:
-        head: begins with the blanks before a piece.
+        head: pattern that begins with the blanks before a piece.
 
     Returns:
-        None if the text holds anything else.
+        None if the text contains anything else.
     """
     found, place = [], 0
     while (begin := head.match(text, place)) is not None:
@@ -104,7 +104,7 @@ def _all_read(calls: list[WrittenCall | None]) -> list[WrittenCall] | None:
 
 _CALL_BEGIN, _SEPARATOR, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _FENCED = re.compile(r"([^\n`]+)\n```json\n(.*)```", re.DOTALL)
-TYPE_OF_TOOL = "function"  # which V3 writes in place of the name
+TYPE_OF_TOOL = "function"  # V3 writes this word in place of the name
 
 
 def _calls_of_v3(block: str) -> list[WrittenCall] | None:

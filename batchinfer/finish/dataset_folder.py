@@ -1,6 +1,6 @@
 """dataset/: the outputs as a dataset of the Hugging Face hub, by output.push = "hf-folder".
 
-dataset/README.md                            the card; its licence is for people to name
+dataset/README.md                            the card; the user names its licence
 dataset/data/train-00000-of-00002.parquet    the first file of outputs/ by another name: a hard link, no copy
 """
 
@@ -45,12 +45,12 @@ def write_dataset(
     shards: Sequence[Shard],
     weights: str,
 ) -> None:
-    """Make dataset/ of the files in outputs/; one of an earlier finish goes where output.push asks for none.
+    """Make dataset/ from the files in outputs/; remove an earlier dataset/ if output.push is not set.
 
     Args:
-        manifest: vouches for outputs/, and for the dataset's data afterwards. Not for the card, which people edit:
-            one that is no longer what a finish wrote stays, with a note.
-        weights: digest of the model's.
+        manifest: has the checksums of outputs/, and gets those of the dataset's data. The card is not in it, because
+            users edit the card; an edited card is kept, with a note.
+        weights: digest of the model's weights.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -77,12 +77,12 @@ def write_dataset(
 
 
 def card_of(run: RunDir) -> Path:
-    """The dataset's card."""
+    """Return the path of the dataset's card."""
     return run.dataset / "README.md"
 
 
 def dataset_files(run: RunDir, shards: Sequence[Shard]) -> dict[Path, Path]:
-    """The dataset's data files, each with the file of outputs/ that it is, in the order of the shards."""
+    """Return the dataset's data files in the order of the shards, each with its file in outputs/."""
     sources = [run.output(shard.name) for shard in shards if shard.problem is None]
     data = run.dataset / "data"
     return {data / f"train-{place:05d}-of-{len(sources):05d}.parquet": file for place, file in enumerate(sources)}
@@ -95,7 +95,7 @@ def _link(source: Path, target: Path) -> None:
         temporary.unlink(missing_ok=True)
         os.link(source, temporary)
         temporary.rename(target)
-        temporary.unlink(missing_ok=True)  # a rename to another name of the same file leaves it
+        temporary.unlink(missing_ok=True)  # rename does nothing if both names are the same file
         sync_folder(target.parent)
     except OSError as error:
         raise cannot_write(target, error) from None
@@ -115,7 +115,7 @@ def _is_edited(card: Path) -> bool:
 
 
 def _signed(text: str) -> str:
-    """The card with a last line that tells whether it was edited."""
+    """Return the card with a last line that reveals later edits by a digest."""
     return f"{text}{_WRITTEN}{xxhash.xxh3_64_hexdigest(text.encode())} -->\n"
 
 
@@ -140,7 +140,7 @@ def _card(connection: duckdb.DuckDBPyConnection, files: list[Path], job: JobConf
 
 
 def _settings(job: JobConfig) -> dict[str, Any]:
-    """What decides about answers, without the names of folders and files."""
+    """Return the settings that determine answers, without the names of folders and files."""
     return {
         "input": job.input.model_dump(exclude_none=True, exclude={"files"}),
         "output": {"reasoning": job.output.reasoning},

@@ -1,4 +1,4 @@
-"""Output rows while the job still runs: of each row as soon as its results are durable."""
+"""Output rows of a job that still runs, as soon as their results are durable."""
 
 import tempfile
 import time
@@ -17,14 +17,14 @@ from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import OutputRows
 from batchinfer.rundir import RunDir, read_state, shards_of_state
 
-LOOK_S = 0.5  # between two looks at the folder
-MOST_SHARE = 0.1  # of the time that looking may take
+LOOK_S = 0.5  # least time between two reads of the folder
+MOST_SHARE = 0.1  # largest share of the time that reading may take
 
 
 class EarlyRows:
-    """Looks again and again at a run folder in which another process works.
+    """A reader of new output rows in a run folder in which another process works.
 
-    Rows of a job with choices are not among them: a row is one when all its choices are.
+    A job with choices gives no early rows: a row needs the results of all its choices.
     """
 
     def __init__(self, run: RunDir, job: JobConfig) -> None:
@@ -33,7 +33,7 @@ class EarlyRows:
         self._next_look_s = 0.0
 
     def new(self) -> Iterator[tuple[int, pa.Table]]:
-        """(shard, rows as outputs/ will have them) whose results are new; a row may come twice, bad ones do."""
+        """Yield (shard, rows as in outputs/) for new results. A row may come twice; bad rows do."""
         if time.monotonic() < self._next_look_s or self._job.input.choices is not None:
             return
         started_s = time.monotonic()
@@ -44,7 +44,7 @@ class EarlyRows:
     def _new_files(self) -> list[Path]:
         files = sorted(set(self._run.unit_folders.glob("*/*/part-*.parquet")) - self._seen)
         self._seen.update(files)
-        return [path for path in files if damage(path) is None]  # the rows of a damaged one are computed again
+        return [path for path in files if damage(path) is None]  # the rows of a damaged file are computed again
 
     def _rows(self, files: list[Path]) -> Iterator[tuple[int, pa.Table]]:
         if not files:

@@ -1,4 +1,4 @@
-"""One finish of a run: every row counted first, then outputs/, stats/ and what is published of them."""
+"""Finishing of a run: a check of every row, then writing of outputs/ and stats/, and their publication."""
 
 import shutil
 from collections.abc import Iterator
@@ -30,14 +30,14 @@ from batchinfer.whole_files import remove_leftovers
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What finish wrote."""
+    """The result of finishing a run."""
 
     num_rows: int
     num_errors: int
-    num_missing: int  # rows not computed, with --allow-partial
+    num_missing: int  # rows that were not computed (--allow-partial)
     unreadable: tuple[str, ...]  # paths of shards without outputs
     commonest_error: str | None = None  # the most frequent reason of error rows, without the number of the line
-    num_commonest: int = 0  # error rows of that reason
+    num_commonest: int = 0  # error rows with that reason
 
     @property
     def exit_code(self) -> int:
@@ -45,7 +45,7 @@ class FinishedRun:
 
 
 def finish_run(run: RunDir, job: JobConfig, *, allow_partial: bool = False) -> FinishedRun:
-    """Check that no row is missing or double, then write outputs/ and stats/, and publish them if the job says so.
+    """Check that no row is missing or double, write outputs/ and stats/, and publish them if output.publish is set.
 
     Raises:
         IncompleteRunError: rows are missing (without `allow_partial`), or a result is double.
@@ -69,7 +69,7 @@ def _publish(run: RunDir, job: JobConfig, result: FinishedRun) -> None:
         num_objects = publish_run(run, job, asdict(result))
     except BatchinferError as error:
         where = f"the results are all in {run.outputs}: run `batchinfer finish {run.shown}` to publish them"
-        error.args = (f"{error}; {where}",)  # classes of errors are made of different things
+        error.args = (f"{error}; {where}",)  # the classes of errors have different constructors
         raise
     note(
         f"{num_objects:,} files put into {job.output.publish}" if num_objects else f"{job.output.publish} is up to date"
@@ -92,7 +92,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     manifest.check(run.requests, run.duplicates, *(run.tokens(shard.index) for shard in shards if not shard.problem))
     units = counted_units(run, manifest, allow_partial=allow_partial)
     with open_database(run) as connection, closing(LongAnswers(run.finish_scratch)) as answers:
-        # what is scored of choices is added up first
+        # the scores of choices are added up first
         apart = answers if job.input.choices is None else None
         num_missing = join_results(connection, run, units, apart, allow_partial=allow_partial)
         _remove_other_formats(run, job, manifest, shards)
@@ -104,7 +104,7 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
         write_dataset(connection, run, manifest, job, shards, state["fingerprint"]["model.weights"])
         write_request_stats(connection, run, shards, manifest=manifest)
         write_unit_stats(connection, run, units, manifest)
-    refuse_changed(shards, job.s3)  # kept columns were read meanwhile
+    refuse_changed(shards, job.s3)  # kept columns were read in the meantime
     keep_lost_steps(run)
     write_run_stats(run, job, shards, state["counts"], equality, manifest)
     unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
@@ -126,10 +126,10 @@ def _remove_other_formats(run: RunDir, job: JobConfig, manifest: Manifest, shard
 
 @contextmanager
 def _scratch(storage: Storage, *, is_last: bool) -> Iterator[None]:
-    """One finish at a time, with an empty scratch folder that is gone afterwards.
+    """Lock the run for finishing, with an empty scratch folder that is removed afterwards.
 
     Args:
-        is_last: whether nobody can be working any more once this goes well. What dead workers left behind goes, too.
+        is_last: whether no worker can be active after success, so that leftovers of dead workers are removed, too.
     """
     run = storage.run
     with storage.locked(doing="finish this run"):
@@ -144,14 +144,14 @@ def _scratch(storage: Storage, *, is_last: bool) -> Iterator[None]:
                     remove_leftovers(folder, deep=True)
         finally:
             shutil.rmtree(run.finish_scratch, ignore_errors=True)
-            with suppress(OSError):  # others have something in it
+            with suppress(OSError):  # other commands may have files in it
                 run.work.rmdir()
 
 
 def _is_written(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Shard]) -> bool:
     files = [file for one in shards if one.problem is None for file in output_files(run, one.name, job.output.format)]
     tables = [run.stats_file(table) for table in ("requests", "units", "run")]
-    files += [table for table in tables if table in manifest]  # an earlier version's are not
+    files += [table for table in tables if table in manifest]  # tables of an earlier version are not in the manifest
     try:
         manifest.check(*files, *(dataset_files(run, shards) if job.output.push else ()))
     except DamagedFileError as error:

@@ -1,4 +1,4 @@
-"""Results of the counted claims, joined with the plan: what is missing, what is double, and the rows to write."""
+"""Results of the counted claims, joined with the plan: missing and double results, and the rows to write."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,14 +22,14 @@ from batchinfer.run.quarantine import set_aside
 from batchinfer.rundir import RunDir, replan_remedy
 from batchinfer.sanitize import first_line
 
-SORT_BYTES = 1 << 30  # that DuckDB may hold before it spills to the run folder, on any machine
-MOST_SORT_BYTES = 8 << 30  # where a quarter of the memory that is free is more
+SORT_BYTES = 1 << 30  # DuckDB's memory before it spills to the run folder, at least
+MOST_SORT_BYTES = 8 << 30  # ... and at most; between them a quarter of the free memory
 NOT_COMPUTED = "not computed: the run was finished before this row was (--allow-partial)"
 HAS_ENDED = f"error IS DISTINCT FROM {literal(NOT_COMPUTED)}"  # SQL, of an output row
 
 
 def query(name: str, **parts: str | int) -> str:
-    """The SQL of queries/<name>.sql with its {parts}: numbers, and SQL made by data/duckdb_sql.py."""
+    """Return the SQL of queries/<name>.sql with its {parts} filled in: numbers, and SQL of data/duckdb_sql.py."""
     text = (resources.files("batchinfer.finish") / "queries" / f"{name}.sql").read_text(encoding="utf-8")
     return text.format(**parts)
 
@@ -38,11 +38,11 @@ def query(name: str, **parts: str | int) -> str:
 def open_database(
     run: RunDir, command: str = "finish", scratch: Path | None = None
 ) -> Iterator[duckdb.DuckDBPyConnection]:
-    """DuckDB for sorting and joining, with its scratch files in the run folder.
+    """Open a DuckDB connection for sorting and joining, with scratch files in the run folder.
 
     Args:
-        command: what it is for, in messages.
-        scratch: folder for them instead.
+        command: name of the command for messages.
+        scratch: another folder for scratch files.
 
     Raises:
         ConfigError: a file of the run folder is damaged, the disk is full, or rows are too wide for the memory.
@@ -56,7 +56,7 @@ def open_database(
     except duckdb.Error as error:
         if (explained := explain_resource_error(error)) is not None:
             raise ConfigError(f"cannot {command} {run.shown}: {explained}") from None
-        # the same is said of a disk that has no room for what would leave the memory
+        # a full disk that stops spilling raises the same exception
         if isinstance(error, duckdb.OutOfMemoryException) and "temp_directory" not in str(error):
             raise ConfigError(
                 f"cannot {command} {run.shown}: its rows are too wide to be sorted in {limit}; repeat "
@@ -69,23 +69,23 @@ def open_database(
 
 
 def sort_limit(num_bytes: int) -> str:
-    """As DuckDB takes it, and people read it."""
+    """Format a memory limit for DuckDB and for messages."""
     return f"{num_bytes >> 20} MiB"
 
 
 @dataclass(frozen=True, slots=True)
 class CountedUnit:
-    """What counts of a unit."""
+    """The claim of a unit that counts, and its results."""
 
     claim: Path
-    files: list[Path]  # results, none of them damaged
+    files: list[Path]  # undamaged result files
 
 
 def counted_units(run: RunDir, manifest: Manifest, *, allow_partial: bool) -> dict[int, CountedUnit]:
-    """The claim that counts for each unit, and its results, all of them compared with what was written.
+    """Return the claim that counts for each unit, with its results, whose checksums are compared.
 
-    Damaged results are set aside, and the mark that their unit is done as well: the next `work` computes the rows
-    that are gone.
+    Damaged results are moved to quarantine with the done mark of their unit, so that the next `work` computes the lost
+    rows again.
 
     Raises:
         IncompleteRunError: units are not done, or damaged (without `allow_partial`).
@@ -129,10 +129,10 @@ def join_results(
     *,
     allow_partial: bool,
 ) -> int:
-    """Make the views `results` and `delivered` (queries/delivered.sql); returns the number of missing results.
+    """Create the views `results` and `delivered` (queries/delivered.sql); return the number of missing results.
 
     Args:
-        answers: takes the long ones out of the views; None: they stay.
+        answers: keeps long answers out of the views; None: they stay in the views.
 
     Raises:
         IncompleteRunError: results are missing (without `allow_partial`), double, or were never planned.
@@ -160,7 +160,7 @@ def join_results(
 def create_results(
     connection: duckdb.DuckDBPyConnection, run: RunDir, files: list[Path], answers: LongAnswers | None = None
 ) -> None:
-    """Make the views `results`, of result files, and `duplicates`, of the plan: queries/delivered.sql joins them.
+    """Create the views `results` (of result files) and `duplicates` (of the plan), which queries/delivered.sql joins.
 
     Args:
         answers: see `join_results`.
@@ -177,7 +177,7 @@ def create_results(
 
 
 def output_rows(run: RunDir, shards: list[Shard]) -> str:
-    """SQL for the output rows of neighbouring shards (queries/output_rows.sql)."""
+    """Return SQL for the output rows of consecutive shards (queries/output_rows.sql)."""
     return query(
         "output_rows",
         tokens=read_parquet(*(run.tokens(shard.index) for shard in shards)),
@@ -188,5 +188,5 @@ def output_rows(run: RunDir, shards: list[Shard]) -> str:
 
 
 def _number(connection: duckdb.DuckDBPyConnection, sql: str) -> int:
-    # fetched to the end: an unfinished result would block the connection
+    # read to the end: an unfinished result would block the connection
     return int(connection.execute(sql).fetchall()[0][0])

@@ -1,4 +1,4 @@
-"""Output rows as JSON lines: the same columns, rows and order as in the Parquet file beside them."""
+"""Output rows as JSON lines, with the columns, rows and order of the Parquet file next to them."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -9,42 +9,42 @@ import pyarrow as pa
 from batchinfer.data.columns import is_text, python_values
 from batchinfer.data.duckdb_sql import literal
 
-SLICE_BYTES = 1 << 19  # that are lines at a time: log-probabilities are ten times as long in these
-# what DuckDB writes although JSON has it not, and texts, in which it may stand
+SLICE_BYTES = 1 << 19  # of rows that become lines at a time; as lines, log-probabilities are ten times as long
+# numbers that DuckDB writes but JSON does not have; and strings, which may contain the same words
 _NO_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|-?(?:NaN|Infinity)')
 
 
 class Lines:
-    """What the files of lines beside a shard's Parquet file hold; by itself nothing, where there are none."""
+    """Base class of the extra line files written next to a shard's Parquet file; writes nothing."""
 
-    def of(self, rows: pa.Table) -> Iterable[tuple[int, bytes]]:
-        """(which file, whole lines) that the shard's next rows give."""
+    def encode(self, rows: pa.Table) -> Iterable[tuple[int, bytes]]:
+        """Yield (file number, whole lines) for the shard's next rows."""
         return ()
 
-    def rest(self) -> Iterable[tuple[int, bytes]]:
-        """The same once there are no more rows."""
+    def flush(self) -> Iterable[tuple[int, bytes]]:
+        """Yield (file number, whole lines) that are left after the shard's last rows."""
         return ()
 
 
 class JsonLines(Lines):
-    """Turns rows into lines, every type as DuckDB writes it, times in UTC.
+    """One file of JSON lines; DuckDB formats the values, times are in UTC.
 
-    NaN and infinities, which JSON has not, are null; bytes of a text that are no UTF-8 are U+FFFD, and a list or struct
-    with such a text is null.
+    NaN and infinities, which JSON does not have, become null. Bytes of a text that are no UTF-8 become U+FFFD; a list
+    or struct with such a text becomes null.
     """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:
-        self._connection = connection.cursor()  # rows may still come from the other
+        self._connection = connection.cursor()  # rows may still be read from the other connection
         self._connection.execute("SET TimeZone = 'UTC'")
 
-    def of(self, rows: pa.Table) -> Iterator[tuple[int, bytes]]:
+    def encode(self, rows: pa.Table) -> Iterator[tuple[int, bytes]]:
         slice_rows = max(1, SLICE_BYTES * len(rows) // max(1, rows.nbytes))
         for first in range(0, len(rows), slice_rows):
             for line in self._texts(rows.slice(first, slice_rows)):
                 yield 0, _strict(line).encode() + b"\n"
 
     def _texts(self, rows: pa.Table) -> Iterator[str]:
-        # names of columns may be anything, and differ in case alone
+        # column names may be anything, and may differ in case only
         columns = {f"c{place}": _sound(column) for place, column in enumerate(rows.columns)}
         self._connection.register("rows", pa.table(columns))
         pairs = ", ".join(f"{literal(name)}, c{place}" for place, name in enumerate(rows.schema.names))
@@ -53,7 +53,7 @@ class JsonLines(Lines):
 
 
 def _sound(column: pa.ChunkedArray) -> pa.ChunkedArray | pa.Array:
-    """The column without bytes that are no UTF-8, of which DuckDB makes an empty line."""
+    """Return the column with invalid UTF-8 replaced; DuckDB would make an empty line of it."""
     try:
         column.validate(full=True)
     except pa.ArrowInvalid:

@@ -1,4 +1,4 @@
-"""JSON of models, read without being written again: values are copied as the texts that they are."""
+"""Reading of JSON that models wrote, without formatting it again: values keep their exact texts."""
 
 import json
 
@@ -9,9 +9,9 @@ NO_JSON = object()
 
 
 def json_value(text: str) -> object:
-    """Return the value of a JSON text, NO_JSON if the standard does not allow the text.
+    """Return the value of a JSON text, NO_JSON if the text is not valid by the standard.
 
-    It has no NaN, no number beyond a double, and no half surrogate pair, which no text can hold.
+    The standard has no NaN; numbers beyond a double and lone surrogates are refused, too.
     """
     try:
         return msgspec.json.decode(text)
@@ -20,15 +20,15 @@ def json_value(text: str) -> object:
 
 
 def is_object(text: str) -> bool:
-    """Return whether a text is JSON of an object."""
+    """Return whether a text is a JSON object."""
     return isinstance(json_value(text), dict)
 
 
 def members(text: str) -> dict[str, str]:
-    """Return the members of an object: by name, the value's text as it is written.
+    """Return the members of an object by name, each with the exact text of its value.
 
     Args:
-        text: valid JSON of an object.
+        text: a valid JSON object.
     """
     found = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     return {name: bytes(value).decode() for name, value in found.items()}
@@ -38,13 +38,13 @@ def elements(text: str) -> list[str]:
     """Return the texts of a list's elements.
 
     Args:
-        text: valid JSON of a list.
+        text: a valid JSON list.
     """
     return [bytes(value).decode() for value in msgspec.json.decode(text, type=list[msgspec.Raw])]
 
 
 def object_of(values: dict[str, str]) -> str:
-    """Return JSON text of an object whose members have these texts as values."""
+    """Return the JSON text of an object whose values have these JSON texts."""
     return "{" + ", ".join(f"{quoted(name)}: {value}" for name, value in values.items()) + "}"
 
 

@@ -1,4 +1,4 @@
-"""The kept columns of a shard, read beside its outputs from start to end."""
+"""The kept columns of a shard, read in step with its outputs."""
 
 from collections.abc import Iterator
 
@@ -13,11 +13,11 @@ from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.wide_rows import bytes_of_rows, runs_of_rows
 from batchinfer.records import Shard
 
-KEPT_BYTES = 64 << 20  # that are handed out at a time; a row of more comes alone
+KEPT_BYTES = 64 << 20  # of kept values that are returned at a time; a larger row is returned alone
 
 
 class KeptRows:
-    """A cursor over the kept columns of one shard; memory holds one batch of it and what is handed out."""
+    """A cursor over the kept columns of one shard; memory holds one batch of it and the returned values."""
 
     def __init__(self, shard: Shard, kept: list[pa.Field], s3: S3Config = DEFAULT_S3) -> None:
         self._shard, self._kept = shard, kept
@@ -25,10 +25,10 @@ class KeptRows:
         names = [field.name for field in kept if column_type(present, field.name) is not None]
         self._batches = read_batches(shard, names, s3=s3) if names else None
         self._batch = pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in kept], schema=pa.schema(kept))
-        self._base = 0  # row of the batch's first line
+        self._base = 0  # row number of the batch's first row
 
     def of(self, rows: pa.Array) -> Iterator[tuple[int, list[pa.ChunkedArray]]]:
-        """(how many of the rows, their kept values) again and again; calls come in the order of the rows."""
+        """Yield (number of rows, their kept values) until all `rows` are done; calls come in the order of rows."""
         if self._batches is None:
             yield len(rows), [pa.chunked_array([pa.nulls(len(rows), field.type)]) for field in self._kept]
             return
@@ -44,7 +44,7 @@ class KeptRows:
             yield _joined(held)
 
     def _parts(self, rows: np.ndarray, batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """The kept values in parts that are small enough to be copied, each with its bytes."""
+        """Yield the kept values in parts that are small enough to be copied, each with its size in bytes."""
         while len(rows):
             while rows[0] >= self._base + len(self._batch):
                 self._base += len(self._batch)

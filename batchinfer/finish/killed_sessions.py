@@ -1,4 +1,4 @@
-"""How long sessions lasted that were killed: until their last sign of life."""
+"""The ends of killed sessions: their last heartbeats."""
 
 import pyarrow as pa
 
@@ -9,7 +9,9 @@ from batchinfer.run.storage import Storage
 
 
 def keep_last_signs(storage: Storage) -> None:
-    """Have stats/nodes say it; the rows that they wrote end with their last commit, which may be long before.
+    """Set the end of killed sessions in stats/nodes to their last heartbeat.
+
+    Their own rows end with the last commit, which may be much earlier.
 
     Raises:
         ConfigError: a file is damaged or cannot be written.

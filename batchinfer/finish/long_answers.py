@@ -1,10 +1,10 @@
-"""Long answers on their way from results to outputs: apart from their rows, which are sorted without them.
+"""Long answers between results and outputs: kept in a file apart from their rows, which are sorted without them.
 
     results ─┬─ rows, short answers with them ──► sorted and joined by DuckDB ──┬─► output rows, a few at a time
-             └─ long answers, in a file of their own ─────────── by place ──────┘
+             └─ long answers, in a file of their own ───────── by position ─────┘
 
-DuckDB holds thousands of rows at a time whatever is in them: answers of 32,000 tokens, or log-probabilities of many
-alternatives, would fill any memory. No threads are begun: callers of the Python door read through this, too.
+DuckDB holds thousands of rows at a time, whatever their size: answers of 32,000 tokens, or log-probabilities of many
+alternatives, would fill any memory. No thread is started, because users of the Python API read by this module, too.
 """
 
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.data.wide_rows import bytes_of_rows, runs_of_rows
 from batchinfer.whole_files import cannot_write
 
-LONG_BYTES = 16 << 10  # an answer of more goes into the file
-BATCH_BYTES = 16 << 20  # that are read at a time, about
-VALUE_BYTES = 8  # of a value of a list and what else goes with it, about
-GROUP_ROWS = 2048  # of the rows without their long answers
-FILLED_BYTES = 128 << 20  # of long answers that output rows get at a time; a longer one comes alone
+LONG_BYTES = 16 << 10  # a longer answer goes into the file
+BATCH_BYTES = 16 << 20  # read at a time, roughly
+VALUE_BYTES = 8  # rough size of a list's value
+GROUP_ROWS = 2048  # rows per row group of the file without long answers
+FILLED_BYTES = 128 << 20  # of long answers put into rows at a time; a longer answer comes alone
 
 ANSWER = pa.schema(
     [RESULTS.schema.field(name) for name in ("text", "token_ids", "reasoning", "logprobs", "prompt_logprobs")]
@@ -35,35 +35,37 @@ _MEAN = "list_avg(list_transform(logprobs, lambda token: token.logprob)) AS mean
 
 
 def all_rows(rows: str) -> str:
-    """SQL for results (SQL, too) with all their answers in them, `answer_place` null."""
+    """Return SQL for results that keep all their answers; `rows` is SQL, too, and `answer_place` is null."""
     return f"SELECT *, NULL::BIGINT AS answer_place, {_MEAN} FROM {rows}"
 
 
 class LongAnswers:
-    """A file of answers, and the rows that they were taken out of; to be closed before its folder is deleted.
+    """A file of long answers, and their rows without them; close it before its folder is deleted.
 
     Args:
-        folder: where it may write.
-        keeps: whether rows are to get their answers again (`filled`).
+        folder: folder for the two files.
+        keeps: whether answers are kept, so that `filled` can put them back into rows.
     """
 
     def __init__(self, folder: Path, *, keeps: bool = True) -> None:
         self._keeps = keeps
         self._answers, self._rows = folder / "long_answers.arrow", folder / "short_rows.parquet"
-        self._num_bytes: list[int] = []  # by place
-        self._file: pa.OSFile | None = None  # of answers, once they are all in it
+        self._num_bytes: list[int] = []  # by position
+        self._file: pa.OSFile | None = None  # the file of answers, once it is complete
         self._reader: pa.RecordBatchFileReader
 
     def close(self) -> None:
-        """Let go of the file: NFS keeps the folder of one that is open."""
+        """Close the file: NFS cannot delete the folder of an open file."""
         if self._file is not None:
             self._file.close()
 
     def set_apart(self, connection: duckdb.DuckDBPyConnection, files: list[Path]) -> str:
-        """Take the long answers out of result files; SQL for the rows, with `answer_place` and `mean_logprob`.
+        """Move the long answers of result files to the file; return SQL for the rows.
+
+        The rows have the additional columns `answer_place` and `mean_logprob`.
 
         Args:
-            files: at least one.
+            files: at least one result file.
 
         Raises:
             DamagedFileError: a file cannot be read.
@@ -85,7 +87,7 @@ class LongAnswers:
         return " UNION ALL BY NAME ".join(parts)
 
     def filled(self, rows: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-        """Rows of samples.sql with their long answers: the same rows in order, fewer at a time."""
+        """Yield rows of samples.sql with their long answers: the same rows in order, in smaller batches."""
         places = rows["answer_place"]
         if places.null_count == len(rows):
             yield rows
@@ -97,7 +99,7 @@ class LongAnswers:
             yield self._filled(rows.slice(first, end - first), np.flatnonzero(is_long[first:end]))
 
     def _write(self, connection: duckdb.DuckDBPyConnection, files: list[Path]) -> None:
-        """Both files, of the rows of these result files."""
+        """Write both files from the rows of result files."""
         compressed = pa.ipc.IpcWriteOptions(compression="lz4", use_threads=False)
         with (
             pa.OSFile(str(self._answers), "w") as file,
@@ -116,7 +118,7 @@ class LongAnswers:
     def _without_long(
         self, batch: pa.RecordBatch, answers: pa.RecordBatchFileWriter, connection: duckdb.DuckDBPyConnection
     ) -> pa.RecordBatch:
-        """Put the long answers of result rows into the file; the rows, of SHORT_ROWS."""
+        """Write the long answers of result rows to the file; return the rows with the schema SHORT_ROWS."""
         num_bytes = _answer_bytes(batch)
         is_long = num_bytes > LONG_BYTES
         places = np.cumsum(is_long) - 1 + len(self._num_bytes)
@@ -154,7 +156,7 @@ def _has_long(path: Path) -> bool:
 
 
 def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """The rows of a result file in batches of about BATCH_BYTES."""
+    """Yield the rows of a result file in batches of about BATCH_BYTES."""
     with own_file(path), pq.ParquetFile(path, pre_buffer=False) as file:
         metadata = file.metadata
         chunks = [group.column(place) for group in map(metadata.row_group, range(metadata.num_row_groups))
@@ -165,12 +167,12 @@ def _batches(path: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
 
 
 def _answer_bytes(batch: pa.RecordBatch) -> np.ndarray:
-    """[N] int64, decoded bytes of each row's answer."""
+    """Return [N] int64, the decoded size of each row's answer in bytes."""
     return np.sum([bytes_of_rows(batch[name]) for name in ANSWER.names], axis=0)
 
 
 def _as_delivered(row: pa.RecordBatch) -> pa.RecordBatch:
-    """The answer of one result row as samples.sql has it: nothing is known of the first token of its prompt."""
+    """Return the answer of one result row as samples.sql has it: the prompt's first token has no log-probability."""
     columns = {name: row[name] for name in ANSWER.names}
     scored = columns["prompt_logprobs"]
     if scored.null_count == 0:

@@ -1,4 +1,4 @@
-"""The tools that a row offers, and calls of them: by the names that are offered, with values of declared types."""
+"""Matching of calls with the tools that a row offers: by name, with values of the declared types."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from batchinfer.finish.parameters import Parameters
 
 Call = dict[str, str]  # name, and arguments as JSON text of an object
 
-_WRAPPERS = ("arguments", "input")  # names in which models wrap all arguments once more
+_WRAPPERS = ("arguments", "input")  # names under which models nest all arguments once more
 _NOTHING = Parameters(None)
 
 
 class OfferedTools:
-    """Tools by name; without any, a row offers none that are known here, and the names in calls are believed.
+    """The tools of a row, by name. If no tools are known, all names in calls are accepted.
 
     Args:
-        tools: {"type": "function", "function": {"name": …, "parameters": …}}, or the inner object alone. Others have
-            no name and cannot be called.
+        tools: {"type": "function", "function": {"name": …, "parameters": …}}, or the inner object alone. Tools of
+            another form have no name and cannot be called.
     """
 
     def __init__(self, tools: list[dict[str, Any]] | None = None) -> None:
@@ -47,7 +47,7 @@ class OfferedTools:
 
     def _offered(self, written: WrittenCall, id_names_tool: bool) -> Call | None:
         if not self._parameters:
-            # V3 without the name of the function
+            # a call of V3 without the function's name
             return None if written.name == TYPE_OF_TOOL else _call(written.name, written.arguments, _NOTHING)
         name, arguments = self._name_of(written, id_names_tool), written.arguments
         if name is None and id_names_tool and isinstance(arguments, str):
@@ -66,7 +66,7 @@ class OfferedTools:
         return fitting[0] if len(fitting) == 1 else None
 
     def _named_inside(self, arguments: str) -> tuple[str | None, str]:
-        """Return the tool that is named among the arguments, if one is, and the other arguments."""
+        """Return the tool named by an argument `name` (None if there is none), and the other arguments."""
         inside = json_value(arguments)
         name = inside.get("name") if isinstance(inside, dict) else None
         if not isinstance(name, str) or name not in self._parameters or self._parameters[name].declares("name"):
@@ -87,7 +87,7 @@ def _call(name: str, arguments: str | dict[str, str], parameters: Parameters) ->
 
 
 def _is_id_of(own_id: str, name: str) -> bool:
-    """Return whether an id is `functions.NAME:0`, or made of it by clients that allow fewer characters."""
+    """Return whether an id is `functions.NAME:0`, or a variant of it by clients that allow fewer characters."""
     return re.fullmatch(rf"(functions[._:-]?)?{re.escape(name)}([._:-]?\d+)?", own_id) is not None
 
 

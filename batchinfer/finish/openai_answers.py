@@ -1,9 +1,9 @@
-"""Answers as OpenAI gives those of a batch: a line for each input row, with all its samples as choices.
+"""Answers in the form of OpenAI's batch API: a line for each input row, with all its samples as choices.
 
 rows 0, 2      ──► outputs/x.jsonl          {"custom_id": …, "response": {"status_code": 200, "body": {…}}}
 row 1, failed  ──► outputs/x.errors.jsonl   {"custom_id": …, "response": {"status_code": 400, "body": {"error": …}}}
 
-Equal jobs give equal bytes: ids are digests of shard, row and custom_id, and `created`, which a moment would be, is 0.
+Equal jobs give equal bytes: ids are digests of shard, row and custom_id, and the time `created` is 0.
 """
 
 import hashlib
@@ -29,8 +29,11 @@ from batchinfer.finish.response_object import repeated_keys, response_object
 from batchinfer.finish.tool_calls import call_ids
 from batchinfer.records import Shard
 
-SLICE_ROWS, SLICE_BYTES = 64, 1 << 20  # that are Python objects at a time: log-probabilities are 50 times as large
-LEAST_LOGPROB = -9999.0  # OpenAI's word for everything below
+SLICE_ROWS, SLICE_BYTES = (
+    64,
+    1 << 20,
+)  # converted at a time; as Python objects, log-probabilities are 50 times as large
+LEAST_LOGPROB = -9999.0  # OpenAI's value for anything lower
 _PARAM = re.compile(r"\bbody\.([A-Za-z_]+)")
 
 Row = dict[str, Any]
@@ -42,9 +45,9 @@ class OpenAIAnswers(Lines):
     """The lines of one shard: answers in the first file, errors in the second.
 
     Args:
-        num_own: columns of the rows in front of those kept from the input, which may have any name.
-        refused: int64, the rows that the plan found bad; others that failed did so when they were computed.
-        reader: finds where the calls begin in an answer.
+        num_own: number of columns before the kept input columns, which may have any name.
+        refused: int64, rows that the plan found bad; other failed rows failed while they were computed.
+        reader: finds the calls in an answer.
     """
 
     def __init__(
@@ -53,12 +56,12 @@ class OpenAIAnswers(Lines):
         self._reader = reader
         self._num_own, self._refused = num_own, refused
         self._shard, self._token_of = shard, token_of
-        self._model = Path(job.model.path).name  # for rows that name none
+        self._model = Path(job.model.path).name  # for rows without a model name
         self._url = CHAT if job.input.makes_chats else COMPLETIONS
         self._asked = KeptRows(shard, _asked_columns(job, shard), job.s3)
-        self._samples: list[Row] = []  # so far, of the last row
+        self._samples: list[Row] = []  # samples of the last row until now
 
-    def of(self, rows: pa.Table) -> Iterator[tuple[int, bytes]]:
+    def encode(self, rows: pa.Table) -> Iterator[tuple[int, bytes]]:
         own = rows.select(range(self._num_own))
         for num_rows, asked in self._asked.of(rows["row"].combine_chunks()):
             part, own = own.slice(0, num_rows), own.slice(num_rows)
@@ -74,10 +77,10 @@ class OpenAIAnswers(Lines):
             for first in range(0, num_rows, slice_rows):
                 for sample in part.slice(first, slice_rows).to_pylist():
                     if self._samples and self._samples[0]["row"] != sample["row"]:
-                        yield from self.rest()
+                        yield from self.flush()
                     self._samples.append(sample)
 
-    def rest(self) -> Iterator[tuple[int, bytes]]:
+    def flush(self) -> Iterator[tuple[int, bytes]]:
         if self._samples:
             is_ok, line = self._line(self._samples)
             yield int(not is_ok), msgspec.json.encode(line) + b"\n"
@@ -146,7 +149,7 @@ class OpenAIAnswers(Lines):
             tops: list[dict[str, float]] = [{} for _ in logprobs]
             for item, own, top in zip(logprobs, scored, tops, strict=True):
                 ends.append(ends[-1] + len(own["token"]))
-                # most likely first: of several tokens with one text the likeliest counts
+                # most likely first: if several tokens have the same text, the likeliest counts
                 for other in [*map(self._scored, item["top"]), own]:
                     top.setdefault(other["token"], other["logprob"])
             logprobs = {
@@ -167,7 +170,7 @@ class OpenAIAnswers(Lines):
         }
 
     def _of_prompt(self, items: list[Row | None] | None) -> list[Row | None] | None:
-        """Log-probabilities of the prompt as vLLM tells them: by token id."""
+        """Return the log-probabilities of the prompt in vLLM's form: by token id."""
         if items is None:
             return None
         return [
@@ -185,14 +188,14 @@ class OpenAIAnswers(Lines):
 
 
 def _with_ids(calls: list[Row], answer: Answer, key: str) -> list[Row]:
-    """Return the tool calls of a message, each with an id of its own."""
+    """Return the tool calls of a message, each with a distinct id."""
     keys = [f"{key}_{place}" for place in range(len(calls))]
     ids = call_ids(answer, [call["name"] for call in calls], keys)
     return [{"id": call_id, "type": "function", "function": call} for call_id, call in zip(ids, calls, strict=True)]
 
 
 def _asked_columns(job: JobConfig, shard: Shard) -> list[pa.Field]:
-    """Columns of the input that answers depend on; the last says which rows have tools."""
+    """Return the input columns that the form of answers depends on; the last column tells which rows have tools."""
     if shard.format == "openai":
         return [pa.field(name, pa.string()) for name in ("url", "model", "request")]
     if not isinstance(job.input.tools, str):
@@ -213,7 +216,7 @@ def _usage(samples: list[Row]) -> Row:
 
 
 def _failure(sample: Row) -> tuple[int, Row]:
-    """(HTTP status, body) of a row that failed: 400 where the plan refused it, 500 where computing it did."""
+    """Return (HTTP status, body) of a failed row: 400 if the plan refused the row, 500 if computing failed."""
     is_bad_row = sample["\0refused"]
     param = _PARAM.search(sample["error"])
     error = {

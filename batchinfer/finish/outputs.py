@@ -1,4 +1,4 @@
-"""outputs/: one Parquet file per readable shard, the same rows in the same order; by output.format also lines."""
+"""Writing of outputs/: a Parquet file per readable shard with its rows in order, and line files by output.format."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -34,8 +34,8 @@ from batchinfer.run.fingerprint import check_same
 from batchinfer.rundir import RunDir, output_files, read_state
 from batchinfer.whole_files import Publisher
 
-BATCH_ROWS = 4096  # at most
-_SQL_OF = {"tool_calls": "NULL::STRUCT(name VARCHAR, arguments VARCHAR)[] AS tool_calls"}  # read from the text later
+BATCH_ROWS = 4096  # most rows of a table
+_SQL_OF = {"tool_calls": "NULL::STRUCT(name VARCHAR, arguments VARCHAR)[] AS tool_calls"}  # filled in later
 
 
 def write_outputs(
@@ -48,16 +48,16 @@ def write_outputs(
     answers: LongAnswers,
     expected: int,
 ) -> tuple[int, int]:
-    """Write outputs/<name> for every readable shard; returns the number of rows and of error rows.
+    """Write outputs/<name> for every readable shard; return the number of rows and of error rows.
 
     Args:
-        manifest: vouches for the outputs afterwards.
-        answers: those that are not in the view `delivered`.
-        expected: output rows that the plan counted.
+        manifest: gets the checksums of the outputs.
+        answers: the long answers, which the view `delivered` lacks.
+        expected: number of output rows by the plan.
 
     Raises:
-        ModelError: texts of tokens are asked for, and the model has no tokenizer that can be read.
-        RunMismatchError: its tokenizer is another one than the plan's.
+        ModelError: token texts are requested, but the model's tokenizer cannot be read.
+        RunMismatchError: the model's tokenizer is not the plan's.
     """
     rows = OutputRows(connection, run, job, shards, id_type, answers)
     token_of = _token_of(run, job)
@@ -74,12 +74,12 @@ def write_outputs(
                 lines = _lines(connection, run, job, shard, rows, token_of)
                 for table in tables:
                     writer.write_table(table)
-                    for file, data in lines.of(table):
+                    for file, data in lines.encode(table):
                         puts[file](data)
                     num_rows += len(table)
                     num_errors += sum(status == "error" for status in table["status"].to_pylist())
                     progress.advance(len(table))
-                for file, data in lines.rest():
+                for file, data in lines.flush():
                     puts[file](data)
     if num_rows != expected:
         raise IncompleteRunError(f"{expected} rows were asked for, but {num_rows} written; please report this fault")
@@ -101,7 +101,7 @@ def _lines(
     rows: "OutputRows",
     token_of: TokenOf,
 ) -> Lines:
-    """What the files of lines beside the Parquet file hold, by output.format."""
+    """Return the writer of line files for output.format."""
     if job.output.format == "openai":
         bad = f"SELECT row::BIGINT AS row FROM {read_parquet(run.tokens(shard.index))} WHERE error IS NOT NULL"
         refused = connection.cursor().sql(bad).to_arrow_table()["row"].combine_chunks()
@@ -131,23 +131,23 @@ class OutputRows:
         self._own = output_schema(id_type, [], tables)
         self.schema = output_schema(id_type, self._kept, tables, with_texts=job.output.token_texts)
         self._texts = _token_texts(run, job) if job.output.token_texts else None
-        # as the plan found them in the model folder; the plan of an earlier version has none
+        # by the plan, from the model folder; plans of earlier versions have none
         self.answer_reader = AnswerReader(read_state(run).get("tool_forms") or [])
 
     @property
     def num_own(self) -> int:
-        """Columns in front of the kept ones."""
+        """The number of columns before the kept ones."""
         return len(self._own.names)
 
     def by_shard(
         self, connection: duckdb.DuckDBPyConnection, shards: list[Shard], where: str = "true"
     ) -> Iterator[tuple[Shard, Iterator[pa.Table]]]:
-        """Each shard with its rows in order: tables of up to BATCH_ROWS, of fewer where kept columns are wide.
+        """Yield each shard with its rows in order, in tables of at most BATCH_ROWS (fewer if kept columns are wide).
 
         Args:
-            connection: with the view `delivered`.
-            shards: in the order of their indices, all readable.
-            where: SQL that says which rows.
+            connection: a connection with the view `delivered`.
+            shards: readable shards in the order of their indices.
+            where: SQL condition that selects rows.
         """
         for first, end in runs_of_rows(np.array([shard.num_rows for shard in shards]), BATCH_ROWS, BATCH_ROWS):
             neighbours = shards[first:end]
@@ -184,7 +184,7 @@ def _token_texts(run: RunDir, job: JobConfig) -> TokenTexts:
 
 
 def _token_of(run: RunDir, job: JobConfig) -> TokenOf:
-    """Texts and bytes of tokens; the tokenizer is loaded when the first is asked for."""
+    """Return a function for texts and bytes of tokens, which loads the tokenizer at its first call."""
     tokenizer = cache(lambda: _tokenizer(run, job))
     return cache(lambda id: (tokenizer().decode([id], with_special=True), token_bytes(tokenizer(), id)))
 
@@ -197,7 +197,7 @@ def _output_reader(
     answers: LongAnswers,
     where: str,
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """(shard, next output rows of it) in order, without the kept columns, texts of tokens and tool calls."""
+    """Yield (shard, its next output rows) in order, without kept columns, token texts and tool calls."""
     rows = query("choices" if "choice" in own.names else "samples", output_rows=output_rows(run, shards))
     columns = [_SQL_OF.get(name, name) for name in own.names]
     if own.field("id").type == pa.int64():
@@ -213,7 +213,7 @@ def _output_reader(
 
 
 def _wants_prompt_logprobs(connection: duckdb.DuckDBPyConnection, run: RunDir, job: JobConfig) -> bool:
-    """Whether the job, or a row of it, wants log-probabilities of prompts."""
+    """Return whether outputs need the log-probabilities of prompts, by the job or by a row."""
     if job.sampling.prompt_logprobs is not None or job.input.choices is not None:
         return job.input.choices is None
     found = connection.execute(f"SELECT coalesce(max(score_from), 0) > 0 FROM {read_parquet(run.requests)}").fetchall()

@@ -1,4 +1,4 @@
-"""The types that a tool declares for its parameters, and values that a model wrote without types."""
+"""Parameter types that a tool declares, and conversion of values that a model wrote without types."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _TYPES: dict[str, Allowed] = {
 
 
 class Parameters:
-    """A tool's `parameters`, a JSON schema, of which types, enums and combinations of schemas count.
+    """A tool's `parameters`, a JSON schema; only types, enums and combinations of schemas are used.
 
     Args:
-        schema: the schema, or something else, which declares nothing.
+        schema: the schema; any other value declares nothing.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -33,13 +33,13 @@ class Parameters:
         return bool(self._schemas_of(name))
 
     def json_of(self, name: str, text: str) -> str | None:
-        """Return a parameter's text as JSON: a string of exactly this text, or the literal as it is written.
+        """Return a parameter's text as JSON: a string of exactly this text, or the unchanged text of a literal.
 
-        A text that may be a string is one, except for `null` where null is allowed, and for an allowed literal where
-        the text is in no enum. A text of no declared type is a literal if it is JSON.
+        A text that may be a string becomes one, with two exceptions: `null` if null is allowed, and an allowed literal
+        if the text is in no enum of strings. If no type is declared, a text that is JSON becomes a literal.
 
         Returns:
-            None if the text is of no type that is declared.
+            None if the text fits no declared type.
         """
         literal = text.strip(BLANKS)
         value = json_value(literal)
@@ -65,7 +65,7 @@ class Parameters:
             return []
 
     def _found(self, schema: Any, name: str, seen: set[int]) -> Iterator[Any]:
-        """Yield the schemas of a parameter in a schema of all parameters, whose parts may be elsewhere."""
+        """Yield the schemas of one parameter in a schema of all parameters, following references and combinations."""
         if not isinstance(schema, dict) or id(schema) in seen:
             return
         seen.add(id(schema))
@@ -87,7 +87,7 @@ class Parameters:
         if not isinstance(schema, dict):
             return None
         if id(schema) not in self._allowed:
-            self._allowed[id(schema)] = None  # of a schema that refers to itself
+            self._allowed[id(schema)] = None  # for a schema that refers to itself
             self._allowed[id(schema)] = self._computed(schema)
         return self._allowed[id(schema)]
 
@@ -105,7 +105,7 @@ class Parameters:
         return _all(found)
 
     def _target(self, schema: dict[str, Any]) -> Any:
-        """Return the schema that `$ref` points to in the parameters; None: nothing there."""
+        """Return the schema that `$ref` points to in the parameters; None if there is none."""
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#"):
             return None
@@ -125,7 +125,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _only(values: list[Any]) -> Allowed:
-    """Return an allowance for these values alone."""
+    """Return the allowance of these values only."""
     found: dict[str, list[Any] | None] = {}
     for value in values:
         found[_type_of(value)] = [*(found.get(_type_of(value)) or []), value]
@@ -133,7 +133,7 @@ def _only(values: list[Any]) -> Allowed:
 
 
 def _either(choices: list[Allowed | None]) -> Allowed | None:
-    """Return the values that one of the choices allows; None where any value may be."""
+    """Return the values that any of the choices allows; None if every value is allowed."""
     if not choices or None in choices:
         return None
     found: Allowed = {}

@@ -1,4 +1,4 @@
-"""Answers to lines for /v1/responses, in the form of OpenAI's Responses API.
+"""Answers to requests for /v1/responses, in the form of OpenAI's Responses API.
 
 message.reasoning_content ──► {"type": "reasoning", "content": [{"type": "reasoning_text", …}]}
 message.content, logprobs ──► {"type": "message", "content": [{"type": "output_text", …}]}
@@ -20,21 +20,21 @@ class _Request(msgspec.Struct):
 
 
 def repeated_keys(requests: pa.ChunkedArray) -> pa.Array:
-    """Return for each request the JSON of the keys that its response repeats, null for chats and completions."""
+    """Return the JSON of the keys that each request's response repeats; null for chats and completions."""
     decoded = (None if text is None else msgspec.json.decode(text, type=_Request) for text in requests.to_pylist())
     texts = ("" if request is None else bytes(request.response).decode() for request in decoded)
     return pa.array([text or None for text in texts], pa.string())
 
 
 def response_object(key: str, choice: Json, usage: Json, repeated: Json, model: str) -> Json:
-    """Return a response.
+    """Return the response object of an answer.
 
     Args:
-        key: makes the ids of the response and its items unlike those of other lines.
+        key: makes the ids of the response and its items unique among all lines.
         choice: the answer as a choice of a chat completion.
         usage: token counts of a chat completion.
-        repeated: keys of the request with their values, as `repeated_keys` has them.
-        model: the name that the request gives the model.
+        repeated: keys of the request with their values, from `repeated_keys`.
+        model: the model's name in the request.
     """
     is_cut = choice["finish_reason"] == "length"
     status = "incomplete" if is_cut else "completed"
@@ -84,7 +84,7 @@ def _items(key: str, choice: Json, status: str) -> list[Json]:
 
 
 def _with_bytes(token: Json) -> Json:
-    """Return a token's log-probability with a list of bytes, which this API requires; empty if they are not known."""
+    """Return a token's log-probability with the list of bytes that this API requires, [] if they are not known."""
     found = {**token, "bytes": token["bytes"] or []}
     if "top_logprobs" in token:
         found["top_logprobs"] = [_with_bytes(other) for other in token["top_logprobs"]]

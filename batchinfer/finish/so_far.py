@@ -1,4 +1,4 @@
-"""Statistics of what is durable so far, for the report of a run that is not finished: in a folder of their own."""
+"""Statistics of an unfinished run's durable results, written to another folder for the run's report."""
 
 from collections import defaultdict
 from contextlib import closing
@@ -15,20 +15,19 @@ from batchinfer.finish.statistics import run_equality, write_request_stats, writ
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir, read_state, shards_of_state
 
-# of an output row; answers' texts may be large, and `peek` shows them
+# of an output row, without the text, which may be large and is shown by `peek`
 COLUMNS = "row, sample, id, status, NULL::VARCHAR AS text, error, finish_reason, completion_tokens"
 
 
 def write_so_far(run: RunDir, job: JobConfig, files: list[Path], folder: Path) -> int:
-    """Make statistics and outputs as a finished run has them, of rows that have ended.
+    """Write statistics and outputs like those of a finished run, for the rows that have ended.
 
-    The run folder is only read: others may work in it.
-
-    Steps that a session has not committed yet are not in it.
+    The run folder is only read, because other processes may work in it. Steps that a session has not committed yet are
+    missing.
 
     Args:
         files: the result files that count.
-        folder: made by this, with the run's name.
+        folder: the folder to create, named like the run.
 
     Returns:
         The number of output rows that have ended.
@@ -55,12 +54,12 @@ def write_so_far(run: RunDir, job: JobConfig, files: list[Path], folder: Path) -
 
 
 def _write_rows(run: RunDir, job: JobConfig, target: RunDir, shards: list[Shard], files: list[Path]) -> int:
-    """stats/requests.parquet and outputs/, of the rows that have ended; returns their number."""
+    """Write stats/requests.parquet and outputs/ for the rows that have ended; return the number of rows."""
     num_rows = 0
     rows = "samples" if job.input.choices is None else "choices"
     with (
         open_database(run, "report", target.finish_scratch) as connection,
-        closing(LongAnswers(target.finish_scratch, keeps=False)) as answers,  # no column here is made of them
+        closing(LongAnswers(target.finish_scratch, keeps=False)) as answers,  # COLUMNS has no text of answers
     ):
         create_results(connection, run, files, answers)
         connection.execute(f"CREATE VIEW delivered AS {query('delivered')}")

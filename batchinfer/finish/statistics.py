@@ -1,4 +1,4 @@
-"""stats/{requests,units,run}.parquet; steps, experts and nodes were written while working."""
+"""Writing of stats/{requests,units,run}.parquet; controllers wrote steps, experts and nodes during the work."""
 
 import time
 from dataclasses import asdict, fields
@@ -23,7 +23,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
 from batchinfer.rundir import RunDir
 
-GROUP_ROWS = 1 << 17  # of stats/requests.parquet
+GROUP_ROWS = 1 << 17  # rows per row group of stats/requests.parquet
 
 
 def write_request_stats(
@@ -36,9 +36,9 @@ def write_request_stats(
     """Write stats/requests.parquet.
 
     Args:
-        connection: with the view `delivered`.
-        where: SQL that says which of the rows.
-        manifest: vouches for the file afterwards.
+        connection: a connection with the view `delivered`.
+        where: SQL condition that selects rows.
+        manifest: gets the checksum of the file.
     """
     readable = [shard for shard in shards if shard.problem is None]
     schema = STATS_REQUESTS.schema
@@ -54,7 +54,7 @@ def write_request_stats(
 def write_unit_stats(
     connection: duckdb.DuckDBPyConnection, run: RunDir, counted: dict[int, CountedUnit], manifest: Manifest
 ) -> None:
-    """Write stats/units.parquet; the manifest vouches for it afterwards."""
+    """Write stats/units.parquet, and its checksum to the manifest."""
     claim_rows = [
         {"unit": number, "claim": unit.claim.name, "num_claims": num_claims(run, number)}
         for number, unit in counted.items()
@@ -74,10 +74,10 @@ def write_run_stats(
     equality: dict[str, Any],
     manifest: Manifest | None = None,
 ) -> None:
-    """Write stats/run.parquet, the last file of a run: the report takes it for the sign that the run is finished.
+    """Write stats/run.parquet, the last file of a run: for the report, a run with this file is finished.
 
     Args:
-        manifest: vouches for the file afterwards.
+        manifest: gets the checksum of the file.
     """
     row = {
         "run": run.root.name,
@@ -102,10 +102,10 @@ def write_run_stats(
 
 
 def run_equality(run: RunDir) -> dict[str, Any]:
-    """Whether rows have the same bits however they were batched, by all sessions that had ranks, and where they ran."""
+    """Return whether a row's bits do not depend on its batch, over all sessions with ranks, and their processors."""
     sessions = [read_rows(path)[0] for path in sorted((run.stats / "nodes").glob("*.parquet"))]
     names = [field.name for field in fields(EqualRows)]
-    # a session of an earlier version may have computed and says nothing of it
+    # a session of an earlier version may have computed without recording its processor
     said = [
         EqualRows(**{name: session.get(name) for name in names})
         for session in sessions
@@ -115,7 +115,7 @@ def run_equality(run: RunDir) -> dict[str, Any]:
 
 
 def _expert_prediction(run: RunDir) -> dict[str, float | None]:
-    """How even the experts' work is to be by the placement that the plan, or else a controller, has made."""
+    """Return the expected balance of experts' work, by the placement of the plan or of a controller."""
     tables = read_expert_tables(run).values()
     tokens = sum(float(group.load_of_slot.sum()) for group in tables)
     if not tokens:
@@ -128,7 +128,7 @@ def _expert_prediction(run: RunDir) -> dict[str, float | None]:
 
 
 def _replicated_tokens(run: RunDir) -> int:
-    """Prompt tokens that delivered ok rows computed again on purpose; stats/requests has 0 for duplicates."""
+    """Return the prompt tokens that ok rows computed again on purpose; stats/requests has 0 for duplicates."""
     path, total = run.stats_file("requests"), 0
     with own_file(path), pq.ParquetFile(path) as file:
         for batch in file.iter_batches(columns=["status", "replicated_tokens"]):

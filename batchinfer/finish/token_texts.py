@@ -1,4 +1,4 @@
-"""The text of each token beside its id and its log-probability."""
+"""Token texts in columns of log-probabilities."""
 
 from collections.abc import Callable
 
@@ -9,10 +9,10 @@ from batchinfer.data.schemas.table import LOGPROBS, LOGPROBS_WITH_TEXTS
 
 
 class TokenTexts:
-    """Adds texts to columns of log-probabilities; each token id is decoded once.
+    """A converter that adds texts to columns of log-probabilities; each token id is decoded once.
 
     Args:
-        decode: the text of one token by its id.
+        decode: returns the text of a token id.
     """
 
     def __init__(self, decode: Callable[[int], str]) -> None:
@@ -20,7 +20,7 @@ class TokenTexts:
         self._ids, self._texts = pa.array([], pa.int32()), pa.array([], pa.string())
 
     def add(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """The same rows; each column of type LOGPROBS has become one of LOGPROBS_WITH_TEXTS."""
+        """Return the rows with each column of type LOGPROBS converted to LOGPROBS_WITH_TEXTS."""
         for place, field in enumerate(batch.schema):
             if field.type == LOGPROBS:
                 with_texts = self._with_texts(batch.column(place)).cast(LOGPROBS_WITH_TEXTS)
@@ -28,7 +28,7 @@ class TokenTexts:
         return batch
 
     def _with_texts(self, lists: pa.ListArray) -> pa.ListArray:
-        """Lists of {token_id, logprob, …} with a field `token` behind token_id, and the same of lists in them."""
+        """Add a field `token` after token_id to lists of {token_id, logprob, …}, and to the lists `top` inside them."""
         entries = lists.flatten()  # without those of null lists
         ends = pc.cumulative_sum(pc.fill_null(lists.value_lengths(), 0))
         offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends.cast(pa.int32())])

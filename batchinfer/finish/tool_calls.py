@@ -1,4 +1,4 @@
-"""The tool calls in answers: those that the model wrote, of tools that the row offers."""
+"""The tool calls in answers: calls that the model wrote, of tools that the row offers."""
 
 from collections.abc import Iterator
 from functools import lru_cache
@@ -17,13 +17,13 @@ from batchinfer.finish.kept_columns import KeptRows
 from batchinfer.finish.offered_tools import Call, OfferedTools
 from batchinfer.records import Shard
 
-TOOL_LISTS = 64  # that are held parsed; the rows of a job mostly have a few
+TOOL_LISTS = 64  # parsed lists in the cache; the rows of a job mostly share a few
 
 
 class ToolCalls:
     """The tool calls in the answers of one shard.
 
-    The tools of rows are read from the input, as kept columns are, and only for rows whose answers call some.
+    The tools of rows are read from the input like kept columns, and only for rows whose answers have calls.
     """
 
     def __init__(self, job: JobConfig, shard: Shard, reader: AnswerReader) -> None:
@@ -53,14 +53,14 @@ class ToolCalls:
 
 
 def call_ids(answer: Answer, names: list[str], keys: list[str]) -> list[str]:
-    """Return an id for each call in an answer that the model's chat template takes when the calls come back in a chat.
+    """Return an id for each call, in a form that the model's chat template accepts when the calls come back in a chat.
 
-    Kimi-K2's template writes the id alone, without the name, so the model's own id (functions.NAME:0) stays. Mistral's
-    templates take ids of nine letters and digits only. If the model wrote an id twice, all calls have new ones.
+    Kimi-K2's template writes the id without the name, so the model's own id (functions.NAME:0) is kept. Mistral's
+    templates accept only ids of nine letters and digits. If the model wrote an id twice, all calls get new ids.
 
     Args:
-        names: of the tools that are called.
-        keys: one for each call, all different.
+        names: names of the called tools.
+        keys: a distinct key for each call.
     """
     form = answer.form
     if form is None or answer.calls is None:
@@ -74,7 +74,7 @@ def call_ids(answer: Answer, names: list[str], keys: list[str]) -> list[str]:
 
 
 class _RowTools:
-    """The tools of a shard's rows: those of the job, of a column, or of the requests in an OpenAI batch."""
+    """The tools of a shard's rows: from the job, from a column, or from the requests of an OpenAI batch."""
 
     def __init__(self, job: JobConfig, shard: Shard) -> None:
         self._job, self._shard = job, shard

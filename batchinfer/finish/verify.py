@@ -1,4 +1,4 @@
-"""Everything a run folder vouches for, read and compared; nothing in it is changed."""
+"""Verification of a run folder: all files with checksums are read and compared, none is changed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,7 +21,7 @@ from batchinfer.rundir import DELETE_STATISTICS, RunDir, read_state, replan_reme
 
 @dataclass(frozen=True, slots=True)
 class DamagedFile:
-    """A file that is not what was written, and what to do."""
+    """A damaged file, with the reason and the remedy."""
 
     file: str  # below the run folder
     reason: str
@@ -30,20 +30,20 @@ class DamagedFile:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What was compared."""
+    """The result of a verification."""
 
     files: int
     damaged: list[DamagedFile]
 
 
-Check = tuple[Path, Callable[[], object], str]  # a file, what raises when it is damaged, what to do then
+Check = tuple[Path, Callable[[], object], str]  # file, function that raises if it is damaged, remedy
 
 
 def verify_run(run: RunDir) -> Verified:
-    """Check every file of a run folder that a plan, a mark or an output of it depends on.
+    """Check every file of a run folder that its plan, done marks or outputs depend on.
 
     Raises:
-        ConfigError: it is not a run folder.
+        ConfigError: `run` is not a run folder.
     """
     checks = list(_checks(run))
     if not checks:
@@ -79,7 +79,7 @@ def _checks(run: RunDir) -> Iterator[Check]:
 
 def _unit_checks(run: RunDir) -> Iterator[Check]:
     repair = f"`batchinfer finish {run.root}` sets it aside, and `batchinfer work` computes what is gone"
-    # a mark also tells of a unit whose folder is gone
+    # a done mark also names a unit whose folder is missing
     named = [*run.unit_folders.glob("*"), *run.done_marks.glob("*")]
     for unit in sorted({int(path.name) for path in named if path.name.isdecimal()}):
         mark = None

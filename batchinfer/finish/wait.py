@@ -1,4 +1,4 @@
-"""Where a cluster starts nothing behind other tasks, `finish` itself waits until these have done all units."""
+"""`finish --wait`: waiting for all units, for clusters that cannot start a job after other jobs."""
 
 import time
 
@@ -8,18 +8,18 @@ from batchinfer.progress import note
 from batchinfer.run.storage import Storage
 from batchinfer.rundir import read_state
 
-LOOK_S = 5.0  # between looks: one listing of a folder
+LOOK_S = 5.0  # between checks, each of which lists one folder
 
 
 def wait_for_units(storage: Storage) -> None:
-    """Return when every unit of the plan is done; a signal ends the command before."""
+    """Wait until every unit of the plan is done; a signal ends the command earlier."""
     storage.fetch("state", "plan")
     run = storage.run
     rows = read_rows(run.units, Manifest(run.root, read_state(run).get("files")))
     wanted = {run.done(row["unit"]).name for row in rows}
-    told = None
+    reported = None
     while left := len(wanted - set(storage.names(run.done_marks))):
-        if left != told:
+        if left != reported:
             note(f"waiting: {left:,} of {len(wanted):,} units are not done yet")
-            told = left
+            reported = left
         time.sleep(LOOK_S)

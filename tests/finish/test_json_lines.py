@@ -29,7 +29,7 @@ OPENAI = {"input": {"files": ["batch.jsonl"], "format": "openai", "prompt": None
 
 
 def lines_of(table: pa.Table) -> list[dict[str, Any]]:
-    found = list(JsonLines(duckdb.connect()).of(table))
+    found = list(JsonLines(duckdb.connect()).encode(table))
     assert all(file == 0 and data.endswith(b"\n") and data.count(b"\n") == 1 for file, data in found)
     return [json.loads(data, parse_constant=lambda name: pytest.fail(f"{name} is no JSON")) for _, data in found]
 
@@ -81,7 +81,7 @@ def test_values_are_json_whatever_their_type(values, wanted, monkeypatch):
 
 def test_decimals_keep_their_digits_beside_a_number_that_is_none():
     table = pa.table({"x": [decimal.Decimal("1234567890123456789.25")], "y": [math.nan]})
-    ((_, data),) = JsonLines(duckdb.connect()).of(table)
+    ((_, data),) = JsonLines(duckdb.connect()).encode(table)
     assert data == b'{"x":1234567890123456789.25,"y":null}\n'
 
 

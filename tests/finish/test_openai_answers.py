@@ -460,7 +460,7 @@ def answer_of(row: dict[str, Any]) -> ChatCompletion:
         return "\ufffd", b"\xc3" if token == 5 else None
 
     answers = OpenAIAnswers(job, shard, len(row), token_of, pa.array([], pa.int64()), AnswerReader())
-    (line,) = [data for _, data in [*answers.of(pa.Table.from_pylist([row])), *answers.rest()]]
+    (line,) = [data for _, data in [*answers.encode(pa.Table.from_pylist([row])), *answers.flush()]]
     return ChatCompletion.model_validate_json(json.dumps(json.loads(line)["response"]["body"]), strict=True)
 
 
@@ -610,7 +610,7 @@ def test_rows_of_many_log_probabilities_are_taken_one_at_a_time():
         rows = rows.set_column(1, "row", pa.array(range(num_rows)))
         tracemalloc.start()
         try:
-            assert sum(1 for _ in answers.of(rows)) == num_rows - 1
+            assert sum(1 for _ in answers.encode(rows)) == num_rows - 1
             return tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

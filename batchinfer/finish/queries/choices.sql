@@ -1,4 +1,4 @@
--- Output rows with what was scored of their choices: one for each row. Of a row that went wrong at one choice none is told.
+-- Output rows of a job with choices: one per row, with the scores of all choices; without scores if a choice failed.
 WITH choices AS (
     SELECT *, coalesce(status = 'ok', false) AS is_ok,
            list_sum([item.logprob::DOUBLE for item in prompt_logprobs]) AS total, len(prompt_logprobs)::INTEGER AS num_tokens,

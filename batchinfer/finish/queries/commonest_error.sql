@@ -1,4 +1,4 @@
--- The most frequent reason of error rows, and the number of its rows. Reasons that differ in the line's number are one.
+-- The most frequent reason of error rows, and the number of its rows. Reasons that differ only in the line number count as one.
 WITH named AS (
     SELECT
         left(

@@ -1,4 +1,4 @@
--- One row per computed or duplicate request: a duplicate has its original's result.
+-- One row per computed or duplicate request; a duplicate has the result of its original.
 SELECT *, false AS is_duplicate FROM results
 UNION ALL BY NAME
 SELECT results.* REPLACE (duplicates.shard AS shard, duplicates.row AS row, duplicates.sample AS sample),

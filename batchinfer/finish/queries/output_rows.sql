@@ -1,5 +1,5 @@
--- The output rows of shards {first} to {last} with all columns of outputs and stats/requests, in no order; of a row with
--- choices one for each of them.
+-- The output rows of shards {first} to {last} with all columns of outputs and stats/requests, in no order; a row
+-- with choices has one row per choice.
 SELECT wanted.shard, wanted.row, CASE WHEN choices IS NULL THEN wanted.sample ELSE 0 END AS sample, wanted.id,
        CASE WHEN choices IS NOT NULL THEN wanted.sample END AS choice,
        coalesce(delivered.status, 'error') AS status,

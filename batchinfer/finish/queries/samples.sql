@@ -1,4 +1,4 @@
--- Output rows by sample: what outputs/ holds of a job without choices.
+-- Output rows by sample: the rows of outputs/ for a job without choices.
 SELECT * REPLACE (
            CASE WHEN sample = 0 AND prompt_logprobs IS NOT NULL THEN list_prepend(NULL, prompt_logprobs) END
                AS prompt_logprobs

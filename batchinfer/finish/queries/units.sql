@@ -1,4 +1,4 @@
--- What each planned unit took, by its counted claim.
+-- Tokens and times of each planned unit, by the claim that counts.
 SELECT unit, any_value(planned.num_requests) AS num_requests, any_value(planned.prompt_tokens) AS prompt_tokens,
        any_value(planned.new_tokens) AS new_tokens,
        coalesce(sum(computed_tokens), 0) AS computed_tokens,
