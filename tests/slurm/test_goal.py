@@ -115,7 +115,7 @@ def test_deadlines_are_local_unless_they_name_a_zone(monkeypatch):
         (("--finish-by", "9999-01-01"), "more than 366 days away"),
         (("--finish-by", IN_AN_HOUR, "--set", 'slurm.schedule=["08:00 4"]'), "slurm.schedule; leave one of them out"),
         (("--finish-by", IN_AN_HOUR, "--array", "8%2"), "--array N%M"),
-        (("--finish-by", IN_AN_HOUR, "--array", "0"), "would send nothing"),
+        (("--finish-by", IN_AN_HOUR, "--array", "0"), "would submit nothing"),
         (("--finish-by", IN_AN_HOUR, "--prices", "nowhere.toml"), "no price list at nowhere.toml"),
         (("--max-cost", "5"), "--max-cost alone does not say how many tasks"),
         (("--max-cost", "-5"), "--max-cost"),

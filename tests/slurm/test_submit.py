@@ -25,7 +25,7 @@ from batchinfer.submit.slurm.client import (
 )
 from batchinfer.submit.slurm.environment import surprising_variables
 from batchinfer.submit.slurm.schedule import parse_schedule, size_at
-from batchinfer.submit.slurm.tasks import Shape, submissions, tasks_to_remove
+from batchinfer.submit.slurm.tasks import Shape, resize, submissions, tasks_to_remove
 from support.jobs import batchinfer, start, write_job, write_questions
 from support.paths import ROOT
 
@@ -100,7 +100,7 @@ def test_a_dry_run_prints_the_commands_and_leaves_no_trace(job):
 
 
 def test_an_array_too_large_is_cut_and_the_limit_holds_over_all(job, monkeypatch):
-    monkeypatch.setattr(client, "is_here", lambda: True)
+    monkeypatch.setattr(client, "is_installed", lambda: True)
     monkeypatch.setattr(client, "max_array_size", lambda: 3)
     first, second, third, finish = dry_run(job, "--array", "8%2")
     assert [command[3] for command in (first, second, third)] == ["--array=0-2%2", "--array=0-2%2", "--array=0-1%2"]
@@ -153,7 +153,7 @@ def test_own_templates(job, tmp_path):
         (("--array", "1", "--template", "nowhere.sbatch"), "no Slurm template"),
         (("--array", "1", "--nodes-per-group", "3"), "4 ranks do not spread evenly over 3 nodes"),
         (("--array", "1", "--gpus-per-node", "2"), "4 ranks per node need as many GPUs"),
-        (("--array", "0"), "would send nothing"),
+        (("--array", "0"), "would submit nothing"),
         ((), "needs a JOB and --array"),
         (("--array", "1", "--resize", "run", "3"), "take no other options"),
         (("--follow", "run"), "take no other options"),
@@ -349,19 +349,38 @@ def test_tasks_are_cancelled_when_the_job_that_finishes_is_refused(job, tmp_path
     fake_program("exit 1", "scancel")
     refused = batchinfer("submit", run, "--array", "2")
     assert refused.code == 2
-    assert f"Invalid account; what was sent before that waits or runs, end it with `batchinfer cancel {run}`: 5" in (
-        refused.err
+    assert (
+        f"Invalid account; what was submitted before that is pending or running, end it with `batchinfer cancel {run}`: 5"
+        in (refused.err)
     )
     assert (tmp_path / "cancelled").read_text() == "5\n"
 
 
-def test_the_record_of_a_submission(tmp_path):
-    run = RunDir(tmp_path)
+def recorded(folder):
+    """A run folder with the record of one submission: array 5 and finishing job 6."""
+    run = RunDir(folder)
     run.slurm.mkdir()
     shape = {"nodes_per_group": 2, "sbatch_args": ["--mem=0"], "partition": "main"}
     record = {"submitted_s": 1.0, "shape": shape, "size": {"tasks": 8, "at_once": None}, "arrays": ["5"], "finish": "6"}
     (run.slurm / "0000.json").write_text(json.dumps(record))
-    (found,) = submissions(run)
+    return run
+
+
+@pytest.mark.parametrize(("state", "cancelled"), [("COMPLETING", ["6"]), ("COMPLETED", [])])
+def test_a_resize_to_0_cancels_the_finishing_job_while_tasks_are_ending(tmp_path, fake_program, state, cancelled):
+    """When all tasks have ended, the finishing job starts by itself and may find all units done: it stays."""
+    fake_program(
+        f"case $* in *--jobs=5,*) echo '5|0|{state}|node1|None';; *) echo '6|N/A|PENDING||Dependency';; esac", "squeue"
+    )
+    fake_program(f"echo $* >> {tmp_path / 'cancelled'}", "scancel")
+    (tmp_path / "cancelled").touch()
+    run = recorded(tmp_path)
+    assert resize(run, ArraySize(0)) == (None, [])
+    assert (tmp_path / "cancelled").read_text().split() == cancelled
+
+
+def test_the_record_of_a_submission(tmp_path):
+    (found,) = submissions(recorded(tmp_path))
     assert found.shape == Shape(nodes_per_group=2, partition="main", sbatch_args=("--mem=0",))
     assert (found.size, found.arrays, found.finish) == (ArraySize(8), ["5"], "6")
 

@@ -234,14 +234,15 @@ def _resize(run: RunDir, size: ArraySize, busy: Container[str]) -> tuple[Submiss
     live = _without_leaving(run, all_live)
     finishing = _finish_jobs(run)
     sent, drained = None, []
+    if not size.tasks and all_live:
+        # the run pauses: the finishing job would start when the last tasks have left, and fail
+        client.cancel([task.name for task in finishing if task.is_pending])
     if size.tasks > len(live):
         shape, more = submissions(run)[-1].shape, ArraySize(size.tasks - len(live), size.at_once)
         sent = _send_all(run, shape, more, client.send, others=_jobs(all_live), max_array_size=client.max_array_size())
         client.cancel([task.name for task in finishing if task.is_pending])  # the new finishing job waits for all tasks
     elif size.tasks < len(live):
         drained = tasks_to_remove(live, len(live) - size.tasks, busy)
-        if not size.tasks:
-            client.cancel([task.name for task in finishing if task.is_pending])  # the run pauses
         _drain(run, drained)
     _throttle(run, size.at_once)
     return sent, drained
