@@ -349,10 +349,8 @@ def test_tasks_are_cancelled_when_the_job_that_finishes_is_refused(job, tmp_path
     fake_program("exit 1", "scancel")
     refused = batchinfer("submit", run, "--array", "2")
     assert refused.code == 2
-    assert (
-        f"Invalid account; what was submitted before that is pending or running, end it with `batchinfer cancel {run}`: 5"
-        in (refused.err)
-    )
+    left = f"what was submitted before that is pending or running, end it with `batchinfer cancel {run}`: 5"
+    assert f"Invalid account; {left}" in refused.err
     assert (tmp_path / "cancelled").read_text() == "5\n"
 
 
