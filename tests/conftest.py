@@ -45,7 +45,7 @@ if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, free_memory_bytes()) 
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_ranks() -> Iterator[None]:
-    """Without a GPU, ranks and tokenizers of commands that run in this process are forked."""
+    """Fork ranks and tokenizers of in-process commands instead of starting them, if there is no GPU."""
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_GPU:
             rank_forge.open_forge()
@@ -195,7 +195,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries count what is left at the end
+    gc.unfreeze()  # some libraries count objects at exit
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

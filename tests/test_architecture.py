@@ -195,14 +195,14 @@ def test_rooms_without_kernels_never_import_them(name):
 
 
 def test_only_its_own_door_imports_lm_eval():
-    """It is no dependency: whoever evaluates has it."""
+    """lm_eval is no dependency; its users have installed it."""
     assert [name for name in MODULES if any(item.split(".")[0] == "lm_eval" for item in imports_of(MODULES[name]))] == [
         "lm_eval"
     ]
 
 
 def test_only_what_runs_in_a_ray_cluster_needs_ray():
-    """It is no dependency: whoever submits to it has it."""
+    """Ray is no dependency; its users have installed it."""
     at_once = {
         name
         for name, path in MODULES.items()

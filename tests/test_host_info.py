@@ -1,4 +1,4 @@
-"""What the host says of its processor and its limits, and what Intel's matrix library is told: not over the user."""
+"""Processor and limits of the host, and settings of Intel's matrix library, which never override the user's."""
 
 from __future__ import annotations
 

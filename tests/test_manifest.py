@@ -1,4 +1,4 @@
-"""Files that a run vouches for: whatever is read of one is what was written, or an error names it."""
+"""Files with checksums: a read returns the written bytes, or an error names the file."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_what_nobody_vouches_for_is_refused(vouched):
         "stores.StoreFile('file:///nowhere', S3Config())",
     ],
 )
-def test_a_file_that_cannot_be_opened_is_forgotten_in_silence(call):
-    """What goes wrong while Python forgets a file is printed from Python 3.13 on, before that in development mode."""
+def test_a_file_that_cannot_be_opened_is_deallocated_without_messages(call):
+    """Python 3.13 prints errors of deallocation; earlier versions do in development mode."""
     lines = (
         "from pathlib import Path",
         "from batchinfer import manifest",

@@ -1,4 +1,4 @@
-"""Folders that this program believes: whose they are and who may write in them."""
+"""Checks of owner and permissions of folders that this program trusts."""
 
 import grp
 import os
@@ -57,7 +57,7 @@ def test_a_folder_that_everybody_may_write_is_refused_with_the_command_that_repa
 
 
 def test_a_users_own_group_of_one_counts_as_the_user(tmp_path, monkeypatch):
-    """With umask 002, as many systems have it, a user's folders may be written by the group of that user alone."""
+    """A user's folders are writable by the user's own group if umask is 002, a common default."""
     tmp_path.chmod(0o775)
     uid, gid = tmp_path.stat().st_uid, tmp_path.stat().st_gid
     if uid != gid or grp.getgrgid(gid).gr_name != pwd.getpwuid(uid).pw_name:
@@ -71,7 +71,7 @@ def test_a_users_own_group_of_one_counts_as_the_user(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("uid", "gid", "is_private"), [(54321, 54321, True), (54321, 54322, False)])
 def test_a_user_without_a_name_has_a_group_of_the_same_number(tmp_path, uid, gid, is_private):
-    """As root in a container sees a folder of its host's user."""
+    """The case is root in a container, with a folder of a user of the host."""
     if os.getuid() != 0:
         pytest.skip("NOT TESTED: only root can give a folder away")
     os.chown(tmp_path, uid, gid)

@@ -1,4 +1,4 @@
-"""What people see of progress: two bars at most on a terminal, else a line every 30 s that says the same."""
+"""Progress for users: at most two bars on a terminal, else a line with the same figures every 30 s."""
 
 import fcntl
 import os
@@ -38,17 +38,17 @@ class Turns:
         return True
 
     def asked(self):
-        """How long the board waits now."""
+        """Return the seconds that the board waits now."""
         return self._asked.get(timeout=60)
 
     def next(self):
-        """Its time is over; how long it waits then."""
+        """End the board's wait; return the seconds of its next wait."""
         self._turns.put(None)
         return self.asked()
 
 
 class Terminal:
-    """A real one, as stderr, with as many columns."""
+    """A real terminal as stderr, with `columns` columns."""
 
     def __init__(self, monkeypatch, columns):
         self._controller, self._terminal = os.openpty()
@@ -58,7 +58,7 @@ class Terminal:
         monkeypatch.setattr(sys, "stderr", self._stderr)
 
     def shown(self):
-        """What has been written since the last call."""
+        """Return the text written since the last call."""
         text = b""
         while True:
             try:

@@ -27,7 +27,7 @@ OLD_S = 7200
 
 
 def leave(path, *, age_s=OLD_S):
-    """What a killed process leaves: a temporary file, or a folder with something in it."""
+    """Create a leftover of a killed process: a temporary file, or a folder with a file in it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.name.startswith((".claim-", ".probe-")):
         path.mkdir()
@@ -97,7 +97,7 @@ def test_a_run_ends_without_what_killed_processes_left_in_it(tmp_path):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What is synced and named, in order; a temporary name is `new`."""
+    """The syncs and renames in their order; a temporary name is `new`."""
     made = []
 
     def short(path):

@@ -1,4 +1,4 @@
-"""No damage to a computed run reaches its outputs: they are the same, or a sentence says what to do, which helps."""
+"""Damage to a computed run does not reach its outputs: they are the same, or a message names a remedy that works."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_damaged_note_of_what_was_published_has_all_published_again(computed, 
     to = ("--set", f"output.publish=file://{tmp_path}/there")
     assert batchinfer("finish", target, *to).code == 0
     put = tmp_path / "there" / "outputs" / "part-0.parquet"
-    put.write_bytes(bytes(put.stat().st_size))  # that it is another one nobody can see by its size
+    put.write_bytes(bytes(put.stat().st_size))  # the changed file has the same size
     (target / "published.json").write_text('{"place": ')
     ended = batchinfer("finish", target, *to)
     assert ended.code == 0, ended.err

@@ -1,4 +1,4 @@
-"""What a session took that was killed before it had committed anything is time and cost, too."""
+"""Time and cost of a session that was killed before its first commit."""
 
 from __future__ import annotations
 

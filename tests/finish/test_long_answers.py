@@ -78,7 +78,7 @@ def test_rows_come_fewer_at_a_time_with_long_answers(computed, tmp_path, monkeyp
 
 
 def scored(num_rows, num_tokens=200_000, num_top=2):
-    """Log-probabilities of so many answers."""
+    """Return the log-probabilities of `num_rows` answers."""
 
     def tokens(number, **more):
         columns = {"token_id": pa.array(np.zeros(number, np.int32)), "logprob": pa.array(np.ones(number, np.float32))}

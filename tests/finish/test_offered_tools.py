@@ -1,4 +1,4 @@
-"""Tool calls are what the model wrote and what the row offered: names, types, texts and numbers."""
+"""Matching of the model's calls with the row's tools: names, types, texts and numbers."""
 
 from __future__ import annotations
 

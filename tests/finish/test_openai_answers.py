@@ -151,7 +151,7 @@ def all_answers(ran):
 
 @pytest.fixture(scope="module")
 def answers(all_answers):
-    """Those to chats and completions."""
+    """The answers to chats and completions, by custom_id."""
     return {name: answer for name, answer in all_answers.items() if not isinstance(answer, Response)}
 
 
@@ -527,8 +527,8 @@ MISTRAL = """{%- for m in messages %}{% for call in m.tool_calls or [] -%}
 {%- endfor %}{% endfor %}"""
 
 
-def goes_on(template: str, row: dict[str, Any]) -> str:
-    """What a template writes of a chat in which an answer's calls and a result for each are the history."""
+def rendered_history(template: str, row: dict[str, Any]) -> str:
+    """Render a chat template for a history with an answer's calls and a result for each call."""
     message = answer_of(row).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "Rain"} for call in message.tool_calls]
     chat = [{"role": "user", "content": "Rain?"}, message.model_dump(), *results]
@@ -538,7 +538,7 @@ def goes_on(template: str, row: dict[str, Any]) -> str:
 
 def test_calls_of_kimi_go_back_into_a_chat_as_the_model_wrote_them():
     calls = [{"name": "weather", "arguments": json.dumps({"city": city})} for city in ("Rome", "Oslo")]
-    text = goes_on(KIMI, ROW | {"text": KIMI_CALLS, "tool_calls": calls})
+    text = rendered_history(KIMI, ROW | {"text": KIMI_CALLS, "tool_calls": calls})
     of_calls, of_results = text.split("## Return of ", 1)
     assert f"<|tool_calls_section_begin|>{of_calls}<|tool_calls_section_end|>" == KIMI_CALLS
     assert of_results == "functions.weather:0\nRain## Return of functions.weather:1\nRain"
@@ -564,7 +564,9 @@ def test_calls_of_v32_go_back_into_a_chat_as_the_model_wrote_them(words):
 </｜DSML｜invoke>
 </｜DSML｜function_calls>"""
     call = {"name": "weather", "arguments": '{"city": "Rome"}'}
-    written = goes_on((OWN_TEMPLATES / "deepseek_v32.jinja").read_text(), ROW | {"text": text, "tool_calls": [call]})
+    written = rendered_history(
+        (OWN_TEMPLATES / "deepseek_v32.jinja").read_text(), ROW | {"text": text, "tool_calls": [call]}
+    )
     assert f"</think>{text}<｜end▁of▁sentence｜>" in written
 
 
@@ -580,7 +582,7 @@ def test_calls_of_v32_go_back_into_a_chat_as_the_model_wrote_them(words):
 )
 def test_calls_of_mistral_have_ids_that_its_templates_take(text, own_id):
     call = {"name": "weather", "arguments": '{"city": "Rome"}'}
-    found = {goes_on(MISTRAL, ROW | {"text": text, "sample": n, "tool_calls": [call]}) for n in range(3)}
+    found = {rendered_history(MISTRAL, ROW | {"text": text, "sample": n, "tool_calls": [call]}) for n in range(3)}
     ids = {re.fullmatch(r'\[TOOL_CALLS]weather\[CALL_ID](\w{9})\[ARGS]{"city": "Rome"}', text)[1] for text in found}
     assert ids == {own_id} if own_id else len(ids) == 3
 

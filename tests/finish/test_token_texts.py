@@ -1,4 +1,4 @@
-"""Texts of tokens beside their log-probabilities: the tokenizer's, in every column of this type, where asked for."""
+"""Token texts in every column of log-probabilities, if output.token_texts is set."""
 
 from __future__ import annotations
 

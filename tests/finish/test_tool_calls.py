@@ -37,7 +37,7 @@ def v31(*calls):
 
 
 def written(value):
-    """As the forms without JSON around their values have it."""
+    """Format a value for the forms that write strings without quotes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -163,7 +163,7 @@ def test_samples_and_duplicates(tmp_path):
     drawn = write_job(tmp_path, sampling={"n": 2, "temperature": 1.0}, output={"dir": "drawn"})
     assert batchinfer("run", drawn).code == 0
     rows = outputs(tmp_path / "drawn")["a.parquet"]
-    # the same id again, and each sample, has draws of its own
+    # a repeated id, and each sample, gets different draws
     assert len({tuple(row["token_ids"]) for row in rows if row["row"] != 1}) == 4
 
 

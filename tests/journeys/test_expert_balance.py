@@ -16,7 +16,7 @@ from support.jobs import batchinfer, output_bytes, write_job, write_shard
 from support.paths import RANDOM_MODEL, SAMPLE_MODEL, SAMPLE_PROMPTS
 from support.random_model import make_random_twin, skew_experts
 
-# rows by layer, as ranks measured them, beside those by the tokens that all ranks asked for and the shares of the slots
+# measured rows by layer, and promised rows by the tokens that all ranks sent and the shares of the slots
 BY_LAYER = """
     WITH asked AS (
         SELECT placement, phase AS ran, layer, expert, sum(tokens) AS tokens FROM experts GROUP BY ALL
@@ -48,7 +48,7 @@ def busiest_by_mean(run, where="true"):
 
 
 def furthest_from_promise(run):
-    """Of all ranks and phases, as a share of the promised rows."""
+    """Return the largest difference of measured and promised rows of any rank and phase, as a share of the promise."""
     ranks = f"SELECT sum(rows) / sum(promised) AS ratio FROM ({BY_LAYER}) GROUP BY rank, phase HAVING sum(promised) > 0"
     return query(run, f"SELECT max(abs(ratio - 1)) AS off FROM ({ranks})")[0]["off"]
 

@@ -52,7 +52,7 @@ def test_the_rehearsal_checks_every_operation_of_both_candidates(hopper_librarie
     assert not document["not_run"]
     for row in rows:
         assert row["error"] <= exact.TOLERANCE[row["measure"]]
-        # a single product of one group has no rows beside it that `linear` is not checked with
+        # `linear` alone: a single product of one group has no other rows in its batch
         assert row["company"] == ("" if row["op"] == candidates.DENSE else "same")
         assert row["ms"] is row["tflops"] is row["gb_s"] is row["first_s"] is None, "a CPU's times say nothing"
 

@@ -1,4 +1,4 @@
-"""What stands beside measured times: floors from shapes, stages from events, kernels from a profiler."""
+"""Figures next to measured times: lower bounds from shapes, stages from events, kernels from a profiler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands for a GPU machine, without one: what they refuse, what travels there and what comes back."""
+"""The commands for a GPU machine, tested without a GPU: refusals, transferred files and returned files."""
 
 from __future__ import annotations
 

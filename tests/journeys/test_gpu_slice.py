@@ -203,7 +203,7 @@ def test_a_decode_step_gives_deep_gemm_the_layouts_that_it_takes(monkeypatch):
 
 
 def test_all_figures_of_a_card_come_together(monkeypatch):
-    """What a rehearsal leaves out: capture, events, figures; on stand-ins for CUDA and plain operations."""
+    """The parts that a rehearsal skips (capture, events, figures), on a fake CUDA and plain operations."""
     events_on_the_cpu(monkeypatch)
     ops = Ops.select("reference", torch.bfloat16, eight_bit=True)
     monkeypatch.setattr(shares, "usable_ops", lambda names: (ops, "all from the reference"))

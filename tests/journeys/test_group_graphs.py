@@ -78,7 +78,7 @@ def _toml(value: Any) -> str:
 
 
 def agreed(steps) -> list[tuple[str | None, int]]:
-    """What the ranks did in each step, the same on all."""
+    """Return graph and size of each step, and check that they are the same on all ranks."""
     for of_step in steps:
         said = {(row["step"], row["graph"], row["graph_rows"], row["micro_batches"]) for row in of_step}
         assert len(said) == 1, of_step
@@ -86,7 +86,7 @@ def agreed(steps) -> list[tuple[str | None, int]]:
 
 
 def rows_for(num_requests: int) -> int:
-    """Of the graph for so many; 0: there is none."""
+    """Return the size of the graph for `num_requests` requests, 0 if there is none."""
     return 0 if num_requests > MOST else min(MOST, next(size for size in (1, 2, 4, 8) if size >= num_requests))
 
 
@@ -97,7 +97,7 @@ def jobs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(jobs):
-    """Of steps without graphs."""
+    """The outputs of a run without graphs."""
     outputs, ended = jobs.run("plain", **NEVER)
     assert "decode steps run as no CUDA graphs: the experts' operations here read on the host" in ended.err
     assert {graph for graph, _ in agreed(jobs.steps("plain"))} == {None}

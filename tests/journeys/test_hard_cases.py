@@ -1,4 +1,4 @@
-"""What once went wrong, or could: odd folders, damaged run folders, signals inside libraries, changed settings."""
+"""Regressions and hard cases: odd folders, damaged run folders, signals inside libraries, changed settings."""
 
 import json
 import shutil
@@ -74,7 +74,7 @@ def test_damage_in_a_kept_column_is_found_before_anything_is_computed(tmp_path):
 
 
 def test_a_kept_value_that_does_not_fit_is_found_before_anything_is_computed(tmp_path):
-    """What pandas makes of integers with nulls: doubles, which do not hold every integer of the other shards."""
+    """pandas writes integers with nulls as doubles, which cannot hold every integer of the other shards."""
     columns = {"prompt": [question(0), question(1)]}
     write_shard(tmp_path / "prompts" / "a.parquet", columns | {"extra": pa.array([1.0, None])})
     write_shard(tmp_path / "prompts" / "b.parquet", columns | {"extra": pa.array([1, (1 << 53) + 1])})
@@ -293,7 +293,7 @@ def test_a_tiny_temperature_is_greedy_in_effect(tmp_path):
 
 
 def test_an_error_that_a_library_raises_because_of_a_signal_counts_as_an_interrupt(tmp_path):
-    # DuckDB, interrupted in a query, raises a RuntimeError of its own instead of the signal's exception
+    # DuckDB raises a RuntimeError instead of the signal's exception if a query is interrupted
     stop = SimpleNamespace(requested=True)
     session = Session("finish", stop)
     session.attach(FolderStorage(RunDir(tmp_path)))

@@ -34,7 +34,7 @@ QUESTIONS = [
 
 @dataclass
 class Newcomer:
-    """Somebody with an environment and an empty folder, in which commands run."""
+    """A new user: a virtual environment, and an empty folder in which commands run."""
 
     venv: Path
     folder: Path
@@ -42,7 +42,7 @@ class Newcomer:
     waited_s: float = 0.0  # for all commands so far
 
     def run(self, program: str, *arguments: str | Path, code: int = 0) -> str:
-        """What a program of the environment prints to stdout."""
+        """Run a program of the environment and return its stdout."""
         started_s = time.monotonic()
         command = [str(self.venv / "bin" / program), *map(str, arguments)]
         ended = subprocess.run(
@@ -62,7 +62,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def newcomer(wheel, tmp_path_factory) -> Newcomer:
-    """With the dependencies of the environment of the tests."""
+    """A new user whose environment has the dependencies of the tests' environment."""
     person = move_in(tmp_path_factory.mktemp("newcomer"))
     own = Path(person.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
     (own / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
@@ -71,7 +71,7 @@ def newcomer(wheel, tmp_path_factory) -> Newcomer:
 
 
 def build_wheel(folder: Path, *options: str) -> Path:
-    """The wheel of this tree, made in a copy, so that nothing of an earlier build gets in."""
+    """Build the wheel of this tree in a copy, so that no file of an earlier build gets into it."""
     source = folder / "source"
     for name in ("batchinfer", "kernels", "jobs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))

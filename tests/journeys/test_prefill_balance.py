@@ -19,7 +19,7 @@ NUM_ROWS, MAX_ATTENTION, MAX_TOKENS, MAX_SURPRISE = 240, 1.25, 1.10, 0.05
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """A job whose prompts have 20 to 1,500 tokens (lognormal, sigma 1.1); every third shares 64 tokens with others."""
+    """A job with prompts of 20 to 1,500 tokens (lognormal, sigma 1.1); every third begins with the same 64 tokens."""
     folder = tmp_path_factory.mktemp("prefill")
     make_checkpoint(folder / "model", "v3", max_position_embeddings=2048, vocab_size=1024, **EXPERTS)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):

@@ -1,4 +1,4 @@
-"""What a model thinks before its answer: apart from the text, within a budget, and before a constraint begins."""
+"""Thinking before an answer: separated from the text, limited by a budget, and followed by a constraint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A whole run whose folder is in an object store: the same outputs as on disk, and what goes wrong there."""
+"""A whole run in an object store: the same outputs as on disk, and failures of the store."""
 
 import json
 import os
@@ -237,7 +237,7 @@ def test_failed_rows_are_tried_again(calm, server, tmp_path, monkeypatch):
 def test_a_plan_is_made_again_and_another_job_is_refused(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "again", tmp_path)
     run.plan()
-    # somebody else has sent it; once that is taken back, nothing is computed: the plan of another job makes way
+    # another user submitted the run; after the cancel nothing is computed, so another job may replace the plan
     server.put("runs", "again/k8s/0000.json", b"{}")
     refused = run.refused("plan", node="b", **{"sampling.max_tokens": 5})
     assert f"`batchinfer cancel {run.uri}`: it was sent to a cluster" in refused

@@ -178,7 +178,7 @@ def test_the_correction_bias_moves_against_the_load():
 
 
 def test_transformers_finds_every_weight_and_gives_the_same_logits(tokenizer, tmp_path):
-    """With fresh weights, so that training and transformers are compared whatever the committed model is."""
+    """New random weights compare training and transformers independently of the committed model."""
     torch.manual_seed(1)
     model = SampleModel(SMALL)
     for router in model.routers():

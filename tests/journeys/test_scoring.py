@@ -118,7 +118,7 @@ def test_a_generation_is_the_same_with_its_prompt_scored(tmp_path, model):
 
 
 def test_a_prompt_is_computed_once_for_rows_that_are_scored_and_rows_that_are_not(tmp_path):
-    """Scored rows run whole, whichever of two comes first by its tokens; the others find what they have computed."""
+    """Scored rows are computed as a whole, in either order of the two; the other rows share their prefixes."""
     documents = [some_tokens(150 + 7 * number, seed=number) for number in range(6)]
     prompts, how = [], []
     for number, document in enumerate(documents):

@@ -35,7 +35,7 @@ def make_job(folder: Path, **parts: dict[str, Any]) -> Path:
 
 
 def run(job: Path, name: str, **settings: Any) -> tuple[Path, Ended]:
-    """The job in a run folder of its own, with other settings."""
+    """Run the job with other settings in a new run folder."""
     folder = job.parent / name
     changes = {"output.dir": str(folder)} | settings
     options = [item for key, value in changes.items() for item in ("--set", f"{key}={_bare(value)}")]

@@ -18,7 +18,7 @@ MODEL = {"path": str(SAMPLE_MODEL), "dtype": "float32"}
 BIG = 9007199254740993
 LOOSE = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
 IDS = {"type": "object", "properties": {"id": {"enum": [BIG]}}, "required": ["id"], "additionalProperties": False}
-# what is asked for as it is written, and the answer, or what the error says
+# the requested constraint as text, and the answer or the error
 ROWS = [
     (f'{{"json": {{"const": {BIG}}}}}', f"{BIG}"),
     ('{"json": {"enum": [12345678901234567890]}}', "12345678901234567890"),

@@ -1,4 +1,4 @@
-"""What the report says of answers: structured outputs, thinking, log-probabilities and lengths."""
+"""The report's figures of answers: structured outputs, thinking, log-probabilities and lengths."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_new_prices_leave_statistics_that_are_vouched_for(finished, tmp_path):
 
 
 def test_statistics_of_an_earlier_version_are_read(finished, tmp_path):
-    """Nobody vouches for them."""
+    """The manifest of such a run has no checksums of statistics."""
     run = RunDir(tmp_path / "run")
     shutil.copytree(finished, run.root)
     state = read_state(run)
@@ -90,7 +90,7 @@ def test_statistics_of_an_earlier_version_are_read(finished, tmp_path):
 @pytest.mark.parametrize("table", ["steps", "nodes"])
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
 def test_a_flipped_bit_in_statistics_of_a_session_gives_no_other_figures(finished, tmp_path, table, share):
-    """Wherever it is: pages, their headers, or the metadata, which says where columns are and what values they have."""
+    """The bit may be in a page, in a page header, or in the metadata with the columns' positions and values."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     path = next((run / "stats" / table).glob("*.parquet"))
@@ -122,7 +122,7 @@ def test_a_value_that_is_the_key_of_the_checksum_stays_as_it_is(tmp_path):
 
 
 def test_statistics_that_have_no_checksum_yet_are_read(finished, tmp_path):
-    """Those of earlier versions."""
+    """Earlier versions wrote no checksums into session tables."""
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     for path in (run / "stats").glob("*/*.parquet"):

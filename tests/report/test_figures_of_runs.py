@@ -164,7 +164,7 @@ def figures_of_rows(run: Path) -> dict[str, Any]:
 
 
 def figures_of_answers(run: Path) -> dict[str, Any]:
-    """What answers are worth, from the outputs."""
+    """Compute the quality of answers from the outputs."""
     return {
         "structured_outputs": {"rows": 0, "valid": 0, "cut": 0, "valid_share": None},
         "reasoning": {"rows": 0, "mean_tokens": None, "cut": 0, "cut_share": None, "ended": 0, "ended_share": None},
@@ -173,7 +173,7 @@ def figures_of_answers(run: Path) -> dict[str, Any]:
 
 
 def figures_of_steps(run: Path, case: Case) -> dict[str, Any]:
-    """What ran, and how fast, from the steps."""
+    """Compute tokens and speeds from the steps."""
     prompt_tokens, prefilled, prefill_s, decoded, decode_s, comm_s, wait_s, hidden_s = one(
         run,
         """SELECT sum(new_tokens) FILTER (kind = 'prefill'), sum(new_tokens + cached_tokens) FILTER (kind = 'prefill'),
@@ -209,7 +209,7 @@ def figures_of_steps(run: Path, case: Case) -> dict[str, Any]:
 
 
 def figures_of_overlap(run: Path, kind: str) -> dict[str, Any]:
-    """Steps of a kind that ran as two micro-batches, and what they hid of the time in which rows moved."""
+    """Compute the share of steps in two micro-batches, and the hidden share of the time in which rows moved."""
     moving_s, hidden_s, pairs, steps = one(
         run,
         f"""SELECT sum(comm_s - wait_comm_s), sum(hidden_comm_s), sum(CAST(micro_batches = 2 AS INT)), count(*)
@@ -222,7 +222,7 @@ def figures_of_overlap(run: Path, kind: str) -> dict[str, Any]:
 
 
 def figures_of_drafts(run: Path) -> dict[str, Any]:
-    """What was drafted, and what it brought beside steps without guesses and as many requests."""
+    """Compute drafted tokens, and the gain over steps without guesses at the same number of requests."""
     drafted, accepted = one(run, "SELECT sum(drafted_tokens), sum(accepted_tokens) FROM steps")
     saved, took = one(
         run,
@@ -243,7 +243,7 @@ def figures_of_drafts(run: Path) -> dict[str, Any]:
 
 
 def figures_of_graphs(run: Path) -> dict[str, Any]:
-    """Ranks on a CPU have none, and say so in every decode step."""
+    """Check that ranks on a CPU record no graphs, with the reason in every decode step."""
     said = "SELECT count(graph), count(*) FILTER (no_graph = 'the rank computes on a CPU'), count(no_graph) FROM steps"
     num_decode = one(run, "SELECT count(*) FROM steps WHERE kind = 'decode'")
     assert one(run, said) == (0, num_decode, num_decode)
@@ -251,7 +251,7 @@ def figures_of_graphs(run: Path) -> dict[str, Any]:
 
 
 def figures_of_prefill(run: Path, case: Case) -> dict[str, Any]:
-    """How even prefill was, from the steps of each rank."""
+    """Compute the balance of prefill from the steps of each rank."""
     names = [f"prefill_{name}_max_over_mean" for name in ("tokens", "attention")]
     if case.prefill == 1:
         return dict.fromkeys(names)
@@ -266,7 +266,7 @@ def figures_of_prefill(run: Path, case: Case) -> dict[str, Any]:
 
 
 def figures_of_decode(run: Path, case: Case) -> dict[str, Any]:
-    """How even decode was, from the steps of each rank."""
+    """Compute the balance of decode from the steps of each rank."""
     names = [f"decode_{kind}_{name}" for kind in ("kv", "requests") for name in ("max_over_mean", "bound")]
     if case.decode == 1:
         return dict.fromkeys(names)
@@ -282,7 +282,7 @@ def figures_of_decode(run: Path, case: Case) -> dict[str, Any]:
 
 
 MEASURED = "SELECT rank, placement, phase, layer, sum(rows) AS rows FROM expert_rows GROUP BY ALL"
-# from the shares of the slots and the tokens that each expert was asked for, whoever has counted them
+# from the shares of the slots and the tokens sent to each expert, counted on any rank
 PROMISED = """
     WITH tokens AS (
         SELECT placement, CASE WHEN mode = 'colocated' THEN 'both' ELSE phase END AS role,
@@ -299,7 +299,7 @@ BUSIEST = """SELECT sum(busiest) / sum(mean) FROM (
 
 
 def figures_of_experts(run: Path, case: Case) -> dict[str, Any]:
-    """What experts computed and were to compute, of the group that has several ranks."""
+    """Compute measured and promised rows of experts in the group with several ranks."""
     names = ("max_over_mean", "promised_max_over_mean", "measured_by_promised", "furthest")
     found = dict.fromkeys(f"expert_rows_{name}" for name in names)
     counts = one(run, "SELECT sum(placements), sum(calibration_tokens) FROM nodes")

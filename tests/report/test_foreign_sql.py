@@ -229,7 +229,7 @@ def test_a_query_that_is_stopped_before_it_begins_stops():
         deadline = Deadline(connection, 0)
 
         def query():
-            time.sleep(0.1)  # DuckDB forgets what it was told before it begins
+            time.sleep(0.1)  # DuckDB drops an interrupt that comes before the query begins
             return connection.execute(ENDLESS).fetchall()
 
         with pytest.raises(ConfigError, match="takes more than 0 s"):

@@ -1,4 +1,4 @@
-"""Where each second of each rank went, what that cost, $ per million tokens, and several runs in one report."""
+"""The ranks' time by part, its cost, $ per million tokens, and several runs in one report."""
 
 from __future__ import annotations
 

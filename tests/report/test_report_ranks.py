@@ -174,7 +174,7 @@ def test_finish_hands_replicated_tokens_on_to_the_statistics_and_counts_them_onc
     requests = read_rows(run.stats_file("requests"))
     assert [row["replicated_tokens"] for row in requests] == [5, 3, 0]
     assert read_report(run.root).values["replicated_tokens"] == 8
-    # finishing again writes the prices anew and nothing else
+    # a second finish writes new prices and nothing else
     assert batchinfer("finish", job).code == 0
     assert read_report(run.root).values["replicated_tokens"] == 8
     assert "replicated_tokens" not in outputs(run.root)["a.parquet"][0]

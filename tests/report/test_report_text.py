@@ -132,7 +132,7 @@ def test_many_rows_that_were_cut_come_with_a_hint(tmp_path):
 
 
 def test_rows_of_which_only_the_prompt_is_scored_are_not_cut(tmp_path):
-    """They end with 'length' in outputs, as all that they were allowed is nothing."""
+    """Such rows have the finish reason 'length' in outputs, because max_tokens is 0."""
     reasons = ["stop"] * 12 + ["length"] * 6
     rows = [output(row, finish_reason=reason) for row, reason in enumerate(reasons)]
     for row in rows[13:]:

@@ -168,7 +168,7 @@ class Cluster:
     def _conf(self) -> str:
         port = _free_ports(self.num_nodes + 1)
         host = socket.gethostname().partition(".")[0]
-        # these two listen on what the host's own name stands for; where that is not loopback nobody would find them
+        # with this setting the daemons listen only on the address of the host's name; clients find them if it is loopback
         listen = "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny" if _is_loopback() else ""
         return CONF.format(
             host=host,
@@ -218,7 +218,7 @@ def _is_loopback() -> bool:
 
 
 def _free_ports(count: int) -> int:
-    """The first of so many ports in a row that nobody listens on."""
+    """Return the first of `count` consecutive free ports."""
     for first in range(FIRST_PORT, 32000, 50):
         with contextlib.ExitStack() as stack:
             try:

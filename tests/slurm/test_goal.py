@@ -1,4 +1,4 @@
-"""A deadline and a budget for a run: what is refused, what they ask for, and what is measured of its folder."""
+"""Deadline and budget of a run: refusals, the required number of tasks, and measurements from the run folder."""
 
 from __future__ import annotations
 
@@ -272,8 +272,8 @@ def test_a_speed_is_not_forgotten_while_a_run_pauses(planned):
     assert set(lefts) == {lefts[0]}
 
 
-def test_results_that_hold_nothing_or_are_gone_say_nothing_of_a_request(planned):
-    """A retry writes the good rows of a file anew, which may be none; damaged files are set aside."""
+def test_empty_and_missing_result_files_give_no_time_of_a_request(planned):
+    """A retry rewrites a file with its good rows only, perhaps none; damaged files are moved to quarantine."""
     meter = RunMeter(FolderStorage(planned), load_job(planned.job), PriceList(), 1e-3)
     times = {"admitted_s": 10.0, "finished_s": 12.5, "computed_tokens": 5, "completion_tokens": 5}
     row = {"unit": 0, "shard": 0, "row": 0, "sample": 0, "status": "ok", **times}
@@ -327,7 +327,7 @@ def test_tasks_are_followed_on_when_slurm_answers_again(planned, monkeypatch, ca
 @pytest.mark.parametrize("way", ["goal", "schedule"])
 @pytest.mark.parametrize(("change", "sentence"), [(dismiss, "was cancelled"), (take_over, "another command follows")])
 def test_a_follower_ends_with_a_cancel_or_when_another_takes_over(planned, monkeypatch, way, change, sentence):
-    """Whatever it has counted before: with an older number it would send tasks anew."""
+    """The follower must not use a number of tasks that it counted before: it would replace ended tasks."""
     record_shape(planned, Shape())
     monkeypatch.setattr(client, "live_tasks", lambda _: [])
 
@@ -381,7 +381,7 @@ def test_a_schedule_sends_no_tasks_for_units_that_others_hold(planned, monkeypat
 
 
 def test_a_schedule_waits_for_the_units_of_tasks_that_have_just_died(planned, monkeypatch):
-    """Nothing is left in Slurm, and what it held is free when its leases have run out."""
+    """No task is left in Slurm, but the dead tasks hold their units until their leases expire."""
     sizes, looks = [], itertools.count()
 
     def resize(_, size, *__):

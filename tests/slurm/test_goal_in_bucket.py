@@ -1,4 +1,4 @@
-"""A deadline and a budget for a run in a bucket: what a login node learns of it, that has nothing of it but the URI."""
+"""Deadline and budget of a run in a bucket, seen from a login node that has only the run's URI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ URI = "s3://runs/goal"
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    """Plans a run of several units in a bucket, on one node; gives storages of it on others."""
+    """A run of several units, planned in a bucket on one node; a function that opens it on other nodes."""
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     write_questions(tmp_path / "prompts", (5,))

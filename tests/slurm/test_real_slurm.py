@@ -1,4 +1,4 @@
-"""Runs on a real Slurm: whatever happens to its tasks, the outputs are those of one machine."""
+"""Runs on a real Slurm: requeued, killed, moved and cancelled tasks do not change the outputs."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ pytestmark = pytest.mark.usefixtures("cluster")
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """A job of 64 rows, each a unit of its own, and their outputs from one machine."""
+    """A job of 64 rows in 64 units, and the outputs computed on one machine."""
     return computed_here(tmp_path_factory.mktemp("reference"), ROWS)
 
 
 @pytest.fixture
 def submit(reference, tmp_path, monkeypatch):
-    """Plans the job into a folder of its own, with a name that a shell would take apart, and sends it."""
+    """A function that plans the job into a new folder, whose name a shell would split, and submits it."""
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
     runs: list[RunDir] = []
 
@@ -67,7 +67,7 @@ def submit(reference, tmp_path, monkeypatch):
 
 @pytest.fixture
 def stumble(tmp_path, monkeypatch):
-    """Has ranks that are started from now on stumble: seconds lost per prefill step, rows that fail."""
+    """A function that slows down ranks started from now on (seconds per prefill step), and makes rows fail."""
     return partial(sent_jobs.stumble, monkeypatch, tmp_path / "stumbling")
 
 
@@ -98,20 +98,20 @@ def is_in_the_middle(run: RunDir) -> bool:
 
 
 def busy_task(run: RunDir) -> Task:
-    """A task that holds a unit now, from the status."""
+    """Return a task that holds a unit now, by the status."""
     running = json.loads(batchinfer("status", run.root, "--json").out)["running"]
     names = {holder["task"] for holder in running}
     return next((task for task in live_tasks(run) if task.state == "RUNNING" and task.name in names), None)
 
 
 def finish_state(run: RunDir) -> str | None:
-    """How the job that finishes has ended."""
+    """Return the final state of the finishing job, None before its end."""
     found = state(submissions(run)[-1].finish)
     return found if found in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT") else None
 
 
 def expect_outputs(run: RunDir, reference: tuple[Path, dict[str, bytes]]) -> None:
-    """The outputs of one machine, and every request computed for them exactly once in what counts."""
+    """Check that the outputs are those of one machine, and that every request was counted exactly once."""
     assert wait_for(lambda: finish_state(run), run) == "COMPLETED", logs(run)
     assert output_bytes(run.root) == reference[1]
     requests = pq.read_table(run.stats_file("requests"))
@@ -187,7 +187,7 @@ def test_a_task_that_a_more_important_job_preempts_comes_back(submit, reference,
     subprocess.run(["sbatch", *other], check=True, capture_output=True)
     expect_outputs(run, reference)
     log = log_of(run, task.name)
-    # in its grace time it has to ask for another life itself: Slurm lets a task end that ends by itself
+    # the task has to requeue itself within the grace time: Slurm does not restart a task that exits
     assert "goes back into the queue" in log
     assert "restart 1" in log
 
@@ -360,7 +360,7 @@ def test_what_a_person_has_set_for_squeue_hides_no_tasks(submit, monkeypatch):
 def test_a_run_submitted_within_another_job_does_not_get_its_processors_and_memory(
     submit, reference, monkeypatch, given
 ):
-    """As in `srun --pty bash` on the fourth processor of a node, or in a tmux that was started there."""
+    """The environment is that of `srun --pty bash` on a node's fourth processor, or of a tmux started there."""
     binding = {"CPU_BIND": "quiet,mask_cpu:0x8", "CPU_BIND_TYPE": "mask_cpu:", "CPU_BIND_LIST": "0x8"}
     for name, value in (given | binding | {"MEM_PER_NODE": "200000", "CPUS_PER_TASK": "9"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
@@ -431,7 +431,7 @@ def goal_of(**changes: Any) -> Goal:
 
 
 def forecast(run: RunDir, seconds: float) -> None:
-    """Have the plan say that one task takes so long, as one does that knows an earlier run."""
+    """Set the plan's forecast for one task, as if the plan had learnt from an earlier run."""
     state = read_json(run.run_json)
     publish_json(run.run_json, {**state, "counts": {**state["counts"], "work_s": seconds}})
 

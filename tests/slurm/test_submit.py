@@ -1,4 +1,4 @@
-"""Sending a run to Slurm: what is checked before anything is sent, and the commands; a real Slurm is in tests/slurm."""
+"""Submission to Slurm: checks before anything is submitted, and the commands; test_real_slurm.py has a real Slurm."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ def recorded(folder):
 
 @pytest.mark.parametrize(("state", "cancelled"), [("COMPLETING", ["6"]), ("COMPLETED", [])])
 def test_a_resize_to_0_cancels_the_finishing_job_while_tasks_are_ending(tmp_path, fake_program, state, cancelled):
-    """When all tasks have ended, the finishing job starts by itself and may find all units done: it stays."""
+    """The finishing job stays if all tasks have ended: it is about to start, and may find all units done."""
     fake_program(
         f"case $* in *--jobs=5,*) echo '5|0|{state}|node1|None';; *) echo '6|N/A|PENDING||Dependency';; esac", "squeue"
     )

@@ -30,7 +30,7 @@ from support.jobs import batchinfer, output_bytes, outputs, start, write_job, wr
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """A job of several units, and its outputs."""
+    """A finished job of several units, and its outputs."""
     folder = tmp_path_factory.mktemp("reference")
     write_questions(folder / "prompts", (12, 9, 6))
     write_shard(folder / "prompts" / "part-3.parquet", {"id": ["bad"], "prompt": [""], "extra": [0]})

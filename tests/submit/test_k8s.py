@@ -48,7 +48,7 @@ def check_manifest(manifest: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """A job of 24 rows, each a unit of its own, and their outputs from one machine."""
+    """A job of 24 rows in 24 units, and the outputs computed on one machine."""
     return computed_here(tmp_path_factory.mktemp("reference"), ROWS)
 
 
@@ -74,7 +74,7 @@ def cluster(request, tmp_path, monkeypatch) -> Iterator[Cluster]:
 
 @pytest.fixture
 def submit(reference, tmp_path, monkeypatch, cluster):
-    """Plans the job into a folder of its own, with a name that a shell or Kubernetes would take apart, and sends it."""
+    """A function that plans the job into a new folder, whose name a shell or Kubernetes would split, and submits it."""
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
     stumble(monkeypatch, tmp_path / "slow", 0.4)
 

@@ -1,4 +1,4 @@
-"""What a person reads when Ray does not answer as it should: a stand-in for its client fails as the real one does."""
+"""Messages to users when Ray fails: a fake client raises the errors of the real one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from batchinfer.submit.ray.shape import Shape
 
 
 class RayError(Exception):
-    """Of ray.exceptions; no RuntimeError and no OSError."""
+    """ray.exceptions.RayError, which is neither a RuntimeError nor an OSError."""
 
 
 class RpcError(RayError):
-    """An address without http:// is one of the cluster's own protocol, which a dashboard does not speak."""
+    """The error for an address without http://: Ray then uses the cluster's own protocol, not a dashboard's."""
 
 
 class RequestError(OSError):
-    """Of the library requests; no ConnectionError."""
+    """The base error of the library requests, which is no ConnectionError."""
 
 
 ERRORS = [RpcError("Timed out while waiting for GCS"), RequestError("reset by peer"), ValueError("no address")]

@@ -1,4 +1,4 @@
-"""A run in a bucket that goes to Ray: what is sent, and what a person and the driver tell each other; without a Ray."""
+"""A run in a bucket on Ray: the submission, and the messages of user and driver; without a Ray cluster."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ ROWS = (15, 12, 13)
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """A job of 40 rows, each a unit of its own, and their outputs from one machine."""
+    """A job of 40 rows in 40 units, and the outputs computed on one machine."""
     return computed_here(tmp_path_factory.mktemp("reference"), ROWS)
 
 
@@ -205,7 +205,7 @@ def test_in_a_bucket_four_tasks_of_which_a_node_is_lost_in_the_middle(submit_to_
     assert "a lost node" in said
     assert said.count("Ray task first-") >= 3  # what tasks say is in the job's log
     assert not read_tasks(fetched(storage).run).failed
-    # nobody's keys are in what was sent, or in any of Ray's own files
+    # no credentials are in the submission or in any of Ray's files
     written = [
         path.read_bytes() for path in Path(cluster.head_node.get_session_dir_path()).rglob("*") if path.is_file()
     ]
