@@ -6,7 +6,7 @@ from typing import Any
 from batchinfer.checked_json import publish_json
 from batchinfer.data.parquet import read_rows
 from batchinfer.records import RunMismatchError
-from batchinfer.run.heartbeat import Sign, signs_of_life
+from batchinfer.run.heartbeat import SessionStatus, signs_of_life
 from batchinfer.run.liveness import SILENT_S
 from batchinfer.rundir import RunDir, submission_records
 
@@ -55,7 +55,7 @@ def _what_is_there(run: RunDir, state: dict[str, Any]) -> str | None:
     return None
 
 
-def _may_live(sign: Sign | None) -> str | None:
+def _may_live(sign: SessionStatus | None) -> str | None:
     """Return why a session without a recorded end may be alive, and the remedy; None if it is not alive."""
     if sign is None:
         return "its end is not recorded and it has no heartbeat; delete the folder if none of its processes runs"

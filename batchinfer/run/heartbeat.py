@@ -79,8 +79,8 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
-    """The latest sign of life of a session."""
+class SessionStatus:
+    """The last heartbeat of a session, and whether the session may be alive."""
 
     session: str
     command: str
@@ -98,7 +98,7 @@ class Sign:
         return not self.is_dead and self.silent_s <= SILENT_S
 
 
-def signs_of_life(run: RunDir) -> dict[str, Sign]:
+def signs_of_life(run: RunDir) -> dict[str, SessionStatus]:
     """By session, of all that have not ended by themselves; one whose file is damaged is left out."""
     found = {}
     now_s = file_system_s(run.root)
@@ -110,5 +110,5 @@ def signs_of_life(run: RunDir) -> dict[str, Sign]:
             continue
         about = {key: said[key] for key in ("command", "node", "task", "restarts", "under_way")}
         when = {"time_s": said.get("time_s", 0.0), "silent_s": silent_s}  # an earlier version's says none
-        found[path.stem] = Sign(session=path.stem, is_dead=is_dead(said), **when, **about)
+        found[path.stem] = SessionStatus(session=path.stem, is_dead=is_dead(said), **when, **about)
     return found

@@ -15,7 +15,7 @@ from batchinfer.data.parquet import read_rows
 from batchinfer.manifest import Manifest
 from batchinfer.progress import duration
 from batchinfer.records import DamagedFileError
-from batchinfer.run.heartbeat import Sign, signs_of_life
+from batchinfer.run.heartbeat import SessionStatus, signs_of_life
 from batchinfer.run.storage import Part, Storage
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.status.result_counts import ResultFile, read_result_file, requests_per_s, step_tokens_per_s
@@ -74,7 +74,7 @@ class Status:
     tasks_running: int | None = None  # None if the cluster cannot be asked, or nothing was submitted
     tasks_waiting: int | None = None
     running: list[Holder] = field(default_factory=list)
-    sessions: list[Sign] = field(default_factory=list)  # live commands with their progress
+    sessions: list[SessionStatus] = field(default_factory=list)  # live commands with their progress
     problems: list[str] = field(default_factory=list)
 
 
@@ -105,7 +105,7 @@ class StatusReader:
         if self._storage is not None:
             self._storage.fetch(*STATUS_PARTS)
         state = read_state(self._run)
-        sessions = [sign for sign in signs_of_life(self._run).values() if sign.may_live]
+        sessions = [session for session in signs_of_life(self._run).values() if session.may_live]
         if state["state"] == "planning":
             return Status(run=self._run.shown, state="planning", activity="planning", sessions=sessions)
         if not self._units:
@@ -134,7 +134,7 @@ class StatusReader:
         finished: list[list[ResultFile]],
         holders: list[Holder],
         silent: list[Holder],
-        sessions: list[Sign],
+        sessions: list[SessionStatus],
         now_s: float,
         *,
         was_begun: bool,
@@ -145,7 +145,7 @@ class StatusReader:
         rate = requests_per_s(files_now, now_s) if holders else None
         tasks, trouble = count_live_tasks(self._run)
         counts = state["counts"]
-        workers = [sign for sign in sessions if sign.command in ("work", "run")]
+        workers = [session for session in sessions if session.command in ("work", "run")]
         speed = tokens_per_s(workers) or step_tokens_per_s(self._run, now_s, self._damaged) if holders else None
         is_running = bool(holders or workers) and len(self._done) < len(self._units)
         return Status(
@@ -234,7 +234,7 @@ class StatusReader:
 
 
 def _token_counts(
-    units: list[dict[str, Any]], counts: dict[str, Any], finished: list[list[ResultFile]], workers: list[Sign]
+    units: list[dict[str, Any]], counts: dict[str, Any], finished: list[list[ResultFile]], workers: list[SessionStatus]
 ) -> dict[str, int]:
     rows_U = np.array([sum(file.rows for file in files) for files in finished], dtype=np.float64)
     share_left_U = 1 - rows_U / np.array([max(unit["num_requests"], 1) for unit in units])

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from batchinfer.progress import duration
-from batchinfer.run.heartbeat import Sign
+from batchinfer.run.heartbeat import SessionStatus
 from batchinfer.sanitize import fit
 from batchinfer.status.status import Status, StatusReader
 
@@ -81,16 +81,16 @@ def _tokens_line(status: Status) -> str:
 
 def _session_lines(status: Status) -> list[str]:
     """Return a line per live command, with its progress."""
-    lines = [_session_line(sign) for sign in status.sessions[:MOST_LINES]]
+    lines = [_session_line(session) for session in status.sessions[:MOST_LINES]]
     more = len(status.sessions) - MOST_LINES
     return lines + ([f"  and {more:,} more commands"] if more > 0 else [])
 
 
-def _session_line(sign: Sign) -> str:
-    task = "" if sign.task is None else f", task {sign.task}"
-    restarts = f", restart {sign.restarts}" if sign.restarts else ""
-    doing = "; ".join(map(_doing, sign.under_way)) or "at work"
-    return fit(f"  {sign.command} on {sign.node}{task}{restarts}: {doing}", WIDTH)
+def _session_line(session: SessionStatus) -> str:
+    task = "" if session.task is None else f", task {session.task}"
+    restarts = f", restart {session.restarts}" if session.restarts else ""
+    doing = "; ".join(map(_doing, session.under_way)) or "at work"
+    return fit(f"  {session.command} on {session.node}{task}{restarts}: {doing}", WIDTH)
 
 
 def _doing(figures: dict[str, Any]) -> str:

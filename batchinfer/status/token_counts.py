@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.run.heartbeat import Sign
+from batchinfer.run.heartbeat import SessionStatus
 
 
 def token_counts(
-    plan_U2: np.ndarray, share_left_U: np.ndarray, durable: np.ndarray, workers: list[Sign]
+    plan_U2: np.ndarray, share_left_U: np.ndarray, durable: np.ndarray, workers: list[SessionStatus]
 ) -> dict[str, int]:
     """Return total and finished prompt and output tokens, by the names of Status.
 
@@ -34,18 +34,18 @@ def token_counts(
     }
 
 
-def work_figures(workers: list[Sign]) -> list[dict[str, Any]]:
+def work_figures(workers: list[SessionStatus]) -> list[dict[str, Any]]:
     """Return the progress figures of working sessions (controller/work_progress.py); planning sessions have none."""
-    return [figures for sign in workers for figures in sign.under_way if "own_tokens" in figures]
+    return [figures for session in workers for figures in session.under_way if "own_tokens" in figures]
 
 
-def tokens_per_s(workers: list[Sign]) -> float | None:
+def tokens_per_s(workers: list[SessionStatus]) -> float | None:
     """Return the sum of all sessions' speeds; None if no session knows its speed yet."""
     known = [figures["tokens_per_s"] for figures in work_figures(workers) if figures["tokens_per_s"] is not None]
     return sum(known) if known else None
 
 
-def left_s(workers: list[Sign]) -> float | None:
+def left_s(workers: list[SessionStatus]) -> float | None:
     """Return the seconds until the run is done, from each session's own estimate for working alone.
 
     Return None if a session has no estimate.

@@ -168,7 +168,7 @@ class Cluster:
     def _conf(self) -> str:
         port = _free_ports(self.num_nodes + 1)
         host = socket.gethostname().partition(".")[0]
-        # with this setting the daemons listen only on the address of the host's name; clients find them if it is loopback
+        # the daemons then listen only on the address of the host's name, where clients find them if it is loopback
         listen = "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny" if _is_loopback() else ""
         return CONF.format(
             host=host,
