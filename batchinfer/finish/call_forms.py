@@ -180,8 +180,6 @@ def _calls_of_glm(block: str) -> list[WrittenCall] | None:
 
 # ---- Hermes, and Mistral's older form
 
-_NINE_CHARACTERS = re.compile("[a-zA-Z0-9]{9}")
-
 
 def _calls_of_hermes(block: str) -> list[WrittenCall] | None:
     return _all_read([_call_of_object(block)])
