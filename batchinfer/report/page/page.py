@@ -1,9 +1,11 @@
 """The HTML page of finished runs: one file without scripts and external resources."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -11,10 +13,10 @@ from batchinfer.equal_rows import UNEQUAL
 from batchinfer.report import forms
 from batchinfer.report.export import refuse_inside_runs
 from batchinfer.report.figure import Values, groups_of
-from batchinfer.report.figures import GROUPS, MONEY, PREDICTIONS, PUBLISHED
+from batchinfer.report.figures import ANSWERS, GROUPS, MONEY, PREDICTIONS, PUBLISHED
 from batchinfer.report.forms import Value
-from batchinfer.report.page import loads, over_time
-from batchinfer.report.page.answers import answers
+from batchinfer.report.page import charts, loads, over_time
+from batchinfer.report.page.charts import Axis, Series
 from batchinfer.report.page.data import PageData, ShownRow, read_page_data
 from batchinfer.report.page.markup import Card, Section, Table, render, shown
 from batchinfer.report.read import Report, is_worth_showing, read_together
@@ -22,6 +24,7 @@ from batchinfer.sanitize import fit
 from batchinfer.whole_files import publish_text
 
 MAX_SHARDS = 50  # unreadable shards that are listed
+MAX_LENGTH_MARKS = 6  # below a picture of lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def _run(key: str, data: PageData) -> RunPart:
             Section("Nodes and money", over_time.nodes_and_money(key, data)),
             Section("Time and cost", over_time.where_time_went(key, data)),
             Section("Load", loads.load(key, data)),
-            Section("Answers", answers(key, data)),
+            Section("Answers", _answers(key, data)),
             _section("Plan", _plan(report)),
             _section("Slowest rows", _slowest(data)),
             _section("Failed rows", _failed(data)),
@@ -126,6 +129,32 @@ def _money_tiles(m: Values) -> list[tuple[str, str, str]]:
         ("cost profit margin", _percent(m["cost_profit_margin"]), "profit ÷ cost"),
         ("gross margin", _percent(m["gross_margin"]), "profit ÷ revenue"),
     ]
+
+
+def _answers(key: str, data: PageData) -> list[Card]:
+    """Return cards with histograms of answer and thinking lengths, and a table of the figures of answers."""
+    lengths, values = data.report.lengths, data.report.values
+    cards = [_lengths(key, "rows", "Length of answers", "output tokens, thinking included", lengths)]
+    if values["reasoning.rows"]:
+        cards.append(_lengths(key, "reasoning_rows", "Length of thinking", "tokens of thinking", lengths))
+    figures = [figure for _, found in groups_of([values], [ANSWERS]) for figure in found]
+    rows = [[one.label.strip(), f"{one.form(values[one.key])} {one.unit}", one.note_of(values)] for one in figures]
+    table = Table("What is known of answers", [("figure", "name"), ("value", "number"), ("of", "text")], rows)
+    return [*(cards if lengths else []), *([Card(tables=[table], is_wide=True)] if rows else [])]
+
+
+def _lengths(key: str, field: str, title: str, unit: str, lengths: tuple[dict[str, Any], ...]) -> Card:
+    names = [forms.span(length["from_tokens"], length["to_tokens"]) for length in lengths]
+    every = max(1, math.ceil(len(names) / MAX_LENGTH_MARKS))
+    marks = [(place, charts.short(lengths[place]["from_tokens"])) for place in range(0, len(names), every)]
+    axis = Axis([f"{name} tokens" for name in names], marks)
+    rows = [length[field] for length in lengths]
+    picture = charts.columns(
+        f"{key}-{field}", f"Rows by their {unit}", axis, [Series("rows", "s0", rows)], lambda value: f"{value:,.0f}"
+    )
+    counts = list(zip(names, map(forms.count, rows), strict=True))
+    numbers = Table(f"Rows by their {unit}", [("tokens", "name"), ("rows", "number")], counts)
+    return Card(title, f"Rows by their {unit}; two columns for each doubling", picture, numbers=numbers)
 
 
 def _section(title: str, table: Table) -> Section:
