@@ -146,7 +146,7 @@ def where_time_went(key: str, data: PageData) -> list[Card]:
 
 
 def _numbers(caption: str, axis: Axis, rows: list[dict[str, Any]], columns: list[tuple[str, str, forms.Form]]) -> Table:
-    """A table of rows over time; columns are (header, field, form)."""
+    """Return a table of rows over time; `columns` are (header, field, form)."""
     return Table(
         caption,
         [("time (UTC)", "name"), *((header, "number") for header, _, _ in columns)],
