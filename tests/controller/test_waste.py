@@ -25,8 +25,8 @@ if "BATCHINFER_RANK_NUMBER" in os.environ:
     from batchinfer.protocol import channel, feed
     channel.Channel.send_on = lambda self, at_fault: None  # what is sent is on its way
     plain, steps = feed.Feed.send, []
-    def counted(self, report):
-        plain(self, report)
+    def counted(self, report, num_running=0):
+        plain(self, report, num_running)
         self.send_steps()
         steps.append(report.record.new_tokens)
         with open(os.environ["TRAP_STEPS"], "a") as file:

@@ -32,8 +32,8 @@ if "BATCHINFER_RANK_NUMBER" in os.environ:
     from batchinfer.protocol import channel, feed
     channel.Channel.send_on = lambda self, at_fault: None  # what is sent is on its way
     plain, steps = feed.Feed.send, []
-    def counted(self, report):
-        plain(self, report)
+    def counted(self, report, num_running=0):
+        plain(self, report, num_running)
         self.send_steps()
         steps.append(report)
         if len(steps) == 30 and not os.path.exists({mark!r}):
