@@ -109,7 +109,7 @@ def test_deadlines_are_local_unless_they_name_a_zone(monkeypatch):
     ("options", "sentence"),
     [
         (("--finish-by", "soon"), "--finish-by is 'soon'; write date and time"),
-        (("--finish-by", "2020-01-01 06:00"), "which is over"),
+        (("--finish-by", "2020-01-01 06:00"), "which is in the past"),
         (("--finish-by", ""), "--finish-by is ''"),
         (("--finish-by", "0001-01-01T00:00+14:00"), "--finish-by is '0001-01-01T00:00+14:00'"),
         (("--finish-by", "9999-01-01"), "more than 366 days away"),
@@ -358,7 +358,7 @@ def test_a_schedule_sends_tasks_anew_for_those_that_died_but_not_for_ever(planne
     with pytest.raises(IncompleteRunError, match=r"12 tasks of \S+ were submitted since its last result"):
         follow_schedule(FolderStorage(planned), ["08:00 4%2"], lambda: 0, look_s=0.0)
     assert sizes == [ArraySize(4, 2)] * 5
-    assert capsys.readouterr().err.count("3 of 4%2 tasks have ended before their time: sent anew") == 4
+    assert capsys.readouterr().err.count("3 of 4%2 tasks have ended early: replaced") == 4
 
 
 def test_a_schedule_sends_no_tasks_for_units_that_others_hold(planned, monkeypatch):
