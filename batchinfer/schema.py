@@ -5,6 +5,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from typing_extensions import is_typeddict
 
 from batchinfer.config import JobConfig
@@ -35,12 +36,17 @@ def job_schema_text() -> str:
         assert issubclass(part, BaseModel)
         blocks.append(f"\n[{name}]  {(part.__doc__ or '').strip()}")
         for key, info in part.model_fields.items():
-            if info.is_required():
-                default = "required"
-            else:
-                default = "unset" if info.default is None else f"default {toml_value(info.default)}"
-            blocks.append(_entry(key, f"{_type_name(info.annotation)}, {default}", info.description or ""))
+            blocks.append(_entry(key, type_and_default(info), info.description or ""))
     return "\n".join(blocks)
+
+
+def type_and_default(info: FieldInfo) -> str:
+    """Return a key's type and its default, "required" or "unset"."""
+    if info.is_required():
+        default = "required"
+    else:
+        default = "unset" if info.default is None else f"default {toml_value(info.default)}"
+    return f"{_type_name(info.annotation)}, {default}"
 
 
 def stats_schema_text() -> str:

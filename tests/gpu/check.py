@@ -1,7 +1,7 @@
 """Checks and times every operation for GPUs on one Hopper GPU, and prints one table.
 
 For a bare machine: it needs torch, triton and a CUDA toolkit, and this repository as it lies. Wheels of deep_gemm and
-flash_mla may stand in a folder; nothing is installed. docs/hopper.md explains the columns.
+flash_mla may stand in a folder; nothing is installed. docs/gpu-checks.md explains the columns.
 
     python tests/gpu/check.py [--wheels FOLDER] [--quick] [--only OPERATION …] [--part I/N] [--out FILE] [--minutes M]
                               [--json]

@@ -5,7 +5,7 @@
 
 Weights are random, in FP8. Rows come as balanced routing over all GPUs would send them; dispatch and combine are local
 copies of the same bytes (copies.py). Added to the measured times are published times of the exchange, once not hidden
-and once under the published schedules (schedule.py). docs/hopper.md explains the lines.
+and once under the published schedules (schedule.py). docs/gpu-checks.md explains the lines.
 
     python tests/gpu/slice.py [--wheels FOLDER] [--decode | --prefill] [--requests 64 128 256]
                               [--triton-alone] [--out FILE] [--minutes M] [--json]

@@ -1,4 +1,4 @@
-"""The results of check.py and slice.py in a folder, as Markdown: the tables of docs/hopper.md.
+"""What check.py and slice.py have left in a results folder, as Markdown: the tables that docs/gpu-checks.md explains.
 
 python tests/gpu/summary.py RESULTS
 """
