@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.cli import cli
+from support import job_keys_page
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -70,6 +71,21 @@ def test_commands_that_a_page_shows_exist(page):
     code = "\n".join(re.findall(r"^```.*?$(.*?)^```", page.read_text(), re.M | re.S))
     for command in re.findall(r"^\s*(?:\$ )?batchinfer ([a-z]+)\b", code, re.M):
         assert command in cli.commands, f"{page.name} shows `batchinfer {command}`"
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    linked, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        targets = {(page.parent / target).resolve() for target in re.findall(r"\]\(([^)#\s:]+\.md)", page.read_text())}
+        waiting += targets - linked
+        linked |= targets
+    assert {page.name for page in (ROOT / "docs").glob("*.md") if page not in linked} == set()
+
+
+def test_the_page_of_keys_lists_the_keys():
+    wrong = "docs/job-keys.md is stale; write it again: PYTHONPATH=tests python -m support.job_keys_page"
+    assert job_keys_page.PAGE.read_text() == job_keys_page.page_text(), wrong
 
 
 def test_files_that_sources_name_exist():

@@ -1,6 +1,6 @@
 """docs/job-keys.md: the keys of a job file as tables, from the definitions that `batchinfer schema` prints.
 
-    PYTHONPATH=tests python -m support.job_keys_page      writes the page again after a key or its description changed
+Run `PYTHONPATH=tests python -m support.job_keys_page` to write the page again after a key or its description changed.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ HEAD = """\
 # All keys of a job file
 
 Generated from the definitions that `batchinfer schema` prints. [jobs.md](jobs.md) explains the keys, task by task.
-Keys without a default are required. Unknown keys are errors. `--set part.key=value` on the command line overrides a key.
+Keys without a default are required. Unknown keys are errors. `--set part.key=value` overrides a key.
 """
 
 
