@@ -5,6 +5,8 @@ Run `PYTHONPATH=tests python -m support.job_keys_page` to write the page again a
 
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from batchinfer.config import JobConfig
 from batchinfer.schema import type_and_default
 
@@ -21,12 +23,15 @@ def page_text() -> str:
     """Return the page: a heading and a table for each part of the job file."""
     blocks = [HEAD]
     for name, field in JobConfig.model_fields.items():
+        part = field.annotation
+        assert isinstance(part, type)
+        assert issubclass(part, BaseModel)
         rows = [
             f"| `{key}` | {escaped(type_and_default(info))} | {escaped(info.description or '')} |"
-            for key, info in field.annotation.model_fields.items()
+            for key, info in part.model_fields.items()
         ]
         table = "\n".join(["| key | type, default | meaning |", "|---|---|---|", *rows])
-        blocks.append(f"## {name}\n\n{(field.annotation.__doc__ or '').strip()}\n\n{table}\n")
+        blocks.append(f"## {name}\n\n{(part.__doc__ or '').strip()}\n\n{table}\n")
     return "\n".join(blocks)
 
 
