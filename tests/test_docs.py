@@ -99,6 +99,17 @@ def test_files_that_sources_name_exist():
     assert stale == []
 
 
+def test_pages_that_sources_name_exist():
+    of_others = {"docs/legacy.md", "docs/20250422-new-kernel-deep-dive.md"}
+    stale = [
+        f"{source.relative_to(ROOT)} names {page}"
+        for source in SOURCES
+        for page in re.findall(r"\bdocs/[\w-]+\.md", source.read_text())
+        if page not in of_others and not (ROOT / page).exists()
+    ]
+    assert stale == []
+
+
 def test_docstrings_begin_with_what_a_thing_is_for():
     documented = ast.Module | ast.ClassDef | ast.FunctionDef
     headless = [
