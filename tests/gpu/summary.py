@@ -1,4 +1,4 @@
-"""What check.py and slice.py have left in a results folder, as Markdown: the tables that docs/gpu-checks.md explains.
+"""The results of check.py and slice.py in a folder, as Markdown: the tables that docs/gpu-checks.md explains.
 
 python tests/gpu/summary.py RESULTS
 """
