@@ -1,11 +1,11 @@
-# Two commands do all the set-up: `make demo` and `make test`. Each makes .venv when it is missing.
+# `make demo` and `make test` do all the set-up: each makes .venv when it is missing, and neither installs system packages.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PEERS  := $(VENV)-peers
 
-.PHONY: demo test mutants chaos bench bench-overlap bench-peers bench-llama lint format lock clean
+.PHONY: demo check test test-system test-rest test-all mutants chaos bench bench-overlap bench-peers bench-llama lint format lock clean
 
 # Torch comes first and pinned, so that nothing pulls in another build of it.
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -30,14 +30,35 @@ demo: $(VENV)/.installed
 
 # Tests wait for other processes much of their time: two cores have enough to do with three workers.
 # Most tests start processes, each of which would compile the same modules if bytecode were not kept.
-test: $(VENV)/.installed-dev
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
-# Small sabotages of the product, each of which a test must catch; five of them are in `make test`.
+# Folders and files of tests that start no process.
+CHECKED := $(addprefix tests/, \
+  balance )
+
+# While one works: below two minutes on two cores. A test that starts a process fails here.
+check: $(VENV)/.installed-dev
+	$(PYTEST) -n 2 --no-processes $(CHECKED)
+
+# Before a commit: below ten minutes on two cores, a case of each mechanism.
+test: $(VENV)/.installed-dev
+	$(PYTEST) -n 3
+
+# With a real Slurm, browser and faketime: as root on Debian the packages that are missing are installed.
+test-system: $(VENV)/.installed-dev
+	$(PYTEST) -n 3 -m 'system and not slow'
+
+# What `make test` leaves out: more layouts, dtypes, models and instruction sets, mutants, and `make test-system`.
+test-rest: $(VENV)/.installed-dev
+	$(PYTEST) -n 3 -m '(all or system) and not slow'
+
+test-all: test test-rest
+
+# Small sabotages of the product, each of which a test must catch; five of them are in `make test-all`.
 mutants: $(VENV)/.installed-dev
 	PYTHONPATH=tests $(BIN)/python -m support.mutants
 
-# Slower than `make test`: ranks, controllers and finish disturbed at random moments, 200 times and more; a real Slurm.
+# Slower than `make test-all`: ranks, controllers and finish disturbed at random moments, 200 times and more; a real Slurm.
 chaos: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 tests/chaos/*.py
 	$(BIN)/python -m pytest -m slow tests

@@ -15,12 +15,15 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ranks are started
 
 import gc
+import multiprocessing.process
 import shutil
 import signal
+import subprocess
 import warnings
 from collections.abc import Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
+from types import FrameType
 
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -30,6 +33,7 @@ import pytest
 from batchinfer.data import tokenizer_process
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.launch import rank_watcher
+from batchinfer.stop import StopSignal
 from support import rank_forge
 from support.browser import Browser, NoBrowserError, install
 from support.kv_stores import open_store
@@ -37,10 +41,36 @@ from support.open_encoders import close_all
 from support.other_user import open_folder
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
+HANDLE_SIGNAL = StopSignal._handle
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30  # many times what the folders of three workers hold at once
 
 if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, free_memory_bytes()) > ROOM_BYTES:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+# Every process of this run of pytest inherits this variable, by which the run finds its orphans at its end.
+SESSION_VARIABLE = "BATCHINFER_TESTS_SESSION"
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not IS_WORKER:
+    os.environ[SESSION_VARIABLE] = str(os.getpid())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-processes", action="store_true", help="fail every test that starts a process")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_processes(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Fail tests that start a process, if `--no-processes` is given: `make check` stays quick."""
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("this test starts a process, so its file must leave the list CHECKED of the Makefile")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if pytestconfig.getoption("--no-processes"):
+            patch.setattr(subprocess.Popen, "__init__", refuse)
+            patch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+            patch.setattr(os, "fork", refuse)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -70,12 +100,33 @@ def shared_encoders_end() -> Iterator[None]:
     close_all()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def ctrl_c_ends_pytest(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End pytest at Ctrl-C also while a command of a test runs in this process and handles the signal itself."""
+
+    def handle_and_end(stop: StopSignal, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            request.session.shouldstop = "interrupted by Ctrl-C"
+        HANDLE_SIGNAL(stop, number, frame)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopSignal, "_handle", handle_and_end)
+        yield
+
+
 @pytest.fixture
 def own_interrupts() -> Iterator[None]:
-    """Ctrl-C as Python has it: commands that tests ran in this process have taken it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let a test send SIGINT to its own process: the signal does not end pytest."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StopSignal, "_handle", HANDLE_SIGNAL)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def python_handles_ctrl_c() -> Iterator[None]:
+    """Give SIGINT back to Python after each test: a command that ran in this process has set its own handler."""
     yield
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
@@ -195,7 +246,20 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # some libraries count objects at exit
+    gc.unfreeze()  # libraries count what is left at the end
+    if not IS_WORKER:
+        kill_orphans()
+
+
+def kill_orphans() -> None:
+    """Kill the processes of this run that outlive it, such as commands of a worker that Ctrl-C has ended."""
+    mark = f"{SESSION_VARIABLE}={os.getpid()}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended, or belongs to another user
+            is_ours = mark in (process / "environ").read_bytes().split(b"\0")
+            # a resource tracker ends by itself, after the removal of what its process shared
+            if is_ours and b"resource_tracker" not in (process / "cmdline").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,7 +32,7 @@ class MutantError(Exception):
 class Mutant:
     """One change of one file, and the tests of which one must fail then.
 
-    in_make_test: it is one of the share that `make test` runs, because its tests are quick.
+    in_test_all: it is one of the share that `make test-all` runs, because its tests are quick.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Mutant:
     old: str  # occurs in the file exactly once
     new: str
     tests: str  # arguments of pytest, with spaces between
-    in_make_test: bool = False
+    in_test_all: bool = False
 
 
 def read_mutants() -> list[Mutant]:
@@ -98,7 +98,7 @@ def _run_tests(
     tree: Path, name: str, tests: Sequence[str], *, timeout_s: float = TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
     """Run these tests in this copy of the tree, up to the first that fails."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
     paths = {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "kernels")]), "TMPDIR": str(tree.parent)}
     try:
         ended = subprocess.run(
