@@ -120,6 +120,7 @@ def test_tasks_have_the_figures_of_the_hf_backend(ours, theirs, task_folder):
         assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in wanted]
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 @pytest.mark.parametrize("is_question", [True, False])
 def test_chats_have_the_text_of_the_hf_backend(ours, theirs, is_question):
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 and 2?"}]
@@ -130,6 +131,7 @@ def test_chats_have_the_text_of_the_hf_backend(ours, theirs, is_question):
     assert ours.chat_template(True) == theirs.chat_template(True)
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 def test_continuations_of_one_context_are_one_row(ours, theirs, tmp_path):
     pairs = [("The sum is", " 42 crowns"), ("", "Esther paid"), ("The sum is ", "41"), ("Ten and", " two")]
     pairs += [("The sum is", " 9"), ("long " * 3000, " end")]
@@ -144,6 +146,7 @@ def test_continuations_of_one_context_are_one_row(ours, theirs, tmp_path):
     assert max(len(row["prompt"]) for row in rows) == MOST_TOKENS + 1 - len(rows[-1]["choices"][0])
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 def test_a_context_of_many_continuations_is_several_rows(ours):
     requests = [request("loglikelihood", "The sum is", f" {number}") for number in range(150)]
     before = set(ours.jobs.folder.iterdir())
@@ -154,6 +157,7 @@ def test_a_context_of_many_continuations_is_several_rows(ours):
     assert [found[0][0], found[149][0]] == pytest.approx(alone, abs=TOLERANCE)
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 def test_whole_texts_are_scored_in_windows(tmp_path, theirs):
     ours = BatchinferLM(str(SAMPLE_MODEL), work_dir=str(tmp_path), max_length=20, dtype="float32")
     requests = [request("loglikelihood_rolling", text) for text in ("Esther paid 38 crowns. " * 12, "Short.", "")]
@@ -165,6 +169,7 @@ def test_whole_texts_are_scored_in_windows(tmp_path, theirs):
     assert len(ours.tok_encode(requests[0].args[0])) > 3 * 20
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 def test_each_request_is_generated_as_its_task_asks(ours, theirs):
     wanted = [
         {"until": ["crowns"], "max_gen_toks": 20},
@@ -177,6 +182,7 @@ def test_each_request_is_generated_as_its_task_asks(ours, theirs):
     assert ours.generate_until(requests) == theirs.generate_until(requests, disable_tqdm=True)
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 def test_cut_contexts_are_told(ours, capsys):
     long, short = "long " * 3000, "The ferry"
     few = {"until": ["\n"], "max_gen_toks": 2}
@@ -186,6 +192,7 @@ def test_cut_contexts_are_told(ours, capsys):
     assert "warning: 1 contexts are cut" in capsys.readouterr().err
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 def test_a_cut_context_scores_its_continuation_alone(theirs, tmp_path):
     context, continuation = list(range(100, 110)), [110, 111]
     cut = BatchinferLM(str(SAMPLE_MODEL), work_dir=str(tmp_path), max_length=5, dtype="float32")
@@ -194,6 +201,7 @@ def test_a_cut_context_scores_its_continuation_alone(theirs, tmp_path):
     assert found == pytest.approx(expected, abs=TOLERANCE)
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 def test_stops_of_a_task_count_behind_the_thinking_and_each_task_has_its_own(thinks, tmp_path):
     model, _ = thinks
     (tmp_path / "docs.jsonl").write_text(json.dumps({"question": "Well?"}) + "\n")
@@ -213,6 +221,7 @@ def test_stops_of_a_task_count_behind_the_thinking_and_each_task_has_its_own(thi
     assert found["results"]["default"]["exact_match,none"] == 1.0
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 def test_answers_that_were_cut_or_ended_in_their_thinking_are_told(thinks, capsys):
     model, ids = thinks
     prompt = model.apply_chat_template([{"role": "user", "content": "Well?"}])
@@ -233,6 +242,7 @@ def test_answers_that_were_cut_or_ended_in_their_thinking_are_told(thinks, capsy
     ]
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 def test_sampling_of_a_task_reaches_its_row(ours):
     how = {"until": ["\n"], "max_gen_toks": 4, "do_sample": True, "temperature": 0.5, "top_p": 0.9, "seed": 3}
     before = set(ours.jobs.folder.iterdir())
@@ -264,6 +274,7 @@ def test_what_cannot_work_is_one_sentence(ours, tmp_path):
         other.loglikelihood([request("loglikelihood", "a", " b")], disable_tqdm=True)
 
 
+@pytest.mark.all  # make test: figures of tasks, above
 def test_the_command_takes_keys_of_the_job_file_and_goes_on_in_its_folder(task_folder, tmp_path):
     arguments = f"path={SAMPLE_MODEL},dtype=float32,cluster.prefill_ranks=2,work_dir={tmp_path / 'work'}"
     command = [sys.executable, "-m", "batchinfer.lm_eval", "run", "--model", "batchinfer", "--model_args", arguments]

@@ -107,6 +107,7 @@ def test_nothing_in_is_nothing_out():
     assert batchinfer.generate([], **SETTINGS).num_rows == 0
 
 
+@pytest.mark.all  # make test: lists of texts and of chats, above
 @pytest.mark.parametrize(
     ("data", "kind"), [(TEXTS, "prompt"), (CHATS, "messages"), ([[1, 2], [], None], "token_ids"), ((), "prompt")]
 )
@@ -114,10 +115,12 @@ def test_a_list_is_what_its_rows_are(data, kind):
     assert kinds_of(data)[:2] == (kind, kind)
 
 
+@pytest.mark.all  # make test: lists of chats, above
 def test_json_text_may_be_chats():
     assert kinds_of(['[{"role": "user", "content": "a"}]'], messages="chat")[:2] == ("messages", "chat")
 
 
+@pytest.mark.all  # make test: test_plain_arrays
 def test_numbers_and_arrays_of_numpy_are_those_of_python():
     rows = [np.array([1, 2], np.int32), [np.int64(3)], (4,)]
     assert kinds_of(rows) == ("token_ids", "token_ids", [[1, 2], [3], [4]])
@@ -126,6 +129,7 @@ def test_numbers_and_arrays_of_numpy_are_those_of_python():
     assert [type(value) for value in settings["sampling"].values()] == [int, bool, list]
 
 
+@pytest.mark.all  # make test: tables, below
 def test_a_dataset_of_hugging_face_has_the_rows_that_it_shows():
     datasets = pytest.importorskip("datasets")
     shown = datasets.Dataset.from_dict(table_of().to_pydict()).select([3, 0])
@@ -163,6 +167,7 @@ def test_a_template_has_the_texts_of_a_list_as_its_prompt():
         batchinfer.generate([[1]], input={"template": "The {{ prompt }}"}, **SETTINGS)
 
 
+@pytest.mark.all  # make test: test_tables
 def test_a_column_that_is_kept_holds_the_prompts_only_if_no_other_can():
     table = pa.table({"label": ["x"], "text": ["a"]})
     found = [
@@ -171,6 +176,7 @@ def test_a_column_that_is_kept_holds_the_prompts_only_if_no_other_can():
     assert found == [{"prompt": "text"}, {"prompt": "label"}]
 
 
+@pytest.mark.all  # make test: test_a_row_that_cannot_be_answered_is_an_error_row_...
 def test_a_row_that_is_no_utf8_is_an_error_row():
     found = batchinfer.generate(["a\ud800", "The ferry"], **SETTINGS).to_pylist()
     assert [row["error"] for row in found] == ["prompt is not valid UTF-8", None]

@@ -100,6 +100,7 @@ def test_calls_give_what_runs_of_their_own_give_with_the_same_ranks(tmp_path, cl
         same_as_own_run(tmp_path / f"call-{number}", tmp_path / f"own-{number}")
 
 
+@pytest.mark.all  # make test: test_calls_give_what_runs_of_their_own_give_...
 def test_experts_that_a_call_has_moved_are_back_for_the_next(tmp_path):
     """The first call calibrates and moves; in the next, with one token, there is nothing to calibrate with."""
     cluster = {"prefill_ranks": 2, "redundant_experts": 2}
@@ -129,6 +130,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.all  # make test: an interrupted call, below
 def test_an_error_of_a_call_leaves_the_model_usable(model):
     expected = model.generate(TEXTS, max_tokens=4)
     before = ranks(model)
@@ -154,6 +156,7 @@ def test_a_model_that_cannot_be_is_refused_when_it_is_made(settings, error, sent
         batchinfer.Model(**{"path": RANDOM_MODEL, **settings})
 
 
+@pytest.mark.all  # make test: a rank lost in a call, below
 def test_a_rank_lost_between_calls_is_loaded_anew(model, tmp_path):
     model.generate(TEXTS, max_tokens=4)
     (rank,) = ranks(model)
@@ -175,6 +178,7 @@ def test_a_rank_lost_in_a_call_costs_no_row(model, tmp_path):
     same_as_own_run(tmp_path / "next", tmp_path / "own-next")
 
 
+@pytest.mark.all  # make test: test_process ends a command
 def test_a_process_that_somebody_ends_is_an_error_of_its_call_alone(model, tmp_path):
     rows = model.generate(MANY, stream=True, output=tmp_path / "call", **LONG)
     next(rows)
@@ -205,6 +209,7 @@ def test_an_interrupted_call_keeps_what_is_finished_and_the_ranks(model, own_int
     same_as_own_run(folder, tmp_path / "own")
 
 
+@pytest.mark.all  # make test: the same in test_process
 def test_an_iterator_that_is_closed_stops_its_call_alone(model, tmp_path):
     rows = model.generate(MANY, stream=True, output=tmp_path / "call", **LONG)
     next(rows)
@@ -217,6 +222,7 @@ def test_an_iterator_that_is_closed_stops_its_call_alone(model, tmp_path):
     assert ranks(model) == before
 
 
+@pytest.mark.all  # make test: test_process calls from a thread
 def test_calls_of_several_threads_come_one_after_the_other(model):
     found = {}
 
@@ -247,6 +253,7 @@ def test_a_closed_model_says_so_and_a_call_that_runs_is_stopped(tmp_path):
         model.close()
 
 
+@pytest.mark.all  # make test: a closed model, above
 def test_a_model_belongs_to_the_process_that_made_it(model):
     model.generate(TEXTS[:1], max_tokens=2)
     pid = os.fork()
@@ -259,6 +266,7 @@ def test_a_model_belongs_to_the_process_that_made_it(model):
     assert os.waitpid(pid, 0)[1] == 0
 
 
+@pytest.mark.all  # make test: test_process::test_a_job_ends_with_its_caller
 @pytest.mark.parametrize(
     "moment", ["in a call", pytest.param("between calls", marks=MORE), "with a child that lives on"]
 )
@@ -282,6 +290,7 @@ def test_all_processes_end_with_their_caller(tmp_path, moment):
     wait_until(lambda: not any("-m batchinfer" in command_of(pid) for pid in started))
 
 
+@pytest.mark.all  # make test: a rank lost in a call, above
 def test_a_model_folder_that_changes_is_loaded_anew(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(RANDOM_MODEL, folder)
@@ -295,6 +304,7 @@ def test_a_model_folder_that_changes_is_loaded_anew(tmp_path):
     assert after.equals(batchinfer.generate(TEXTS, model=folder, dtype="float32", max_tokens=8))
 
 
+@pytest.mark.all  # make test: tests/rank/test_stored_runs.py
 def test_calls_share_a_kv_store(tmp_path):
     shared = "You answer with one word. Read the question twice, think about each word of it, then answer. " * 20
     texts = [shared + text for text in TEXTS]

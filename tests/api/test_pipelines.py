@@ -17,6 +17,8 @@ import pytest
 import batchinfer
 from support.paths import ROOT, SAMPLE_MODEL
 
+pytestmark = pytest.mark.all  # needs libraries of others; make test: calls of generate in test_generation
+
 
 def run_example(library: str, folder: Path) -> None:
     """Run the example that imports this library, in an empty folder with the sample data and some texts."""

@@ -106,6 +106,7 @@ def test_a_job_ends_with_its_caller(tmp_path):
     assert not list((tmp_path / "run" / "done").glob("*"))
 
 
+@pytest.mark.all  # make test: test_a_job_ends_with_its_caller
 def test_what_a_killed_call_leaves_goes_with_the_next_one(tmp_path, monkeypatch):
     (folder := tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -176,6 +177,7 @@ def test_a_listener_that_raises_stops_the_job(tmp_path):
     assert children() == before
 
 
+@pytest.mark.all  # make test: a thread's progress, above
 def test_lines_of_the_command_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="batchinfer"):
         batchinfer.generate(["a", None], **SHORT)
@@ -183,6 +185,7 @@ def test_lines_of_the_command_are_logged(caplog):
     assert any("; 1 of 1 requests; " in record.message for record in caplog.records)
 
 
+@pytest.mark.all  # make test: tests/test_progress.py
 def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
@@ -198,6 +201,7 @@ def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
     assert b"decode: 100%|" in shown
 
 
+@pytest.mark.all  # make test: test_a_listener_that_raises_stops_the_job
 @pytest.mark.parametrize(
     ("number", "error", "sentence"),
     [
@@ -216,6 +220,7 @@ def test_a_command_that_somebody_else_ends_says_so(tmp_path, number, error, sent
         any(iter(process.ended, None))
 
 
+@pytest.mark.all  # make test: a thread, above
 def test_a_notebook_may_call():
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")

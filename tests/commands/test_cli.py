@@ -210,6 +210,7 @@ def test_doctor_prints_the_chosen_kernels():
             assert re.search(rf"^ +{exchange} +this torch is built without CUDA$", ended.out, re.M), exchange
 
 
+@pytest.mark.all  # make test: doctor prints the chosen kernels, above
 def test_doctor_measures_this_machine():
     ended = batchinfer("doctor", "--bench")
     assert ended.code == 0
@@ -294,6 +295,7 @@ def test_what_a_machine_does_not_give_is_one_sentence(tmp_path, lack, said):
     assert done.returncode == 2
 
 
+@pytest.mark.all  # make test: what a machine does not give, above
 def test_a_machine_without_proc_is_one_sentence(tmp_path):
     without = ["unshare", "--mount", "sh", "-c", 'umount --lazy /proc && exec "$@"', "sh"]
     if shutil.which("unshare") is None or subprocess.run([*without, "true"], check=False).returncode:
@@ -314,6 +316,7 @@ def test_a_machine_without_proc_is_one_sentence(tmp_path):
     assert last_words("report", tmp_path / "run", "--sql", "SELECT 1") == (2, said)
 
 
+@pytest.mark.all  # make test: the number of threads, below
 @pytest.mark.parametrize("named", ["", "cache", "./cache"])
 def test_a_cache_folder_that_is_no_absolute_path_counts_as_unset(tmp_path, named):
     text = """
@@ -345,6 +348,7 @@ def in_a_shell(arguments, streams):
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
+@pytest.mark.all  # make test: output on a full disk, below
 def test_closed_streams_change_no_exit_code(tmp_path):
     write_questions(tmp_path / "prompts", (3,))
     done = in_a_shell(["run", write_job(tmp_path)], "<&- >&- 2>&-")
@@ -353,6 +357,7 @@ def test_closed_streams_change_no_exit_code(tmp_path):
     assert in_a_shell(["report", tmp_path / "nothing"], ">&- 2>&-").returncode == 2
 
 
+@pytest.mark.all  # make test: output on a full disk, below
 @pytest.mark.parametrize("log", ["/dev/full", ">(true)"])
 def test_a_run_does_not_depend_on_its_log(tmp_path, log):
     write_questions(tmp_path / "prompts", (3,))
@@ -384,6 +389,7 @@ def test_a_stream_that_another_program_has_made_one_that_does_not_wait_is_waited
         assert running.returncode == 2
 
 
+@pytest.mark.all  # make test: test_cpu_build
 def test_a_rank_compiles_its_operations_whether_or_not_it_can_say_so(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", "false")
@@ -498,6 +504,7 @@ program.program()
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
 
 
+@pytest.mark.all  # make test: importing the package loads nothing large, in test_generation
 def test_no_process_of_a_run_imports_pandas(tmp_path, monkeypatch):
     """Arrow would, wherever it is installed: half of the time that a small run takes."""
     library, seen = tmp_path / "library", tmp_path / "seen"

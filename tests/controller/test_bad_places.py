@@ -53,6 +53,7 @@ def test_a_disk_that_is_full_while_working(calm, small_disk: SmallDisk, free_kib
     assert output_bytes(run) == expected
 
 
+@pytest.mark.all  # make test: while working, above
 @pytest.mark.parametrize("free_kib", [0, 24])
 def test_a_disk_that_is_full_while_finishing(calm, small_disk: SmallDisk, free_kib):
     job, expected = calm
@@ -65,6 +66,7 @@ def test_a_disk_that_is_full_while_finishing(calm, small_disk: SmallDisk, free_k
     assert output_bytes(run) == expected
 
 
+@pytest.mark.all  # make test: while working, above
 def test_a_disk_that_is_full_while_planning(calm, small_disk: SmallDisk):
     job, _ = calm
     small_disk.fill(but_bytes=12 << 10)

@@ -165,6 +165,7 @@ def test_a_dead_process_of_this_machine_is_known_at_once(place, monkeypatch):
         assert mine.try_claim(0).name == "0001"
 
 
+@pytest.mark.all  # make test: who was taken over, above
 def test_kills_and_faults_lose_nothing_and_double_nothing(server, tmp_path):
     """A quick share; tests/chaos/object_store.py has the rest."""
     faults = Faults(share=0.06, hold_s=0.6, seed=3)
@@ -172,6 +173,7 @@ def test_kills_and_faults_lose_nothing_and_double_nothing(server, tmp_path):
     assert faults.injected.total() >= 10
 
 
+@pytest.mark.all  # make test: a unit is held by one, above
 def test_a_unit_costs_so_many_requests(server, tmp_path):
     """A worker alone; others ask now and then whether a unit that is held has become free."""
     for num_units in (3, 9):

@@ -23,6 +23,8 @@ from batchinfer.plan import packing
 from support.faults import MIXED, SLOW, descendants, ended, wait_until
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 
+pytestmark = pytest.mark.system  # make test: test_lease_watch, whose clocks are simulated
+
 # faster than on a cluster, as far as a busy machine allows; the lease itself only where somebody is to be given up
 QUICK_BEATS = """
 from batchinfer.controller import claims, lease_watch

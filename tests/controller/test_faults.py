@@ -86,6 +86,7 @@ def test_when_the_controller_is_killed_its_ranks_end(reference):
         time.sleep(0.05)
 
 
+@pytest.mark.all  # make test: test_resume sends the signal to the controller alone
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=SLOW), signal.SIGTERM])
 def test_a_signal_to_the_whole_process_group_stops_gracefully(reference, number):
     folder, expected = reference
@@ -162,6 +163,7 @@ def test_only_the_requests_that_bring_the_ranks_down_become_error_rows(
                 assert row | {"cached_tokens": 0} == good | {"cached_tokens": 0}
 
 
+@pytest.mark.all  # make test: ranks that never start, below
 def test_ranks_that_fail_with_every_request_end_the_job(reference, tmp_path, monkeypatch):
     folder, _ = reference
     action = "raise RuntimeError('nothing ever works')"

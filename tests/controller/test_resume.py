@@ -44,6 +44,7 @@ def holders(run):
 
 
 LONG = pytest.mark.slow  # what a quicker case shows, too
+ANOTHER = pytest.mark.all  # make test: another key of the same job
 
 
 @pytest.mark.parametrize(
@@ -203,10 +204,10 @@ def test_only_one_of_many_gets_a_unit(tmp_path):
     ("change", "named"),
     [
         ({"sampling": {"max_tokens": 7}}, "sampling.max_tokens"),
-        ({"sampling": {"seed": 1}}, "sampling.seed"),
-        ({"model": {"dtype": "bfloat16"}}, "model.dtype"),
-        ({"output": {"keep_columns": ["extra"]}}, "output.keep_columns"),
-        ({"input": {"id": "extra"}}, "input columns.id"),
+        pytest.param({"sampling": {"seed": 1}}, "sampling.seed", marks=ANOTHER),
+        pytest.param({"model": {"dtype": "bfloat16"}}, "model.dtype", marks=ANOTHER),
+        pytest.param({"output": {"keep_columns": ["extra"]}}, "output.keep_columns", marks=ANOTHER),
+        pytest.param({"input": {"id": "extra"}}, "input columns.id", marks=ANOTHER),
         ({"input": {"files": ["prompts/part-0.parquet"]}}, "input shards"),
     ],
 )
@@ -220,6 +221,7 @@ def test_another_job_on_the_same_run_folder_is_refused_by_name(tmp_path, change,
     assert len(refused.err.strip().splitlines()) == 1
 
 
+@pytest.mark.all  # make test: a replaced shard, below
 def test_shards_that_are_new_or_missing_are_named_by_their_files(tmp_path):
     (tmp_path / "prompts").mkdir()
     files = [tmp_path / "prompts" / f"{name}.jsonl" for name in "ab"]
@@ -232,6 +234,7 @@ def test_shards_that_are_new_or_missing_are_named_by_their_files(tmp_path):
     assert f"{tmp_path / 'prompts' / 'c.jsonl'} is new" in batchinfer("plan", write_job(tmp_path, **both)).err
 
 
+@pytest.mark.all  # make test: other settings are refused, above
 def test_settings_that_change_no_result_may_change_on_resume(tmp_path):
     write_questions(tmp_path / "prompts", (3, 2))
     assert batchinfer("plan", write_job(tmp_path)).code == 0
@@ -252,6 +255,7 @@ def test_a_shard_replaced_after_planning_is_refused(tmp_path):
         assert "part-0.parquet" in refused.err
 
 
+@pytest.mark.all  # make test: tests/run/test_fingerprint.py
 def test_changed_weights_tokenizer_or_template_are_refused(tmp_path):
     write_questions(tmp_path / "prompts", (3,))
     model = tmp_path / "model"

@@ -83,6 +83,7 @@ def metrics_of(run: Path) -> dict:
     return json.loads(batchinfer("report", run, "--json").out)
 
 
+@pytest.mark.all  # make test: a killed rank, below
 @pytest.mark.parametrize("commit_s", [pytest.param(3600.0, marks=pytest.mark.slow), 0.05])
 def test_what_a_killed_controller_had_computed_since_the_last_commit_counts_as_wasted(
     reference, tmp_path, monkeypatch, counted, commit_s

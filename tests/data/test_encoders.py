@@ -104,6 +104,7 @@ def test_a_panic_of_the_tokenizer_is_the_error_of_its_row(tmp_path):
     assert found["error"][1].as_py().startswith("the tokenizer fails on it: PanicException: Onig: Regex search error")
 
 
+@pytest.mark.all  # make test: a panic, above
 def test_workers_that_somebody_ends_make_no_row_bad(monkeypatch):
     """A row whose worker the kernel kills for lack of memory is tried again; after several kills the command ends."""
     texts = [f"row {number}" for number in range(200)]
@@ -127,6 +128,7 @@ def test_workers_that_somebody_ends_make_no_row_bad(monkeypatch):
             encoded(opened, texts)
 
 
+@pytest.mark.all  # make test: a command that is killed, below
 def test_leaving_ends_all_processes_whatever_they_do(tmp_path):
     folder = model_folder(tmp_path / "model", template=TRAPS)
     limits = EncoderLimits(row_s=1000.0)
@@ -206,6 +208,7 @@ def test_a_hostile_model_folder_is_one_sentence(tmp_path, name, monkeypatch):
         assert "model.dropout" in line
 
 
+@pytest.mark.all  # make test: a panic, above
 @pytest.mark.parametrize(
     ("split", "num_good", "num_bad"),
     [

@@ -97,6 +97,7 @@ def test_a_job_over_objects_equals_the_same_job_over_files(remote, server):
     assert [shard["path"] for shard in shards] == [f"s3://data/job/part-{index}.parquet" for index in range(3)]
 
 
+@pytest.mark.all  # make test: Parquet, above
 def test_objects_of_other_formats_equal_the_same_job_over_files(local, server):
     (local / "lines").mkdir()
     for index, name in enumerate(("part-0.jsonl.gz", "part-1.csv", "part-2.arrow")):
@@ -146,6 +147,7 @@ def test_credentials_stay_in_the_environment(remote):
         assert text not in ended.err + ended.out
 
 
+@pytest.mark.all  # make test: finish killed, below
 def test_finish_again_puts_only_what_is_new_or_gone(remote, server):
     folder, _ = remote
     client = server.client()
@@ -166,6 +168,7 @@ def test_finish_again_puts_only_what_is_new_or_gone(remote, server):
     assert output_bytes(folder / "remote").items() <= published.items()
 
 
+@pytest.mark.all  # make test: whole results, above
 def test_partial_results_have_another_mark_until_the_run_is_complete(local, server):
     job = remote_job(local, server, "partial", "s3://results/partial")
     assert batchinfer("plan", job).code == 0
@@ -232,6 +235,7 @@ put_file(Path(sys.argv[1]), locate(sys.argv[2], S3Config(endpoint=sys.argv[3])))
 """
 
 
+@pytest.mark.all  # make test: whole results, above
 def test_a_large_object_that_is_put_in_parts_shows_only_when_it_is_whole(tmp_path, server):
     source, has_come = tmp_path / "large", threading.Event()
     source.write_bytes(os.urandom(1 << 20) * 25)
@@ -255,6 +259,7 @@ def test_a_large_object_that_is_put_in_parts_shows_only_when_it_is_whole(tmp_pat
     assert server.objects("results", "large") == {"object": source.read_bytes()}
 
 
+@pytest.mark.all  # make test: whole results, above
 def test_a_store_that_wants_the_length_of_a_body_first_is_served(tmp_path, server):
     """Ceph's gateway wants the length first."""
     (tmp_path / "small").write_bytes(b"12345")
@@ -280,6 +285,7 @@ def test_results_that_cannot_be_published_stay_in_the_run_folder(remote, server)
     assert before.items() <= server.objects("results", "later").items()
 
 
+@pytest.mark.all  # make test: bad places, below
 def test_a_place_with_results_of_another_job_is_refused(local, remote, server):
     job = remote_job(local, server, "other", "s3://results/remote")
     other = ("--set", "sampling.max_tokens=3")
@@ -328,6 +334,7 @@ def test_no_network_is_one_sentence(local, server):
     assert "NETWORK_CONNECTION" in refused("plan", job)
 
 
+@pytest.mark.all  # make test: no network, above
 def test_no_permission_is_one_sentence(local, server):
     job = remote_job(local, server, "forbidden")
     server.check_permissions(on=True)
@@ -378,6 +385,7 @@ def test_an_object_that_is_replaced_is_noticed_by_work_and_by_finish(changing, s
     assert batchinfer("finish", job).code == 0
 
 
+@pytest.mark.all  # make test: a job over objects, above
 def test_ranks_work_where_the_store_is_out_of_reach(changing):
     job, key, _ = changing
     away = ("--set", f"s3.endpoint=http://127.0.0.1:{free_port()}")
@@ -472,6 +480,7 @@ def test_folders_beside_objects_are_named_and_nobody_looks_into_them(server, mon
     )
 
 
+@pytest.mark.all  # make test: test_finding_shards, of files
 def test_folders_of_objects_that_name_a_value_give_every_row_a_column(local, server):
     for index, lang in enumerate(("pt%2DBR", "de", "de")):
         path = local / "hive" / f"lang={lang}" / f"part-{index}.parquet"
@@ -495,6 +504,7 @@ def test_folders_of_objects_that_name_a_value_give_every_row_a_column(local, ser
     }
 
 
+@pytest.mark.all  # make test: bad places, above
 def test_objects_whose_names_no_output_file_can_have_are_refused(server):
     s3 = S3Config(endpoint=server.endpoint)
     server.put("data", "odd/x//y.parquet", b"")
@@ -505,6 +515,7 @@ def test_objects_whose_names_no_output_file_can_have_are_refused(server):
         find_shards(["s3://data/up/**"], s3=s3)
 
 
+@pytest.mark.all  # make test: a job over objects, above
 def test_files_and_objects_go_together(local, server):
     s3 = S3Config(endpoint=server.endpoint)
     shards = find_shards(["s3://data/job/part-1.parquet", str(local / "prompts" / "part-0.parquet")], s3=s3)
@@ -512,11 +523,13 @@ def test_files_and_objects_go_together(local, server):
     assert {os.path.basename(shard.name) for shard in shards} == {"part-0.parquet", "part-1.parquet"}
 
 
+@pytest.mark.all  # make test: tests/data/test_bucket.py
 def test_endpoint_and_region_come_from_the_environment_too(local, server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
     assert len(find_shards(["s3://data/job/*.parquet"])) == 3
 
 
+@pytest.mark.all  # make test: tests/data/test_bucket.py
 def test_public_objects_need_no_credentials(local, server):
     data = (local / "prompts" / "part-0.parquet").read_bytes()
     server.client().put_object(Bucket="data", Key="public/a.parquet", Body=data, ACL="public-read")

@@ -14,6 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from batchinfer.data.tokenizer import load_tokenizer
 from support.hostile import hostile_texts
 
+pytestmark = pytest.mark.all  # make test: tests/data/test_text_memo.py, with four small tokenizers
+
 NUM_REAL, NUM_HOSTILE = 8_500, 1_500
 MOST_CHARS = 10_000  # longer texts are those of test_encoders
 WORDS = ("the", "的", "не", "una")  # of the languages that there must be

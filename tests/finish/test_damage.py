@@ -30,7 +30,12 @@ def computed(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(number, marks=[pytest.mark.slow] * (number >= NUM_QUICK)) for number in range(NUM_FLIPS)]
+    "number",
+    [
+        *range(NUM_QUICK // 3),
+        *(pytest.param(number, marks=pytest.mark.all) for number in range(NUM_QUICK // 3, NUM_QUICK)),
+        *(pytest.param(number, marks=pytest.mark.slow) for number in range(NUM_QUICK, NUM_FLIPS)),
+    ],
 )
 def test_a_flipped_bit_is_found_or_changes_nothing(computed, number):
     run, expected = computed
@@ -76,6 +81,7 @@ def test_a_plan_made_again_tokenises_only_damaged_shards_and_keeps_all_results(c
     assert output_bytes(target) == expected
 
 
+@pytest.mark.all  # make test: a plan made again, above
 def test_a_plan_made_again_without_damage_leaves_no_quarantine(tmp_path):
     write_questions(tmp_path / "prompts", (3,))
     (tmp_path / "prompts" / "torn.parquet").write_bytes(b"PAR1")  # has no token file
@@ -135,6 +141,7 @@ def planned(computed):
         yield target, lambda *more: batchinfer("plan", job, "--set", f"output.dir={target}", *more)
 
 
+@pytest.mark.all  # make test: test_resume's refused settings
 @pytest.mark.parametrize(
     "change", [("decode_requests = 2", "decode_requests = 6"), ("commit_seconds", "commit_second")]
 )
@@ -155,6 +162,7 @@ def test_a_changed_setting_in_job_toml_is_named_and_the_jobs_own_file_repairs_it
         assert batchinfer(command, run).code == 0
 
 
+@pytest.mark.all  # make test: a plan made again, above
 def test_settings_may_be_given_anew_and_an_earlier_version_vouches_for_none(planned):
     run, plan = planned
     for number in (5, 5, 7):
@@ -209,6 +217,7 @@ def test_a_damaged_note_of_what_was_published_has_all_published_again(computed, 
     assert output_bytes(tmp_path / "there") == output_bytes(target)
 
 
+@pytest.mark.all  # make test: a note of what was published, above
 def test_damage_that_is_met_while_publishing_is_named(computed, tmp_path, monkeypatch):
     target = shutil.copytree(computed[0], tmp_path / "run")
 

@@ -201,6 +201,7 @@ def test_a_partial_dataset_is_made_whole_by_the_next_finish(finished, tmp_path):
         assert (run / "dataset" / name).read_bytes() == (finished / "dataset" / name).read_bytes()
 
 
+@pytest.mark.all  # make test: results of any kind, in test_object_stores
 @pytest.mark.parametrize("name", SERVERS)
 def test_it_is_published_with_the_outputs(run, tmp_path_factory, name):
     with running(name, tmp_path_factory) as server:

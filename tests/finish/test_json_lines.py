@@ -113,6 +113,7 @@ def computed(tmp_path_factory):
     return folder / "run", output_bytes(calm)
 
 
+@pytest.mark.all  # make test: test_killed_sessions, with Parquet files
 def test_finish_killed_at_any_step_loses_and_doubles_nothing(computed, tmp_path):
     run, expected = computed
     target = shutil.copytree(run, tmp_path / "run")
@@ -149,6 +150,7 @@ def test_damage_to_a_file_of_lines_is_found_and_repaired(computed, tmp_path, nam
     assert output_bytes(target) == expected
 
 
+@pytest.mark.all  # make test: the rows of a file of lines, above
 def test_another_format_has_its_own_files_and_no_others(computed, tmp_path):
     run, expected = computed
     target = shutil.copytree(run, tmp_path / "run")
@@ -172,6 +174,7 @@ def test_another_format_has_its_own_files_and_no_others(computed, tmp_path):
     assert batchinfer("verify", target).code == 0
 
 
+@pytest.mark.all  # make test: the rows of a file of lines, above
 def test_a_finished_run_gets_the_files_when_its_job_asks_for_them(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"id": ["x"], "prompt": ["Hello"]})
     for form in ("parquet", "openai", "jsonl"):
@@ -181,6 +184,7 @@ def test_a_finished_run_gets_the_files_when_its_job_asks_for_them(tmp_path):
     assert read_lines(tmp_path / "run" / "outputs" / "a.jsonl") == outputs(tmp_path / "run")["a.parquet"]
 
 
+@pytest.mark.all  # make test: test_object_stores, with Parquet files
 @pytest.mark.parametrize("name", SERVERS)
 def test_files_of_lines_are_published(computed, tmp_path, tmp_path_factory, name):
     run, expected = computed
@@ -220,6 +224,7 @@ print(peak_kb())
 """
 
 
+@pytest.mark.all  # make test: test_wide_kept_columns_come_in_parts_of_bounded_size
 @pytest.mark.parametrize("form", [pytest.param("jsonl", marks=pytest.mark.slow), "openai"])
 def test_lines_are_written_in_bounded_memory(tmp_path, form):
     """Many megabytes of lines, most of it log-probabilities, take little more than the Parquet file alone."""

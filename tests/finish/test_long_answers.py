@@ -113,6 +113,7 @@ def run_of_wide_rows(tmp_path, monkeypatch):
     return run.root
 
 
+@pytest.mark.all  # make test: wherever answers wait, above
 def test_answers_of_any_length_fit_into_the_memory_of_the_sort(run_of_wide_rows):
     ended = batchinfer("finish", run_of_wide_rows)
     assert ended.code == 0, ended.err
@@ -121,6 +122,7 @@ def test_answers_of_any_length_fit_into_the_memory_of_the_sort(run_of_wide_rows)
     assert min(map(len, texts)) >= 1 << 20
 
 
+@pytest.mark.all  # make test: a report that has too little memory
 def test_a_report_of_what_is_computed_takes_no_more_memory(run_of_wide_rows):
     ended = batchinfer("report", run_of_wide_rows, "--json")
     assert ended.code == 0, ended.err

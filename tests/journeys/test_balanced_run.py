@@ -72,8 +72,11 @@ def query(run, sql):
     return json.loads(batchinfer("report", run, "--json", "--sql", sql).out)
 
 
+TWO = pytest.param("2", marks=pytest.mark.all)  # make test: two and two
+
+
 @pytest.fixture(
-    scope="module", params=[*(pytest.param(layout, marks=pytest.mark.slow) for layout in ("4", "1+2")), "2", "2+2"]
+    scope="module", params=[*(pytest.param(layout, marks=pytest.mark.slow) for layout in ("4", "1+2")), "2+2", TWO]
 )
 def moved(request, job):
     """The run folder of the job on several ranks."""
@@ -121,6 +124,7 @@ def test_a_plan_places_experts_by_the_loads_of_an_earlier_run(job, layout):
     assert output_bytes(run) == output_bytes(job / "one")
 
 
+@pytest.mark.all  # make test: test_spans, test_expert_balance
 def test_ranks_compute_the_rows_that_the_table_of_experts_gives_them(job):
     """Measured rows equal those of the placement; each phase has its own placement, by the loads of the phase."""
     run = job / "rows-of-experts"
@@ -155,6 +159,7 @@ def test_expert_loads_of_no_run_or_of_another_model_are_refused(job, tmp_path):
     assert "run of the same model" in batchinfer("plan", path, "--expert-loads", tmp_path).err
 
 
+@pytest.mark.all  # make test: test_expert_placer
 def test_experts_stay_where_they_are_on_one_rank(job):
     assert not RunDir(job / "one").experts.exists()
 

@@ -16,7 +16,16 @@ def calm(tmp_path_factory):
     return make_calm(tmp_path_factory.mktemp("calm"))
 
 
-@pytest.mark.parametrize("number", [*NUMBERS, *(pytest.param(number, marks=pytest.mark.slow) for number in MORE)])
+@pytest.mark.parametrize(
+    "number",
+    [
+        NUMBERS[1],  # make test: a rank
+        *(
+            pytest.param(number, marks=pytest.mark.all) for number in NUMBERS if number != NUMBERS[1]
+        ),  # make test: a rank
+        *(pytest.param(number, marks=pytest.mark.slow) for number in MORE),
+    ],
+)
 def test_a_disturbed_run_ends_like_a_calm_one(calm, tmp_path, number):
     print(disturb(calm, tmp_path / "run", number))
 

@@ -90,6 +90,7 @@ def test_an_unreadable_shard_is_named_and_the_others_still_run(questions):
     assert not (questions / "strict" / "outputs").exists()
 
 
+@pytest.mark.all  # make test: an unreadable shard, above
 def test_a_shard_damaged_in_the_middle_counts_as_unreadable(questions):
     path = questions / "prompts" / "part-0.parquet"
     data = bytearray(path.read_bytes())
@@ -137,6 +138,7 @@ def test_strict_stops_at_a_bad_row_before_the_model_loads(tmp_path):
         assert "1 bad rows" in batchinfer(command, tmp_path / "run", "--strict").err
 
 
+@pytest.mark.all  # make test: a strict plan, above
 def test_a_strict_plan_that_is_run_again_stops_at_the_same_row_and_speaks_of_no_damage(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": ["good", ""]})
     job = write_job(tmp_path)
@@ -167,6 +169,7 @@ def test_samples_and_duplicates(tmp_path):
     assert len({tuple(row["token_ids"]) for row in rows if row["row"] != 1}) == 4
 
 
+@pytest.mark.all  # make test: test_bit_equality
 def test_a_rows_draws_do_not_depend_on_the_other_rows(tmp_path):
     rows = {"id": ["a", "b", "c"], "prompt": [question(i) for i in range(3)]}
     write_shard(tmp_path / "prompts" / "a.parquet", rows)
@@ -235,6 +238,7 @@ def test_nothing_but_finished_parquet_files_stands_in_outputs(questions):
     assert not (questions / "run" / "work").exists()
 
 
+@pytest.mark.all  # make test: test_dataset_folder
 def test_shards_in_folders_keep_their_places(tmp_path):
     write_shard(tmp_path / "prompts" / "x" / "a.parquet", {"prompt": [question(0)]})
     write_shard(tmp_path / "prompts" / "y" / "a.parquet", {"prompt": [question(1)]})

@@ -90,6 +90,7 @@ def unplaced(request, tmp_path_factory, skewed_model):
     return folder, model, run
 
 
+@pytest.mark.all  # make test: the tables of tests/balance
 @pytest.mark.parametrize("num_redundant", [8, pytest.param(16, marks=pytest.mark.slow)])
 def test_ranks_of_a_job_of_one_unit_are_as_even_as_promised_and_more_even_than_before(unplaced, num_redundant):
     folder, model, before = unplaced
@@ -133,7 +134,10 @@ def job_of_kinds(folder, name, **cluster):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    ["2", *(pytest.param(layout, marks=pytest.mark.all) for layout in LAYOUTS if layout != "2")],  # make test: 2
+)
 def test_experts_move_again_when_other_prompts_come_and_outputs_stay_the_same(two_kinds, layout):
     folder, alone = two_kinds
     small = {"prefill_tokens": 128, "decode_requests": 16, "redundant_experts": 4}
@@ -176,6 +180,7 @@ def test_experts_move_again_when_other_prompts_come_and_outputs_stay_the_same(tw
         assert [row["expert"] for row in held] == table.expert_of_slot.ravel().tolist()
 
 
+@pytest.mark.all  # make test: experts move again, above
 def test_the_second_kind_of_prompts_is_balanced_again(two_kinds):
     """Under the last placement the busiest rank has less to do than under the one before it came."""
     folder, _ = two_kinds
@@ -184,6 +189,7 @@ def test_the_second_kind_of_prompts_is_balanced_again(two_kinds):
     assert busiest_by_mean(run, f"placement = {last} AND phase = 'prefill'") <= 1.1
 
 
+@pytest.mark.all  # make test: test_expert_placer
 def test_ranks_that_start_later_begin_with_the_table_and_without_a_calibration(two_kinds):
     folder, alone = two_kinds
     run = folder / "kinds-2+2"

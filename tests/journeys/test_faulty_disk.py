@@ -8,7 +8,12 @@ from support.faulty_disk import DEEDS, disturb, lose_unsynced, make_faulty_disk
 
 SHARES = (0.15, 0.55, 0.85)  # of all operations of the job
 CASES = [
-    pytest.param(deed, SHARES[(number + turn) % 3], number, marks=[pytest.mark.slow] * turn)
+    pytest.param(
+        deed,
+        SHARES[(number + turn) % 3],
+        number,
+        marks=pytest.mark.slow if turn else () if number < 2 else pytest.mark.all,  # make test: a kill, and lost writes
+    )
     for number, deed in enumerate(DEEDS)
     for turn in range(2)
 ]

@@ -42,6 +42,7 @@ def hopper_libraries(monkeypatch):
     libraries.makes_own_metadata.cache_clear()
 
 
+@pytest.mark.all  # make test: wrong operations, below
 @needs_interpreter
 def test_the_rehearsal_checks_every_operation_of_both_candidates(hopper_libraries, capsys):
     assert check.main(["--rehearse", "--json"]) == check.OK
@@ -174,6 +175,7 @@ def supervised(path, *plan, silent_s=20.0, minutes=None):
     return supervise(command, keys, path, silent_s=silent_s, end_s=end_s), read_record(path)
 
 
+@pytest.mark.all  # make test: a kernel that brings its process down, above
 def test_work_goes_on_behind_a_piece_that_kills_or_stops_it(tmp_path):
     why_not, record = supervised(tmp_path / "a", "a:fine", "b:dies", "c:asks", "d:hangs", "e:fine", silent_s=1.5)
     assert why_not is None
@@ -191,6 +193,7 @@ def test_work_that_cannot_begin_is_given_up_with_its_reason(tmp_path):
     assert why_not == "the process that does the work ends before it has begun (exit code 5)"
 
 
+@pytest.mark.all  # make test: a kernel that brings its process down, above
 def test_work_stops_when_time_is_up_and_goes_on_later(tmp_path):
     why_not, record = supervised(tmp_path / "a", "a:fine", "b:hangs", "c:fine", minutes=0.02)
     assert why_not == "time is up: 2 of 3 are not done"

@@ -60,6 +60,7 @@ def test_options_that_are_wrong_are_named(tmp_path):
     assert "has no *.whl files" in done.stderr
 
 
+@pytest.mark.all  # make test: all that must travel, below
 @needs_interpreter
 def test_it_says_what_time_did_not_allow_and_packs_what_there_is(tmp_path):
     done = bash("run.sh", "--rehearse", "--minutes", "0.1", tmp_path / "results")
@@ -71,6 +72,7 @@ def test_it_says_what_time_did_not_allow_and_packs_what_there_is(tmp_path):
     assert (tmp_path / "back" / "rehearsal" / "machine.txt").exists()
 
 
+@pytest.mark.all  # make test: tests that cannot run, below
 @needs_interpreter
 def test_sections_that_nobody_asked_for_say_nothing(tmp_path):
     done = bash("run.sh", "--rehearse", "--minutes", "0.1", "--only", "slice", tmp_path / "results")
@@ -116,6 +118,7 @@ def test_every_gpu_model_has_a_folder_of_its_own():
 # ---- results as one archive
 
 
+@pytest.mark.all  # make test: all that must travel, below
 def test_compiled_kernels_come_back_where_results_lie_elsewhere(tmp_path):
     kernel = tmp_path / "results" / "caches" / "triton" / "KEY"
     kernel.mkdir(parents=True)
@@ -138,6 +141,7 @@ def test_compiled_kernels_come_back_where_results_lie_elsewhere(tmp_path):
     assert (tmp_path / "back" / "nvidia-h200" / "slice.jsonl").read_text() == "{}\n"
 
 
+@pytest.mark.all  # make test: test_what_is_missing_too_large_or_foreign_is_said
 def test_archives_that_cannot_be_used_are_named(tmp_path, capsys):
     (tmp_path / "no.tar.xz").write_text("no archive")
     with tarfile.open(tmp_path / "outside.tar.xz", "w:xz") as file:

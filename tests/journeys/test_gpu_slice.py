@@ -131,6 +131,7 @@ def test_experts_get_as_many_rows_as_are_sent_and_tokens_their_sums(num_tokens, 
 # ---- the script
 
 
+@pytest.mark.all  # make test: figures of a card, above
 @needs_interpreter
 def test_the_command_for_all_of_it_rehearses_both_units_and_sums_them_up(tmp_path):
     command = ["bash", str(ROOT / "tests/gpu/run.sh"), "--rehearse", "--only", "slice", str(tmp_path / "results")]
@@ -168,6 +169,7 @@ def test_the_command_for_all_of_it_rehearses_both_units_and_sums_them_up(tmp_pat
     assert read_record(results / "slice.jsonl") == record
 
 
+@pytest.mark.all  # make test: figures of a card, above
 @needs_interpreter
 def test_what_dies_is_tried_once_more_without_the_libraries(tmp_path, monkeypatch):
     """A library whose kernel fails when it is called must not cost the figures."""

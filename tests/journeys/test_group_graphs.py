@@ -145,6 +145,7 @@ def sizes_of_run(jobs, plain, name):
     return seen
 
 
+@pytest.mark.all  # make test: two ranks replay the same graphs, above
 def test_micro_batches_in_turn_are_one_graph(jobs, plain):
     outputs, _ = jobs.run("pairs", overlap=True)
     assert outputs == plain
@@ -155,6 +156,7 @@ def test_micro_batches_in_turn_are_one_graph(jobs, plain):
     assert None not in {graph for graph, _ in in_pairs}  # halves of what is too large have room
 
 
+@pytest.mark.all  # make test: without memory on one rank
 def test_a_rank_that_cannot_record_keeps_all_from_it(jobs, plain):
     outputs, ended = jobs.run("refused", refuses=(1,))
     assert outputs == plain
@@ -166,6 +168,7 @@ def test_a_rank_that_cannot_record_keeps_all_from_it(jobs, plain):
     assert all("read on the host" in reason for reason in reasons[1])
 
 
+@pytest.mark.all  # make test: two ranks replay, above
 def test_graphs_that_are_switched_off_are_never_made_and_the_report_says_so(jobs, plain):
     outputs, ended = jobs.run("off", graphs="off")
     assert outputs == plain

@@ -33,7 +33,15 @@ def neighbour(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["run[1]", "run*", "ru?1", "it's a run", 'a "run"', "ру́н", "run{1}"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run[1]",
+        "it's a run",
+        # make test: another odd character
+        *(pytest.param(name, marks=pytest.mark.all) for name in ("run*", "ru?1", 'a "run"', "ру́н", "run{1}")),
+    ],
+)
 def test_a_run_folder_with_an_odd_name_never_reads_its_neighbours(neighbour, name):
     job = write_job(neighbour, output={"dir": name}, input={"files": ["others/*.parquet"]})
     ended = batchinfer("run", job)
@@ -42,6 +50,7 @@ def test_a_run_folder_with_an_odd_name_never_reads_its_neighbours(neighbour, nam
     assert json.loads(batchinfer("report", neighbour / name, "--json").out)["rows"] == 2
 
 
+@pytest.mark.all  # make test: an odd folder, above
 def test_a_file_with_glob_characters_in_an_odd_folder_is_found(tmp_path):
     folder = tmp_path / "x[1]"
     write_shard(folder / "a[1].parquet", {"prompt": [question(0)]})
@@ -50,6 +59,7 @@ def test_a_file_with_glob_characters_in_an_odd_folder_is_found(tmp_path):
     assert len(json.loads((folder / "run" / "run.json").read_text())["shards"]) == 1
 
 
+@pytest.mark.all  # make test: test_job
 def test_a_job_reached_through_a_link_finds_its_files_where_it_really_is(tmp_path):
     write_questions(tmp_path / "data" / "prompts", (2,))
     (tmp_path / "data" / "jobs").mkdir()
@@ -73,6 +83,7 @@ def test_damage_in_a_kept_column_is_found_before_anything_is_computed(tmp_path):
     assert first.name in strict.err
 
 
+@pytest.mark.all  # make test: damage in one, above
 def test_a_kept_value_that_does_not_fit_is_found_before_anything_is_computed(tmp_path):
     """pandas writes integers with nulls as doubles, which cannot hold every integer of the other shards."""
     columns = {"prompt": [question(0), question(1)]}
@@ -88,6 +99,7 @@ def test_a_kept_value_that_does_not_fit_is_found_before_anything_is_computed(tmp
     assert [row["extra"] for row in outputs(tmp_path / "run")["b.parquet"]] == [1.0, 2.0**53]
 
 
+@pytest.mark.all  # make test: test_kept_columns
 def test_kept_columns_of_several_types_end_in_one_that_holds_all(tmp_path):
     texts = pa.array([{"t": ["x"]}, None], pa.struct([("t", pa.list_(pa.string_view()))]))
     for name, numbers in (
@@ -105,6 +117,7 @@ def test_kept_columns_of_several_types_end_in_one_that_holds_all(tmp_path):
     assert [[row["texts"] for row in rows] for rows in found] == [[{"t": ["x"]}, None]] * 2
 
 
+@pytest.mark.all  # make test: test_row_prompts
 def test_chats_of_the_json_type_are_answered_and_kept(tmp_path):
     chats = pa.array([json.dumps([{"role": "user", "content": question(0)}])] * 2).cast(pa.json_())
     write_shard(tmp_path / "prompts" / "a.parquet", {"m": chats})
@@ -113,6 +126,7 @@ def test_chats_of_the_json_type_are_answered_and_kept(tmp_path):
     assert pq.read_table(tmp_path / "run" / "outputs" / "a.parquet")["m"].combine_chunks().equals(chats)
 
 
+@pytest.mark.all  # make test: test_tables
 def test_doubles_that_pandas_made_of_integer_ids_are_these_integers_again(tmp_path):
     """And no id is another one's: from 2^53 on several integers have one double."""
     prompts = [question(row) for row in range(6)]
@@ -128,6 +142,7 @@ def test_doubles_that_pandas_made_of_integer_ids_are_these_integers_again(tmp_pa
     assert found[3]["error"].startswith("id is 9007199254740992.0, a double that is no integer below 2^53; store")
 
 
+@pytest.mark.all  # make test: test_tables
 def test_doubles_as_ids_are_refused_where_no_shard_says_that_they_are_integers(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"id": pa.array([1.0, None]), "prompt": [question(0)] * 2})
     ended = batchinfer("plan", write_job(tmp_path))
@@ -151,6 +166,7 @@ def test_wide_kept_columns_come_in_parts_of_bounded_size(tmp_path, monkeypatch):
     assert [text[:2] for text in found[0][1]["extra"].to_pylist()] == [f"{row // 3:02}" for row in range(60)]
 
 
+@pytest.mark.all  # make test: parts of bounded size, above
 def test_more_kept_text_than_one_array_holds_is_handed_out(tmp_path):
     shard = write_shard(tmp_path / "a.parquet", {"extra": ["short", "x" * (1 << 20)]})
     rows = KeptRows(find_shards([str(shard)])[0], [pa.field("extra", pa.string())])
@@ -160,6 +176,7 @@ def test_more_kept_text_than_one_array_holds_is_handed_out(tmp_path):
     assert max(num_bytes for _, num_bytes in parts) < 2 * kept_columns.KEPT_BYTES
 
 
+@pytest.mark.all  # make test: test_end_to_end's strict plan that is run again
 def test_strict_also_refuses_a_plan_that_stands_already(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(0), None]})
     job = write_job(tmp_path)
@@ -168,6 +185,7 @@ def test_strict_also_refuses_a_plan_that_stands_already(tmp_path):
         assert batchinfer(command, job, "--strict").code == 2
 
 
+@pytest.mark.all  # make test: test_resume's refused settings
 @pytest.mark.parametrize(
     ("override", "named"),
     [
@@ -189,6 +207,7 @@ def test_work_and_finish_refuse_other_settings_than_the_plans(tmp_path, override
         assert batchinfer("work", job).code == 0
 
 
+@pytest.mark.all  # make test: test_price
 def test_new_prices_count_on_a_finished_run(tmp_path):
     write_questions(tmp_path / "prompts", (2,))
     costs = []
@@ -206,6 +225,7 @@ def test_a_misspelt_column_is_a_mistake_in_the_job(tmp_path):
         assert "extra" in ended.err  # the columns that there are
 
 
+@pytest.mark.all  # make test: test_damage's interrupted plan
 def test_a_plan_killed_at_its_very_start_can_be_run_again(tmp_path):
     write_questions(tmp_path / "prompts", (2,))
     run = tmp_path / "run"
@@ -241,8 +261,8 @@ def test_a_signal_inside_the_tokenizer_or_a_template_stops_the_plan(tmp_path):
     "damaged",
     [
         "plan/units.parquet",
-        "plan/requests.parquet",
-        "plan/duplicates.parquet",
+        # make test: a table of the same folder
+        *(pytest.param(f"plan/{name}.parquet", marks=pytest.mark.all) for name in ("requests", "duplicates")),
         "tokens/00000.parquet",
         "units/*/[0-9]*/part-*",
     ],
@@ -265,6 +285,7 @@ def test_damage_in_the_run_folder_is_told_in_a_sentence(tmp_path, damaged):
         assert str(path) in ended.err or command[0] == "finish"
 
 
+@pytest.mark.all  # make test: test_damage
 def test_results_that_are_gone_can_be_computed_again(tmp_path):
     write_questions(tmp_path / "prompts", (3,))
     job = write_job(tmp_path)
@@ -281,6 +302,7 @@ def test_results_that_are_gone_can_be_computed_again(tmp_path):
     assert output_bytes(tmp_path / "run") == output_bytes(tmp_path / "reference")
 
 
+@pytest.mark.all  # make test: test_sampling
 def test_a_tiny_temperature_is_greedy_in_effect(tmp_path):
     write_questions(tmp_path / "prompts", (2,))
     for name, temperature in {"tiny": 1e-310, "greedy": 0.0}.items():
@@ -330,6 +352,7 @@ def test_a_shard_with_the_longest_name_gets_its_output(tmp_path):
     assert list(outputs(tmp_path / "run")) == [name]
 
 
+@pytest.mark.all  # make test: the longest name, above
 def test_names_too_long_for_the_run_folder_are_refused_before_a_row_is_read(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(0)]})
     shards = find_shards([str(tmp_path / "prompts" / "a.parquet")])

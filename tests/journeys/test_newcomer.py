@@ -24,6 +24,8 @@ import pytest
 
 from support.paths import ROOT
 
+pytestmark = pytest.mark.all  # the wheel in an environment of its own; make test: test_first, in this one
+
 SOURCES = {"batchinfer": "batchinfer", "kernels/batchinfer_kernels": "batchinfer_kernels"}  # in the tree, in the wheel
 LIMIT_S = 300  # promised of the first answers, install included; they take a fifth of it on two busy cores
 KEPT = {"HOME", "LANG", "TMPDIR", "XDG_CACHE_HOME"}

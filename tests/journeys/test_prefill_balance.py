@@ -38,7 +38,12 @@ def job(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "ranks", ["4", "4+2", *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ("1", "8", "8+2"))]
+    "ranks",
+    [
+        "4",
+        pytest.param("4+2", marks=pytest.mark.all),
+        *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ("1", "8", "8+2")),
+    ],
 )
 def test_the_busiest_rank_of_each_step_is_near_the_mean_as_planned(job, ranks):
     run = job.parent / f"ranks-{ranks}"

@@ -126,6 +126,7 @@ def test_a_message_that_is_continued_may_be_in_its_thinking(tmp_path, model):
     assert [row["reasoning"] is None for row in rows] == [False, True]
 
 
+@pytest.mark.all  # make test: a constraint behind thinking, above
 def test_a_budget_ends_thinking(tmp_path, model):
     never = {"logit_bias": {"1001": -100.0, "1": -100.0}, "thinking_budget": 12}
     rows = run(tmp_path, model, "budget", sampling=never, output={"reasoning": "auto"})
@@ -154,6 +155,7 @@ def test_a_constraint_begins_after_the_thinking_however_the_job_is_run(tmp_path,
         assert output_bytes(tmp_path / name) == output_bytes(tmp_path / "one")
 
 
+@pytest.mark.all  # make test: however the job is run, above
 def test_a_constraint_begins_after_thinking_that_the_answer_begins_itself(tmp_path, model):
     choice = {"structured_outputs": {"choice": ["yes", "no"]}}
     for bias, thinks in ((100.0, True), (-100.0, False)):

@@ -119,6 +119,7 @@ def planned_after(job, earlier, folder):
     return requests
 
 
+@pytest.mark.all  # make test: wrong places, below
 def test_an_earlier_run_that_is_not_in_the_bucket_is_told(calm, server, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -146,6 +147,7 @@ def test_a_damaged_job_file_is_named_and_a_plan_puts_it_there_again(calm, server
     assert json.loads(batchinfer("verify", run.uri, "--json").out)["damaged"] == []
 
 
+@pytest.mark.all  # make test: test_bucket_claims::test_a_damaged_result_is_not_inherited
 def test_a_damaged_result_is_set_aside_and_computed_again(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "damaged", tmp_path)
     run.plan()
@@ -160,6 +162,7 @@ def test_a_damaged_result_is_set_aside_and_computed_again(calm, server, tmp_path
     assert name not in left  # swept: no mark names it
 
 
+@pytest.mark.all  # make test: the run in a bucket, above
 def test_a_finish_on_another_node_adds_its_span_to_the_trace_in_the_store(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "traced", tmp_path)
 

@@ -153,6 +153,7 @@ def test_a_row_behind_a_shared_prefix_is_predicted_as_if_alone(tokenizer):
         assert (getattr(together, name) - expected).abs().max() < TOLERANCE["float32"]
 
 
+@pytest.mark.all  # make test: the card names the committed weights
 def test_a_resumed_training_ends_with_the_same_weights(tokenizer, tmp_path):
     recipe = train.Recipe(steps=4, short_steps=2, rows=ROWS, judge_rows=2, judge_every=2, checkpoint_every=1)
     whole, first, second = (train.Run(recipe, tokenizer) for _ in range(3))
@@ -204,7 +205,9 @@ def test_the_sample_model_loads_without_missing_or_unknown_weights():
     assert all(name.startswith("model.layers.4.") for name in info["unexpected_keys"])  # the MTP layer
 
 
-@pytest.mark.parametrize("task", GENERATORS)
+@pytest.mark.parametrize(
+    "task", [pytest.param(task, marks=[pytest.mark.all] * (place > 0)) for place, task in enumerate(GENERATORS)]
+)
 def test_transformers_gives_the_same_greedy_text(outputs, task):
     tokenizer = load_tokenizer(SAMPLE_MODEL)
     model = AutoModelForCausalLM.from_pretrained(SAMPLE_MODEL, dtype=torch.float32)
@@ -235,6 +238,7 @@ def test_the_layer_for_multi_token_prediction_knows_the_second_token():
     assert verdict.overall >= MIN_TASK_ACCURACY
 
 
+@pytest.mark.all  # make test: answers to held-out prompts, above
 def test_both_precisions_are_equally_good(outputs):
     shares = []
     for dtype in ("bfloat16", "float32"):
@@ -259,6 +263,7 @@ def demo(tmp_path_factory) -> Path:
     return run
 
 
+@pytest.mark.all  # make test: test_balanced_run
 def test_the_demo_decodes_on_both_ranks_alike_in_the_steps_that_run(demo):
     """Some 25 steps, in which whole prompt groups end at once; alone, the plan's deal leaves 1.4 times the mean."""
     report = json.loads(batchinfer("report", demo, "--json").out)
@@ -268,6 +273,7 @@ def test_the_demo_decodes_on_both_ranks_alike_in_the_steps_that_run(demo):
     assert balance["planned"] == pytest.approx(balance["happened"], rel=0.1)
 
 
+@pytest.mark.all  # make demo prints them
 def test_the_demo_reports_accuracy_and_expert_load(demo):
     def query(name: str) -> list[dict]:
         return json.loads(batchinfer("report", demo, "--json", "--sql", f"@{ROOT / 'jobs' / name}").out)

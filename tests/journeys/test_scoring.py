@@ -71,7 +71,7 @@ def run(folder, model, name, *, columns, inputs, sampling, **parts):
     return rows
 
 
-@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("max_tokens", [0, pytest.param(3, marks=pytest.mark.all)])  # make test: 0
 def test_prompt_logprobs_are_those_of_transformers_in_every_layout_with_a_cold_and_a_warm_store(
     tmp_path, model, theirs, max_tokens
 ):
@@ -106,6 +106,7 @@ def test_prompt_logprobs_are_those_of_transformers_in_every_layout_with_a_cold_a
         assert row["prompt_tokens"] == len(prompt)
 
 
+@pytest.mark.all  # make test: the scores themselves, above
 def test_a_generation_is_the_same_with_its_prompt_scored(tmp_path, model):
     columns = {"id": [*range(4)], "ids": [some_tokens(80 + row) for row in range(4)]}
     sampling = {"max_tokens": 6, "temperature": 1.0, "n": 2, "logprobs": 1}
@@ -117,6 +118,7 @@ def test_a_generation_is_the_same_with_its_prompt_scored(tmp_path, model):
         assert after == before
 
 
+@pytest.mark.all  # make test: tests/plan/test_scored.py
 def test_a_prompt_is_computed_once_for_rows_that_are_scored_and_rows_that_are_not(tmp_path):
     """Scored rows are computed as a whole, in either order of the two; the other rows share their prefixes."""
     documents = [some_tokens(150 + 7 * number, seed=number) for number in range(6)]
@@ -136,6 +138,7 @@ def test_a_prompt_is_computed_once_for_rows_that_are_scored_and_rows_that_are_no
     assert read_summary(RunDir(tmp_path / "run"))["computed_tokens"] == computed
 
 
+@pytest.mark.all  # make test: tests/plan/test_scored.py
 def test_what_is_scored_is_in_the_least_that_a_plan_can_compute(tmp_path):
     document = some_tokens(150)
     prompts = [[*document, 1], [*document, 2], [*document, 3]]
@@ -190,6 +193,7 @@ def test_choices_are_scored_as_transformers_scores_them_and_each_prompt_is_compu
     assert report["computed_tokens"] <= max(map(len, prompts)) + sum(map(len, prompts)) + first_tokens - 60 * 4
 
 
+@pytest.mark.all  # make test: choices, above
 def test_the_most_likely_choice_is_found_by_texts(tmp_path):
     """A greedy answer is the best of its kind."""
     columns = {"id": [0, 1], "ids": [some_tokens(90), some_tokens(70)]}
@@ -203,6 +207,7 @@ def test_the_most_likely_choice_is_found_by_texts(tmp_path):
     assert [row["choice_is_greedy"].index(True) for row in rows] == [0, 1]
 
 
+@pytest.mark.all  # make test: choices, above
 @pytest.mark.parametrize("num_prompts", [50, pytest.param(500, marks=pytest.mark.slow)])
 def test_many_choices_of_a_prompt_compute_it_once(tmp_path, num_prompts):
     prompts = [[*some_tokens(60), row, *some_tokens(149, seed=row)[60:]] for row in range(num_prompts)]
@@ -221,6 +226,7 @@ def test_many_choices_of_a_prompt_compute_it_once(tmp_path, num_prompts):
     assert report["computed_tokens"] == 60 + 90 * num_prompts + num_prompts * (20 * 3 - 1), "the start of all, once"
 
 
+@pytest.mark.all  # make test: the scores themselves, above
 @pytest.mark.parametrize("num_tokens", [2048, pytest.param(8000, marks=pytest.mark.slow)])
 def test_a_long_prompt_needs_no_room_for_its_logits(tmp_path, num_tokens):
     make_checkpoint(tmp_path / "model", vocab_size=129_280, max_position_embeddings=8192)
@@ -278,6 +284,7 @@ def test_a_column_that_outputs_have_cannot_be_kept_too(tmp_path):
     assert "'choice'" in ended.err
 
 
+@pytest.mark.all  # make test: test_long_answers
 def test_a_row_s_wish_for_prompt_logprobs_gives_the_column(tmp_path):
     columns = {"prompt": ["one two", "three"], "how": [{"prompt_logprobs": None}, {"prompt_logprobs": 0}]}
     write_shard(tmp_path / "prompts" / "a.parquet", columns)

@@ -53,13 +53,13 @@ def figures(run_folder: Path) -> dict[str, Any]:
 
 
 # each dtype and each way; test_drafting has more
-OFTEN = {("float32", "drawn"), ("bfloat16", "long"), ("fp8", "greedy")}
+MARKS = {("float32", "drawn"): (), ("bfloat16", "long"): pytest.mark.all, ("fp8", "greedy"): pytest.mark.all}
 
 
 @pytest.mark.parametrize(
     ("dtype", "how"),
     [
-        pytest.param(dtype, how, marks=() if (dtype, how) in OFTEN else pytest.mark.slow)
+        pytest.param(dtype, how, marks=MARKS.get((dtype, how), pytest.mark.slow))
         for dtype in ("float32", "bfloat16", "fp8")
         for how in HOW
     ],
@@ -78,6 +78,7 @@ def test_outputs_are_the_same_with_drafts_and_without(tmp_path, dtype, how):
     assert {key: without[key] for key in nothing} == nothing
 
 
+@pytest.mark.all  # make test: test_drafting, test_drafts_on_the_move
 def test_ranks_apart_and_a_kv_store_change_nothing(tmp_path):
     job = make_job(tmp_path, sampling=HOW["drawn"], cluster=FEW)
     off, _ = run(job, "off", **{"cluster.speculate": "off"})
@@ -102,6 +103,7 @@ def answers_of(run_folder: Path) -> list[dict[str, Any]]:
     return pq.read_table(file).drop_columns(["cached_tokens"]).to_pylist()
 
 
+@pytest.mark.all  # make test: test_resume, without drafts
 def test_killed_and_run_again_a_job_ends_with_the_same_files(tmp_path):
     job = make_job(tmp_path, sampling=HOW["long"], cluster=FEW | {"commit_seconds": 0.05})
     off, _ = run(job, "off", **{"cluster.speculate": "off"})

@@ -202,6 +202,7 @@ def test_however_the_job_is_run(folder, rows, apart, name, cluster):
     assert output_bytes(folder / name) == output_bytes(folder / "apart")
 
 
+@pytest.mark.all  # make test: tests/rank/test_drafting.py
 @pytest.mark.parametrize("how", [with_mtp, step_by_step])
 def test_drafted_tokens_that_run_past_an_end_change_nothing(folder, ids, rows, how):
     model = Transformer.load(folder / "model", dtype=torch.float32, mtp=True)

@@ -107,6 +107,7 @@ def test_an_answer_in_openais_form_loses_no_text(ran):
             assert message["tool_calls"][0]["id"] == "functions.f:0"
 
 
+@pytest.mark.all  # make test: what the model wrote, above
 def test_lines_of_rows_have_the_same_calls(ran):
     folder, lines = ran
     assert batchinfer("run", lines).code == 0

@@ -17,6 +17,8 @@ from batchinfer_kernels.cpu.instructions import FOR_X86
 from support.instructions import OFTEN, OPERATIONS, TESTS, run_code_with, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
 
+pytestmark = pytest.mark.all  # what the other files show, on other instructions; make test: test_same_bits
+
 (AVX2,) = (known for known in FOR_X86 if known.name == "avx2")
 # What only AVX-512 has: its wide and its additional registers, and masks.
 BEYOND_AVX2 = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")

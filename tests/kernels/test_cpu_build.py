@@ -231,6 +231,7 @@ def test_a_compiler_that_fails_is_the_reason_and_is_asked_again_next_time(tmp_pa
     assert answer(start(MAKE, tmp_path, CXX=compiler)).endswith(".so")
 
 
+@pytest.mark.all  # make test: a damaged library, below
 @pytest.mark.usefixtures("supported")
 def test_a_library_that_cannot_be_loaded_is_built_once_more_then_a_reason(tmp_path):
     said = answer(start(ASK, tmp_path, CXX=write_compiler(tmp_path, "echo nonsense > $out"))).splitlines()
@@ -248,6 +249,7 @@ def test_processes_that_start_at_once_build_once(tmp_path):
     assert entries(tmp_path) == [".lock", ".so"]
 
 
+@pytest.mark.all  # make test: processes that start at once, above
 def test_a_build_that_failed_while_others_waited_is_not_tried_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", write_compiler(tmp_path, "touch $out"))
@@ -283,6 +285,7 @@ def test_a_compiler_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     wait_until(lambda: not any(map(is_running, numbers_in(tmp_path, 1))))
 
 
+@pytest.mark.all  # make test: a compiler that takes too long, above
 @pytest.mark.usefixtures("supported")
 def test_compilers_that_are_ended_leave_no_temporary_files(tmp_path):
     scratch, body = tmp_path / "scratch", 'touch "$TMPDIR/cc.s"; sleep 1; kill -9 $$'
@@ -329,6 +332,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.all  # make test: built with the system's, above
 @pytest.mark.usefixtures("supported")
 def test_a_compiler_with_a_standard_library_of_its_own_does_not_bring_it_along(tmp_path, monkeypatch):
     """Some link it statically, and with two in a process messages lack their numbers, or bring it down."""
@@ -352,6 +356,7 @@ def other_cpp_library(tmp_path):
     return shutil.copy(loaded, folder / "libstdc++.so.6.0.99")
 
 
+@pytest.mark.all  # make test: built with the system's, above
 @pytest.mark.usefixtures("supported")
 def test_the_standard_library_may_lie_in_a_folder_of_any_name(tmp_path, other_cpp_library):
     sources = tmp_path / "sources"
@@ -366,6 +371,7 @@ def test_the_standard_library_may_lie_in_a_folder_of_any_name(tmp_path, other_cp
     assert (done.returncode, done.stdout.splitlines()) == (0, expected), done.stderr
 
 
+@pytest.mark.all  # make test: the next but one
 @pytest.mark.usefixtures("supported", "cpp")
 def test_a_built_library_stays_good_when_the_standard_library_is_another_one(tmp_path, other_cpp_library):
     """A system was updated, or another node of the cluster has another one; there may be no compiler any more."""
@@ -445,6 +451,7 @@ def test_no_library_is_loaded_from_a_folder_that_others_may_write(tmp_path, spoi
     assert "XDG_CACHE_HOME" in said
 
 
+@pytest.mark.all  # make test: a folder that others may write, above
 @pytest.mark.usefixtures("supported", "cpp")
 def test_a_library_that_others_may_write_is_built_again(tmp_path):
     built, folder = library_and_cache(tmp_path)

@@ -34,15 +34,18 @@ print(*map(build.numerics, [torch.float32, torch.bfloat16]))
 pytestmark = pytest.mark.usefixtures("cpp")
 
 
+@pytest.mark.all  # make test: test_products_of_the_instructions_have_the_...
 def test_sums_have_the_promised_order_and_not_that_of_other_products():
     assert run_code_with(PLAIN, AGREE).splitlines()[-1] == "True False"
 
 
+@pytest.mark.all  # make test: the order of sums, below
 @pytest.mark.parametrize("which", [OFTEN, pytest.param("", marks=pytest.mark.slow)], ids=["often", "all"])
 def test_results_are_as_good_and_keep_their_bits_in_any_company(which):
     run_tests_with(PLAIN, *OPERATIONS, which=which)
 
 
+@pytest.mark.all  # make test: test_cpu_engine names the family
 def test_float32_has_the_family_of_other_instructions_and_bfloat16_one_of_its_own():
     """That their bits are so: test_same_bits."""
     of_tiles, of_others = (run_code_with(name, NAMES).splitlines()[-1].split() for name in (PLAIN, "avx2"))
@@ -71,6 +74,7 @@ def test_a_store_is_shared_with_other_instructions_in_float32_alone(dtype, tmp_p
         assert answers(tmp_path / PLAIN) == answers(tmp_path / "avx2")
 
 
+@pytest.mark.all  # make test: test_products_of_the_instructions_have_the_...
 def test_the_instructions_themselves_are_compiled(tmp_path):
     if shutil.which("objdump") is None:
         pytest.skip("there is no objdump to look into the objects with")
@@ -157,6 +161,7 @@ def test_tiles_that_hang_are_left_too(plain_is_best, monkeypatch):
     assert f"delete {build._refused(build.INSTRUCTION_SETS[0])} to have them tried again" in build.explain_choice()
 
 
+@pytest.mark.all  # make test: test_tiles_that_go_wrong_...
 def test_tiles_of_a_processor_that_did_not_build_the_library_are_tried_when_it_is_loaded():
     code = "from batchinfer_kernels.cpu import build; build._tiles_agree = lambda: False; print(build.why_not())"
     said = run_code_with(PLAIN, code).splitlines()[-1]

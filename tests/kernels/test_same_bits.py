@@ -142,6 +142,7 @@ def test_models_have_the_bits_of_plain_tiles_when_the_instructions_are_carried_o
     assert results(carried_out.NAME, preloaded=carries_out) == results("amx-plain")
 
 
+@pytest.mark.all  # make test: all instruction sets, above
 def test_pairs_by_their_instruction_and_in_float32_have_the_same_bits(results):
     (chosen,) = [known for known in FOR_X86 if known.name == "avx512"]
     if reason := build.why_not_for(chosen):
@@ -178,6 +179,7 @@ void *aligned_alloc(size_t alignment, size_t size) {
 FILLED = "import torch; assert all(torch.empty(size).isnan().all() for size in (7, 1000, 10**6)); print('filled')"
 
 
+@pytest.mark.all  # make test: a row alone, above
 @pytest.mark.parametrize("name", ["", "amx-plain"], ids=["best instructions", "tiles"])
 def test_memory_that_nobody_has_written_changes_no_bit(name, results, tmp_path):
     source, library = tmp_path / "fill.c", tmp_path / "fill.so"

@@ -178,6 +178,7 @@ print(*checks.count(3, all_at_once=True)[0])
 """
 
 
+@pytest.mark.all  # make test: a slow worker, above
 def test_workers_that_get_no_core_hold_nobody_up(path):
     # a signal's handler keeps them from running anything else, as other processes would
     assert run_apart(HELD, path) == ["1", "1", "1"]
@@ -293,6 +294,7 @@ def test_threads_that_cannot_be_had_are_an_error_and_the_next_call_tries_again(p
     assert counts == ["1"] * 4
 
 
+@pytest.mark.all  # make test: test_many_threads_may_call_at_once
 @pytest.mark.parametrize("num_busy", [1, 2])
 def test_results_keep_their_bits_beside_busy_processes(threads, num_busy):
     from batchinfer_kernels.cpu.packed import library, pack

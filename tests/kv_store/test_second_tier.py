@@ -141,6 +141,7 @@ def test_a_bucket_that_fails_is_said_once_and_the_disk_goes_on(nodes, tmp_path, 
         assert store.take_problem() is None
 
 
+@pytest.mark.all  # make test: a damaged object, above
 def test_faults_now_and_then_serve_no_wrong_byte(nodes, tmp_path, server):
     faults = Faults(share=0.15, kinds=("500", "503", "lost", "late", "stale"), seed=7)
     chains = [chain_of("start", str(number)) for number in range(20)]
@@ -165,6 +166,7 @@ def test_a_key_that_is_none_is_refused_with_a_sentence(nodes, server):
         assert write_chain(store, CHAINS[0]) == 2
 
 
+@pytest.mark.all  # make test: what another node reads, above
 def test_jobs_on_nodes_that_share_a_bucket_give_the_rows_of_a_job_without(server, tmp_path):
     write_questions(tmp_path / "prompts", (9, 4))
     expected = None

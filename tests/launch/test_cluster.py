@@ -87,21 +87,22 @@ class Case:
 
 
 SLOW = pytest.mark.slow  # what others show, too
+MORE = pytest.mark.all  # make test: two ranks over gloo, and prefill apart from decode through shared memory
 # every value of every option, not all their combinations; with the slow ones every value for every model
 CASES = [
-    Case("sample", "2", True),
+    pytest.param(Case("sample", "2", True), marks=MORE),
     pytest.param(Case("sample", "2", False, "gloo", redundant_experts=4, spare_pages=1), marks=SLOW),
-    Case("sample", "4", "auto", spare_pages=1),
-    Case("sample", "2+2", True, "gloo", spare_pages=1),
+    pytest.param(Case("sample", "4", "auto", spare_pages=1), marks=MORE),
+    pytest.param(Case("sample", "2+2", True, "gloo", spare_pages=1), marks=MORE),
     pytest.param(Case("sample", "1+2", True), marks=SLOW),
     Case("random-v3", "2", True, "gloo", redundant_experts=2),
-    Case("random-v3", "2", "auto", "gloo", spare_pages=0),
+    pytest.param(Case("random-v3", "2", "auto", "gloo", spare_pages=0), marks=MORE),
     pytest.param(Case("random-v3", "4", False, redundant_experts=4), marks=SLOW),
     pytest.param(Case("random-v3", "2+2", True, spare_pages=1), marks=SLOW),
     Case("random-v3", "2+1", True, spare_pages=1),
-    Case("random-v2", "2", False, spare_pages=1),
+    pytest.param(Case("random-v2", "2", False, spare_pages=1), marks=MORE),
     pytest.param(Case("random-v2", "2", "auto", "gloo"), marks=SLOW),
-    Case("random-v2", "4", True, redundant_experts=8, spare_pages=1),
+    pytest.param(Case("random-v2", "4", True, redundant_experts=8, spare_pages=1), marks=MORE),
     pytest.param(Case("random-v2", "2+2", "auto", "gloo", redundant_experts=2), marks=SLOW),
     pytest.param(Case("random-v2", "2+2", False, spare_pages=0), marks=SLOW),
 ]
@@ -359,6 +360,7 @@ def test_experts_get_the_tokens_they_get_on_one_rank(ran):
     assert rows == run.value("SELECT sum(tokens)::BIGINT FROM experts")
 
 
+@pytest.mark.all  # make test: of one unit, above
 @pytest.mark.parametrize("ranks", [pytest.param("2", marks=SLOW), "2+2"])
 def test_a_plan_of_many_units_computes_no_prefix_more_often(job_of, monkeypatch, ranks):
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 100)
@@ -370,6 +372,7 @@ def test_a_plan_of_many_units_computes_no_prefix_more_often(job_of, monkeypatch,
     assert (computed, recomputed) == (needed, 0)
 
 
+@pytest.mark.all  # make test: test_many_ranks
 @pytest.mark.parametrize("ranks", [pytest.param("4", marks=SLOW), "2+2"])
 def test_more_ranks_than_requests(tmp_path, ranks):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(1)]})
@@ -454,6 +457,7 @@ def reshape_a_tensor(weights: Path) -> None:
     save_file(tensors | {name: tensors[name].T.contiguous()}, weights)
 
 
+@pytest.mark.all  # make test: tests/model/test_refused_weights.py
 @pytest.mark.parametrize(
     ("damage", "ranks"),
     [pytest.param(truncate, "2", marks=SLOW), (drop_a_tensor, "1+1"), pytest.param(reshape_a_tensor, "2", marks=SLOW)],

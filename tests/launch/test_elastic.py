@@ -62,6 +62,7 @@ def test_a_controller_waits_without_ranks_until_it_gets_a_unit(reference, planne
     assert "null" in prefills, "the one that was called back never had ranks"
 
 
+@pytest.mark.all  # make test: a controller that waits, above
 def test_a_controller_that_waited_for_nothing_ends_well_without_ever_loading(planned):
     with UnitClaims(planned) as others:
         held = [others.try_claim(unit) for unit in unit_numbers(planned)]
@@ -73,6 +74,7 @@ def test_a_controller_that_waited_for_nothing_ends_well_without_ever_loading(pla
     assert not list(planned.stats.glob("steps/*"))
 
 
+@pytest.mark.all  # make test: a controller that waits, above
 def test_partial_results_while_a_group_works_leave_its_files_alone(reference, planned):
     controller = start("work", planned.root, *SLOW)
     wait_until(lambda: list(planned.root.glob("units/*/[0-9]*/part-*.parquet")), controller)
@@ -94,6 +96,7 @@ def test_partial_results_while_a_group_works_leave_its_files_alone(reference, pl
     assert not planned.work.exists(), "nobody works any more: what is left there belongs to nobody"
 
 
+@pytest.mark.all  # make test: test_open_units
 def test_a_living_controller_takes_up_units_that_are_opened_again(reference, planned):
     units = unit_numbers(planned)
     with UnitClaims(planned) as others:

@@ -58,6 +58,7 @@ def test_a_share_by_a_launchers_variables(monkeypatch):
         this_node(5)
 
 
+@pytest.mark.all  # make test: variables of launchers, above
 def test_groups_of_torchrun_that_name_no_rendezvous_do_not_share_a_meeting(monkeypatch, tmp_path):
     ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
     for name, value in {**ranks, "MASTER_ADDR": "fd00::7"}.items():
@@ -116,6 +117,7 @@ def test_two_nodes_give_the_outputs_of_one_rank(reference, cluster, other_hosts)
     assert all(row["first_prefill_s"] is not None for row in rows)
 
 
+@pytest.mark.all  # make test: two hosts, above
 @NEEDS_ROOT
 def test_two_nodes_of_one_name_do_not_share_memory(reference):
     """Containers, or machines that nobody has named: neither sees the other's processes."""
@@ -127,6 +129,7 @@ def test_two_nodes_of_one_name_do_not_share_memory(reference):
     assert output_bytes(run) == reference[1]
 
 
+@pytest.mark.all  # make test: two hosts, above
 @NEEDS_ROOT
 @pytest.mark.parametrize("namespaces", [["--net"], ["--pid", "--fork", "--mount-proc", "--kill-child"], ["--uts"]])
 def test_a_host_is_the_processes_that_reach_each_others_memory(namespaces):
@@ -164,6 +167,7 @@ def test_a_rank_of_the_other_node_dies(reference):
     assert output_bytes(run) == reference[1]
 
 
+@pytest.mark.all  # make test: test_resume, on one node
 def test_a_signal_to_all_nodes_stops_them_and_the_work_goes_on_later(reference):
     run = planned(reference, "stopped", {"prefill_ranks": 2})
     processes = start_nodes(run, 2, other_hosts=False)
@@ -178,6 +182,7 @@ def test_a_signal_to_all_nodes_stops_them_and_the_work_goes_on_later(reference):
     assert output_bytes(run) == reference[1]
 
 
+@pytest.mark.all  # make test: test_elastic
 def test_a_node_whose_group_finds_everything_done_by_others_does_not_wait_for_it(reference, monkeypatch):
     run = RunDir(planned(reference, "done-by-others", {"prefill_ranks": 2}))
     looks = []
@@ -208,6 +213,7 @@ def torchrun(job, *options):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.all  # make test: variables of launchers, above
 def test_torchrun_starts_the_ranks(reference):
     run = planned(reference, "torchrun", {"prefill_ranks": 2})
     torchrun(run)
@@ -318,6 +324,7 @@ def test_the_address_that_other_hosts_call_is_one_they_can_reach(monkeypatch, na
     assert nodes.own_address() == expected
 
 
+@pytest.mark.all  # make test: addresses, above
 def test_a_host_that_others_cannot_reach_says_so(monkeypatch, capsys):
     """All tasks may be on it."""
     says(monkeypatch, {V4: "127.0.0.1", V6: "::1"}, {})
@@ -338,6 +345,7 @@ class Stop:
     requested = False
 
 
+@pytest.mark.all  # make test: two hosts, above
 def test_a_meeting_of_an_earlier_life_of_the_group_is_waited_out(tmp_path, listening, monkeypatch, capsys):
     """Its controller was killed: nobody listens there any more, or somebody else does."""
     node = nodes.NodeShare(1, 2, "group", range(1, 2), is_one_host=True)

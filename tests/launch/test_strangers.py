@@ -39,6 +39,7 @@ def job(folder):
     return path, output_bytes(folder / "run")
 
 
+@pytest.mark.all  # make test: strangers at every port, below
 def test_the_ranks_of_one_host_listen_at_no_port_and_send_strangers_away(folder, job):
     path, expected = job
     ports: set[int] = set()

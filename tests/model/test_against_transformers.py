@@ -30,7 +30,16 @@ MORE = {  # what is particular to them is in others, too, and their logits in te
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in MORE)) for name in MODELS])
+QUICK = {"v3", "v2-greedy", "glm"}  # a model of each family; the others in make test-all
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in MORE else () if name in QUICK else pytest.mark.all)
+        for name in MODELS
+    ],
+)
 def test_greedy_tokens_and_logprobs_of_a_job_equal_those_of_transformers(tmp_path, name):
     theirs = make_checkpoint(tmp_path / "model", name)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -80,13 +80,16 @@ def run(folder, name, model, dtype, cluster=None, code=0):
     return ended if code else output_bytes(folder / name)
 
 
+def marks_of(dtype, layout):
+    """Return the tier of a case: bfloat16 in one layout is in `make test`, each other dtype in `make test-all`."""
+    if OFTEN[dtype] != layout:
+        return pytest.mark.slow
+    return () if dtype == "bfloat16" else pytest.mark.all
+
+
 @pytest.mark.parametrize(
     ("dtype", "layout"),
-    [
-        pytest.param(dtype, layout, marks=() if OFTEN[dtype] == layout else pytest.mark.slow)
-        for dtype in ALL
-        for layout in LAYOUTS
-    ],
+    [pytest.param(dtype, layout, marks=marks_of(dtype, layout)) for dtype in ALL for layout in LAYOUTS],
 )
 def test_answers_are_those_of_the_original_to_the_byte(folder, dtype, layout):
     cluster, name = LAYOUTS[layout], f"{dtype}-{layout}"
@@ -94,6 +97,7 @@ def test_answers_are_those_of_the_original_to_the_byte(folder, dtype, layout):
     assert run(folder, f"mapped-{name}", folder / dtype, dtype, cluster) == original
 
 
+@pytest.mark.all  # make test: answers of the original, above
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
 def test_other_forms_of_a_checkpoint_are_converted_too(dtype, tmp_path):
     make_checkpoint(tmp_path / "model", "kimi-k2", hidden_size=64, moe_intermediate_size=96)
@@ -139,6 +143,7 @@ def parts_of(value, name=""):
             yield from parts_of(getattr(value, field), f"{name}.{field}")
 
 
+@pytest.mark.all  # make test: every part, above
 def test_a_rank_maps_its_experts_and_takes_others_from_the_files(folder):
     bits = BITS["int4"]
     whole = Transformer.load(folder / "int4", dtype=torch.bfloat16, **bits)
@@ -236,6 +241,7 @@ def test_a_folder_that_is_there_and_a_converted_model_are_refused(folder, tmp_pa
     assert not (tmp_path / "again").exists()
 
 
+@pytest.mark.all  # make test: answers of the original, above
 def test_any_dtype_of_a_job_can_be_asked_for():
     (choice,) = [param.type.choices for param in command.params if param.name == "dtype"]
     assert list(choice) == list(VALUE_BYTES) == list(DTYPES)
@@ -257,6 +263,7 @@ def test_a_disk_without_the_room_leaves_nothing(small_disk):
     assert [path.name for path in small_disk.folder.iterdir()] == ["filler"]
 
 
+@pytest.mark.all  # make test: every part with drafts, above
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_layer_for_multi_token_prediction_takes_what_is_foretold(tmp_path, dtype):
     ops = Ops.select("cpu", DTYPES[dtype], **BITS.get(dtype, {}))
@@ -266,6 +273,7 @@ def test_the_layer_for_multi_token_prediction_takes_what_is_foretold(tmp_path, d
     assert least * found < told < 1.05 * found
 
 
+@pytest.mark.all  # make test: every part with drafts, above
 def test_the_layer_for_multi_token_prediction_needs_room_too(tmp_path, monkeypatch):
     config, ops = load_model_config(SAMPLE_MODEL), Ops.select("cpu", torch.bfloat16)
     room = shutil.disk_usage(tmp_path)._replace(free=weight_bytes(config, "bfloat16") + 1)

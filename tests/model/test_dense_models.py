@@ -75,7 +75,10 @@ def rewritten(folder, name, **changes):
     return folder / name
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
+@pytest.mark.parametrize(
+    "ranks",
+    ["2+2", *(pytest.param(ranks, marks=pytest.mark.all) for ranks in LAYOUTS if ranks != "2+2")],  # make test: 2+2
+)
 def test_the_answers_are_those_of_transformers(folder, ranks):
     run(folder, f"ranks-{ranks}", "--trace", cluster=LAYOUTS[ranks])
     assert tokens_of(folder, f"ranks-{ranks}") == json.loads((folder / "expected.json").read_text())
@@ -95,6 +98,7 @@ def test_statistics_report_and_page_do_without_experts(folder):
     assert "no expert was used" in batchinfer("report", folder / "told").out
 
 
+@pytest.mark.all  # make test: their answers, above
 @pytest.mark.parametrize("changes", [{"n_routed_experts": 0}, {"n_routed_experts": None}, {"moe_layer_freq": 7}])
 def test_a_config_without_experts_means_dense_layers_wherever_they_would_begin(folder, changes):
     name = "-".join(map(str, *changes.items()))
@@ -113,6 +117,7 @@ def test_a_number_of_experts_need_not_be_named_where_there_are_none(folder):
     assert tokens_of(folder, "unnamed-run") == json.loads((folder / "expected.json").read_text())
 
 
+@pytest.mark.all  # make test: their answers, above
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_other_dtypes_end_well(folder, dtype):
     run(folder, dtype, dtype=dtype, cluster=LAYOUTS["2"])

@@ -132,6 +132,7 @@ def logits(folder, dtype, backend="auto"):
     return torch.cat([requests.all_logits(number)[-1:] for number in range(len(prompts))])
 
 
+@pytest.mark.all  # make test: answers, above
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_in_int4_logits_are_as_near_to_those_of_the_dequantised_twin_as_8_bits_come(folder, backend, request):
     if backend == "cpu":

@@ -17,6 +17,7 @@ DENSE_LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 2}  # the inter
 BF16 = {"dtype": torch.bfloat16, "backend": "triton", "device": DEVICE}
 
 
+@pytest.mark.all  # make test: logits, below
 @pytest.mark.parametrize(
     "name", ["v32", pytest.param("glm-dsa", marks=pytest.mark.slow), pytest.param("v32-yarn", marks=pytest.mark.slow)]
 )
@@ -32,6 +33,7 @@ def test_at_most_topk_keys_are_attended_to_as_in_a_dense_model_to_the_bit(tmp_pa
     assert not torch.equal(together[1][26], dense[1][26])
 
 
+@pytest.mark.all  # make test: tests/kernels/test_triton_sparse.py
 @pytest.mark.parametrize(
     ("name", "changes", "length"),
     [

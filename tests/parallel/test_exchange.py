@@ -344,6 +344,7 @@ def test_when_a_rank_is_killed_the_others_notice_long_before_the_deadline(kind, 
     assert all(re.fullmatch(says, message) for message in messages), messages
 
 
+@pytest.mark.all  # make test: a rank that never comes, and a killed one
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_when_a_rank_is_stopped_the_others_give_up_at_the_deadline(kind, size, tmp_path):

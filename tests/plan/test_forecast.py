@@ -130,6 +130,7 @@ def test_speeds_are_those_of_the_recorded_steps(earlier):
     assert speeds.startup_s > 0
 
 
+@pytest.mark.all  # make test: lengths that are learned, above
 def test_a_plan_that_learned_predicts_and_outputs_stay_the_same(earlier):
     write_tasks(earlier / "more" / "b.parquet", range(200, 200 + 2 * NUM_ROWS))
     job = job_of(earlier, "second")

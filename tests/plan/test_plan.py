@@ -264,6 +264,7 @@ def test_rows_that_spell_control_tokens_are_counted_and_treated_as_the_job_says(
     assert "input columns.control_tokens was parse and is now text" in ended.err
 
 
+@pytest.mark.all  # make test: test_prefix_stream's any memory
 @pytest.mark.parametrize(
     ("num_rows", "most_bytes"), [(200_000, 0.5e9), pytest.param(1_000_000, 2e9, marks=pytest.mark.slow)]
 )

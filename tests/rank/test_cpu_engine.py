@@ -32,6 +32,7 @@ VARIANTS = {
     "two micro-batches": {"prefill_ranks": 2, "overlap": True},
 }
 MORE = pytest.mark.slow  # what others show, too
+ANOTHER = pytest.mark.all  # make test: another dtype
 OFTEN = {
     "float32": {"tiny steps", "two ranks"},
     "bfloat16": {"four ranks, redundant experts", "two micro-batches"},
@@ -41,8 +42,9 @@ OFTEN = {
 
 
 def some_dtypes(*often):
-    """All, of which only these are run often."""
-    return [pytest.param(dtype, marks=() if dtype in often else MORE) for dtype in DTYPES]
+    """All, of which only these are run often, and the first alone in `make test`."""
+    marks = {dtype: (ANOTHER,) if place else () for place, dtype in enumerate(often)}
+    return [pytest.param(dtype, marks=marks.get(dtype, MORE)) for dtype in DTYPES]
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +109,7 @@ def test_requests_that_wait_for_pages_get_the_same_bytes(jobs, dtype):
     assert output_bytes(tight) == output_bytes(folder / "one")
 
 
+@pytest.mark.all  # make test: how a job is run, above
 @pytest.mark.parametrize("dtype", some_dtypes("bfloat16"))
 def test_the_order_of_the_input_changes_no_answer(jobs, dtype, tmp_path):
     folder = jobs(dtype)
@@ -162,6 +165,7 @@ def test_a_store_is_not_shared_with_other_kernels(jobs, tmp_path):
     assert hits(run(folder, "reference", dtype="bfloat16", kv=store, cluster={"backend": "reference"})) == 0
 
 
+@pytest.mark.all  # make test: test_sample_model
 @pytest.mark.parametrize("dtype", some_dtypes("bfloat16", "int4"))
 def test_the_sample_model_answers_as_well_as_ever(dtype, tmp_path):
     settings = {"output.dir": tmp_path / "run", "model.dtype": dtype, "cluster.backend": "cpu"}

@@ -42,7 +42,11 @@ DTYPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=[*DTYPES, "reference"])
+# make test: one dtype in C++ and the reference
+DRAFTED = ["float32", "reference", *(pytest.param(dtype, marks=pytest.mark.all) for dtype in ("bfloat16", "fp8"))]
+
+
+@pytest.fixture(scope="module", params=DRAFTED)
 def model(request) -> Transformer:
     made = (
         Transformer.load(SAMPLE_MODEL, dtype=torch.float32, backend="reference", mtp=True)
@@ -149,6 +153,7 @@ class Oracle:
         return tokens[place] if place < len(tokens) and self._rng.random() < self._chance else 5
 
 
+@pytest.mark.all  # make test: wrong guesses, above
 @pytest.mark.parametrize("name", ["v3", "v3-odd-sizes", "v2-groups", "glm", "youtu"])
 @pytest.mark.parametrize("chance", [0.5, 1.0])
 def test_right_and_wrong_guesses_change_no_family(tmp_path, name, chance):
@@ -182,6 +187,7 @@ def test_a_right_guess_saves_a_step():
     assert [one.drafted_tokens for one in drafted.records] == [0, 3, 3, 3, 3, 3, 3]
 
 
+@pytest.mark.all  # make test: wrong guesses, above
 def test_long_answers_outlast_the_keys_of_the_layer(monkeypatch):
     monkeypatch.setattr(draft_states, "_PAGES", 1)
     model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
@@ -193,6 +199,7 @@ def test_long_answers_outlast_the_keys_of_the_layer(monkeypatch):
         assert everything(drafted) == everything(plain)
 
 
+@pytest.mark.all  # make test: tests/rank/test_may_draft.py
 def test_with_more_requests_than_slots_nothing_is_drafted_until_fewer_run(monkeypatch):
     for room in (draft_states, __import__("batchinfer.rank.drafter", fromlist=["drafter"])):
         monkeypatch.setattr(room, "MOST_REQUESTS", 4)

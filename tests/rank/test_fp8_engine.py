@@ -40,6 +40,7 @@ def right_answers(folder, dtype):
     return every["right_answers"], every["prompts"]
 
 
+@pytest.mark.all  # make test: an fp8 checkpoint, below
 def test_the_sample_model_in_fp8_is_within_a_point_of_bfloat16(tmp_path):
     fp8, num_prompts = right_answers(tmp_path, "fp8")
     bfloat16, _ = right_answers(tmp_path, "bfloat16")

@@ -67,6 +67,7 @@ def test_how_a_job_is_run_changes_no_byte(folder, variant):
     assert output_bytes(other) == output_bytes(folder / "one")
 
 
+@pytest.mark.all  # make test: how a job is run, above
 @needs_cpp
 def test_a_store_changes_no_answer_and_keeps_blocks_of_either_kind_apart(folder, tmp_path):
     store = {"dir": str(tmp_path / "kv"), "persist": "all"}

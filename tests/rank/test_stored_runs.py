@@ -109,7 +109,11 @@ def accounts_balance(run: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [(SAMPLE_MODEL, "1"), (RANDOM_MODEL, "2"), pytest.param(RANDOM_MODEL, "1+1", marks=pytest.mark.slow)],
+    [
+        (SAMPLE_MODEL, "1"),
+        pytest.param(RANDOM_MODEL, "2", marks=pytest.mark.all),
+        pytest.param(RANDOM_MODEL, "1+1", marks=pytest.mark.slow),
+    ],
 )
 def test_cold_warm_and_half_evicted_stores_give_the_outputs_of_none(job_folder, tmp_path, model, layout):
     plain, store = plain_answers(job_folder, model), tmp_path / "store"
@@ -139,6 +143,7 @@ def test_cold_warm_and_half_evicted_stores_give_the_outputs_of_none(job_folder, 
         assert metrics["cached_tokens"] == metrics["optimal_cached_tokens"]
 
 
+@pytest.mark.all  # make test: tests/kv_store/test_kv_blocks.py, tests/rank/test_stored_prefixes.py
 def test_shared_prefixes_alone_are_kept_when_asked_for(job_folder, tmp_path):
     store = tmp_path / "store"
     runs = [run_job(job_folder.path, f"shared-{turn}", store=store, persist="shared")[1] for turn in range(2)]
@@ -158,6 +163,7 @@ def test_shared_prefixes_alone_are_kept_when_asked_for(job_folder, tmp_path):
     assert read_report(run).values["store_written_bytes"] == 0
 
 
+@pytest.mark.all  # make test: tests/report/test_report.py
 def test_the_report_says_what_is_written_where_nothing_was(tmp_path):
     """Prompts shorter than a block; longer ones; and the same once more, which are in the store by then."""
     note = "only new, whole blocks (kv.block_tokens), by kv.persist"
@@ -184,6 +190,7 @@ def test_prompts_that_a_killed_run_had_computed_are_read_by_the_next_one(job_fol
     assert values["store_read_bytes"] > 0 == values["disk_tokens"], "read, but it is what this run has computed itself"
 
 
+@pytest.mark.all  # make test: test_prompts_that_a_killed_run_had_computed_...
 def test_killed_ranks_leave_a_store_that_serves_only_what_is_whole(job_folder, tmp_path):
     job = write_job(
         job_folder.path,
@@ -202,6 +209,7 @@ def test_killed_ranks_leave_a_store_that_serves_only_what_is_whole(job_folder, t
     assert verified.code == 0, verified.out
 
 
+@pytest.mark.all  # make test: test_prompts_that_a_killed_run_had_computed_...
 def test_what_a_killed_session_had_stored_was_not_there_before(job_folder, tmp_path):
     """Tokens that the run has computed itself are needed, not found on disk; some rows are done by then."""
     how = [{"max_tokens": 2 if row % 3 else 120} for row in range(NUM_ROWS)]
@@ -240,6 +248,7 @@ def test_what_a_killed_session_had_stored_was_not_there_before(job_folder, tmp_p
     assert read_report(tmp_path / "again").values["disk_tokens"] > calm["needed_tokens"] / 2
 
 
+@pytest.mark.all  # make test: test_figures_of_runs[killed]
 def test_what_rows_that_are_done_share_with_those_that_go_on_counts_once(filled, tmp_path):
     """The rows that are dealt first are done first, and count the instructions that the others begin with."""
     prompts = filled.run.parent / "prompts" / "part-0.parquet"
@@ -315,6 +324,7 @@ def test_nothing_is_shared_with_another_model_or_salt(job_folder, copied_store, 
     assert read_report(run).values["store_written_bytes"] > 0
 
 
+@pytest.mark.all  # make test: test_weights_digest
 def test_a_store_notices_a_change_of_one_weight_that_the_fingerprint_does_not_sample(job_folder, tmp_path):
     """A run's fingerprint samples the weights; a store outlives many versions of a model and must not."""
     store, model = tmp_path / "store", tmp_path / "model"
@@ -334,7 +344,9 @@ def test_a_store_notices_a_change_of_one_weight_that_the_fingerprint_does_not_sa
     assert answers(changed) == answers(plain) != answers(run)
 
 
-@pytest.mark.parametrize(("dtype", "backend"), [("bfloat16", "auto"), ("float32", "reference")])
+@pytest.mark.parametrize(
+    ("dtype", "backend"), [("bfloat16", "auto"), pytest.param("float32", "reference", marks=pytest.mark.all)]
+)
 def test_a_prompt_that_is_not_finite_harms_no_prompt_that_begins_like_it(tmp_path, dtype, backend):
     """It comes first, and a page that it shares holds numbers only in part; a later job reads what it leaves."""
     shutil.copytree(RANDOM_MODEL, tmp_path / "model")
@@ -387,6 +399,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.all  # make test: tests/kv_store/test_kv_failures.py
 @pytest.mark.parametrize("layout", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_a_full_disk_is_told_once_and_the_job_goes_on(job_folder, small_disk, layout):
     ended, run = run_job(job_folder.path, "full", store=small_disk / "store", layout=layout, persist="all")
@@ -397,6 +410,7 @@ def test_a_full_disk_is_told_once_and_the_job_goes_on(job_folder, small_disk, la
     assert "what it holds is still read; free space there or set a lower kv.max_bytes" in told[0]
 
 
+@pytest.mark.all  # make test: tests/kv_store/test_kv_failures.py
 def test_a_folder_that_cannot_be_written_is_told_once(job_folder, small_disk):
     remount(small_disk, "ro")
     ended, run = run_job(job_folder.path, "readonly", store=small_disk / "store", layout="2", persist="all")
@@ -406,6 +420,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(job_folder, small_disk):
     assert "Read-only file system" in warnings(ended)[0]
 
 
+@pytest.mark.all  # make test: tests/kv_store/test_kv_failures.py
 def test_a_file_in_place_of_the_folder_is_told_once(job_folder, tmp_path):
     (tmp_path / "store").write_text("not a folder")
     ended, run = run_job(job_folder.path, "file", store=tmp_path / "store", persist="all")
@@ -415,6 +430,7 @@ def test_a_file_in_place_of_the_folder_is_told_once(job_folder, tmp_path):
     assert str(tmp_path / "store") in warnings(ended)[0]
 
 
+@pytest.mark.all  # make test: test_kv_failures
 def test_a_store_that_is_deleted_while_it_is_used_is_told_at_most_once_per_failure(job_folder, copied_store):
     store = copied_store
     job = write_job(
@@ -435,6 +451,7 @@ def test_a_store_that_is_deleted_while_it_is_used_is_told_at_most_once_per_failu
     assert len(warnings(ended)) <= 1
 
 
+@pytest.mark.all  # make test: tests/kv_store/test_kv_trust.py
 def test_the_files_are_the_owner_s_alone(filled):
     for folder, _, names in os.walk(filled.store):
         assert os.stat(folder).st_mode & 0o077 == 0

@@ -33,6 +33,7 @@ MATRIX_KERNELS = {"_product", "_attend_part", "_attend_tile", "_part_of_logits",
 interpreted = pytest.mark.skipif(not probe.interprets(), reason="Triton is not interpreted: it runs on the GPU here")
 
 
+@pytest.mark.all  # make test: logits, below
 @needs_triton
 @interpreted
 def test_the_sample_model_answers_as_with_the_reference(tmp_path):
@@ -51,6 +52,7 @@ def test_the_sample_model_answers_as_with_the_reference(tmp_path):
     assert answers(tmp_path / "triton") == answers(tmp_path / "reference")
 
 
+@pytest.mark.all  # make test: each operation, in tests/kernels/test_triton_*
 @needs_triton
 @interpreted
 def test_a_request_has_the_same_logits_alone_as_among_others(tmp_path):
@@ -107,6 +109,7 @@ def logits_of(prompt, folder=RANDOM_MODEL, **options):
 PLAIN = {"cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely"}
 
 
+@pytest.mark.all  # make test: logits, above
 @needs_triton
 def test_triton_by_name_is_triton_for_every_operation():
     chosen = Ops.select("triton", torch.bfloat16, device=DEVICE)
@@ -193,6 +196,7 @@ def test_no_kernel_is_refused_because_a_number_is_one(compiled):
         assert not kernel["refused_ones"], kernel
 
 
+@pytest.mark.all  # make test: test_no_kernel_is_refused_because_a_number_is_one
 @needs_triton
 def test_every_kernel_compiles_for_hopper_at_the_shapes_of_v3(compiled):
     assert len({kernel["name"] for kernel in compiled}) >= 20
@@ -220,6 +224,7 @@ def test_every_kernel_compiles_for_hopper_at_the_shapes_of_v3(compiled):
     assert shapes[True] == {"m64n256k16"}  # of the vocabulary
 
 
+@pytest.mark.all  # make test: test_no_kernel_is_refused_because_a_number_is_one
 @needs_triton
 def test_no_kernel_takes_more_of_a_gpu_than_is_written_down(compiled):
     """Registers, stack, shared memory and instructions, by the version of Triton."""
@@ -230,6 +235,7 @@ def test_no_kernel_takes_more_of_a_gpu_than_is_written_down(compiled):
     assert not sentences, "\n".join([*sentences, f"if that is meant: {COMMAND}"])
 
 
+@pytest.mark.all  # make test: test_no_kernel_is_refused_because_a_number_is_one
 def test_a_kernel_that_got_worse_is_named_with_both_numbers():
     before = {"registers": 100, "stack_bytes": 0, "shared_bytes": 1024, "instructions": 500}
     recorded = {"_same()": before, "_spills()": before, "_longer()": before, "_gone()": before}

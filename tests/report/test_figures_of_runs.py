@@ -63,15 +63,23 @@ class Case:
 CASES = [
     Case("one rank", {}),
     Case("two ranks", {"prefill_ranks": 2}, 2, 2),
-    Case("apart 1 + 1", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}),
     Case("apart 1 + 2", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 2}, 1, 2),
-    Case("apart 2 + 1", {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 1}, 2, 1),
     Case("tight", {"page_bytes": "least"}),
     Case("killed", {"decode_requests": 3}, is_killed=True),
 ]
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+MORE_CASES = [  # make test: two ranks, and one apart from two
+    Case("apart 1 + 1", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}),
+    Case("apart 2 + 1", {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 1}, 2, 1),
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*CASES, *(pytest.param(case, marks=pytest.mark.all) for case in MORE_CASES)],
+    ids=lambda case: case.name,
+)
 def ran(request, tmp_path_factory):
     """A finished run and its report."""
     case, folder = request.param, tmp_path_factory.mktemp("run")

@@ -124,7 +124,7 @@ def run_of(tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module", params=["shared", "gloo"])
+@pytest.fixture(scope="module", params=["shared", pytest.param("gloo", marks=pytest.mark.all)])  # make test: shared
 def paired(request, run_of):
     """The run folder of two ranks whose micro-batches run in turn."""
     return run_of(request.param, "--trace", prefill_ranks=2, overlap=True, exchange=request.param)

@@ -220,6 +220,7 @@ def test_a_request_alone_takes_one_prefill_step_and_one_decode_step_per_further_
     assert history.finished_s[0] - history.first_token_s[0] == pytest.approx(10 * decode.seconds, rel=0.01)
 
 
+@pytest.mark.all  # make test: every request ends after it came
 def test_less_kv_memory_means_more_time_and_never_more_than_fits():
     work = described()
     roomy = simulate(work, small_cluster())
@@ -246,6 +247,7 @@ def test_steady_state_is_what_full_units_do():
     assert history.decode_busy_s == pytest.approx(full_s, rel=0.15)
 
 
+@pytest.mark.all  # make test: every request ends after it came
 @pytest.mark.parametrize("arrival", ["at once", "day"])
 def test_events_grow_no_faster_than_requests(arrival):
     few, many = (
@@ -279,6 +281,7 @@ def rater(work, gpu=H800):
     )
 
 
+@pytest.mark.all  # make test: simulate as a table, with the cheapest size
 def test_the_cheapest_is_at_least_as_cheap_as_any_size_named():
     work = described(prompt_spread=0.0)
     small = rater(work)

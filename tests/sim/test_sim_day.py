@@ -42,6 +42,7 @@ def test_what_was_read_off_the_charts_is_what_the_text_states():
     assert sum(load_spec(SPEC).day.load_by_hour) == pytest.approx(PUBLISHED_INCOME, rel=0.001)
 
 
+@pytest.mark.all  # make test: a day as a table, below
 def test_the_published_days_nodes_follow_from_its_load(day):
     ours, theirs = day["nodes_by_hour"], published_by_hour()
     print(

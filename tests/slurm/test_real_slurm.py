@@ -41,7 +41,10 @@ __all__ = ["small_disk"]
 
 ROWS = (25, 20, 19)
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.usefixtures("cluster"),
+]  # make test: test_submit and test_goal
 
 
 @pytest.fixture(scope="module")

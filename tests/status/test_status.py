@@ -118,6 +118,7 @@ def test_while_somebody_works(planned, monkeypatch):
     assert status(planned)["activity"] == "computed"
 
 
+@pytest.mark.all  # make test: test_damaged_statistics
 def test_statistics_that_are_damaged_or_have_just_gone_leave_a_status(reference, planned):
     steps = planned / "stats" / "steps"
     steps.mkdir(parents=True)
@@ -205,7 +206,7 @@ def test_status_retry_and_cancel_start_without_torch(reference):
         assert done.returncode == 0, command
 
 
-@pytest.mark.parametrize("finished", [False, True])
+@pytest.mark.parametrize("finished", [False, pytest.param(True, marks=pytest.mark.all)])  # make test: unfinished
 def test_retry_computes_failed_rows_and_no_others(reference, planned, finished):
     assert batchinfer("work", planned, "--set", "cluster.commit_seconds=30").code == 0
     failed = fail_some(planned, 3)
@@ -234,6 +235,7 @@ def test_retry_computes_failed_rows_and_no_others(reference, planned, finished):
     assert output_bytes(planned) == reference[1]
 
 
+@pytest.mark.all  # make test: retry computes failed rows, above
 def test_retry_leaves_units_alone_that_somebody_works_on(planned):
     assert batchinfer("work", planned, "--set", "cluster.commit_seconds=30").code == 0
     fail_some(planned, 1)
@@ -246,6 +248,7 @@ def test_retry_leaves_units_alone_that_somebody_works_on(planned):
     assert "1 failed requests in 1 units" in batchinfer("retry", planned).out
 
 
+@pytest.mark.all  # make test: retry computes failed rows, above
 def test_retry_waits_for_a_finish(planned):
     with open(planned / "plan.lock", "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -118,6 +118,7 @@ def expect_outputs(run: RunDir, reference: Any, cluster: Cluster) -> None:
 BOTH = pytest.mark.parametrize("cluster", ["simulated", pytest.param("real", marks=pytest.mark.slow)], indirect=True)
 
 
+@pytest.mark.all  # make test: manifests, below; test_resume's killed controllers
 @BOTH
 def test_pods_that_are_killed_or_drained_start_again_and_change_nothing(submit, reference, cluster):
     run = submit("--array", "3")

@@ -206,6 +206,7 @@ def test_a_killed_plan_leaves_nothing_behind_once_it_is_made_again(tmp_path):
     assert len(pq.read_table(folder / "requests.parquet")) == 5
 
 
+@pytest.mark.all  # make test: any memory, above
 def test_three_hundred_thousand_prompts_are_planned_without_holding_their_tokens(tmp_path, capsys):
     run, _ = write_tokens(tmp_path / "run", few_shot_prompts(300_000))
     found, tables = {}, set()

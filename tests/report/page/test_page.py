@@ -309,6 +309,7 @@ def pages(day, real_run, tmp_path_factory) -> dict[str, str]:
     return {file.stem: file.as_uri() for file in folder.iterdir()}
 
 
+@pytest.mark.system  # make test: its text, above
 @pytest.mark.parametrize("name", ["day", "real", "both"])
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (375, True)])
 def test_the_page_in_a_browser(browser: Browser, pages, name, width, dark):
@@ -343,6 +344,7 @@ def test_the_page_in_a_browser(browser: Browser, pages, name, width, dark):
     assert browser.evaluate("document.querySelectorAll('table caption').length") >= 8
 
 
+@pytest.mark.system  # make test: its text, above
 def test_every_picture_is_there(browser: Browser, pages):
     browser.open(pages["day"])
     charts_there = browser.evaluate("[...document.querySelectorAll('svg.chart')].map(s => s.id || s.firstChild.id)")
@@ -360,6 +362,7 @@ def test_every_picture_is_there(browser: Browser, pages):
     assert browser.evaluate("document.querySelectorAll('svg rect.s4').length") >= 24  # a cost column an hour
 
 
+@pytest.mark.system  # make test: its text, above
 def test_the_page_shows_the_figures_of_the_run(browser: Browser, pages, real_run):
     browser.open(pages["real"])
     metrics = read_report(real_run).values
@@ -372,6 +375,7 @@ def test_the_page_shows_the_figures_of_the_run(browser: Browser, pages, real_run
         assert any(row.startswith(f"{figure.key}\t") for row in rows), figure.key
 
 
+@pytest.mark.system  # make test: its text, above
 def test_a_table_opens_without_a_script(browser: Browser, pages):
     browser.open(pages["day"])
     shown = "document.querySelector('details table').checkVisibility()"
@@ -393,6 +397,7 @@ UNREADABLE = """
 """
 
 
+@pytest.mark.system  # make test: its text, above
 @pytest.mark.parametrize("domain", ["", ".gpu.cluster.example.org"])
 @pytest.mark.parametrize("width", [1200, 375])
 def test_names_of_nodes_have_room(browser: Browser, tmp_path, domain, width):
@@ -414,6 +419,7 @@ def test_names_of_nodes_have_room(browser: Browser, tmp_path, domain, width):
     assert f"node063{domain} · 1" in browser.evaluate("document.body.textContent")
 
 
+@pytest.mark.system  # make test: its text, above
 def test_a_printed_page_has_all_rows_of_its_tables_and_the_colours_of_its_legends(browser: Browser, pages):
     browser.open(pages["day"])
     hidden = "[...document.querySelectorAll('.scroll')].filter(s => s.scrollHeight > s.clientHeight + 1).length"
