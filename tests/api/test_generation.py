@@ -18,6 +18,7 @@ from support.hostile import model_folder
 from support.jobs import batchinfer as command
 from support.jobs import output_bytes, question, write_job
 from support.paths import RANDOM_MODEL, ROOT
+from support.tiers import first_in_make_test
 
 SETTINGS = {"model": RANDOM_MODEL, "dtype": "float32", "max_tokens": 8}
 TEXTS = [question(number) for number in range(5)]
@@ -83,6 +84,7 @@ def test_a_row_that_cannot_be_answered_is_an_error_row_at_its_place():
     assert "token" in rows[1, 0]["error"]
 
 
+@pytest.mark.all  # make test: tests/data/test_row_prompts.py
 def test_variables_and_tools_may_hold_none(tmp_path):
     """The template writes them as transformers' does: as null."""
     template = "{{ bos_token }}{{ day is none }}{{ tools | tojson }}{{ messages[0].content }}"
@@ -140,7 +142,7 @@ def test_a_dataset_of_hugging_face_has_the_rows_that_it_shows():
         prompts.reader_of(datasets.DatasetDict({"train": shown}), {}, set())
 
 
-@pytest.mark.parametrize("kind", ["table", "reader", "dataset", "pandas", "polars"])
+@pytest.mark.parametrize("kind", first_in_make_test(["table", "reader", "dataset", "pandas", "polars"]))
 def test_tables_come_as_anybody_has_them(kind, tmp_path):
     table = table_of(task=[1] * 5)
     if kind == "dataset":
@@ -160,6 +162,7 @@ def test_tables_come_as_anybody_has_them(kind, tmp_path):
     assert (ended.code, "5 in, 5 out, 0 bad" in ended.out) == (0, True), ended.err
 
 
+@pytest.mark.all  # make test: tests/data/test_row_prompts.py
 def test_a_template_has_the_texts_of_a_list_as_its_prompt():
     templated = batchinfer.generate(["ferry", "baker"], input={"template": "The {{ prompt }}"}, **SETTINGS)
     assert templated.equals(batchinfer.generate(["The ferry", "The baker"], **SETTINGS))
@@ -182,6 +185,7 @@ def test_a_row_that_is_no_utf8_is_an_error_row():
     assert [row["error"] for row in found] == ["prompt is not valid UTF-8", None]
 
 
+@pytest.mark.all  # make test: tests/data/test_choice_columns.py
 def test_rows_with_choices_come_whole():
     table = pa.table({"prompt": ["2 plus 3 is", "The ferry"], "choices": [[" 5", " 6"], [" sails", " 7", ""]]})
     settings = {**SETTINGS, "max_tokens": 0, "input": {"choices": "choices"}}

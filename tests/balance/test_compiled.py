@@ -8,6 +8,8 @@ from functools import partial
 
 import pytest
 
+from support.tiers import first_in_make_test
+
 SOURCE = """
 from batchinfer.balance.compiled import compiled
 
@@ -48,7 +50,7 @@ def test_code_is_not_taken_from_a_folder_that_others_may_write(tmp_path, spoil):
     assert "choose another NUMBA_CACHE_DIR" in said
 
 
-@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+@pytest.mark.parametrize("kind", first_in_make_test(["nbi", "nbc"]))
 @pytest.mark.parametrize("num_bytes", [0, 100])
 def test_a_damaged_file_of_code_is_written_again(tmp_path, kind, num_bytes):
     folder, _ = kept_in(tmp_path)

@@ -19,6 +19,7 @@ from batchinfer_kernels.cpu.build import instructions
 from batchinfer_kernels.row_survey import DTYPES
 from support.jobs import batchinfer, start, write_job, write_questions, write_shard
 from support.paths import RANDOM_MODEL
+from support.tiers import first_in_make_test
 
 COMMANDS = (
     "init", "ask", "peek", "plan", "work", "finish", "run", "report", "price", "simulate", "schema", "doctor", "kv"
@@ -227,6 +228,7 @@ def test_a_reader_that_leaves_early_sees_no_traceback():
     process.wait(timeout=60)
 
 
+@pytest.mark.all  # make test: a console of the locale C, below
 def test_a_console_that_is_not_utf_8_gets_what_it_can_show(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
     out, err = (process := start("--help")).communicate(timeout=100)
@@ -234,7 +236,10 @@ def test_a_console_that_is_not_utf_8_gets_what_it_can_show(monkeypatch):
     assert 'batchinfer report RUN --sql "SELECT \\u2026"' in out
 
 
-@pytest.mark.parametrize(("encoding", "shown"), [("ascii:surrogateescape", "\\u2500"), ("utf-8:surrogateescape", "─")])
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    first_in_make_test([("ascii:surrogateescape", "\\u2500"), ("utf-8:surrogateescape", "─")]),
+)
 def test_a_console_of_the_locale_c_is_one_that_lacks_characters(monkeypatch, encoding, shown):
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     show = "print('\u2500', file=stream(Output, sys.stdout))"
@@ -276,13 +281,16 @@ os.rmdir(os.getcwd())
 
 @pytest.mark.parametrize(
     ("lack", "said"),
-    [
-        ("processes", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
-        ("threads", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
-        ("memory", r"(no more memory can be allocated|no more .*) \(.*`ulimit -v` .*\d+.*\); raise that limit.*"),
-        ("temporary files", r"no folder for temporary files can be written; set TMPDIR to one that can"),
-        ("working folder", r"the working folder was deleted; `cd` to one that exists"),
-    ],
+    first_in_make_test(
+        [
+            ("processes", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
+            ("threads", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
+            ("memory", r"(no more memory can be allocated|no more .*) \(.*`ulimit -v` .*\d+.*\); raise that limit.*"),
+            ("temporary files", r"no folder for temporary files can be written; set TMPDIR to one that can"),
+            ("working folder", r"the working folder was deleted; `cd` to one that exists"),
+        ],
+        2,
+    ),
 )
 def test_what_a_machine_does_not_give_is_one_sentence(tmp_path, lack, said):
     write_questions(tmp_path / "prompts", (3,))
@@ -333,7 +341,7 @@ print(cache_folder(), build._cache_folder(), user_cache_dir())
     assert done.stdout.split() == [f"{own}/batchinfer/weights", f"{own}/batchinfer/kernels", str(own)]
 
 
-@pytest.mark.parametrize("num_threads", ["0", "many"])
+@pytest.mark.parametrize("num_threads", first_in_make_test(["0", "many"]))
 def test_a_number_of_threads_for_numba_changes_nothing(num_threads):
     text = "from batchinfer import own_process as own; own.configure_interpreter(); import batchinfer.balance.compiled"
     variables = {**os.environ, "NUMBA_NUM_THREADS": num_threads}
@@ -366,7 +374,7 @@ def test_a_run_does_not_depend_on_its_log(tmp_path, log):
     assert "output rows" in done.stdout
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("stream", first_in_make_test(["stdout", "stderr"]))
 def test_a_stream_that_another_program_has_made_one_that_does_not_wait_is_waited_for(stream):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -425,6 +433,7 @@ def test_the_program_ends_with_what_the_command_ends_with(ending, code, said):
     assert (done.returncode, done.stdout, done.stderr) == (code, "out\n", said)
 
 
+@pytest.mark.all  # make test: what the program ends with, above
 def test_the_program_ends_whatever_its_threads_wait_for():
     waits = "import threading; threading.Thread(target=threading.Event().wait).start()"
     text = (
@@ -452,7 +461,10 @@ program()
 
 
 @pytest.mark.parametrize(
-    "module", ["batchinfer.own_process", "batchinfer.records", "batchinfer.launch.rank_process", "batchinfer.cli"]
+    "module",
+    first_in_make_test(
+        ["batchinfer.own_process", "batchinfer.records", "batchinfer.launch.rank_process", "batchinfer.cli"]
+    ),
 )
 def test_an_interrupt_while_modules_are_imported_is_one_sentence(module):
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, "run", module]
@@ -460,6 +472,7 @@ def test_an_interrupt_while_modules_are_imported_is_one_sentence(module):
     assert (done.returncode, done.stderr) == (75, "stopped by SIGINT; run the same command to go on\n")
 
 
+@pytest.mark.all  # make test: while modules are imported, above
 def test_an_interrupt_of_which_python_makes_another_error_is_one_sentence():
     """Python 3.11 does, in the body of a class."""
     text = "from batchinfer import cli, program; cli.main = lambda *processes: exec(WRAPPED); program.program()"
@@ -469,6 +482,7 @@ def test_an_interrupt_of_which_python_makes_another_error_is_one_sentence():
     assert (done.returncode, done.stderr) == (75, "stopped by SIGINT; run the same command to go on\n")
 
 
+@pytest.mark.all  # make test: an interrupt while modules are imported, above
 def test_a_signal_while_duckdb_is_imported_comes_afterwards(tmp_path):
     """DuckDB calls Python while it is imported, and ends the process if that raises."""
     write_questions(tmp_path / "prompts", (3,))
@@ -519,7 +533,7 @@ def test_no_process_of_a_run_imports_pandas(tmp_path, monkeypatch):
     assert not list(seen.iterdir())
 
 
-@pytest.mark.parametrize("command", ["run", "ask"])
+@pytest.mark.parametrize("command", first_in_make_test(["run", "ask"]))
 def test_nothing_in_the_working_folder_is_executed(tmp_path, monkeypatch, command):
     """A folder of data may contain files with the names of modules."""
     write_questions(tmp_path / "prompts", (3,))
@@ -546,6 +560,7 @@ def test_nothing_in_the_working_folder_is_executed(tmp_path, monkeypatch, comman
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.all  # make test: while modules are imported, above
 def test_an_error_that_a_library_makes_of_an_interrupt_is_an_interrupt():
     text = """
 import os, signal

@@ -74,6 +74,7 @@ def test_ask_prints_the_answer_and_nothing_else(tmp_path, monkeypatch):
     assert list(tmp_path.glob("batchinfer-ask-*")) == []
 
 
+@pytest.mark.all  # make test: ask prints the answer, above
 def test_ask_shows_on_a_terminal_what_it_is_at_and_takes_it_away(tmp_path):
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
@@ -102,6 +103,7 @@ def test_ask_ends_with_a_sentence_where_the_model_cannot_answer(tmp_path):
     assert asked.out == ""
 
 
+@pytest.mark.all  # make test: ask prints the answer, above
 def test_ask_tells_what_a_run_warns_of(tmp_path):
     model = shutil.copytree(SAMPLE_MODEL, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())

@@ -71,6 +71,7 @@ def test_follow_prints_every_answer_once_while_others_work(tmp_path):
     assert "10 of 10 requests are answered" in err
 
 
+@pytest.mark.all  # make test: follow, above
 def test_follow_ends_with_a_signal(worked, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(worked.parent / "run", run)

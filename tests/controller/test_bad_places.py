@@ -11,6 +11,7 @@ import pytest
 from support.faults import MIXED, ended, wait_until
 from support.jobs import Ended, batchinfer, output_bytes, question, start, write_job, write_questions, write_shard
 from support.small_disks import SmallDisk, small_disk
+from support.tiers import first_in_make_test
 
 __all__ = ["small_disk"]
 
@@ -40,7 +41,7 @@ def expect_sentence(done: Ended, *words: str, code: int = 2) -> None:
         assert word in last
 
 
-@pytest.mark.parametrize("free_kib", [0, 24])
+@pytest.mark.parametrize("free_kib", first_in_make_test([0, 24]))
 def test_a_disk_that_is_full_while_working(calm, small_disk: SmallDisk, free_kib):
     job, expected = calm
     run = shutil.copytree(job.parent / "planned", small_disk.folder / "run")

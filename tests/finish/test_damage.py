@@ -18,6 +18,7 @@ from batchinfer.rundir import RunDir, read_state
 from support.damage import KINDS, damaged_copy, expect_equal_or_named, flip_bit, make_computed_run_with_outputs
 from support.faults import UNIT_TOKENS
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
+from support.tiers import first_in_make_test
 
 NUM_FLIPS, NUM_QUICK = 60, 30
 NUM_REPAIRED = 15  # of each other kind, with the commands that the sentence names
@@ -44,7 +45,7 @@ def test_a_flipped_bit_is_found_or_changes_nothing(computed, number):
     expect_equal_or_named(target, expected, repair=number % 6 == 0)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", first_in_make_test(KINDS, 5), ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     "number",
     [pytest.param(number, marks=[pytest.mark.slow] * (number > 0)) for number in range(NUM_REPAIRED // len(KINDS))],

@@ -91,6 +91,7 @@ def test_the_card_says_where_the_data_are_what_they_hold_and_how_they_were_made(
     assert str(finished.parent) not in text
 
 
+@pytest.mark.all  # make test: the card and the data, above
 def test_datasets_reads_the_folder(finished):
     if importlib.util.find_spec("datasets") is None:
         pytest.skip("the package datasets is not installed")

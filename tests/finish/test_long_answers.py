@@ -21,6 +21,7 @@ from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from support.damage import make_computed_run
 from support.jobs import batchinfer, output_bytes, outputs, question, write_job, write_shard
+from support.tiers import first_in_make_test
 
 FORMS = ("parquet", "jsonl", "openai")
 
@@ -51,7 +52,7 @@ def finish(computed, target, form):
     return output_bytes(target), pq.read_table(target / "stats" / "requests.parquet")
 
 
-@pytest.mark.parametrize(("form", "long_bytes"), [*itertools.product(FORMS, (0, 150))])
+@pytest.mark.parametrize(("form", "long_bytes"), first_in_make_test([*itertools.product(FORMS, (0, 150))], 2))
 def test_outputs_are_the_same_wherever_answers_wait(computed, tmp_path, monkeypatch, form, long_bytes):
     plain_files, plain_stats = finish(computed, tmp_path / "plain", form)
     written = []

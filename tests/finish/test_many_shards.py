@@ -9,6 +9,7 @@ import pytest
 from batchinfer.finish import finish
 from batchinfer.finish import outputs as outputs_module
 from support.jobs import batchinfer, outputs, question, write_job, write_shard
+from support.tiers import first_in_make_test
 
 COUNTS = (2, 0, 3, 1, 0, 4)  # rows of each shard
 BAD = 3  # the shard whose first row is bad
@@ -30,7 +31,7 @@ def job(tmp_path_factory):
     return job
 
 
-@pytest.mark.parametrize("form", ["parquet", "jsonl", "openai"])
+@pytest.mark.parametrize("form", first_in_make_test(["parquet", "jsonl", "openai"]))
 def test_each_small_shard_has_its_rows_in_order(job, monkeypatch, form):
     asked = []
     plain = outputs_module.output_rows

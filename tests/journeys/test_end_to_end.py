@@ -64,6 +64,7 @@ def test_messages_go_through_the_chat_template_and_bad_ones_do_not_stop_the_othe
     assert rows[0]["text"] == rows[4]["text"]
 
 
+@pytest.mark.all  # make test: tests/model/test_against_transformers.py
 def test_ready_token_ids_run_as_they_are(tmp_path):
     token_ids = [[5, 6, 7], None, [5, 10**6], [], [5, 6, 7, 8]]
     write_shard(tmp_path / "prompts" / "a.parquet", {"token_ids": pa.array(token_ids, pa.list_(pa.int64()))})
@@ -184,6 +185,7 @@ def test_a_rows_draws_do_not_depend_on_the_other_rows(tmp_path):
     assert all(len(item["top"]) == 3 for item in single["logprobs"])
 
 
+@pytest.mark.all  # make test: test_cluster, whose rows have settings of their own
 def test_rows_may_override_sampling(tmp_path):
     kind = pa.struct([("max_tokens", pa.int32()), ("temperature", pa.float64()), ("stop", pa.list_(pa.string()))])
     overrides = [{"max_tokens": 2}, None, {"temperature": -1.0}, {"temperature": 1.0, "max_tokens": 3}]
@@ -217,6 +219,7 @@ def test_a_page_budget_below_the_largest_row_is_refused_while_planning(questions
     assert batchinfer("run", enough).code == 0
 
 
+@pytest.mark.all  # make test: test_cluster's ways to end
 def test_a_row_that_reaches_the_window_ends_with_length_and_a_warning(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"token_ids": [[9] * 2040]})
     job = write_job(

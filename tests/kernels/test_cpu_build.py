@@ -266,6 +266,7 @@ def test_a_build_that_failed_while_others_waited_is_not_tried_again(tmp_path, mo
     assert build.library().exists()
 
 
+@pytest.mark.all  # make test: processes that start at once, above
 @pytest.mark.usefixtures("supported")
 def test_a_build_that_was_killed_leaves_nothing_in_the_way(tmp_path):
     slow = start(MAKE, tmp_path, CXX=write_compiler(tmp_path, SLOW.format(tmp_path)))
@@ -303,6 +304,7 @@ def test_a_name_of_a_compiler_that_is_no_command_is_the_reason(tmp_path):
     assert said == "CXX is g++ '-O2, which is no command: No closing quotation"
 
 
+@pytest.mark.all  # make test: a name that is no command, above
 def test_a_compiler_that_is_none_is_the_reason(tmp_path):
     path = tmp_path / "compiler"
     path.write_bytes(b"\x7fELF")

@@ -18,6 +18,7 @@ from batchinfer_kernels.cpu.instructions import FOR_X86, slowest
 from support import carried_out
 from support.instructions import run_code_with, variables_for
 from support.random_shapes import DTYPES, computed, make_model, make_prompts
+from support.tiers import first_in_make_test
 
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))]
 PROCESS_SEEDS = [range(3), pytest.param(range(3, 6), marks=pytest.mark.slow)]
@@ -114,10 +115,12 @@ BUILT_ANYWAY = ("amx", "avx512", "amx-plain")
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(known.name, marks=() if known.name in BUILT_ANYWAY else pytest.mark.slow)
-        for known in build.INSTRUCTION_SETS
-    ],
+    first_in_make_test(
+        [
+            pytest.param(known.name, marks=() if known.name in BUILT_ANYWAY else pytest.mark.slow)
+            for known in build.INSTRUCTION_SETS
+        ]
+    ),
 )
 def test_all_instruction_sets_compute_the_same_bits(name, results):
     (chosen,) = [known for known in build.INSTRUCTION_SETS if known.name == name]

@@ -10,6 +10,7 @@ from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.triton import ops, router, tiles
 from support.placed_rows import in_tiles
+from support.tiers import first_in_make_test
 from support.triton_device import DEVICE, TOLERANCE, calc_diff, needs_triton, random, relative_error
 
 pytestmark = needs_triton
@@ -39,7 +40,7 @@ def swiglu(x, gate_up, down, rounded=lambda x: x):
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_in", "num_out"), [(131, 1, 1), (131, 33, 70), (131, 200, 150), (4, 128, 2100)]
+    ("num_rows", "num_in", "num_out"), first_in_make_test([(131, 1, 1), (131, 33, 70), (131, 200, 150), (4, 128, 2100)])
 )
 def test_a_product_is_close_to_float64_and_keeps_its_bits(num_rows, num_in, num_out):
     x, weight = random(num_rows, num_in), random(num_out, num_in, seed=1)
@@ -146,7 +147,7 @@ def exact_experts(x, num_rows, gate_up, down):
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("is_fp8", first_in_make_test([False, True], 2))
 @pytest.mark.parametrize(
     ("num_rows", "hidden", "width"),
     [([3, 0, 65, 1, 4], 300, 200), ([0, 0, 0, 0, 131], 40, 24), ([0, 0, 0, 0, 0], 40, 24)],

@@ -17,6 +17,7 @@ from batchinfer.kv_store.writer import Writer
 from support.kv_stores import BIG, IDENTITY, block_files, chain_of, content_of, open_store, read_intact, write_chain
 from support.other_user import NOBODY, as_user, give_away
 from support.small_disks import remount
+from support.tiers import first_in_make_test
 
 
 @contextmanager
@@ -61,6 +62,7 @@ def test_a_full_disk_ends_writing_and_leaves_reading_on(tmp_path):
             assert writer.put(chains[-1], 0, content_of(chains[-1], BIG)) == 0
 
 
+@pytest.mark.all  # make test: a full disk, above
 def test_a_disk_that_fills_up_behind_the_computation_is_told_too(tmp_path):
     with mounted(tmp_path / "small", "size=1m") as folder, closing(open_store(folder / "kv", BIG)) as store:
         chain = chain_of(*map(str, range(12)), identity=BIG)
@@ -111,6 +113,7 @@ def test_a_disk_that_becomes_read_only_while_it_is_used(tmp_path):
         remount(folder, "rw")
 
 
+@pytest.mark.all  # make test: a read-only folder, above
 def test_damage_on_a_read_only_disk_is_not_served_either(tmp_path):
     with mounted(tmp_path / "disk", "size=8m") as folder, closing(open_store(folder / "kv")) as store:
         write_chain(store, chain_of("a"))
@@ -124,7 +127,7 @@ def test_damage_on_a_read_only_disk_is_not_served_either(tmp_path):
         remount(folder, "rw")
 
 
-@pytest.mark.parametrize("first", ["read", "write", "refresh", "background"])
+@pytest.mark.parametrize("first", first_in_make_test(["read", "write", "refresh", "background"], 2))
 def test_a_folder_that_is_deleted_while_it_is_used(tmp_path, monkeypatch, first):
     monkeypatch.setattr(disk, "TEND_S", 0.05 if first == "background" else 60.0)
     with closing(open_store(tmp_path / "kv")) as store:

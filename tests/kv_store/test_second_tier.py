@@ -15,6 +15,7 @@ from support.faulty_store import Faults, faulty_store
 from support.jobs import answers, batchinfer, write_job, write_questions
 from support.kv_stores import FILE_BYTES, IDENTITY, block_files, chain_of, open_store, read_intact, write_chain
 from support.s3_servers import server_with
+from support.tiers import first_in_make_test
 
 pytest.importorskip("obstore")
 
@@ -99,7 +100,7 @@ def test_threads_that_want_one_file_fetch_it_once(nodes):
     assert second.counters.fetched_files == 1
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "another file's"])
+@pytest.mark.parametrize("damage", first_in_make_test(["flip", "cut", "empty", "another file's"]))
 def test_a_damaged_object_is_set_aside_and_put_anew(nodes, server, damage):
     write_chain(nodes.open("a"), CHAINS[0])
     write_chain(nodes.open("a2"), chain_of("other"))

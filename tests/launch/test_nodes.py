@@ -27,6 +27,7 @@ from support.faults import LONG, SLOW
 from support.faulty_store import Faults, faulty_store
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.s3_servers import SERVERS, running
+from support.tiers import first_in_make_test
 
 CAN_RENAME = subprocess.run(["unshare", "--uts", "true"], check=False, capture_output=True).returncode == 0
 NEEDS_ROOT = pytest.mark.skipif(not CAN_RENAME, reason="needs root (unshare)")
@@ -259,6 +260,7 @@ class InBucket:
         return {name: data for name, data in found.items() if name.startswith("outputs/")}
 
 
+@pytest.mark.all  # make test: two nodes, and test_second_tier's bucket
 @pytest.mark.parametrize(
     ("cluster", "other_hosts"),
     [
@@ -311,13 +313,16 @@ def says(monkeypatch, name_means, leaves_from):
 
 @pytest.mark.parametrize(
     ("name_means", "leaves_from", "expected"),
-    [
-        ({V4: "192.0.2.7", V6: "2001:db8::7"}, {V4: "192.0.2.8"}, "192.0.2.7"),
-        ({V4: "127.0.1.1"}, {V4: "192.0.2.8", V6: "2001:db8::8"}, "192.0.2.8"),
-        ({V4: "127.0.1.1", V6: "2001:db8::7"}, {}, "2001:db8::7"),
-        ({V4: "127.0.1.1", V6: "::1"}, {V6: "2001:db8::8"}, "2001:db8::8"),
-        ({V6: "fe80::1%eth0"}, {V6: "2001:db8::8"}, "2001:db8::8"),
-    ],
+    first_in_make_test(
+        [
+            ({V4: "192.0.2.7", V6: "2001:db8::7"}, {V4: "192.0.2.8"}, "192.0.2.7"),
+            ({V4: "127.0.1.1"}, {V4: "192.0.2.8", V6: "2001:db8::8"}, "192.0.2.8"),
+            ({V4: "127.0.1.1", V6: "2001:db8::7"}, {}, "2001:db8::7"),
+            ({V4: "127.0.1.1", V6: "::1"}, {V6: "2001:db8::8"}, "2001:db8::8"),
+            ({V6: "fe80::1%eth0"}, {V6: "2001:db8::8"}, "2001:db8::8"),
+        ],
+        2,
+    ),
 )
 def test_the_address_that_other_hosts_call_is_one_they_can_reach(monkeypatch, name_means, leaves_from, expected):
     says(monkeypatch, name_means, leaves_from)

@@ -14,6 +14,7 @@ from launch.test_nodes import NEEDS_ROOT, ended, start_nodes
 from support.faults import SLOW, descendants
 from support.jobs import batchinfer, output_bytes, start, write_job, write_questions
 from support.strangers import AS_NOBODY, another_user, listening_ports
+from support.tiers import first_in_make_test
 
 pytestmark = AS_NOBODY
 
@@ -52,7 +53,9 @@ def test_the_ranks_of_one_host_listen_at_no_port_and_send_strangers_away(folder,
     assert output_bytes(folder / "two") == expected
 
 
-@pytest.mark.parametrize("other_hosts", [False, pytest.param(True, marks=NEEDS_ROOT)], ids=["same host", "two hosts"])
+@pytest.mark.parametrize(
+    "other_hosts", first_in_make_test([False, pytest.param(True, marks=NEEDS_ROOT)]), ids=["same host", "two hosts"]
+)
 def test_strangers_at_every_port_of_a_group_of_nodes_change_nothing(folder, job, other_hosts):
     path, expected = job
     assert batchinfer("plan", path).code == 0

@@ -464,6 +464,7 @@ def test_a_plan_says_which_part_of_a_model_of_images_runs(folder):
     assert said == has_images
 
 
+@pytest.mark.all  # make test: test_dense_models, test_cluster
 def test_any_layout_and_a_cold_and_a_warm_kv_store_give_the_answers_of_one_rank(folder):
     cluster = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2, "overlap": True, "redundant_experts": 2}
     for name in ("cold", "warm"):

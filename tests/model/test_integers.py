@@ -19,6 +19,7 @@ from support.checkpoints import make_checkpoint, read_tensors, write_tensors
 from support.jobs import answers, batchinfer, write_job, write_shard
 from support.packed_weights import AUTOROUND, AWQ, GPTQ, ONES, awq_words, gptq_words, pack_with_zeros, words
 from support.paths import RANDOM_MODEL
+from support.tiers import first_in_make_test
 
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 96, "intermediate_size": 96, "q_lora_rank": 32, "kv_lora_rank": 32}
 FORMS = {
@@ -85,7 +86,7 @@ def twins(folder, form):
     return folder / "packed", folder / "wide"
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", first_in_make_test(FORMS, 2))
 def test_answers_and_their_log_probabilities_are_those_of_the_weights_stored_wide(tmp_path, form):
     generator = torch.Generator().manual_seed(2)
     prompts = [torch.randint(0, 96, (length,), generator=generator).tolist() for length in (70, 5, 1, 33)]
@@ -107,7 +108,7 @@ def test_answers_and_their_log_probabilities_are_those_of_the_weights_stored_wid
     assert found["packed"] == found["wide"]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", first_in_make_test(FORMS, 2))
 def test_in_int4_experts_are_held_as_they_are_stored_where_they_can_be(tmp_path, form):
     packed, wide = twins(tmp_path, form)
     twin = read_tensors(wide)

@@ -115,6 +115,7 @@ def test_a_plan_refuses_what_headers_and_config_show(tmp_path, model):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.all  # make test: what a plan refuses, above
 def test_a_run_refuses_scales_that_are_no_numbers(tmp_path, model):
     tensors = read_tensors(model)
     tensors[f"{EXPERT}_scale"][3, 1] = float("nan")

@@ -22,6 +22,7 @@ from batchinfer.rundir import RunDir, read_state
 from support.damage import flip_bit, truncate
 from support.hostile import model_folder
 from support.jobs import batchinfer, write_job, write_shard
+from support.tiers import first_in_make_test
 
 PROMPTS = [f"row {number} of many" for number in range(3000)]
 
@@ -90,16 +91,19 @@ def test_nothing_is_taken_when_something_is_not_the_same(first, tmp_path, monkey
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"control_tokens": "text"},
-        {"format": "sharegpt"},
-        {"template": "{{ prompt }}"},
-        {"system": "Be brief."},
-        {"chat_template_kwargs": {"thinking": True}},
-        {"tools": "tools"},
-        {"continue_final_message": True},
-        {"choices": "choices"},
-    ],
+    first_in_make_test(
+        [
+            {"control_tokens": "text"},
+            {"format": "sharegpt"},
+            {"template": "{{ prompt }}"},
+            {"system": "Be brief."},
+            {"chat_template_kwargs": {"thinking": True}},
+            {"tools": "tools"},
+            {"continue_final_message": True},
+            {"choices": "choices"},
+        ],
+        2,
+    ),
 )
 def test_nothing_is_taken_when_prompts_are_made_in_another_way(first, tmp_path, change):
     job, run = load_job(first), RunDir(tmp_path / "run")
@@ -110,7 +114,7 @@ def test_nothing_is_taken_when_prompts_are_made_in_another_way(first, tmp_path, 
     assert EarlierTokens(FolderStorage(run), other).of(shards[0]) is None
 
 
-@pytest.mark.parametrize("kind", [flip_bit, truncate, lambda path, rng: path.unlink()])
+@pytest.mark.parametrize("kind", first_in_make_test([flip_bit, truncate, lambda path, rng: path.unlink()]))
 def test_a_damaged_token_file_is_named_and_its_rows_are_encoded_again(first, tmp_path, monkeypatch, capsys, kind):
     path = tmp_path / "run" / "tokens" / "00000.parquet"
     expected = pq.read_table(path)

@@ -26,6 +26,7 @@ from support.checkpoints import edit_config
 from support.hollow_weights import write_hollow_weights
 from support.jobs import batchinfer, start, write_job, write_questions
 from support.paths import RANDOM_MODEL
+from support.tiers import first_in_make_test
 
 EXPERT = "model.layers.1.mlp.experts.15.up_proj.weight"
 NORM = "model.layers.2.input_layernorm.weight"
@@ -73,7 +74,7 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("command", first_in_make_test(["plan", "run"]))
 @pytest.mark.parametrize("what", TENSORS)
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_written(tmp_path, model, what, command):
     edit, words = TENSORS[what]
@@ -143,7 +144,7 @@ ALWAYS_REFUSED = [
 
 
 @pytest.mark.parametrize(("cluster", "dtype", "words"), ALWAYS_REFUSED)
-@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("command", first_in_make_test(["plan", "run"]))
 def test_what_runs_on_no_machine_is_refused_by_the_plan(tmp_path, model, cluster, dtype, words, command):
     sentence = refused(command, job_of(tmp_path, cluster=cluster, model={"path": "model", "dtype": dtype}))
     for word in words:

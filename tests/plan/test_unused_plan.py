@@ -105,6 +105,7 @@ def test_a_session_that_has_been_silent_on_another_host_makes_way(planned, tmp_p
     assert not sign.exists()
 
 
+@pytest.mark.all  # make test: a silent session, above
 def test_a_killed_session_of_this_host_makes_way_at_once_and_again(planned, tmp_path):
     run = tmp_path / "run"
     for max_tokens in (3, 4):

@@ -33,6 +33,7 @@ VARIANTS = {
 }
 MORE = pytest.mark.slow  # what others show, too
 ANOTHER = pytest.mark.all  # make test: another dtype
+QUICK = ("float32", "bfloat16")  # in make test
 OFTEN = {
     "float32": {"tiny steps", "two ranks"},
     "bfloat16": {"four ranks, redundant experts", "two micro-batches"},
@@ -86,7 +87,7 @@ def most_at_once(folder):
 @pytest.mark.parametrize(
     ("dtype", "variant"),
     [
-        pytest.param(dtype, variant, marks=() if variant in OFTEN[dtype] else MORE)
+        pytest.param(dtype, variant, marks=MORE if variant not in OFTEN[dtype] else () if dtype in QUICK else ANOTHER)
         for dtype in DTYPES
         for variant in VARIANTS
     ],
@@ -148,12 +149,13 @@ def test_a_run_names_the_family_that_its_bits_belong_to(jobs):
         assert state["bit_equal"] is True
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=() if dtype in QUICK else ANOTHER) for dtype in DTYPES])
 def test_no_operation_of_a_run_falls_back(jobs, dtype):
     sql = "SELECT sum(fallback_calls)::INT AS calls FROM steps"
     assert json.loads(batchinfer("report", jobs(dtype) / "one", "--json", "--sql", sql).out)[0]["calls"] == 0
 
 
+@pytest.mark.all  # make test: no operation falls back, above
 def test_each_dtype_is_another_computation(jobs):
     assert len({str(answers(jobs(dtype) / "one")) for dtype in DTYPES}) == len(DTYPES)
 

@@ -34,6 +34,7 @@ from support.drafted import (
 from support.one_rank import Feed, run_rank
 from support.paths import RANDOM_MODEL, SAMPLE_MODEL
 from support.plain_rows import skip_unless_equal
+from support.tiers import first_in_make_test
 
 DTYPES: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32},
@@ -121,7 +122,7 @@ def test_nine_of_ten_first_guesses_are_right_on_the_sample_model(model):
     assert num_accepted >= 0.95 * (num_drafted - len(requests))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", first_in_make_test(DTYPES))
 def test_wrong_guesses_change_nothing(dtype):
     """With random weights hardly a guess is right: all that was run for it is rolled back."""
     model = Transformer.load(RANDOM_MODEL, **DTYPES[dtype], mtp=True)

@@ -24,6 +24,7 @@ from support.checkpoints import edit_config, read_tensors, write_tensors
 from support.exchanges import ThreadedMesh
 from support.jobs import answers, batchinfer, write_job, write_questions
 from support.paths import DEMO_JOB, RANDOM_MODEL
+from support.tiers import first_in_make_test
 
 POINT = 0.01
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -111,7 +112,7 @@ def test_rows_travel_in_fp8_where_all_ranks_hold_their_experts_in_fp8(tmp_path):
         assert row_format(tmp_path, [[0], [0]], **fp8) == ("bfloat16", [[False]])
 
 
-@pytest.mark.parametrize("hidden", [130, 256])
+@pytest.mark.parametrize("hidden", first_in_make_test([130, 256]))
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_experts_of_many_ranks_give_the_bits_of_one(num_ranks, hidden):
     generator, random = torch.Generator().manual_seed(0), np.random.default_rng(0)

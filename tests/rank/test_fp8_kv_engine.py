@@ -17,6 +17,7 @@ from batchinfer_kernels.cpu import build
 from batchinfer_kernels.reference import fp8_pages
 from support.jobs import answers, batchinfer, output_bytes, write_job, write_questions
 from support.paths import DEMO_JOB, RANDOM_MODEL
+from support.tiers import first_in_make_test
 
 needs_cpp = pytest.mark.skipif(build.why_not() is not None, reason=f"no C++ operations: {build.why_not()}")
 POINT = 0.01
@@ -60,7 +61,10 @@ def folder(tmp_path_factory):
 
 @needs_cpp
 @pytest.mark.parametrize(
-    "variant", [pytest.param(name, marks=pytest.mark.slow if name == "two-ranks" else ()) for name in VARIANTS]
+    "variant",
+    first_in_make_test(
+        [pytest.param(name, marks=pytest.mark.slow if name == "two-ranks" else ()) for name in VARIANTS]
+    ),
 )
 def test_how_a_job_is_run_changes_no_byte(folder, variant):
     other, _ = run(folder, variant, cluster=VARIANTS[variant])

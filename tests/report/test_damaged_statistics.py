@@ -14,6 +14,7 @@ from batchinfer.data.parquet import check_sealed, table_writer
 from batchinfer.rundir import RunDir, read_state
 from support.damage import flip_bit, truncate
 from support.jobs import batchinfer, write_job, write_questions
+from support.tiers import first_in_make_test
 
 NUM_TRIALS = 40
 
@@ -27,7 +28,7 @@ def finished(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.mark.parametrize("number", range(NUM_TRIALS))
+@pytest.mark.parametrize("number", first_in_make_test(range(NUM_TRIALS), 10))
 def test_damaged_statistics_are_a_sentence(finished, tmp_path, number):
     rng = random.Random(number)
     run = tmp_path / "run"
@@ -46,7 +47,7 @@ def renamed_column(path, rng):
 
 
 @pytest.mark.parametrize("kind", [flip_bit, truncate, renamed_column, lambda path, rng: path.unlink()])
-@pytest.mark.parametrize("table", ["requests", "units", "run"])
+@pytest.mark.parametrize("table", first_in_make_test(["requests", "units", "run"]))
 def test_damage_of_what_finish_wrote_is_named_and_finish_repairs_it(finished, tmp_path, table, kind):
     run, path = tmp_path / "run", tmp_path / "run" / "stats" / f"{table}.parquet"
     shutil.copytree(finished, run)
@@ -88,7 +89,7 @@ def test_statistics_of_an_earlier_version_are_read(finished, tmp_path):
 
 
 @pytest.mark.parametrize("table", ["steps", "nodes"])
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("share", first_in_make_test([0.1, 0.3, 0.5, 0.7, 0.9]))
 def test_a_flipped_bit_in_statistics_of_a_session_gives_no_other_figures(finished, tmp_path, table, share):
     """The bit may be in a page, in a page header, or in the metadata with the columns' positions and values."""
     run = tmp_path / "run"

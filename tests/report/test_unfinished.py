@@ -13,6 +13,7 @@ from batchinfer.rundir import RunDir, read_state
 from support.faults import MIXED, SLOW, plan_units, wait_until
 from support.jobs import batchinfer as command
 from support.jobs import question, start, write_job, write_questions, write_shard
+from support.tiers import first_in_make_test
 
 PRICES = {"gpu_hour": 2.0, "input_hit": 0.1, "input_miss": 0.5, "output": 2.0}
 # what finishing itself changes: the time that it takes
@@ -113,10 +114,12 @@ def test_every_form_says_that_a_run_is_unfinished(killed, tmp_path):
 
 @pytest.mark.parametrize(
     ("columns", "parts"),
-    [
-        ({}, {"sampling": {"n": 2, "temperature": 1.0}}),
-        ({"options": [["a", "b c"]] * 7}, {"sampling": {"max_tokens": 0}, "input": {"choices": "options"}}),
-    ],
+    first_in_make_test(
+        [
+            ({}, {"sampling": {"n": 2, "temperature": 1.0}}),
+            ({"options": [["a", "b c"]] * 7}, {"sampling": {"max_tokens": 0}, "input": {"choices": "options"}}),
+        ]
+    ),
     ids=["samples", "choices"],
 )
 def test_what_is_all_computed_has_the_figures_of_the_finished_run(tmp_path, columns, parts):

@@ -9,6 +9,7 @@ import pytest
 from support.jobs import answers, batchinfer, write_job, write_questions
 from support.other_user import as_user, give_away, readable_files
 from support.paths import RANDOM_MODEL
+from support.tiers import first_in_make_test
 
 TEAM = 4242  # a group that nobody has to have a name for
 
@@ -102,7 +103,7 @@ def test_root_goes_on_with_another_users_run_and_says_so(job):
     assert "belongs to user 12345" in ended.err
 
 
-@pytest.mark.parametrize("of_run", [0o022, 0o077])
+@pytest.mark.parametrize("of_run", first_in_make_test([0o022, 0o077]))
 def test_members_of_a_group_plan_work_and_finish_one_run(job, of_run):
     job.parent.chmod(0o777)
     shared = {"shared_group": str(TEAM)}

@@ -73,6 +73,7 @@ def test_before_and_after_the_work(reference, planned):
     assert "finished" in batchinfer("status", reference[0] / "run", "--watch").out
 
 
+@pytest.mark.all  # make test: before and after the work, above
 def test_while_somebody_works(planned, monkeypatch):
     monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")

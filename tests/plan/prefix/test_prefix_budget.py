@@ -11,6 +11,7 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.config import load_model_config
 from support.jobs import batchinfer, write_job, write_shard
 from support.paths import RANDOM_MODEL
+from support.tiers import first_in_make_test
 
 SHARE_OF_KV = 0.05  # of what all requests together would take
 NUM_NEW = 4
@@ -46,7 +47,9 @@ def tokens(rng, count):
 
 
 @pytest.mark.parametrize(
-    ("make", "ranks"), [(system_prompts, 2), (few_shot_tree, 1), (few_shot_tree, 2), (conversations, 2)]
+    ("make", "ranks"),
+    
+    first_in_make_test([(system_prompts, 2), (few_shot_tree, 1), (few_shot_tree, 2), (conversations, 2)]),,
 )
 def test_each_distinct_prefix_is_computed_once(tmp_path, make, ranks):
     rng = random.Random(5)
