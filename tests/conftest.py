@@ -63,7 +63,7 @@ def no_processes(pytestconfig: pytest.Config) -> Iterator[None]:
     """Fail tests that start a process, if `--no-processes` is given: `make check` stays quick."""
 
     def refuse(*_: object, **__: object) -> None:
-        pytest.fail("this test starts a process, so its file must leave the list CHECKED of the Makefile")
+        pytest.fail("this test starts a process, so its file must leave tests/check.txt")
 
     with pytest.MonkeyPatch.context() as patch:
         if pytestconfig.getoption("--no-processes"):

@@ -48,8 +48,7 @@ def tokens(rng, count):
 
 @pytest.mark.parametrize(
     ("make", "ranks"),
-    
-    first_in_make_test([(system_prompts, 2), (few_shot_tree, 1), (few_shot_tree, 2), (conversations, 2)]),,
+    first_in_make_test([(system_prompts, 2), (few_shot_tree, 1), (few_shot_tree, 2), (conversations, 2)]),
 )
 def test_each_distinct_prefix_is_computed_once(tmp_path, make, ranks):
     rng = random.Random(5)
