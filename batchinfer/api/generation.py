@@ -15,7 +15,9 @@ from batchinfer.api.job import Job, Start, plain
 from batchinfer.api.process import CommandProcess, Progress
 from batchinfer.api.prompts import KINDS, reader_of, write_shard
 from batchinfer.config import JobConfig, did_you_mean, job_of_table
+from batchinfer.config.model_folder import model_folder
 from batchinfer.config.sampling import JobSampling
+from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.records import ConfigError
 from batchinfer.run.open_storage import storage_of
 
@@ -30,9 +32,11 @@ def generate(
     data: Any,
     *,
     model: str | Path | Mapping[str, Any],
+    user: str | None = None,
     messages: str | None = None,
     prompt: str | None = None,
     token_ids: str | None = None,
+    raw: bool = False,
     stream: Literal[False] = False,
     progress: Progress | None = None,
     **settings: Any,
@@ -44,9 +48,11 @@ def generate(
     data: Any,
     *,
     model: str | Path | Mapping[str, Any],
+    user: str | None = None,
     messages: str | None = None,
     prompt: str | None = None,
     token_ids: str | None = None,
+    raw: bool = False,
     stream: Literal[True],
     progress: Progress | None = None,
     **settings: Any,
@@ -57,9 +63,11 @@ def generate(
     data: Any,
     *,
     model: str | Path | Mapping[str, Any],
+    user: str | None = None,
     messages: str | None = None,
     prompt: str | None = None,
     token_ids: str | None = None,
+    raw: bool = False,
     stream: bool = False,
     progress: Progress | None = None,
     **settings: Any,
@@ -81,8 +89,10 @@ def generate(
             table: of Arrow (Table, RecordBatchReader, Dataset), a Hugging Face Dataset, or any table that exports
             Arrow data (pandas, polars, DuckDB). A row may also be a numpy array.
         model: the model folder, or a dict of the keys of [model].
-        messages, prompt, token_ids: name of the column of prompts. If unset, the rows of a list are the prompts; of a
-            table, the only column whose type can be one of these.
+        user, messages, prompt, token_ids: name of the column of user's messages (text), chats, raw texts or token ids.
+            If unset, the rows of a list are the prompts; of a table, the only column whose type can be one of these.
+        raw: texts of `data` go to the model as they are; by default they are user's messages if the model has a chat
+            template.
         stream: yield each row once when it is durable, in any order; the job runs while the iterator is read.
         progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), the number done
             and the total; "load" counts bytes of weights, "work" requests.
@@ -101,8 +111,9 @@ def generate(
         BatchinferError: the model cannot be used, or its ranks fail; see records.py for the classes.
         KeyboardInterrupt: finished requests are kept if output names a run folder.
     """
-    columns = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
-    return answer(data, columns, parts_of({"model": model, **settings}), stream=stream, progress=progress)
+    columns = {"user": user, "prompt": prompt, "messages": messages, "token_ids": token_ids}
+    parts = parts_of({"model": model, **settings})
+    return answer(data, columns, parts, raw=raw, stream=stream, progress=progress)
 
 
 def answer(
@@ -110,6 +121,7 @@ def answer(
     columns: Mapping[str, str | None],
     parts: dict[str, dict[str, Any]],
     *,
+    raw: bool,
     stream: bool,
     progress: Progress | None,
     start: Start = CommandProcess,
@@ -118,24 +130,29 @@ def answer(
 
     Args:
         columns: the named column of prompts by its kind, None for kinds without a name.
+        raw: texts go to the model as they are, also if the model has a chat template.
         parts: the parts of a job file.
         start: starts the job's command.
     """
     named = {kind: name for kind, name in columns.items() if name is not None}
     with ExitStack() as stack:
-        job = _job(data, named, parts, stack, start)
+        job = _job(data, named, parts, stack, start, raw=raw)
         if stream:
             return _rows(job, progress, stack.pop_all())
         job.run(progress=progress)
         return job.outputs()
 
 
-def _job(data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], stack: ExitStack, start: Start) -> Job:
+def _job(
+    data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], stack: ExitStack, start: Start, *, raw: bool
+) -> Job:
     """Write the rows to a folder next to the run folder and return the job; `stack` removes temporary folders."""
     inputs, outputs = parts["input"], parts["output"]
     named |= {kind: inputs.pop(kind) for kind in (*KINDS, "template") if kind in inputs}
     others = {name for key in _COLUMNS if isinstance(name := inputs.get(key, key), str)}
     reader, found = reader_of(data, named, others, outputs.get("keep_columns"))
+    if found.keys() == {"prompt"} and not named and not raw and _has_chat_template(parts.get("model", {})):
+        found = {"user": found["prompt"]}
     if "dir" not in outputs:
         outputs["dir"] = str(stack.enter_context(call_folder()) / "run")
     inputs |= {"files": [SHARD], **found}
@@ -145,6 +162,12 @@ def _job(data: Any, named: dict[str, str], parts: dict[str, dict[str, Any]], sta
     write_shard(reader, shard, run.run_json, config.output.shared_group)
     files = config.input.model_copy(update={"files": [glob.escape(str(shard))]})
     return Job.of(config.model_copy(update={"input": files}), start)
+
+
+def _has_chat_template(model: Mapping[str, Any]) -> bool:
+    """Return whether the model folder of the keys of [model] has a chat template."""
+    path = model.get("path")
+    return isinstance(path, str) and has_chat_template(Path(model_folder(Path.cwd(), path)))
 
 
 def _rows(job: Job, progress: Progress | None, stack: ExitStack) -> Iterator[dict[str, Any]]:
@@ -168,7 +191,7 @@ def parts_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         elif key not in JobConfig.model_fields:
             instead = did_you_mean(
                 key,
-                ["dtype", *JobSampling.model_fields, *JobConfig.model_fields, *KINDS, "stream", "progress"],
+                ["dtype", *JobSampling.model_fields, *JobConfig.model_fields, *KINDS, "raw", "stream", "progress"],
                 "use dtype, a key of [sampling] such as max_tokens, or one of "
                 f"{', '.join(JobConfig.model_fields)} with a dict of its keys (see `batchinfer schema`)",
             )

@@ -65,9 +65,11 @@ class Model:
         self,
         data: Any,
         *,
+        user: str | None = None,
         messages: str | None = None,
         prompt: str | None = None,
         token_ids: str | None = None,
+        raw: bool = False,
         stream: Literal[False] = False,
         progress: Progress | None = None,
         **settings: Any,
@@ -78,9 +80,11 @@ class Model:
         self,
         data: Any,
         *,
+        user: str | None = None,
         messages: str | None = None,
         prompt: str | None = None,
         token_ids: str | None = None,
+        raw: bool = False,
         stream: Literal[True],
         progress: Progress | None = None,
         **settings: Any,
@@ -90,9 +94,11 @@ class Model:
         self,
         data: Any,
         *,
+        user: str | None = None,
         messages: str | None = None,
         prompt: str | None = None,
         token_ids: str | None = None,
+        raw: bool = False,
         stream: bool = False,
         progress: Progress | None = None,
         **settings: Any,
@@ -110,9 +116,9 @@ class Model:
             raise ConfigError(
                 f"{fixed[0]} is a setting of the Model; give it when the Model is made: Model(…, {fixed[0]}=…)"
             )
-        columns = {"prompt": prompt, "messages": messages, "token_ids": token_ids}
+        columns = {"user": user, "prompt": prompt, "messages": messages, "token_ids": token_ids}
         parts = {key: dict(keys) for key, keys in self._parts.items()} | parts_of(settings)
-        return answer(data, columns, parts, stream=stream, progress=progress, start=self._start)
+        return answer(data, columns, parts, raw=raw, stream=stream, progress=progress, start=self._start)
 
     def close(self) -> None:
         """End the ranks; a running call is stopped as by Ctrl-C. Further calls do nothing."""

@@ -21,7 +21,7 @@ from batchinfer.records import ConfigError, InputError, RunMismatchError
 from batchinfer.sanitize import first_line
 from batchinfer.whole_files import cannot_write, published
 
-KINDS = ("prompt", "messages", "token_ids")  # keys of [input]
+KINDS = ("user", "prompt", "messages", "token_ids")  # keys of [input]
 INDEX = re.compile(r"__index_level_\d+__")  # pandas' name for an index without a name
 USE = "give a list of texts, of lists of messages or of lists of token ids, or a table"
 BATCH_ROWS = 16384  # rows of a list in a row group
@@ -128,8 +128,8 @@ def _columns_of(kind: str, named: Mapping[str, str]) -> dict[str, str]:
         ConfigError: the caller names a column of another kind.
     """
     columns = dict(named) or {kind: kind}
-    # chats may be JSON text, too, and a template has the texts as its {{ prompt }}
-    if kind not in columns and not (kind == "prompt" and columns.keys() & {"messages", "template"}):
+    # texts may be user's messages or chats as JSON, too, and a template has them as its {{ prompt }}
+    if kind not in columns and not (kind == "prompt" and columns.keys() & {"user", "messages", "template"}):
         (asked, name), *_ = columns.items()
         raise ConfigError(f"{asked} is {name!r}, but data is a list of {kind}; leave {asked} out")
     return columns
@@ -177,7 +177,7 @@ def _found(schema: pa.Schema, others: set[str], kept: list[str]) -> dict[str, st
     if not fits:
         raise ConfigError(
             f"no column of data holds texts, messages or token ids (it has {', '.join(schema.names) or 'none'}); "
-            "name one with prompt=, messages= or token_ids="
+            "name one with user=, prompt=, messages= or token_ids="
         )
     names = ", ".join(f"{kind}={name!r}" for kind, name in fits)
     raise ConfigError(f"several columns of data could hold the prompts; name one: {names}")

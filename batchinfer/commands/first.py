@@ -15,7 +15,11 @@ from batchinfer.records import ExitCode
 from batchinfer.sanitize import sanitize
 
 _model_option = click.option(
-    "--model", metavar="DIR", required=True, type=click.Path(path_type=Path), help="The model's Hugging Face folder."
+    "--model",
+    metavar="DIR",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The model's folder, or owner/name of one in the Hugging Face cache.",
 )
 
 

@@ -13,6 +13,14 @@ from batchinfer.sanitize import first_line
 # keys of [input] for the columns into which data/formats/openai_batch.py converts a line
 OPENAI_COLUMNS = {"id": "custom_id", "messages": "request", "sampling": "sampling"}
 
+_KINDS: tuple[Literal["user", "prompt", "messages", "token_ids", "template"], ...] = (
+    "user",
+    "prompt",
+    "messages",
+    "token_ids",
+    "template",
+)
+
 
 class InputConfig(Part):
     """Files of prompts, their format, and the use of columns."""
@@ -30,7 +38,13 @@ class InputConfig(Part):
         "id",
         description="column with the row's id (text or integer), which may repeat or be null; none: rows have no ids",
     )
-    prompt: Text | None = Field(None, description="column with raw prompt text (or messages, template, token_ids)")
+    user: Text | None = Field(
+        None, description="column with text that goes through the chat template as the user's message"
+    )
+    prompt: Text | None = Field(
+        None,
+        description="column with raw text that goes to the model as it is (or user, messages, template, token_ids)",
+    )
     messages: Text | None = Field(
         None, description="column with a list of {role, content}, or JSON text of it, put through the chat template"
     )
@@ -73,7 +87,7 @@ class InputConfig(Part):
         form = table.get("format") if isinstance(table, dict) else None
         if form != "openai":
             return {"messages": "conversations", **table} if form == "sharegpt" else table
-        for name in ("id", "prompt", "messages", "template", "token_ids", "tools", "choices", "sampling"):
+        for name in ("id", "user", "prompt", "messages", "template", "token_ids", "tools", "choices", "sampling"):
             if table.get(name, OPENAI_COLUMNS.get(name)) != OPENAI_COLUMNS.get(name):
                 raise ValueError(f"{name} does not go with format = 'openai', whose lines have it; leave it out")
         kwargs = table.get("chat_template_kwargs")
@@ -99,14 +113,14 @@ class InputConfig(Part):
 
     @model_validator(mode="after")
     def _one_prompt_column(self) -> InputConfig:
-        given = [name for name in ("prompt", "messages", "token_ids", "template") if getattr(self, name) is not None]
+        given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             have = " and ".join(given) or "none"
-            raise ValueError(f"prompt, messages, token_ids, template: exactly one must be set, but the job sets {have}")
+            raise ValueError(f"{', '.join(_KINDS)}: exactly one must be set, but the job sets {have}")
         for name in ("system", "chat_template_kwargs", "tools"):
             if getattr(self, name) is not None and not self.makes_chats:
                 raise ValueError(
-                    f"{name} is for chats, but {given[0]} alone makes none; use messages, or template with system"
+                    f"{name} is for chats, but {given[0]} alone makes none; use user, messages, or template with system"
                 )
         if self.continue_final_message and self.messages is None:
             raise ValueError(f"continue_final_message is for chats of input.messages, but the job sets {given[0]}")
@@ -115,18 +129,19 @@ class InputConfig(Part):
     @property
     def makes_chats(self) -> bool:
         """Whether prompts go through the chat template; with format = 'openai' each line decides."""
-        return self.messages is not None or (self.template is not None and self.system is not None)
+        has_chats = self.user is not None or self.messages is not None
+        return has_chats or (self.template is not None and self.system is not None)
 
     @property
     def prompt_column(self) -> str:
         """The column of prompts; "" if `template` makes prompts from other columns."""
-        return self.prompt or self.messages or self.token_ids or ""
+        return self.user or self.prompt or self.messages or self.token_ids or ""
 
     @property
-    def prompt_kind(self) -> Literal["prompt", "messages", "token_ids", "template"]:
-        if self.template:
-            return "template"
-        return "prompt" if self.prompt else "messages" if self.messages else "token_ids"
+    def prompt_kind(self) -> Literal["user", "prompt", "messages", "token_ids", "template"]:
+        """The key that says how prompts are made."""
+        (kind,) = (name for name in _KINDS if getattr(self, name) is not None)
+        return kind
 
 
 def _is_json(text: str) -> bool:

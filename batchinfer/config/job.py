@@ -92,8 +92,8 @@ class ModelPart(Part):
     """The model folder, in Hugging Face's layout."""
 
     path: Text = Field(
-        description="folder with config.json (or params.json), *.safetensors, tokenizer.json (or tiktoken.model, "
-        "tekken.json), tokenizer_config.json"
+        description="owner/name[@revision] in the Hugging Face cache, or a folder with config.json (or params.json), "
+        "*.safetensors, tokenizer.json (or tiktoken.model, tekken.json), tokenizer_config.json"
     )
     dtype: Literal["float32", "bfloat16", "fp8", "int4"] = Field(
         "bfloat16",

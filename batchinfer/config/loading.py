@@ -10,10 +10,11 @@ from pydantic import BaseModel, ValidationError
 
 from batchinfer.config.exact_json import exact_float
 from batchinfer.config.job import JobConfig
+from batchinfer.config.model_folder import model_folder
 from batchinfer.config.problems import sentences
 from batchinfer.config.sampling import with_model_defaults
 from batchinfer.config.toml_text import dump_parts, read_toml
-from batchinfer.config.uris import is_uri, local_path, refuse_credentials
+from batchinfer.config.uris import expand_path, is_uri, local_path, refuse_credentials
 from batchinfer.records import ConfigError, ConfigErrors
 
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -73,6 +74,7 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
     for what, value in _paths(job):
         if "\0" in value:
             raise ConfigError(f"{what} holds a NUL character, which no path can; remove it")
+    job = _expanded(job, folder)
     for pattern in job.input.files:
         refuse_credentials("input.files", pattern)
     refuse_credentials("output.publish", job.output.publish or "")
@@ -90,7 +92,7 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
     update = {
         "input": job.input.model_copy(update={"files": files}),
         "output": job.output.model_copy(update=output),
-        "model": job.model.model_copy(update={"path": os.path.normpath(folder / job.model.path)}),
+        "model": job.model.model_copy(update={"path": model_folder(folder, job.model.path)}),
     }
     if job.kv.dir is not None:
         update["kv"] = job.kv.model_copy(update={"dir": os.path.normpath(folder / job.kv.dir)})
@@ -102,6 +104,22 @@ def _with_absolute_paths(job: JobConfig, folder: Path) -> JobConfig:
         except UnicodeEncodeError:
             raise ConfigError(f"{what} is below {str(folder)!r}, which is not valid UTF-8; rename the folder") from None
     return job
+
+
+def _expanded(job: JobConfig, folder: Path) -> JobConfig:
+    """Return the job with `~` and environment variables of its paths replaced."""
+
+    def expand(part: BaseModel, *keys: str) -> dict[str, Any]:
+        given = {key: getattr(part, key) for key in keys if getattr(part, key) is not None}
+        return {key: expand_path(f"{name}.{key}", value, folder) for key, value in given.items()}
+
+    update: dict[str, BaseModel] = {}
+    for name, keys in (("output", ("dir", "work_dir")), ("model", ("path",)), ("kv", ("dir",))):
+        part: BaseModel = getattr(job, name)
+        update[name] = part.model_copy(update=expand(part, *keys))
+    files = [expand_path("input.files", pattern, folder) for pattern in job.input.files]
+    update["input"] = job.input.model_copy(update={"files": files})
+    return job.model_copy(update=update)
 
 
 def _paths(job: JobConfig) -> list[tuple[str, str]]:

@@ -1,16 +1,43 @@
 """URIs in a job file."""
 
+import os
 import re
+from pathlib import Path
 from urllib.parse import unquote
 
 from batchinfer.records import ConfigError
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")  # a scheme of one letter would be a drive
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 def is_uri(text: str) -> bool:
     """Return whether a text is a URI, such as s3://bucket/key, and not a path."""
     return _URI.match(text) is not None
+
+
+def expand_path(what: str, text: str, folder: Path) -> str:
+    """Return a path with a leading `~` and with environment variables replaced.
+
+    A path that exists as it is written stays so, and URIs do, too.
+
+    Args:
+        what: the key of the job file, for messages.
+        folder: from which relative paths count.
+
+    Raises:
+        ConfigError: a variable ${NAME} is not set, or there is no such user.
+    """
+    if is_uri(text) or not ("$" in text or text.startswith("~")) or os.path.lexists(folder / text):
+        return text
+    found = os.path.expanduser(os.path.expandvars(text))
+    if missing := _VARIABLE.search(found):
+        raise ConfigError(
+            f"{what} names the environment variable {missing[1]}, which is not set; set it or write the path"
+        )
+    if found.startswith("~"):
+        raise ConfigError(f"{what} is {text!r}, but there is no user of this name; write the path")
+    return found
 
 
 def local_path(what: str, text: str) -> str:

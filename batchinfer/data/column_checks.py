@@ -38,7 +38,7 @@ def wanted_columns(job: JobConfig, of_prompts: list[str]) -> list[WantedColumn]:
         of_prompts: the input columns that prompts are made of.
     """
     named = {}
-    for key in ("tools", "chat_template_kwargs", "token_ids", "messages", "prompt"):
+    for key in ("tools", "chat_template_kwargs", "token_ids", "messages", "prompt", "user"):
         name = getattr(job.input, key)
         if isinstance(name, str):
             kind = "sharegpt" if key == "messages" and job.input.format == "sharegpt" else key

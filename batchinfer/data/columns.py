@@ -129,6 +129,7 @@ ColumnType = tuple[Callable[[pa.DataType], bool], str]
 
 # what each kind of column for prompts must be, as a check and in words
 PROMPT_TYPES: dict[str, ColumnType] = {
+    "user": (is_text, "text"),
     "prompt": (is_text, "text"),
     "messages": (
         _is_messages,

@@ -64,6 +64,7 @@ class Encoders:
     Attributes:
         columns: the input columns that prompts are made of.
         digest: changes with every change of the model folder that changes a prompt's ids.
+        has_chat_template: whether the model folder has a chat template.
         writes_tools: whether the chat template, if there is one, writes the tools that it is given.
         ends_thinking: whether the tokenizer has a token for the end of thinking.
         tool_forms: the forms in which the model writes tool calls (tool_forms.py); empty if the folder shows none.
@@ -103,6 +104,7 @@ class Encoders:
         self.window = window
         self.columns: list[str] = loaded["columns"]
         self.digest: str = loaded["digest"]
+        self.has_chat_template: bool = loaded["has_chat_template"]
         self.writes_tools: bool = loaded["writes_tools"]
         self.ends_thinking: bool = loaded["ends_thinking"]
         self.tool_forms: list[str] = loaded["tool_forms"]

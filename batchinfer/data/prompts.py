@@ -65,7 +65,7 @@ class PromptChecks:
             return self._encoders.start(pa.StructArray.from_arrays(columns, names=self._encoders.columns))
         (column,) = columns
         most_chars = self._encoders.most_chars
-        if self._kind == "prompt" and most_chars is not None and not pa.types.is_null(column.type):
+        if self._kind in ("user", "prompt") and most_chars is not None and not pa.types.is_null(column.type):
             # a character has at most four bytes: longer texts need not be sent to a worker
             is_long = pc.greater(pc.binary_length(column), 4 * most_chars).fill_null(False)
             for row in np.flatnonzero(is_long.to_numpy(zero_copy_only=False)).tolist():

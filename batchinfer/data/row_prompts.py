@@ -1,6 +1,7 @@
 """Prompts of rows: each row's columns become a text, token ids, or a chat with variables for the chat template.
 
 prompt            text ─────────────────────────────► text
+user              text ─────────────────────────────► the user's message of a chat
 template          columns ─► Jinja ─► text ─────────► text, or with `system` the user's message of a chat
 messages          list, or JSON text, or ShareGPT's ► messages ─► chat with tools and chat_template_kwargs
 format = openai   JSON of the request ──────────────► text, token ids, or chat with its own tools and kwargs
@@ -59,7 +60,9 @@ class RowPrompts:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._template = RowTemplate(settings["template"]) if settings["template"] else None
-        self._column: str = settings["messages"] or settings["prompt"] or settings["token_ids"] or ""
+        kinds = ("messages", "user", "prompt", "token_ids")
+        self._column: str = next((settings[kind] for kind in kinds if settings[kind]), "")
+        self._is_user = settings["user"] is not None
         self._system: str | None = settings["system"]
         self._tools, self._kwargs = settings["tools"], settings["chat_template_kwargs"]
         if isinstance(self._kwargs, dict):
@@ -67,9 +70,8 @@ class RowPrompts:
                 self._kwargs = _variables("input.chat_template_kwargs", self._kwargs)
             except RowError as error:
                 raise ModelError(str(error)) from None
-        self.may_make_chats = settings["messages"] is not None or (
-            self._template is not None and self._system is not None
-        )
+        has_chats = settings["messages"] is not None or self._is_user
+        self.may_make_chats = has_chats or (self._template is not None and self._system is not None)
         self.makes_chats = self.may_make_chats and settings["format"] != "openai"
         self.have_variables = _is_name(self._kwargs) or settings["format"] == "openai"
         self.continues = bool(settings["continue_final_message"])
@@ -125,10 +127,10 @@ class RowPrompts:
         value = row[self._column]
         if self._settings["format"] == "openai":
             return self._requested(json_value(self._column, value or "{}"))
-        if not self.makes_chats:
+        if not self.makes_chats or self._is_user:
             if not value:
                 raise RowError(f"{self._column} is {'null' if value is None else 'empty'}")
-            return str(value)
+            return self.chat([{"role": "user", "content": value}], row) if self._is_user else str(value)
         messages = json_value(self._column, value) if isinstance(value, str) else _of_structs(value)
         return self.chat(_messages(self._column, messages, self._settings["format"]), row)
 

@@ -91,6 +91,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
         "columns": prompts.columns,
         "digest": tokenizer.digest,
         "most_chars": tokenizer.most_chars(settings["most_tokens"]),
+        "has_chat_template": tokenizer.template_text is not None,
         "writes_tools": not prompts.may_make_chats
         or tokenizer.template_text is None
         or "tools" in tokenizer.chat_template().names,

@@ -49,6 +49,7 @@ class ShardRows:
     num_capped: int = 0  # good rows whose max_tokens was cut to the model's window
     first_error: str | None = None  # "row <row>: <sentence>" of the first bad row
     id_missing: bool = False  # the shard has no id column
+    num_plain: int = 0  # good rows of text without a control token, which goes to the model as it is
     num_unwritten_tools: int = 0  # good rows with tools that the chat template does not write
     lost_null: str | None = None  # "<key> in row <row>" of the first null of a tool that prompts leave out
     warnings: dict[str, int] = field(default_factory=dict)  # rows by sentence about their structured outputs
@@ -67,6 +68,10 @@ class ShardRows:
             self.lost_null = None if lost is None else f"{lost[1]} in row {self.num_rows + lost[0]}"
         if not writes_tools:
             self.num_unwritten_tools += rows_with_tools(job, batch.columns, batch.errors)
+        if job.input.prompt is not None and batch.holds_control is not None:
+            is_plain = ~batch.holds_control
+            is_plain[list(batch.errors)] = False
+            self.num_plain += int(np.count_nonzero(is_plain))
         self.num_rows += batch.num_rows
         self.num_bad += len(batch.errors)
 

@@ -237,7 +237,10 @@ def _no_folder(folder: Path) -> str:
     if folder.parent.exists() or not folder.parent.parent.exists():
         return sentence
     name = f"{folder.parent.name}/{folder.name}"
-    return f"{sentence}; a model of the Hugging Face hub comes there by `hf download {name} --local-dir {folder}`"
+    return (
+        f"{sentence}; if {name} is a model of the Hugging Face hub, `hf download {name}` puts it into the cache, "
+        "where it is found by this name"
+    )
 
 
 def _read_file(path: Path) -> tuple[Carrier | None, ConfigReader, ConfigReader]:

@@ -20,6 +20,7 @@ from batchinfer.rundir import read_state, shards_of_state
 # parts of the fingerprint, in addition to the shard, on which token ids depend
 _SAME = ("tokenizer and template", "model.config", "version of batchinfer")
 _SAME_COLUMNS = (
+    "user",
     "prompt",
     "messages",
     "template",

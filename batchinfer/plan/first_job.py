@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, JobConfig, checked, dump_job, is_uri
+from batchinfer.config.model_folder import model_folder
 from batchinfer.config.toml_text import toml_value
 from batchinfer.data.column_checks import NO_IDS, prompt_settings
 from batchinfer.data.columns import column_type, is_id_type, python_values
@@ -60,7 +61,8 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
         ModelError: the model cannot be used.
     """
     folder = target.absolute().parent
-    window = load_model_config(model.absolute()).max_positions
+    named, model = model, Path(model_folder(Path.cwd(), str(model)))
+    window = load_model_config(model).max_positions
     files = _pattern(data)
     shards = _typed_shards(files)
     readable = [shard for shard in shards if shard.problem is None]
@@ -78,7 +80,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
         inputs=inputs,
         run=toml_value(run),
         outputs=_BATCH_OUTPUTS if is_batch else "",
-        model=toml_value(_from(folder, str(model.absolute()))),
+        model=toml_value(_from(folder, str(named.absolute())) if named.exists() else str(named)),
         dtype=dtype,
         why=why,
         max_tokens=max_tokens,
@@ -89,7 +91,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     choices = [
         ("data", f"{num_rows:,} rows in {len(readable):,} of {len(shards):,} files that can be read"),
         *of_inputs,
-        ("model", f"{model}, {dtype}: {why}"),
+        ("model", f"{named}, {dtype}: {why}"),
         ("answers", f"at most {max_tokens} tokens, greedy"),
         ("run folder", run),
     ]
@@ -103,12 +105,12 @@ def _of_columns(columns: _Columns, model: Path) -> tuple[str, list[tuple[str, st
         ConfigError: no column holds prompts.
     """
     keys, name, words = columns.prompts()
+    if "prompt" in keys and has_chat_template(model):
+        keys, words = {"user": name}, f"{words}, put through the chat template as the user's message"
     ids = columns.ids(name)
     lines = [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     lines[-1] += f"    # {words}"
     lines.append(f'id = {toml_value(ids or NO_IDS)}    # a column of text or integers; "none": rows have no ids')
-    if "prompt" in keys and has_chat_template(model):
-        lines.append(_CHAT_HINT.format(name=name))
     chosen = [
         ("prompts", f"column {name!r}, {words}"),
         ("ids", f"column {ids!r}" if ids else "none: no column looks like one"),
@@ -128,13 +130,12 @@ def write_question(folder: Path, question: str, model: Path, max_tokens: int, da
         ModelError: the model cannot be used.
         ConfigError: the folder cannot be written.
     """
-    model = model.absolute()
+    model = Path(model_folder(Path.cwd(), str(model)))
     load_model_config(model)
     is_chat = has_chat_template(model)
-    column = [[{"role": "user", "content": question}]] if is_chat else [question]
-    key = "messages" if is_chat else "prompt"
+    key = "user" if is_chat else "prompt"
     variables = {"chat_template_kwargs": {"strftime_now": f"{day:%Y-%m-%d}"}} if is_chat else {}
-    with table_writer(folder / "question.parquet", (table := pa.table({key: column})).schema) as writer:
+    with table_writer(folder / "question.parquet", (table := pa.table({key: [question]})).schema) as writer:
         writer.write_table(table)
     parts = {
         "input": {"files": ["question.parquet"], key: key, "id": NO_IDS, **variables},
@@ -253,11 +254,6 @@ _OF_BATCH = (
 )
 _BATCH_OUTPUTS = """
 format = "openai"    # outputs/*.jsonl too, as OpenAI answers a batch, and *.errors.jsonl"""
-_CHAT_HINT = """\
-# The text goes to the model as it is. To ask it as a user's message through the model's chat template, write instead:
-#   template = "{{{{ {name} }}}}"
-#   system = "You are a helpful assistant."
-"""
 _TEMPLATE = """\
 # Paths count from this file's folder. `batchinfer schema` lists every key.
 

@@ -110,7 +110,7 @@ def _setting(column: WantedColumn, schema: pa.Schema) -> str:
     """Return the setting that reads the column, or how to write it correctly; "" if neither is known."""
     if column.key == "id" and column_type(schema, column.name) == pa.float64():
         return '; pandas makes doubles of integers with nulls: write the column with astype("Int64")'
-    if column.key not in ("prompt", "messages", "token_ids"):
+    if column.key not in ("user", "prompt", "messages", "token_ids"):
         return ""
     kind = column_type(schema, column.name)
     settings = None if kind is None else prompt_settings(kind)

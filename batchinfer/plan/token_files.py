@@ -1,5 +1,6 @@
 """The files tokens/<shard>.parquet: written once, and used again by a plan that was interrupted or is repeated."""
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -77,7 +78,7 @@ def tokenize_shards(prepared: Prepared, shards: list[Shard], *, strict: bool) ->
             if found.id_missing and shard.num_rows and prepared.job.input.id != NO_IDS:
                 note(f"warning: {shard.path} has no column {prepared.job.input.id!r}; its rows have null ids")
             checked.append(shard)
-    warnings.write(prepared.job, limits.window)
+    warnings.write(prepared.job, limits.window, has_chat_template=prepared.encoders.has_chat_template)
     return checked
 
 
@@ -125,6 +126,7 @@ class RowWarnings:
     """Counts over the good rows of all shards; each warning is written once, after all rows were read."""
 
     num_capped: int = 0  # max_tokens cut to the model's window
+    num_plain: int = 0  # text without a control token, which goes to the model as it is
     num_unwritten_tools: int = 0  # with tools that the chat template does not write
     lost_null: str | None = None  # the first null of a tool that prompts leave out, with its row and shard
     structured: Counter[str] = field(default_factory=Counter)  # rows by sentence about their structured outputs
@@ -132,17 +134,26 @@ class RowWarnings:
     def add(self, shard: Shard, found: ShardRows) -> None:
         """Add what was found in a shard."""
         self.num_capped += found.num_capped
+        self.num_plain += found.num_plain
         self.num_unwritten_tools += found.num_unwritten_tools
         self.structured.update(found.warnings)
         if found.lost_null is not None and self.lost_null is None:
             self.lost_null = f"{found.lost_null} of {shard.path}"
 
-    def write(self, job: JobConfig, window: int) -> None:
+    def write(self, job: JobConfig, window: int, *, has_chat_template: bool) -> None:
         """Write the warnings.
 
         Args:
             window: most tokens of the model.
+            has_chat_template: whether the model folder has a chat template.
         """
+        if self.num_plain and has_chat_template and job.input.choices is None:
+            what = "prompt is" if self.num_plain == 1 else "prompts are"
+            column = json.dumps(job.input.prompt, ensure_ascii=False)
+            note(
+                f"warning: {self.num_plain:,} {what} text that goes to the model as it is, although it has a chat "
+                f"template; set input.user = {column} instead of input.prompt if these are questions to it"
+            )
         if self.num_unwritten_tools:
             warn_of_tools(job)
         if self.lost_null:

@@ -2,6 +2,7 @@
 
 import doctest
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,8 +61,28 @@ def test_outputs_are_those_of_the_command_to_the_byte(run, tmp_path):
     assert found["row"].to_pylist() == [0, 1, 2, 3, 4]
 
 
+def test_texts_are_users_messages_where_the_model_has_a_chat_template():
+    chats = batchinfer.generate(CHATS, **SETTINGS)["text"].to_pylist()
+    assert batchinfer.generate(TEXTS, **SETTINGS)["text"].to_pylist() == chats
+    assert batchinfer.generate(table_of(), **SETTINGS)["text"].to_pylist() == chats
+    assert batchinfer.generate(table_of(), user="question", **SETTINGS)["text"].to_pylist() == chats
+    assert batchinfer.generate(table_of(), raw=True, **SETTINGS)["text"].to_pylist() != chats
+
+
+def test_texts_go_as_they_are_to_a_model_without_a_chat_template(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(RANDOM_MODEL, model)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    settings = {**SETTINGS, "model": model}
+    expected = batchinfer.generate(TEXTS, raw=True, **SETTINGS)["text"]
+    assert batchinfer.generate(TEXTS, **settings)["text"].equals(expected)
+
+
 def test_a_list_of_texts_has_the_answers_of_a_table(run):
-    found = batchinfer.generate(TEXTS, **SETTINGS)
+    found = batchinfer.generate(TEXTS, raw=True, **SETTINGS)
     assert found["text"].to_pylist() == pq.read_table(run / "outputs" / "prompts.parquet")["text"].to_pylist()
     assert found["id"].to_pylist() == [0, 1, 2, 3, 4]
 
@@ -93,7 +114,7 @@ def test_variables_and_tools_may_hold_none(tmp_path):
     keys = {"tools": [tool], "chat_template_kwargs": {"day": None}}
     settings = {"model": model, "dtype": "float32", "max_tokens": 2}
     written = f"True{json.dumps([tool])}Hello"
-    (raw,) = batchinfer.generate([written], **settings).to_pylist()
+    (raw,) = batchinfer.generate([written], raw=True, **settings).to_pylist()
     (chat,) = batchinfer.generate([[{"role": "user", "content": "Hello"}]], input=keys, **settings).to_pylist()
     assert chat["error"] is None
     assert (chat["prompt_tokens"], chat["text"]) == (raw["prompt_tokens"], raw["text"])
@@ -165,7 +186,7 @@ def test_tables_come_as_anybody_has_them(kind, tmp_path):
 @pytest.mark.all  # make test: tests/data/test_row_prompts.py
 def test_a_template_has_the_texts_of_a_list_as_its_prompt():
     templated = batchinfer.generate(["ferry", "baker"], input={"template": "The {{ prompt }}"}, **SETTINGS)
-    assert templated.equals(batchinfer.generate(["The ferry", "The baker"], **SETTINGS))
+    assert templated.equals(batchinfer.generate(["The ferry", "The baker"], raw=True, **SETTINGS))
     with pytest.raises(batchinfer.ConfigError, match="data is a list of token_ids; leave template out"):
         batchinfer.generate([[1]], input={"template": "The {{ prompt }}"}, **SETTINGS)
 

@@ -18,7 +18,6 @@ from batchinfer.launch import rank_process
 from batchinfer.stop import SIGNALS
 from support.faults import ended
 from support.jobs import start, write_job, write_questions
-from support.tiers import first_in_make_test
 
 
 def is_alive(pid: int) -> bool:

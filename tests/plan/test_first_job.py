@@ -33,21 +33,21 @@ def made(tmp_path):
 @pytest.mark.parametrize(
     ("columns", "keys"),
     [
-        ({"id": [1], "prompt": ["Hello"]}, {"prompt": "prompt", "id": "id"}),
-        ({"text": ["a long text"], "question": ["short"]}, {"prompt": "question", "id": "none"}),
-        ({"title": ["short"], "body": ["a longer text"]}, {"prompt": "body", "id": "none"}),
+        ({"id": [1], "prompt": ["Hello"]}, {"user": "prompt", "id": "id"}),
+        ({"text": ["a long text"], "question": ["short"]}, {"user": "question", "id": "none"}),
+        ({"title": ["short"], "body": ["a longer text"]}, {"user": "body", "id": "none"}),
         ({"prompt": ["Hello"], "messages": CHAT}, {"messages": "messages"}),
         ({"talk": CHAT, "text": ["Hello"]}, {"messages": "talk"}),
         ({"chat": [json.dumps(CHAT[0])], "text": ["Hello"]}, {"messages": "chat"}),
         ({"conversations": SHAREGPT}, {"messages": "conversations", "format": "sharegpt"}),
         ({"talk": [json.dumps(SHAREGPT[0])]}, {"messages": "talk", "format": "sharegpt"}),
-        ({"prompt": ['["not", "a chat"]']}, {"prompt": "prompt"}),
+        ({"prompt": ['["not", "a chat"]']}, {"user": "prompt"}),
         ({"input_ids": [[1, 2]], "label": [1]}, {"token_ids": "input_ids", "id": "none"}),
         ({"uuid": ["a"], "numbers": [[1, 2]]}, {"token_ids": "numbers", "id": "uuid"}),
-        ({"doc_id": [1], "text": ["Hello"]}, {"prompt": "text", "id": "doc_id"}),
-        ({"id": [1.5], "text": ["Hello"]}, {"prompt": "text", "id": "none"}),
-        ({"Prompt": pa.array(["Hello"]).dictionary_encode()}, {"prompt": "Prompt"}),
-        ({'odd "name"\t': ["Hello"]}, {"prompt": 'odd "name"\t'}),
+        ({"doc_id": [1], "text": ["Hello"]}, {"user": "text", "id": "doc_id"}),
+        ({"id": [1.5], "text": ["Hello"]}, {"user": "text", "id": "none"}),
+        ({"Prompt": pa.array(["Hello"]).dictionary_encode()}, {"user": "Prompt"}),
+        ({'odd "name"\t': ["Hello"]}, {"user": 'odd "name"\t'}),
     ],
 )
 def test_columns_are_chosen_by_type_and_name(made, columns, keys):
@@ -58,11 +58,11 @@ def test_columns_are_chosen_by_type_and_name(made, columns, keys):
 @pytest.mark.parametrize(
     ("name", "content", "keys"),
     [
-        ("a.jsonl", '{"id": 1, "prompt": "Hello"}\n{"id": 2, "prompt": 7}\nbroken\n', {"prompt": "prompt", "id": "id"}),
+        ("a.jsonl", '{"id": 1, "prompt": "Hello"}\n{"id": 2, "prompt": 7}\nbroken\n', {"user": "prompt", "id": "id"}),
         ("a.jsonl", json.dumps({"chat": CHAT[0]}), {"messages": "chat", "id": "none"}),
         ("a.jsonl", json.dumps({"conversations": SHAREGPT[0]}), {"messages": "conversations", "format": "sharegpt"}),
         ("a.jsonl", json.dumps({"input_ids": [1, 2], "n": 3}), {"token_ids": "input_ids"}),
-        ("a.csv", "uuid,question\nx,Hello\n", {"prompt": "question", "id": "uuid"}),
+        ("a.csv", "uuid,question\nx,Hello\n", {"user": "question", "id": "uuid"}),
     ],
 )
 @pytest.mark.parametrize("as_folder", [True, False])
@@ -95,7 +95,7 @@ def test_lines_of_an_openai_batch_are_known_by_their_keys_and_answered_in_kind(t
 def test_texts_with_an_id_and_a_body_are_no_batch(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"custom_id": "a", "body": "Once upon a time"}\n')
     made = first_job(str(tmp_path / "a.jsonl"), RANDOM_MODEL, tmp_path / "job.toml")
-    assert 'prompt = "body"' in made.text
+    assert 'user = "body"' in made.text
 
 
 def test_data_without_prompts_is_refused_with_its_columns(made):

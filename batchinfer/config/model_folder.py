@@ -1,0 +1,62 @@
+"""The folder of a model that is given as a path, as a folder of the Hugging Face cache, or as owner/name[@revision].
+
+    $HF_HUB_CACHE/models--owner--name/refs/main              the commit of a branch or tag
+    $HF_HUB_CACHE/models--owner--name/snapshots/<commit>/    config.json, *.safetensors, tokenizer.json ...
+
+Nothing is downloaded.
+"""
+
+import os
+import re
+from pathlib import Path
+
+_HUB_NAME = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
+_DEFAULT_REVISION = "main"
+
+
+def model_folder(base: Path, text: str) -> str:
+    """Return the absolute path of a model folder.
+
+    Args:
+        base: folder from which relative paths count.
+        text: a path, or owner/name[@revision] of the Hugging Face hub; a path that exists is preferred.
+
+    Returns:
+        The folder, or the absolute path that `text` would be if it is in no cache either.
+    """
+    local = os.path.normpath(base / text)
+    if os.path.isdir(local):
+        return _snapshot(Path(local), None) or local
+    hub_name = _HUB_NAME.fullmatch(text)
+    if hub_name is None or os.path.lexists(local):
+        return local
+    folder = hub_cache() / f"models--{hub_name['owner']}--{hub_name['name']}"
+    return _snapshot(folder, hub_name["revision"] or _DEFAULT_REVISION) or local
+
+
+def hub_cache() -> Path:
+    """Return the folder in which `huggingface_hub` keeps models."""
+    if given := os.environ.get("HF_HUB_CACHE"):
+        return Path(given).expanduser()
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def _snapshot(folder: Path, revision: str | None) -> str | None:
+    """Return the snapshot of a revision in a folder of the cache; None if this is no such folder or lacks it.
+
+    Args:
+        revision: branch, tag or commit; None: main, else the only snapshot.
+    """
+    snapshots = folder / "snapshots"
+    if not snapshots.is_dir():
+        return None
+    name = revision or _DEFAULT_REVISION
+    try:
+        commit = (folder / "refs" / name).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        commit = name  # a commit itself
+    if re.fullmatch(r"[\w.-]+", commit) and (snapshots / commit).is_dir():
+        return str(snapshots / commit)
+    present = [entry for entry in sorted(snapshots.iterdir()) if entry.is_dir()]
+    return str(present[0]) if revision is None and len(present) == 1 else None

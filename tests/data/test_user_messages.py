@@ -1,0 +1,83 @@
+"""input.user: text that goes through the chat template as the user's message; and who is warned of input.prompt."""
+
+from __future__ import annotations
+
+import pytest
+
+from support.jobs import batchinfer, output_bytes, outputs, write_job, write_shard
+from support.paths import RANDOM_MODEL
+
+QUESTIONS = ["What is 2 + 3?", "Name a river.", "<｜User｜>Say hello."]
+WARNED = "text that goes to the model as it is, although it has a chat"
+
+
+def job_of(tmp_path, name, inputs, columns, **parts):
+    write_shard(tmp_path / name / "prompts" / "a.parquet", columns)
+    return write_job(tmp_path / name, input={"prompt": None, **inputs}, sampling={"max_tokens": 4}, **parts)
+
+
+def chats_of(texts, system=None):
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [[*first, {"role": "user", "content": text}] for text in texts]
+
+
+@pytest.mark.parametrize("system", [None, "You are brief."])
+@pytest.mark.parametrize("control_tokens", ["parse", "text"])
+def test_a_text_gives_the_bytes_of_a_chat_of_one_message(tmp_path, system, control_tokens):
+    both = {} if system is None else {"system": system}
+    both["control_tokens"] = control_tokens
+    texts = job_of(tmp_path, "user", {"user": "q", **both}, {"id": [0, 1, 2], "q": QUESTIONS})
+    chats = job_of(tmp_path, "chats", {"messages": "q", **both}, {"id": [0, 1, 2], "q": chats_of(QUESTIONS)})
+    for job in (texts, chats):
+        ended = batchinfer("run", job)
+        assert ended.code == 0, ended.err
+        assert WARNED not in ended.err
+    assert output_bytes(texts.parent / "run") == output_bytes(chats.parent / "run")
+
+
+def test_rows_without_a_text_are_bad_rows(tmp_path):
+    job = job_of(tmp_path, "user", {"user": "q"}, {"id": [0, 1, 2], "q": ["Hello", "", None]})
+    assert batchinfer("run", job).code == 3
+    (rows,) = outputs(job.parent / "run").values()
+    assert [row["error"] for row in rows] == [None, "q is empty", "q is null"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "columns", "said"),
+    [
+        ({"user": "q", "prompt": "q"}, {"q": ["a"]}, "exactly one must be set, but the job sets user and prompt"),
+        ({"user": "q", "continue_final_message": True}, {"q": ["a"]}, "continue_final_message is for chats of input.m"),
+        ({"user": "q"}, {"q": [7]}, "input.user: column 'q' is int64, but must be text"),
+        ({"user": "q"}, {"q": chats_of(["a"])}, 'set input.messages = "q" instead'),
+        ({"user": "q", "format": "openai"}, {"q": ["a"]}, "user does not go with format = 'openai'"),
+    ],
+)
+def test_what_makes_no_users_messages_is_refused(tmp_path, inputs, columns, said):
+    ended = batchinfer("plan", job_of(tmp_path, "user", inputs, columns))
+    assert ended.code == 2
+    assert said in ended.err
+
+
+@pytest.mark.parametrize(
+    ("inputs", "texts", "warned"),
+    [
+        ({"prompt": "q"}, QUESTIONS, "warning: 2 prompts are " + WARNED),  # the third is written as its template does
+        ({"prompt": "q"}, QUESTIONS[:1], "warning: 1 prompt is " + WARNED),
+        ({"prompt": "q"}, QUESTIONS[2:], None),
+        ({"user": "q"}, QUESTIONS, None),
+    ],
+)
+def test_a_plan_warns_of_plain_questions_to_a_model_that_chats(tmp_path, inputs, texts, warned):
+    ended = batchinfer("plan", job_of(tmp_path, "job", inputs, {"q": texts}))
+    assert ended.code == 0, ended.err
+    assert (WARNED in ended.err) == (warned is not None)
+    if warned is not None:
+        assert f'{warned} template; set input.user = "q" instead of input.prompt' in ended.err
+
+
+def test_init_asks_a_model_that_chats_by_its_template(tmp_path):
+    write_shard(tmp_path / "data" / "a.parquet", {"question": QUESTIONS})
+    ended = batchinfer("init", tmp_path / "data", "--model", RANDOM_MODEL, "-o", tmp_path / "job.toml")
+    assert ended.code == 0, ended.err
+    assert 'user = "question"' in (tmp_path / "job.toml").read_text()
+    assert batchinfer("plan", tmp_path / "job.toml").code == 0
