@@ -30,7 +30,7 @@ def test_help_names_every_command_and_the_exit_codes():
     text = batchinfer("--help").out
     for command in COMMANDS:
         assert re.search(rf"^  {command} ", text, re.M), command
-    assert "interrupted; the same command goes on" in text
+    assert "interrupted; the same command continues" in text
     assert batchinfer().out == text or batchinfer().code == 2
 
 
