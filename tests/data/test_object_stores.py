@@ -476,7 +476,7 @@ def test_folders_beside_objects_are_named_and_nobody_looks_into_them(server, mon
     shards = find_shards(["s3://data/beside/*", "s3://data/beside/c/d.jsonl"], s3=S3Config(endpoint=server.endpoint))
     assert [shard.path for shard in shards] == ["s3://data/beside/a.jsonl", "s3://data/beside/c/d.jsonl"]
     assert capsys.readouterr().err.endswith(
-        "which are not read; name the folders too if they are meant: s3://data/beside/archive/\n"
+        "which are not read; name the folders to read them too: s3://data/beside/archive/\n"
     )
 
 

@@ -146,4 +146,4 @@ def test_the_file_says_why_it_has_its_dtype(tmp_path, made):
     job = made({"prompt": ["Hello"]})
     text = (tmp_path / "job.toml").read_text()
     assert job.model.dtype == "bfloat16"
-    assert "# of float32, bfloat16, fp8 and int4: what keeps the checkpoint's values and fits: it takes 0." in text
+    assert "# of float32, bfloat16, fp8 and int4: it keeps the checkpoint's values and fits: it takes 0." in text

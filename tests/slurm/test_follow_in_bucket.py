@@ -99,7 +99,7 @@ def run(reference, tmp_path, monkeypatch) -> Iterator[InBucket]:
 def test_the_command_stays_and_another_login_node_goes_on(run, reference):
     soon = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + 60))
     sent = run.submit("--finish-by", soon, "--array", "3")
-    assert f"`batchinfer submit --follow {run.uri}` changes their number again" in sent.out
+    assert f"`batchinfer submit --follow {run.uri}` adapts their number again" in sent.out
     assert run.outputs() == reference[1]
     run.on("second")
     storage, _ = run.here()
