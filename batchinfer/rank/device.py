@@ -18,7 +18,7 @@ def rank_device(backend: str, local_rank: int) -> torch.device:
     Raises:
         ConfigError: the host has fewer GPUs than ranks.
     """
-    # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, with which operands would have 10 bits behind the point
+    # NVIDIA's containers set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which would shorten operands to 10 bits of mantissa
     torch.set_float32_matmul_precision("highest")
     is_interpreted = backend == "triton" and triton_probe.interprets()
     if backend in _CPU_BACKENDS or is_interpreted or not torch.cuda.is_available():

@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MOST_GUESSES = 4
-LEAST_GAIN = 1.15  # tokens per second with guesses, by those without, from which on they pay: times vary
+LEAST_GAIN = 1.15  # least ratio of tokens per second with and without guesses at which guesses pay: times vary
 _MOST_AGE = 512  # steps after which a time is forgotten
 _PLAIN_AGE = 64  # steps with guesses after which one without is measured again
-_TIMES = 9  # of a size, of which the least counts: what else runs on the machine only adds to them
+_TIMES = 9  # latest times kept of a size; the least counts, as other processes only add to them
 _LEAST_TIMES = 3
 _KEPT_STEPS = 8  # for which a decision for guesses holds
-_LONGEST_REST = 512  # steps for which one against them holds and nothing is measured; the first time _PLAIN_AGE
-_FEW_REQUESTS = 4  # with which more rows are tried at once; with more of them in one of TRIAL_STEPS
+_LONGEST_REST = 512  # steps for which a decision against guesses holds, without measurement; at first _PLAIN_AGE
+_FEW_REQUESTS = 4  # up to this number more rows are tried at once; with more requests once in _TRIAL_STEPS
 _TRIAL_STEPS = 64
-_LEAST_NEWS = 1 / 32  # weight of one guess among those before it
+_LEAST_NEWS = 1 / 32  # least weight of a new guess in the mean of all guesses
 _HOPE = 1 / 4096
 
 

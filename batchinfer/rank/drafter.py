@@ -42,8 +42,8 @@ class Drafter:
         self._rule = rule or DraftRule()
         self._states = DraftStates(model)
         self._with_slots: RequestTensors | None = None  # of the requests whose slots are in their table
-        self._keeps = True  # the states of the coming step
-        self._drafted_s = 0.0  # for the step to come
+        self._keeps = True  # the states of the next step
+        self._drafted_s = 0.0  # seconds of drafting for the next step
         self._ended_s: float | None = None  # when the latest decode step had ended; None: something else ran since
 
     @classmethod

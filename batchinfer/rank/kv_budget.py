@@ -23,7 +23,7 @@ from batchinfer.records import ConfigError
 # Share of the GPU's memory for later needs: captured graphs, buffers of libraries, gaps between blocks of memory, and
 # steps in which this rank's experts get more rows than in the measured steps.
 RESERVE_SHARE = 0.08
-MEMORY_SHARE = 0.5  # of the memory that is free after loading, at most, goes to KV pages
+MEMORY_SHARE = 0.5  # largest share of the memory free after loading that KV pages may take
 _ALTERNATIVES = 20  # alternatives that rows report with a token
 _STRIDE = 7919  # between the tokens of the steps, so that they go to many experts
 

@@ -27,14 +27,14 @@ from typing import NamedTuple
 
 from batchinfer.parallel.spans import SpanLog
 
-LEAST_GAIN = 1.03  # time of whole steps by that of halves, from which on halves are worth it
-_FAR_GAIN = 1.25  # with which, or with its inverse, two comparisons are enough
-_LEAD = 4  # comparisons by which the quicker way has to lead
-_MOST_PAIRS = 11  # after which the majority decides; odd
-_LEAST_HIDEABLE = 1 / 20  # of a whole step, what computing could hide
-_LATEST_STEPS = 5  # of which the median of that counts
-_TRIAL_SHARE = 1 / 50  # of the time that trials may take
-_LARGEST_RATIO = 2.0  # of the rows of steps that are compared
+LEAST_GAIN = 1.03  # least ratio of the times of whole steps and of steps in halves at which halves win
+_FAR_GAIN = 1.25  # ratio at which, or at whose inverse, two comparisons are enough
+_LEAD = 4  # comparisons by which the faster way has to lead
+_MOST_PAIRS = 11  # comparisons after which the majority decides; odd
+_LEAST_HIDEABLE = 1 / 20  # least share of a whole step that computing could hide, for a trial
+_LATEST_STEPS = 5  # steps whose median share counts
+_TRIAL_SHARE = 1 / 50  # largest share of time for trials
+_LARGEST_RATIO = 2.0  # between the rows of steps that are compared
 UNKNOWN = -1
 
 
@@ -100,7 +100,7 @@ class _Trial:
             return
         whole, halves = (last, step) if step.in_pairs else (step, last)
         self.gains.append(whole.row_s / halves.row_s)
-        self.last, self.next_in_pairs = None, step.in_pairs  # what changes steadily disturbs pairs in turn alike
+        self.last, self.next_in_pairs = None, step.in_pairs  # alternating the order cancels steady changes
 
 
 @dataclass(slots=True)

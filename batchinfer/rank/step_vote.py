@@ -40,9 +40,9 @@ class StepVote:
     leave: bool = False
     prefill: bool = False
     decode: bool = False
-    fills_both_halves: bool = False  # has at least two tokens to run in the step it votes for
-    place: bool = False  # knows of another placement of the experts
-    calibrate: bool = False  # has got its part of the calibration
+    fills_both_halves: bool = False  # has at least two tokens to run in this step
+    place: bool = False  # has received a new placement of the experts
+    calibrate: bool = False  # has received its part of the calibration
     batch: DecodeBatch = NO_BATCH
     latest: StepTime = NO_STEP  # measured of the step before, for `cluster.overlap = "auto"`
 
@@ -67,8 +67,8 @@ class Agreed:
 
     kind: Kind
     in_pairs: bool  # two micro-batches
-    graph: GraphSize | None = None  # as which a decode step runs
-    records: bool = False  # no rank has this graph yet, and each makes it in this step
+    graph: GraphSize | None = None  # the graph as which a decode step runs
+    records: bool = False  # no rank has this graph yet, and all record it in this step
     no_graph: str | None = None  # why a decode step runs as plain operations
 
 
