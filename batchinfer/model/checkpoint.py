@@ -17,7 +17,7 @@ from batchinfer.records import ModelError
 
 
 class Checkpoint(TensorHeaders):
-    """Named tensors over one or more files; reading one is the first moment its bytes are touched."""
+    """Named tensors over one or more files; a tensor's bytes are touched when it is read."""
 
     def __init__(self, headers: TensorHeaders, told: Callable[[int], None] | None = None):
         super().__init__(headers.folder, headers.infos)
@@ -28,7 +28,7 @@ class Checkpoint(TensorHeaders):
         """Return one tensor as stored, possibly a view of the mapped file: copy it before keeping it.
 
         Raises:
-            ModelError: the file cannot be read any more.
+            ModelError: the file can no longer be read.
         """
         info = self.info(name)
         path = info.path
@@ -47,14 +47,14 @@ class Checkpoint(TensorHeaders):
         return tensor
 
     def unmap(self) -> None:
-        """Close the files until the next read: what has been read of them no longer counts as this process's memory."""
+        """Close the files until the next read, so that mapped bytes no longer count as this process's memory."""
         self._files.clear()
 
 
 def open_checkpoint(
     folder: Path, carrier: Carrier | None = None, told: Callable[[int], None] | None = None
 ) -> Checkpoint:
-    """Read the headers of the folder's files, and no more until a tensor is asked for.
+    """Read the headers of the folder's files; tensors are read when they are used.
 
     Args:
         carrier: as for headers.read_headers.

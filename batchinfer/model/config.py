@@ -84,7 +84,7 @@ class ModelConfig:
     def kv_dim(self) -> int:
         """Values kept per token and layer: those that attention reads, then the key of the indexer, if there is one.
 
-        Layers that have no indexer of their own keep room for it: all pages have one shape.
+        Layers that share an indexer keep room for the key, too: all pages have one shape.
         """
         return self.latent_dim + (self.indexer.head_dim if self.indexer is not None else 0)
 
@@ -95,7 +95,7 @@ class ModelConfig:
 
     @property
     def num_router_groups(self) -> int:
-        """Groups of experts of which a token takes some only; 1: it takes any."""
+        """Number of expert groups, of which a token uses only some; 1: a token may use any expert."""
         return self.n_group if self.topk_group < self.n_group else 1
 
     @property
@@ -118,7 +118,7 @@ class ModelConfig:
         return len(self.moe_layers)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Page bytes of one token over all layers (70,272 for the 671B model at 2 bytes per value)."""
+        """Return the page bytes of one token over all layers (70,272 for the 671B model at 2 bytes per value)."""
         return self.num_hidden_layers * self.kv_dim * bytes_per_value
 
     @property
@@ -128,7 +128,7 @@ class ModelConfig:
 
     @property
     def attention_weights(self) -> int:
-        """Weights of a layer's attention without norms, each of which a token is multiplied with once; the mean."""
+        """Mean number of weights of a layer's attention without norms; a token is multiplied with each once."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         query = heads * self.qk_head_dim
         queries = hidden * query if self.q_lora_rank is None else self.q_lora_rank * (hidden + query)

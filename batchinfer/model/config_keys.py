@@ -74,7 +74,7 @@ _MAX_NAME = 80
 
 
 def judge_unread_keys(reader: ConfigReader, *, refuse_unknown: bool = False) -> tuple[str, ...]:
-    """Return the keys of an object of config.json that nothing here knows, by full name; to be asked when all is read.
+    """Return the unknown keys of an object of config.json by full name; call it after all known keys were read.
 
     Args:
         refuse_unknown: of a part of the file whose every key counts.

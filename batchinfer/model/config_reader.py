@@ -43,7 +43,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Between which a finite number has to be."""
+    """Bounds of a finite number."""
 
     above: float = -math.inf
     at_least: float = -math.inf
@@ -65,7 +65,7 @@ class Bounds:
 
 
 class ConfigReader:
-    """One JSON object of a file; `prefix` is the way from the top of the file to it, for messages.
+    """One JSON object of a file; `prefix` is its path from the top of the file, for messages.
 
     It remembers which keys were asked for.
     """
@@ -89,7 +89,7 @@ class ConfigReader:
         return {key: value for key, value in self._values.items() if key not in self._asked and value is not None}
 
     def name(self, key: str) -> str:
-        """Return the key with the way to it."""
+        """Return the key's full name, with the path from the top of the file."""
         return f"{self.prefix}.{key}" if self.prefix else key
 
     def unsupported(self, key: str, value: object, supported: str) -> ModelError:
@@ -137,7 +137,7 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """true or false (0 and 1 are not accepted)."""
+        """Return true or false; 0 and 1 are refused."""
         value = self._value(key)
         if value is None:
             return default
@@ -221,14 +221,14 @@ def _refuse_constant(name: str) -> float:
 
 
 def _json_kind(value: object) -> object:
-    """Values that Python compares as equal but JSON writes differently (true and 1) are of different kinds."""
+    """Return the kind of a JSON value, which differs for true and 1 although Python compares them as equal."""
     if isinstance(value, list):
         return [_json_kind(item) for item in value]
     return type(value)
 
 
 def show(value: object) -> str:
-    """Return a value as JSON, cut where it is long."""
+    """Return a value as JSON, cut if it is long."""
     try:
         text = json.dumps(value, default=str)
     except ValueError:  # a whole number of thousands of digits

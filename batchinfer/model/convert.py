@@ -1,4 +1,4 @@
-"""A checkpoint rewritten as the C++ operations hold it in one dtype, so that ranks map it instead of packing it."""
+"""Conversion of a checkpoint to the C++ operations' packed form in one dtype, which ranks map instead of packing it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def convert_model(
 
 
 def _carry(source: Path, folder: Path) -> None:
-    """Copy config.json and what the tokenizer and settings are read from."""
+    """Copy config.json, the tokenizer's files and generation settings."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _CARRIED and not path.name.endswith(".safetensors.index.json"):
             shutil.copyfile(path, folder / path.name)

@@ -1,6 +1,6 @@
 """Names, shapes and formats of a model folder's tensors, from the headers of its *.safetensors files.
 
-No torch here and no weight is read: plans ask as well as ranks. Formats that run code when loaded (pickle: *.bin, *.pt)
+No torch here and no weight is read: the planner uses it, too. Formats that run code when loaded (pickle: *.bin, *.pt)
 are never opened.
 """
 

@@ -49,7 +49,7 @@ def read_indexer(reader: ConfigReader, family: Indexer | None, num_layers: int, 
 
 
 def _sharing_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
-    """From a list of what each layer is, a text of F and S, or a frequency; as transformers reads them."""
+    """Return the layers that share an indexer, by a list of kinds, a text of F and S, or a frequency (transformers)."""
     kinds = reader.texts("indexer_types")
     pattern = reader.text("index_topk_pattern", default="")
     frequency = reader.size("index_topk_freq", default=1)

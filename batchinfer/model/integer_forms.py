@@ -44,7 +44,7 @@ class IntegerForm:
         return self.part(name, "values") in tensors
 
     def parts(self, name: str, shape: tuple[int, int], tensors: TensorHeaders) -> dict[str, StoredPart]:
-        """By name, what a weight [N, M] is stored as; `group` divides M, and in AWQ and GPTQ PER_WORD divides both."""
+        """Return the stored tensors of a weight [N, M]; `group` divides M, in AWQ and GPTQ PER_WORD divides both."""
         num_out, num_in = shape
         num_groups, words_out, words_in = num_in // self.group, -(-num_out // PER_WORD), -(-num_in // PER_WORD)
         if self.method == "compressed-tensors":

@@ -25,7 +25,7 @@ class Integers:
     group_M: torch.Tensor | None = None  # int64, each input's group; None: m after m
 
     def widened(self, dtype: torch.dtype) -> torch.Tensor:
-        """[N, M]: integer × scale, multiplied in float32 and rounded once."""
+        """Return [N, M]: integer × scale, multiplied in float32 and rounded once."""
         values = self.values_NM.float()
         if self.group_M is not None:
             return values.mul_(self.scale_NG[:, self.group_M]).to(dtype)
@@ -55,7 +55,7 @@ def from_compressed_tensors(words_NW: torch.Tensor, scale_NG: torch.Tensor, grou
 
 
 def from_awq(words_MW: torch.Tensor, zeros_GW: torch.Tensor, scale_GN: torch.Tensor) -> Integers:
-    """AutoAWQ's "gemm": words of eight outputs of one input, W = N / 8; zero points packed as they are.
+    """Unpack AutoAWQ's "gemm": words of eight outputs of one input, W = N / 8; zero points packed unchanged.
 
     Args:
         words_MW, zeros_GW: int32.
@@ -74,7 +74,7 @@ def from_gptq(
     zero_shift: int,
     group_M: torch.Tensor | None = None,
 ) -> Integers:
-    """GPTQ's: words of eight inputs of one output, W = M / 8; words of zero points less the shift, V = N / 8.
+    """Unpack GPTQ: words of eight inputs of one output, W = M / 8; words of zero points less the shift, V = N / 8.
 
     Args:
         words_WN, zeros_GV: int32.
@@ -101,6 +101,6 @@ def _less_zeros(
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
-    """[..., 8] uint8 of int32: four bits each, from the lowest on."""
+    """Return [..., 8] uint8 of int32: four bits each, from the lowest on."""
     pairs = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))  # the lowest byte first, as in the file
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)

@@ -14,7 +14,7 @@ from batchinfer.parallel.spans import MicroBatchSpans
 
 
 class LayerAttention(Protocol):
-    """mla.Attention, or another way to compute it; what `project` gives is for its own `attend`."""
+    """mla.Attention or another implementation; the result of `project` is for the same object's `attend`."""
 
     def project(
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
@@ -41,7 +41,7 @@ class DecoderLayer:
         spans: MicroBatchSpans,
         wanted: AttentionStep | None = None,
     ) -> Generator[YieldPoint, None, torch.Tensor]:
-        """One layer over one step; returns the new hidden states.
+        """Run the layer over one step; return the new hidden states.
 
         Args:
             hidden_TD: the residual.
@@ -72,7 +72,7 @@ class DecoderLayer:
     def _attended(
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, wanted: AttentionStep | None
     ) -> torch.Tensor:
-        """Return the residual after attention, its wanted rows alone; all tokens' latents go to the pages."""
+        """Return the wanted rows of the residual after attention; the latents of all tokens go to the pages."""
         if wanted is None:
             return self.attention.attend(hidden_TD, self.attention.project(hidden_TD, step, pages), step, pages)
         queries = self.attention.project(hidden_TD, step, pages, step.logit_rows)

@@ -1,4 +1,4 @@
-"""params.json, what Mistral's own code has instead of config.json (Mistral Large 3), read as a config of `mistral4`.
+"""params.json of Mistral's code (Mistral Large 3), read as a config.json of `mistral4`.
 
 The tensors beside it have names of their own, too (stored_names.py). What a key means is as vLLM
 (transformers_utils.configs.mistral) and SGLang (srt.utils.mistral_utils) read it: weights of experts are always normed,
@@ -63,7 +63,7 @@ def read_params(path: Path, values: dict[str, Any]) -> ConfigReader:
     """Return the values of a params.json under the names of config.json, their own names in messages.
 
     Raises:
-        ModelError: it is of another architecture, or says something that config.json has no word for.
+        ModelError: the file is of another architecture, or has a key without a counterpart in config.json.
     """
     if "kv_lora_rank" not in values or "moe" not in values:
         raise ModelError(
@@ -92,7 +92,7 @@ def read_params(path: Path, values: dict[str, Any]) -> ConfigReader:
 
 
 class _ParamsReader(ConfigReader):
-    """Values by the names of config.json; errors speak of those in params.json."""
+    """Reader of values by the names of config.json; errors use the names in params.json."""
 
     def __init__(self, path: Path, values: dict[str, Any], way: str = ""):
         super().__init__(path, values)
@@ -108,7 +108,7 @@ class _ParamsReader(ConfigReader):
 
 
 def _flat(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Return all keys by their names with the way to them, those checked that can have few values only."""
+    """Return all keys by their full names; check the keys that can have only a few values."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if key not in _PARTS or value is None:

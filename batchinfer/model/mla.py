@@ -56,7 +56,7 @@ class Attention:
     def project(
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Everything before core attention: the norm, queries [T, H, N + R], rotary part last.
+        """Run all work before core attention: return the queries [T, H, N + R], rotary part last.
 
         The tokens' latents are written to the pages at the step's slots; then the step's copies are made, so that a
         prompt can take over latents which another one computes in this very step.
@@ -74,13 +74,13 @@ class Attention:
     def attend(
         self, hidden_TD: torch.Tensor, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Core attention and output projection, added to the residual: [T, D]."""
+        """Return core attention and output projection, added to the residual: [T, D]."""
         if len(q_THA) == 0:
             return hidden_TD
         return self.add_output(hidden_TD, self.core(q_THA, step, pages))
 
     def inputs(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the normed residual [T, D], and what queries are made of: that, or its compression."""
+        """Return the normed residual [T, D], and the input of the queries: the residual, or its compression."""
         ops, weights = self.ops, self.weights
         x_TD = ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
         if weights.q_down is None:
@@ -90,7 +90,7 @@ class Attention:
     def queries(
         self, x_TD: torch.Tensor, q_latent: torch.Tensor, step: AttentionStep, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Queries [T, H, N + R] of all tokens, scaled by position; the tokens' latents are written to the pages."""
+        """Return the queries [T, H, N + R] of all tokens, scaled by position; write the latents to the pages."""
         latents_TW = self.ops.linear(x_TD, *self.weights.kv_down)
         return self._placed(self.ops.linear(q_latent, *self.weights.q), latents_TW, step, pages)
 
@@ -111,7 +111,7 @@ class Attention:
     def _placed(
         self, q_TA: torch.Tensor, latents_TW: torch.Tensor, step: AttentionStep, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Queries [T, H, N + R] with their positions, and scaled by them; the latents go to the pages."""
+        """Return the queries [T, H, N + R] with rotary part, scaled by position; write the latents to the pages."""
         config, places = self.config, (step.cos, step.sin, pages, step.slots)
         q_THA = q_TA.unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
         new = NewKeys(latents_TW, self.weights.kv_norm, LATENT_NORM_EPS, *places, config.rope_interleave)
@@ -120,7 +120,7 @@ class Attention:
         return q_THA if step.query_scale is None else q_THA.mul_(step.query_scale[:, None, None])
 
     def core(self, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor) -> torch.Tensor:
-        """Core attention alone, [T, H, V]: prefill chunks in the plain form, decode in the absorbed one."""
+        """Return core attention alone, [T, H, V]: prefill chunks in the plain form, decode in the absorbed form."""
         if step.is_decode:
             options = {"latent_dim": self.config.kv_lora_rank, "scale": self.config.softmax_scale}
             return self.values(self.ops.mla_decode(self.absorbed(q_THA), step.keys(pages), **options))
@@ -128,7 +128,7 @@ class Attention:
         return self.ops.mla_prefill(q_THA, step.keys(pages), self.weights.kv_up_HZC, step.chunk_tokens, **plain)
 
     def absorbed(self, q_THA: torch.Tensor) -> torch.Tensor:
-        """Queries in latent space, [T, H, C + R].
+        """Return the queries in latent space, [T, H, C + R].
 
         q · (U c) = (Uᵀ q) · c moves the key up-projection U to the query.
         """
@@ -140,7 +140,7 @@ class Attention:
         return q_THW
 
     def values(self, out_THC: torch.Tensor) -> torch.Tensor:
-        """[T, H, V] of sums of latents: the value up-projection follows the sum."""
+        """Return [T, H, V] of sums of latents: the value up-projection follows the sum."""
         return self.ops.batched_linear(out_THC.transpose(0, 1), self.weights.value_up_HVC).transpose(0, 1)
 
     def add_output(self, hidden_TD: torch.Tensor, out_THV: torch.Tensor) -> torch.Tensor:
@@ -161,12 +161,12 @@ def zeroed(num_bytes: int) -> mmap.mmap:
 
 
 def empty_pages(config: ModelConfig, num_pages: int, form: PageFormat, device: torch.device) -> torch.Tensor:
-    """Pages for what a model keeps of its tokens, [L, num_pages, 64, row]; on a CPU they take memory when used.
+    """Return empty KV pages [L, num_pages, 64, row]; on a CPU they take memory when they are used.
 
     A row is kv_dim values, or bytes in FP8.
 
     Raises:
-        ConfigError: there is not so much address space.
+        ConfigError: the address space does not suffice.
     """
     dtype = _PAGE_DTYPES[form.dtype]
     shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, form.row_width(config))
@@ -190,7 +190,7 @@ def copy_latents(ops: Ops, step: AttentionStep, pages: torch.Tensor) -> None:
 
 
 def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
-    """Angle per position of each rotary pair, [R / 2] float32; with YaRN (arXiv 2309.00071 section 3.2).
+    """Return the angle per position of each rotary pair, [R / 2] float32; with YaRN (arXiv 2309.00071 section 3.2).
 
     YaRN leaves pairs that turn often within the original window as they are, slows those that turn rarely by
     `factor`, and goes from one to the other linearly in between.
@@ -219,12 +219,12 @@ def rope_cos_sin(
     rope: RopeConfig,
     cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of each position's angles, each [T, R / 2] float32; angles in float32 as in training."""
+    """Return cos and sin of each position's angles, each [T, R / 2] float32; angles in float32 as in training."""
     return cos_sin(positions.float()[:, None] * frequencies, rope.cos_sin_scale)
 
 
 def query_scales(scale: QueryScale) -> torch.Tensor:
-    """Factor on the queries of each window of positions, float32; the first is 1.
+    """Return the factor on the queries of each window of positions, float32; the first is 1.
 
     Logarithms rounded once: those of a library differ in their last bits between processors.
     """
@@ -244,7 +244,7 @@ class Angles(NamedTuple):
 
 
 class RotaryAngles:
-    """Angles of the positions of a model's tokens; on a CPU each position's are computed once and kept."""
+    """Angles of a model's positions; on a CPU the angles of each position are computed once and kept."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class RotaryAngles:
         self._query_scales = None if rope.query_scale is None else query_scales(rope.query_scale).to(device)
 
     def at(self, positions_T: torch.Tensor) -> Angles:
-        """See Angles."""
+        """Return the factors of these positions, see Angles."""
         query_scale_T = self._query_scale(positions_T)
         if not positions_T.is_cpu:  # how far the table must reach is not known on the host
             return Angles(*self._of(positions_T), query_scale_T)
@@ -274,7 +274,7 @@ class RotaryAngles:
         return self._query_scales.index_select(0, positions_T // self._rope.query_scale.window)
 
     def table(self, num_positions: int) -> list[torch.Tensor]:
-        """cos and sin, each [N, R / 2] float32, of positions 0 .. N - 1 on a CPU, N at least `num_positions`."""
+        """Return cos and sin of positions 0 .. N - 1 on a CPU, each [N, R / 2] float32, N at least `num_positions`."""
         if num_positions > len(self._cos):
             known = torch.arange(max(2 * len(self._cos), num_positions, _FIRST_POSITIONS))
             self._cos, self._sin = self._of(known)

@@ -57,7 +57,7 @@ class DenseMlp:
     norm_D: torch.Tensor
 
     def add_to(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """[T, D], the new residual."""
+        """Return [T, D], the new residual."""
         x_TD = normed(self.ops, hidden_TD, self.norm_D, self.config.rms_norm_eps, self.weights.gate_up.weight)
         return swiglu(self.ops, x_TD, self.weights, residual=hidden_TD)
 
@@ -140,14 +140,14 @@ class MoeMlp:
         return routing.rounded if stays_fp8 and routing.rounded is not None else routing.x_TD
 
     def _normed(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, ScaledRows | None]:
-        """Return the router takes the rows as they are, experts in FP8 take them rounded, all from one kernel."""
+        """Return the normed rows for the router, and the same rows in FP8 if the experts are in FP8, else None."""
         eps = self.config.rms_norm_eps
         if meets_fp8(hidden_TD, self.weights.gate_up_EFD):
             return self.ops.rms_norm_fp8(hidden_TD, self.norm_D, eps, keeps=True)
         return self.ops.rms_norm(hidden_TD, self.norm_D, eps), None
 
     def _routed_experts(self, received: ExpertInput) -> ExpertRows:
-        """Return the results for the rows that came, in their order; rows in FP8 meet weights in FP8 as they are."""
+        """Return the experts' results for the received rows, in their order; FP8 rows are used without widening."""
         x, weights, scales = received.x, self.weights, received.scales
         # adding up on the device, and reading the sum only after the step, does not make the host wait
         has_gaps = received.layout == "masked" or received.tile_rows > 1
@@ -177,7 +177,7 @@ class MoeMlp:
         )
 
     def _expected_rows(self, room: int) -> int:
-        """Likely rows of an expert that has room for all tokens of all ranks: its even share and a fifth more."""
+        """Return the likely rows of an expert with room for all ranks' tokens: its even share and a fifth more."""
         share = room * self.config.num_experts_per_tok / self.config.n_routed_experts
         return max(1, min(room, round(1.2 * share)))
 
@@ -203,7 +203,7 @@ def gate_rule(config: ModelConfig) -> GateRule:
 def swiglu(
     ops: Ops, x_TD: torch.Tensor | ScaledRows, weights: MlpWeights, *, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """down(silu(gate(x)) × up(x)), [T, D] to [T, D], added to the residual when there is one."""
+    """Return down(silu(gate(x)) × up(x)), [T, D] to [T, D], added to the residual if there is one."""
     gate_up, down = weights.gate_up, weights.down
     if isinstance(gate_up.weight, Packed) and gate_up.weight.is_paired:
         assert isinstance(down.weight, Packed)

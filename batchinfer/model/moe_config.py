@@ -1,4 +1,4 @@
-"""Experts as config.json describes them: how many there are, in which layers, and how a token gets its own."""
+"""Experts by config.json: their number, their layers, and the choice of a token's experts."""
 
 from typing import Any
 

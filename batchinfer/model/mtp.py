@@ -1,6 +1,6 @@
 """Drafts by the layer for multi-token prediction (DeepSeek-V3 report section 2.2).
 
-The layer takes the model's normed state at a place and the embedding of the token behind it, and tells the token behind
+The layer takes the model's normed state at a place and the embedding of the next token, and predicts the token after
 that one. From there on it goes by its own guesses and states. A guess is picked as the token itself will be, with the
 same settings and the same draw, which makes both the same more often; it is no more than a guess.
 """
@@ -58,7 +58,7 @@ class DraftInput:
     num_guesses: int  # J
 
     def rows(self, first: int, count: int, model: DraftModel) -> AttentionStep:
-        """Some of these rows as a decode step."""
+        """Return some of these rows as a decode step."""
         some = slice(first, first + count)
         cos, sin, query_scale = model.angles.at(self.positions[some])
         return AttentionStep(
@@ -79,13 +79,13 @@ Draft = Callable[[Any, DraftInput, torch.Tensor], torch.Tensor]  # model, rows, 
 
 @dataclass(frozen=True, slots=True)
 class Mtp:
-    """The layer and what is around it; holds no state between steps."""
+    """The layer for multi-token prediction with its projections; holds no state between steps."""
 
     weights: MtpWeights
     layer: DecoderLayer
 
     def __call__(self, model: DraftModel, given: DraftInput, pages: torch.Tensor) -> torch.Tensor:
-        """[J, B] int64 guesses, operation by operation.
+        """Return [J, B] int64 guesses, computed operation by operation.
 
         Args:
             pages: [num_pages, 64, latent_dim] of this layer.

@@ -78,7 +78,7 @@ class Ops:
 
     @property
     def has_fixed_sums(self) -> bool:
-        """Whether each sum has one order, written down in the C++ sources: bits depend on nothing else then."""
+        """Whether each sum has one order, fixed in the C++ sources, so that bits depend on nothing else."""
         return all(registry.has_fixed_sums(getattr(self, name)) for name in op_names() if name not in _OF_FP8)
 
     @classmethod
@@ -92,10 +92,10 @@ class Ops:
         fp8_pages: bool = False,
         device: torch.device | str = "cpu",
     ) -> Ops:
-        """Return the best implementation for tensors of this device ("auto"), or the one named for all operations.
+        """Return the best implementations for tensors of this device ("auto"), or the named one for all operations.
 
         Raises:
-            ModelError: the named one does not exist or cannot run there, with its reason.
+            ModelError: the named implementation does not exist or cannot run there, with its reason.
         """
         try:
             chosen = {
@@ -116,12 +116,12 @@ class Ops:
         return format_of(self.pack(one, **bits))
 
     def expert_format(self, dtype: torch.dtype, device: torch.device | str) -> WeightFormat:
-        """That of routed experts."""
+        """Return the form of routed experts' weights on this device."""
         bits = {"four_bit": True} if self.four_bit else {"eight_bit": True} if self.eight_bit else {}
         return self.weight_format(dtype, device, **bits)
 
     def holds_fp8(self, device: torch.device | str) -> bool:
-        """Return whether routed experts on this device are held in E4M3 blocks, as FP8 checkpoints have them.
+        """Return whether routed experts on this device are held in E4M3 blocks, as in FP8 checkpoints.
 
         Otherwise they are in 4 bits, or 8 bits are integers (the C++ products on a CPU), or they are not narrow at all.
         """
@@ -129,7 +129,7 @@ class Ops:
 
 
 def normed(ops: Ops, x: torch.Tensor, norm: torch.Tensor, eps: float, weight: Weight) -> torch.Tensor | ScaledRows:
-    """Return rows x normed, in the form in which they meet this weight: rounded already where that is in FP8 blocks."""
+    """Return the rows x, normed for a product with this weight: rounded to FP8 if the weight is in FP8 blocks."""
     if meets_fp8(x, weight):
         return ops.rms_norm_fp8(x, norm, eps)[1]
     return ops.rms_norm(x, norm, eps)

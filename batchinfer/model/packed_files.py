@@ -93,7 +93,7 @@ def map_weights(
     """Return the weights of a converted folder, mapped; arguments as of `load_weights`.
 
     Raises:
-        ModelError: it is not made for these operations or this dtype, or a file is damaged.
+        ModelError: the folder is not made for these operations or this dtype, or a file is damaged.
     """
     packed.check("int4" if ops.four_bit else "fp8" if ops.eight_bit else str(dtype).removeprefix("torch."))
     if torch.device(device).type != "cpu" or not ops.weight_format(dtype, device).copies:
@@ -129,10 +129,10 @@ class PackedExperts:
 
 
 class MappedParts:
-    """One file, mapped; of routed experts those of these numbers alone (None: all).
+    """One mapped file; of routed experts only these numbers (None: all).
 
     Raises:
-        ModelError: it cannot be read, or is damaged.
+        ModelError: the file cannot be read, or is damaged.
     """
 
     def __init__(self, path: Path, expert_ids: Sequence[int] | None = None):
@@ -167,7 +167,7 @@ class MappedParts:
         )
 
     def take(self, kind: type[Any], name: str = "") -> Any:
-        """Return an object of this kind, made of the tensors whose names begin so; None where there are none."""
+        """Return an object of this kind, made of the tensors with this prefix; None if there are none."""
         if name in self._header:
             try:
                 return self.leaf(name)
@@ -182,7 +182,7 @@ class MappedParts:
 
 
 def _rows(tensor: torch.Tensor, numbers: list[int]) -> torch.Tensor:
-    """Return rows by number: a view where they follow each other."""
+    """Return rows by number; a view if they follow each other."""
     if numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True:
         first = numbers[0] if numbers else 0
         return tensor[first : first + len(numbers)]
@@ -190,7 +190,7 @@ def _rows(tensor: torch.Tensor, numbers: list[int]) -> torch.Tensor:
 
 
 def _parts_of(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor, dict[str, int]]]:
-    """Name, tensor and how it is packed, of all that a part of the model holds."""
+    """Yield name, tensor and packing of all tensors in a part of the model."""
     if isinstance(value, torch.Tensor):
         yield name, value, {}
     elif isinstance(value, Packed):

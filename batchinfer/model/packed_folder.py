@@ -1,4 +1,4 @@
-"""A model folder that `batchinfer convert` wrote, by its manifest: no torch here, plans ask as well as ranks.
+"""A model folder that `batchinfer convert` wrote, by its manifest; no torch here, as the planner uses it, too.
 
     packed.json                 dtype, layout, size and checksum of each file; written last
     ends.safetensors            embedding, norm and head
@@ -41,7 +41,7 @@ class PackedFolder:
         return self.folder / layer_name(number)
 
     def check(self, dtype: str) -> None:
-        """Refuse what a job of this dtype cannot map.
+        """Raise if a job of this dtype cannot map the folder.
 
         Raises:
             ModelError: made for another dtype or by another version, or a file is missing or of another size.

@@ -35,10 +35,10 @@ class PageFormat:
         return self.dtype == FP8
 
     def check(self, model: ModelConfig) -> None:
-        """Refuse a model whose pages cannot be held so.
+        """Raise if a model's pages cannot have this format.
 
         Raises:
-            ConfigError: it chooses keys, or its widths do not fit.
+            ConfigError: the model chooses keys, or its widths do not fit.
         """
         if not self.is_fp8:
             return
@@ -54,14 +54,14 @@ class PageFormat:
             )
 
     def row_width(self, model: ModelConfig) -> int:
-        """Elements of a token's row in one layer: values, or bytes in FP8."""
+        """Return the elements of a token's row in one layer: values, or bytes in FP8."""
         if not self.is_fp8:
             return model.kv_dim
         num_tiles = -(-model.kv_lora_rank // _TILE)
         return model.kv_lora_rank + _SCALE_BYTES * num_tiles + _ROTARY_BYTES * model.qk_rope_head_dim
 
     def bytes_per_token(self, model: ModelConfig) -> int:
-        """Page bytes of one token over all layers (40,016 for the 671B model in FP8, 70,272 in bfloat16)."""
+        """Return the page bytes of one token over all layers (40,016 for the 671B model in FP8, 70,272 in bfloat16)."""
         if not self.is_fp8:
             return model.kv_bytes_per_token(VALUE_BYTES[self.dtype])
         return model.num_hidden_layers * self.row_width(model)

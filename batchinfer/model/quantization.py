@@ -54,7 +54,7 @@ def read_quantization(section: ConfigReader | None) -> dict[str, Any]:
     """Return the fields fp8_block, fp8_per_tensor and integers of ModelConfig.
 
     Raises:
-        ModelError: the weights are stored in another way; the sentence names the key and its value.
+        ModelError: the weights are stored in another way; the message names the key and its value.
     """
     fields: dict[str, Any] = {"fp8_block": None, "fp8_per_tensor": False, "integers": None}
     if section is None:
@@ -85,7 +85,7 @@ def _has_fp8_blocks(section: ConfigReader) -> bool:
 
 
 def _check_fp8_groups(section: ConfigReader) -> None:
-    """Blocks of FP8 as compressed-tensors describes them, inputs rounded by their own values."""
+    """Check that compressed-tensors' FP8 weights are in blocks, and that inputs are rounded by their own values."""
     scheme, weights = _one_group(section)
     scheme.expect("format", FP8_FORMAT, supported=f'"{FP8_FORMAT}"')
     weights.expect("num_bits", 8, supported="8", needed=True)
@@ -99,7 +99,7 @@ def _check_fp8_groups(section: ConfigReader) -> None:
 
 
 def _read_compressed_tensors(section: ConfigReader) -> IntegerForm:
-    """Return all quantised weights are symmetric 4-bit integers."""
+    """Return the form of compressed-tensors' weights, which must be symmetric 4-bit integers."""
     section.expect("format", INT4_FORMAT, supported=f'"{INT4_FORMAT}" or "{FP8_FORMAT}"', needed=True)
     scheme, weights = _one_group(section)
     scheme.expect("format", INT4_FORMAT, supported=f'"{INT4_FORMAT}"')
@@ -113,7 +113,7 @@ def _read_compressed_tensors(section: ConfigReader) -> IntegerForm:
 
 
 def _one_group(section: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
-    """Return the only scheme of compressed-tensors, and what it says of weights."""
+    """Return the only scheme of compressed-tensors, and its section on weights."""
     section.expect("quantization_status", "compressed", supported='"compressed"')
     groups = section.section("config_groups")
     names = [] if groups is None else list(groups.unread())
@@ -125,7 +125,7 @@ def _one_group(section: ConfigReader) -> tuple[ConfigReader, ConfigReader]:
 
 
 def _judge_groups(section: ConfigReader, scheme: ConfigReader, weights: ConfigReader) -> None:
-    """Refuse what else a scheme says."""
+    """Raise for unsupported settings of a scheme."""
     order = weights.unread().get("actorder")
     if order and order not in _GPTQ_ORDERS:
         raise weights.unsupported("actorder", order, '"static", "weight" or null: groups are of neighbouring columns')
@@ -147,7 +147,7 @@ def _check_gptqmodel_keys(section: ConfigReader, method: str) -> None:
 
 
 def _read_awq(section: ConfigReader) -> IntegerForm:
-    """AutoAWQ's and GPTQModel's: with zero points, packed in AutoAWQ's "gemm" order."""
+    """Read the configuration of AutoAWQ or GPTQModel: with zero points, packed in AutoAWQ's "gemm" order."""
     _check_gptqmodel_keys(section, "awq")
     for name in ("version", "format", "checkpoint_format"):
         section.expect(name, "gemm", supported='"gemm"')
@@ -160,7 +160,7 @@ def _read_awq(section: ConfigReader) -> IntegerForm:
 
 
 def _read_gptq(section: ConfigReader) -> IntegerForm:
-    """AutoGPTQ's and GPTQModel's; their first format keeps zero points less one."""
+    """Read the configuration of AutoGPTQ or GPTQModel, whose first format stores zero points less one."""
     _check_gptqmodel_keys(section, "gptq")
     section.expect("is_marlin_format", False, supported="false")
     known = {"gptq": 1, "gptq_v2": 0}
@@ -176,7 +176,7 @@ def _read_gptq(section: ConfigReader) -> IntegerForm:
 
 
 def _read_autoround(section: ConfigReader) -> IntegerForm:
-    """AutoRound's own form: packed as GPTQ or AWQ packs."""
+    """Read the configuration of AutoRound, which packs as GPTQ or AWQ."""
     section.expect("bits", 4, supported="4", needed=True)
     name = section.text("packing_format", default="")
     if name not in _AUTOROUND_PACKINGS:
@@ -194,7 +194,7 @@ def _read_autoround(section: ConfigReader) -> IntegerForm:
 
 
 def _pass_over_autoround(section: ConfigReader) -> None:
-    """AutoRound's keys, which may not say that inputs are rounded, too."""
+    """Mark AutoRound's other keys as read; raise if inputs are rounded, too."""
     section.expect("data_type", "int", supported='"int"')
     section.size("act_bits", default=16, minimum=16)
     section.pass_over(*_AUTOROUND_NOTES)

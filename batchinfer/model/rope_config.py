@@ -59,10 +59,10 @@ class RopeConfig:
 
 
 def read_rope(reader: ConfigReader, family: Family, max_positions: int, rotary_share: float) -> RopeConfig:
-    """RoPE from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (original); both must agree.
+    """Read RoPE from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (original); both must agree.
 
     Args:
-        rotary_share: of a head's width.
+        rotary_share: share of a head's width that is rotary.
     """
     _refuse_partial(reader)
     reader.pass_over("original_max_position_embeddings")  # says nothing without YaRN
@@ -151,5 +151,5 @@ def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_posi
 
 
 def _yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's growth of attention temperature with the stretch of the window (arXiv 2309.00071 section 3.4)."""
+    """Return YaRN's growth of attention temperature with the stretch of the window (arXiv 2309.00071 section 3.4)."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

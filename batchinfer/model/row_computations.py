@@ -17,7 +17,7 @@ from batchinfer_kernels.row_check import RowComputation
 
 
 def plain_computations(model: Transformer) -> Iterator[RowComputation]:
-    """Each product of rows with a plain weight, and attention, once per shape; made one by one, as they are taken."""
+    """Yield each product of rows with a plain weight, and attention, once per shape."""
     ops, config, weights = model.ops, model.config, model.weights
     seen = set()
     for kind, weight in _products(weights):
@@ -48,7 +48,7 @@ def plain_computations(model: Transformer) -> Iterator[RowComputation]:
 
 
 def _over_fp8_pages(op: Callable[..., torch.Tensor], latent_dim: int) -> Callable[..., torch.Tensor]:
-    """Attention that is given bfloat16 pages and rounds them first."""
+    """Return attention over FP8 pages that takes bfloat16 pages and rounds them first."""
 
     def run(q: torch.Tensor, keys: PagedKeys, *rest: Any, **options: Any) -> torch.Tensor:
         pages = narrow(keys.pages.flatten(0, 1), latent_dim).view(*keys.pages.shape[:2], -1)
@@ -58,7 +58,7 @@ def _over_fp8_pages(op: Callable[..., torch.Tensor], latent_dim: int) -> Callabl
 
 
 def _products(weights: ModelWeights) -> Iterator[tuple[str, object]]:
-    """(kind, weight) of all products but those inside attention: "linear", "batched" or "router"."""
+    """Yield (kind, weight) of all products outside attention; kinds are "linear", "batched" and "router"."""
     yield "linear", weights.lm_head
     for layer in weights.layers:
         attention, mlp = layer.attention, layer.mlp

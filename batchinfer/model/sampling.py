@@ -116,7 +116,7 @@ def sample(
 def _picked(
     logits_SV: torch.Tensor, rows: SamplingRows, positions: np.ndarray, ops: LogitOps
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token of each row, and whether its logits are finite; read from a device at once."""
+    """Return the token of each row, and whether its logits are finite; both read from the device in one copy."""
     largest_S, is_finite_S = ops.argmax(logits_SV)
     drawn = np.flatnonzero(rows.temperature > 0)
     if logits_SV.is_cpu:
@@ -139,7 +139,7 @@ def _draw(logits_SV: torch.Tensor, rows: SamplingRows, positions: np.ndarray, op
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[S] float64 in [0, 1): the SplitMix64 finaliser (Steele, Lea, Flood 2014) over key and position."""
+    """Return [S] float64 in [0, 1): the SplitMix64 finaliser (Steele, Lea, Flood 2014) over key and position."""
     with np.errstate(over="ignore"):  # wrapping is the point
         state = keys.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
         state = (state ^ (state >> np.uint64(30))) * _MIX_1
@@ -149,5 +149,5 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _on(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Return the values on the device of `like`; on the CPU they share their memory."""
+    """Return the values on the device of `like`; on the CPU they share the array's memory."""
     return to_device(torch.from_numpy(values), like.device)

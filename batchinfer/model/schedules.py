@@ -30,24 +30,24 @@ class StepModel(Protocol):
 
 
 class WholeStep(Protocol):
-    """Runs a step of a Transformer that was not cut."""
+    """A function that runs a whole step of a Transformer."""
 
     def __call__(self, model: Any, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput: ...
 
 
 class PairedStep(Protocol):
-    """Runs a step of a Transformer that comes in halves."""
+    """A function that runs a step of a Transformer in halves."""
 
     def __call__(self, model: Any, step: StepHalves, pages: torch.Tensor, log: SpanLog) -> StepOutput: ...
 
 
 def plain(model: StepModel, step: StepInput, pages: torch.Tensor, log: SpanLog) -> StepOutput:
-    """Operation by operation, waiting for rows that travel."""
+    """Run a step operation by operation, waiting for rows that travel."""
     return run_to_end(model.points(StepTensors.of(step, model.device), pages, MicroBatchSpans(log)))
 
 
 def overlapped(model: StepModel, step: StepHalves, pages: torch.Tensor, log: SpanLog) -> StepOutput:
-    """Two micro-batches in turn; in prefill the earlier tokens are number 1, whose attention goes first."""
+    """Run two micro-batches in turn; in prefill the earlier tokens are micro-batch 1, whose attention runs first."""
     run_pair, numbers = (run_decode_pair, (0, 1)) if step.first.is_decode else (run_prefill_pair, (1, 0))
     first, second = run_pair(
         *(

@@ -39,7 +39,7 @@ def score(
     num_alternatives: int,
     ops: LogitOps,
 ) -> Scores:
-    """Score tokens with never more than ROWS rows of logits.
+    """Score tokens, with at most ROWS rows of logits at a time.
 
     Args:
         logits_of: [n, V] float32, the logits of these rows.

@@ -38,7 +38,7 @@ class ChosenKeys(NamedTuple):
 
 
 class SparseQueries(NamedTuple):
-    """Queries [T, H, A], and the keys of those that do not attend to all; None where all do."""
+    """Queries [T, H, A], and the chosen keys of queries that do not attend to all keys; None if all do."""
 
     q_THA: torch.Tensor
     chosen: ChosenKeys | None
@@ -69,7 +69,7 @@ class SparseAttention:
     def attend(
         self, hidden_TD: torch.Tensor, queries: SparseQueries, step: AttentionStep, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Core attention and output projection, added to the residual: [T, D]."""
+        """Return core attention and output projection, added to the residual: [T, D]."""
         (q_THA, chosen), latents = queries, self._latents(pages)
         if chosen is None or len(q_THA) == 0:
             return self.dense.attend(hidden_TD, q_THA, step, latents)
@@ -79,7 +79,7 @@ class SparseAttention:
     def _decode(
         self, q_THA: torch.Tensor, chosen: ChosenKeys, step: AttentionStep, latents: torch.Tensor
     ) -> torch.Tensor:
-        """Core attention of rows of either kind, [T, H, V]."""
+        """Return core attention of near and far rows, [T, H, V]."""
         q_THW = self.dense.absorbed(q_THA)
         out_THC = self._sparse(q_THW, latents, chosen.slots_NK)
         if step.position_range[0] < self.indexer.topk:
@@ -92,7 +92,7 @@ class SparseAttention:
     def _prefill(
         self, q_THA: torch.Tensor, chosen: ChosenKeys, step: AttentionStep, latents: torch.Tensor
     ) -> torch.Tensor:
-        """Core attention of near rows in the plain form, of far ones in the absorbed form, [T, H, V]."""
+        """Return core attention of near rows in the plain form, of far rows in the absorbed form, [T, H, V]."""
         assert chosen.rows_N is not None, "in prefill keys are chosen for far rows alone"
         out_THV = q_THA.new_empty(*q_THA.shape[:2], self.dense.config.v_head_dim)
         near_rows, near, _, _ = step.rows_by_reach(self.indexer.topk)
@@ -136,7 +136,7 @@ class SparseAttention:
         pages: torch.Tensor,
         rows_S: torch.Tensor | None,
     ) -> ChosenKeys:
-        """Keys of the far rows of a prefill step, of its wanted rows where these are given, of all rows in decode."""
+        """Return chosen keys of the far rows of a prefill step, of the given wanted rows, or of all rows in decode."""
         rows_N: torch.Tensor | None
         requests_N: torch.Tensor | None
         if step.is_decode:

@@ -1,4 +1,4 @@
-"""One step of the model: as a rank builds it on the host, as layers take it on the device, and its result."""
+"""One step of the model: its input on the host, its tensors on the device, and its result."""
 
 # T tokens of a step, S rows whose logits are wanted, N of these rows or copies, B requests, P pages, E routed experts
 # R rotary width, V vocabulary
@@ -90,7 +90,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step's tensors, int64, on the model's device but for the lengths of chunks, by which the host cuts the work."""
+    """A step's int64 tensors on the model's device; lengths of chunks stay on the host, which cuts the work by them."""
 
     tokens: torch.Tensor  # [T]
     positions: torch.Tensor  # [T]
@@ -110,7 +110,7 @@ class StepTensors:
 
     @classmethod
     def of(cls, step: StepInput, device: torch.device) -> StepTensors:
-        """On this device: moved in one copy that the host does not wait for; on the CPU the same tensors."""
+        """Return the tensors on a device, moved in one copy without a wait of the host; unchanged on the CPU."""
         values: dict[str, Any] = {name: getattr(step, name) for name in ("tokens", "positions", "slots", "logit_rows")}
         optional = {name: getattr(step, name) for name in ("copy_from", "copy_to", "scored")}
         values |= {name: value for name, value in optional.items() if value is not None}
@@ -159,7 +159,7 @@ class RowsByReach(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionStep(StepTensors):
-    """A step as all layers share it, with the rotary angles of its positions and what its queries are multiplied by."""
+    """A step as all layers share it, with the rotary angles of its positions and the scale of its queries."""
 
     cos: torch.Tensor  # [T, R / 2] float32
     sin: torch.Tensor
@@ -212,7 +212,7 @@ class AttentionStep(StepTensors):
         return found
 
     def _cut_by_reach(self, num_keys: int) -> RowsByReach:
-        """From the lengths of chunks, which the host knows."""
+        """Split rows by reach, by the lengths of chunks, which the host has."""
         assert self.chunk_tokens is not None, "in decode the host does not know the lengths"
         num_before_B = (num_keys - (self.kv_tokens - self.chunk_tokens)).clamp(min=0).minimum(self.chunk_tokens)
         ends_B = self.chunk_tokens.cumsum(0)
@@ -242,7 +242,7 @@ class AttentionStep(StepTensors):
         return found
 
     def request_of_row(self) -> torch.Tensor:
-        """[T] int64, of a decode step: the row of the page table of each token."""
+        """Return [T] int64 of a decode step: the page table's row of each token."""
         num_requests, num_rows = len(self.page_table), len(self.positions)
         return torch.arange(num_rows, device=self.positions.device) // max(1, num_rows // max(1, num_requests))
 
@@ -255,7 +255,7 @@ def _of_decode(step: StepInput, is_counted: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _padded(page_ids: list[torch.Tensor]) -> torch.Tensor:
-    """[B, P] int64: page ids as rows of one table, zeros behind them."""
+    """Return [B, P] int64: page ids as rows of one table, padded with zeros."""
     table = torch.zeros(len(page_ids), max((len(ids) for ids in page_ids), default=0), dtype=torch.int64)
     for row, ids in zip(table, page_ids, strict=True):
         row[: len(ids)] = ids

@@ -58,7 +58,7 @@ class TensorInfo:
 
 
 def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the same tensors by the names used here; what is not known keeps its name."""
+    """Return the same tensors by the names used here; unknown tensors keep their names."""
     if "tok_embeddings.weight" in infos:
         infos = {_of_mistral(name): info for name, info in infos.items()}
     named: dict[str, TensorInfo] = {}
@@ -72,7 +72,7 @@ def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 
 def _of_mistral(name: str) -> str:
-    """Return a name of Mistral's own code in the words of transformers."""
+    """Convert a name of Mistral's code to the name in transformers."""
     module, _, value = name.rpartition(".")
     if module in _OUTSIDE:
         return f"{_OUTSIDE[module]}.{value}"
@@ -91,7 +91,7 @@ def _of_mistral(name: str) -> str:
 
 
 def _taken_apart(name: str, info: TensorInfo, infos: dict[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
-    """A tensor of all experts of a layer as the weights, or scales, of each."""
+    """Yield the weights, or scales, of each expert in a stacked tensor of a layer."""
     stacked = _STACKED.fullmatch(name)
     if stacked is None or len(info.shape) != 3 or info.shape[0] > MAX_EXPERTS:
         yield name, info

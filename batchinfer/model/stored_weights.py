@@ -1,4 +1,4 @@
-"""Weights of a checkpoint by name, widened from what they are stored in: floats, FP8 blocks, 4-bit integers."""
+"""Weights of a checkpoint by name, widened from their stored form: floats, FP8 blocks, 4-bit integers."""
 
 import math
 
@@ -16,7 +16,7 @@ from batchinfer_kernels.reference.group_scaled import GroupScaled
 
 
 class StoredWeights:
-    """One weight at a time; what it gives is not to be kept, since it may be a view of a mapped file."""
+    """Reader of single weights; do not keep a result, as it may be a view of a mapped file."""
 
     def __init__(self, checkpoint: Checkpoint, config: ModelConfig):
         self._checkpoint = checkpoint
@@ -37,7 +37,7 @@ class StoredWeights:
         """Return a weight in this dtype: value × scale, multiplied in float32 and rounded once.
 
         Args:
-            finite: one that is not is refused.
+            finite: refuse a weight that is not finite.
 
         Raises:
             ModelError: the file cannot be read any more, or its scales or its shape cannot be right.
@@ -57,7 +57,7 @@ class StoredWeights:
         return stored.to(dtype)
 
     def read_blocks(self, name: str) -> BlockScaled | None:
-        """Return a weight that is stored in FP8 bit for bit, None where it is stored otherwise."""
+        """Return a weight that is stored in FP8 bit for bit, None if it is stored otherwise."""
         if name + SCALE_SUFFIX not in self._checkpoint:
             return None
         return BlockScaled(self._checkpoint.read(name), self._block_scale(name))
@@ -65,7 +65,7 @@ class StoredWeights:
     def read_groups(self, name: str) -> GroupScaled | None:
         """Return a weight in groups of 32 with its stored integers; None if it is not stored as integers that fit.
 
-        Scales are rounded to bfloat16, which Kimi's are stored in.
+        Scales are rounded to bfloat16, in which Kimi's checkpoints store them.
         """
         form = self._form_of(name)
         return None if form is None else self._integers(form, name).in_groups()
@@ -92,7 +92,7 @@ class StoredWeights:
             raise self._wrong(name, f"says {said}, but the weight that is packed is {list(shape)}")
 
     def _groups(self, name: str, num_groups: int) -> torch.Tensor | None:
-        """[M] int64, each input's group; None where no such tensor is there."""
+        """Return [M] int64, each input's group; None if the checkpoint has no such tensor."""
         if name not in self._checkpoint:
             return None
         group_M = self._checkpoint.read(name).long()
@@ -102,7 +102,7 @@ class StoredWeights:
         return group_M
 
     def _block_scale(self, name: str) -> torch.Tensor:
-        """Return a scale for each block of a weight, the same for all where the weight has one."""
+        """Return a scale for each block of a weight, the same for all blocks if the weight has a single scale."""
         scale = self._scale(name + SCALE_SUFFIX)
         if scale.numel() != 1 or self._fp8_block is None:
             return scale
@@ -110,7 +110,7 @@ class StoredWeights:
         return scale.reshape(1, 1).expand(grid).contiguous()
 
     def _scale(self, name: str) -> torch.Tensor:
-        """Scales in float32, which holds all that they are stored in."""
+        """Return scales in float32, which holds every stored form exactly."""
         scale = self._checkpoint.read(name).float()
         least, most = (bound.item() for bound in scale.aminmax())  # NaN where one is
         if not 0 <= least <= most < math.inf:

@@ -27,10 +27,10 @@ _MAX_LISTED = 10
 
 
 def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
-    """Compare names, shapes and formats of a whole checkpoint with what `config` implies; no data is read.
+    """Compare names, shapes and formats of a whole checkpoint with `config`; no data is read.
 
     Raises:
-        ModelError: with the first offending tensors by name and how many more there are.
+        ModelError: names the first offending tensors and the number of further ones.
     """
     folder = checkpoint.folder
     expected = {
@@ -108,7 +108,7 @@ def num_bytes_to_read(
 
 
 def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a checkpoint, scales and multi-token-prediction layers left out."""
+    """Yield name and shape of every tensor of a checkpoint without scales and multi-token-prediction layers."""
     hidden = config.hidden_size
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     yield "model.norm.weight", (hidden,)
@@ -119,7 +119,7 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def mtp_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of the tensors of the first layer for multi-token prediction; it shares embedding and head."""
+    """Yield name and shape of the first multi-token-prediction layer's tensors; it shares embedding and head."""
     hidden, layer = config.hidden_size, config.num_hidden_layers
     for name in ("enorm", "hnorm", "shared_head.norm"):
         yield f"model.layers.{layer}.{name}.weight", (hidden,)
@@ -193,7 +193,7 @@ def _expected_linear(prefix: str, num_out: int, num_in: int, bias: bool) -> Iter
 def _as_stored(
     checkpoint: TensorHeaders, config: ModelConfig, name: str, shape: tuple[int, ...]
 ) -> dict[str, StoredPart]:
-    """By name, the tensors that a weight is stored as."""
+    """Return the stored tensors of a weight by name."""
     form = config.integers
     if form is None:
         packed = (name + "_packed", name.removesuffix(".weight") + ".qweight")
@@ -212,7 +212,7 @@ def _as_stored(
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Tensors that may be there and are not used."""
+    """Return whether a tensor is optional and not used."""
     if name.endswith(_IGNORED_SUFFIXES) or (config.tie_word_embeddings and name == "lm_head.weight"):
         return True
     if config.fp8_per_tensor and name.endswith(_INPUT_SCALE_SUFFIXES):
@@ -225,7 +225,7 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
 
 
 def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str, formats: tuple[str, ...]) -> None:
-    """A tensor has one of these formats; where there are none it is of floats, or in FP8 with a scale per block."""
+    """Raise if a tensor has none of these formats; without formats it must be floats, or FP8 with a scale per block."""
     info = checkpoint.info(name)
     if formats:
         if info.dtype not in formats:
@@ -244,7 +244,7 @@ def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str, for
 
 
 def _check_scale(checkpoint: TensorHeaders, config: ModelConfig, name: str) -> None:
-    """A scale is a float or a power of two, one per block (those at the edges may be smaller) or one in all."""
+    """Raise unless scales are floats or powers of two, one per block (smaller at the edges) or one in all."""
     info = checkpoint.info(name)
     rows, columns = config.fp8_block or (1, 1)
     num_out, num_in = checkpoint.info(name.removesuffix(SCALE_SUFFIX)).shape

@@ -37,7 +37,7 @@ from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 
 
 class Transformer:
-    """Weights, operations and a way to exchange expert rows; holds no state between steps (that is in the pages).
+    """A model: weights, operations and dispatchers of expert rows; its only state between steps is in the pages.
 
     Args:
         weights: of this rank; with fewer than all experts the dispatchers must know where the others are.
@@ -103,7 +103,7 @@ class Transformer:
         return cls(config, weights, dispatchers, ops)
 
     def place_experts(self, folder: Path, placements: Sequence[Placement], rank: int) -> None:
-        """Between steps: hold the experts that these placements give to `rank`; all ranks do this together.
+        """Take over the experts that these placements give to `rank`, between steps; all ranks do this together.
 
         Args:
             folder: the model's, for experts that this rank does not hold yet.
@@ -135,7 +135,7 @@ class Transformer:
         return self.ops.names(self.dtype) + self.ops.bits
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
-        """Empty pages, see mla.empty_pages."""
+        """Return empty pages, see mla.empty_pages."""
         return empty_pages(self.config, num_pages, self.ops.page_format(self.dtype), self.device)
 
     def forward(
@@ -148,14 +148,14 @@ class Transformer:
         """Run one step; `pages` (from `new_pages`) get the latents of its tokens.
 
         Args:
-            log: receives what was done when.
+            log: receives the spans of the step.
         """
         return schedule.run(self, step, pages, SpanLog() if log is None else log)
 
     def points(
         self, step: StepTensors, pages: torch.Tensor, spans: MicroBatchSpans
     ) -> Generator[YieldPoint, None, StepOutput]:
-        """One step, operation by operation, as a generator over the points of all its layers."""
+        """Run one step operation by operation, as a generator over the yield points of all layers."""
         attention_step = AttentionStep.with_angles(step, *self.angles.at(step.positions))
         wanted = attention_step.of_wanted_rows()
         expert_counts = torch.zeros(
@@ -198,7 +198,7 @@ def local_dispatcher(config: ModelConfig, ops: Ops, device: torch.device | str) 
 
 
 def _output(model: Transformer, hidden_SD: torch.Tensor, step: StepTensors, expert_counts: torch.Tensor) -> StepOutput:
-    """Logits of the rows that are sampled, scores of those behind them, and the states of all."""
+    """Return the logits of the sampled rows, the scores of the scored rows after them, and the states of all rows."""
 
     def logits_of(rows: slice) -> torch.Tensor:
         return model.ops.linear(hidden_SD[rows], model.weights.lm_head, float32_out=True)

@@ -60,11 +60,11 @@ def load_weights(
 
     Args:
         dtype: of everything but the router, which stays float32.
-        ops: the operations to pack the weights for, chosen for `device`; None leaves them as they are.
+        ops: the operations to pack the weights for, chosen for `device`; None: the reference, with plain weights.
         expert_ids: per MoE layer the routed experts to read, in the order of its E dim (an expert may be there twice);
             None for all of them.
         mtp: read the layer for multi-token prediction, too, which is there (`why_no_mtp`).
-        told: called with the bytes that were read so far, and that are to be read.
+        told: called with the bytes that were read so far, and with all bytes to read.
 
     Raises:
         ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
@@ -137,7 +137,7 @@ def exchange_experts(
     expert_ids: Sequence[Sequence[int]],
     source: ExpertSource | None = None,
 ) -> ModelWeights:
-    """Put other routed experts into the E dims of the MoE layers, in place; as many per layer as before.
+    """Replace the routed experts in the E dims of the MoE layers in place; their number per layer stays.
 
     Those that this rank holds already are copied, the others are read from `source`, or the checkpoint in `folder`.
 
@@ -328,5 +328,5 @@ def _indexer(loader: WeightLoader, prefix: str) -> IndexerWeights:
 
 
 def _filled(width: int, form: WeightFormat) -> int:
-    """Return the intermediate width in memory."""
+    """Return the intermediate width in memory, padded to the form's multiple."""
     return -(-width // form.multiple) * form.multiple

@@ -1,4 +1,4 @@
-"""The model's tensors as the layers use them: what a rank holds."""
+"""The model's tensors of one rank, in the form in which the layers use them."""
 
 # D hidden, F intermediate, E experts, H heads, N query/key width without position, R rotary width, V value width
 # C latent width, Z = N + V
@@ -113,7 +113,7 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All of the model that this rank holds; `expert_ids` are, per MoE layer, those of its E dim."""
+    """All weights of a rank; `expert_ids` are the experts of each MoE layer's E dim."""
 
     embedding: torch.Tensor  # [vocabulary, D]
     layers: tuple[LayerWeights, ...]

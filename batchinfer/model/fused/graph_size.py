@@ -62,10 +62,10 @@ class GraphSize(NamedTuple):
 
     @classmethod
     def of_group(cls, batches: Sequence[DecodeBatch], *, in_pairs: bool, most_rows: int | None) -> GraphSize | None:
-        """Return the smallest that has room for the batch of every rank; None: even the largest has not.
+        """Return the smallest size with room for the batch of every rank; None if even the largest has none.
 
         Args:
-            most_rows: of the largest graph; None: any number.
+            most_rows: rows of the largest graph; None: any number.
         """
         num_requests = max(batch.num_requests for batch in batches)
         num_wanted = -(-num_requests // 2) if in_pairs else num_requests
@@ -103,10 +103,10 @@ def graph_pages(num_pages: int) -> int:
 
 
 def num_filler_pages(most_requests: int, num_ranks: int) -> int:
-    """Pages with a slot for each filler row of the largest step; a rank of a group may have nothing but filler.
+    """Return the number of pages with a slot for each filler row of the largest step, which may be filler alone.
 
     Args:
-        most_requests: that a rank decodes at once.
+        most_requests: largest number of requests that a rank decodes at once.
     """
     if num_ranks == 1:
         return 1  # at most a step of sizes less one are filler
@@ -117,7 +117,7 @@ def num_filler_pages(most_requests: int, num_ranks: int) -> int:
 def filled_up(
     step: StepInput, num_rows: int, num_pages: int, filler_page: int, num_used: int = 0
 ) -> tuple[StepInput, torch.Tensor]:
-    """Return the step with filler rows and with filler pages behind each request's own.
+    """Return the step with filler rows, and with filler pages after each request's pages.
 
     Args:
         num_rows, num_pages: of the result.

@@ -94,15 +94,15 @@ class DecodeGraphs:
         return DecodeBatch(len(kv_lengths), num_pages, sees_all, chooses, replays=1, captures=captures)
 
     def size_for(self, batches: Sequence[DecodeBatch], *, in_pairs: bool) -> GraphSize | None:
-        """Return the size in which the batches of all ranks of the group run; None: one of them is too large."""
+        """Return the size in which the batches of all ranks of the group run; None if one of them is too large."""
         return GraphSize.of_group(batches, in_pairs=in_pairs, most_rows=self._most_rows)
 
     def has(self, size: GraphSize) -> bool:
-        """Return whether it is recorded."""
+        """Return whether a graph of this size is recorded."""
         return size in self._graphs
 
     def schedule(self, size: GraphSize) -> Schedule:
-        """Runs a decode step, which has room in this size, as its graph; recorded behind the first one.
+        """Return a schedule that runs decode steps of at most this size as its graph, recorded after the first step.
 
         A step's output is valid until the next one runs; the model and the pages stay the same.
         """
@@ -110,7 +110,7 @@ class DecodeGraphs:
         return Schedule(decode=run, decode_pair=run)
 
     def forget(self) -> None:
-        """Experts have moved: what was recorded would send rows to where they were."""
+        """Drop all graphs after experts have moved: they would send rows to the old places."""
         self._graphs.clear()
 
     def _run(

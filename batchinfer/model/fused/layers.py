@@ -44,7 +44,7 @@ class FusedAttention:
     def attend(
         self, hidden_TD: torch.Tensor, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor
     ) -> torch.Tensor:
-        """Core attention and output projection, added to the residual: [T, D]."""
+        """Return core attention and output projection, added to the residual: [T, D]."""
         if len(q_THA) == 0:
             return hidden_TD
         if step.is_decode:
@@ -72,7 +72,7 @@ class FusedMoe(MoeMlp):
 
     @property
     def kernel_of_all(self) -> Any | None:
-        """The C++ MoE when no row has to travel."""
+        """The C++ MoE if no row has to travel, else None."""
         return self._kernel if self._stays_here else None
 
     def route(
@@ -98,9 +98,9 @@ class FusedMoe(MoeMlp):
 def attention_of(
     ops: Ops, config: ModelConfig, weights: AttentionWeights, norm_D: torch.Tensor
 ) -> Attention | FusedAttention | SparseAttention:
-    """Fused where all weights are packed, none has a bias, and rows between them are whole steps of a product.
+    """Return attention, fused if all weights are packed, none has a bias, and rows are whole steps of a product.
 
-    Attention to chosen keys is not, nor is that over pages in FP8, which the C++ layer cannot read.
+    Attention with chosen keys or over FP8 pages is not fused, as the C++ layer cannot read them.
     """
     if config.indexer is not None:
         return SparseAttention(Attention(ops, config, weights, norm_D), config.indexer, weights.indexer)
@@ -120,7 +120,7 @@ def attention_of(
 
 
 def moe_of(ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Tensor, dispatcher: Dispatcher) -> MoeMlp:
-    """Fused where all weights are packed, none has a bias, and rows are whole steps of a product."""
+    """Return a fused MoE if all weights are packed, none has a bias, and rows are whole steps of a product."""
     shared = weights.shared
     of_shared = () if shared is None else (plain_weight(shared.gate_up), plain_weight(shared.down))
     held = all_packed(weights.gate_up_EFD, weights.down_EDF, *of_shared)

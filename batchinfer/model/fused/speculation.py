@@ -1,4 +1,4 @@
-"""Decode steps with drafted tokens in one C++ call: guesses, the step that tries them, and what is taken of it.
+"""Decode steps with drafted tokens in one C++ call: guesses, the step that tries them, and the accepted tokens.
 
 The same bits as step by step (csrc/speculation.h): a guess is a row of its own, and a draw depends on its place alone.
 """

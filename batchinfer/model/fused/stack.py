@@ -78,7 +78,7 @@ class FusedDecode:
 
 
 def _add_mtp(stack: Any, mtp: Mtp) -> bool:
-    """Return whether the layer for multi-token prediction is one of C++, too."""
+    """Add the layer for multi-token prediction to the stack; return whether it could be fused, too."""
     attention, mlp, joined = mtp.layer.attention, mtp.layer.mlp, all_packed(plain_weight(mtp.weights.joined))
     if not isinstance(attention, FusedAttention) or not isinstance(mlp, FusedMoe) or joined is None:
         return False
