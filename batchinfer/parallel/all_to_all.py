@@ -21,7 +21,7 @@ from batchinfer_kernels.transfer import in_one_copy
 
 @dataclass(slots=True)
 class AllToAllHandle:
-    """A dispatch under way, and afterwards what combine needs to send each row back."""
+    """A dispatch under way, and the order by which combine sends each row back."""
 
     pending: PendingRows
     row_format: RowFormat
@@ -56,7 +56,7 @@ class AllToAllFuture:
     arrived_s: float | None = None
 
     def wait(self) -> torch.Tensor:
-        """[T, D] float32 sums."""
+        """Wait for all results; return [T, D] float32 sums."""
         received = self.pending.wait()
         self.ready_s, self.arrived_s = received.ready_s, received.arrived_s
         # rank by rank in slot order: the order in which the rows were sent
@@ -65,11 +65,11 @@ class AllToAllFuture:
 
 
 class AllToAllDispatcher:
-    """The exchange of one layer; see Dispatcher.
+    """The expert exchange of one layer; see Dispatcher.
 
     Args:
-        exchange: of the expert-parallel group.
-        placement: of this layer, the same on all ranks.
+        exchange: the exchange of the expert-parallel group.
+        placement: the placement of this layer, equal on all ranks.
         row_format: form of the rows on their way to the experts.
     """
 
@@ -87,7 +87,7 @@ class AllToAllDispatcher:
         self._combine_format = RowFormat.for_combine(row_format)
 
     def place(self, placement: Placement) -> None:
-        """See Dispatcher."""
+        """Change the slots of the experts, see Dispatcher."""
         self._placement, self._turn = placement, 0
 
     def dispatch(
@@ -109,7 +109,7 @@ class AllToAllDispatcher:
         return AllToAllHandle(pending, self._row_format, num_values, place_M, topk_weights)
 
     def combine(self, y: ExpertRows, handle: AllToAllHandle) -> AllToAllFuture:
-        """Start sending each result back to the rank it came from, from where it lies."""
+        """Start sending each result back to the rank of its token, without a copy."""
         pack = self._combine_format.pack
         rows = self._exchange.buffer(len(y), self._combine_format.row_bytes(handle.num_values))
         if isinstance(y, PlacedRows):

@@ -49,7 +49,7 @@ HandleT = TypeVar("HandleT", bound=Arriving[ExpertInput])
 
 
 class Dispatcher(Protocol[HandleT]):
-    """One layer's way of exchanging rows. Calls come in the same order on all ranks; several may be under way."""
+    """The expert exchange of one layer. Calls come in the same order on all ranks; several may be under way."""
 
     @property
     def stays_here(self) -> bool:
@@ -83,12 +83,12 @@ class Dispatcher(Protocol[HandleT]):
 
         Sorted rows ("contiguous") may be PlacedRows: they are read where they lie.
 
-        What comes is [T, D] float32, per token the sum over its experts of weight × row.
+        The future's result is [T, D] float32, per token the sum over its experts of weight × row.
         """
         ...
 
     def place(self, placement: Placement) -> None:
-        """Between steps: from now on experts are in these slots, as many as before, on all ranks at once."""
+        """Change the slots of the experts, between steps and on all ranks at once; their number stays."""
         ...
 
 
@@ -109,7 +109,7 @@ class LocalHandle:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A combine that is done already."""
+    """The future of a combine that is complete."""
 
     y_TD: torch.Tensor
     ready_s: None = None
@@ -138,7 +138,7 @@ class LocalDispatcher:
 
     @property
     def takes_fp8(self) -> bool:
-        """Whether rows that are rounded to FP8 already are taken as they are."""
+        """Whether `dispatch` takes rows that are rounded to FP8 already."""
         return self.row_format is not None and self.row_format.dtype == "fp8"
 
     def dispatch(
@@ -168,18 +168,18 @@ class LocalDispatcher:
         return Finished(sum_per_token(y, handle.place_M, handle.weights_TK))
 
     def place(self, placement: Placement) -> None:
-        """See Dispatcher; all experts are here, wherever they are."""
+        """Do nothing, see Dispatcher: all experts are on this rank."""
 
 
 def sort_by_expert(
     ids_TK: torch.Tensor, num_experts: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort (token, k) entries: the token behind each row [M], the row of each entry [M], rows per expert [E]."""
+    """Sort (token, k) entries; return the token of each row [M], the row of each entry [M], and rows per expert [E]."""
     return registry.select("sort_by_expert", dtype=dtype, device=ids_TK.device)(ids_TK, num_experts)
 
 
 def sum_per_token(sorted_MD: ExpertRows, place_M: torch.Tensor, weights_TK: torch.Tensor) -> torch.Tensor:
-    """[T, D] float32: each token's weighted sum, from rows in the order in which a dispatch sorted them.
+    """Return [T, D] float32: each token's weighted sum of rows, which are in the order of a dispatch.
 
     Args:
         place_M: the sorted row of each (token, k) entry.
@@ -189,7 +189,7 @@ def sum_per_token(sorted_MD: ExpertRows, place_M: torch.Tensor, weights_TK: torc
 
 
 def count_rows(expert_M: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[num_experts] int64, how often each expert id occurs; stays on the device (there bincount would wait for it)."""
+    """Return [num_experts] int64, the count of each expert id, on the device (bincount would wait for the device)."""
     if expert_M.device.type == "cpu":
         return torch.bincount(expert_M, minlength=num_experts)
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_M.device)

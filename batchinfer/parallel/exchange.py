@@ -53,13 +53,13 @@ class PendingRows:
 
 
 class Exchange(Protocol):
-    """One way of moving rows between the ranks of a group."""
+    """An exchange of rows between the ranks of a group."""
 
     rank: int
     size: int
 
     def buffer(self, num_rows: int, row_bytes: int) -> torch.Tensor:
-        """[num_rows, row_bytes] uint8 to be filled and given to the next `start`."""
+        """Return [num_rows, row_bytes] uint8 to fill and pass to the next `start`."""
         ...
 
     def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
@@ -113,7 +113,7 @@ class DistributedExchange:
         return PendingRows(partial(_arrive, self._stream, future))
 
     def close(self) -> None:
-        """See Exchange; does not wait for a collective that is stuck."""
+        """Close the exchange; do not wait for a collective that is stuck."""
         self._lane.shutdown(wait=False, cancel_futures=True)
 
     def _travel(

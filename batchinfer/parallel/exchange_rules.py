@@ -1,4 +1,4 @@
-"""Limits of each exchange: its device, sizes of rows, numbers of ranks and experts. No torch here: plans ask, too."""
+"""Limits of each exchange: its device, sizes of rows, numbers of ranks and experts. No torch: the planner uses them."""
 
 from batchinfer.records import ConfigError
 
@@ -20,7 +20,7 @@ _V1_HIDDEN_MULTIPLE_BETWEEN_HOSTS = 256
 
 
 def check_device(exchange: str, device_type: str) -> None:
-    """Refuse an exchange between GPUs for ranks on CPUs ("cpu"), and the other way round ("cuda").
+    """Raise for an exchange between GPUs if ranks are on CPUs ("cpu"), and for the reverse ("cuda").
 
     Raises:
         ConfigError: the exchange does not run on this device.
@@ -37,10 +37,10 @@ def check_device(exchange: str, device_type: str) -> None:
 
 
 def check_rows(exchange: str, dtype: str, hidden: int) -> None:
-    """Refuse rows that DeepEP does not carry.
+    """Raise for rows that DeepEP does not carry.
 
     Args:
-        dtype: of the rows on their way to the experts: "float32", "bfloat16" or "fp8".
+        dtype: dtype of rows on their way to the experts: "float32", "bfloat16" or "fp8".
         hidden: values per row.
 
     Raises:
@@ -67,7 +67,7 @@ def check_rows(exchange: str, dtype: str, hidden: int) -> None:
 
 
 def check_group(exchange: str, *, num_ranks: int, slots_per_rank: int, topk: int, hidden: int) -> None:
-    """Refuse a group of ranks that DeepEP cannot serve.
+    """Raise for a group of ranks that DeepEP cannot serve.
 
     Args:
         num_ranks: ranks that share the experts; one rank exchanges nothing.

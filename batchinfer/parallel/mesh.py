@@ -1,7 +1,7 @@
-"""The ranks that share the experts, as one rank sees them: joining, agreeing between steps, one dispatcher per layer.
+"""The group of ranks that share the experts: joining it, agreeing between steps, one dispatcher per layer.
 
-A job's ranks form one group (colocated), or one for prefill and one for decode, each with experts of its own
-(disaggregated). Each group is a world of its own.
+A job's ranks form one group (colocated), or one for prefill and one for decode, each with all experts
+(disaggregated). Each group is a separate world of torch.distributed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batchinfer.records import ConfigError, PeerLostError
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rank's place in its group, and how to find the others."""
+    """A rank's place in its group, and the settings to meet the others."""
 
     rank: int
     size: int
@@ -72,7 +72,7 @@ class Mesh:
         """Meet the other ranks of the group.
 
         Raises:
-            ConfigError: the exchange that was asked for cannot run here.
+            ConfigError: the exchange that the job names cannot run here.
             PeerLostError: a rank did not come in time.
         """
         if seat.size == 1:
@@ -140,7 +140,7 @@ class Mesh:
 
 
 def explain_exchanges() -> dict[str, str | None]:
-    """Each way to exchange rows between ranks, and why it cannot be used here (None: it can)."""
+    """Return each exchange with the reason why it cannot run here, None if it can."""
     no_gpu = "this torch is built without CUDA" if torch.version.cuda is None else None
     if no_gpu is None and not torch.cuda.is_available():
         no_gpu = "no GPU that this torch can use"
@@ -184,17 +184,17 @@ def _stay_on_loopback() -> None:
 
 
 def _listen_where_others_call(address: str) -> None:
-    """Keep gloo from the address that this host's name means, loopback on many; the user may name an interface."""
+    """Have gloo listen at this address's interface, unless the user chose one; its default is often loopback."""
     interface = interface_of(address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _refuse_missing_interfaces() -> None:
-    """Gloo would say that in each of many starts.
+    """Raise for a missing interface, which gloo would report only on each of many restarts.
 
     Raises:
-        ConfigError: an interface that it is told to listen on is not there, or has no address.
+        ConfigError: an interface that the user named for gloo does not exist, or has no address.
     """
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         try:

@@ -58,10 +58,10 @@ class Placement:
 
     @classmethod
     def in_order(cls, num_experts: int, num_ranks: int, num_redundant: int = 0) -> Placement:
-        """Expert e in slot e; redundant slots repeat the experts from the first on, with even shares.
+        """Return a placement with expert e in slot e; redundant slots repeat the experts from 0 on, with even shares.
 
         Raises:
-            ConfigError: the slots do not spread evenly over the ranks; the message says how many more do.
+            ConfigError: the slots do not spread evenly over the ranks; the message names a number that does.
         """
         num_slots = slots_per_rank(num_experts, num_redundant, num_ranks) * num_ranks
         expert_of_slot = tuple(slot % num_experts for slot in range(num_slots))
@@ -132,7 +132,7 @@ class Placement:
         return slots_M
 
     def _tables_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`_tables` on the device where they are used, copied there once."""
+        """Return `_tables` on this device, copied there once."""
         if device not in self._copies:
             self._copies[device] = tuple(table.to(device) for table in self._tables)
         return self._copies[device]

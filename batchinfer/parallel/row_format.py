@@ -35,20 +35,20 @@ class RowFormat:
         return cls("float32" if dispatch.dtype == "float32" else "bfloat16")
 
     def row_bytes(self, num_values: int) -> int:
-        """B for rows of `num_values` values."""
+        """Return B, the bytes of a row of `num_values` values."""
         if self.dtype == "fp8":
             return _scale_offset(num_values) + 4 * -(-num_values // SCALE_VALUES)
         return num_values * (4 if self.dtype == "float32" else 2)
 
     def rounded(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return rows that stay here, as they would come out of `unpack`: with scales in FP8."""
+        """Return rows that stay on this rank as `unpack` would return them: with scales in FP8."""
         if self.dtype != "fp8":
             return x_TD.to(torch.float32 if self.dtype == "float32" else torch.bfloat16), None
         quantize = registry.select("quantize_fp8_rows", device=x_TD.device)
         return quantize(x_TD)
 
     def pack(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """[T, B] uint8."""
+        """Return the rows as [T, B] uint8."""
         if self.dtype != "fp8":
             plain = torch.float32 if self.dtype == "float32" else torch.bfloat16
             return x_TD.to(plain).contiguous().view(torch.uint8)
@@ -61,7 +61,7 @@ class RowFormat:
         return rows
 
     def unpack(self, rows_MB: torch.Tensor, num_values: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[M, D] in the dtype that travelled, and for FP8 scales [M, ceil(D / 128)] float32, else None."""
+        """Return [M, D] in the dtype that travelled, and for FP8 scales [M, ceil(D / 128)] float32, else None."""
         if self.dtype == "fp8":
             values_MD = rows_MB[:, :num_values].view(torch.float8_e4m3fn)
             return values_MD, rows_MB[:, _scale_offset(num_values) :].view(torch.float32)

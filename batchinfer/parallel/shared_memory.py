@@ -1,4 +1,4 @@
-"""Rows between ranks of one host: the sender lays them into memory that the others can read, and tells them by socket.
+"""Rows between ranks of one host: the sender writes them to shared memory and notifies the others by socket.
 
 Each pair of ranks has a Unix socket. A rank has four regions of anonymous shared memory, used in turn; their file
 descriptors travel over the sockets, so nothing has a name that could collide or be left behind. A message says where
@@ -38,7 +38,7 @@ _NO_SHARING = "a rank cannot share memory with its group"
 
 
 def can_share_memory() -> bool:
-    """Return whether this system has what is needed: anonymous memory files and abstract Unix sockets (Linux)."""
+    """Return whether this system has anonymous memory files and abstract Unix sockets (Linux)."""
     return sys.platform == "linux"
 
 
@@ -52,7 +52,7 @@ class _Message:
 
 @dataclass(slots=True)
 class _Region:
-    """Memory of one rank, as mapped here; grows by being replaced."""
+    """Shared memory of one rank, mapped here; a larger region replaces it when it has to grow."""
 
     fd: int
     memory: mmap.mmap | None = None
@@ -149,7 +149,7 @@ class SharedMemoryExchange:
             counts.append(message.counts)
             arrived_s = max(arrived_s, message.sent_s)
         self._num_received = sequence + 1
-        # the sender has laid them down, where this rank reads them: nothing moves between both
+        # the sender has written the rows where this rank reads them: nothing moves in between
         return ReceivedRows(rows, counts, arrived_s, arrived_s)
 
     def _send(self, rank: int, message: bytes, descriptors: list[int]) -> None:
@@ -189,7 +189,7 @@ class SharedMemoryExchange:
 
 
 def _connect(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[int, _Peer]:
-    """Return a connection to every other rank: to lower ones by calling them, from higher ones by being called."""
+    """Connect to every other rank: call lower ranks, accept calls of higher ranks; return the connections."""
     peers: dict[int, _Peer] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         # the leading NUL makes it an abstract name: no file, gone with the process
@@ -232,7 +232,7 @@ def _call(connection: socket.socket, address: str, timeout_s: float) -> None:
 
 
 def _caller(connection: socket.socket) -> int | None:
-    """Return the rank that a caller says it is; None for another user and for what is no such message."""
+    """Return the rank in a caller's message; None for another user and for any other message."""
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid():
         return None
@@ -255,5 +255,5 @@ def _replace(region: _Region, num_bytes: int) -> None:
 def _close(region: _Region) -> None:
     if region.fd >= 0:
         os.close(region.fd)
-    # tensors may still look at the mapping: it goes with the last of them
+    # tensors may still refer to the mapping, which ends with the last of them
     region.fd, region.memory, region.num_bytes = -1, None, 0

@@ -29,7 +29,7 @@ ReceivedT = TypeVar("ReceivedT", covariant=True)  # noqa: PLC0105
 
 
 class Arriving(Protocol[ReceivedT]):
-    """Something under way that can be waited for."""
+    """A transfer under way."""
 
     def wait(self) -> ReceivedT:
         """Wait for the transfer and return its result."""
@@ -85,7 +85,7 @@ class SpanLog:
     def hideable_s(self) -> float | None:
         """Return the seconds of rows under way or waited for that another micro-batch's computing could have hidden.
 
-        These are at most the seconds of computing, and none where rows never move by themselves. None: not known.
+        These are at most the seconds of computing, and 0 if rows never move while the rank computes. None if unknown.
         """
         if not self.tells_waiting:
             return None
@@ -100,27 +100,27 @@ class SpanLog:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSpans:
-    """The span log as one micro-batch sees it."""
+    """The writer of one micro-batch's spans."""
 
     log: SpanLog
     micro_batch: int = 0
 
     @contextmanager
     def compute(self, name: str) -> Iterator[None]:
-        """The block computes."""
+        """Record a span of kind COMPUTE for the block."""
         start_s = time.time()
         yield
         self._add(COMPUTE, name, start_s, time.time())
 
     @contextmanager
     def send(self, name: str) -> Iterator[None]:
-        """The block packs rows and starts sending them."""
+        """Record a span of kind SEND for the block, which packs rows and starts sending them."""
         start_s = time.time()
         yield
         self._add(SEND, name, start_s, time.time())
 
     def receive(self, name: str, arriving: Arriving[ReceivedT]) -> ReceivedT:
-        """Wait for what the latest `send` of this name and micro-batch started."""
+        """Wait for the transfer that the latest `send` of this name and micro-batch started; record its spans."""
         sent_s = next(
             span.end_s
             for span in reversed(self.log.spans)
@@ -161,7 +161,7 @@ def _length(intervals: list[tuple[float, float]]) -> float:
 
 
 def _overlap(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
-    """Seconds that lie in both; each ascending and disjoint."""
+    """Return the seconds that are in both lists of ascending, disjoint intervals."""
     total_s, place = 0.0, 0
     for start_s, end_s in first:
         while place < len(second) and second[place][1] <= start_s:

@@ -14,21 +14,21 @@ import torch
 
 
 class TravelStream:
-    """The stream, and the two places at which it and the computation meet."""
+    """The second stream, with the events by which it and the computing stream wait for each other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def depart(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
-        """On the computing thread: the event after which these tensors are there to be sent."""
+        """Return the event after which these tensors can be sent; call it on the computing thread."""
         for tensor in tensors:
             tensor.record_stream(self._stream)
         return torch.cuda.current_stream(self._device).record_event()
 
     @contextmanager
     def travelling(self, ready: torch.cuda.Event) -> Iterator[None]:
-        """On the sending thread: what the block starts runs on this stream, after `ready`."""
+        """Run the block's work on this stream, after `ready`; for the sending thread."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             yield
@@ -38,7 +38,7 @@ class TravelStream:
         return self._stream.record_event()
 
     def arrive(self, tensors: Sequence[torch.Tensor], arrived: torch.cuda.Event) -> None:
-        """On the computing thread: what it starts from now on runs after `arrived` and may use these tensors."""
+        """Have the computing thread's stream wait for `arrived`, so that later work may use these tensors."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(arrived)
         for tensor in tensors:

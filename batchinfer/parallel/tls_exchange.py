@@ -47,17 +47,17 @@ class _Message(NamedTuple):
 
 
 class PeerClock:
-    """The clock of another host, compared with this host's by what arrives from there.
+    """The clock of another host, compared with this host's clock by its messages.
 
-    The message that came quickest is taken to have come at once. So the times that this gives are late by the time of
-    the quickest way. What else delays a message (earlier rows on the line, a receiver without a core) is not in them.
+    The fastest message is assumed to have taken no time. So converted times are late by the duration of the fastest
+    message. What else delays a message (earlier rows on the line, a receiver without a core) is not in them.
     """
 
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=_LATEST_MESSAGES)  # clocks drift, and are set
 
     def time_here(self, sent_s: float, seen_s: float) -> float:
-        """Return when a message was sent, by this host's clock.
+        """Return the time at which a message was sent, by this host's clock.
 
         Args:
             sent_s: when it was sent, by the other clock.
@@ -93,7 +93,7 @@ class _Peer:
                 header, rows = item
                 self.stream.send(header)
                 self.stream.send(_bytes_of(rows))
-        except OSError:  # the other rank is gone, as what receives notices, too
+        except OSError:  # the other rank is gone, as the receiving thread notices, too
             pass
         self.stream.shut_down()
 
@@ -173,7 +173,7 @@ class TlsExchange:
 
 
 def _connect(store: dist.Store, rank: int, size: int, meeting: Meeting, timeout_s: float) -> dict[int, _Peer]:
-    """Return a connection to every other rank: to lower ones by calling them, from higher ones by being called."""
+    """Connect to every other rank: call lower ranks, accept calls of higher ranks; return the connections."""
     called: queue.SimpleQueue[tuple[int, Stream]] = queue.SimpleQueue()
 
     def let_in(stream: Stream) -> None:

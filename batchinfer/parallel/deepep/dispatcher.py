@@ -52,7 +52,7 @@ def open_dispatchers(
     topk: int,
     device: torch.device,
 ) -> list[Dispatcher]:
-    """Return one buffer for the group, and over it the exchange of each MoE layer.
+    """Open one buffer for the group and return the exchange of each MoE layer over it.
 
     All ranks of the group call this together, with the same arguments but for the device.
 
@@ -97,7 +97,7 @@ def open_dispatchers(
 
 
 def why_not(kind: str) -> str | None:
-    """Return the reason why this process cannot exchange rows so, None where nothing is known to be missing."""
+    """Return why this process cannot exchange rows by DeepEP; None if nothing is known to be missing."""
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
     if importlib.util.find_spec("deep_ep") is None:
@@ -112,11 +112,11 @@ def why_not(kind: str) -> str | None:
 
 
 def _library(kind: str) -> Any:
-    """Return the module deep_ep.
+    """Import and return the module deep_ep.
 
     Raises:
-        AttributeError: it is of a version without what this kind needs (the package deep_ep 1.0.0 is).
-        Exception: whatever its import raises.
+        AttributeError: its version lacks the classes of this kind, as deep_ep 1.0.0 does.
+        Exception: any error of its import.
     """
     library = importlib.import_module("deep_ep")
     if kind == "deepep":
@@ -135,7 +135,7 @@ def _open_elastic(
     use_fp8: bool,
     device: torch.device,
 ) -> Any:
-    """Version 2's buffer; it takes over the communicator that NCCL makes for the group's first collective."""
+    """Open version 2's buffer, which takes over the communicator of the group's first NCCL collective."""
     group.allreduce([torch.zeros(1, device=device)]).wait()
     return buffer_class(
         group, num_max_tokens_per_rank=max_tokens, hidden=hidden, num_topk=topk, use_fp8_dispatch=use_fp8
@@ -143,7 +143,7 @@ def _open_elastic(
 
 
 def _open_normal(buffer_class: Any, group: dist.ProcessGroup, hidden: int) -> Any:
-    """Version 1's buffer for its normal mode; its size does not depend on the number of tokens."""
+    """Open version 1's buffer for its normal mode; its size does not depend on the number of tokens."""
     num_ranks = group.size()
     configs = buffer_class.get_dispatch_config(num_ranks), buffer_class.get_combine_config(num_ranks)
     row_bytes = 2 * hidden  # bfloat16 on the way back, whatever goes out
@@ -153,7 +153,7 @@ def _open_normal(buffer_class: Any, group: dist.ProcessGroup, hidden: int) -> An
 
 
 def _open_low_latency(buffer_class: Any, group: dist.ProcessGroup, max_tokens: int, hidden: int, num_slots: int) -> Any:
-    """Version 1's buffer for its low-latency mode; it wants one queue pair per slot of a rank."""
+    """Open version 1's buffer for its low-latency mode, with one queue pair per slot of a rank."""
     num_bytes = buffer_class.get_low_latency_rdma_size_hint(max_tokens, hidden, group.size(), num_slots)
     return buffer_class(
         group, num_rdma_bytes=num_bytes, low_latency_mode=True, num_qps_per_rank=num_slots // group.size()
@@ -161,7 +161,7 @@ def _open_low_latency(buffer_class: Any, group: dist.ProcessGroup, max_tokens: i
 
 
 def _low_latency_tokens(max_tokens: int, num_ranks: int) -> int:
-    """`max_tokens` or a little more, so that a slot's block, this many rows from each rank, is whole tiles.
+    """Round `max_tokens` up so that a slot's block, with this number of rows from each rank, is whole tiles.
 
     Raises:
         ConfigError: more tokens than the queues of the network card are deep.

@@ -38,7 +38,7 @@ class Receiver:
 
 
 class LowLatencyBuffer:
-    """The group's buffer, with the call that is under way on it; all layers share it.
+    """The group's buffer and the call under way on it; all layers share it.
 
     Args:
         max_tokens: room per rank and slot, the number that the buffer was made for.
@@ -50,7 +50,7 @@ class LowLatencyBuffer:
         self._last: Receiver | None = None
 
     def receive_last(self) -> None:
-        """Take in what is under way; to be called before another call starts."""
+        """Take in the rows of the call under way; call it before another call starts."""
         if self._last is not None:
             self._last.receive()
 
@@ -62,7 +62,7 @@ class LowLatencyBuffer:
 
 @dataclass(slots=True)
 class LowLatencyHandle:
-    """A dispatch under way, and what combine needs to reverse it."""
+    """A dispatch under way, with DeepEP's handle by which combine reverses it."""
 
     rows: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
     num_rows_S: torch.Tensor
@@ -74,7 +74,7 @@ class LowLatencyHandle:
     arrived_s: None = None
 
     def wait(self) -> ExpertInput:
-        """Blocks [S, C, D]; what lies beyond the filled rows of a block is left over from before."""
+        """Return blocks [S, C, D]; rows after the filled ones of a block are stale."""
         self.receiver.receive()
         x_SCD, scales = self.rows if isinstance(self.rows, tuple) else (self.rows, None)
         return ExpertInput(x_SCD, scales, "masked", self.num_rows_S.long())
@@ -90,13 +90,13 @@ class LowLatencySums:
     arrived_s: None = None
 
     def wait(self) -> torch.Tensor:
-        """[T, D] float32; DeepEP sums in float32, in the order of the token's experts, and rounds to bfloat16."""
+        """Return [T, D] float32; DeepEP sums in float32, in the order of a token's experts, rounds to bfloat16."""
         self.receiver.receive()
         return self.sums_TD.float()
 
 
 class LowLatencyDispatcher(SlotDispatcher):
-    """Over version 1's Buffer in low-latency mode; DeepEP rounds rows to FP8 itself.
+    """The exchange over version 1's Buffer in low-latency mode; DeepEP rounds rows to FP8 itself.
 
     At most two dispatches may wait for their combine. Tokens that are not counted have slot -1, which DeepEP sends
     nowhere and adds up to zero: a rank that fills up a step costs the others nothing.
@@ -106,7 +106,7 @@ class LowLatencyDispatcher(SlotDispatcher):
 
     @property
     def why_not_recorded(self) -> str | None:
-        """See Dispatcher: blocks have one size, and no count is read on the host."""
+        """None, see Dispatcher: blocks have one size, and no count is read on the host."""
         return None
 
     def dispatch(

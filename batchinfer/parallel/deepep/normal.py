@@ -1,6 +1,6 @@
 """DeepEP's two forms with rows sorted by slot: version 2, and the normal mode of version 1.
 
-Both run on a stream of their own beside the computation; `wait` makes the current stream wait for them, not the host.
+Both run on a second stream while the first one computes; `wait` makes the current stream wait for them, not the host.
 Only `dispatch` holds the host up, until the other ranks have said how many rows will come.
 
     version 2   sends a token once per rank, hands out one row per (token, slot), and adds those up again; a slot's rows
@@ -28,7 +28,7 @@ Rows = torch.Tensor | tuple[torch.Tensor, torch.Tensor]  # bfloat16, or FP8 with
 
 @dataclass(slots=True)
 class Sums:
-    """Sums on their way back, complete once `event` is."""
+    """Sums on their way back, complete after `event`."""
 
     sums_TD: torch.Tensor
     event: Any
@@ -36,7 +36,7 @@ class Sums:
     arrived_s: None = None
 
     def wait(self) -> torch.Tensor:
-        """[T, D] float32; DeepEP has rounded the sums to bfloat16."""
+        """Wait and return [T, D] float32; DeepEP has rounded the sums to bfloat16."""
         self.event.current_stream_wait()
         return self.sums_TD.float()
 
@@ -65,7 +65,7 @@ class ElasticHandle:
 
 @dataclass(slots=True)
 class SlotDispatcher:
-    """The exchange of one layer through DeepEP, which knows slots in the place of experts; see Dispatcher.
+    """The exchange of one layer through DeepEP, whose "experts" are our slots; see Dispatcher.
 
     Args:
         buffer: of the group, shared by all layers.
@@ -100,7 +100,7 @@ class SlotDispatcher:
         self.placement, self.turn = placement, None
 
     def slots(self, topk_ids: torch.Tensor) -> torch.Tensor:
-        """[T, K] slots for [T, K] expert ids."""
+        """Return [T, K] slots for [T, K] expert ids."""
         if self.turn is None:
             self.turn = torch.zeros((), dtype=torch.float64, device=topk_ids.device)
         slots_M = self.placement.slots_for(topk_ids.flatten(), self.rank, self.turn)
@@ -111,7 +111,7 @@ class SlotDispatcher:
 
 @dataclass(slots=True)
 class ElasticDispatcher(SlotDispatcher):
-    """Over version 2's ElasticBuffer.
+    """The exchange over version 2's ElasticBuffer.
 
     Args:
         tile_rows: each slot's rows begin at a multiple of this.
@@ -140,9 +140,9 @@ class ElasticDispatcher(SlotDispatcher):
         return ElasticHandle(rows, weights_M, self.tile_rows, ep_handle, event)
 
     def combine(self, y: ExpertRows, handle: ElasticHandle) -> Sums:
-        """Start sending the results back; they are weighted here, because DeepEP adds rows up as they are.
+        """Weight the results and start sending them back, as DeepEP adds rows up unweighted.
 
-        What stands in gaps between slots' rows, and their weights, may be anything; nobody takes them.
+        Rows and weights in the gaps between slots may be anything, as DeepEP does not send them.
         """
         y_MD = in_order(y)
         weighted_MD = torch.empty(y_MD.shape, dtype=torch.bfloat16, device=y_MD.device)
@@ -161,7 +161,7 @@ class TokenRows:
     num_local_slots: int
 
     def weighted_sums(self, y_MD: ExpertRows) -> torch.Tensor:
-        """[N, D] float32: per token the sum of weight × row over the slots of this rank.
+        """Return [N, D] float32: per token the sum of weight × row over the slots of this rank.
 
         Each token that came has a slot here, or it would not have come. Slots of other ranks count as this one's row
         with weight 0: that changes no sum, and what another token's row is makes no difference.
@@ -174,7 +174,7 @@ class TokenRows:
 
 @dataclass(slots=True)
 class NormalHandle:
-    """A dispatch under way with version 1, and after `wait` where each received token's rows are."""
+    """A dispatch under way with version 1; after `wait` with the rows of each received token."""
 
     tokens: Rows
     slots_NK: torch.Tensor  # slots of this rank, counted from 0; -1 for slots of other ranks
@@ -204,7 +204,7 @@ class NormalHandle:
 
 
 class NormalDispatcher(SlotDispatcher):
-    """Over version 1's Buffer in normal mode."""
+    """The exchange over version 1's Buffer in normal mode."""
 
     def dispatch(
         self,
