@@ -1,6 +1,6 @@
-"""The connection between a controller and a rank: messages over a stream whose other end is known to be the right one.
+"""The connection between a controller and a rank: messages over a stream whose other end is verified.
 
-Both ends read in a thread of their own, so that neither ever blocks the other by not looking. Ranks send in one, too,
+Both ends read in a separate thread, so that neither ever blocks the other by not reading. Ranks send in one, too,
 which makes the bytes while the model computes.
 """
 
@@ -22,7 +22,7 @@ CLOSE_S = 30.0
 
 
 class ChannelClosedError(Exception):
-    """The other end is gone."""
+    """The other end has closed the connection."""
 
 
 class Channel(Generic[ReceivedT]):
@@ -45,11 +45,11 @@ class Channel(Generic[ReceivedT]):
 
     @property
     def peer_address(self) -> str:
-        """The other end's address; "" of a socket pair."""
+        """Address of the other end; "" for a socket pair."""
         return self._stream.peer_address
 
     def send(self, message: Message) -> None:
-        """Hand a message over; after `send_on` nothing in it may be changed any more, unless it encodes first.
+        """Send a message; after `send_on` the caller must not change it any more, unless `send` encodes first.
 
         Raises:
             ChannelClosedError: the other end is gone.
@@ -69,10 +69,10 @@ class Channel(Generic[ReceivedT]):
         self.send(message)
 
     def send_on(self, at_fault: Callable[[Exception], None], *, encodes_first: bool = False) -> None:
-        """Start a thread that sends what `send` takes from now on, in this order; `send` never waits any more.
+        """Start a thread that sends the messages of later `send` calls in order, so that `send` never waits.
 
         Args:
-            at_fault: called in that thread when a message cannot be put into bytes.
+            at_fault: called in that thread when a message cannot be encoded.
             encodes_first: whether `send` makes the bytes itself, and sends at once what the system takes at once.
         """
         self._encodes_first = encodes_first
@@ -97,7 +97,7 @@ class Channel(Generic[ReceivedT]):
         self._sender = sender
 
     def send_now(self, message: Message) -> None:
-        """Send a message here and now, before any that wait for the sending thread.
+        """Send a message at once, before any that wait for the sending thread.
 
         Raises:
             ChannelClosedError: the other end is gone.
@@ -105,11 +105,11 @@ class Channel(Generic[ReceivedT]):
         self._write(_framed(message))
 
     def receive(self) -> ReceivedT:
-        """Return the next message; waits for it.
+        """Wait for the next message and return it.
 
         Raises:
             ChannelClosedError: the other end is gone, or announced more than 1 GB.
-            MalformedMessageError: it sent something else than messages.
+            MalformedMessageError: the other end sent bytes that are no message.
         """
         try:
             (num_bytes,) = _LENGTH.unpack(self._stream.receive(_LENGTH.size))
@@ -142,7 +142,7 @@ class Channel(Generic[ReceivedT]):
         threading.Thread(target=read, name="channel", daemon=True).start()
 
     def close(self) -> None:
-        """End the connection, once all is sent or not taken for CLOSE_S; the other end's reading ends."""
+        """End the connection, once all messages are sent or CLOSE_S has passed; the other end's reading ends."""
         self._is_ending = True
         if self._sender is not None:
             self._outgoing.put(None)

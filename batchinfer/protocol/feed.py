@@ -1,4 +1,4 @@
-"""The controller as a rank sees it."""
+"""A rank's connection to its controller: incoming requests, outgoing reports."""
 
 import queue
 import time
@@ -63,12 +63,12 @@ class Feed:
         self._has_asked = False
         self._leave: messages.Leave | None = None
         self._steps_s = max(STEPS_S, STEPS_S_PER_RANK * num_ranks)
-        self._steps: list[StepReport] = []  # not told yet
+        self._steps: list[StepReport] = []  # not reported yet
         self._last_steps_s = self._last_experts_s = time.monotonic()
         self._num_running = self._num_running_told = 0
 
     def receive(self, wait_s: float = 0.0) -> Inbox:
-        """Everything that has come; waits that long for the first message when there is none yet."""
+        """Return all messages that have come; wait at most `wait_s` for the first one."""
         inbox = Inbox()
         if wait_s > 0:
             self.send_steps()
@@ -80,19 +80,19 @@ class Feed:
             return inbox
 
     def wait_for_leave(self) -> messages.Leave:
-        """Return the last message of a job, once it has come: another rank of the group may have got its own before."""
+        """Wait for the last message of a job and return it; another rank of the group may get its own earlier."""
         while self._leave is None:
             self._sort_in(self._received.get(), Inbox())
         return self._leave
 
     def want_requests(self, num_pages: int) -> None:
-        """Say that requests are running out, and how many KV pages there are for them; once until some come."""
+        """Ask for requests and report the number of KV pages for them; ask once until some come."""
         if not self._has_asked:
             self._has_asked = True
             self._channel.send(messages.NeedsRequests(num_pages))
 
     def send(self, report: StepReport, num_running: int = 0) -> None:
-        """Hand over the results of a step.
+        """Add the results of a step to the next report.
 
         Args:
             num_running: requests that the rank decodes now.
@@ -107,7 +107,7 @@ class Feed:
             self.send_experts()
 
     def send_steps(self) -> None:
-        """Tell of all steps since the last time; needed before a pause and at the end, however that comes."""
+        """Report all steps since the last report; call it before a pause and at the end, also after an error."""
         self._last_steps_s = time.monotonic()
         self._num_running_told = self._num_running
         if self._steps:
@@ -115,7 +115,7 @@ class Feed:
             self._channel.send(messages.Steps(reports))
 
     def send_experts(self) -> None:
-        """Report the tokens per expert since the experts are where they are."""
+        """Report the tokens per expert under the current placement."""
         self.send_steps()
         self._last_experts_s = time.monotonic()
         if self._expert_counts is not None:
@@ -126,7 +126,7 @@ class Feed:
         self._channel.send(messages.Calibrated(num_tokens, tokens))
 
     def send_placed(self, seconds: float) -> None:
-        """The experts have moved, which took so long."""
+        """Report that the experts have moved, and the seconds that it took."""
         self._channel.send(messages.ExpertsPlaced(seconds))
 
     def send_store(self, counts: dict[str, float], problems: list[str]) -> None:
@@ -134,12 +134,12 @@ class Feed:
         self._channel.send(messages.StoreCounts(counts, problems))
 
     def hand_over(self, handovers: list[Handover]) -> None:
-        """Give up requests, which the controller passes on to other ranks."""
+        """Hand requests over to the controller, which passes them on to other ranks."""
         self.send_steps()
         self._channel.send(messages.Handovers(handovers))
 
     def confirm_adopted(self, keys: list[RequestKey]) -> None:
-        """The KV of these requests has been read; the rank that holds it may free it."""
+        """Report that the KV of these requests has been read, so that its holder may free it."""
         self.send_steps()
         self._channel.send(messages.KvRead(keys))
 

@@ -1,7 +1,7 @@
-"""Every message between a controller and its ranks, in both directions, and how it becomes bytes (MessagePack).
+"""Every message between a controller and its ranks, in both directions, and its encoding (MessagePack).
 
-A message is a struct, named in its bytes. Each end takes only what the other one may send, with all fields of their
-types: whatever else comes is a MalformedMessageError.
+A message is a struct, named in its bytes. Each end accepts only messages that the other end may send, with all fields
+of their types: anything else is a MalformedMessageError.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sp
 
 
 class MalformedMessageError(Exception):
-    """The other end sent what is not one of its messages."""
+    """The other end sent bytes that are none of its messages."""
 
 
 class Message(Struct, frozen=True, tag=True):
@@ -61,7 +61,7 @@ class StepReport(Struct, frozen=True):
 
 
 class CachedTokens(Struct, frozen=True):
-    """Prompt tokens of a request that were not computed for it, and some that were although others have them."""
+    """Counts of a request's prompt tokens that were not computed for it, and that were computed again."""
 
     memory: int = 0
     disk: int = 0
@@ -71,7 +71,7 @@ class CachedTokens(Struct, frozen=True):
 
 
 class Handover(Struct, frozen=True):
-    """A request that another rank is to go on with: what it has generated so far, and its KV."""
+    """A request for another rank to continue: its tokens so far and its KV."""
 
     key: RequestKey
     tokens: list[int]
@@ -84,14 +84,14 @@ class Handover(Struct, frozen=True):
 
 
 class Adoption(Struct, frozen=True):
-    """A handover as the decoding rank gets it."""
+    """A handover with its request, for the decoding rank."""
 
     request: Request
     handover: Handover
 
 
 class ExpertSlots(Struct, frozen=True):
-    """Expert and share of each slot, per MoE layer: [L, P] each; and the number of this placement in the session."""
+    """Expert and share of each slot per MoE layer, [L, P] each, and the number of this placement in the session."""
 
     expert_of_slot: list[list[int]]
     share_of_slot: list[list[float]]
@@ -112,7 +112,7 @@ class SharedValue(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first message of a rank; `pid` and `host` say which process it is."""
+    """The first message of a rank; `pid` and `host` identify its process."""
 
     rank: int
     pid: int
@@ -124,7 +124,7 @@ class CanRun(Message, frozen=True):
 
 
 class Loading(Message, frozen=True):
-    """Bytes of weights that were read, and that this rank reads in all."""
+    """Bytes of weights that this rank has read, and that it reads in all."""
 
     num_bytes: int
     total_bytes: int
@@ -153,7 +153,7 @@ class Ready(Message, frozen=True):
 class NeedsRequests(Message, frozen=True):
     """Few requests are left; sent again only after some came.
 
-    num_pages: of KV, that the rank has in all.
+    num_pages: number of KV pages of the rank.
     """
 
     num_pages: int
@@ -166,7 +166,7 @@ class Steps(Message, frozen=True):
 
 
 class Handovers(Message, frozen=True):
-    """Requests that this rank gives up; it keeps their KV until FreeKv."""
+    """Requests that this rank hands over; it keeps their KV until FreeKv."""
 
     handovers: list[Handover]
 
@@ -197,7 +197,7 @@ class Calibrated(Message, frozen=True):
 
 
 class ExpertsPlaced(Message, frozen=True):
-    """The experts are where they were wanted; it took so long."""
+    """The experts have moved as PlaceExperts asked; with the seconds that it took."""
 
     seconds: float
 
@@ -217,7 +217,7 @@ class Failed(Message, frozen=True):
 
 
 class Bye(Message, frozen=True):
-    """The rank has ended its last step and goes, or stays for the next Start if it was asked to."""
+    """The rank has ended its last step and ends, or waits for the next Start if Leave asked for it."""
 
 
 # from the controller: while ranks start
@@ -301,7 +301,7 @@ class GiveAway(Message, frozen=True):
 
 
 class Calibrate(Message, frozen=True):
-    """Before the first request: run these pieces of prompts and say which experts they ask for."""
+    """Run these pieces of prompts before the first request and report the experts that they choose."""
 
     pieces: list[list[int]]
 
@@ -311,13 +311,13 @@ class CountExperts(Message, frozen=True):
 
 
 class PlaceExperts(Message, frozen=True):
-    """Place the experts like this as soon as all ranks of the group know."""
+    """Place the experts so, as soon as all ranks of the group have this message."""
 
     slots: ExpertSlots
 
 
 class Wake(Message, frozen=True):
-    """Another rank of the group has got something: take part in its step."""
+    """Another rank of the group has work: take part in its step."""
 
 
 class Leave(Message, frozen=True):
