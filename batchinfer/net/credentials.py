@@ -9,7 +9,7 @@ import ssl
 import tempfile
 
 _NAME = "batchinfer"
-# hosts may disagree about the time: what ends a certificate is the end of the run, of which it is a secret
+# no expiry, as clocks of hosts may differ: the certificate is a secret of one run and ends with it
 _SINCE = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)  # "no end" (RFC 5280, 4.1.2.5)
 

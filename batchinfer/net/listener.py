@@ -1,4 +1,4 @@
-"""A port for the group's processes on other hosts: lets in who shows the credentials."""
+"""A port for the group's processes on other hosts; it accepts callers with the credentials."""
 
 import random
 import socket
@@ -10,20 +10,20 @@ from contextlib import suppress
 from batchinfer.net.credentials import tls_context
 from batchinfer.net.tls import TlsStream
 
-HANDSHAKE_S = 3.0  # for a caller to show the credentials; one that is sent away may call again
-MOST_STRANGERS = 64  # callers at a time that have not shown them yet
+HANDSHAKE_S = 3.0  # for a caller to prove its credentials; a rejected one may call again
+MOST_STRANGERS = 64  # unverified callers at a time
 ACCEPT_AGAIN_S = 0.05
 
 
 class Listener:
-    """A free port of this host. Callers are looked at on a thread each, so that none of them delays the others.
+    """A listening port of this host; each caller is verified on a separate thread, so that none delays the others.
 
-    Of more than MOST_STRANGERS at a time one is sent away at once, whichever comes out of the hat: those who only hold
-    connections cannot keep out one of the group, whose handshake is over in milliseconds.
+    Of more than MOST_STRANGERS unverified callers a random one is rejected at once. So callers who only hold
+    connections cannot keep out a process of the group, whose handshake takes milliseconds.
 
     Args:
-        host: the address at which they call.
-        let_in: called, on a thread for each, with who has shown the credentials.
+        host: the address at which processes of other hosts call.
+        let_in: called with each verified caller's stream, on a separate thread.
     """
 
     def __init__(self, host: str, credentials: str, let_in: Callable[[TlsStream], None]) -> None:
@@ -38,7 +38,7 @@ class Listener:
         threading.Thread(target=self._answer, name="listener", daemon=True).start()
 
     def close(self) -> None:
-        """Answer no calls any more."""
+        """Stop listening."""
         self._is_closed = True
         self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for calls
         self._socket.close()
@@ -47,14 +47,14 @@ class Listener:
         while not self._is_closed:
             try:
                 caller, _ = self._socket.accept()
-            except OSError:  # closed; or a caller that has left, or too many open files: others may call yet
+            except OSError:  # closed; or a caller that has left, or too many open files: others may still call
                 time.sleep(ACCEPT_AGAIN_S)
                 continue
             with self._lock:
                 self._strangers.append(caller)
                 if len(self._strangers) > MOST_STRANGERS:
                     away = self._strangers.pop(random.randrange(len(self._strangers)))
-                    with suppress(OSError):  # it has left itself
+                    with suppress(OSError):  # the caller has left
                         away.shutdown(socket.SHUT_RDWR)  # its thread closes it
             threading.Thread(target=self._meet, args=(caller,), name="handshake", daemon=True).start()
 
@@ -64,6 +64,6 @@ class Listener:
         except OSError:
             return  # a stranger
         finally:
-            with self._lock, suppress(ValueError):  # sent away meanwhile
+            with self._lock, suppress(ValueError):  # rejected meanwhile
                 self._strangers.remove(caller)
         self._let_in(stream)

@@ -9,12 +9,12 @@ from contextlib import suppress
 
 
 class Stream:
-    """Bytes over a connected socket, which this object owns.
+    """A stream of bytes over a connected socket, which this object owns.
 
-    `send` and `receive_into` may run in two threads at once. The socket is closed when nobody has this object any more:
-    a thread that still reads must not read what gets its number next.
+    `send` and `receive_into` may run in two threads at once. The socket is closed with the last reference to this
+    object: a thread that still reads must not read from another file with the same descriptor.
 
-    All raise OSError when the connection is lost, __init__ too.
+    All methods raise OSError when the connection is lost, __init__ too.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -36,21 +36,21 @@ class Stream:
         self._end.sendall(content)
 
     def send_some(self, content: bytes) -> int:
-        """Send what can be sent without waiting; returns how many bytes that were."""
+        """Send as many bytes as possible without waiting; return their number."""
         try:
             return self._end.send(content, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
     def receive_into(self, room: memoryview) -> int:
-        """Wait for bytes and put them there; returns how many, 0: the other end has ended the connection."""
+        """Wait for bytes and write them to `room`; return their number, 0 if the other end has ended the connection."""
         return self._end.recv_into(room)
 
     def receive(self, num_bytes: int) -> bytearray:
         """Wait for this number of bytes.
 
         Raises:
-            OSError: the connection ended before.
+            OSError: the connection ended too early.
         """
         content = bytearray(num_bytes)
         self.fill(memoryview(content))

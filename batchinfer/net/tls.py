@@ -14,9 +14,9 @@ from batchinfer.net.stream import Stream
 CHUNK_BYTES = 1 << 18  # of TLS: read at once, and put into records at once
 MOST_HANDSHAKE_BYTES = 1 << 14  # read from a caller before its credentials are verified; 2 KB are needed
 PAUSE_S = (0.05, 0.2)  # before a rejected caller calls again
-# a host that vanished says nothing: once a connection is quiet the system asks the other end, and ends it in the end
-QUIET_S, ASK_S, MOST_ASKED = 60, 30, 8  # so 5 minutes; an end that is only busy, or stopped, is answered for
-_WELCOME = b"\x01"  # the called one's word that it has accepted the caller, which TLS 1.3 does not say
+# a vanished host sends nothing: the system probes the other end of a quiet connection, and ends it without an answer
+QUIET_S, ASK_S, MOST_ASKED = 60, 30, 8  # so after 5 minutes; the kernel answers for an end that is only busy or stopped
+_WELCOME = b"\x01"  # the listener's reply that it has accepted the caller, which TLS 1.3 does not send
 
 
 class TlsStream(Stream):
@@ -55,7 +55,7 @@ class TlsStream(Stream):
             self._end.sendall(records)
 
     def send_some(self, content: bytes) -> int:
-        """See Stream; a record that the system takes half of could not be taken back."""
+        """Send all bytes, see Stream: half a record that was sent could not be taken back."""
         return 0
 
     def receive_into(self, room: memoryview) -> int:
@@ -77,13 +77,13 @@ class TlsStream(Stream):
             self._step(lambda: self._tls.write(_WELCOME), end_s)
 
     def _step(self, act: Callable[[], object], end_s: float) -> None:
-        """Let OpenSSL act, with as much from the other end as it wants."""
+        """Run a step of OpenSSL; receive bytes from the other end as long as it needs them."""
         while True:
             try:
                 act()
                 return
             except ssl.SSLWantReadError:
-                pass  # it wants records of the other end: they are received below
+                pass  # OpenSSL needs records of the other end, which are received below
             finally:  # after a failure, too: an alert says why
                 self.set_timeout(max(end_s - time.monotonic(), 0.001))
                 self._end.sendall(self._going.read())
@@ -95,10 +95,10 @@ class TlsStream(Stream):
 
 
 def call(host: str, port: int, credentials: str, timeout_s: float) -> TlsStream:
-    """Call the other end, again when it sends this caller away because too many strangers call at the same time.
+    """Connect to the other end, again if it rejects this caller because too many strangers call at the same time.
 
     Raises:
-        OSError: nobody answers there, or who answers does not have the credentials.
+        OSError: no process answers, or the process that answers lacks the credentials.
     """
     context = tls_context(credentials, is_caller=True)
     end_s = time.monotonic() + timeout_s
