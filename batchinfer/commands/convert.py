@@ -45,5 +45,5 @@ def convert(stop: StopSignal, model: Path, target: Path, dtype: str) -> None:
                 raise InterruptedRunError(f"stopped by a signal; {target} was not made")
             progress.set(num_read, num_bytes)
 
-        num_bytes = convert_model(model, target, ops, dtype=DTYPES[dtype], name=dtype, told=told)
+        num_bytes = convert_model(model, target, ops, dtype=DTYPES[dtype], name=dtype, on_read=told)
     click.echo(f"{target}: {num_bytes / 1e9:.2f} GB of weights in {dtype}; give it as model.path")

@@ -187,7 +187,7 @@ def run(
 
     After an interrupt, the same command continues where it stopped and ends with the same outputs.
     """
-    from batchinfer.launch.can_run_here import refuse_what_cannot_run_here
+    from batchinfer.launch.can_run_here import refuse_if_job_cannot_run
     from batchinfer.launch.nodes import refuse_several_processes
     from batchinfer.launch.rank_loader import ranks_ahead
     from batchinfer.run.planned import job_of
@@ -200,7 +200,7 @@ def run(
     if process.kept is None:
         ahead = ranks_ahead(config, stop, know_experts=know_experts)
     else:
-        ahead = nullcontext(process.kept.of_job(config, stop))
+        ahead = nullcontext(process.kept.load_for(config, stop))
     with ahead as ranks, alone("run", stop) as session:
         tracer = tracer_of(trace)
         run_dir = plan_here(
@@ -210,7 +210,7 @@ def run(
             strict=strict,
             learn_from=learn_from,
             expert_loads=expert_loads,
-            can_run_here=lambda: refuse_what_cannot_run_here(config, ranks, stop),
+            can_run_here=lambda: refuse_if_job_cannot_run(config, ranks, stop),
             tokenizer=process.tokenizer,
         )
         if ranks is not None:

@@ -44,7 +44,7 @@ def serve_node(
     finally:
         stop.graceful = False
         ranks.kill()
-        _take_over(storage, session, point.session)
+        _copy_session_stats(storage, session, point.session)
     if stop.requested:
         raise InterruptedRunError("stopped; the group's controller has committed what was finished")
 
@@ -74,7 +74,7 @@ def _keep_running(ranks: LocalRanks, storage: Storage, node: NodeShare, stop: St
             raise InterruptedRunError("the group's controller is gone; run the same command to go on")
 
 
-def _take_over(storage: Storage, session: Session, controller: str) -> None:
+def _copy_session_stats(storage: Storage, session: Session, controller: str) -> None:
     """Copy the group's time of the first step, device and bit equality from the controller's session."""
     path = storage.run.session_stats("nodes", controller)
     said = storage.kept(path)

@@ -9,7 +9,7 @@ from batchinfer.rundir import read_state
 from batchinfer.stop import StopSignal
 
 
-def refuse_what_cannot_run_here(job: JobConfig, ranks: RankLoader | None, stop: StopSignal) -> None:
+def refuse_if_job_cannot_run(job: JobConfig, ranks: RankLoader | None, stop: StopSignal) -> None:
     """Wait for the ranks' check of backend, exchange and dtype, if the result depends on this machine.
 
     A job that leaves backend and exchange to the machine does not wait.
@@ -24,12 +24,12 @@ def refuse_what_cannot_run_here(job: JobConfig, ranks: RankLoader | None, stop: 
     if not _depends_on_machine(job) or _is_planned(job):
         return
     if ranks is not None:
-        ranks.refuse_if_unable()
+        ranks.wait_until_can_run()
         return
     asked = open_local_ranks(job, stop)
     try:
         asked.load_ahead(join_message(job, {}))
-        asked.refuse_if_unable()
+        asked.wait_until_can_run()
     finally:
         asked.close()
 

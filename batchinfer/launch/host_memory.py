@@ -35,7 +35,7 @@ def refuse_too_large(job: JobConfig, ranks: Iterable[int]) -> None:
     raise ConfigError(
         f"{job.model.path} in {job.model.dtype} takes {_gb(needed)} of memory for {len(places)} "
         f"{'rank' if len(places) == 1 else 'ranks'} on this host, and {_gb(free)} is free; "
-        + (f"what would fit is {' or '.join(fitting)}" if fitting else "it fits in no dtype")
+        + (f"use {' or '.join(fitting)}" if fitting else "it fits in no dtype")
         + ("; or free memory, or spread its ranks over more hosts" if model.num_moe_layers else "; or free memory")
     )
 

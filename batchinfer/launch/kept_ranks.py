@@ -15,7 +15,7 @@ class KeptRanks:
         self._ranks: RankLoader | None = None
         self._of: tuple[ModelPart, str, ClusterConfig, FolderState] | None = None
 
-    def of_job(self, job: JobConfig, stop: StopSignal) -> RankLoader:
+    def load_for(self, job: JobConfig, stop: StopSignal) -> RankLoader:
         """Return loaded or loading ranks for a job; start new ones if model, cluster or the model's files changed."""
         wanted = (job.model, job.kv.dtype, job.cluster, folder_state(Path(job.model.path)))
         if self._ranks is None or wanted != self._of:

@@ -215,4 +215,6 @@ def _answers(point: MeetingPoint) -> bool:
 def _refuse_others(path: Path) -> None:
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise ConfigError(f"{path} is not this user's alone; remove it, and let nobody else write in {path.parent}")
+        raise ConfigError(
+            f"{path} belongs to or is open to other users; remove it, and let no other user write in {path.parent}"
+        )

@@ -66,7 +66,7 @@ class RankConnections:
         else:
             channel.close()
 
-    def let_in(self, may_be: Callable[[int, int], bool], wait_s: float) -> None:
+    def accept(self, may_be: Callable[[int, int], bool], wait_s: float) -> None:
         """Accept a rank that has called.
 
         Args:

@@ -65,14 +65,14 @@ class RankGroup:
             threading.Thread(target=self.connections.greet, args=(stream,), name="rank greeting", daemon=True).start()
         return started_s
 
-    def let_in(self) -> None:
+    def accept(self) -> None:
         """Accept a rank that has called; wait a moment for one.
 
         Raises:
             RanksDiedError: a rank of this process has ended.
         """
         try:
-            self.connections.let_in(self.local.may_be, POLL_S)
+            self.connections.accept(self.local.may_be, POLL_S)
         except queue.Empty:
             if self.local.ended():
                 raise self._died() from None

@@ -78,7 +78,7 @@ class RankLoader:
         held, ready = self._loaded
         return ready if _placed(held) == _placed(join) else self._load(join)
 
-    def refuse_if_unable(self) -> None:
+    def wait_until_can_run(self) -> None:
         """Wait until all ranks, started ahead, report that backend, exchange and dtype run here.
 
         A lost rank is no refusal: `load` reports it, and it may be restarted.
@@ -114,7 +114,7 @@ class RankLoader:
             self.started_s = group.start()
             while len(group.connections.hosts) < len(places):
                 self._check_start()
-                group.let_in()
+                group.accept()
             for place in places:
                 group.send(place.rank, self._joining(join, place))
             ready = self._ready(progress)

@@ -19,10 +19,10 @@ from batchinfer.records import ModelError
 class Checkpoint(TensorHeaders):
     """Named tensors over one or more files; a tensor's bytes are touched when it is read."""
 
-    def __init__(self, headers: TensorHeaders, told: Callable[[int], None] | None = None):
+    def __init__(self, headers: TensorHeaders, on_read: Callable[[int], None] | None = None):
         super().__init__(headers.folder, headers.infos)
         self._files: dict[Path, Any] = {}
-        self._told, self._num_bytes = told, 0
+        self._on_read, self._num_bytes = on_read, 0
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor as stored, possibly a view of the mapped file: copy it before keeping it.
@@ -41,9 +41,9 @@ class Checkpoint(TensorHeaders):
                 tensor = tensor[number, first:end]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: tensor {name} cannot be read: {error}.") from error
-        if self._told is not None:
+        if self._on_read is not None:
             self._num_bytes += info.num_bytes
-            self._told(self._num_bytes)
+            self._on_read(self._num_bytes)
         return tensor
 
     def unmap(self) -> None:
@@ -52,15 +52,15 @@ class Checkpoint(TensorHeaders):
 
 
 def open_checkpoint(
-    folder: Path, carrier: Carrier | None = None, told: Callable[[int], None] | None = None
+    folder: Path, carrier: Carrier | None = None, on_read: Callable[[int], None] | None = None
 ) -> Checkpoint:
     """Read the headers of the folder's files; tensors are read when they are used.
 
     Args:
         carrier: as for headers.read_headers.
-        told: called with the bytes of all tensors read so far.
+        on_read: called with the bytes of all tensors read so far.
 
     Raises:
         ModelError: see headers.read_headers.
     """
-    return Checkpoint(read_headers(folder, carrier), told)
+    return Checkpoint(read_headers(folder, carrier), on_read)

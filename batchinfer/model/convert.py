@@ -25,7 +25,7 @@ _CARRIED = (".json", ".jinja", ".model", ".txt")  # tokenizer, templates, defaul
 
 
 def convert_model(
-    source: Path, target: Path, ops: Ops, *, dtype: torch.dtype, name: str, told: Callable[[int, int], None]
+    source: Path, target: Path, ops: Ops, *, dtype: torch.dtype, name: str, on_read: Callable[[int, int], None]
 ) -> int:
     """Write the model of `source` to the new folder `target`; it is whole or absent. Returns its bytes.
 
@@ -35,7 +35,7 @@ def convert_model(
         ops: the C++ operations, with the bits of the dtype.
         dtype: of rows.
         name: model.dtype of the jobs that are to use it.
-        told: as for load_weights.
+        on_read: as for load_weights.
 
     Raises:
         ConfigError: the target is there already or cannot be written, or its disk has not the room.
@@ -57,7 +57,7 @@ def convert_model(
                 f"{source} takes {needed / 1e9:.1f} GB in {name}, and {target.parent} has {free / 1e9:.1f} GB free; "
                 "free space or choose another folder"
             )
-        loader = open_loader(source, config, dtype=dtype, ops=ops, mtp=has_mtp, told=told)
+        loader = open_loader(source, config, dtype=dtype, ops=ops, mtp=has_mtp, on_read=on_read)
         files = {ENDS: write_parts(folder / ENDS, Ends(*read_ends(loader)))}
         for layer in range(config.num_hidden_layers):
             files[layer_name(layer)] = write_parts(folder / layer_name(layer), loader.layer(layer))

@@ -75,7 +75,7 @@ class Transformer:
         device: torch.device | str = "cpu",
         backend: str = "auto",
         mtp: bool = False,
-        told: Callable[[int, int], None] | None = None,
+        on_read: Callable[[int, int], None] | None = None,
     ) -> Transformer:
         """Read a model folder (config.json and *.safetensors), or map a converted one.
 
@@ -85,7 +85,7 @@ class Transformer:
             dispatchers: the expert exchange of each MoE layer; None keeps all rows here.
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
-            mtp, told: as of load_weights.
+            mtp, on_read: as of load_weights.
 
         Raises:
             ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
@@ -99,7 +99,7 @@ class Transformer:
         if (packed := read_packed(folder)) is not None:
             weights = map_weights(packed, config, ops, **wanted)
         else:
-            weights = load_weights(folder, config, ops=ops, told=told, **wanted)
+            weights = load_weights(folder, config, ops=ops, on_read=on_read, **wanted)
         return cls(config, weights, dispatchers, ops)
 
     def place_experts(self, folder: Path, placements: Sequence[Placement], rank: int) -> None:

@@ -54,7 +54,7 @@ def load_weights(
     device: torch.device | str = "cpu",
     ops: Ops | None = None,
     mtp: bool = False,
-    told: Callable[[int, int], None] | None = None,
+    on_read: Callable[[int, int], None] | None = None,
 ) -> ModelWeights:
     """Check the checkpoint in `folder` against `config`, then read it.
 
@@ -64,13 +64,15 @@ def load_weights(
         expert_ids: per MoE layer the routed experts to read, in the order of its E dim (an expert may be there twice);
             None for all of them.
         mtp: read the layer for multi-token prediction, too, which is there (`why_no_mtp`).
-        told: called with the bytes that were read so far, and with all bytes to read.
+        on_read: called with the bytes that were read so far, and with all bytes to read.
 
     Raises:
         ModelError: a tensor is missing, unknown, of the wrong shape or format, or a file cannot be read.
     """
     ops, device = ops or Ops.select("reference"), torch.device(device)
-    loader = open_loader(folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, mtp=mtp, told=told)
+    loader = open_loader(
+        folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, mtp=mtp, on_read=on_read
+    )
     embedding, norm, lm_head = read_ends(loader)
     layers = tuple(loader.layer(layer) for layer in range(config.num_hidden_layers))
     of_mtp = read_mtp(loader) if mtp else None
@@ -86,11 +88,11 @@ def open_loader(
     expert_ids: Sequence[Sequence[int]] | None = None,
     device: torch.device | str = "cpu",
     mtp: bool = False,
-    told: Callable[[int, int], None] | None = None,
+    on_read: Callable[[int, int], None] | None = None,
 ) -> WeightLoader:
     """Check the checkpoint in `folder` against `config`; arguments and errors as of `load_weights`."""
     total_bytes = 0
-    tell = None if told is None else lambda num_bytes: told(num_bytes, total_bytes)
+    tell = None if on_read is None else lambda num_bytes: on_read(num_bytes, total_bytes)
     checkpoint = open_checkpoint(folder, config.carrier, tell)
     check_tensors(checkpoint, config)
     if expert_ids is None:

@@ -23,15 +23,15 @@ class Listener:
 
     Args:
         host: the address at which processes of other hosts call.
-        let_in: called with each verified caller's stream, on a separate thread.
+        accept: called with each verified caller's stream, on a separate thread.
     """
 
-    def __init__(self, host: str, credentials: str, let_in: Callable[[TlsStream], None]) -> None:
+    def __init__(self, host: str, credentials: str, accept: Callable[[TlsStream], None]) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=1024)
         self.host, self.port = host, int(self._socket.getsockname()[1])
         self._context = tls_context(credentials, is_caller=False)
-        self._let_in = let_in
+        self._accept = accept
         self._lock = threading.Lock()
         self._strangers: list[socket.socket] = []
         self._is_closed = False
@@ -66,4 +66,4 @@ class Listener:
         finally:
             with self._lock, suppress(ValueError):  # rejected meanwhile
                 self._strangers.remove(caller)
-        self._let_in(stream)
+        self._accept(stream)

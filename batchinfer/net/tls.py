@@ -90,7 +90,9 @@ class TlsStream(Stream):
             records = self._end.recv(self._left_bytes)
             self._left_bytes -= len(records)
             if not records:
-                raise ConnectionResetError("the other end left, or said too much, before it showed the credentials")
+                raise ConnectionResetError(
+                    "the other end closed the connection, or sent too many bytes, before it proved its credentials"
+                )
             self._coming.write(records)
 
 

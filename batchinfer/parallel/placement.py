@@ -50,7 +50,10 @@ class Placement:
         total_of_expert = dict.fromkeys(range(self.num_experts), 0.0)
         for slot, (expert, share) in enumerate(zip(self.expert_of_slot, self.share_of_slot, strict=True)):
             if expert not in total_of_expert or not 0.0 <= share <= 1.0 + 1e-6:
-                raise ConfigError(f"slot {slot} holds expert {expert} with share {share}; there is no such thing")
+                raise ConfigError(
+                    f"slot {slot} holds expert {expert} with share {share}; experts are 0 to {self.num_experts - 1}, "
+                    "shares 0 to 1"
+                )
             total_of_expert[expert] += share
         for expert, total in total_of_expert.items():
             if abs(total - 1.0) > 1e-6:

@@ -53,7 +53,7 @@ class SpanLog:
     spans: list[Span] = field(default_factory=list)
     last_arrival_s: float = 0.0
     unpacking: list[Span] = field(default_factory=list)  # the ends of receiving spans, in which the rows are here
-    tells_waiting: bool = True  # whether the sending time of all arrived rows is known
+    knows_waiting: bool = True  # whether the sending time of all arrived rows is known
 
     @contextmanager
     def kv(self, name: str) -> Iterator[None]:
@@ -72,7 +72,7 @@ class SpanLog:
 
     def waiting_s(self) -> float | None:
         """Return the seconds in which nothing moved, as another rank had not sent its rows; None if unknown."""
-        if not self.tells_waiting:
+        if not self.knows_waiting:
             return None
         waiting = self._covered(WAIT)
         moving = _union([*self.unpacking, *(span for span in self.spans if span.kind in (SEND, FLIGHT))])
@@ -80,14 +80,14 @@ class SpanLog:
 
     def hidden_communication_s(self) -> float | None:
         """Return the seconds of communication without waiting in which the rank computed; None if unknown."""
-        return _overlap(self._covered(FLIGHT), self._covered(COMPUTE)) if self.tells_waiting else None
+        return _overlap(self._covered(FLIGHT), self._covered(COMPUTE)) if self.knows_waiting else None
 
     def hideable_s(self) -> float | None:
         """Return the seconds of rows under way or waited for that another micro-batch's computing could have hidden.
 
         These are at most the seconds of computing, and 0 if rows never move while the rank computes. None if unknown.
         """
-        if not self.tells_waiting:
+        if not self.knows_waiting:
             return None
         if not _length(self._covered(FLIGHT)):
             return 0.0
@@ -133,7 +133,7 @@ class MicroBatchSpans:
         begin_s = max(sent_s, self.log.last_arrival_s)
         here_s = self.log.last_arrival_s = max(begin_s, arrived_s)
         ready_s = begin_s if arriving.ready_s is None else min(max(arriving.ready_s, begin_s), here_s)
-        self.log.tells_waiting = self.log.tells_waiting and arriving.ready_s is not None
+        self.log.knows_waiting = self.log.knows_waiting and arriving.ready_s is not None
         if ready_s > begin_s:
             self._add(WAIT, name, begin_s, ready_s)
         self._add(FLIGHT, name, ready_s, here_s)

@@ -176,12 +176,12 @@ def _connect(store: dist.Store, rank: int, size: int, meeting: Meeting, timeout_
     """Connect to every other rank: call lower ranks, accept calls of higher ranks; return the connections."""
     called: queue.SimpleQueue[tuple[int, Stream]] = queue.SimpleQueue()
 
-    def let_in(stream: Stream) -> None:
+    def accept(stream: Stream) -> None:
         called.put((_HELLO.unpack(stream.receive(_HELLO.size))[0], stream))
 
     peers: dict[int, _Peer] = {}
     end_s = time.monotonic() + timeout_s
-    listener = Listener(meeting.host, meeting.credentials, let_in)
+    listener = Listener(meeting.host, meeting.credentials, accept)
     try:
         store.set(f"tls/{rank}", f"{listener.port} {listener.host}")
         for lower in range(rank):

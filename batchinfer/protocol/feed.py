@@ -85,7 +85,7 @@ class Feed:
             self._sort_in(self._received.get(), Inbox())
         return self._leave
 
-    def want_requests(self, num_pages: int) -> None:
+    def ask_for_requests(self, num_pages: int) -> None:
         """Ask for requests and report the number of KV pages for them; ask once until some come."""
         if not self._has_asked:
             self._has_asked = True

@@ -65,7 +65,7 @@ class Admission:
             batch=self._batch(),
         )
 
-    def refuse_what_never_fits(self) -> None:
+    def refuse_request_that_never_fits(self) -> None:
         """Raise if the first waiting request does not fit although no request runs, so that all pages are free.
 
         Raises:

@@ -69,7 +69,7 @@ def decode_step(
                 assert output.states is not None
                 drafter.keep(sequences, kv_lengths + taken - 1, taken, output.states[rows], sampled.tokens[rows])
                 _note(drafter, drafts, sequences, taken)
-            drafter.forget(finished)
+            drafter.drop(finished)
     num_drafted = 0 if drafts is None else int(drafts.counts.sum())
     return _result(output.expert_counts, finished, kv_lengths, taken, num_drafted)
 
@@ -84,7 +84,7 @@ def _speculate(
     if ran is None:
         return None
     finished, taken = table.accept_steps(ran.outcome)
-    drafter.forget(finished)
+    drafter.drop(finished)
     drafter.note_speculated(len(taken), ran)
     num_dropped = sum(row[0] for row in ran.outcome) - int(taken.sum())  # after a stop string
     return _result(ran.expert_counts, finished, kv_lengths, taken, ran.num_drafted, sum(ran.right) - num_dropped)

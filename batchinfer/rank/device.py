@@ -26,8 +26,8 @@ def rank_device(backend: str, local_rank: int) -> torch.device:
     num_gpus = torch.cuda.device_count()
     if local_rank >= num_gpus:
         raise ConfigError(
-            f"rank {local_rank} of this host has no GPU of its own, as there are {num_gpus}; start at most a rank per "
-            "GPU, or set cluster.backend to 'cpu' or 'reference'"
+            f"rank {local_rank} of this host has no GPU for itself: the host has {num_gpus}; start at most one rank "
+            "per GPU, or set cluster.backend to 'cpu' or 'reference'"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -76,7 +76,7 @@ class DraftStates:
         self._states[rows] = states
         self._tokens[rows] = torch.from_numpy(tokens)
 
-    def forget(self, sequences: Iterable[Sequence]) -> None:
+    def drop(self, sequences: Iterable[Sequence]) -> None:
         """Drop the states of sequences that left this rank."""
         for sequence in sequences:
             self._slot_of.pop(sequence, None)

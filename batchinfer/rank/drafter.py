@@ -139,9 +139,9 @@ class Drafter:
         self._rule.note_right(ran.tried, ran.right)
         self._note(num_requests, len(ran.tried), ran.num_steps, ran.num_rows, ran.draft_s)
 
-    def forget(self, sequences: Iterable[Sequence]) -> None:
+    def drop(self, sequences: Iterable[Sequence]) -> None:
         """Drop the states of sequences that left this rank."""
-        self._states.forget(sequences)
+        self._states.drop(sequences)
 
     def _note(self, num_requests: int, num_guesses: int, num_steps: int, num_rows: int, draft_s: float) -> None:
         seconds = self._since_last()

@@ -53,7 +53,7 @@ def load_model(
     *,
     mtp: bool = False,
     before_weights: Callable[[], None] | None = None,
-    told: Callable[[int, int], None] | None = None,
+    on_read: Callable[[int, int], None] | None = None,
 ) -> Transformer:
     """Load this rank's share of the model onto its device: all weights but the routed experts in other ranks' slots.
 
@@ -62,7 +62,7 @@ def load_model(
         slots: the expert of each slot; None: in order.
         mtp: load the layer for multi-token prediction, too; only for a rank that holds all experts.
         before_weights: called once backend, dtype and exchange are known to run here, before weights are read.
-        told: called with the bytes of weights that were read so far, and with all bytes to read.
+        on_read: called with the bytes of weights that were read so far, and with all bytes to read.
 
     Raises:
         ModelError: the weights do not fit the config or are damaged, or the backend cannot run here.
@@ -94,7 +94,7 @@ def load_model(
         device=device,
         backend=backend,
         mtp=mtp,
-        told=told,
+        on_read=on_read,
         fp8_pages=PageFormat.of(job).is_fp8,
         **bits,
     )

@@ -158,7 +158,7 @@ def _work(
     """Load the model, report it, and run one job after another until the controller ends this rank."""
     join, job, place, device, mesh = _join(received, store, environment)
     slots = join.slots_of_role.get(place.role)
-    asked = may_draft.is_asked_for(job, place)
+    asked = may_draft.should_draft(job, place)
     no_drafts = may_draft.why_not(job, place, device) if asked else None
     model = load_model(
         job,
@@ -168,7 +168,7 @@ def _work(
         device,
         mtp=asked and no_drafts is None,
         before_weights=lambda: channel.send(messages.CanRun()),
-        told=_load_reports(channel),
+        on_read=_load_reports(channel),
     )
     if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of the KV budget does it
         warm_up(model, place.most_tokens(job.cluster))

@@ -17,7 +17,7 @@ from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
 _MEMORY_SHARE = 0.25  # largest share of the memory left by the model's weights that the layer may take
 
 
-def is_asked_for(job: JobConfig, place: RankPlace) -> bool:
+def should_draft(job: JobConfig, place: RankPlace) -> bool:
     """Return whether this rank should draft: the job asks for it, the rank decodes and the model has an MTP layer."""
     has_layer = load_model_config(Path(job.model.path)).num_mtp_layers > 0
     return job.cluster.speculate == "auto" and place.runs_decode and has_layer
@@ -28,7 +28,7 @@ def why_not(job: JobConfig, place: RankPlace, device: torch.device) -> str | Non
     if place.group_size > 1:
         return f"experts are spread over {place.group_size} ranks"
     if device.type != "cpu":
-        return "decode steps on a GPU draft nothing"
+        return "tokens are drafted on CPUs only"
     if PageFormat.of(job).is_fp8:
         return "KV is in fp8, which the steps that check drafts cannot read"
     folder, dtype = Path(job.model.path), job.model.dtype

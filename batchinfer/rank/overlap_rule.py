@@ -199,7 +199,7 @@ class MeasuredOverlap:
         hideable_us = UNKNOWN if hideable_s is None else round(1e6 * hideable_s)
         self._latest = StepTime(rows, round(1e6 * seconds), hideable_us)
 
-    def tell_latest(self) -> StepTime:
+    def take_latest(self) -> StepTime:
         """Return this rank's latest measurements, once."""
         latest, self._latest = self._latest, StepTime()
         return latest

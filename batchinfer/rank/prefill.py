@@ -124,7 +124,7 @@ class Prefill:
         ]
         states = output.states[len(output.states) - int(counts.sum()) :]
         self._drafter.keep(answering, ends, counts, states, np.concatenate(tokens))
-        self._drafter.forget(sequence for sequence in answering if sequence.finish_reason is not None)
+        self._drafter.drop(sequence for sequence in answering if sequence.finish_reason is not None)
 
 
 def _halve_chunks(chunks: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:

@@ -53,7 +53,7 @@ class PromptPages:
             stream=self._context.tokenizer.stream() if request.sampling.stop else None,
             rules=self._context.rules.make(request, thinking),
             thinking=thinking,
-            tells_reasoning=self._context.reasoning != "none",
+            separates_reasoning=self._context.reasoning != "none",
         )
 
     def make_known(self, sequence: Sequence, num_tokens: int) -> None:

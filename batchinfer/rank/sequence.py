@@ -26,7 +26,7 @@ class Sequence:
     stream: TextStream | None  # only for requests with stop strings
     rules: LogitRules | None = None  # only for requests that change the model's logits
     thinking: Thinking | None = None  # only if the end of thinking matters
-    tells_reasoning: bool = False  # thinking is kept apart from the text
+    separates_reasoning: bool = False  # thinking is kept apart from the text
     num_prefill_steps: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
     token_ids: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Sequence:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        thinking = self.thinking if self.tells_reasoning else None
+        thinking = self.thinking if self.separates_reasoning else None
         self.stop_search = None if self.stream is None else StopSearch(self.request.sampling, self.stream, thinking)
 
     @property
@@ -140,7 +140,7 @@ class Sequence:
         """Return the answer, and the thinking before it if that is kept apart."""
         token_ids = self.token_ids[: self._num_text_tokens]
         end = None if self.stop_search is None else self.stop_search.text_end
-        if not self.tells_reasoning or self.thinking is None or not self.thinking.has_begun:
+        if not self.separates_reasoning or self.thinking is None or not self.thinking.has_begun:
             return tokenizer.decode(token_ids)[:end], None
         thought, answer = map(tokenizer.decode, self.thinking.split(token_ids))
         return answer_text(answer)[:end], thought.strip()

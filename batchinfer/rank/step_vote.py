@@ -85,7 +85,7 @@ def agree(mesh: Mesh, vote: StepVote, *, overlap: bool | MeasuredOverlap, graphs
         graphs: of this rank; None: it has none.
     """
     if isinstance(overlap, MeasuredOverlap):
-        vote = replace(vote, latest=overlap.tell_latest())
+        vote = replace(vote, latest=overlap.take_latest())
     votes = [vote]
     if mesh.size > 1:
         votes = [StepVote.of_ints(values) for values in mesh.agree(vote.to_ints())]

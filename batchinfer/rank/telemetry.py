@@ -35,16 +35,16 @@ class Telemetry:
         self._left_to_trace = Counter(prefill=TRACED_STEPS, decode=TRACED_STEPS) if context.traced else Counter()
         self._last_store_s = 0.0
         self.between_steps = SpanLog()
-        self.count_anew(self.placement)
+        self.restart_counts(self.placement)
 
-    def count_anew(self, placement: int) -> None:
+    def restart_counts(self, placement: int) -> None:
         """Restart expert counts for this placement of the experts."""
         self.placement = placement
         num_layers, num_experts = self._model.num_moe_layers, self._model.config.n_routed_experts
         self._tokens_LE = {phase: np.zeros((num_layers, num_experts), dtype=np.int64) for phase in PHASES}
         self._new_rows_L = {phase: np.zeros(num_layers, dtype=np.int64) for phase in PHASES}
 
-    def forget_rows(self) -> None:
+    def skip_rows(self) -> None:
         """Count the experts' rows since the latest step for no step."""
         self._rows_L = self._model.expert_rows
 

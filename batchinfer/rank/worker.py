@@ -109,21 +109,21 @@ class RankWorker:
             given_away = self._running.remove(set(inbox.give_away))
             feed.hand_over(migration.migrate_out(given_away, log))
             if self._drafter is not None:
-                self._drafter.forget(given_away)
+                self._drafter.drop(given_away)
         if self._admission.needs_work:
-            feed.want_requests(self._context.num_pages)
+            feed.ask_for_requests(self._context.num_pages)
         taken = migration.migrate_in(self._admission.num_free_slots, log)
         if taken:
             self._running.add(taken)
             feed.confirm_adopted([sequence.request.key for sequence in taken])
-        self._admission.refuse_what_never_fits()
+        self._admission.refuse_request_that_never_fits()
 
     def _calibrate(self, feed: Feed) -> None:
         """Run pieces of prompts to count their experts, before the first request."""
         assert self._pieces is not None
         num_tokens, counts = count_experts(self._context, self._pieces)
         self._pieces = None
-        self.telemetry.forget_rows()
+        self.telemetry.skip_rows()
         feed.send_calibrated(num_tokens, counts)
 
     def _move_experts(self, feed: Feed) -> None:
@@ -134,8 +134,8 @@ class RankWorker:
         started_s = time.monotonic()
         self._place_experts(self._expert_slots)
         if self._context.graphs is not None:
-            self._context.graphs.forget()
-        self.telemetry.count_anew(self._expert_slots.placement)
+            self._context.graphs.clear()
+        self.telemetry.restart_counts(self._expert_slots.placement)
         self._expert_slots = None
         feed.send_placed(time.monotonic() - started_s)
 

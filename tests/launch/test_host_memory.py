@@ -54,9 +54,9 @@ def test_v2_lite_takes_what_its_weights_take(folder):
     ("free_gb", "dtype", "cluster", "words"),
     [
         (24, "bfloat16", ONE_RANK, ["31.7 GB", "1 rank on", "24.0 GB is free", 'model.dtype = "fp8" (17']),
-        (24, "float32", ONE_RANK, ["1 rank on", 'what would fit is model.dtype = "fp8"']),
+        (24, "float32", ONE_RANK, ["1 rank on", 'use model.dtype = "fp8"']),
         (40, "float32", ONE_RANK, ['model.dtype = "bfloat16" (31.7 GB) or model.dtype = "fp8"']),
-        (12, "fp8", ONE_RANK, ['what would fit is model.dtype = "int4" (10.']),
+        (12, "fp8", ONE_RANK, ['use model.dtype = "int4" (10.']),
         (24, "bfloat16", ONE_RANK, ['or model.dtype = "int4" (10.']),
         (8, "bfloat16", ONE_RANK, ["it fits in no dtype", "more hosts"]),
         (34, "bfloat16", TWO_RANKS, ["2 ranks on this host"]),

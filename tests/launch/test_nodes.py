@@ -75,7 +75,7 @@ def test_groups_of_torchrun_that_name_no_rendezvous_do_not_share_a_meeting(monke
 
 
 def start_nodes(run, num_nodes, *, other_hosts=False, own_processes=False, options=lambda index: ()):
-    """What srun does: the same command once per node, with its number."""
+    """Start the same command once per node, with the node's number, as srun does."""
     processes = []
     for index in range(num_nodes):
         slurm = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(num_nodes)}
@@ -121,7 +121,7 @@ def test_two_nodes_give_the_outputs_of_one_rank(reference, cluster, other_hosts)
 @pytest.mark.all  # make test: two hosts, above
 @NEEDS_ROOT
 def test_two_nodes_of_one_name_do_not_share_memory(reference):
-    """Containers, or machines that nobody has named: neither sees the other's processes."""
+    """Containers, or machines with a default name: neither sees the other's processes."""
     run = planned(reference, "one-name", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1})
     codes, err = ended(start_nodes(run, 2, own_processes=True))
     assert codes == [0, 0], err
@@ -352,7 +352,7 @@ class Stop:
 
 @pytest.mark.all  # make test: two hosts, above
 def test_a_meeting_of_an_earlier_life_of_the_group_is_waited_out(tmp_path, listening, monkeypatch, capsys):
-    """Its controller was killed: nobody listens there any more, or somebody else does."""
+    """The controller was killed: no process listens at its address, or another one does."""
     node = nodes.NodeShare(1, 2, "group", range(1, 2), is_one_host=True)
     storage = FolderStorage(RunDir(tmp_path))
     gone = RankConnections([], "127.0.0.1")
@@ -396,7 +396,7 @@ def test_a_meeting_that_somebody_else_may_have_written_is_refused(tmp_path, list
     path.chmod(mode)
     if owner is not None:
         os.chown(path, owner, owner)
-    with pytest.raises(ConfigError, match="is not this user's alone; remove it"):
+    with pytest.raises(ConfigError, match="belongs to or is open to other users; remove it"):
         nodes.find_meeting_point(storage, node, None, lambda: False)
 
 

@@ -1,4 +1,4 @@
-"""What a controller makes of ranks that misbehave, without any process of a rank."""
+"""A controller's reactions to misbehaving ranks, without any process of a rank."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def called(group: RankGroup, hello: Hello) -> Channel[FromController]:
     rank = Channel(stream, decode_from_controller)
     rank.send(hello)
     while connections.hosts.get(hello.rank) != hello.host:
-        group.let_in()
+        group.accept()
     return rank
 
 
@@ -97,7 +97,7 @@ def test_the_latest_call_of_a_rank_counts(ends):
 
 
 def test_what_a_rank_said_last_counts_though_it_left_before_it_was_asked_to():
-    """Ranks of a group leave together, so that the first one's farewell may come before the last one is told."""
+    """Ranks of a group leave together, so the first one's Bye may come before the last one gets Leave."""
     places = [RankPlace(rank, "both", rank, 3) for rank in range(3)]
     group = RankGroup(places, LocalRanks(range(0)), "127.0.0.1")
     try:

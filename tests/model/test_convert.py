@@ -259,7 +259,9 @@ def test_a_disk_without_the_room_leaves_nothing(small_disk):
 
     ops = Ops.select("cpu", torch.bfloat16)
     with pytest.raises(ConfigError, match=r"cannot write .*made: No space left on device; free space"):
-        convert_model(RANDOM_MODEL, small_disk.folder / "made", ops, dtype=torch.bfloat16, name="bfloat16", told=told)
+        convert_model(
+            RANDOM_MODEL, small_disk.folder / "made", ops, dtype=torch.bfloat16, name="bfloat16", on_read=told
+        )
     assert [path.name for path in small_disk.folder.iterdir()] == ["filler"]
 
 
@@ -267,7 +269,7 @@ def test_a_disk_without_the_room_leaves_nothing(small_disk):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_layer_for_multi_token_prediction_takes_what_is_foretold(tmp_path, dtype):
     ops = Ops.select("cpu", DTYPES[dtype], **BITS.get(dtype, {}))
-    convert_model(SAMPLE_MODEL, tmp_path / "made", ops, dtype=DTYPES[dtype], name=dtype, told=None)
+    convert_model(SAMPLE_MODEL, tmp_path / "made", ops, dtype=DTYPES[dtype], name=dtype, on_read=None)
     found, told = (tmp_path / "made" / MTP).stat().st_size, mtp_bytes(load_model_config(SAMPLE_MODEL), dtype)
     least = 0.7 if dtype in BITS else 0.95  # depths of 64 are filled up to blocks of 128
     assert least * found < told < 1.05 * found
@@ -279,7 +281,7 @@ def test_the_layer_for_multi_token_prediction_needs_room_too(tmp_path, monkeypat
     room = shutil.disk_usage(tmp_path)._replace(free=weight_bytes(config, "bfloat16") + 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
     with pytest.raises(ConfigError, match="free space or choose another folder"):
-        convert_model(SAMPLE_MODEL, tmp_path / "made", ops, dtype=torch.bfloat16, name="bfloat16", told=None)
+        convert_model(SAMPLE_MODEL, tmp_path / "made", ops, dtype=torch.bfloat16, name="bfloat16", on_read=None)
     assert list(tmp_path.iterdir()) == []
 
 

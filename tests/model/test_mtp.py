@@ -26,7 +26,7 @@ DTYPES: dict[str, dict[str, Any]] = {
 
 
 def make_with_layer(folder, name="v3", **changes):
-    """A random checkpoint with a random layer of its own."""
+    """Make a random checkpoint with a random layer for multi-token prediction."""
     make_checkpoint(folder, name, **changes)
     edit_config(folder, num_nextn_predict_layers=1)
     config, generator = load_model_config(folder), torch.Generator().manual_seed(5)
@@ -51,7 +51,7 @@ def test_a_whole_layer_is_found_and_loaded_where_it_is_asked_for(tmp_path):
     assert why(tmp_path) is None
     assert Transformer.load(tmp_path, dtype=torch.float32).mtp is None
     told = []
-    model = Transformer.load(tmp_path, dtype=torch.float32, mtp=True, told=lambda *sizes: told.append(sizes))
+    model = Transformer.load(tmp_path, dtype=torch.float32, mtp=True, on_read=lambda *sizes: told.append(sizes))
     assert model.mtp is not None
     assert len(model.layers) == config.num_hidden_layers
     assert told[-1][0] == told[-1][1] == sum(one.nbytes for one in read_tensors(tmp_path).values())

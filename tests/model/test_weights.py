@@ -1,4 +1,4 @@
-"""Reading checkpoints: what is found and how it is held, and what is left alone."""
+"""Reading checkpoints: tensors that are found, their form in memory, and bytes that are not read."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_packed_values_are_those_of_compressed_tensors(group, dtype):
     assert torch.equal(from_compressed_tensors(PACKED, scale, group).widened(dtype), exact.float().to(dtype))
 
 
-# groups that fill integers or not, of all projections or of experts alone, beside other formats of scales
+# groups that fill integers or not, of all projections or of experts alone, with several formats of scales
 INT4 = {
     "kimi-k2": {"words": ".experts."},
     "kimi-k25": {"words": ".experts.", "group": 8},
@@ -358,7 +358,7 @@ def test_loading_tells_how_much_is_read_of_what_it_will_read(tmp_path, sizes, st
         store(tmp_path)
     config, told = load_model_config(tmp_path), []
     held = None if experts is None else [experts] * config.num_moe_layers
-    load(tmp_path, expert_ids=held, told=lambda done, total: told.append((done, total)))
+    load(tmp_path, expert_ids=held, on_read=lambda done, total: told.append((done, total)))
     done, totals = zip(*told, strict=True)
     assert list(done) == sorted(done)
     assert set(totals) == {done[-1]}, "the last tensor makes it all"

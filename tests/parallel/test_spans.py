@@ -1,4 +1,4 @@
-"""What a rank did when: how much of its communication lay beside computing."""
+"""Spans of a rank: the part of its communication that was hidden behind computing."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_could_be_hidden_is_waited_for_and_no_longer_than_computing():
 def test_what_does_not_move_by_itself_cannot_be_hidden():
     assert log_of((COMPUTE, 0, 6), (WAIT, 7, 8), (FLIGHT, 8, 8), (RECEIVE, 7, 9)).hideable_s() == 0
     unknown = log_of((COMPUTE, 0, 6), (FLIGHT, 8, 9))
-    unknown.tells_waiting = False
+    unknown.knows_waiting = False
     assert unknown.hideable_s() is None
 
 
@@ -145,9 +145,10 @@ class Clock:
 
 
 class Rows:
-    """Rows under way that are here at `arrived_s` (None: nobody knows); whoever waits for them waits so long.
+    """Rows under way that arrive at `arrived_s`, at which the clock stands after `wait`.
 
-    ready_s: when the others had sent them; 0.0: long ago.
+    known: whether the rows report their times.
+    ready_s: time at which the other ranks had sent them; 0.0: long ago.
     """
 
     def __init__(self, clock, arrived_s, known=True, ready_s=0.0):

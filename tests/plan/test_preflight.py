@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from batchinfer.checked_json import publish_json
 from batchinfer.config import load_job
 from batchinfer.launch import rank_watcher
-from batchinfer.launch.can_run_here import refuse_what_cannot_run_here
+from batchinfer.launch.can_run_here import refuse_if_job_cannot_run
 from batchinfer.launch.rank_loader import join_message, open_ranks
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.preflight import check_job
@@ -235,7 +235,7 @@ def test_a_rank_that_dies_while_it_is_asked_is_no_refusal(tmp_path, model, monke
     ranks = open_ranks(job, range(1), stop)
     try:
         ranks.load_ahead(join_message(job, {}))
-        refuse_what_cannot_run_here(job, ranks, stop)
+        refuse_if_job_cannot_run(job, ranks, stop)
         with pytest.raises(Exception, match="rank 0 ended with exit code 7"):
             ranks.load(join_message(job, {}))
     finally:

@@ -13,7 +13,7 @@ import pytest
 
 from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.equal_rows import EqualRows, combine
-from batchinfer.launch.agent import _take_over
+from batchinfer.launch.agent import _copy_session_stats
 from batchinfer.run.session import Session
 from batchinfer.run.storage import FolderStorage
 from batchinfer.rundir import RunDir
@@ -142,7 +142,7 @@ def test_several_nodes_have_what_the_ranks_of_all_say(tmp_path):
     path.parent.mkdir(parents=True)
     pq.write_table(pa.Table.from_pylist([row | asdict(UNEQUAL)], schema=STATS_NODES.schema), path)
     session = Session("work", StopSignal())
-    _take_over(FolderStorage(RunDir(tmp_path)), session, "first")
+    _copy_session_stats(FolderStorage(RunDir(tmp_path)), session, "first")
     assert session.equal_rows == UNEQUAL
 
 
@@ -154,5 +154,5 @@ def test_a_run_without_the_cpp_operations_says_so_once_and_why(job, tmp_path, mo
     assert ended.code == 0, ended.err
     (reason,) = re.findall(f"{re.escape(warning)}(.*)", ended.err)  # one of two ranks
     assert reason.startswith(("no C++ compiler on this machine (/no/compiler)", "the processor"))
-    # who asks for plain PyTorch is told nothing
+    # a job that names plain PyTorch gets no warning
     assert warning not in batchinfer("run", job, "--set", f"output.dir={tmp_path / 'asked'}").err

@@ -1,4 +1,4 @@
-"""Where tensors are: a rank's device, steps on it, and what travels between it and the host.
+"""A rank's device, steps on it, and copies between the device and the host.
 
 Torch's "meta" device has shapes and no values: a step that runs there reads nothing on the host, and takes nothing from
 the host that was not put on the device.
@@ -80,7 +80,7 @@ def test_sparse_attention_reads_nothing_on_the_host(tmp_path, topk, step):
 
 
 def test_rows_that_see_all_keys_come_with_pages_of_so_many_keys_alone():
-    """Also beside rows with far more pages, for which attention would have to make room."""
+    """Also if other rows have far more pages, for which attention would have to make room."""
     step = decode_input()
     step = replace(step, page_table=step.page_table.repeat(1, 100))
     nothing = torch.empty(0)
@@ -92,7 +92,7 @@ def test_rows_that_see_all_keys_come_with_pages_of_so_many_keys_alone():
 
 
 def test_the_plain_reference_would_read_on_the_host():
-    """What the test above rests on: reading a value of this device is an error."""
+    """Check the premise of the test above: reading a value of this device is an error."""
     model = Transformer.load(RANDOM_MODEL, dtype=torch.bfloat16, device=META)
     assert model.ops.reads_on_host
     with pytest.raises(RuntimeError, match="meta"):
@@ -158,7 +158,7 @@ def test_a_rank_gets_a_gpu_of_its_own_where_the_backend_wants_one(monkeypatch):
     assert current == [torch.device("cuda", 1)] * 3
     for backend in ("cpu", "reference"):
         assert rank_device(backend, 1) == torch.device("cpu")
-    with pytest.raises(ConfigError, match="rank 2 of this host has no GPU of its own, as there are 2"):
+    with pytest.raises(ConfigError, match="rank 2 of this host has no GPU for itself: the host has 2"):
         rank_device("auto", 2)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert rank_device("triton", 0) == torch.device("cpu")
@@ -175,7 +175,7 @@ def test_products_in_float32_are_whole_whatever_a_container_sets():
 
 def test_ranks_of_a_host_are_numbered_for_their_gpus(monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setenv("LOCAL_RANK", "7")  # of somebody else's launcher
+    monkeypatch.setenv("LOCAL_RANK", "7")  # of another launcher
 
     def places():
         return [one.index for one in LocalRanks(range(4, 6))._environments]

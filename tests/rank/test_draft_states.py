@@ -1,4 +1,4 @@
-"""The slots of requests that are drafted for: what they keep, and which rows the layer runs for them."""
+"""Slots of requests with drafts: the states that they keep, and the rows that the layer runs for them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sequence(row: int) -> Sequence:
 
 
 class Kept:
-    """States whose values say of which request and place they are, and tokens likewise."""
+    """States and tokens whose values identify their request and place."""
 
     def __init__(self, model: Transformer, num_requests: int) -> None:
         self.model, self.states = model, DraftStates(model)
@@ -118,7 +118,7 @@ def test_a_slot_goes_on_to_another_request_which_finds_nothing_of_the_first(mode
     rows = list(range(draft_states.MOST_REQUESTS))
     kept.keep(rows, [3] * len(rows), [2] * len(rows))
     assert kept.states.are_known(kept.sequences, np.full(len(kept.sequences), 5)).tolist() == [True] * 64 + [False]
-    kept.states.forget(kept.sequences[:1])
+    kept.states.drop(kept.sequences[:1])
     last = draft_states.MOST_REQUESTS
     kept.keep([last], [4], [1])
     assert kept.rows([last], 1) == [(1000 * last + 4, 1000 * last + 5, 4, 0)]

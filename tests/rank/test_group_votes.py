@@ -1,4 +1,4 @@
-"""How the ranks of a group agree on graphs: on the same size, recorded in the same step, or on none."""
+"""Agreement of a group's ranks on graphs: on the same size, recorded in the same step, or on none."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Mesh:
 
 
 class Group:
-    """Ranks with graphs of their own, which record whatever they agree on."""
+    """Ranks with separate graphs, which record the sizes that they agree on."""
 
     def __init__(self, num_ranks):
         self.graphs = [DecodeGraphs(FILLER, lambda work: work, most_rows=MOST) for _ in range(num_ranks)]
 
     def step(self, *batches, overlap=False) -> Agreed:
-        """What all agree on; the sizes that are new are recorded."""
+        """Return the step that all ranks agree on; record new sizes."""
         votes = [
             StepVote(decode=batch.num_requests > 0, fills_both_halves=batch.num_requests > 1, batch=batch)
             for batch in batches
@@ -118,7 +118,7 @@ def test_after_experts_have_moved_all_graphs_are_new():
     group = Group(2)
     group.step(batch(2), batch(1))
     for graphs in group.graphs:
-        graphs.forget()
+        graphs.clear()
     assert group.step(batch(2), batch(1)).records
 
 
@@ -130,7 +130,7 @@ def test_every_filler_row_of_a_group_has_a_slot(most, num_ranks, expected):
 
 
 def rows(kv_tokens, first_page=0) -> StepInput:
-    """A row for requests of these KV lengths, each with pages of its own."""
+    """Return a row for requests of these KV lengths, each with separate pages."""
     num_pages = [-(-length // PAGE_TOKENS) for length in kv_tokens]
     pages = np.zeros((len(kv_tokens), max(num_pages, default=1)), dtype=np.int64)
     for row, count in enumerate(num_pages):

@@ -1,4 +1,4 @@
-"""Which ranks draft tokens, and what is said of the others."""
+"""The ranks that draft tokens, and the reasons of ranks that do not."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def job(**cluster: Any) -> JobConfig:
 
 
 def reason(**cluster: Any) -> list[str | None]:
-    """Of each rank; "not asked": nobody expects it."""
+    """Return each rank's reason; "not asked" if it should not draft."""
     made = job(**cluster)
     return [
-        may_draft.why_not(made, place, CPU) if may_draft.is_asked_for(made, place) else "not asked"
+        may_draft.why_not(made, place, CPU) if may_draft.should_draft(made, place) else "not asked"
         for place in rank_places(made.cluster)
     ]
 

@@ -1,4 +1,4 @@
-"""When steps run as two micro-batches: the quicker way, whatever the noise, and the same way on all ranks."""
+"""The choice of two micro-batches: the faster way in spite of noise, and the same way on all ranks."""
 
 from __future__ import annotations
 
@@ -178,13 +178,13 @@ class Group:
     def measure(self, *times: StepTime) -> None:
         """Each rank has measured this."""
         for overlap, time in zip(self.overlaps, times, strict=True):
-            log = SpanLog(tells_waiting=time.hideable_us != UNKNOWN)
+            log = SpanLog(knows_waiting=time.hideable_us != UNKNOWN)
             moving, computing = Span(FLIGHT, "", 0, 0.0, time.hideable_us / 1e6), Span(COMPUTE, "", 0, 9.0, 99.0)
             log.spans += [moving, computing]
             overlap.measure(time.rows, time.step_us / 1e6, log)
 
     def step(self, *votes: StepVote) -> Agreed:
-        """What all ranks agree on."""
+        """Return the step that all ranks agree on."""
         sent = [replace(vote, latest=overlap._latest) for vote, overlap in zip(votes, self.overlaps, strict=True)]
         found = {
             agree(Mesh(sent, rank), votes[rank], overlap=overlap, graphs=graphs)

@@ -1,4 +1,4 @@
-"""When a request is finished, and what its text is."""
+"""The end of a request, and its text."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def tokens_of(text):
 RULES = RuleMaker(TOKENIZER, TOKENIZER.vocab_size)
 
 
-def run(tokens, *, end_of_thinking=None, tells_reasoning=False, **sampling):
+def run(tokens, *, end_of_thinking=None, separates_reasoning=False, **sampling):
     """A request that generates these tokens until it is finished; it begins in thinking if that has an end."""
     request = Request(RequestKey(0, 0, 0), 0, [5], SamplingConfig(**sampling).to_sampling(), 0)
     stream = TOKENIZER.stream() if sampling.get("stop") else None
     thinking = end_of_thinking and Thinking(ThinkingTokens(None, end_of_thinking), [5], "deepseek_r1")
     rules = RULES.make(request, thinking)
-    sequence = Sequence(request, [0], 1, RequestTimes(), stream, rules, thinking, tells_reasoning)
+    sequence = Sequence(request, [0], 1, RequestTimes(), stream, rules, thinking, separates_reasoning)
     for token in tokens:
         if sequence.finish_reason is None:
             sequence.accept(token, None, frozenset({1}))
@@ -78,7 +78,7 @@ DIGITS = [token for digit in "123" for token in tokens_of(digit)]
         ([*DIGITS, 300], {}, False),  # a letter: an error row
         ([300, 9, *DIGITS[:2], 1], {"end_of_thinking": 9}, True),
         ([300, 9, *DIGITS], {"end_of_thinking": 9}, False),
-        ([300, 301, 1], {"end_of_thinking": 9}, False),  # ended by itself, but before the answer
+        ([300, 301, 1], {"end_of_thinking": 9}, False),  # ended without a limit, but before the answer
     ],
 )
 def test_a_structured_output_is_valid_when_all_of_it_is_there(tokens, more, valid):
@@ -171,7 +171,7 @@ def test_a_message_that_is_continued_may_have_begun_its_thinking_further_back(pr
 def test_a_stop_string_is_not_found_over_the_end_of_thinking():
     mark = 3  # a control token, which no text shows, as Mistral's [/THINK]
     tokens = [*tokens_of("I see.\n"), mark, *tokens_of("\nOne two"), 1]
-    how = {"end_of_thinking": mark, "tells_reasoning": True, "max_tokens": 50}
+    how = {"end_of_thinking": mark, "separates_reasoning": True, "max_tokens": 50}
     for stop, text, stop_reason in (["\n\nOn", "I"], "One two", None), (["see", " tw"], "One", " tw"):
         completion = run(tokens, **how, stop=stop).completion(TOKENIZER)
         found = completion.text, completion.reasoning, completion.stop_reason, completion.finish_reason
@@ -189,7 +189,7 @@ def test_a_structured_output_cut_in_white_space_before_it_is_not_valid():
     )
     request = Request(RequestKey(0, 0, 0), 0, [5], settings.to_sampling(), 0)
     rules = RULES.make(request, marks)
-    done = Sequence(request, [0], 1, RequestTimes(), TOKENIZER.stream(), rules, marks, tells_reasoning=True)
+    done = Sequence(request, [0], 1, RequestTimes(), TOKENIZER.stream(), rules, marks, separates_reasoning=True)
     for token in (*blank, *digits):
         if done.finish_reason is None:
             done.accept(token, None, frozenset({1}))

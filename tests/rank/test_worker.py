@@ -1,4 +1,4 @@
-"""What a rank does with orders of its controller."""
+"""A rank's reactions to orders of its controller."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Feed:
     def receive(self, wait_s=0.0):
         return self._inboxes.pop(0)
 
-    def want_requests(self, num_pages):
+    def ask_for_requests(self, num_pages):
         pass
 
     def send_experts(self):
@@ -58,7 +58,7 @@ def test_a_rank_moves_its_experts_once_when_it_is_told_where_to():
     assert worker.telemetry.expert_counts().placement == 0
     worker.run(feed)
     assert placed == [SLOTS]
-    # what was counted before is told before, and counted anew from then on
+    # earlier counts are reported first, and counting restarts
     assert feed.said == ["counts", "placed"]
     assert worker.telemetry.expert_counts().placement == SLOTS.placement
 

@@ -30,7 +30,7 @@ class Feed:
         handed, self.requests = self.requests, []
         return Inbox(requests=handed, pieces=whole_prompts(handed), leave=len(self.done) == self.num_requests)
 
-    def want_requests(self, num_pages: int) -> None:
+    def ask_for_requests(self, num_pages: int) -> None:
         pass
 
     def send(self, report: Any) -> None:

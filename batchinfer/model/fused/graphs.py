@@ -109,7 +109,7 @@ class DecodeGraphs:
         run = partial(self._run, size=size)
         return Schedule(decode=run, decode_pair=run)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all graphs after experts have moved: they would send rows to the old places."""
         self._graphs.clear()
 
@@ -131,7 +131,7 @@ class DecodeGraphs:
                     tensors.refill(part, is_counted)
                 output = graph.start()
         if not all(mlp.dispatcher.stays_here for mlp in model.moe_mlps):
-            log.tells_waiting = False  # a graph's inside cannot be observed
+            log.knows_waiting = False  # a graph's inside cannot be observed
         own = [
             output.logits[first : first + len(part.tokens)]
             for first, part in zip((0, size.num_rows), parts, strict=False)
