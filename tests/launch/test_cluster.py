@@ -73,7 +73,9 @@ class Case:
     overlap: bool | str
     exchange: str = "auto"
     redundant_experts: int = 0
-    spare_pages: int | None = None  # beside those of the largest request, with SMALL; None: as many as are useful
+    spare_pages: int | None = (
+        None  # in addition to the pages of the largest request, with SMALL; None: all useful pages
+    )
 
     def __str__(self) -> str:
         parts = [self.model, self.ranks, self.exchange, f"overlap={self.overlap}"]
@@ -134,7 +136,7 @@ class Run:
 
 @dataclass(frozen=True)
 class ModelJob:
-    """A model's job in a folder of its own, and its run on one rank."""
+    """A model's job in a separate folder, and its run on one rank."""
 
     folder: Path
     parts: dict[str, dict[str, Any]]
@@ -233,7 +235,7 @@ def processes_with(mark: str) -> list[Path]:
     """Folders in /proc of the processes that are there now."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
             if mark.encode() in (folder / "environ").read_bytes():
                 found.append(folder)
     return found
@@ -402,7 +404,7 @@ def test_kv_on_its_way_to_decode_ranks_is_no_more_than_their_pages(tmp_path, mar
         most_bytes = max(most_bytes, kv_under_way(mark))
         time.sleep(0.002)
     assert process.returncode == 0, process.communicate()[1]
-    # beside the pages each transfer has a header
+    # each transfer has a header in addition to its pages
     assert prompt_bytes <= most_bytes <= 2 * 3 * prompt_bytes * 1.01
 
 

@@ -1,4 +1,4 @@
-"""How ranks are started: with which settings, when, and that none outlives its command."""
+"""The start of ranks: signals, settings, and the end with their command."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ pytestmark = AS_NOBODY
 
 @pytest.fixture
 def folder():
-    """Which everybody can look into: what is private in it is so by itself."""
+    """A folder that every user can read, so that private files in it need their own mode."""
     path = Path(tempfile.mkdtemp(prefix="batchinfer-strangers-"))
     path.chmod(0o755)
     yield path

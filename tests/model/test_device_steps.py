@@ -72,7 +72,7 @@ def test_the_host_waits_for_nothing_inside_a_step(folder, with_hopper, eight_bit
 
 
 def watched_kernels():
-    """Those of which is written down what they are compiled to."""
+    """Kernels whose compiled form is recorded."""
     tables = json.loads(RECORDED.read_text()).values()
     return {key.partition("(")[0] for table in tables for key in table}
 
@@ -82,7 +82,7 @@ BUDGET = {("hopper", True): 29, ("hopper", False): 26, ("triton", True): 26, ("t
 
 
 def kernels_by_layer(calls, folder, given, eight_bit):
-    """Of the first layer of a step, which cuts its work, and of the next."""
+    """Return the kernels of a step's first layer, which cuts its work, and of the next layer."""
     model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit, device=META)
     tensors = StepTensors.fixed(given, torch.ones(3, dtype=torch.int64), META, given.position_range())
     step = AttentionStep.with_angles(tensors, *model.angles.at(tensors.positions))
@@ -179,7 +179,7 @@ WAITS = {
 
 @pytest.mark.parametrize("what", WAITS)
 def test_what_makes_the_host_wait_is_noticed(what):
-    """What the tests above rest on."""
+    """Check the premise of the tests above."""
     with device_calls.counted_calls(with_hopper=False) as calls:
         x = torch.empty(4, device=META)
         with suppress(NotImplementedError, RuntimeError):  # there is nothing to be read

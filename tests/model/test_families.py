@@ -434,7 +434,7 @@ def test_tensors_of_images_are_left_out_and_others_are_not(tmp_path):
     ],
 )
 def folder(request, tmp_path_factory):
-    """A checkpoint, prompts of which some begin alike, and what one rank answers."""
+    """A checkpoint, prompts that partly begin alike, and the answers of one rank."""
     folder = tmp_path_factory.mktemp("family")
     make_checkpoint(folder / "model", request.param)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -124,7 +124,7 @@ def test_a_run_refuses_scales_that_are_no_numbers(tmp_path, model):
 
 
 def logits(folder, dtype, backend="auto"):
-    """Of the last token of each prompt."""
+    """Return the logits of the last token of each prompt."""
     model = Transformer.load(folder, dtype=DTYPES[dtype], backend=backend, **BITS.get(dtype, {}))
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, 96, (length,), generator=generator) for length in (40, 3, 64, 17, 9, 30)]

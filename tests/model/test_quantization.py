@@ -160,7 +160,7 @@ def test_symmetric_groups_of_4_bit_integers_are_accepted_without_a_word(tmp_path
     assert (config.fp8_block, config.unknown_keys) == (None, ())
 
 
-# what GPTQModel 5 and later write beside what they wrote before
+# keys that GPTQModel 5 and later write in addition
 OF_GPTQMODEL = {"lm_head": False, "desc_act": False, "pack_dtype": "int32", "meta": {"quantizer": ["gptqmodel:5.8.0"]}}
 
 

@@ -110,7 +110,7 @@ def test_even_uniforms_draw_each_token_as_often_as_its_probability_says(values):
     )
     even = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     tokens = reference_rows.draw(logits.expand(count, -1), *settings, even)
-    # so many of evenly spaced points are in an interval, give or take one
+    # the number of evenly spaced points in an interval, give or take one
     assert (torch.bincount(tokens, minlength=200) - count * expected).abs().max() <= 1 + 1e-6
 
 

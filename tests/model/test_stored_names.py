@@ -35,7 +35,7 @@ def to_fp8(tensor: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def store_per_tensor(folder: Path) -> dict[str, torch.Tensor]:
-    """As Mistral Small 4 is published; returns all tensors multiplied out."""
+    """Store a checkpoint as Mistral Small 4 is published; return all tensors multiplied out."""
     stored: dict[str, torch.Tensor] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in read_tensors(folder).items():
@@ -55,7 +55,7 @@ def store_per_tensor(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def store_in_blocks(folder: Path) -> dict[str, torch.Tensor]:
-    """As compressed-tensors names blocks, each expert apart; returns all tensors multiplied out."""
+    """Store a checkpoint in compressed-tensors' blocks, each expert apart; return all tensors multiplied out."""
     stored, plain = {}, {}
     for name, tensor in one_by_one(read_tensors(folder)).items():
         stored[name] = plain[name] = tensor

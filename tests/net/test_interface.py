@@ -1,4 +1,4 @@
-"""Which interface has an address."""
+"""The interface that has an address."""
 
 from __future__ import annotations
 

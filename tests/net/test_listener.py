@@ -1,4 +1,4 @@
-"""Who gets into a group and who does not: streams over TLS, and a port with strangers at it."""
+"""Admission to a group: TLS streams, and a port at which strangers call."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_strangers_beyond_the_number_allowed_are_sent_away_at_once(monkeypatch, 
 
 def test_a_caller_that_is_sent_away_calls_again(monkeypatch, listening, credentials):
     listener, met = listening
-    monkeypatch.setattr(listener_module, "MOST_STRANGERS", 0)  # there is room for nobody
+    monkeypatch.setattr(listener_module, "MOST_STRANGERS", 0)  # there is no room for a caller
     with ExitStack() as stack:
         (stranger,) = strangers(listener, 1, stack)
         assert is_sent_away(stranger)
@@ -320,7 +320,7 @@ for end in ends:
 
 @pytest.mark.skipif(not HAS_NETWORKS, reason="needs root, `unshare` and `ip`, for a network of its own")
 def test_a_host_that_vanishes_ends_its_connections_on_both_sides():
-    """Its last packet never comes: no bytes are under way, and nobody says anything."""
+    """Its last packet never comes: no bytes are under way, and both ends are silent."""
     command = ["unshare", "--net", sys.executable, "-c", VANISHES]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.count("timed out") == 2

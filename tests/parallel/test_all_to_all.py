@@ -30,7 +30,7 @@ MODEL_DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torc
 
 @dataclass(frozen=True)
 class Tokens:
-    """What one rank has to send."""
+    """Rows of one rank to send."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -47,7 +47,7 @@ def random_tokens(random, num_tokens, *, topk=3, num_experts=7, hidden=5, dtype=
 
 
 def answer(received: ExpertInput, experts, dtype: torch.dtype) -> torch.Tensor:
-    """Expert e answers z / (1 + |z|) with z = (e + 1) × row: neither linear nor dependent on the rows beside it."""
+    """Return expert e's result z / (1 + |z|) with z = (e + 1) × row: not linear, and independent of other rows."""
     assert received.layout == "contiguous"
     rows = received.x.float()
     if received.scales is not None:

@@ -56,7 +56,7 @@ def opened(kind, group, placements, dtype="bfloat16", **changes):
 
 
 def in_tiles(dispatcher, tile_rows=8):
-    """As on a GPU."""
+    """Have rows arrive in whole tiles, as on a GPU."""
     dispatcher.tile_rows = tile_rows
     return dispatcher
 
@@ -97,7 +97,7 @@ def exchanged(dispatcher, tokens, experts, lying=lambda y: y):
 
 
 def local_sums(tokens, dtype):
-    """The same without rounding results, and the sum of absolute values, which bounds what rounding can do."""
+    """Return the sums without rounding, and the sums of absolute values, which bound the error of rounding."""
     dispatcher, experts = LocalDispatcher(NUM_EXPERTS, RowFormat(dtype)), range(NUM_EXPERTS)
     handle = dispatcher.dispatch(*tokens)
     received = handle.wait()
@@ -347,7 +347,7 @@ def test_a_library_that_cannot_be_used_is_refused_with_its_reason(kind, deep_ep,
 
 
 def of_the_first_version(deep_ep):
-    """What the package deep_ep 1.0.0 has: one class, whose low-latency dispatch knows no `use_fp8`."""
+    """A module like the package deep_ep 1.0.0: one class, whose low-latency dispatch has no `use_fp8`."""
 
     class Buffer(deep_ep.Buffer):
         def low_latency_dispatch(
@@ -555,7 +555,7 @@ def test_low_latency_sends_no_token_that_is_not_counted():
 
 
 def test_the_turn_of_replicas_goes_on_where_a_dispatch_is_recorded():
-    """It is a tensor that each dispatch adds to: a graph, which runs no Python, adds to it, too."""
+    """The turn is a tensor that each dispatch adds to, so that a graph, which runs no Python, adds to it, too."""
     placement = Placement((0, 1, 2, 3, 4, 5, 0, 0), (0.4, 1.0, 1.0, 1.0, 1.0, 1.0, 0.3, 0.3), NUM_EXPERTS, 1)
     (dispatcher,) = opened("deepep-low-latency", Group(World(1), 0), [placement])
     one = torch.tensor([[0]])

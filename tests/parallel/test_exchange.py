@@ -1,4 +1,4 @@
-"""Rows between ranks: what arrives, whatever was sent and in whatever rhythm, and what one sees when another is lost.
+"""Rows between ranks: arrival of any rows in any rhythm, and the errors after the loss of a rank.
 
 The same rounds run on every exchange: on threads that meet at queues (so that the simulated mesh of other tests is one
 too), on shared memory and on gloo.
@@ -42,13 +42,13 @@ MUCH_LATER_S = 600.0  # a deadline that no test waits for
 
 
 class Round:
-    """What all ranks send in one round: known to each, so that it can tell what must arrive."""
+    """The rows of all ranks in one round, known to each rank, so that it can check the arriving rows."""
 
     def __init__(self, seed: int, number: int, size: int, most: int | None = None):
         random = np.random.default_rng([seed, number])
         self.number = number
         self.row_bytes = int(random.integers(1, 65)) * 8
-        if most is None:  # usually a few rows, sometimes none at all, now and then so many that memory has to grow
+        if most is None:  # usually a few rows, sometimes none, now and then enough for memory to grow
             most = int(random.choice([0, 1, 5, 100, 1000], p=[0.1, 0.3, 0.3, 0.2, 0.1]))
         self.counts = random.integers(0, most + 1, size=(size, size, random.integers(1, 5)))  # from, to, count
         self.counts[random.random((size, size)) < 0.3] = 0
@@ -249,11 +249,11 @@ def test_memory_grows_with_the_rows():
         assert sum(int(self_counts.sum()) for self_counts in this.counts) * this.row_bytes > 2 * 2**20
 
 
-# --- what is left over ------------------------------------------------------------------------------------------------
+# --- leftovers --------------------------------------------------------------------------------------------------------
 
 
 def open_files():
-    """What the descriptors of this process point to."""
+    """Return the targets of this process's file descriptors."""
     links = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -393,7 +393,7 @@ def test_a_rank_that_never_comes_is_lost_at_the_deadline():
 
 
 def call(address: bytes) -> socket.socket:
-    """Connect as somebody who has read the address in /proc/net/unix."""
+    """Connect as a process that has read the address in /proc/net/unix."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(DEADLINE_S)
     connection.connect(b"\0" + address)

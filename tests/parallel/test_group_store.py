@@ -1,4 +1,4 @@
-"""What ranks tell each other to meet: torch's groups form over it, and it listens at no port."""
+"""The store by which ranks meet: torch's groups form over it, and it listens at no port."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEADLINE = timedelta(seconds=60)
 
 
 def stores(number: int) -> list[GroupStore]:
-    """Those of a group, joined as their controller joins them."""
+    """Stores of a group, joined as by the controller."""
     made: list[GroupStore] = []
 
     def teller(rank: int):

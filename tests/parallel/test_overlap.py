@@ -158,7 +158,7 @@ PREFILL_LAYER = [
 
 
 def own_lane(log):
-    """What the rank itself did, in the order of time."""
+    """Return the rank's own spans in the order of time."""
     marks = {COMPUTE: "", SEND: "> ", RECEIVE: "< "}
     spans = sorted((span for span in log.spans if span.kind != FLIGHT), key=lambda span: span.start_s)
     assert all(earlier.end_s <= later.start_s for earlier, later in itertools.pairwise(spans))
@@ -291,7 +291,7 @@ def test_decode_steps_in_two_micro_batches_give_the_same_logits(folders, name, n
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_that_share_experts_and_overlap_equal_one_that_does_neither(folders, name, num_ranks, num_redundant):
-    # every rank has prompts of its own; the last has none and takes part all the same
+    # every rank but the last has prompts; the last takes part without any
     alone = Transformer.load(folders(name), dtype=torch.float32)
     placement = Placement.in_order(alone.config.n_routed_experts, num_ranks, num_redundant)
     lengths = [(9 + rank, 70 - 20 * rank, 5) if rank < num_ranks - 1 else () for rank in range(num_ranks)]

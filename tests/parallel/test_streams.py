@@ -1,4 +1,4 @@
-"""The order in which a GPU's streams meet around an exchange, on stand-ins for torch.cuda that note what they are told.
+"""The order in which a GPU's streams meet around an exchange, on fakes of torch.cuda that record their calls.
 
 There is nothing here on which the real ones could run.
 """
@@ -29,7 +29,7 @@ class Group:
 
 @pytest.fixture
 def notes(monkeypatch):
-    """What streams were told, in the order of time."""
+    """Calls of the streams in the order of time."""
     noted: list[str] = []
     current = threading.local()
 

@@ -1,4 +1,4 @@
-"""What a message between controller and ranks carries, over a real connection."""
+"""Messages between controller and ranks over a real connection."""
 
 from __future__ import annotations
 

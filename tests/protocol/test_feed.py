@@ -1,4 +1,4 @@
-"""What a rank tells its controller, and how often."""
+"""A rank's reports to its controller, and their frequency."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def model():
 
 
 def step_of(lengths, seed=0):
-    """One token each for requests of so many tokens, with pages of their own in any order."""
+    """Return a step of one token for requests of these lengths, with separate pages in any order."""
     generator = torch.Generator().manual_seed(seed)
     num_pages = [-(-length // PAGE_TOKENS) for length in lengths]
     page_ids = torch.randperm(FILLER, generator=generator)[: sum(num_pages)].split(num_pages)

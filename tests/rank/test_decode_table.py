@@ -1,4 +1,4 @@
-"""The table of running sequences: what it hands out is what each sequence would have decided token by token."""
+"""The table of running sequences gives each sequence the tokens that it would have accepted one by one."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_arranged_sequences_are_by_turns_with_all_that_is_theirs_until_one_comes
     assert step.tokens.tolist() == [one.token_ids[-1] for one in table.sequences]
     assert step.kv_tokens.tolist() == [one.kv_tokens for one in table.sequences]
     table.accept(Sampled(np.arange(50, 57), np.ones(7, dtype=bool)))
-    table.arrange()  # nobody has come or gone
+    table.arrange()  # no sequence has joined or left
     assert table.next_step().tokens.tolist() == list(range(50, 57))
     table.add(new[7:])
     table.arrange()

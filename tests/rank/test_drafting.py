@@ -1,4 +1,4 @@
-"""Drafted tokens: with them every row has the bytes that it has without, whatever is drafted and for whom."""
+"""Drafted tokens change no byte of any row, whatever is drafted and for any request."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_nine_of_ten_first_guesses_are_right_on_the_sample_model(model):
 
 @pytest.mark.parametrize("dtype", first_in_make_test(DTYPES))
 def test_wrong_guesses_change_nothing(dtype):
-    """With random weights hardly a guess is right: all that was run for it is rolled back."""
+    """A model of random weights guesses hardly anything right, so nearly all guessed rows are rolled back."""
     model = Transformer.load(RANDOM_MODEL, **DTYPES[dtype], mtp=True)
     plain = run_rank(model, TOKENIZER, sample_requests())
     drafted = run_rank(model, TOKENIZER, sample_requests(), make_drafter=with_mtp(InTurn()))
@@ -222,7 +222,7 @@ def test_rows_with_rules_are_not_drafted_for():
 
 
 def test_prompts_leave_their_states_only_where_few_requests_run():
-    """Without them the first guesses know nothing of the prompt."""
+    """The first guesses need the prompt's states."""
     model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
     rates = []
     for decode_requests in (8, 60):

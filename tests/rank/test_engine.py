@@ -1,4 +1,4 @@
-"""The engine on one rank: a row's tokens never depend on what runs beside it, and every prefix is computed once."""
+"""The engine on one rank: a row's tokens never depend on other rows, and every prefix is computed once."""
 
 import random
 from dataclasses import replace
@@ -61,7 +61,7 @@ def computed_tokens(feed):
 
 @pytest.fixture(scope="module")
 def alone(model, tokenizer):
-    """Each request run by itself, with no prefix to share: the oracle."""
+    """Run each request alone, with no prefix to share: the oracle."""
     skip_unless_equal(model)
     expected = {}
     for request in make_requests():

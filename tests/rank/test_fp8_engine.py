@@ -31,7 +31,7 @@ FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynami
 
 
 def right_answers(folder, dtype):
-    """Of the sample job in plain PyTorch: right answers and prompts."""
+    """Count the right answers and the prompts of the sample job in plain PyTorch."""
     settings = {"output.dir": folder / dtype, "model.dtype": dtype, "cluster.backend": "reference"}
     settings["cluster.prefill_ranks"] = 1
     options = [item for key, value in settings.items() for item in ("--set", f"{key}={value}")]
@@ -79,7 +79,7 @@ def test_an_fp8_checkpoint_runs_on_one_rank_and_on_two_that_send_fp8(tmp_path):
         assert ended.code == 0, ended.err
         found[num_ranks] = answers(tmp_path / f"run-{num_ranks}")
     assert [len(row["token_ids"]) for row in found[1]] == [4] * 9
-    # rows of bfloat16 products (attention, head) may differ with the rows beside them on some processors
+    # on some processors rows of bfloat16 products (attention, head) depend on the other rows
     equal = sum(one["token_ids"] == two["token_ids"] for one, two in zip(found[1], found[2], strict=True))
     assert equal >= 8
 

@@ -1,4 +1,4 @@
-"""Whole jobs whose KV is in FP8: other answers than those of bfloat16 pages, the same however the job is run."""
+"""Whole jobs with KV in FP8: their answers differ from those of bfloat16 pages and not from run to run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests change in the model's logits, by the definitions of transformers, vLLM and OpenAI."""
+"""Requests' changes of the model's logits, by the definitions of transformers, vLLM and OpenAI."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_bad_words_do_not_come(case):
 
 
 def test_rules_come_in_the_order_of_vllms_sampler(case):
-    """Biases before penalties, and what may not come stays away whatever its bias."""
+    """Biases come before penalties, and a bias never brings a forbidden token back."""
     logits, prompt, _ = case
     bias = {str(prompt[0]): 50.0, str(EOS): 100.0}
     found = changed(case, logit_bias=bias, repetition_penalty=2.0, min_tokens=200)

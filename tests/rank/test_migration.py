@@ -1,4 +1,4 @@
-"""How much KV a rank lets be on its way to others."""
+"""The limit of KV that is on its way from one rank to others."""
 
 import resource
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""What a group of ranks does next, by what each could do."""
+"""The next step of a group, by the votes of its ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from batchinfer.rank.step_vote import CANNOT, Agreed, Kind, StepVote, agree
 
 
 class Mesh:
-    """A group of which the others' votes are known."""
+    """A group whose other ranks have given votes."""
 
     rank, size = 0, 3
 

@@ -1,4 +1,4 @@
-"""Where stop strings end an answer: as if its text came character by character, whatever tokens it is cut into."""
+"""Stop strings end an answer as if its text came character by character, at any borders of tokens."""
 
 from __future__ import annotations
 

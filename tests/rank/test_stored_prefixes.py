@@ -49,7 +49,7 @@ def request(tokens: list[int], row: int = 0, **more) -> Request:
 
 
 def compute(prefixes: StoredPrefixes, asked: Request, pages: torch.Tensor, page_ids: list[int], start: int = 0) -> None:
-    """Stand in for a prefill step: every value says which token it is of."""
+    """Write values in place of a prefill step; each value identifies its token."""
     for token, place in zip(asked.token_ids[start:], range(start, len(asked.token_ids)), strict=True):
         pages[:, page_ids[place // PAGE_TOKENS], place % PAGE_TOKENS] = token
     sequence = Sequence(asked, page_ids, len(asked.token_ids), RequestTimes(), None)
@@ -83,7 +83,7 @@ def test_what_memory_has_not_comes_from_the_disk(tmp_path, block_tokens, num_kno
 
 
 def test_blocks_of_this_run_are_told_from_those_that_were_there_before(tmp_path):
-    """However often files are read and whoever opens the store; what names no run is older."""
+    """Blocks count so after any number of reads, in any session; blocks without a run's name are older."""
     prompt = list(range(300))
     for num_tokens, run in [(64, ""), (128, "other"), (300, "mine")]:
         store, pages = DiskStore(tmp_path / "store", identity(), run=run), pool()

@@ -177,7 +177,7 @@ def test_the_report_says_what_is_written_where_nothing_was(tmp_path):
 
 
 def test_prompts_that_a_killed_run_had_computed_are_read_by_the_next_one(job_folder, tmp_path):
-    """The store is not the run's: it holds what was computed, whatever became of that run."""
+    """The store belongs to no run: it keeps computed blocks after a run was killed."""
     store = tmp_path / "store"
     ended, run = run_job(job_folder.path, "first", store=store, persist="all")
     assert ended.code == 0, ended.err
@@ -331,7 +331,7 @@ def test_a_store_notices_a_change_of_one_weight_that_the_fingerprint_does_not_sa
     shutil.copytree(RANDOM_MODEL, model)
     _, run = run_job(job_folder.path, "before", store=store, model=model, persist="all")
     weights = load_file(model / "model.safetensors")
-    weights["model.embed_tokens.weight"][5:200] += 1  # beside the sampled first bytes of each quarter
+    weights["model.embed_tokens.weight"][5:200] += 1  # outside the sampled first bytes of each quarter
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     ended, changed = run_job(job_folder.path, "after", store=store, model=model, persist="all")
     assert ended.code == 0, ended.err
@@ -348,7 +348,7 @@ def test_a_store_notices_a_change_of_one_weight_that_the_fingerprint_does_not_sa
     ("dtype", "backend"), [("bfloat16", "auto"), pytest.param("float32", "reference", marks=pytest.mark.all)]
 )
 def test_a_prompt_that_is_not_finite_harms_no_prompt_that_begins_like_it(tmp_path, dtype, backend):
-    """It comes first, and a page that it shares holds numbers only in part; a later job reads what it leaves."""
+    """The prompt runs first, and a page that it shares is finite only in part; a later job reads its blocks."""
     shutil.copytree(RANDOM_MODEL, tmp_path / "model")
     weights = load_file(tmp_path / "model" / "model.safetensors")
     weights["model.embed_tokens.weight"][3] = torch.nan

@@ -172,7 +172,7 @@ def test_it_says_what_a_gpu_lacks(monkeypatch):
 
 @pytest.fixture(scope="module")
 def compiled(request, tmp_path_factory):
-    """What all kernels were compiled to; the compiler's results are kept for the next time."""
+    """Compile all kernels and return the results; the compiler's cache keeps them."""
     cache = getattr(request.config, "cache", None)
     folder = cache.mkdir("triton") if cache else tmp_path_factory.mktemp("triton")
     ended = run_python(COMPILE, TRITON_CACHE_DIR=str(folder))
