@@ -28,7 +28,7 @@ def why_not(job: JobConfig, place: RankPlace, device: torch.device) -> str | Non
     if place.group_size > 1:
         return f"experts are spread over {place.group_size} ranks"
     if device.type != "cpu":
-        return "tokens are drafted on CPUs only"
+        return "decode steps on a GPU are run without drafts"
     if PageFormat.of(job).is_fp8:
         return "KV is in fp8, which the steps that check drafts cannot read"
     folder, dtype = Path(job.model.path), job.model.dtype

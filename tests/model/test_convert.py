@@ -288,7 +288,7 @@ def test_the_layer_for_multi_token_prediction_needs_room_too(tmp_path, monkeypat
 def test_what_is_read_in_all_is_known_from_the_first_tensor_on(tmp_path):
     told = []
     ops = Ops.select("cpu", torch.bfloat16)
-    how = {"dtype": torch.bfloat16, "name": "bfloat16", "told": lambda *counts: told.append(counts)}
+    how = {"dtype": torch.bfloat16, "name": "bfloat16", "on_read": lambda *counts: told.append(counts)}
     convert_model(SAMPLE_MODEL, tmp_path / "made", ops, **how)  # with a layer for multi-token prediction
     assert (tmp_path / "made" / MTP).exists()
     assert {total for _, total in told} == {told[-1][0]}
