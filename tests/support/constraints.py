@@ -16,7 +16,6 @@ NODE = {
     "required": ["v"],
     "additionalProperties": False,
 }
-PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 6}}, "required": ["name"]}
 
 
 def record(**properties: Any) -> dict[str, Any]:
