@@ -266,7 +266,7 @@ class Completion:
     times: RequestTimes = field(default_factory=RequestTimes)
     logprobs: tuple[TokenLogprob, ...] | None = None
     error: str | None = None
-    replicated_tokens: int = 0  # prompt tokens that another rank computed as well; below 0: planned, but not needed
+    replicated_tokens: int = 0  # prompt tokens that another rank computed, too; below 0: memory had more than planned
     recomputed_tokens: int = 0  # prompt tokens that its rank had computed before and had to drop, short of pages
     computed_tokens: int = 0  # prompt tokens that ran for it, replicated and recomputed ones included
     reasoning: str | None = None  # the thinking before the text; None: there was none, or it was not requested

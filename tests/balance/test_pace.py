@@ -140,8 +140,11 @@ LOST_S = 60.0  # of a task's work when it dies: requests that ran, and what was 
 
 
 class Array:
-    """Tasks that claim units one after the other. As in a run, one that finds none waits until the last unit is done;
-    one that leaves or dies gives back its unit with what is finished of it."""
+    """Tasks that claim units one after the other.
+
+    As in a run, a task that finds no unit waits until the last unit is done. A task that leaves or dies gives back its
+    unit with the finished part.
+    """
 
     def __init__(self, num_units, unit_s, startup_s):
         self.unit_s, self.startup_s = unit_s, startup_s

@@ -51,7 +51,7 @@ def wide(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> 
 
 
 def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """x · weightᵀ, both rounded where the weight is in FP8."""
+    """Return x · weightᵀ, both rounded if the weight is in FP8."""
     return _rows(x, weight) @ _wide_weight(weight).T
 
 

@@ -18,7 +18,7 @@ def multiply_in_float64() -> None:
 
 
 def _create_dot(builder: object, a: Any, b: Any, d: Any, input_precision: object, max_num_imprecise_acc: object) -> Any:
-    """d + a · b, as the interpreter's own, rounded once before it is added."""
+    """Return d + a · b as the interpreter does, rounded once before the sum."""
     parts = []
     for tile in (a, b):
         data = tile.data

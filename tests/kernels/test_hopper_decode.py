@@ -82,7 +82,7 @@ def test_each_request_is_one_piece_and_the_result_that_of_the_reference(gpu, one
 
 
 def test_cuts_that_are_described_otherwise_are_never_given(machine, monkeypatch):
-    """ "auto" finds that out before a model is loaded, and takes the next one."""
+    """Before a model is loaded, "auto" finds the difference and takes the next candidate."""
     shares = stand_ins.equal_shares
     machine()
     assert registry.select("mla_decode", dtype=torch.bfloat16, device="cuda").name == "hopper-invariant"

@@ -144,7 +144,7 @@ def shared_memory_group(size: int, *, timeout_s: float = DEADLINE_S) -> Iterator
 
 
 def open_exchange(kind: str, store: dist.Store, rank: int, size: int, timeout_s: float) -> Exchange:
-    """ "shared", "tls" or "gloo", as the mesh of a real rank opens it."""
+    """Open the exchange "shared", "tls" or "gloo" as the mesh of a real rank does."""
     if kind == "shared":
         return SharedMemoryExchange(store, rank, size, timeout_s=timeout_s)
     if kind == "tls":
