@@ -134,3 +134,8 @@ def _why_no_import(library: str) -> str | None:
         message = " ".join(str(error).split()) or "no message"
         return f"{library} cannot be imported here ({type(error).__name__}: {message})"
     return None
+
+
+def is_on_gpu(*tensors: torch.Tensor) -> bool:
+    """Return whether all tensors are on a GPU."""
+    return all(tensor.is_cuda for tensor in tensors)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.hopper import libraries
-from batchinfer_kernels.hopper.tensors import is_on_gpu
+from batchinfer_kernels.hopper.libraries import is_on_gpu
 from batchinfer_kernels.implementation import implementation
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import FP8, ScaledRows, dequantize_fp8_rows

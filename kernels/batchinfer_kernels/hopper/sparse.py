@@ -23,7 +23,7 @@ import torch
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.hopper import libraries
-from batchinfer_kernels.hopper.tensors import is_on_gpu
+from batchinfer_kernels.hopper.libraries import is_on_gpu
 from batchinfer_kernels.implementation import implementation
 from batchinfer_kernels.reference.mla import PAGE_TOKENS
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries
