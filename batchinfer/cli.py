@@ -103,14 +103,14 @@ def _run_command(process: Process) -> None:
 
 def main(
     tokenizer: TokenizerProcess | None = None,
-    tell: Callable[[BatchinferError], None] | None = None,
+    on_error: Callable[[BatchinferError], None] | None = None,
     kept: KeptRanks | None = None,
 ) -> None:
     """Run the command in this process; report errors as one sentence on stderr and end with the documented exit code.
 
     Args:
         tokenizer: for a command that plans.
-        tell: receives errors instead of the person at stderr.
+        on_error: receives errors instead of the person at stderr.
         kept: see Process.
     """
     try:
@@ -122,7 +122,7 @@ def main(
         error.show()
         sys.exit(ExitCode.BAD_JOB)
     except BatchinferError as error:
-        (tell or _print_error)(error)
+        (on_error or _print_error)(error)
         sys.exit(error.exit_code)
     except InterruptedRunError as stopped:
         click.echo(str(stopped), err=True)

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from batchinfer.records import BatchinferError
 
 
-def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
+def program(on_error: Callable[[BatchinferError], None] | None = None) -> NoReturn:
     """Run the command of this process's arguments and end the process.
 
     Args:
-        tell: receives errors instead of the person at stderr.
+        on_error: receives errors instead of the person at stderr.
     """
     try:
-        code = _command(tell)
+        code = _command(on_error)
     except KeyboardInterrupt:  # during the imports: the command itself looks after signals
         from batchinfer.records import ExitCode
 
@@ -37,7 +37,7 @@ def program(tell: Callable[[BatchinferError], None] | None = None) -> NoReturn:
     os._exit(code)
 
 
-def _command(tell: Callable[[BatchinferError], None] | None) -> int:
+def _command(on_error: Callable[[BatchinferError], None] | None) -> int:
     """Run the command; return the exit code."""
     import traceback
     from contextlib import suppress
@@ -60,7 +60,7 @@ def _command(tell: Callable[[BatchinferError], None] | None) -> int:
                 tokenizer = TokenizerProcess()
         from batchinfer.cli import main
 
-        main(tokenizer, tell)
+        main(tokenizer, on_error)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)

@@ -38,22 +38,22 @@ def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, sca
 def _attend_paged(q_THW: torch.Tensor, keys: PagedKeys, pages: Pages, latent_dim: int, scale: float) -> torch.Tensor:
     _, page_table_BP, kv_tokens_B, positions_T, _ = keys
     num_keys = page_table_BP.shape[1] * PAGE_TOKENS
-    whose = page_table_BP.contiguous(), kv_tokens_B, positions_T.contiguous(), None
-    return _attend(q_THW, pages, whose, len(page_table_BP), num_keys, latent_dim, scale)
+    key_lists = page_table_BP.contiguous(), kv_tokens_B, positions_T.contiguous(), None
+    return _attend(q_THW, pages, key_lists, len(page_table_BP), num_keys, latent_dim, scale)
 
 
 def mla_sparse(
     q_THW: torch.Tensor, pages: torch.Tensor, slots_TK: torch.Tensor, *, latent_dim: int, scale: float
 ) -> torch.Tensor:
     """Give the bits of mla_decode over the keys in these slots."""
-    whose = None, None, None, slots_TK.contiguous()
-    return _attend(q_THW, (pages, None, None), whose, len(slots_TK), slots_TK.shape[1], latent_dim, scale)
+    key_lists = None, None, None, slots_TK.contiguous()
+    return _attend(q_THW, (pages, None, None), key_lists, len(slots_TK), slots_TK.shape[1], latent_dim, scale)
 
 
 def _attend(
     q_THW: torch.Tensor,
     pages: Pages,
-    whose: tuple[torch.Tensor | None, ...],
+    key_lists: tuple[torch.Tensor | None, ...],
     num_requests: int,
     most_keys: int,
     latent_dim: int,
@@ -71,7 +71,7 @@ def _attend(
     q_THW = q_THW.contiguous()
     rows_per_request = num_rows // num_requests * num_heads
     num_parts = triton.cdiv(most_keys, SPLIT_TOKENS)
-    list_length = most_keys if whose[0] is None else whose[0].shape[1]
+    list_length = most_keys if key_lists[0] is None else key_lists[0].shape[1]
     piece = max(1, _MAX_PART_BYTES // (rows_per_request * num_parts * (latent_dim + 2) * 4))
     piece = min(piece, num_requests)
     sums = torch.empty(piece * rows_per_request, num_parts, latent_dim, dtype=torch.float32, device=q_THW.device)
@@ -80,7 +80,7 @@ def _attend(
     for start in range(0, num_requests, piece):
         count = min(piece, num_requests - start)
         _attend_part[(triton.cdiv(rows_per_request, tile_rows), num_parts, count)](
-            q_THW, *pages, *whose, sums, peaks, totals,
+            q_THW, *pages, *key_lists, sums, peaks, totals,
             start, rows_per_request, num_heads, list_length, num_parts, pages[0].stride(1), scale * _LOG2_E,
             LATENT=latent_dim,
             ROTARY=width - latent_dim,
@@ -94,7 +94,7 @@ def _attend(
             num_stages=2,
         )  # fmt: skip
         _add_parts[(count * rows_per_request,)](
-            sums, peaks, totals, *whose[1:], out_THC,
+            sums, peaks, totals, *key_lists[1:], out_THC,
             start, rows_per_request, num_heads, list_length, num_parts,
             LATENT=latent_dim,
             LATENT_TILE=triton.next_power_of_2(latent_dim),
