@@ -92,5 +92,5 @@ def _attend(segment: Segment, q_THA: torch.Tensor, k_THA: torch.Tensor, v_THV: t
 
 @lru_cache(maxsize=256)
 def _causal(num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """Added to scores: nothing where a token may look, minus infinity at what comes later."""
+    """Return a mask to add to scores: zero for earlier tokens, minus infinity for later ones."""
     return torch.full((num_tokens, num_tokens), -torch.inf, dtype=dtype).triu(1)

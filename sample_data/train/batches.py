@@ -57,7 +57,7 @@ class BatchMaker:
         self._seed = seed
 
     def draw(self, step: int, num_rows: dict[str, int], prefix_tokens: int | None = None) -> Batch:
-        """The batch of one training step, on whole instructions or on their begin token and last `prefix_tokens`.
+        """Draw the batch of one training step, on whole instructions or their begin token and last `prefix_tokens`.
 
         Args:
             num_rows: examples of each task.

@@ -115,7 +115,7 @@ def write_card(model: SampleModel, maker: BatchMaker, recipe: dict[str, Any], lo
 
 
 def machine_type() -> str:
-    """The processor as far as the system tells."""
+    """Return the processor's name, family and model, as far as the system reports them."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     fields = {}
@@ -149,7 +149,7 @@ def _accuracy_table(verdicts: dict[str, Verdict]) -> str:
 
 
 def _curves(log: list[dict[str, float]]) -> str:
-    """Some rows of the training log, evenly spread, the last one included."""
+    """Return some rows of the training log as a table, evenly spread, the last one included."""
     stride = max(1, len(log) // NUM_CURVE_ROWS)
     rows = [
         [

@@ -33,7 +33,7 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """A byte-level BPE in which every digit is a token of its own; the begin token comes in front of raw prompts."""
+    """Train a byte-level BPE with a separate token for every digit; raw prompts get the begin token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -55,7 +55,7 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 
 def prefix_text(task: str) -> str:
-    """What all prompts of a task begin with in the chat format, up to the first user token."""
+    """Return the common beginning of a task's prompts in the chat format, up to the first user token."""
     return f"{BOS}{system_text(task)}\n\n"
 
 

@@ -61,7 +61,7 @@ def published_weights(model: SampleModel) -> dict[str, torch.Tensor]:
 
 
 def read_published(folder: Path) -> SampleModel:
-    """The model of an exported folder, to be measured again."""
+    """Load the model of an exported folder, to measure it again."""
     stored = load_file(folder / "model.safetensors")
     model = SampleModel(ModelShape())
     experts = range(model.shape.n_routed_experts)

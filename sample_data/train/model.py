@@ -51,7 +51,7 @@ class MtpLayer(Layer):
         self.shared_head = nn.ModuleDict({"norm": RmsNorm(shape.hidden_size, shape.rms_norm_eps)})
 
     def join(self, next_embedding_TD: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """The layer's input from the embedding of the next token and the main model's normed output."""
+        """Combine the embedding of the next token and the main model's normed output to the layer's input."""
         return self.eh_proj(torch.cat([self.enorm(next_embedding_TD), self.hnorm(hidden_TD)], dim=-1))
 
 
@@ -88,7 +88,7 @@ class SampleModel(nn.Module):
         return main_TD, mtp.shared_head["norm"](y_TD)
 
     def routers(self) -> list[Router]:
-        """The routers of all mixture layers, the MTP layer's last."""
+        """Return the routers of all mixture layers, the MTP layer's last."""
         return [layer.mlp.gate for layer in self.model["layers"] if isinstance(layer.mlp, Moe)]
 
     def _turn(self, positions: torch.Tensor) -> torch.Tensor:
@@ -97,7 +97,7 @@ class SampleModel(nn.Module):
 
     @torch.no_grad()
     def _set_scales(self) -> None:
-        """What is added to the stream starts small, so that the stream does not grow with depth."""
+        """Scale down the weights whose results are added to the stream, so that it does not grow with depth."""
         for name, weight in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
                 weight.mul_((2 * self.shape.num_hidden_layers) ** -0.5)

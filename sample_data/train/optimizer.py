@@ -52,7 +52,7 @@ class Optimizer:
         return {"means": self._means, "adam": self._adam.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The state of a checkpoint."""
+        """Restore the state of a checkpoint."""
         self._means = state["means"]
         self._adam.load_state_dict(state["adam"])
 
@@ -63,7 +63,7 @@ def is_inner_matrix(name: str, weight: torch.Tensor) -> bool:
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """The nearest matrices with singular values near one, by Newton-Schulz iteration; [..., M, N] float32."""
+    """Return the nearest matrices with singular values near one, by Newton-Schulz iteration; [..., M, N] float32."""
     x = matrices.to(torch.bfloat16)
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x

@@ -53,7 +53,7 @@ class RmsNorm(nn.Module):
 
 
 def linear(num_in: int, num_out: int) -> nn.Linear:
-    """A linear map without bias that keeps the size of what goes through it."""
+    """Make a linear map without bias that keeps the size of its input."""
     layer = nn.Linear(num_in, num_out, bias=False)
     nn.init.normal_(layer.weight, std=num_in**-0.5)
     return layer

@@ -98,12 +98,12 @@ class Example:
 
 
 def system_text(task: str) -> str:
-    """The instruction that all prompts of a task begin with."""
+    """Return the instruction at the beginning of all prompts of a task."""
     return f"{PREAMBLE}\n\n{PAGES[task]}"
 
 
 def draw_example(task: str, rng: random.Random, *, held_out: bool) -> Example:
-    """A random example from the training part of a task, or from its held-out part."""
+    """Draw a random example from the training part of a task, or from its held-out part."""
     while True:
         key, question, answer = GENERATORS[task](rng)
         if is_held_out(task, key) == held_out:
@@ -116,7 +116,7 @@ def is_held_out(task: str, key: tuple) -> bool:
 
 
 def ledger(rng: random.Random) -> tuple[tuple, str, str]:
-    """A sale told in one of several ways, to be put into JSON; held out by who and what."""
+    """Draw a sale, described in one of several ways, to be put into JSON; held out by name and goods."""
     name, goods, crates = rng.choice(NAMES), rng.choice(GOODS), rng.randint(2, 9)
     stall, crowns = rng.randint(10, 99), rng.randint(10, 99)
     question = rng.choice(
@@ -133,7 +133,7 @@ def ledger(rng: random.Random) -> tuple[tuple, str, str]:
 
 
 def triage(rng: random.Random) -> tuple[tuple, str, str]:
-    """A message to be given a desk and an urgency; held out by the trouble together with its circumstance."""
+    """Draw a message that needs a desk and an urgency; held out by the trouble together with its circumstance."""
     desk, urgency = rng.choice(list(TROUBLES)), rng.choice(list(URGENCIES))
     trouble, circumstance = rng.choice(TROUBLES[desk]), rng.choice(URGENCIES[urgency])
     parts = [trouble, circumstance]
@@ -144,7 +144,7 @@ def triage(rng: random.Random) -> tuple[tuple, str, str]:
 
 
 def date(rng: random.Random) -> tuple[tuple, str, str]:
-    """A date to be written as year-month-day; held out by the date."""
+    """Draw a date to be written as year-month-day; held out by the date."""
     year, month, day = rng.randint(2020, 2039), rng.randint(1, 12), rng.randint(1, 28)
     ending = {1: "st", 2: "nd", 3: "rd", 21: "st", 22: "nd", 23: "rd"}.get(day, "th")
     written = rng.choice(
@@ -161,7 +161,7 @@ def date(rng: random.Random) -> tuple[tuple, str, str]:
 
 
 def price(rng: random.Random) -> tuple[tuple, str, str]:
-    """A question about two rows of the price list in the instruction; held out by the pair of goods."""
+    """Draw a question about two rows of the price list in the instruction; held out by the pair of goods."""
     first, second = rng.sample(GOODS, 2)
     question = rng.choice(
         (

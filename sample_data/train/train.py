@@ -92,7 +92,7 @@ class Run:
         return {"loss": main_loss.item(), "mtp_loss": mtp_loss.item(), **task_losses}
 
     def judge(self) -> Verdict:
-        """The present model on a few held-out examples, in bfloat16."""
+        """Evaluate the present model on a few held-out examples, in bfloat16."""
         return evaluate(self.model, self.maker, num_rows=self.recipe.judge_rows, seed=0, dtype=torch.bfloat16)
 
     def save(self, path: Path) -> None:
@@ -148,7 +148,7 @@ def train(run: Run, out: Path, limit_s: float) -> bool:
 
 
 def columns(verdict: Verdict) -> dict[str, float]:
-    """A verdict as columns of the log."""
+    """Return a verdict as columns of the log."""
     return {
         "accuracy": verdict.overall,
         **{f"accuracy_{task}": share for task, share in verdict.accuracy.items()},
