@@ -20,6 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
 import parcel
 from accelerator import folder_of
 
+pytestmark = pytest.mark.all  # make test: test_gpu_check, test_gpu_figures
+
 OK, FAILED, UNUSABLE, UNFINISHED = 0, 1, 2, 3
 WHEELS = [line for line in (ROOT / "tests/gpu/wheels.txt").read_text().splitlines() if line and line[0] != "#"]
 

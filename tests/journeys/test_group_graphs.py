@@ -20,6 +20,8 @@ from support.graph_ranks import write_site
 from support.jobs import Ended, batchinfer, output_bytes, question, write_job, write_shard
 from support.paths import SAMPLE_MODEL
 
+pytestmark = pytest.mark.all  # make test: tests/rank/test_decode_graphs.py
+
 MOST = 5  # requests that a rank decodes at once
 CLUSTER = {"backend": "reference", "exchange": "deepep-low-latency", "prefill_tokens": 64, "decode_requests": MOST}
 NEVER = {"refuses": (0, 1, 2, 3)}

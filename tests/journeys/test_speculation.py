@@ -16,6 +16,8 @@ from support.faults import kill_the_command
 from support.jobs import Ended, batchinfer, output_bytes, toml, write_job
 from support.paths import SAMPLE_MODEL, SAMPLE_PROMPTS
 
+pytestmark = pytest.mark.all  # make test: tests/rank/test_drafting.py
+
 ROWS = 40
 FEW = {"speculate": "auto", "decode_requests": 3}  # running at once
 HOW: dict[str, dict[str, Any]] = {

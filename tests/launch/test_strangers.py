@@ -16,7 +16,7 @@ from support.jobs import batchinfer, output_bytes, start, write_job, write_quest
 from support.strangers import AS_NOBODY, another_user, listening_ports
 from support.tiers import first_in_make_test
 
-pytestmark = AS_NOBODY
+pytestmark = [pytest.mark.all, AS_NOBODY]  # make test: strangers in test_listener and test_exchange
 
 
 @pytest.fixture

@@ -23,6 +23,8 @@ from support.packed_weights import int4_config, pack_int4
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
 
+pytestmark = pytest.mark.all  # make test: test_integers, test_quantization
+
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 96}  # whole groups of 32
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 ONE_RANK = {"prefill_ranks": 1}

@@ -19,6 +19,8 @@ from support.jobs import answers, batchinfer, output_bytes, write_job, write_que
 from support.paths import DEMO_JOB, RANDOM_MODEL
 from support.tiers import first_in_make_test
 
+pytestmark = pytest.mark.all  # make test: tests/kernels/test_fp8_pages.py
+
 needs_cpp = pytest.mark.skipif(build.why_not() is not None, reason=f"no C++ operations: {build.why_not()}")
 POINT = 0.01
 FEW_PAGES = 7  # of a rank, fewer than all requests take together

@@ -21,6 +21,8 @@ from batchinfer.submit.slurm.tasks import Shape, cancel, record_shape, submissio
 from support.jobs import batchinfer, write_job, write_questions
 from support.object_store import s3_server
 
+pytestmark = pytest.mark.all  # make test: test_goal, with a folder
+
 pytest.importorskip("obstore")
 
 IN_A_MONTH = time.strftime("%Y-%m-%d", time.localtime(time.time() + 30 * 24 * 3600))
