@@ -228,7 +228,7 @@ def shards_of_state(state: dict[str, Any]) -> list[Shard]:
 
 
 def check_no_bad_rows(run: RunDir) -> None:
-    """What --strict means once a plan is made: no bad row and no unreadable shard in it.
+    """Check that a plan has no bad row and no unreadable shard, as --strict requires.
 
     Raises:
         InputError: the plan has one; the message names the first unreadable shard.

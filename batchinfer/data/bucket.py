@@ -75,7 +75,7 @@ class Bucket:
         self.requests: collections.Counter[str] = collections.Counter()  # tries, by kind
 
     def read(self, name: str) -> Found | None:
-        """An object; None when it is not there."""
+        """Return an object, None if it does not exist."""
         return self._try("get", name, lambda: self._get(name))
 
     def create(self, name: str, data: bytes) -> str | None:
@@ -143,7 +143,7 @@ class Bucket:
         self._try("delete", name, delete)
 
     def _write(self, name: str, data: bytes, version: str | None) -> str | None:
-        """A conditional write; `version`: what it is to replace, None for a new object."""
+        """Write an object if it has the version that is to be replaced, or does not exist (`version` None)."""
         errors = _library().exceptions
 
         def write() -> str | None:
@@ -202,7 +202,7 @@ class Bucket:
         raise AssertionError("the last attempt returns or raises")
 
     def _refuse_no_bucket(self, error: Exception) -> None:
-        """An object that is missing is an answer; a bucket that is missing is none."""
+        """Return None for a missing object; raise StoreError for a missing bucket."""
         if "NoSuchBucket" in str(error):
             bucket = self.uri.removeprefix("s3://").partition("/")[0]
             raise StoreError(
@@ -215,7 +215,7 @@ class _UnchangedError(Exception):
 
 
 def _condition(version: str | None, *, is_quoted: bool) -> Any:
-    """What the library takes for If-None-Match: * or for If-Match."""
+    """Return the library's argument for `If-None-Match: *` or for `If-Match`."""
     if version is None:
         return "create"
     return {"e_tag": version if is_quoted else version.strip('"')}
@@ -284,7 +284,7 @@ def _raise_if_final(error: Exception) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong: S3's own words where it has said some."""
+    """Return the reason of an error, in the words of S3 if there are any."""
     text = str(error)
     code, words = (re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("Code", "Message"))
     if code is not None:

@@ -46,7 +46,7 @@ class Place:
         return isinstance(self.files, (fs.S3FileSystem, fs.GcsFileSystem))
 
     def below(self, name: str) -> Place:
-        """The place of a file in this folder."""
+        """Return the location of a file in this folder."""
         path = f"{self.path.rstrip('/')}/{name}" if self.path else name
         return Place(self.files, path, _below(self.uri, name))
 
@@ -107,7 +107,7 @@ def matching_objects(pattern: str, s3: S3Config) -> list[str]:
 
 
 def objects_below(uri: str, s3: S3Config) -> dict[str, str]:
-    """The objects in a folder and those below: URIs by their names from the folder on.
+    """Return the URIs of all objects below a folder, by their names relative to the folder.
 
     Raises:
         StoreError: the store does not answer, or refuses to.
@@ -177,7 +177,7 @@ def store_errors(what: str) -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first line of an error; of what Amazon's library says its name and its words."""
+    """Return the first line of an error; for Amazon's library the error's name and message."""
     text = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     found = re.search(r"AWS Error (\w+) during (\w+) operation: (.*)", text)
     if found is None:
@@ -189,7 +189,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def untrusted(why: str) -> str:
-    """The reason where a server's certificate is not accepted; all libraries that reach S3 here read that variable."""
+    """Return the reason if a server's certificate is not accepted; all S3 libraries used here read that variable."""
     return f"the server's certificate is not accepted ({why}); SSL_CERT_FILE may name the file of its authority"
 
 
@@ -204,12 +204,12 @@ def _s3_files(bucket: str, s3: S3Config) -> fs.S3FileSystem:
 
 
 def s3_endpoint(s3: S3Config) -> str | None:
-    """The URL of the S3 service; None: Amazon's."""
+    """Return the URL of the S3 service, None for Amazon's."""
     return s3.endpoint or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
 
 
 def s3_region(bucket: str, s3: S3Config) -> str:
-    """The region of a bucket; asked of Amazon where nobody has said it.
+    """Return the region of a bucket; ask Amazon if no setting names it.
 
     Raises:
         StoreError: Amazon does not know the bucket, or does not answer.
@@ -249,7 +249,7 @@ def _fsspec_files(uri: str) -> tuple[fs.FileSystem, str]:
 
 
 def _version(place: Place, source: pa.NativeFile) -> str:
-    """What changes when an object is replaced; "" when the store does not tell."""
+    """Return the ETag or time of an object, which changes when it is replaced; "" if the store reports neither."""
     tag = (source.metadata() or {}).get("ETag")
     if tag is not None:
         return tag.decode() if isinstance(tag, bytes) else str(tag)
@@ -261,7 +261,7 @@ def _version(place: Place, source: pa.NativeFile) -> str:
 
 
 def _cut(uri: str) -> tuple[str, list[str], str]:
-    """A URI's scheme, the names in its path, and what comes behind `::` (the archive that holds it)."""
+    """Return a URI's scheme, the names in its path, and the archive behind `::`."""
     path, chain, archive = uri.partition("::")
     scheme, _, path = path.partition("://")
     return f"{scheme}://", path.split("/"), f"{chain}{archive}"

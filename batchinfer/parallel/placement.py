@@ -146,7 +146,7 @@ class Placement:
 
     @cached_property
     def _tables(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[E] a slot of each expert; and the slots sorted by expert:
+        """[E] a slot of each expert, and the slots sorted by expert.
 
         [P] where the share of each ends, counted as expert + share, and [P] its number.
         """

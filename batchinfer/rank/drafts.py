@@ -34,7 +34,7 @@ class Drafts:
 
     @property
     def are_tried(self) -> np.ndarray:
-        """[S, J] bool"""
+        """[S, J] bool, whether each draft is tried."""
         return np.arange(self.tokens.shape[1]) < self.counts[:, None]
 
     def rows_of(self, taken: np.ndarray) -> np.ndarray:

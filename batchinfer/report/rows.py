@@ -44,7 +44,7 @@ def table_of_rows(
 
 
 def json_records(columns: list[str], rows: Iterable[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
-    """Yield rows as JSON objects; a repeated column name gets _2, _3, …"""
+    """Yield rows as JSON objects; a repeated column name gets _2, _3 and so on."""
     names: list[str] = []
     for column in columns:
         name, count = column, 1

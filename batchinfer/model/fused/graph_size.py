@@ -92,7 +92,7 @@ class GraphSize(NamedTuple):
 
 
 def graph_rows(num_requests: int) -> int:
-    """Return the next number of requests for which there is a graph: 1, 2, 4, 8, 16, 32, 48, 64 …"""
+    """Return the next number of requests for which there is a graph: 1, 2, 4, 8, 16, 32, 48, 64 and so on."""
     small = next((size for size in _SMALL_SIZES if size >= num_requests), None)
     return small or -(-num_requests // _SIZE_STEP) * _SIZE_STEP
 

@@ -73,7 +73,7 @@ def prefix_plan(order: np.ndarray, shared_tokens: np.ndarray, lengths: np.ndarra
 def last_units(
     shared_tokens: np.ndarray, lengths: np.ndarray, unit_of_prompt: np.ndarray, *, block_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The last work unit that uses each block of KV which outlives the unit that is the first to compute it.
+    """Return the last work unit that uses each KV block that outlives the first unit that computes it.
 
     In prefix order the prompts with a block are together, so after the last of them nobody needs it again.
 

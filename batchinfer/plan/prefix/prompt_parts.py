@@ -33,7 +33,7 @@ class SortedPrompts:
         return bytes_of(len(self), len(self.token_ids))
 
     def prompt(self, place: int) -> np.ndarray:
-        """The token ids of one prompt, by its place in this part (negative: from the end)."""
+        """Return the token ids of one prompt by its index in this part (negative: from the end)."""
         place %= len(self)
         return self.token_ids[self.offsets[place] : self.offsets[place + 1]]
 

@@ -134,7 +134,7 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 @compiled
 def take_tails(token_ids: np.ndarray, offsets: np.ndarray, order: np.ndarray, skipped: np.ndarray) -> np.ndarray:
-    """The prompts order[k] one after the other, each without its first skipped[k] tokens."""
+    """Concatenate the prompts order[k], each without its first skipped[k] tokens."""
     size = 0
     for k in range(len(order)):
         size += offsets[order[k] + 1] - offsets[order[k]] - skipped[k]
@@ -149,7 +149,7 @@ def take_tails(token_ids: np.ndarray, offsets: np.ndarray, order: np.ndarray, sk
 
 @compiled
 def join_heads(tails: np.ndarray, offsets: np.ndarray, heads: np.ndarray) -> np.ndarray:
-    """The inverse of `take_tails` for sorted prompts: prompt k begins with the first heads[k] tokens of prompt k - 1.
+    """Invert `take_tails` for sorted prompts: prompt k begins with the first heads[k] tokens of prompt k - 1.
 
     Args:
         tails: flat tokens after the heads.

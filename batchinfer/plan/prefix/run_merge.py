@@ -56,7 +56,7 @@ class _RunCursor:
         return self._part is not None
 
     def take_up_to(self, limit: np.ndarray, *, takes_equal: bool) -> SortedPrompts:
-        """The next prompts of the part in memory that come before `limit` [num_tokens] uint32, or are equal to it."""
+        """Return the next prompts of the part in memory that are at most `limit` ([num_tokens] uint32)."""
         part, first = self._part, self._first
         assert part is not None
         end = first + count_up_to(part.token_ids, part.offsets, first, limit, takes_equal)

@@ -46,7 +46,7 @@ def write_run(target: Path, token_ids: np.ndarray, offsets: np.ndarray, first_in
 
 
 def read_run(source: Path, part_bytes: int) -> Iterator[SortedPrompts]:
-    """The prompts of a run in order, in parts of about `part_bytes`, at least one block each."""
+    """Yield the prompts of a run in order, in parts of about `part_bytes`, at least one block each."""
     number = 0
     while blocks := _read_blocks(source, number, part_bytes):
         number += len(blocks)

@@ -80,7 +80,7 @@ class PrefixStream:
                 self._write_buffer()
 
     def plan(self) -> PrefixPlan:
-        """The plan of all prompts, to the last number the same as `plan_prefixes` makes; after it none can be added.
+        """Return the plan of all prompts, equal to that of `plan_prefixes`; no prompt can be added afterwards.
 
         Raises:
             ConfigError: the scratch folder cannot be written.
