@@ -190,7 +190,7 @@ def _are_among(tokens: np.ndarray, few: np.ndarray) -> np.ndarray:
 
 
 def _halve_sequences(kv_tokens: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return [S] rows, those of micro-batch 0 first, and their number; longest first they go to 0 1 1 0 0 1 1 0 and so on."""
+    """Return [S] rows, those of micro-batch 0 first, and their number; longest first to 0 1 1 0 0 1 1 0 ... in turn."""
     longest_first = np.argsort(-kv_tokens, kind="stable")
     micro_batch = (np.arange(len(kv_tokens)) + 1) // 2 % 2
     halves = [_by_turns(longest_first[micro_batch == half]) for half in (0, 1)]
