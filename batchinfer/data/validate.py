@@ -20,14 +20,15 @@ from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.formats.line_rows import bad_lines
 from batchinfer.data.inputs import read_batches
 from batchinfer.data.kept_fields import cast_kept_columns
+from batchinfer.data.lost_nulls import VALUES, first_lost_null
 from batchinfer.data.overrides import SamplingOverrides, warnings_of
 from batchinfer.data.parquet import own_parquet, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch
 from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.row_tools import rows_with_tools
+from batchinfer.data.row_values import without_nulls
 from batchinfer.data.schemas.internal import TOKENS
 from batchinfer.data.shard_schemas import shard_schema
-from batchinfer.data.tool_nulls import first_lost_null
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
 from batchinfer.records import Sampling, Shard
@@ -52,6 +53,7 @@ class ShardRows:
     num_plain: int = 0  # good rows of text without a control token, which goes to the model as it is
     num_unwritten_tools: int = 0  # good rows with tools that the chat template does not write
     lost_null: str | None = None  # "<key> in row <row>" of the first null of a tool that prompts leave out
+    lost_const: str | None = None  # the same of a const in the sampling column, which schemas leave out
     warnings: dict[str, int] = field(default_factory=dict)  # rows by sentence about their structured outputs
 
     def add(self, batch: RowBatch, job: JobConfig, *, writes_tools: bool) -> None:
@@ -63,9 +65,10 @@ class ShardRows:
         if batch.errors and self.first_error is None:
             row = min(batch.errors)
             self.first_error = f"row {self.num_rows + row}: {batch.errors[row]}"
-        if job.input.tools in batch.columns.schema.names and self.lost_null is None:
-            lost = first_lost_null(batch.columns[job.input.tools])
-            self.lost_null = None if lost is None else f"{lost[1]} in row {self.num_rows + lost[0]}"
+        if self.lost_null is None:
+            self.lost_null = self._lost_null(batch, job.input.tools)
+        if self.lost_const is None:
+            self.lost_const = self._lost_null(batch, job.input.sampling, keys=("const",))
         if not writes_tools:
             self.num_unwritten_tools += rows_with_tools(job, batch.columns, batch.errors)
         if job.input.prompt is not None and batch.holds_control is not None:
@@ -74,6 +77,12 @@ class ShardRows:
             self.num_plain += int(np.count_nonzero(is_plain))
         self.num_rows += batch.num_rows
         self.num_bad += len(batch.errors)
+
+    def _lost_null(self, batch: RowBatch, column: object, keys: Sequence[str] = VALUES) -> str | None:
+        if not isinstance(column, str) or column not in batch.columns.schema.names:
+            return None
+        lost = first_lost_null(batch.columns[column], keys)
+        return None if lost is None else f"{lost[1]} in row {self.num_rows + lost[0]}"
 
     def warn(self, sentence: str) -> None:
         """Count a row with a warning; beyond MOST_WARNINGS different warnings, OTHER_WARNINGS counts all others."""
@@ -281,8 +290,10 @@ class _RowChecker:
             if isinstance(override, UnicodeDecodeError):
                 batch.blame(row, f"{self._sampling} is not valid UTF-8")
                 continue
-            resolve = self._overrides.resolve_json if isinstance(override, str) else self._overrides.resolve
-            sampling, texts[row], problem = resolve(override)
+            if isinstance(override, str):
+                sampling, texts[row], problem = self._overrides.resolve_json(override)
+            else:  # Arrow pads structs with nulls, also structs of schemas and of logit_bias
+                sampling, texts[row], problem = self._overrides.resolve(without_nulls(override))
             if problem is None and sampling.structured != self._job_sampling.structured:
                 for sentence in warnings_of(sampling):
                     self.found.warn(sentence)

@@ -129,6 +129,7 @@ class RowWarnings:
     num_plain: int = 0  # text without a control token, which goes to the model as it is
     num_unwritten_tools: int = 0  # with tools that the chat template does not write
     lost_null: str | None = None  # the first null of a tool that prompts leave out, with its row and shard
+    lost_const: str | None = None  # the first null const that schemas of the sampling column leave out, likewise
     structured: Counter[str] = field(default_factory=Counter)  # rows by sentence about their structured outputs
 
     def add(self, shard: Shard, found: ShardRows) -> None:
@@ -139,6 +140,8 @@ class RowWarnings:
         self.structured.update(found.warnings)
         if found.lost_null is not None and self.lost_null is None:
             self.lost_null = f"{found.lost_null} of {shard.path}"
+        if found.lost_const is not None and self.lost_const is None:
+            self.lost_const = f"{found.lost_const} of {shard.path}"
 
     def write(self, job: JobConfig, window: int, *, has_chat_template: bool) -> None:
         """Write the warnings.
@@ -160,6 +163,11 @@ class RowWarnings:
             note(
                 f"warning: column {job.input.tools!r} has null as {self.lost_null}; in structs, null values and "
                 "missing fields look the same, so prompts leave both out; give tools as JSON text to keep nulls"
+            )
+        if self.lost_const:
+            note(
+                f"warning: column {job.input.sampling!r} has null as {self.lost_const}; in structs, null values and "
+                "missing fields look the same, so schemas leave both out; give sampling as JSON text to keep nulls"
             )
         for sentence, num_rows in self.structured.items():
             what = "row" if num_rows == 1 else "rows"

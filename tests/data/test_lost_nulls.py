@@ -1,4 +1,4 @@
-"""Nulls in a struct column of tools: told where they may be values, and nowhere else."""
+"""Nulls in struct columns of tools and of sampling: told where they may be values, and nowhere else."""
 
 import json
 
@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.data.lost_nulls import first_lost_null
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.data.tool_nulls import first_lost_null
 from support.hostile import model_folder
 from support.jobs import batchinfer, write_job
 
@@ -89,3 +89,56 @@ def test_a_plan_names_the_first_row_once_and_json_text_keeps_the_nulls(tmp_path)
     assert '"b": {}' in prompts["structs"][0]
     for found in prompts.values():
         assert '"c": {"enum": ["x", null]}' in found[0]
+
+
+SCHEMAS = [
+    {"anyOf": [{"type": "integer"}, {"type": "null"}], "minimum": 7},
+    {"const": 5},
+    {"type": "object", "properties": {"a": {"const": 1}, "b": {"enum": ["x", None]}}, "required": ["a"]},
+    {"type": "object", "properties": {"c": {"type": "string", "default": None}}},
+]
+
+
+def samplings_of(folder, override_column, name):
+    """The sampling of each row, its JSON read, and what a plan warns of."""
+    columns = {"prompt": ["Give"] * len(override_column), "s": override_column}
+    if name == "lines":
+        lines = [json.dumps(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+        (folder / "lines.jsonl").write_text("\n".join(lines))
+        files = ["lines.jsonl"]
+    else:
+        pq.write_table(pa.table(columns), folder / f"{name}.parquet")
+        files = [f"{name}.parquet"]
+    job = write_job(folder, input={"files": files, "sampling": "s"}, output={"dir": f"{name}-run"})
+    ended = batchinfer("plan", job)
+    assert ended.code == 0, ended.err
+    rows = pq.read_table(folder / f"{name}-run" / "tokens").to_pylist()
+    warned = [line for line in ended.err.splitlines() if "column 's'" in line]
+    return [json.loads(row["sampling"]) for row in rows], warned
+
+
+def test_nulls_that_pad_structs_are_no_part_of_schemas_and_biases(tmp_path):
+    overrides = [{"structured_outputs": {"json": schema}} for schema in SCHEMAS]
+    overrides += [{"logit_bias": {"5": 1.0}}, {"logit_bias": {"6": 1.0}, "structured_outputs": {"regex": "a"}}]
+    found, warned = {}, {}
+    for name in ("structs", "texts", "lines"):
+        column = [json.dumps(one) for one in overrides] if name == "texts" else overrides
+        found[name], warned[name] = samplings_of(tmp_path, column, name)
+    asked = [json.loads(one["structured"][1]) for one in found["structs"][:4]]
+    assert asked == [*SCHEMAS[:3], {"type": "object", "properties": {"c": {"type": "string"}}}]
+    assert found["texts"] == found["lines"]
+    assert found["structs"][4:] == found["texts"][4:]
+    assert (warned["texts"], warned["lines"]) == ([], [])
+    assert warned["structs"] == [
+        f"warning: column 's' has null as const in row 0 of {tmp_path}/structs.parquet; structs cannot say whether it "
+        "is a value, so schemas leave it out; give sampling as JSON text if it is meant"
+    ]
+
+
+def test_a_null_const_of_json_lines_counts(tmp_path):
+    overrides = [{"structured_outputs": {"json": {"const": None}}}, {"structured_outputs": {"json": {"const": 5}}}]
+    found, warned = samplings_of(tmp_path, overrides, "lines")
+    assert [json.loads(one["structured"][1]) for one in found] == [{"const": None}, {"const": 5}]
+    assert warned == []
+    _, warned = samplings_of(tmp_path, overrides, "structs")
+    assert len(warned) == 1
