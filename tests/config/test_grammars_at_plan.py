@@ -18,6 +18,7 @@ DEAD_END = {
     "additionalProperties": False,
     "$defs": {"endless": {"anyOf": [{"$ref": "#/$defs/endless"}]}},
 }
+BIG = 9007199254740993  # no double
 NO_TEXT = "no text satisfies it"
 DEEP = '{"items": ' * 5000 + "{}" + "}" * 5000
 FIXED_LETTERS = {"type": "string", "pattern": "^[a-z]+$", "maxLength": 3}
@@ -47,6 +48,14 @@ REFUSED = [
     ("grammar", 'start: a\na: "x" b+ | b "y"\nb: a', NO_TEXT),
     ("grammar", 'start: "a" B\nB: /[^\\s\\S]/', NO_TEXT),
     ("grammar", 'root ::= "a" root', NO_TEXT),
+    # references that llguidance follows to parts that nobody has looked at
+    ("json", {"$ref": "z.json", "$defs": {"p": {"$id": "z.json", "const": BIG}}}, "the reference 'z.json' at # is not"),
+    ("json", {"$id": "http://x/y.json", "$ref": "http://x/z.json#/odd", "odd": {}}, "'http://x/z.json#/odd' at #"),
+    ("json", {"properties": {"a": {"$id": "z.json", "$ref": "#/odd"}}, "odd": {}}, "without an $id below the root"),
+    ("json", {"$ref": "#/nowhere"}, "the reference '#/nowhere' at # is not followed"),
+    ("json", {"$id": "http://x/y.json", "$ref": "y.json"}, NO_TEXT),
+    ("json", ENDLESS_LIST | {"$id": "http://x/y.json", "properties": {"next": {"$ref": "y.json"}}}, NO_TEXT),
+    ("json", ENDLESS_LIST | {"$anchor": "top", "properties": {"next": {"$ref": "#top"}}}, NO_TEXT),
     # schemas that are none
     ("json", {"type": "strng"}, "Invalid type: strng"),
     ("json", {"type": "object", "required": ["b"], "additionalProperties": False}, "Unsatisfiable"),
@@ -76,6 +85,18 @@ TAKEN = [
         ['{"k": 7}', "{}"],
     ),
     ("json", {"anyOf": [{"type": "null"}, ENDLESS_LIST]}, ["null"], ['{"next']),
+    *(
+        ("json", {"$id": address, "$ref": f"{reference}#/odd/a", "odd": {"a": {"const": BIG}}}, [f"{BIG}"], ["0"])
+        for address, reference in [
+            ("http://x/y.json", "y.json"),
+            ("http://x/y.json#", "http://x/y.json"),
+            ("urn:example:x", "urn:example:x"),
+            (None, "json-schema:///"),
+            ("http://x/y.json", ""),
+        ]
+    ),
+    ("json", {"$ref": "#a", "$defs": {"b/~ %": {"$anchor": "a", "const": BIG}}}, [f"{BIG}"], [f"{BIG - 1}"]),
+    ("json", {"type": "null", "$defs": {"a": {"$ref": "#/nowhere"}}}, ["null"], ["1"]),
     ("choice", ["yes", "yes, but"], ["yes", "yes, but"], ["yes,"]),
     ("choice", ["Guilty", "Guilty of Romance"], ["Guilty", "Guilty of Romance"], ["Guilty of"]),
     ("regex", "x*", ["", "xx"], ["y"]),
@@ -100,6 +121,7 @@ WARNED = [
     ({"description": "", "examples": [{"propertes": 1}], "default": {"nullable": True}, "x-order": 1}, []),
     ({"deprecated": True, "readOnly": True, "type": "string", "format": "date", "writeOnly": False}, []),
     ({"properties": {"propertes": {"type": "null"}}, "const": {"nullable": True}}, []),
+    ({"$id": "http://x/y.json", "$ref": "y.json#/odd/a", "odd": {"a": {"type": "null"}}}, []),
     ({"$ref": "#/components/schemas/a", "components": {"schemas": {"a": {"type": "null"}}}}, []),
 ]
 

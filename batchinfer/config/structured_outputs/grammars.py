@@ -15,6 +15,7 @@ from batchinfer.config.structured_outputs.lark_text import Token, lark_tokens
 from batchinfer.config.structured_outputs.merged_multiples import misjudged_multiple
 from batchinfer.config.structured_outputs.schema_keywords import keyword_warnings, switched_at
 from batchinfer.config.structured_outputs.schema_numbers import grammar_json, has_slow_multiples, make_exact
+from batchinfer.config.structured_outputs.schema_tree import write_references_as_paths
 from batchinfer.sanitize import error_text
 
 # between any two parts of JSON: enough to indent, and no model can go on with blanks for ever
@@ -151,6 +152,7 @@ class _Schema:
         switch = switched_at(schema)
         if switch is not None:
             raise ValueError(f"{switch} changes what a schema means to llguidance; remove it")
+        has_other_references = write_references_as_paths(schema)
         is_without_some = exclude_endless(schema)
         if is_without_some is None:
             raise ValueError(_NO_TEXT)
@@ -164,7 +166,7 @@ class _Schema:
         self._schema = schema
         self.warnings = tuple(keyword_warnings(schema))
         self.is_slow = has_slow_multiples(schema)
-        self.is_changed = is_without_some or has_careful
+        self.is_changed = has_other_references or is_without_some or has_careful
         self.text = dumps(schema) if self.is_changed else text
 
     def as_lark(self) -> str:

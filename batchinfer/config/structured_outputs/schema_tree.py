@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
-from urllib.parse import unquote
+from urllib.parse import quote, unquote, urldefrag, urljoin
 
 _OF_ONE = (
     "items", "additionalItems", "additionalProperties", "contains", "not", "propertyNames", "if", "then", "else",
@@ -11,7 +11,9 @@ _OF_ONE = (
 )  # fmt: skip
 _OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _OF_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+DEFINITIONS = ("$defs", "definitions")
 ROOTS = ("#", "#/")  # references to the whole schema
+_BASE = "json-schema:///"  # where llguidance has a schema that does not say its own address
 
 
 class Place(NamedTuple):
@@ -79,3 +81,92 @@ def target_of(root: dict[str, Any], reference: Any) -> Place | None:
             return None
         place = Place(holder, key, f"{place.path}/{part}")
     return place
+
+
+def write_references_as_paths(root: dict[str, Any]) -> bool:
+    """Replace the references that name the schema's own address, or an anchor, by the paths of their targets.
+
+    llguidance follows more references than `target_of`, to parts that no check has seen.
+
+    Args:
+        root: changed in place.
+
+    Returns:
+        Whether a reference was replaced.
+
+    Raises:
+        ValueError: a reference that an answer may need names another document, or no place in this one.
+    """
+    anchors, nested = _anchors(root), _nested(root)
+    is_changed = False
+    waiting, seen = [Place({"": root}, "", "#")], set()
+    while waiting:
+        place = waiting.pop()
+        part = place.value
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        # nothing but references leads into definitions
+        waiting += reversed(children({key: part[key] for key in part if key not in DEFINITIONS}, place.path))
+        reference = part.get("$ref")
+        if not isinstance(reference, str):
+            continue
+        path = _as_path(root, reference, anchors)
+        target = target_of(root, path)
+        if target is None or id(part) in nested:
+            raise ValueError(
+                f"the reference {reference!r} at {place.path} is not followed; write it as #/… from the schema's root"
+                + (", without an $id below the root" if id(part) in nested else "")
+            )
+        waiting.append(target)
+        if path != reference:
+            part["$ref"], is_changed = path, True
+    return is_changed
+
+
+def _as_path(root: dict[str, Any], reference: str, anchors: dict[str, str]) -> str | None:
+    """Return a reference as "#" or "#/…"; None if it names another document or an unknown anchor."""
+    address, _, fragment = reference.partition("#")
+    if address:
+        own = root.get("$id")
+        base = urldefrag(urljoin(_BASE, own if isinstance(own, str) else "")).url
+        if urljoin(base, address) != base:
+            return None
+    return f"#{fragment}" if not fragment or fragment.startswith("/") else anchors.get(fragment)
+
+
+def _anchors(root: dict[str, Any]) -> dict[str, str]:
+    """Return the path to each schema with an $anchor, or with an $id that is one, as before draft 2019-09."""
+    found: dict[str, str] = {}
+    waiting = [(root, "#")]
+    while waiting:
+        part, path = waiting.pop()
+        own = part.get("$id")
+        for name in (part.get("$anchor"), own[1:] if isinstance(own, str) and own.startswith("#") else None):
+            if isinstance(name, str):
+                found.setdefault(name, path)
+        for place in children(part, ""):
+            if isinstance(place.value, dict):
+                keys = [key for key, value in part.items() if value is place.holder]
+                waiting.append((place.value, "/".join([path, *map(_escaped, (*keys[:1], place.key))])))
+    return found
+
+
+def _escaped(key: str | int) -> str:
+    return quote(str(key).replace("~", "~0").replace("/", "~1"))
+
+
+def _nested(root: dict[str, Any]) -> set[int]:
+    """Return the ids of the schemas in parts with an $id of their own, which are documents within the document."""
+    found: set[int] = set()
+    waiting: list[tuple[Any, bool]] = [(root, False)]
+    while waiting:
+        value, is_nested = waiting.pop()
+        if isinstance(value, dict):
+            own = value.get("$id")
+            is_nested = is_nested or (value is not root and isinstance(own, str) and not own.startswith("#"))
+            if is_nested:
+                found.add(id(value))
+        if isinstance(value, dict | list):
+            waiting += [(below, is_nested) for below in (value.values() if isinstance(value, dict) else value)]
+    return found
