@@ -56,6 +56,11 @@ REFUSED = [
     ("json", {"$id": "http://x/y.json", "$ref": "y.json"}, NO_TEXT),
     ("json", ENDLESS_LIST | {"$id": "http://x/y.json", "properties": {"next": {"$ref": "y.json"}}}, NO_TEXT),
     ("json", ENDLESS_LIST | {"$anchor": "top", "properties": {"next": {"$ref": "#top"}}}, NO_TEXT),
+    # limits that are no numbers of anything
+    ("json", {"type": "string", "maxLength": 1 << 64}, "18446744073709551616 at #/maxLength is no whole number"),
+    ("json", {"type": "array", "items": {"const": BIG}, "minItems": -1}, "-1 at #/minItems is no whole number"),
+    ("grammar", 'start: %json {"type": "array", "minItems": true}', "true at #/minItems is no whole number"),
+    ("grammar", 'start: %json {"type": "array", "minItems": -1}', "-1 at #/minItems is no whole number"),
     # schemas that are none
     ("json", {"type": "strng"}, "Invalid type: strng"),
     ("json", {"type": "object", "required": ["b"], "additionalProperties": False}, "Unsatisfiable"),

@@ -17,10 +17,9 @@ from typing import Any
 from batchinfer.config.exact_json import dumps
 from batchinfer.config.structured_outputs.integer_ranges import integer_range
 from batchinfer.config.structured_outputs.schema_keywords import ASSERTIONS
-from batchinfer.config.structured_outputs.schema_numbers import BOUNDS, Literal, SchemaNumber, is_number
-from batchinfer.config.structured_outputs.schema_tree import children, subschemas, target_of
+from batchinfer.config.structured_outputs.schema_numbers import BOUNDS, Literal, SchemaNumber, is_number, is_too_long
+from batchinfer.config.structured_outputs.schema_tree import DEFINITIONS, children, subschemas, target_of
 
-_DEFINITIONS = ("$defs", "definitions")
 _MOST_DIGITS = 100  # of an integer that is written without an exponent
 _OTHER_NAME = r'/"[^"\\\x00-\x1F\x7F]*"/'
 
@@ -79,7 +78,7 @@ class _Rules:
             written |= more
 
     def _below(self, path: str, part: dict[str, Any]) -> Iterator[Any]:
-        named = {key: value for key, value in part.items() if key not in _DEFINITIONS}
+        named = {key: value for key, value in part.items() if key not in DEFINITIONS}
         yield from (place.value for place in children(named, path))
         target = target_of(self._root, part.get("$ref"))
         if target is not None:
@@ -108,7 +107,7 @@ class _Rules:
         schema = {} if schema is True else schema
         if not isinstance(schema, dict):
             raise CannotBeWrittenError
-        definitions = {key: self._root[key] for key in _DEFINITIONS if key in self._root}
+        definitions = {key: self._root[key] for key in DEFINITIONS if key in self._root}
         for _, part in subschemas(schema | definitions):
             if "$ref" in part and not any(str(part["$ref"]).startswith(f"#/{key}/") for key in definitions):
                 raise CannotBeWrittenError
@@ -177,7 +176,7 @@ def _range_of(schema: dict[str, Any]) -> str:
     most = [math.floor(exact[key]) for key in ("maximum",) if key in exact]
     most += [math.ceil(exact[key]) - 1 for key in ("exclusiveMaximum",) if key in exact]
     lowest, highest = max(least, default=None), min(most, default=None)
-    if any(abs(bound) >= 10**_MOST_DIGITS for bound in (*least, *most)):
+    if any(is_too_long(Decimal(bound)) for bound in (*least, *most)):
         raise CannotBeWrittenError
     if lowest is not None and highest is not None and lowest > highest:
         raise CannotBeWrittenError

@@ -14,7 +14,13 @@ from batchinfer.config.structured_outputs.exact_grammar import CannotBeWrittenEr
 from batchinfer.config.structured_outputs.lark_text import Token, lark_tokens
 from batchinfer.config.structured_outputs.merged_multiples import misjudged_multiple
 from batchinfer.config.structured_outputs.schema_keywords import keyword_warnings, switched_at
-from batchinfer.config.structured_outputs.schema_numbers import grammar_json, has_slow_multiples, make_exact
+from batchinfer.config.structured_outputs.schema_numbers import (
+    grammar_json,
+    has_slow_multiples,
+    impossible_count,
+    make_exact,
+    refusal_of,
+)
 from batchinfer.config.structured_outputs.schema_tree import write_references_as_paths
 from batchinfer.sanitize import error_text
 
@@ -152,6 +158,9 @@ class _Schema:
         switch = switched_at(schema)
         if switch is not None:
             raise ValueError(f"{switch} changes what a schema means to llguidance; remove it")
+        count = impossible_count(schema)
+        if count is not None:
+            raise ValueError(count)
         has_other_references = write_references_as_paths(schema)
         is_without_some = exclude_endless(schema)
         if is_without_some is None:
@@ -183,7 +192,4 @@ class _Schema:
 
     def refuse_inexact(self) -> None:
         if self.inexact:
-            raise ValueError(
-                f"{self.inexact[0]} would be another one in the answers, since llguidance holds numbers as doubles; "
-                "ask for it as text"
-            )
+            raise ValueError(refusal_of(self.inexact[0]))

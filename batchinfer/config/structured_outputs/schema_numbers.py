@@ -11,13 +11,14 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from batchinfer.config.exact_json import WrittenFloat, decimal_of, shown
+from batchinfer.config.exact_json import WrittenFloat, decimal_of, dumps, shown
 from batchinfer.config.structured_outputs.byte_matcher import byte_matcher
 from batchinfer.config.structured_outputs.schema_tree import Place, subschemas
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _EXACT = 1 << 53  # integers below are doubles, and so are the integers next to them
 _INT64 = 1 << 63
+_MOST_COUNT = 1 << 64
 # llguidance takes these bounds of integers for the largest one of 64 bits, which is what they mean
 _LARGEST = (("maximum", _INT64 - 1), ("exclusiveMaximum", _INT64))
 _PLAIN_DIGITS, _PLAIN_EXPONENT = 15, 22  # such a number is read as the nearest double by every program
@@ -25,6 +26,9 @@ _PLAIN_DIGITS, _PLAIN_EXPONENT = 15, 22  # such a number is read as the nearest 
 _MOST_COEFFICIENT = (1 << 32) // 10
 _SLOW_COEFFICIENT = 1000  # without its zeros; it makes a state for each remainder
 _TRIED_TOGETHER = 200
+# a bound with more digits before its point, or more zeros behind it, makes patterns nested too deeply for llguidance
+_MOST_DIGITS, _MOST_ZEROS = 80, 70
+_COUNTS = tuple(f"{least}{what}" for what in ("Items", "Length", "Properties", "Contains") for least in ("min", "max"))
 
 
 class Literal(WrittenFloat):
@@ -85,6 +89,28 @@ def has_slow_multiples(schema: dict[str, Any]) -> bool:
     return any(int(text.rstrip("0") or "0") > _SLOW_COEFFICIENT for text in digits)
 
 
+def refusal_of(number: SchemaNumber) -> str:
+    """Return why a schema with an inexact number is refused."""
+    if _is_long_bound(number):
+        return f"{number} has more digits than llguidance can compile; leave it out"
+    return (
+        f"{number} would be another one in the answers, since llguidance holds numbers as doubles; ask for it as text"
+    )
+
+
+def impossible_count(schema: dict[str, Any]) -> str | None:
+    """Return a sentence about a limit on items, characters or properties that is no number of these; None: none is."""
+    for path, part in subschemas(schema):
+        for keyword in _COUNTS:
+            value = part.get(keyword, 0)
+            if isinstance(value, dict):
+                continue
+            is_count = is_number(value) and 0 <= value < _MOST_COUNT and _is_whole(value)
+            if not is_count:
+                return f"{shown(dumps(value))} at {path}/{keyword} is no whole number from 0 to {_MOST_COUNT - 1}"
+    return None
+
+
 def numbers_of(schema: dict[str, Any]) -> Iterator[SchemaNumber]:
     """Yield the numbers in const, enum, multipleOf and the bounds of a schema and of all schemas in it."""
     for path, part in subschemas(schema):
@@ -122,7 +148,16 @@ def _is_plain(number: SchemaNumber) -> bool:
         return _is_plain_literal(value) and _is_kept_as_multiple(value)
     if _is_whole(value) and not -_EXACT < value < _EXACT:
         return False
-    return isinstance(value, int) or _is_plain_literal(value)
+    return not _is_long_bound(number) and (isinstance(value, int) or _is_plain_literal(value))
+
+
+def _is_long_bound(number: SchemaNumber) -> bool:
+    return number.keyword in BOUNDS and is_too_long(Decimal(number.value))
+
+
+def is_too_long(bound: Decimal) -> bool:
+    """Whether llguidance cannot compile the pattern of a bound."""
+    return bool(bound) and not -_MOST_ZEROS <= bound.adjusted() < _MOST_DIGITS
 
 
 def _is_plain_literal(value: int | Decimal) -> bool:
@@ -146,7 +181,7 @@ def _literal(number: SchemaNumber, literals: dict[Decimal, str]) -> Literal | in
         return None
     if _is_whole(value):
         return int(value) if _is_kept_integer(int(value), number) else None
-    if Decimal(value) not in literals:
+    if Decimal(value) not in literals or _is_long_bound(number):
         return None
     literal = Literal(literals[Decimal(value)])
     literal.number = Decimal(value)
