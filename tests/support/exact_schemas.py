@@ -83,7 +83,7 @@ class RandomSchema:
         return [self._constant(depth + 1) for _ in range(self._rng.randrange(3))]
 
     def _leaf(self) -> tuple[dict[str, Any], list[Any]]:
-        rng, kind = self._rng, self._rng.randrange(6)
+        rng, kind = self._rng, self._rng.randrange(7)
         type_name = rng.choice(["integer", "number"])
         if kind == 0:
             value = self._constant()
@@ -102,7 +102,35 @@ class RandomSchema:
         if kind == 4:
             value = self._number()
             return {"type": "integer" if Fraction(value).denominator == 1 else "number", "const": value}, [value]
+        if kind == 5:
+            return self._above_zero()
         return {"type": type_name}, []
+
+    def _above_zero(self) -> tuple[dict[str, Any], list[Any]]:
+        """Numbers between 0, itself excluded, and a number that is often within (-1, 1)."""
+        bound = Written(self._rng.choice(["0.5", "0.999", "1e-5", "1", "1.5", "100"]))
+        sign, zero, other = self._rng.choice(
+            [("", "exclusiveMinimum", "maximum"), ("-", "exclusiveMaximum", "minimum")]
+        )
+        wanted = Written(sign + bound)
+        return {"type": "number", zero: Written("0"), other: wanted}, [wanted]
+
+    def _merged(self) -> tuple[dict[str, Any], list[Any]]:
+        """Two schemas for the same value: a property by name or by pattern, an item, or the whole."""
+        rng = self._rng
+        (one, wanted), (other, _) = self._leaf(), self._leaf()
+        judge = exact_validator(text_of(other))
+        wanted = [value for value in wanted if judge.is_valid(exact(text_of(value)))]
+        kind = rng.randrange(4)
+        if kind == 0:
+            return {"allOf": [one, other]}, wanted
+        if kind == 1:
+            array = {"type": "array", "items": one, "minItems": 1, "maxItems": 2}
+            return {"allOf": [array, {"items": other}]}, [[value] for value in wanted]
+        object_ = {"type": "object", "properties": {"k": one}, "required": ["k"], "additionalProperties": False}
+        by_pattern = {"patternProperties": {"^k": other}}
+        both = object_ | by_pattern if kind == 2 else {"allOf": [object_, {"properties": {"k": other}}]}
+        return both, [{"k": value} for value in wanted]
 
     def _bounded(self, type_name: str) -> tuple[dict[str, Any], list[Any]]:
         low, high = sorted((self._number(), self._number()), key=Fraction)
@@ -118,11 +146,13 @@ class RandomSchema:
         return schema, [one for one in wanted if type_name == "number" or Fraction(one).denominator == 1]
 
     def _schema(self, depth: int) -> tuple[dict[str, Any], list[Any]]:
-        rng, kind = self._rng, self._rng.randrange(8) if depth else 7
+        rng, kind = self._rng, self._rng.randrange(9) if depth else 7
         if kind in (0, 1):
             return self._object(depth)
         if kind == 7:
             return self._leaf()
+        if kind == 8:
+            return self._merged()
         schema, wanted = self._schema(depth - 1)
         if kind == 2:
             least = rng.randint(0, 2)

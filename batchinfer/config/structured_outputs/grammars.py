@@ -12,7 +12,7 @@ from batchinfer.config.structured_outputs.endless_rules import is_endless
 from batchinfer.config.structured_outputs.endless_schemas import exclude_endless
 from batchinfer.config.structured_outputs.exact_grammar import CannotBeWrittenError, lark_of
 from batchinfer.config.structured_outputs.lark_text import Token, lark_tokens
-from batchinfer.config.structured_outputs.merged_multiples import misjudged_multiple
+from batchinfer.config.structured_outputs.merged_multiples import misjudged_number
 from batchinfer.config.structured_outputs.schema_keywords import keyword_warnings, switched_at
 from batchinfer.config.structured_outputs.schema_numbers import (
     grammar_json,
@@ -165,7 +165,7 @@ class _Schema:
         is_without_some = exclude_endless(schema)
         if is_without_some is None:
             raise ValueError(_NO_TEXT)
-        misjudged = misjudged_multiple(schema)
+        misjudged = misjudged_number(schema)
         if misjudged is not None:
             raise ValueError(
                 f"{misjudged} goes wrong in llguidance's arithmetic, together with other bounds of the same value; "

@@ -1,12 +1,15 @@
-"""multipleOf together with bounds and with other multipleOf, where llguidance's arithmetic would go wrong.
+"""Numbers of schemas with which llguidance's arithmetic goes wrong: multipleOf among bounds, and 0 as an open bound.
 
 llguidance merges all that allOf, anyOf and $ref say of one number, reckons with the smallest common multiple in 32
 bits, and decides with doubles whether there is a multiple between two bounds. It leaves a range that it takes for empty
-out of an anyOf or of the optional properties without a word.
+out of an anyOf or of the optional properties without a word. So it does with the numbers of a property or an item of
+which several schemas say something.
 """
 
 import itertools
 import math
+import re
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -15,6 +18,7 @@ from batchinfer.config.structured_outputs.schema_tree import subschemas, target_
 
 _BITS_32 = 1 << 32
 _MOST_WAYS = 100  # in which alternatives are put together, and numbers in one of them
+_MOST_VISITS = 10_000  # of sets of schemas that are put together for one value
 
 Bound = tuple[Fraction, bool]  # a number, and whether it is itself out of the range
 
@@ -26,6 +30,7 @@ class _Range(NamedTuple):
     least: tuple[Bound, ...] = ()
     most: tuple[Bound, ...] = ()
     is_integer: bool = False
+    zeros: tuple[SchemaNumber, ...] = ()  # bounds that are 0, which is itself out of the range
 
     def and_also(self, other: "_Range") -> "_Range":
         """Return what two ranges have in common."""
@@ -34,52 +39,86 @@ class _Range(NamedTuple):
             (self.least + other.least)[:_MOST_WAYS],
             (self.most + other.most)[:_MOST_WAYS],
             self.is_integer or other.is_integer,
+            (self.zeros + other.zeros)[:_MOST_WAYS],
         )
 
 
-def misjudged_multiple(schema: dict[str, Any]) -> SchemaNumber | None:
-    """Return a multipleOf with which llguidance goes wrong, None if there is none.
+def misjudged_number(schema: dict[str, Any]) -> SchemaNumber | None:
+    """Return a multipleOf, or a bound that is 0, with which llguidance goes wrong, None if there is none.
 
     Args:
         schema: of `exact_json.parse`.
     """
-    multiples = {id(number.schema): number for number in numbers_of(schema) if number.is_multiple}
-    if not multiples:
+    watched = {(id(one.schema), one.keyword): one for one in numbers_of(schema) if _is_watched(one)}
+    if not watched:
         return None
-    merger = _Merger(schema, multiples)
+    merger = _Merger(schema, watched)
     for _, part in subschemas(schema):
-        for merged in merger.ways(part):
-            if merged.multiples and _is_misjudged(merged):
-                return merged.multiples[-1]
-    return None
+        merger.visit((part,))
+    return merger.misjudged
+
+
+def _is_watched(number: SchemaNumber) -> bool:
+    return number.is_multiple or (number.keyword.startswith("exclusive") and not number.value)
 
 
 class _Merger:
-    def __init__(self, root: dict[str, Any], multiples: dict[int, SchemaNumber]) -> None:
-        self._root, self._multiples = root, multiples
-        self._known: dict[int, list[_Range]] = {}  # by id of a schema
+    """Follows which schemas llguidance puts together for one value, that of a property or an item included.
 
-    def ways(self, part: Any) -> list[_Range]:
-        """Return the ranges that a schema and the schemas for the same value allow, one for each way through anyOf."""
+    misjudged: the first number found with which it goes wrong.
+    """
+
+    def __init__(self, root: dict[str, Any], watched: dict[tuple[int, str], SchemaNumber]) -> None:
+        self._root, self._watched = root, watched
+        self._known: dict[int, list[tuple[dict[str, Any], ...]]] = {}  # by id of a schema
+        self._seen: set[frozenset[int]] = set()
+        self.misjudged: SchemaNumber | None = None
+
+    def visit(self, parts: tuple[Any, ...]) -> None:
+        """Look at the schemas of one value, and at those of the values in it."""
+        key = frozenset(map(id, parts))
+        is_too_much = len(key) > 1 and len(self._seen) >= _MOST_VISITS
+        if self.misjudged is not None or key in self._seen or is_too_much:
+            return
+        self._seen.add(key)
+        for together in self._together([self._ways(part) for part in parts]):
+            own = list({id(part): part for part in together}.values())
+            self.misjudged = next(filter(None, map(_misjudged, self._ranges(own))), None)
+            if self.misjudged is not None:
+                return
+            if len(own) > 1 or "patternProperties" in own[0]:
+                for below in _below(own):
+                    self.visit(below)
+
+    def _ways(self, part: Any) -> list[tuple[dict[str, Any], ...]]:
+        """Return the schemas that together say what a schema does, one tuple for each way through anyOf."""
         if not isinstance(part, dict):
-            return [_Range()]
+            return [()]
         if id(part) not in self._known:
-            self._known[id(part)] = [_Range()]  # a schema that refers to itself adds nothing
-            self._known[id(part)] = self._found(part)
+            self._known[id(part)] = [()]  # a schema that refers to itself adds nothing
+            target = target_of(self._root, part.get("$ref"))
+            needed = [*_list(part, "allOf"), *([] if target is None else [target.value])]
+            own: list[tuple[dict[str, Any], ...]] = [(part,)]
+            choices = [own, *map(self._ways, needed)]
+            for key in ("anyOf", "oneOf"):
+                choices.append([way for other in _list(part, key) for way in self._ways(other)])
+            self._known[id(part)] = self._together(choices)
         return self._known[id(part)]
 
-    def _found(self, part: dict[str, Any]) -> list[_Range]:
-        target = target_of(self._root, part.get("$ref"))
-        together = [*_list(part, "allOf"), *([] if target is None else [target.value])]
-        choices = [[self._own(part)], *(self.ways(other) for other in together)]
-        for key in ("anyOf", "oneOf"):
-            choices.append([way for other in _list(part, key) for way in self.ways(other)])
-        values = [part["const"]] if "const" in part else _list(part, "enum")
-        numbers = [Fraction(value) for value in values if is_number(value)]
-        choices.append([_Range(least=((number, False),), most=((number, False),)) for number in numbers])
-        found = [_Range()]
+    def _together(self, choices: list[list[tuple[dict[str, Any], ...]]]) -> list[tuple[dict[str, Any], ...]]:
+        found: list[tuple[dict[str, Any], ...]] = [()]
         for choice in filter(None, choices):
-            found = [one.and_also(other) for one in found for other in choice][:_MOST_WAYS]
+            found = [one + other for one in found for other in choice][:_MOST_WAYS]
+        return [way for way in found if way]
+
+    def _ranges(self, parts: list[dict[str, Any]]) -> list[_Range]:
+        found = [_Range()]
+        for part in parts:
+            values = [part["const"]] if "const" in part else _list(part, "enum")
+            numbers = [Fraction(value) for value in values if is_number(value)][:_MOST_WAYS]
+            points = [_Range(least=((number, False),), most=((number, False),)) for number in numbers]
+            own = self._own(part)
+            found = [one.and_also(own).and_also(point) for one in found for point in points or [_Range()]][:_MOST_WAYS]
         return found
 
     def _own(self, part: dict[str, Any]) -> _Range:
@@ -87,14 +126,62 @@ class _Merger:
             key: ((Fraction(part[key]), key.startswith("exclusive")),) if is_number(part.get(key)) else ()
             for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
         }
-        multiple = self._multiples.get(id(part))
+        multiple = self._watched.get((id(part), "multipleOf"))
+        zeros = [self._watched.get((id(part), key)) for key in ("exclusiveMinimum", "exclusiveMaximum")]
         types = [part["type"]] if isinstance(part.get("type"), str) else _list(part, "type")
         return _Range(
             () if multiple is None else (multiple,),
             bounds["minimum"] + bounds["exclusiveMinimum"],
             bounds["maximum"] + bounds["exclusiveMaximum"],
             "integer" in types and "number" not in types,
+            tuple(zero for zero in zeros if zero is not None),
         )
+
+
+def _below(parts: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
+    """Yield the schemas of each value in a value of all these schemas: of a property by name or pattern, of an item."""
+    named = [part["properties"] if isinstance(part.get("properties"), dict) else {} for part in parts]
+    patterns = [part["patternProperties"] if isinstance(part.get("patternProperties"), dict) else {} for part in parts]
+    for name in dict.fromkeys(itertools.chain(*named)):
+        found = []
+        for part, own, others in zip(parts, named, patterns, strict=True):
+            fitting = [others[pattern] for pattern in others if _may_match(pattern, name)]
+            fitting += [own[name]] if name in own else []
+            found += fitting or [part.get("additionalProperties")]
+        yield tuple(found)
+    for pattern in dict.fromkeys(itertools.chain(*patterns)):
+        yield tuple(
+            others.get(pattern, part.get("additionalProperties")) for part, others in zip(parts, patterns, strict=True)
+        )
+    yield tuple(part.get("additionalProperties") for part in parts)
+    firsts = [_list(part, "prefixItems") or _list(part, "items") for part in parts]
+    for place in range(max(map(len, firsts)) + 1):
+        yield tuple(
+            first[place] if place < len(first) else part.get("items") for part, first in zip(parts, firsts, strict=True)
+        )
+
+
+def _may_match(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:
+        return True
+
+
+def _misjudged(merged: _Range) -> SchemaNumber | None:
+    if merged.multiples and _is_misjudged(merged):
+        return merged.multiples[-1]
+    if merged.zeros and not merged.is_integer and _admits_zero(merged):
+        return merged.zeros[-1]
+    return None
+
+
+def _admits_zero(merged: _Range) -> bool:
+    """Whether llguidance takes 0 although it is excluded: its patterns of numbers between 0 and ±1 begin with it."""
+    if not (merged.least and merged.most):
+        return False
+    lowest, highest = max(merged.least), min(merged.most, key=lambda bound: (bound[0], not bound[1]))
+    return (lowest == (0, True) and 0 < highest[0] < 1) or (highest == (0, True) and -1 < lowest[0] < 0)
 
 
 def _is_misjudged(merged: _Range) -> bool:
@@ -114,6 +201,8 @@ def _is_misjudged(merged: _Range) -> bool:
         coefficient, exponent = whole, places
     if 10 * coefficient >= _BITS_32:
         return True
+    if not merged.is_integer and _loses_a_multiple(merged, coefficient, exponent):
+        return True
     if not (merged.least and merged.most):
         return False
     lowest, highest = max(merged.least), min(merged.most, key=lambda bound: (bound[0], not bound[1]))
@@ -124,6 +213,17 @@ def _is_misjudged(merged: _Range) -> bool:
     return _is_empty_to_library(lowest, highest, coefficient / 10.0**exponent, merged.is_integer) != _is_empty(
         lowest, highest, Fraction(step.numerator) if merged.is_integer else step
     )
+
+
+def _loses_a_multiple(merged: _Range, coefficient: int, exponent: int) -> bool:
+    """Whether a multiple is the beginning of a bound's digits: llguidance wants more digits behind these."""
+    step = Fraction(coefficient, 10**exponent)
+    for bound, _ in (*merged.least, *merged.most):
+        cut = Fraction(int(bound * 10**exponent), 10**exponent)
+        is_inside = all(cut >= low for low, _ in merged.least) and all(cut <= high for high, _ in merged.most)
+        if cut != bound and is_inside and (cut / step).denominator == 1:
+            return True
+    return False
 
 
 def _places(number: Fraction) -> int:
