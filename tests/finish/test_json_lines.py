@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.finish.json_lines import JsonLines
+from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, read_state
 from support.faults import finish_until_killed
 from support.jobs import batchinfer, output_bytes, outputs, write_job, write_questions, write_shard
@@ -69,6 +70,32 @@ VALUES = {
     "flags": ([True, None], [True, None]),
     "nothing": ([None, None], [None, None]),
 }
+
+
+NUMBERS = pa.map_(pa.string(), pa.int64())
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "wanted"),
+    [
+        ([[("k", 1), ("k", 2)], None, [("j", 3)]], NUMBERS, [{"k": 2}, None, {"j": 3}]),
+        ([[[("k", 1), ("j", 5), ("k", None)], []]], pa.list_(NUMBERS), [[{"k": None, "j": 5}, {}]]),
+        ([{"m": [(1, 1), (1, 2)]}], pa.struct([("m", pa.map_(pa.int32(), pa.int64()))]), [{"m": {"1": 2}}]),
+        ([[("a", [("k", 1), ("k", 2)])]], pa.map_(pa.string(), NUMBERS), [{"a": {"k": 2}}]),
+    ],
+)
+def test_of_a_key_that_a_map_has_twice_the_last_value_counts(values, kind, wanted):
+    column = pa.array(values, kind)
+    assert [line["x"] for line in lines_of(pa.table({"x": column, "y": [1.5] * len(column)}))] == wanted
+
+
+def test_a_value_that_duckdb_cannot_write_is_named_as_the_cause(monkeypatch):
+    def fails(self, rows):
+        raise duckdb.InvalidInputException("Invalid Input Error: no such value")
+
+    monkeypatch.setattr(JsonLines, "_written", fails)
+    with pytest.raises(ConfigError, match=r"written as a line of JSON: .*no such value; leave its column out"):
+        lines_of(pa.table({"x": [1]}))
 
 
 @pytest.mark.parametrize(("values", "wanted"), VALUES.values(), ids=VALUES)
