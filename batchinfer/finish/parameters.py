@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchinfer.finish.json_text import BLANKS, NO_JSON, json_value, quoted
 
@@ -70,15 +74,16 @@ class Parameters:
             return
         seen.add(id(schema))
         own, others = schema.get("properties"), schema.get("additionalProperties")
-        if isinstance(own, dict) and name in own:
-            yield own[name]
-        elif isinstance(others, dict) and others:
-            yield others
+        declared = [own[name]] if isinstance(own, dict) and name in own else []
+        declared += [part for pattern, part in _members(schema, "patternProperties") if _fits(pattern, name)]
+        yield from declared or ([others] if isinstance(others, dict) and others else [])
         for part in [
             self._target(schema),
             *_parts(schema, "allOf"),
             *_parts(schema, "anyOf"),
             *_parts(schema, "oneOf"),
+            *(schema.get(key) for key in ("then", "else")),
+            *(part for _, part in _members(schema, "dependentSchemas")),
         ]:
             yield from self._found(part, name, seen)
 
@@ -111,13 +116,29 @@ class Parameters:
             return None
         found = self._schema
         for part in unquote(reference[1:]).split("/")[1:]:
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+            key = part.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and re.fullmatch("[0-9]{1,9}", key) and int(key) < len(found):
+                found = found[int(key)]
+            else:
+                found = found.get(key) if isinstance(found, dict) else None
         return found
 
 
 def _parts(schema: dict[str, Any], key: str) -> list[Any]:
     found = schema.get(key)
     return found if isinstance(found, list) else []
+
+
+def _members(schema: dict[str, Any], key: str) -> list[tuple[str, Any]]:
+    found = schema.get(key)
+    return list(found.items()) if isinstance(found, dict) else []
+
+
+def _fits(pattern: str, name: str) -> bool:
+    try:  # by a library whose time is linear in the name
+        return bool(pc.match_substring_regex(pa.array([name]), pattern)[0].as_py())
+    except (pa.ArrowException, UnicodeError):
+        return False
 
 
 def _listed(value: Any) -> list[Any]:

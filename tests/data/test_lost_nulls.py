@@ -130,8 +130,8 @@ def test_nulls_that_pad_structs_are_no_part_of_schemas_and_biases(tmp_path):
     assert found["structs"][4:] == found["texts"][4:]
     assert (warned["texts"], warned["lines"]) == ([], [])
     assert warned["structs"] == [
-        f"warning: column 's' has null as const in row 0 of {tmp_path}/structs.parquet; structs cannot say whether it "
-        "is a value, so schemas leave it out; give sampling as JSON text if it is meant"
+        f"warning: column 's' has null as const in row 0 of {tmp_path}/structs.parquet; in structs, null values and "
+        "missing fields look the same, so schemas leave both out; give sampling as JSON text to keep nulls"
     ]
 
 

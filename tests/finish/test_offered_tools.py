@@ -55,6 +55,26 @@ def test_arguments_are_read_back_as_they_were_written(form, writer):
             assert exact(call["arguments"]) == values_of(arguments), (seed, text)
 
 
+TEXT = {"type": "string"}
+DECLARED_ELSEWHERE = [
+    {"patternProperties": {"^z": TEXT}},
+    {"patternProperties": {"^z": TEXT}, "additionalProperties": {"type": "integer"}},
+    {"patternProperties": {"(": {"type": "integer"}, "ip$": TEXT}},
+    {"properties": {"zip": {"$ref": "#/anyOf/0"}}, "anyOf": [TEXT]},
+    {"properties": {"zip": {"$ref": "#/$defs/u/anyOf/0"}}, "$defs": {"u": {"anyOf": [TEXT, {"type": "null"}]}}},
+    {"properties": {"k": {}}, "if": {}, "then": {"properties": {"zip": TEXT}}},
+    {"properties": {"k": {}}, "if": {}, "else": {"properties": {"zip": TEXT}}},
+    {"dependentSchemas": {"k": {"properties": {"zip": TEXT}}}},
+]
+
+
+@pytest.mark.parametrize("parameters", DECLARED_ELSEWHERE)
+def test_a_type_of_glm_may_be_declared_in_any_part_of_the_parameters(parameters):
+    offered = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"} | parameters}}
+    text = "<tool_call>f\n<arg_key>zip</arg_key>\n<arg_value>10001</arg_value>\n</tool_call>"
+    assert arguments_of(text, [offered]) == '{"zip": "10001"}'
+
+
 @BOTH
 def test_a_call_of_a_tool_that_is_not_offered_is_not_read(form, writer):
     for name in ("nobody", "F", "ff", "f.g", "function"):
