@@ -38,10 +38,11 @@ def column_of(data: Any) -> pa.ChunkedArray:
 def batches_of(data: Any) -> tuple[pa.RecordBatchReader, dict[str, str]] | None:
     """Return a reader of a table's rows, and the reason for each column left out; None if `data` is no table.
 
-    A column of structs counts as a table.
+        A column of structs counts as a table.
 
-    Raises:
-        pa.ArrowException, ValueError, TypeError, OverflowError: no column can be converted to Arrow.
+        Raises:
+            InputError: no column can be converted to Arrow.
+        pa.ArrowException, ValueError, TypeError, OverflowError: the table cannot be converted for another reason.
     """
     if is_column(data):
         return pa.Table.from_struct_array(column_of(data)).to_reader(), {}
@@ -57,6 +58,9 @@ def batches_of(data: Any) -> tuple[pa.RecordBatchReader, dict[str, str]] | None:
     except NOT_ARROW:
         lost = _columns_not_arrow(data)
         good = [name for name in data.columns if str(name) not in lost] if lost else []
+        if lost and not good:
+            name, reason = next(iter(lost.items()))
+            raise _cannot_be_taken(name, reason) from None
         if not good:
             raise
         reader = pa.RecordBatchReader.from_stream(data[good])
@@ -65,6 +69,10 @@ def batches_of(data: Any) -> tuple[pa.RecordBatchReader, dict[str, str]] | None:
         sizes = {field.name for field in reader.schema if pa.types.is_fixed_size_binary(field.type)}
         lost |= dict.fromkeys(sizes, "it holds Python objects")
     return reader, lost
+
+
+def _cannot_be_taken(name: str, reason: str) -> InputError:
+    return InputError(f"column {name!r} of data cannot be taken: {reason}; convert it, for example to text")
 
 
 def storable(reader: pa.RecordBatchReader, lost: dict[str, str], used: Collection[str]) -> pa.RecordBatchReader:
@@ -83,7 +91,7 @@ def storable(reader: pa.RecordBatchReader, lost: dict[str, str], used: Collectio
             lost[field.name] = f"it is {read.type}, which Parquet has not"
     for name, reason in lost.items():
         if name in used:
-            raise InputError(f"column {name!r} of data cannot be taken: {reason}; convert it, for example to text")
+            raise _cannot_be_taken(name, reason)
     places = [place for place, field in enumerate(stored) if field.name not in lost]
     schema = pa.schema([stored[place].remove_metadata() for place in places])
     return pa.RecordBatchReader.from_batches(schema, _stored_batches(reader, places, schema))

@@ -231,6 +231,8 @@ def test_a_column_that_is_no_arrow_data_is_left_out_or_refused_by_name(name, tmp
         with pytest.raises(batchinfer.InputError, match="column 'x' of data cannot be taken: ") as raised:
             prompts.reader_of(data, named, {"id"}, kept)
         assert "\n" not in str(raised.value)
+    with pytest.raises(batchinfer.InputError, match="column 'x' of data cannot be taken: "):
+        prompts.reader_of(frame, {"prompt": "x"}, {"id"}, [])
 
 
 def test_an_index_of_pandas_is_no_column_of_prompts():
