@@ -124,6 +124,20 @@ def test_a_reason_is_without_the_state_and_the_times_of_the_parser(grammars):
     assert "time" not in reason
 
 
+def test_a_dead_end_is_one_sentence(grammars):
+    named_by_pattern = {"type": "object", "patternProperties": {"^a$": {"type": "integer"}}, "required": ["a"]}
+    matcher = grammars.matcher("json", json.dumps(named_by_pattern | {"additionalProperties": False}))
+    for token in SAMPLE.encode_piece('{"a":1,'):
+        matcher.accept(token)
+    for _ in range(100):  # behind the comma come blanks, and no other name
+        may_come = allowed(grammars.masks([matcher])[0])
+        if matcher.problem is not None:
+            break
+        matcher.accept(may_come[0])
+    assert matcher.problem is not None
+    assert matcher.problem.startswith("no text goes on from here")
+
+
 def test_names_stay_that_the_tokenizer_builds_from_others():
     added = [{"id": number, "content": name, "special": True} for number, name in enumerate(["<a>", "<b>", "x"])]
     of_pairs = {"vocab": {"<a>": 0, "<b>": 1, "x": 2, "y": 3}, "merges": [["<", "b>"]], "unk_token": "<a>"}

@@ -33,7 +33,12 @@ def is_stuck(matcher: LLMatcher) -> bool:
     if 0 < len(forced) <= _MOST_FORCED:
         matcher.consume_tokens(list(forced))
         matcher.compute_bitmask()
-    return matcher.get_error().startswith("NoExtension")
+    return is_dead_end(matcher.get_error())
+
+
+def is_dead_end(error: str) -> bool:
+    """Whether an error of llguidance says that no token may come next."""
+    return error.startswith("NoExtension")
 
 
 def next_tokens(matcher: LLMatcher) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from llguidance import LLMatcher, grammar_from
 
 from batchinfer.config.exact_json import dumps, parse
-from batchinfer.config.structured_outputs.byte_matcher import byte_matcher, is_stuck
+from batchinfer.config.structured_outputs.byte_matcher import byte_matcher, is_dead_end, is_stuck
 from batchinfer.config.structured_outputs.endless_rules import is_endless
 from batchinfer.config.structured_outputs.endless_schemas import exclude_endless
 from batchinfer.config.structured_outputs.exact_grammar import CannotBeWrittenError, lark_of
@@ -61,6 +61,8 @@ def warnings_of(kind: str, text: str) -> tuple[str, ...]:
 
 def reason_of(error: str) -> str:
     """Return the reason in an error of llguidance, without its dump of the parser's state, which holds times."""
+    if is_dead_end(error):
+        return "no text goes on from here: the grammar has a dead end, such as a name that no property may have"
     return " ".join(error.partition("<state>")[0].split())
 
 
