@@ -33,7 +33,7 @@ class Feed:
     def ask_for_requests(self, num_pages: int) -> None:
         pass
 
-    def send(self, report: Any) -> None:
+    def send(self, report: Any, num_running: int = 0) -> None:
         self.records.append(report.record)
         for completion in report.completions:
             assert completion.key not in self.done
