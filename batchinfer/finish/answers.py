@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from batchinfer.data.prompt_tokenizer import THINKING_MARKS
 from batchinfer.finish.call_forms import FORMS, CallForm, WrittenCall
+from batchinfer.finish.hidden_marks import hide_marks
 
 _BLANKS = re.compile(r"\s*")
 
@@ -40,6 +41,12 @@ class AnswerReader:
         Args:
             is_cut: whether max_tokens cut the answer; its last block of calls may then lack an end.
         """
+        hidden = hide_marks(text)
+        found = self._read_hidden(hidden.text, is_cut)
+        calls = None if found.calls is None else [hidden.restored(call) for call in found.calls]
+        return Answer(calls, text[: len(found.content)], found.form)
+
+    def _read_hidden(self, text: str, is_cut: bool) -> Answer:
         start, is_certain = _end_of_thinking(text)
         # a call's arguments may contain the mark that ends thinking
         if start and not is_certain and any(self._is_open(form, text, start) for form in self._forms()):
@@ -59,6 +66,9 @@ class AnswerReader:
             return Answer(None if is_broken else [], text)
         # two forms may have the same mark
         place, form = min(found, key=lambda one: (one[0], not self._opens(one[1], text, one[0])))
+        thought = _end_of_later_thinking(text, start, place, is_cut)
+        if thought is not None:
+            return self._read_from(thought, text, is_cut)
         is_broken = self.own_forms and form.inner is not None and text.find(form.inner, start, place) >= 0
         calls = None if is_broken else _calls(form, text[place:], is_cut)
         return Answer(calls, text[:place].removesuffix(form.before), form)
@@ -93,8 +103,29 @@ def _end_of_thinking(text: str) -> tuple[int, bool]:
         if text.startswith(begin, start):
             place = text.find(end)
             return (place + len(end) if place >= 0 else len(text)), True
-    ends = [place + len(end) for _, end in THINKING_MARKS if (place := text.find(end)) >= 0]
+    ends = [
+        place + len(end)
+        for begin, end in THINKING_MARKS
+        if (place := text.find(end)) >= 0 and text.find(begin, 0, place) < 0
+    ]
     return min(ends, default=0), False
+
+
+def _end_of_later_thinking(text: str, start: int, place: int, is_cut: bool) -> int | None:
+    """Return the place behind the thinking that begins behind `start` and holds `place`; None: none does.
+
+    A mark that begins thinking without an end does so only in an answer that is cut off: else prose quotes the mark.
+    """
+    for begin, end in THINKING_MARKS:
+        first = text.rfind(begin, start, place)
+        if first < 0 or text.find(end, first, place) >= 0:
+            continue
+        last = text.find(end, place)
+        if last >= 0:
+            return last + len(end)
+        if is_cut:
+            return len(text)
+    return None
 
 
 def _calls(form: CallForm, text: str, is_cut: bool) -> list[WrittenCall] | None:

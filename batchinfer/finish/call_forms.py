@@ -190,9 +190,16 @@ def _call_of_object(text: str) -> WrittenCall | None:
     if not isinstance(found, dict):
         return None
     name, own_id = found.get("name"), found.get("id")
-    if not isinstance(name, str) or not name or not isinstance(found.get("arguments"), dict):
+    arguments = found.get("arguments")
+    if isinstance(arguments, str) and is_object(arguments):
+        written = arguments.strip(BLANKS)  # JSON text of the object, as in OpenAI's API
+    elif isinstance(arguments, dict):
+        written = members(text)["arguments"]
+    else:
         return None
-    return WrittenCall(name, members(text)["arguments"], own_id if isinstance(own_id, str) else None)
+    if not isinstance(name, str) or not name:
+        return None
+    return WrittenCall(name, written, own_id if isinstance(own_id, str) else None)
 
 
 # ---- Mistral
@@ -202,6 +209,8 @@ def _calls_of_mistral(block: str) -> list[WrittenCall] | None:
     head, mark, arguments = (part.strip() for part in block.partition("[ARGS]"))
     name, _, own_id = (part.strip() for part in head.partition("[CALL_ID]"))
     if mark:
+        text = json_value(arguments)
+        arguments = text.strip(BLANKS) if isinstance(text, str) else arguments
         return [WrittenCall(name, arguments, own_id or None)] if name and is_object(arguments) else None
     if not isinstance(json_value(block), list):
         return None

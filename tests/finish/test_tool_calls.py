@@ -137,6 +137,54 @@ def test_the_first_of_the_calls_that_max_tokens_has_cut_are_not_taken_for_all(fo
     assert calls_of(whole, is_cut=True) == ([ROME, LATER] if end else None)
 
 
+MARKS = [
+    *(
+        "</tool_call>",
+        "<tool_call>",
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
+        "[TOOL_CALLS]",
+        "</s>",
+        "[ARGS]",
+    ),
+    *(BEGIN, CALL, SEP, CALLED, END, "</think>"),
+]
+
+
+@pytest.mark.parametrize("form", [v3, v31, kimi, youtu, mistral, old_mistral])
+@pytest.mark.parametrize("mark", MARKS)
+def test_a_mark_in_a_string_of_json_is_no_end(form, mark):
+    marked = {"name": "write", "arguments": json.dumps({"text": f'a{mark}b \ue000 "{mark}', "list": [mark]})}
+    for text in (form(marked), form(marked, ROME), f"I look it up.{form(ROME, marked)}"):
+        calls = calls_of(text)
+        assert calls is not None
+        assert marked in calls
+        assert [call for call in calls if call not in (marked, ROME)] == []
+    assert content_of(f"I look it up.{form(marked)}") == "I look it up."
+
+
+@pytest.mark.parametrize("form", [youtu, old_mistral])
+def test_arguments_as_json_text_are_unwrapped(form):
+    text = form({"name": "f", "arguments": json.dumps('{"n": 1.10}')})
+    assert calls_of(text) == [{"name": "f", "arguments": '{"n": 1.10}'}]
+    assert calls_of(text.replace("1.10", "1.10,")) is None
+
+
+def test_arguments_of_mistral_as_json_text_are_unwrapped():
+    text = mistral({"name": "f", "arguments": json.dumps('{"n": 1}')})
+    assert calls_of(text) == [{"name": "f", "arguments": '{"n": 1}'}]
+
+
+@pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm, youtu])
+def test_calls_inside_later_thinking_are_none(form):
+    call = form(ROME)
+    assert calls_of(f"<think>a</think>text<think>maybe {call} no</think>final") == []
+    assert calls_of(f"<think>a</think>text<think>maybe {call} no</think>{call}") == [ROME]
+    assert calls_of(f"Hello <think>maybe {call}", is_cut=True) == []
+    assert calls_of(f"The mark <think> begins it.{call}") == [ROME]
+    assert calls_of(f"ok {call}<think>x</think>") == [ROME]
+
+
 def test_fences_in_a_text_are_no_end():
     assert calls_of(v3(ROME).removesuffix(END)) == [ROME]
     for form in (v3, v31):
