@@ -38,11 +38,11 @@ def column_of(data: Any) -> pa.ChunkedArray:
 def batches_of(data: Any) -> tuple[pa.RecordBatchReader, dict[str, str]] | None:
     """Return a reader of a table's rows, and the reason for each column left out; None if `data` is no table.
 
-        A column of structs counts as a table.
+    A column of structs counts as a table.
 
-        Raises:
-            InputError: no column can be converted to Arrow.
-        pa.ArrowException, ValueError, TypeError, OverflowError: the table cannot be converted for another reason.
+    Raises:
+        InputError: no column can be converted to Arrow.
+    pa.ArrowException, ValueError, TypeError, OverflowError: the table cannot be converted for another reason.
     """
     if is_column(data):
         return pa.Table.from_struct_array(column_of(data)).to_reader(), {}

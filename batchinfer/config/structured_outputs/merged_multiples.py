@@ -8,7 +8,6 @@ which several schemas say something.
 
 import itertools
 import math
-import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -162,9 +161,13 @@ def _below(parts: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
 
 
 def _may_match(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a property's name; True if RE2, which takes linear time, cannot tell."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     try:
-        return re.search(pattern, name) is not None
-    except re.error:
+        return bool(pc.match_substring_regex(pa.array([name]), pattern)[0].as_py())
+    except pa.ArrowException:
         return True
 
 
