@@ -242,8 +242,8 @@ def test_a_console_that_is_not_utf_8_gets_what_it_can_show(monkeypatch):
 )
 def test_a_console_of_the_locale_c_is_one_that_lacks_characters(monkeypatch, encoding, shown):
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
-    show = "print('\u2500', file=stream(Output, sys.stdout))"
-    text = f"import sys; from batchinfer.own_process import Output, stream; {show}"
+    show = "print('\u2500', file=wrap_stream(Output, sys.stdout))"
+    text = f"import sys; from batchinfer.own_process import Output, wrap_stream; {show}"
     done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, encoding="utf-8")
     assert (done.stdout, done.stderr) == (f"{shown}\n", "")
 

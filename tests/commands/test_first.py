@@ -50,7 +50,7 @@ def test_init_leaves_a_file_alone_that_is_there(tmp_path):
         ("nowhere", RANDOM_MODEL, "no file matches"),
         ("empty", RANDOM_MODEL, "which holds no "),
         ("prompts", "nowhere", "there is no model folder"),
-        ("prompts", "deepseek-ai/DeepSeek-V3", "`hf download deepseek-ai/DeepSeek-V3 --local-dir "),
+        ("prompts", "deepseek-ai/DeepSeek-V3", "`hf download deepseek-ai/DeepSeek-V3` puts it"),
         ("prompts", "empty", "config.json does not exist"),
     ],
 )

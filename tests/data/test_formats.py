@@ -237,7 +237,7 @@ def test_a_changed_file_is_noticed_and_one_that_was_only_touched_is_not(tmp_path
     with pytest.raises(RunMismatchError, match="changed after it was planned"):
         refuse_changed(shards, DEFAULT_S3)
     path.unlink()
-    with pytest.raises(InputError, match="is not there"):
+    with pytest.raises(InputError, match="does not exist"):
         refuse_changed(shards, DEFAULT_S3)
 
 

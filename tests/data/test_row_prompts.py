@@ -364,7 +364,10 @@ def test_columns_of_the_wrong_type_make_their_rows_bad(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"system": "x"}, "input.system is for chats, but prompt alone makes none; use messages, or template with"),
+        (
+            {"system": "x"},
+            "input.system is for chats, but prompt alone makes none; use user, messages, or",
+        ),
         ({"prompt": None, "template": "{{ q }}", "tools": "t"}, "input.tools is for chats, but template alone makes"),
         ({"continue_final_message": True}, "input.continue_final_message is for chats of input.messages"),
         ({"format": "sharegpt"}, "exactly one must be set, but the job sets prompt and messages"),

@@ -164,6 +164,7 @@ def test_experts_stay_where_they_are_on_one_rank(job):
     assert not RunDir(job / "one").experts.exists()
 
 
+@pytest.mark.all  # make test: test_expert_balance
 def test_the_table_of_experts_is_a_plain_parquet_file(job):
     run = job / "rows-of-experts"
     table = pq.read_table(run / "plan" / "experts.parquet")

@@ -158,7 +158,7 @@ def test_tiles_that_hang_are_left_too(plain_is_best, monkeypatch):
     build.library()
     assert build.instructions().name == "others"
     assert "its tiles cannot be relied on (the process took longer than 0.5 s" in build.explain_choice()
-    assert f"delete {build._refused(build.INSTRUCTION_SETS[0])} to have them tried again" in build.explain_choice()
+    assert f"delete {build._refusal_file(build.INSTRUCTION_SETS[0])} to have them tried again" in build.explain_choice()
 
 
 @pytest.mark.all  # make test: test_tiles_that_go_wrong_...

@@ -259,7 +259,7 @@ def refused(*arguments: str | Path) -> str:
     _, err = process.communicate(timeout=120)
     assert process.returncode == 2, err
     *progress, sentence = err.strip().splitlines()
-    assert all(re.match("(planning|loading|to come|prefill|decode): ", line) for line in progress), err
+    assert all(re.match("(planning|loading|to come|prefill|decode|warning): ", line) for line in progress), err
     assert sentence.startswith("error: ")
     return sentence
 
