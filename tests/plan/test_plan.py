@@ -203,8 +203,8 @@ def test_a_plan_that_goes_on_warns_of_the_shards_that_were_read_before(tmp_path,
         assert said[:3] == [
             f"warning: 1 bad rows in {tmp_path}/prompts/a.parquet; the first: row 1: prompt is null",
             f"warning: {tmp_path}/prompts/b.parquet has no column 'id'; its rows have null ids",
-            "warning: 2 prompts are text that goes to the model as it is, although it has a chat template; set input.user = "
-            '"prompt" instead of input.prompt if these are questions to it',
+            "warning: 2 prompts are text that goes to the model as it is, although it has a chat template; set "
+            'input.user = "prompt" instead of input.prompt if these are questions to it',
         ]
         assert said[3] == "warning: 2 rows leave less room than max_tokens in the window of 2,048 tokens"
     write_job(tmp_path, sampling={"max_tokens": 10**6}, output={"dir": "strict"})
