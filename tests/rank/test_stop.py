@@ -9,6 +9,9 @@ import pytest
 from batchinfer.records import InterruptedRunError
 from batchinfer.stop import StopSignal
 
+# These tests send signals to their own process, which must not end pytest.
+pytestmark = pytest.mark.usefixtures("own_interrupts")
+
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
