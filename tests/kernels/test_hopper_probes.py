@@ -172,3 +172,4 @@ def test_the_page_on_gpus_names_the_versions_that_are_installed():
     (torch_needed,) = [requirement for requirement in extra if requirement.startswith("torch")]
     assert torch_needed == "torch>=2.11,<2.12"
     assert "| torch | 2.11.0, built for CUDA 13.0 |" in page
+    assert "are written and checked against their interfaces" in page
