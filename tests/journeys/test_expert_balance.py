@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -122,6 +123,13 @@ def two_kinds(tmp_path_factory):
     return folder, ran(job_of_kinds(folder, "one"))[1]
 
 
+@pytest.fixture(scope="module")
+def run_of_layout(two_kinds):
+    """Return what the job of two kinds of prompts said with a layout of ranks, and its run: once for all tests."""
+    small = {"prefill_tokens": 128, "decode_requests": 16, "redundant_experts": 4}
+    return functools.cache(lambda layout: ran(job_of_kinds(two_kinds[0], f"kinds-{layout}", **LAYOUTS[layout], **small)))
+
+
 def job_of_kinds(folder, name, **cluster):
     return write_job(
         folder,
@@ -138,10 +146,9 @@ def job_of_kinds(folder, name, **cluster):
     "layout",
     ["2", *(pytest.param(layout, marks=pytest.mark.all) for layout in LAYOUTS if layout != "2")],  # make test: 2
 )
-def test_experts_move_again_when_other_prompts_come_and_outputs_stay_the_same(two_kinds, layout):
-    folder, alone = two_kinds
-    small = {"prefill_tokens": 128, "decode_requests": 16, "redundant_experts": 4}
-    said, run = ran(job_of_kinds(folder, f"kinds-{layout}", **LAYOUTS[layout], **small))
+def test_experts_move_again_when_other_prompts_come_and_outputs_stay_the_same(two_kinds, run_of_layout, layout):
+    _, alone = two_kinds
+    said, run = run_of_layout(layout)
     assert output_bytes(run) == output_bytes(alone)
     made_by = query(run, "SELECT DISTINCT phase, placement, made_by FROM placements ORDER BY phase, placement")
     of_prefill = [row["made_by"] for row in made_by if row["phase"] in ("both", "prefill")]
@@ -181,18 +188,17 @@ def test_experts_move_again_when_other_prompts_come_and_outputs_stay_the_same(tw
 
 
 @pytest.mark.all  # make test: experts move again, above
-def test_the_second_kind_of_prompts_is_balanced_again(two_kinds):
+def test_the_second_kind_of_prompts_is_balanced_again(run_of_layout):
     """Under the last placement the busiest rank has less to do than under the one before it came."""
-    folder, _ = two_kinds
-    run = folder / "kinds-2"
+    _, run = run_of_layout("2")
     last = query(run, "SELECT max(placement) AS n FROM placements")[0]["n"]
     assert busiest_by_mean(run, f"placement = {last} AND phase = 'prefill'") <= 1.1
 
 
 @pytest.mark.all  # make test: test_expert_placer
-def test_ranks_that_start_later_begin_with_the_table_and_without_a_calibration(two_kinds):
+def test_ranks_that_start_later_begin_with_the_table_and_without_a_calibration(two_kinds, run_of_layout):
     folder, alone = two_kinds
-    run = folder / "kinds-2+2"
+    _, run = run_of_layout("2+2")
     (run / "stats" / "run.parquet").unlink()
     shutil.rmtree(run / "units")
     shutil.rmtree(run / "done")

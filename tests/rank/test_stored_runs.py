@@ -384,7 +384,9 @@ def test_a_prompt_that_is_not_finite_harms_no_prompt_that_begins_like_it(tmp_pat
 
 
 def warnings(ended) -> list[str]:
-    return [line for line in ended.err.splitlines() if line.startswith("warning: ")]
+    """Return the warnings but that of `plan` about plain prompts, which go to the model as they are here."""
+    found = [line for line in ended.err.splitlines() if line.startswith("warning: ")]
+    return [line for line in found if "has a chat template" not in line]
 
 
 @pytest.fixture
