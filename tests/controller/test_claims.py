@@ -12,13 +12,11 @@ import sys
 import time
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller import claims, lease_watch
-from batchinfer.controller.claims import UnitClaims, last_claim, result_files
-from batchinfer.controller.result_files import write_results
+from batchinfer.controller.claims import UnitClaims, last_claim
 from batchinfer.records import ConfigError
 from batchinfer.run import liveness
 from batchinfer.rundir import RunDir
@@ -240,28 +238,3 @@ def test_the_heartbeat_renews_the_lease_of_every_unit_held(tmp_path, monkeypatch
         while any(lease.stat().st_mtime == 1000.0 for lease in leases):
             assert time.monotonic() < deadline, "no heart beats"
             time.sleep(0.01)
-
-
-def test_a_claim_inherits_results_of_its_own_unit_alone(tmp_path):
-    run, table = RunDir(tmp_path), pa.table({"row": [1]})
-    with UnitClaims(run) as mine:
-        for unit in (0, 1):
-            write_results(mine.try_claim(unit).folder, 0, table)
-        own, foreign = (result_files(last_claim(run, unit))[0] for unit in (0, 1))
-        assert claims.offer_again(run, 0, inherited=[own, foreign], fill=lambda folder: None)
-        assert result_files(last_claim(run, 0)) == [own]
-
-
-def test_a_damaged_result_file_is_not_inherited(tmp_path):
-    run = RunDir(tmp_path)
-    with UnitClaims(run) as mine:
-        claim = mine.try_claim(0)
-        for number in range(2):
-            write_results(claim.folder, number, pa.table({"row": [number]}))
-        sound, damaged = result_files(claim.folder)
-        content = bytearray(damaged.read_bytes())
-        content[len(content) // 2] ^= 1
-        damaged.write_bytes(content)
-        mine.release(claim)
-        assert mine.try_claim(0).inherited == (sound,)
-    assert not damaged.exists()  # set aside

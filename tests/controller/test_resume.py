@@ -9,7 +9,7 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.controller import claims, lease_watch
+from batchinfer.controller import claims
 from batchinfer.controller.claims import UnitClaims
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
@@ -162,26 +162,6 @@ def test_a_second_controller_takes_over_from_a_killed_one(reference, monkeypatch
     assert output_bytes(run) == reference[1]
 
 
-def test_a_lease_runs_out_only_when_its_counter_stands_still(tmp_path, monkeypatch):
-    run = RunDir(tmp_path)
-    with UnitClaims(run) as mine:
-        claim = mine.try_claim(0)
-        assert claim is not None
-        other = UnitClaims(run)
-        assert other.try_claim(0) is None
-        monkeypatch.setattr(lease_watch, "LEASE_S", 0.0)
-        # seen standing still for longer than the lease: taken over, although the process lives (it may be stopped)
-        taken = other.try_claim(0)
-        assert taken is not None
-        assert taken.name == "0001"
-        # the first one wakes up: its later files are not among those that count
-        (claim.folder / "part-00000.parquet").write_bytes(b"late")
-        assert claims.result_files(taken.folder) == []
-        other.complete(taken)
-        mine.complete(claim)  # too late: the unit was completed by the other claim
-        assert claims.done_mark(run, 0).claim == taken.folder
-
-
 @pytest.mark.parametrize("num_earlier", [2, 10_001])
 def test_a_unit_whose_first_claims_were_deleted_can_be_claimed(tmp_path, num_earlier):
     run = RunDir(tmp_path)
@@ -192,12 +172,6 @@ def test_a_unit_whose_first_claims_were_deleted_can_be_claimed(tmp_path, num_ear
         assert taken is not None
         assert taken.name == f"{num_earlier:04d}"
         assert claims.last_claim(run, 0) == taken.folder
-
-
-def test_only_one_of_many_gets_a_unit(tmp_path):
-    run = RunDir(tmp_path)
-    claimed = [UnitClaims(run).try_claim(0) for _ in range(5)]
-    assert sum(claim is not None for claim in claimed) == 1
 
 
 @pytest.mark.parametrize(
