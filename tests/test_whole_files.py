@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer import whole_files
 from batchinfer.records import ConfigError
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from batchinfer.whole_files import (
     Publisher,
@@ -181,7 +181,7 @@ def test_of_two_that_create_a_file_the_first_wins(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mark"]
 
 
-@pytest.mark.parametrize("remove", [remove_folder, FolderStorage(RunDir(Path())).forget_folder])
+@pytest.mark.parametrize("remove", [remove_folder, FolderStorage(RunDir(Path())).delete_folder])
 def test_a_folder_goes_although_others_still_write_there(tmp_path, monkeypatch, remove):
     folder = tmp_path / "session"
     (folder / "rank-3").mkdir(parents=True)

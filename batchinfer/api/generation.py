@@ -19,7 +19,7 @@ from batchinfer.config.model_folder import model_folder
 from batchinfer.config.sampling import JobSampling
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.records import ConfigError
-from batchinfer.run.open_storage import storage_of
+from batchinfer.run.store.open import storage_of
 
 SHARD = "prompts.parquet"
 INPUT = "-input"  # suffix of the folder next to the run folder, in which only files of the run may be

@@ -16,9 +16,9 @@ from batchinfer.data.parquet import own_file
 from batchinfer.finish.early import EarlyRows
 from batchinfer.manifest import Manifest
 from batchinfer.records import IncompleteRunError
-from batchinfer.run.open_storage import storage_of
 from batchinfer.run.planned import run_of
-from batchinfer.run.storage import ALL_PARTS, Part
+from batchinfer.run.store.interface import ALL_PARTS, Part
+from batchinfer.run.store.open import storage_of
 from batchinfer.rundir import RunDir, read_state
 
 # An Arrow thread that releases Python bytes while the caller's interpreter ends would abort the process.

@@ -20,8 +20,8 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
     The state is planning, planned (no worker yet), running, interrupted (no worker is left), computed (finish is next),
     finished or partial. Then come tokens, units, rows, speed, time left, the progress of each command, and problems.
     """
-    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.store.open import storage_of
     from batchinfer.status.status import StatusReader
     from batchinfer.status.text import as_document, format_status, watch_status
 
@@ -40,14 +40,14 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 @run_argument
 def cancel(target: Path) -> None:
     """End all tasks of RUN (a run folder or a .toml file). Finished work is kept; `submit` continues later."""
-    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.store.open import storage_of
     from batchinfer.submit.launcher import launchers_of
 
     run, config = planned_run(target, (), "sent")
     storage = storage_of(config)
     ended = [name for launcher in launchers_of(run) for name in launcher.cancel(storage)]
-    storage.keep_sent()
+    storage.put_sent()
     click.echo(
         f"cancelled: {' '.join(ended)}" if ended else f"no tasks of {run.shown} are pending or running in a cluster"
     )
@@ -62,8 +62,8 @@ def retry(target: Path, array: str | None) -> None:
     Rows that the plan found to be bad stay error rows.
     """
     from batchinfer.controller.retry import retry_failed
-    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.store.open import storage_of
     from batchinfer.submit.launcher import DEFAULT_LAUNCHER, last_launcher, launcher_named
 
     run, config = planned_run(target, (), "sent")
@@ -84,5 +84,5 @@ def retry(target: Path, array: str | None) -> None:
         click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.shown}`, then `batchinfer finish`")
     else:
         text = launcher.submit_again(storage, size)
-        storage.keep_sent()
+        storage.put_sent()
         click.echo(text)

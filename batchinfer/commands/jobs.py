@@ -92,9 +92,9 @@ def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: boo
     run it again: finished requests are kept.
     """
     from batchinfer.host_info import launcher_name, node_name, task_name, task_restarts
-    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
     from batchinfer.run.session import Session
+    from batchinfer.run.store.open import storage_of
     from batchinfer.rundir import check_no_bad_rows
 
     with Session("work", stop) as session:
@@ -126,8 +126,8 @@ def finish(
 ) -> None:
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
     from batchinfer.finish.wait import wait_for_units
-    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.store.open import storage_of
     from batchinfer.rundir import check_no_bad_rows
 
     if wait and allow_partial:
@@ -156,7 +156,7 @@ def verify(target: Path, as_json: bool) -> None:
     """
     from batchinfer.finish.verify import verify_run
     from batchinfer.run.planned import run_folder
-    from batchinfer.run.storage import ALL_PARTS
+    from batchinfer.run.store.interface import ALL_PARTS
     from batchinfer.rundir import RunDir
 
     found = verify_run(RunDir(run_folder(target, *ALL_PARTS).absolute()))
@@ -243,7 +243,7 @@ def plan_here(
     from batchinfer.plan.planner import plan_job
     from batchinfer.plan.summary import expected_end, format_summary, read_summary
     from batchinfer.progress import note
-    from batchinfer.run.open_storage import storage_of
+    from batchinfer.run.store.open import storage_of
 
     with tracer.span("plan", "controller"):
         run_dir = plan_job(
@@ -288,13 +288,13 @@ def _work(
 def _finish(run_dir: RunDir, config: JobConfig, stop: StopSignal, tracer: Tracer, *, allow_partial: bool) -> int:
     with stop.held():  # DuckDB calls Python while it is imported
         from batchinfer.finish.finish import finish_run
-    from batchinfer.run.open_storage import storage_of
+    from batchinfer.run.store.open import storage_of
 
     with tracer.span("finish", "controller"):
         result = finish_run(run_dir, config, allow_partial=allow_partial)
     if tracer.enabled:
         tracer.write(run_dir.trace)
-        storage_of(config).keep(run_dir.trace)
+        storage_of(config).put(run_dir.trace)
     click.echo(sanitize(_finished_text(run_dir, config, result)), err=True)
     return result.exit_code
 

@@ -37,8 +37,8 @@ def peek(target: Path, sql: str | None, as_json: bool, follow: bool) -> None:
       batchinfer peek runs/demo --sql "SELECT finish_reason, count(*) FROM results GROUP BY ALL"
     """
     from batchinfer.report.results import newest_rows, query_results
-    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.store.open import storage_of
     from batchinfer.status.status import StatusReader
 
     if follow and (sql is not None or as_json):

@@ -183,7 +183,7 @@ def print_report(runs: list[Path], *, as_json: bool, together: bool = False, com
 
 def _run_folders(targets: Sequence[Path]) -> list[Path]:
     from batchinfer.run.planned import run_folder
-    from batchinfer.run.storage import ALL_PARTS
+    from batchinfer.run.store.interface import ALL_PARTS
 
     return [run_folder(target, *ALL_PARTS) for target in targets]
 

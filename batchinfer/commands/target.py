@@ -34,8 +34,8 @@ class Target:
     def run_and_job(self) -> tuple[RunDir, JobConfig]:
         """The run folder and its job; a run folder given by the user must have a plan."""
         from batchinfer.config import load_job
-        from batchinfer.run.open_storage import storage_of
         from batchinfer.run.planned import planned_run
+        from batchinfer.run.store.open import storage_of
         from batchinfer.rundir import check_no_bad_rows
 
         if self.is_run:
@@ -49,7 +49,7 @@ class Target:
     @property
     def is_run(self) -> bool:
         """Whether the user gave a run folder, not a job file."""
-        from batchinfer.run.storage import uri_of
+        from batchinfer.run.store.interface import uri_of
 
         return self.path.is_dir() or uri_of(self.path) is not None
 

@@ -1,7 +1,7 @@
 """Work units of a run folder in an object store: claimed, taken over and completed by conditional writes.
 
     leases/000007       the claim that has the unit: its worker, and its durable results with those of claims before it
-    workers/<token>     whether that worker lives (run/bucket_lease.py)
+    workers/<token>     whether that worker lives (run/store/bucket_lease.py)
     units/000007/0000/part-00000-<digest>.parquet   results
     done/000007         the results that count; created once
 
@@ -26,7 +26,7 @@ from batchinfer.controller.result_files import damage, own_files
 from batchinfer.data.bucket import Bucket, Found
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError
-from batchinfer.run.bucket_lease import Lease, Watch, holder
+from batchinfer.run.store.bucket_lease import Lease, Watch, holder
 from batchinfer.rundir import RunDir
 from batchinfer.whole_files import published
 

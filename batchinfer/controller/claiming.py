@@ -8,8 +8,8 @@ from typing import Protocol, Self
 from batchinfer.controller import bucket_claims, claims
 from batchinfer.controller.bucket_claims import BucketClaims
 from batchinfer.controller.claims import Claim, UnitClaims
-from batchinfer.run.bucket_storage import BucketStorage
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.bucket import BucketStorage
+from batchinfer.run.store.interface import Storage
 
 
 class Claims(Protocol):

@@ -22,7 +22,7 @@ import numpy as np
 
 from batchinfer.controller.claiming import Claims
 from batchinfer.controller.claims import Claim
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 
 MISSES = 8  # units in a row that others were quicker to claim: look which are left
 MOST_WATCHED = 16  # units of others to try at each look

@@ -14,7 +14,7 @@ from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.manifest import Manifest
 from batchinfer.records import DamagedFileError
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import read_state
 
 
@@ -69,7 +69,7 @@ def _retry(storage: Storage) -> Retried:
         if not _open_again(storage, unit, failed):
             num_held += 1
             continue
-        storage.forget(run.done(unit))
+        storage.delete(run.done(unit))
         num_requests, num_units, num_open = num_requests + num_failed, num_units + 1, num_open + (done is not None)
     return Retried(num_requests, num_units, num_open, num_held, state["counts"]["bad_rows"])
 

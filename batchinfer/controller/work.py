@@ -36,9 +36,9 @@ from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
 from batchinfer.records import InputError, InterruptedRunError, RequestKey, StoreError
 from batchinfer.run.fingerprint import check_same, model_fingerprint
-from batchinfer.run.open_storage import storage_of
 from batchinfer.run.session import Session
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.open import storage_of
 from batchinfer.run.trace import Tracer
 from batchinfer.rundir import RunDir, read_state, shards_of_state
 from batchinfer.stop import StopSignal
@@ -119,8 +119,8 @@ def _ranks(
         if is_ours:
             ranks.close()
         if announced is not None:
-            storage.forget(announced)
-            storage.forget_folder(storage.run.kv_transfers(session.name))
+            storage.delete(announced)
+            storage.delete_folder(storage.run.kv_transfers(session.name))
 
 
 def _controller(

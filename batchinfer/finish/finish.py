@@ -21,9 +21,9 @@ from batchinfer.finish.statistics import run_equality, write_request_stats, writ
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
-from batchinfer.run.open_storage import storage_of
 from batchinfer.run.publish import publish_run
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.open import storage_of
 from batchinfer.rundir import LINE_FILES, RunDir, output_files, read_state, shards_of_state
 from batchinfer.whole_files import remove_leftovers
 
@@ -137,7 +137,7 @@ def _scratch(storage: Storage, *, is_last: bool) -> Iterator[None]:
         try:
             yield
             if is_last:
-                storage.sweep()
+                storage.collect_garbage()
                 shutil.rmtree(run.work, ignore_errors=True)
                 remove_leftovers(run.root)
                 for folder in (run.requests.parent, run.tokens(0).parent, run.unit_folders, run.done_marks, run.stats):

@@ -5,7 +5,7 @@ import time
 from batchinfer.data.parquet import read_rows
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import read_state
 
 LOOK_S = 5.0  # between checks, each of which lists one folder

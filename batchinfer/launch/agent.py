@@ -13,7 +13,7 @@ from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.progress import note
 from batchinfer.records import InterruptedRunError
 from batchinfer.run.session import Session
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.stop import StopSignal
 
 POLL_S = 0.2
@@ -64,7 +64,7 @@ def _keep_running(ranks: LocalRanks, storage: Storage, node: NodeShare, stop: St
             time.sleep(POLL_S)
         # if one rank has left, all leave; if one has failed, the others notice
         ranks.wait(POLL_S * 50)
-        if ranks.all_ended_well() or storage.kept(storage.run.meeting(node.name)) is None:
+        if ranks.all_ended_well() or storage.get(storage.run.meeting(node.name)) is None:
             return
         for rank, how in ended.items():
             note(f"warning: rank {rank} {how}; starting this node's ranks again")
@@ -77,7 +77,7 @@ def _keep_running(ranks: LocalRanks, storage: Storage, node: NodeShare, stop: St
 def _copy_session_stats(storage: Storage, session: Session, controller: str) -> None:
     """Copy the group's time of the first step, device and bit equality from the controller's session."""
     path = storage.run.session_stats("nodes", controller)
-    said = storage.kept(path)
+    said = storage.get(path)
     if said is not None:
         with own_file(path):
             (row,) = pq.read_table(sealed_table(said)).to_pylist()

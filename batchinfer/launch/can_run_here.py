@@ -4,7 +4,7 @@ from batchinfer.config import JobConfig
 from batchinfer.host_info import has_gpu
 from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
 from batchinfer.records import ConfigError
-from batchinfer.run.open_storage import storage_of
+from batchinfer.run.store.open import storage_of
 from batchinfer.rundir import read_state
 from batchinfer.stop import StopSignal
 

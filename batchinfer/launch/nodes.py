@@ -16,7 +16,7 @@ from pathlib import Path
 from batchinfer.checked_json import parse_json, publish_json
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.stop import StopSignal
 
 MEET_S = 600.0  # tasks of a job may start minutes apart
@@ -145,7 +145,7 @@ def announce(storage: Storage, node: NodeShare, point: MeetingPoint) -> Path:
     """Publish the controller's address for the other processes; return the file, to be deleted at the end."""
     path = storage.run.meeting(node.name)
     publish_json(path, asdict(point), mode=0o600)  # no other user may read the credentials
-    storage.keep(path)
+    storage.put(path)
     return path
 
 
@@ -190,7 +190,7 @@ def find_meeting_point(
 
 def _announced(storage: Storage, path: Path) -> MeetingPoint | None:
     """Return the address in the meeting's file; None if there is no file."""
-    said = storage.kept(path)
+    said = storage.get(path)
     if said is None:
         return None
     if storage.run.uri is None:  # in an object store its policy says who may write

@@ -20,7 +20,7 @@ from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.progress import Progress
 from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Loading, Ready
 from batchinfer.records import InterruptedRunError
-from batchinfer.run.open_storage import storage_of
+from batchinfer.run.store.open import storage_of
 from batchinfer.stop import StopSignal
 
 START_S = 3600.0  # for all ranks to load; a rank that was stopped in the middle must not hold the job for ever

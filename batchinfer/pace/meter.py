@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from batchinfer.config import JobConfig
 from batchinfer.data.parquet import own_file, read_rows
 from batchinfer.report.price.price_list import PriceList
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import read_state
 from batchinfer.status.status import Status, StatusReader
 

@@ -17,8 +17,9 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.progress import note
 from batchinfer.records import PHASES, ConfigError
 from batchinfer.run.fingerprint import Fingerprint
-from batchinfer.run.open_storage import bucket_storage
-from batchinfer.run.storage import FolderStorage, Storage, uri_of
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.store.interface import Storage, uri_of
+from batchinfer.run.store.open import bucket_storage
 from batchinfer.rundir import DELETE_STATISTICS, RunDir, replan_remedy
 from batchinfer.sanitize import first_line
 

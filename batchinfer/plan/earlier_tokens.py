@@ -14,7 +14,7 @@ from batchinfer.ownership import check_folder, shared_with
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, DamagedFileError, Shard
 from batchinfer.run.fingerprint import Fingerprint
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import read_state, shards_of_state
 
 # parts of the fingerprint, in addition to the shard, on which token ids depend

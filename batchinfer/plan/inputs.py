@@ -12,7 +12,7 @@ from batchinfer.plan.input_columns import check_columns
 from batchinfer.plan.input_rows import check_rows
 from batchinfer.progress import Stage, note
 from batchinfer.records import ConfigError, InputError, Shard
-from batchinfer.run.open_storage import storage_of
+from batchinfer.run.store.open import storage_of
 
 
 def find_inputs(job: JobConfig, encoders: Encoders, *, strict: bool) -> tuple[list[Shard], list[pa.Field]]:

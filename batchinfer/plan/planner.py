@@ -44,11 +44,11 @@ from batchinfer.progress import Stage, note
 from batchinfer.records import ConfigError, DamagedFileError, RunMismatchError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
 from batchinfer.run.job_file import publish_job
-from batchinfer.run.open_storage import storage_of
 from batchinfer.run.publish import claim_place
 from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
-from batchinfer.run.storage import MADE, Storage
+from batchinfer.run.store.interface import MADE, Storage
+from batchinfer.run.store.open import storage_of
 from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, check_no_bad_rows, read_state, shards_of_state, shards_to_state, was_planned
 
@@ -107,7 +107,7 @@ def plan_job(
                     storage.fetch("results", "claims")
                     again(run, prepared.manifest)
                 _publish_state(prepared, {**state, "state": "planned", "counts": summary}, shards)
-                storage.commit(anew=again is not None)
+                storage.commit(again=again is not None)
             else:
                 storage.commit()  # job.toml
                 note(f"{run.shown} is planned already; going on with this plan")

@@ -66,7 +66,7 @@ from batchinfer.rank.warm_up import warm_up
 from batchinfer.records import BatchinferError, ConfigError, ExitCode
 from batchinfer.resource_errors import explain_resource_error
 from batchinfer.run.liveness import this_host
-from batchinfer.run.storage import is_in_bucket
+from batchinfer.run.store.interface import is_in_bucket
 from batchinfer.sanitize import sanitize
 from batchinfer.stop import ignore_signals
 

@@ -16,7 +16,7 @@ from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import current_figures, note
 from batchinfer.records import DamagedFileError, StoreError
 from batchinfer.run.liveness import SILENT_S, is_dead, this_process
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.whole_files import file_system_s
 
@@ -52,7 +52,7 @@ class Heartbeat:
                 beside.write_text(text, encoding="utf-8")
                 os.replace(beside, self._path)
                 if time.monotonic() - self._last_s >= self._storage.beat_s:
-                    self._storage.keep(self._path)
+                    self._storage.put(self._path)
                     self._last_s = time.monotonic()
             except (OSError, StoreError) as error:
                 if not self._has_failed:
@@ -67,7 +67,7 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join()
         try:
-            self._storage.forget(self._path)
+            self._storage.delete(self._path)
             for folder in self._path.parents[:2]:
                 folder.rmdir()
         except (OSError, StoreError):  # others have something in it, or it is gone

@@ -6,8 +6,8 @@ from batchinfer.config import JobConfig, load_job
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import check_same, settings_fingerprint
 from batchinfer.run.job_file import recorded_job
-from batchinfer.run.open_storage import bucket_storage, storage_of
-from batchinfer.run.storage import Part, Storage, is_in_bucket, uri_of
+from batchinfer.run.store.interface import Part, Storage, is_in_bucket, uri_of
+from batchinfer.run.store.open import bucket_storage, storage_of
 from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_state, was_planned
 

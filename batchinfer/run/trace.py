@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinfer.checked_json import parse_json
 from batchinfer.records import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, DamagedFileError, Span
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.whole_files import publish_text
 
 LANES = {COMPUTE: "computing", SEND: "computing", RECEIVE: "computing", KV: "KV"} | dict.fromkeys(
@@ -68,7 +68,7 @@ class Tracer:
             return
         path = storage.run.trace
         is_here = path.exists()
-        content = path.read_bytes() if is_here else storage.kept(path)
+        content = path.read_bytes() if is_here else storage.get(path)
         if content is None:
             return
         remedy = "delete it" if is_here else f"delete {storage.run.shown}/{path.name}"

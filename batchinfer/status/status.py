@@ -16,7 +16,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.progress import duration
 from batchinfer.records import DamagedFileError
 from batchinfer.run.heartbeat import SessionStatus, signs_of_life
-from batchinfer.run.storage import Part, Storage
+from batchinfer.run.store.interface import Part, Storage
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.status.result_counts import ResultFile, read_result_file, requests_per_s, step_tokens_per_s
 from batchinfer.status.token_counts import left_s, token_counts, tokens_per_s

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 from batchinfer.checked_json import read_json
 from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import LAUNCHERS, RunDir, submission_records
 from batchinfer.submit.k8s.launcher import KubernetesLauncher
 from batchinfer.submit.live import LiveTasks

@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from batchinfer.controller import lease_watch
-from batchinfer.run import bucket_lease
+from batchinfer.run.store import bucket_lease
 from support.faults import descendants
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.object_store import Server, s3_server

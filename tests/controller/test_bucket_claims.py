@@ -6,8 +6,8 @@ import pytest
 from batchinfer.config import S3Config
 from batchinfer.controller.bucket_claims import BucketClaims
 from batchinfer.controller.result_files import write_results
-from batchinfer.run import bucket_lease
-from batchinfer.run.bucket_storage import BucketStorage
+from batchinfer.run.store import bucket_lease
+from batchinfer.run.store.bucket import BucketStorage
 from support.bucket_claimants import ROWS, disturbed, mark_of
 from support.faulty_store import Faults
 from support.s3_servers import server_with

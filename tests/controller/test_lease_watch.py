@@ -12,7 +12,7 @@ from batchinfer.controller import lease_watch, open_units
 from batchinfer.controller.claims import HEARTBEAT_S, UnitClaims, last_claim
 from batchinfer.controller.lease_watch import LEASE_S
 from batchinfer.controller.open_units import MOST_WATCHED, OpenUnits
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from support.claimants import Counter
 

@@ -15,7 +15,7 @@ import pytest
 from batchinfer.controller import lease_watch, open_units
 from batchinfer.controller.claims import Claim, UnitClaims, last_claim
 from batchinfer.controller.open_units import OpenUnits
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from support.claimants import Counter, claim_all
 

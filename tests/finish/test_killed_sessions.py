@@ -18,7 +18,7 @@ from pathlib import Path
 from batchinfer.config import load_job
 from batchinfer.run import heartbeat
 from batchinfer.run.session import Session
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
 

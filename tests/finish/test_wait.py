@@ -6,7 +6,7 @@ import threading
 
 from batchinfer.finish import wait
 from batchinfer.plan import packing
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, start, write_job, write_questions
 

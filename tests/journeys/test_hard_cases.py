@@ -18,7 +18,7 @@ from batchinfer.finish.kept_columns import KeptRows
 from batchinfer.plan.preflight import check_names
 from batchinfer.records import ConfigError, InterruptedRunError, ModelError
 from batchinfer.run.session import Session
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
 

@@ -208,8 +208,8 @@ def test_failed_rows_are_tried_again(calm, server, tmp_path, monkeypatch):
     from batchinfer.controller.claiming import offer_again
     from batchinfer.controller.result_files import write_results
     from batchinfer.controller.retry import retry_failed
-    from batchinfer.run.open_storage import storage_of
     from batchinfer.run.planned import job_of
+    from batchinfer.run.store.open import storage_of
 
     run = InBucket(calm, server.endpoint, "retry", tmp_path)
     run.plan()
@@ -226,7 +226,7 @@ def test_failed_rows_are_tried_again(calm, server, tmp_path, monkeypatch):
         write_results(folder, 0, rows.from_pylist(table, schema=rows.schema))
 
     assert offer_again(storage, 0, inherited=[], fill=fail_one)
-    storage.forget(storage.run.done(0))
+    storage.delete(storage.run.done(0))
     run.command("work", node="c")  # completes the unit with what it inherits
     run.command("finish", node="b", code=3)
     found = retry_failed(storage)

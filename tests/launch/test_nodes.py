@@ -21,7 +21,7 @@ from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_connections import RankConnections
 from batchinfer.records import ConfigError
 from batchinfer.run.liveness import this_host
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from support.faults import LONG, SLOW
 from support.faulty_store import Faults, faulty_store
@@ -195,7 +195,7 @@ def test_a_node_whose_group_finds_everything_done_by_others_does_not_wait_for_it
         for row in pq.read_table(run.units).to_pylist():
             run.done(row["unit"]).touch()
 
-    monkeypatch.setattr(FolderStorage, "kept", kept)
+    monkeypatch.setattr(FolderStorage, "get", kept)
     monkeypatch.setattr(nodes, "ASK_S", 0.1)
     monkeypatch.setattr(nodes, "MEET_S", 5.0)
     for name, value in {"STEP_NUM_TASKS": "2", "PROCID": "1", "JOB_ID": "5"}.items():

@@ -17,7 +17,7 @@ from batchinfer.data.shards import find_shards
 from batchinfer.data.validate import tokenize_shard
 from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.run.fingerprint import job_fingerprint
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir, read_state
 from support.damage import flip_bit, truncate
 from support.hostile import model_folder

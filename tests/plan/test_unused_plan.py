@@ -10,7 +10,7 @@ import pytest
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.run.heartbeat import Heartbeat
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import LAUNCHERS, RunDir
 from support.jobs import answers, batchinfer, start, write_job, write_questions
 

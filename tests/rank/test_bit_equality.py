@@ -15,7 +15,7 @@ from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.equal_rows import EqualRows, combine
 from batchinfer.launch.agent import _copy_session_stats
 from batchinfer.run.session import Session
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
 from support.jobs import batchinfer, write_job, write_questions

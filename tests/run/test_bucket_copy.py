@@ -7,7 +7,7 @@ import tempfile
 import pytest
 
 from batchinfer.records import ConfigError
-from batchinfer.run.bucket_files import copies_folder, make_copy
+from batchinfer.run.store.bucket_files import copies_folder, make_copy
 from batchinfer.rundir import RunDir
 from support.other_user import NOBODY, as_user
 

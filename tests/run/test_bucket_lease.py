@@ -7,8 +7,8 @@ import pytest
 from batchinfer.config import S3Config
 from batchinfer.data.bucket import Bucket
 from batchinfer.records import ConfigError
-from batchinfer.run import bucket_lease
-from batchinfer.run.bucket_lease import LOCK, Lease, locked_in
+from batchinfer.run.store import bucket_lease
+from batchinfer.run.store.bucket_lease import LOCK, Lease, locked_in
 from support.s3_servers import server_with
 
 pytest.importorskip("obstore")

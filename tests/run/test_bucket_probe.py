@@ -6,7 +6,7 @@ from batchinfer.config import S3Config
 from batchinfer.data import bucket as bucket_module
 from batchinfer.data.bucket import Bucket
 from batchinfer.records import ConfigError, StoreError
-from batchinfer.run.bucket_probe import check_bucket
+from batchinfer.run.store.bucket_probe import check_bucket
 from support.faulty_store import Faults, faulty_store
 from support.s3_servers import server_with
 

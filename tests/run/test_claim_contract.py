@@ -217,7 +217,7 @@ def test_a_claim_offered_again_inherits_exactly_what_it_names(place):
         store.fetch("results", "claims")
         files = list(done_mark(store.run, 0).files)
         assert offer_again(store, 0, inherited=[files[0], other], fill=lambda folder: None)
-        store.forget(store.run.done(0))
+        store.delete(store.run.done(0))
         again = worker.try_claim(0)
         assert (again.name, rows_in(again.inherited)) == ("0002", [0])  # of its own unit alone
         compute(worker, again)

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from batchinfer.records import ConfigError
-from batchinfer.run import probe
+from batchinfer.run.store import probe
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, write_job, write_questions
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.rank.telemetry import TRACED_STEPS
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.run.trace import Tracer
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, write_job, write_questions

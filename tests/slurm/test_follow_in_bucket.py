@@ -19,9 +19,9 @@ from batchinfer.pace.goal import Goal, read_goal
 from batchinfer.plan import packing
 from batchinfer.records import InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
-from batchinfer.run.open_storage import storage_of
 from batchinfer.run.planned import planned_run
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.open import storage_of
 from batchinfer.submit.slurm.tasks import live_tasks, submissions
 from support.jobs import Ended, batchinfer
 from support.object_store import Server, s3_server

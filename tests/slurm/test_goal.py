@@ -24,7 +24,7 @@ from batchinfer.pace.meter import Measurement, RunMeter
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import CheapHours, PriceList
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from batchinfer.submit.size import ArraySize
 from batchinfer.submit.slurm import client

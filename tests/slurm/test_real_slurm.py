@@ -25,7 +25,7 @@ from batchinfer.pace.goal import Goal, read_goal
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from batchinfer.submit.slurm import client
 from batchinfer.submit.slurm.client import Task

@@ -22,7 +22,7 @@ from batchinfer.controller.result_files import write_results
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.progress import Progress
 from batchinfer.run.heartbeat import Heartbeat
-from batchinfer.run.storage import FolderStorage
+from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
 from support.faults import LONG, SLOW, fail_some, plan_units
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard

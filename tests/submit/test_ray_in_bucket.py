@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.config import S3Config
 from batchinfer.records import DamagedFileError
-from batchinfer.run.bucket_storage import BucketStorage
+from batchinfer.run.store.bucket import BucketStorage
 from batchinfer.submit.ray.wanted import Tasks, read_tasks, read_wanted, write_tasks, write_wanted
 from support.jobs import batchinfer, write_job, write_questions
 from support.object_store import KEY_ID, SECRET, s3_server
@@ -61,7 +61,7 @@ def test_a_person_and_the_driver_are_on_different_machines(job, server, tmp_path
     # what was fetched is the driver's: a person who keeps what was sent does not bring it back
     write_tasks(driver, Tasks(running=["a", "b", "c"]))
     write_wanted(person, 5)
-    person.keep_sent()
+    person.put_sent()
     tasks = json.loads(server.objects("runs", "ray")["ray/tasks.json"])
     assert tasks["running"] == ["a", "b", "c"]
     person.fetch("sent")

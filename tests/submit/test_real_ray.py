@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from batchinfer.plan import packing
-from batchinfer.run.open_storage import bucket_storage
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.open import bucket_storage
 from batchinfer.rundir import RunDir
 from batchinfer.submit.ray.client import connect, submissions
 from batchinfer.submit.ray.wanted import read_tasks

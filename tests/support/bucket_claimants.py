@@ -40,8 +40,9 @@ def work(options: dict[str, Any]) -> None:
     from batchinfer.controller.open_units import OpenUnits
     from batchinfer.controller.result_files import write_results
     from batchinfer.data import bucket
-    from batchinfer.run import bucket_lease, liveness
-    from batchinfer.run.bucket_storage import BucketStorage
+    from batchinfer.run import liveness
+    from batchinfer.run.store import bucket_lease
+    from batchinfer.run.store.bucket import BucketStorage
 
     bucket.REQUEST_S, bucket.FIRST_PAUSE_S, bucket.LONGEST_PAUSE_S = options["request_s"], 0.02, 0.1
     bucket_lease.LEASE_S, bucket_lease.BEAT_S = LEASE_S, BEAT_S
@@ -75,7 +76,7 @@ def work(options: dict[str, Any]) -> None:
 def at(options: dict[str, Any]) -> Any:
     """The storage; the folders that each worker works in are its own, as on nodes of a cluster."""
     from batchinfer.config import S3Config
-    from batchinfer.run.bucket_storage import BucketStorage
+    from batchinfer.run.store.bucket import BucketStorage
 
     storage = BucketStorage(options["uri"], S3Config(endpoint=options["endpoint"]), options["folder"])
     storage.run.root.mkdir(parents=True, exist_ok=True)

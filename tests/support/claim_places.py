@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from batchinfer.controller.claiming import Claims, claims_in
 from batchinfer.controller.claims import Claim, counted_files, done_mark, last_claim
 from batchinfer.controller.result_files import write_results
 from batchinfer.data.bucket import Bucket
-from batchinfer.run import bucket_lease
-from batchinfer.run.bucket_storage import BucketStorage
-from batchinfer.run.storage import FolderStorage, Storage
+from batchinfer.run.store import bucket_lease
+from batchinfer.run.store.bucket import BucketStorage
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
 
 ROWS = 3  # of each unit
@@ -110,12 +112,18 @@ def is_done(place: Place, unit: int = 0) -> bool:
     return store.run.done(unit).name in store.names(store.run.done_marks)
 
 
+def _bytes_of(bucket: Bucket, name: str) -> bytes:
+    found = bucket.read(name)
+    assert found is not None
+    return found.data
+
+
 def file_in(place: Place, name: str) -> Any:
     """Read and write of one document of the run folder, behind the store's back."""
     store = place.store("hand")
     if isinstance(store, BucketStorage):
         bucket = store.bucket
-        return (lambda: bucket.read(name).data), (lambda data: bucket.put(name, data))
+        return partial(_bytes_of, bucket, name), partial(bucket.put, name)
     path = store.run.root / name
     return path.read_bytes, path.write_bytes
 

@@ -25,7 +25,8 @@ import numpy as np
 from batchinfer.controller import lease_watch, open_units
 from batchinfer.controller.claims import HEARTBEAT_S, Claim, UnitClaims
 from batchinfer.controller.open_units import OpenUnits
-from batchinfer.run.storage import FolderStorage, Storage
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
 
 NAMES_PER_CALL = 1000

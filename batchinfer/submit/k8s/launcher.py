@@ -4,7 +4,7 @@ from collections.abc import Container
 from typing import Any
 
 from batchinfer.config import JobConfig
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.submit.k8s import tasks
 from batchinfer.submit.k8s.kubectl import Kubectl

@@ -14,9 +14,9 @@ import ray
 from batchinfer import own_process
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, ExitCode, StoreError
-from batchinfer.run.open_storage import storage_of
 from batchinfer.run.planned import planned_run
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.open import storage_of
 from batchinfer.submit.ray.client import submissions
 from batchinfer.submit.ray.group import Group
 from batchinfer.submit.ray.wanted import Tasks, read_wanted, write_tasks

@@ -6,7 +6,7 @@ from typing import Any
 
 from batchinfer.config import JobConfig
 from batchinfer.data.stores import s3_endpoint
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.ray import client

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from batchinfer.checked_json import parse_json, publish_json, read_json
 from batchinfer.records import DamagedFileError
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir, launcher_folder
 
 
@@ -25,7 +25,7 @@ def write_wanted(storage: Storage, tasks: int) -> None:
     """Request a number of tasks."""
     path = launcher_folder(storage.run, "ray") / "wanted.json"
     publish_json(path, {"tasks": tasks})
-    storage.keep(path)
+    storage.put(path)
 
 
 def read_wanted(storage: Storage) -> int:
@@ -36,7 +36,7 @@ def read_wanted(storage: Storage) -> int:
         StoreError: the object store does not answer.
     """
     path = launcher_folder(storage.run, "ray") / "wanted.json"
-    data = storage.kept(path)
+    data = storage.get(path)
     if data is None:
         raise DamagedFileError(path, "it is not there")
     return int(parse_json(data, path, "tasks")["tasks"])
@@ -46,7 +46,7 @@ def write_tasks(storage: Storage, tasks: Tasks) -> None:
     """Publish the driver's tasks."""
     path = launcher_folder(storage.run, "ray") / "tasks.json"
     publish_json(path, asdict(tasks))
-    storage.keep(path)
+    storage.put(path)
 
 
 def read_tasks(run: RunDir) -> Tasks:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchinfer.config import JobConfig
-from batchinfer.run.storage import Storage
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.size import ArraySize, parse_size

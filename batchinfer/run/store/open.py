@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from batchinfer.config import JobConfig
-from batchinfer.run.storage import FolderStorage, Storage, is_in_bucket
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.store.interface import Storage, is_in_bucket
 from batchinfer.rundir import RunDir
 
 
@@ -26,7 +27,7 @@ def bucket_storage(uri: str, job: JobConfig | None) -> Storage:
     Args:
         job: says how the store is reached and where this node's copy is; None: the environment and the defaults.
     """
-    from batchinfer.run.bucket_storage import BucketStorage  # its library is an extra
+    from batchinfer.run.store.bucket import BucketStorage  # its library is an extra
 
     if job is None:
         return BucketStorage(uri)

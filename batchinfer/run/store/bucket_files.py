@@ -14,8 +14,8 @@ from batchinfer.data.bucket import Bucket
 from batchinfer.manifest import Checksums, file_checksums
 from batchinfer.ownership import check_folder, make_folder
 from batchinfer.records import ConfigError, DamagedFileError
-from batchinfer.run.storage import Part
-from batchinfer.rundir import LAUNCHERS, RunDir, launcher_folder
+from batchinfer.run.store.interface import Part
+from batchinfer.rundir import LAUNCHERS, RunDir
 from batchinfer.whole_files import published
 
 TRANSFERS = 8  # at a time
@@ -91,10 +91,10 @@ class BucketFiles:
             self._sent[name] = listed[name]
             self.note_kept(self._run.root / name)
 
-    def keep_sent(self) -> None:
-        """Put what this node has sent: not what it has fetched, which others may have changed meanwhile."""
-        folders = [launcher_folder(self._run, launcher) for launcher in LAUNCHERS]
-        self.each(self.put_changed, [path for folder in folders for path in folder.rglob("*") if path.is_file()])
+    def delete(self, path: Path) -> None:
+        """Delete a file's object, if there is one."""
+        self._kept.pop(path, None)
+        self._bucket.delete(self.name(path))
 
     def delete_below(self, folder: str) -> None:
         """Delete all objects in a folder."""

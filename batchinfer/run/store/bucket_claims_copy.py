@@ -92,8 +92,8 @@ class ClaimsCopy:
             if not self._run.unit(unit).exists():
                 self._bucket.delete(f"leases/{unit:06d}")
 
-    def sweep(self) -> None:
-        """Delete results that no mark names, workers that have been gone for long, and what killed groups have left."""
+    def collect_garbage(self) -> None:
+        """Delete results that no mark names, stale workers, and meetings and KV transfers of killed groups."""
         counted = {name for unit in self._done for name, _ in self._named(unit)}
         orphans = [item.name for item in self._bucket.objects("units") if item.name not in counted]
         workers = list(self._bucket.objects("workers"))
