@@ -19,7 +19,7 @@ class RunDir:
     """A run folder.
 
     job.toml  run.json  tokens/<shard>.parquet   plan/{units,requests,duplicates,summary,experts}.parquet
-    units/<unit>/<claim>/{lease.json,claim.json,part-<number>-<digest>.parquet}   done/<unit>
+    units/<unit>/<claim>/{claim.json,part-<number>-<digest>.parquet}   done/<unit>   work/workers/<token>
     quarantine/…   damaged files, by the path that they had
     outputs/<name>.parquet, and .jsonl, .errors.jsonl by output.format   dataset/{README.md,data/} by output.push
     stats/{requests,units,run}.parquet   stats/{steps,experts,nodes,kv}/<session>*.parquet
@@ -170,6 +170,11 @@ class RunDir:
 def launcher_folder(run: RunDir, launcher: str) -> Path:
     """Return the folder of a launcher's submissions and its tasks' logs."""
     return run.root / launcher
+
+
+def worker_lease(run: RunDir, token: str) -> Path:
+    """Return the lease of a worker that holds units, which is gone when the worker has ended."""
+    return run.work / "workers" / token
 
 
 def send_lock(run: RunDir) -> Path:

@@ -46,9 +46,9 @@ ROOMS: dict[str, set[str]] = {
     "launch": {"data", "model", "net", "protocol", "run"},
     "rank": {"data", "kv", "kv_store", "launch", "model", "parallel", "protocol", "run"},
     "controller": {"balance", "data", "launch", "model", "protocol", "run"},
-    "finish": {"controller", "data", "run"},
+    "finish": {"data", "run"},
     "submit": {"data", "run"},
-    "status": {"controller", "data", "run", "submit"},
+    "status": {"data", "run", "submit"},
     "pace": {"balance", "data", "report", "run", "status", "submit"},
     "doctor": {"launch", "parallel"},
     "commands": {

@@ -61,7 +61,7 @@ def retry(target: Path, array: str | None) -> None:
 
     Rows that the plan found to be bad stay error rows.
     """
-    from batchinfer.controller.retry import retry_failed
+    from batchinfer.run.units.retry import retry_failed
     from batchinfer.run.planned import planned_run
     from batchinfer.run.store.open import storage_of
     from batchinfer.submit.launcher import DEFAULT_LAUNCHER, last_launcher, launcher_named

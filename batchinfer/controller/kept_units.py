@@ -1,12 +1,12 @@
 """What is computed stays when a plan is made anew, as far as its units have the same rows in it."""
 
-from batchinfer.controller.claims import counted_files, done_mark, last_claim
-from batchinfer.controller.result_files import result_keys, sound_files
 from batchinfer.data.parquet import own_parquet
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import DamagedFileError, RequestKey
 from batchinfer.run.quarantine import set_aside
+from batchinfer.run.units.claims import counted_files, done_mark, last_claim
+from batchinfer.run.units.result_files import result_keys, sound_local_files
 from batchinfer.rundir import RunDir
 
 
@@ -32,7 +32,7 @@ def _is_same(run: RunDir, unit: int, planned: set[RequestKey]) -> bool:
     except DamagedFileError as error:
         set_aside(run, error.path, error.reason)
         mark = None
-    files = sound_files(run, counted_files(mark, last_claim(run, unit)))
+    files = sound_local_files(run, counted_files(mark, last_claim(run, unit)))
     keys = {key for path in files for key in result_keys(path)}
     if mark is not None and (keys != planned or not planned):
         set_aside(run, run.done(unit), "the unit has other rows now, or results are gone")

@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.controller.claiming import Claims
-from batchinfer.controller.claims import Claim
 from batchinfer.run.store.interface import Storage
+from batchinfer.run.units.claims import Claim, UnitClaims
 
 MISSES = 8  # units in a row that others were quicker to claim: look which are left
 MOST_WATCHED = 16  # units of others to try at each look
@@ -80,7 +79,7 @@ class OpenUnits:
         """How many these are."""
         return int(self._is_open.sum())
 
-    def claim(self, claims: Claims, mine: set[int]) -> tuple[dict[str, Any], Claim] | None:
+    def claim(self, claims: UnitClaims, mine: set[int]) -> tuple[dict[str, Any], Claim] | None:
         """Take a unit; None when there is none to be had just now.
 
         Args:
@@ -142,13 +141,13 @@ class OpenUnits:
         """Whether every open unit is one of these."""
         return self.num_open <= len(units) and units.issuperset(np.flatnonzero(self._is_open).tolist())
 
-    def _claim_untried(self, claims: Claims) -> tuple[dict[str, Any], Claim] | None:
+    def _claim_untried(self, claims: UnitClaims) -> tuple[dict[str, Any], Claim] | None:
         misses = 0
         while len(self._untried):
             index = int(np.searchsorted(self._untried, self._next)) % len(self._untried)
             unit = int(self._untried[index])
             self._untried = np.delete(self._untried, index)
-            claim = claims.try_claim(unit)
+            claim = claims.try_claim(unit, is_new=not self._was_claimed[unit])
             self._was_claimed[unit] = True
             if claim is not None:
                 self._next = unit + 1
@@ -160,7 +159,7 @@ class OpenUnits:
             self._next = self._any_unit()
         return None
 
-    def _claim_held(self, claims: Claims, mine: set[int]) -> tuple[dict[str, Any], Claim] | None:
+    def _claim_held(self, claims: UnitClaims, mine: set[int]) -> tuple[dict[str, Any], Claim] | None:
         """Try units of others; the same ones as long as they are held, since a lease has to be seen unchanged."""
         first = int(np.searchsorted(self._held, self._watched_from))
         others = [unit for unit in np.roll(self._held, -first).tolist() if unit not in mine]
@@ -172,7 +171,7 @@ class OpenUnits:
                 return self._rows[unit], claim
         now_s = time.monotonic()
         lapses_s = min((claims.lapses_s(unit) for unit in watched), default=math.inf)
-        self._watch_again_s = min(now_s + claims.watch_s, max(lapses_s, now_s + FIRST_PAUSE_S))
+        self._watch_again_s = min(now_s + self._storage.watch_s, max(lapses_s, now_s + FIRST_PAUSE_S))
         return None
 
     def _any_unit(self) -> int:

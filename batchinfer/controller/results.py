@@ -5,23 +5,22 @@ from typing import Any
 
 import pyarrow as pa
 
-from batchinfer.controller.claiming import Claims
-from batchinfer.controller.claims import Claim
-from batchinfer.controller.result_files import result_keys, write_results
-from batchinfer.controller.step_journal import StepJournal
 from batchinfer.controller.units import result_table
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas.statistics import STATS_KV, STATS_STEPS
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.session import Session
+from batchinfer.run.units.claims import Claim, UnitClaims
+from batchinfer.run.units.result_files import result_keys, write_results
+from batchinfer.run.units.step_journal import StepJournal
 from batchinfer.rundir import RunDir
 
 
 class Results:
     """The open units of this process and what is finished of them."""
 
-    def __init__(self, run: RunDir, session: Session, claims: Claims) -> None:
+    def __init__(self, run: RunDir, session: Session, claims: UnitClaims) -> None:
         self._run, self._session, self._claims = run, session, claims
         self._open: dict[int, Claim] = {}
         self._missing: dict[int, int] = {}  # unit -> requests without a completion
@@ -90,8 +89,6 @@ class Results:
         for unit in [unit for unit, missing in self._missing.items() if missing == 0]:
             self._claims.complete(self._open[unit])
             del self._open[unit], self._missing[unit]
-        for claim in self._open.values():
-            self._claims.commit(claim)
         self._session.record("running")
         self.last_commit_s = time.monotonic()
 

@@ -4,18 +4,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from batchinfer.controller.calibration import MOST_UNITS, num_calibration_tokens, prompt_pieces, spread
-from batchinfer.controller.claiming import Claims
-from batchinfer.controller.claims import Claim
 from batchinfer.controller.counted_prefixes import CountedPrompt
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.open_units import OpenUnits
-from batchinfer.controller.result_files import memory_tokens
 from batchinfer.controller.results import Results
 from batchinfer.controller.units import read_unit
 from batchinfer.controller.work_progress import WorkProgress
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import Request, Sampling
+from batchinfer.run.units.claims import Claim, UnitClaims
+from batchinfer.run.units.result_files import memory_tokens
 from batchinfer.rundir import RunDir
 
 
@@ -30,7 +29,7 @@ class UnitQueue:
     manifest: Manifest  # of the plan
     default: Sampling
     units: OpenUnits
-    claims: Claims
+    claims: UnitClaims
     results: Results
     dealer: Dealer
     progress: WorkProgress

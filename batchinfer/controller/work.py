@@ -8,7 +8,6 @@ from batchinfer.balance.decode_loads import MOVE_STEPS, MOVE_STEPS_BETWEEN_HOSTS
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import JobConfig
-from batchinfer.controller.claiming import Claims, claims_in
 from batchinfer.controller.controller import Controller
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.deaths import Deaths
@@ -40,6 +39,7 @@ from batchinfer.run.session import Session
 from batchinfer.run.store.interface import Storage
 from batchinfer.run.store.open import storage_of
 from batchinfer.run.trace import Tracer
+from batchinfer.run.units.claims import UnitClaims
 from batchinfer.rundir import RunDir, read_state, shards_of_state
 from batchinfer.stop import StopSignal
 
@@ -83,7 +83,7 @@ def work_on(
         return
     open_units = [row["unit"] for row in units.rows]
     with (
-        claims_in(storage) as claims,
+        UnitClaims(storage) as claims,
         WorkProgress(units.all_rows, open_units, read_state(run)["counts"], job.cluster) as progress,
         _ranks(storage, job, session, stop, node, ranks_ahead) as ranks,
     ):
@@ -131,7 +131,7 @@ def _controller(
     stop: StopSignal,
     tracer: Tracer,
     ranks: RankLoader,
-    claims: Claims,
+    claims: UnitClaims,
     units: OpenUnits,
     progress: WorkProgress,
 ) -> Controller:

@@ -14,11 +14,11 @@ import numpy as np
 
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.pace import Pace
-from batchinfer.controller.planned_tokens import planned_tokens
 from batchinfer.host_info import task_name
 from batchinfer.progress import Bar, Count, Meter, duration
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion
+from batchinfer.run.units.planned_tokens import planned_tokens
 
 
 class WorkProgress(Meter):

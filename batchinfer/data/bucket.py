@@ -122,14 +122,12 @@ class Bucket:
             for item in page:
                 yield Listed(item["path"], item["size"], item["last_modified"].timestamp(), str(item["e_tag"]))
 
-    def top_names(self) -> set[str]:
-        """Names of objects that are in no folder, and of the folders."""
-
-        def ask() -> set[str]:
-            found = _library().list_with_delimiter(self._store)
-            return {*found["common_prefixes"], *(item["path"] for item in found["objects"])}
-
-        return self._try("list", "", ask)
+    def names(self, folder: str = "") -> set[str]:
+        """Return the names of objects and folders directly in a folder, by one request for each 1,000."""
+        prefix = f"{folder}/" if folder else None
+        found = self._try("list", folder, lambda: _library().list_with_delimiter(self._store, prefix))
+        paths = [*found["common_prefixes"], *(item["path"] for item in found["objects"])]
+        return {path.rstrip("/").rpartition("/")[2] for path in paths}
 
     def delete(self, name: str) -> None:
         """Delete an object, if it is there."""

@@ -10,11 +10,11 @@ import duckdb
 import pyarrow as pa
 
 from batchinfer.config import JobConfig
-from batchinfer.controller.result_files import damage
 from batchinfer.data.inputs import with_schemas
 from batchinfer.finish.join import HAS_ENDED, SORT_BYTES, create_results, query, sort_limit
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import OutputRows
+from batchinfer.run.units.result_files import damage
 from batchinfer.rundir import RunDir, read_state, shards_of_state
 
 LOOK_S = 0.5  # least time between two reads of the folder

@@ -9,7 +9,6 @@ import pyarrow as pa
 
 from batchinfer.checked_json import publish_json
 from batchinfer.config import JobConfig
-from batchinfer.controller.step_journal import keep_lost_steps
 from batchinfer.data.inputs import with_schemas
 from batchinfer.data.shards import refuse_changed
 from batchinfer.finish.dataset_folder import card_of, dataset_files, write_dataset
@@ -24,6 +23,7 @@ from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shar
 from batchinfer.run.publish import publish_run
 from batchinfer.run.store.interface import Storage
 from batchinfer.run.store.open import storage_of
+from batchinfer.run.units.step_journal import keep_lost_steps
 from batchinfer.rundir import LINE_FILES, RunDir, output_files, read_state, shards_of_state
 from batchinfer.whole_files import remove_leftovers
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import duckdb
 
-from batchinfer.controller.claims import done_mark, last_claim, result_files
-from batchinfer.controller.result_files import sound_files
 from batchinfer.data.duckdb_sql import literal, read_parquet
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas.internal import RESULTS
@@ -19,6 +17,8 @@ from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError, DamagedFileError, IncompleteRunError, Shard
 from batchinfer.resource_errors import explain_resource_error
 from batchinfer.run.quarantine import set_aside
+from batchinfer.run.units.claims import done_mark, last_claim, result_files
+from batchinfer.run.units.result_files import sound_local_files
 from batchinfer.rundir import RunDir, replan_remedy
 from batchinfer.sanitize import first_line
 
@@ -103,7 +103,7 @@ def counted_units(run: RunDir, manifest: Manifest, *, allow_partial: bool) -> di
         if mark is None:
             missing.append(unit)
         else:
-            files = sound_files(run, list(mark.files))
+            files = sound_local_files(run, list(mark.files))
             if len(files) == len(mark.files):
                 counted[unit] = CountedUnit(mark.claim, files)
                 continue
@@ -111,7 +111,7 @@ def counted_units(run: RunDir, manifest: Manifest, *, allow_partial: bool) -> di
             damaged.append(unit)
         claim = last_claim(run, unit)
         if allow_partial and claim is not None:
-            counted[unit] = CountedUnit(claim, sound_files(run, result_files(claim)))
+            counted[unit] = CountedUnit(claim, sound_local_files(run, result_files(claim)))
     if (damaged or missing) and not allow_partial:
         how = f"results of {len(damaged)} are damaged" if damaged else f"{len(missing)} are not done"
         raise IncompleteRunError(

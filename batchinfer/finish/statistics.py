@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 
 from batchinfer import __version__
 from batchinfer.config import JobConfig
-from batchinfer.controller.claims import num_claims
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.data.parquet import own_file, read_rows, table_writer
@@ -21,6 +20,7 @@ from batchinfer.equal_rows import EqualRows, combine
 from batchinfer.finish.join import CountedUnit, output_rows, query
 from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
+from batchinfer.run.units.claims import num_claims
 from batchinfer.rundir import RunDir
 
 GROUP_ROWS = 1 << 17  # rows per row group of stats/requests.parquet

@@ -9,13 +9,13 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from batchinfer.checked_json import read_json
-from batchinfer.controller.claims import counted_files, done_mark, last_claim
-from batchinfer.controller.result_files import damage
 from batchinfer.data.parquet import own_file, sealed_table
 from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.job_file import REMEDY, recorded_job
+from batchinfer.run.units.claims import CLAIM, counted_files, done_mark, last_claim, lease_of
+from batchinfer.run.units.result_files import damage
 from batchinfer.rundir import DELETE_STATISTICS, RunDir, read_state, replan_remedy, submission_records
 
 
@@ -91,7 +91,10 @@ def _unit_checks(run: RunDir) -> Iterator[Check]:
         for path in counted_files(mark, claim):
             yield path, partial(_compare, path), repair
         if mark is None and claim is not None:
-            for path, needs in ((claim / "lease.json", "released"), (claim / "claim.json", "inherited")):
+            documents = {claim / CLAIM: "inherited"}
+            if (lease := lease_of(claim)) is not None:
+                documents[lease] = "released"
+            for path, needs in documents.items():
                 yield path, partial(read_json, path, needs), "the next `batchinfer work` does without it"
 
 

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 
 from batchinfer.checked_json import read_json
-from batchinfer.controller.claims import done_mark, last_claim, result_files
-from batchinfer.controller.lease_watch import LEASE_S, is_over
-from batchinfer.controller.planned_tokens import planned_tokens
 from batchinfer.data.parquet import read_rows
 from batchinfer.manifest import Manifest
 from batchinfer.progress import duration
 from batchinfer.records import DamagedFileError
 from batchinfer.run.heartbeat import SessionStatus, signs_of_life
 from batchinfer.run.store.interface import Part, Storage
+from batchinfer.run.store.watch import HOLDER, LEASE_S, is_over
+from batchinfer.run.units.claims import CLAIM, done_mark, last_claim, lease_of, result_files
+from batchinfer.run.units.planned_tokens import planned_tokens
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.status.result_counts import ResultFile, read_result_file, requests_per_s, step_tokens_per_s
 from batchinfer.status.token_counts import left_s, token_counts, tokens_per_s
@@ -198,11 +198,14 @@ class StatusReader:
         return self._done.get(unit)
 
     def _holder(self, row: dict[str, Any], claim: Path, files: list[Path], now_s: float) -> Holder | None:
-        path = claim / "lease.json"
+        path = lease_of(claim)
+        if path is None:  # given back
+            return None
         try:
-            lease = read_json(path, "released", "host")
+            lease = read_json(path, *HOLDER)
         except DamagedFileError as error:
-            self._damaged[path] = error.reason
+            if path.exists():  # else the worker has just ended
+                self._damaged[path] = error.reason
             return None
         if is_over(lease):
             return None
@@ -212,7 +215,7 @@ class StatusReader:
             process=str(lease["process"]),
             task=lease.get("task"),
             restarts=lease.get("restarts", 0),
-            held_s=max(0.0, now_s - (claim / "claim.json").stat().st_mtime),
+            held_s=max(0.0, now_s - (claim / CLAIM).stat().st_mtime),
             silent_s=max(0.0, now_s - path.stat().st_mtime),
             requests=row["num_requests"],
             requests_done=sum(self._file(file).rows for file in files),

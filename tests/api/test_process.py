@@ -95,15 +95,15 @@ def test_a_job_ends_with_its_caller(tmp_path):
     script.write_text(f"import batchinfer\nbatchinfer.generate({TEXTS!r}, **{settings!r})")
     variables = {**os.environ, "TMPDIR": str(tmp_path)}  # where it leaves the file of its job
     caller = subprocess.Popen([sys.executable, str(script)], env=variables)
-    parts = tmp_path / "run" / "units"
-    while not list(parts.glob("*/*/lease.json")):
+    run = tmp_path / "run"
+    while not list(run.glob("units/*/*/claim.json")):
         time.sleep(0.05)
         assert caller.poll() is None
     caller.kill()
     caller.wait()
-    while '"released": true' not in next(parts.glob("*/*/lease.json")).read_text():
+    while list(run.glob("work/workers/*")):
         time.sleep(0.05)
-    assert not list((tmp_path / "run" / "done").glob("*"))
+    assert not list((run / "done").glob("*"))
 
 
 @pytest.mark.all  # make test: test_a_job_ends_with_its_caller
@@ -115,7 +115,7 @@ def test_what_a_killed_call_leaves_goes_with_the_next_one(tmp_path, monkeypatch)
     caller = subprocess.Popen(
         [sys.executable, "-c", f"import batchinfer; batchinfer.generate({TEXTS!r}, **{settings!r})"]
     )
-    while not list(folder.glob("*/*/run/units/*/*/lease.json")):
+    while not list(folder.glob("*/*/run/units/*/*/claim.json")):
         time.sleep(0.05)
         assert caller.poll() is None
     commands = Path(f"/proc/{caller.pid}/task/{caller.pid}/children").read_text().split()

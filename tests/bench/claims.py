@@ -1,7 +1,7 @@
 """The cost for a shared file system when many tasks claim many units: calls per unit, and their growth.
 
 Simulated tasks, real claims, leases and marks on a real file system (tests/support/claimants.py). Nothing is computed;
-what a task does between two claims is only drawn. Heartbeats come on top: one call per unit held and 5 seconds.
+what a task does between two claims is only drawn. Heartbeats come on top: one call per task and 5 seconds.
 
     python tests/bench/claims.py [--folder FOLDER] [100000x1000 ...]
 """

@@ -28,8 +28,7 @@ import pyarrow.parquet as pq
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from batchinfer.controller import lease_watch
-from batchinfer.run.store import bucket_lease
+from batchinfer.run.store import watch
 from support.faults import descendants
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.object_store import Server, s3_server
@@ -56,7 +55,7 @@ class Loss:
 class Disk:
     """The run folder on a disk."""
 
-    name, lease_s = "disk", lease_watch.LEASE_S
+    name, lease_s = "disk", watch.LEASE_S
 
     def __init__(self, folder: Path, job: Path) -> None:
         self.run = folder / "run"
@@ -86,7 +85,7 @@ class Disk:
 class InBucket:
     """The run folder in a bucket."""
 
-    name, lease_s = "bucket", bucket_lease.LEASE_S
+    name, lease_s = "bucket", watch.LEASE_S
 
     def __init__(self, folder: Path, job: Path, server: Server) -> None:
         self.job, self._server, self._folder, self._key = job, server, folder, folder.name
@@ -107,13 +106,12 @@ class InBucket:
         return found
 
     def num_durable(self) -> int:
-        lease = json.loads(self._object("leases/000000") or b'{"files": []}')
-        parts = [self._object(name) for name in lease["files"]]
-        return sum(pq.read_metadata(pa.BufferReader(part)).num_rows for part in parts if part is not None)
+        found = self._server.objects("runs", f"{self._key}/units/000000")
+        return sum(pq.read_metadata(pa.BufferReader(data)).num_rows for name, data in found.items() if "part-" in name)
 
     def claim(self) -> str | None:
-        found = self._object("leases/000000")
-        return None if found is None else str(json.loads(found)["claim"])
+        found = self._server.objects("runs", f"{self._key}/units/000000")
+        return max((name.split("/")[0] for name in found), default=None)
 
     def is_done(self) -> bool:
         return self._object("done/000000") is not None

@@ -13,7 +13,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from batchinfer import checked_json, manifest
-from batchinfer.controller import result_files
+from batchinfer.run.units import result_files
 from support.jobs import batchinfer, write_job, write_shard
 from support.paths import SAMPLE_MODEL
 

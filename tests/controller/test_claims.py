@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from batchinfer.checked_json import publish_json, read_json
-from batchinfer.controller import claims, lease_watch
-from batchinfer.controller.claims import UnitClaims, last_claim
-from batchinfer.records import ConfigError
 from batchinfer.run import liveness
+from batchinfer.run.store import watch
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.units.claims import UnitClaims, is_given_back, last_claim, lease_of
+from batchinfer.run.units.result_files import write_results
 from batchinfer.rundir import RunDir
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from batchinfer.controller.claims import UnitClaims
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.units.claims import UnitClaims
 from batchinfer.rundir import RunDir
-with UnitClaims(RunDir(Path(sys.argv[1]))) as claims:
+with UnitClaims(FolderStorage(RunDir(Path(sys.argv[1])))) as claims:
     print(claims.try_claim(0) is not None, flush=True)
     time.sleep(600)
 """
 TRY = """
 import sys
 from pathlib import Path
-from batchinfer.controller.claims import UnitClaims
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.units.claims import UnitClaims
 from batchinfer.rundir import RunDir
-with UnitClaims(RunDir(Path(sys.argv[1]))) as claims:
+with UnitClaims(FolderStorage(RunDir(Path(sys.argv[1])))) as claims:
     print(claims.try_claim(0) is not None)
 """
 NEW_NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -112,9 +113,9 @@ def held_by(lease, **holder):
 def test_a_holder_that_proc_hides_lives_as_long_as_it_can_be_signalled(tmp_path, monkeypatch):
     """With hidepid only one's own processes are in /proc; a run may be shared with users of other ones."""
     run = RunDir(tmp_path)
-    with UnitClaims(run) as holder, UnitClaims(run) as watcher:
+    with UnitClaims(FolderStorage(run)) as holder, UnitClaims(FolderStorage(run)) as watcher:
         assert holder.try_claim(0) is not None
-        lease = last_claim(run, 0) / "lease.json"
+        lease = lease_of(last_claim(run, 0))
         held_by(lease, pid=os.getppid(), process=f"{liveness.process_numbering()}:1")
         monkeypatch.setattr(Path, "exists", lambda path, plain=Path.exists: "/proc/" not in str(path) and plain(path))
         assert watcher.try_claim(0) is None
@@ -132,67 +133,13 @@ def test_a_holder_that_proc_hides_lives_as_long_as_it_can_be_signalled(tmp_path,
 )
 def test_of_processes_elsewhere_nothing_but_their_lease_counts(tmp_path, monkeypatch, change):
     run = RunDir(tmp_path)
-    with UnitClaims(run) as watcher:
-        assert UnitClaims(run).try_claim(0) is not None
-        lease = last_claim(run, 0) / "lease.json"
+    with UnitClaims(FolderStorage(run)) as watcher:
+        assert UnitClaims(FolderStorage(run)).try_claim(0) is not None
+        lease = lease_of(last_claim(run, 0))
         held_by(lease, pid=2**22 + 1, **change)
         assert watcher.try_claim(0) is None
-        monkeypatch.setattr(lease_watch, "LEASE_S", 0.0)
+        monkeypatch.setattr(watch, "LEASE_S", 0.0)
         assert watcher.try_claim(0) is not None
-
-
-def nameless(run, holder, *, age_s=0.0):
-    """A claim folder as a process leaves it that is killed before it could give it its name."""
-    made = claims._new_folder(run.unit(0))
-    if holder is not None:
-        (made / "lease.json").write_text(json.dumps(holder))
-    os.utime(made, (time.time() - age_s, time.time() - age_s))
-    return made
-
-
-def test_nameless_claims_of_the_dead_are_deleted_by_the_next_claim(tmp_path):
-    run = RunDir(tmp_path)
-    child = subprocess.Popen(["sleep", "60"])
-    mine = {"host": socket.gethostname(), "pid": child.pid, "process": liveness.process_identity(child.pid)}
-    other = {**mine, "host": "elsewhere"}
-    try:
-        live, foreign, half = nameless(run, mine), nameless(run, other), nameless(run, None)
-        old = nameless(run, other, age_s=7200)
-        with UnitClaims(run) as held:
-            held.release(held.try_claim(0))
-            assert [path.exists() for path in (live, foreign, half, old)] == [True, True, True, False]
-            child.send_signal(signal.SIGKILL)
-            child.wait()
-            assert held.try_claim(0) is not None
-            assert [path.exists() for path in (live, foreign, half)] == [False, True, True]
-    finally:
-        child.kill()
-        child.wait()
-
-
-@pytest.mark.parametrize("is_done", [True, False])
-def test_a_rename_that_a_file_server_is_asked_twice_for(tmp_path, monkeypatch, is_done):
-    """The first answer was lost; asked again, it finds nothing to rename: that is done, or the folder was deleted."""
-    plain = Path.rename
-
-    def asked_twice(made, target):
-        if is_done:
-            plain(made, target)
-        else:
-            shutil.rmtree(made)
-        plain(made, target)
-
-    run = RunDir(tmp_path)
-    with UnitClaims(run) as mine, UnitClaims(run) as other:
-        monkeypatch.setattr(Path, "rename", asked_twice)
-        if is_done:
-            claim = mine.try_claim(0)
-            assert claim.folder == last_claim(run, 0)
-        else:
-            with pytest.raises(ConfigError, match=r"cannot write .*No such file or directory"):
-                mine.try_claim(0)
-        monkeypatch.undo()
-        assert (other.try_claim(0) is None) is is_done
 
 
 @pytest.mark.parametrize(
@@ -202,7 +149,7 @@ def test_claims_leases_and_done_marks_follow_the_umask(tmp_path, umask, folder, 
     before = os.umask(umask)
     try:
         run = RunDir(tmp_path / "run")
-        with UnitClaims(run) as mine:
+        with UnitClaims(FolderStorage(run)) as mine:
             mine.complete(mine.try_claim(0))
     finally:
         os.umask(before)
@@ -214,9 +161,9 @@ def test_claims_leases_and_done_marks_follow_the_umask(tmp_path, umask, folder, 
 def test_a_holder_that_has_ended_here_is_dead_at_once(tmp_path):
     run = RunDir(tmp_path)
     child = subprocess.Popen(["sleep", "60"])
-    with UnitClaims(run) as watcher:
-        assert UnitClaims(run).try_claim(0) is not None
-        lease = last_claim(run, 0) / "lease.json"
+    with UnitClaims(FolderStorage(run)) as watcher:
+        assert UnitClaims(FolderStorage(run)).try_claim(0) is not None
+        lease = lease_of(last_claim(run, 0))
         held_by(lease, pid=child.pid, process=liveness.process_identity(child.pid))
         try:
             assert watcher.try_claim(0) is None  # it lives
@@ -227,14 +174,60 @@ def test_a_holder_that_has_ended_here_is_dead_at_once(tmp_path):
         child.wait()
 
 
-def test_the_heartbeat_renews_the_lease_of_every_unit_held(tmp_path, monkeypatch):
-    monkeypatch.setattr(claims, "HEARTBEAT_S", 0.01)
+def test_the_heartbeat_renews_the_lease_of_a_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr(FolderStorage, "beat_s", 0.01)
     run = RunDir(tmp_path)
-    with UnitClaims(run) as holder:
-        leases = [holder.try_claim(unit).folder / "lease.json" for unit in (0, 1)]
-        for lease in leases:
-            os.utime(lease, (1000.0, 1000.0))
+    with UnitClaims(FolderStorage(run)) as holder:
+        lease = lease_of(holder.try_claim(0).folder)
+        assert lease_of(holder.try_claim(1).folder) == lease
+        os.utime(lease, (1000.0, 1000.0))
         deadline = time.monotonic() + 60
-        while any(lease.stat().st_mtime == 1000.0 for lease in leases):
+        while lease.stat().st_mtime == 1000.0:
             assert time.monotonic() < deadline, "no heart beats"
             time.sleep(0.01)
+    assert not lease.exists()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_link_that_a_file_server_is_asked_twice_for(tmp_path, monkeypatch, is_own):
+    """The first answer was lost; asked again, it says that the name is taken: by this process, or by another one."""
+    plain, run = os.link, RunDir(tmp_path)
+
+    def asked_twice(made, target):
+        if is_own or Path(target).name != "claim.json":
+            plain(made, target)
+        plain(made, target)
+
+    with UnitClaims(FolderStorage(run)) as mine, UnitClaims(FolderStorage(run)) as other:
+        if not is_own:
+            assert other.try_claim(0) is not None
+        monkeypatch.setattr(os, "link", asked_twice)
+        assert (mine.try_claim(0, is_new=True) is not None) is is_own
+        monkeypatch.undo()
+        assert other.try_claim(0) is None
+
+
+def test_a_claim_that_its_worker_has_not_created_yet_is_none(tmp_path):
+    """A worker was killed between the claim's folder and the claim's document: its number is still to be had."""
+    run = RunDir(tmp_path)
+    run.claim(0, "0000").mkdir(parents=True)
+    assert last_claim(run, 0) is None
+    with UnitClaims(FolderStorage(run)) as mine:
+        assert mine.try_claim(0).name == "0000"
+
+
+def test_a_claim_of_an_earlier_version_is_held_by_its_own_lease_and_inherited(tmp_path, monkeypatch):
+    run, store = RunDir(tmp_path), FolderStorage(RunDir(tmp_path))
+    old = run.claim(0, "0000")
+    old.mkdir(parents=True)
+    lease = {**liveness.this_process(), "node": "n", "task": None, "restarts": 0, "released": False}
+    publish_json(old / "lease.json", lease)
+    publish_json(old / "claim.json", {"inherited": []})
+    part = write_results(old, 0, pa.table({"row": [1]}))
+    with UnitClaims(store) as mine:
+        assert mine.try_claim(0) is None
+        assert not is_given_back(old)
+        publish_json(old / "lease.json", {**lease, "released": True})
+        assert is_given_back(old)
+        claim = mine.try_claim(0)
+    assert (claim.name, claim.inherited) == ("0001", (part,))

@@ -27,8 +27,9 @@ pytestmark = pytest.mark.system  # make test: test_lease_watch, whose clocks are
 
 # faster than on a cluster, as far as a busy machine allows; the lease itself only where somebody is to be given up
 QUICK_BEATS = """
-from batchinfer.controller import claims, lease_watch
-claims.HEARTBEAT_S, lease_watch.LEASE_S = 0.3, {lease_s}
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.store import watch
+FolderStorage.beat_s, watch.LEASE_S = 0.3, {lease_s}
 from batchinfer.program import program
 program()
 """

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from batchinfer.controller import lease_watch, open_units
-from batchinfer.controller.claims import Claim, UnitClaims, last_claim
+from batchinfer.controller import open_units
 from batchinfer.controller.open_units import OpenUnits
+from batchinfer.run.store import watch
 from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.units.claims import Claim, UnitClaims, last_claim, lease_of
 from batchinfer.rundir import RunDir
 from support.claimants import Counter, claim_all
 
@@ -65,7 +66,7 @@ def test_calls_per_unit_hardly_grow_with_the_number_of_controllers(quick_folder,
 
 def test_a_lone_controller_takes_the_units_in_the_plans_order(tmp_path):
     run = RunDir(tmp_path)
-    with UnitClaims(run) as mine:
+    with UnitClaims(FolderStorage(run)) as mine:
         units = OpenUnits(FolderStorage(run), rows(4))
         assert [take(units, mine) for _ in range(4)] == [0, 1, 2, 3]
         assert take(units, mine, held=range(4)) is None
@@ -74,7 +75,7 @@ def test_a_lone_controller_takes_the_units_in_the_plans_order(tmp_path):
 
 def test_a_controller_that_meets_another_goes_on_elsewhere(tmp_path):
     run = RunDir(tmp_path)
-    with UnitClaims(run) as first, UnitClaims(run) as second:
+    with UnitClaims(FolderStorage(run)) as first, UnitClaims(FolderStorage(run)) as second:
         ours, theirs = OpenUnits(FolderStorage(run), rows(40)), OpenUnits(FolderStorage(run), rows(40))
         assert [take(ours, first) for _ in range(3)] == [0, 1, 2]
         taken = [take(theirs, second) for _ in range(20)]
@@ -87,20 +88,20 @@ def test_a_controller_that_meets_another_goes_on_elsewhere(tmp_path):
 class Tried(UnitClaims):
     """Notes what is tried."""
 
-    def __init__(self, run: RunDir) -> None:
-        super().__init__(run)
+    def __init__(self, storage: FolderStorage) -> None:
+        super().__init__(storage)
         self.units: list[int] = []
 
-    def try_claim(self, unit: int) -> Claim | None:
+    def try_claim(self, unit: int, *, is_new: bool = False) -> Claim | None:
         self.units.append(unit)
         assert len(self.units) < 200
-        return super().try_claim(unit)
+        return super().try_claim(unit, is_new=is_new)
 
 
 def test_an_old_listing_does_not_have_a_controller_try_the_same_units_for_ever(tmp_path, monkeypatch):
     """Clients of a network file system may be shown a folder as it was a minute ago."""
     run = RunDir(tmp_path)
-    with UnitClaims(run) as other, Tried(run) as mine:
+    with UnitClaims(FolderStorage(run)) as other, Tried(FolderStorage(run)) as mine:
         monkeypatch.setattr(open_units, "_named", lambda *_: np.zeros(40, dtype=bool))
         units = OpenUnits(FolderStorage(run), rows(40))
         for unit in range(40):
@@ -111,14 +112,14 @@ def test_an_old_listing_does_not_have_a_controller_try_the_same_units_for_ever(t
 
 def test_units_given_back_are_taken_and_all_done_is_seen(tmp_path, without_pauses):
     run = RunDir(tmp_path)
-    with UnitClaims(run) as first, UnitClaims(run) as second:
+    with UnitClaims(FolderStorage(run)) as first, UnitClaims(FolderStorage(run)) as second:
         ours = OpenUnits(FolderStorage(run), rows(2))
         held = [ours.claim(first, set())[1] for _ in range(2)]
         theirs = OpenUnits(FolderStorage(run), rows(2))
         assert take(theirs, second) is None
         assert not theirs.are_all_done(second.completed)
         first.complete(held[0])
-        first.release(held[1])
+        first.end()
         _, claim = theirs.claim(second, set())
         assert (claim.unit, claim.name) == (1, "0001")
         second.complete(claim)
@@ -129,7 +130,7 @@ def test_units_given_back_are_taken_and_all_done_is_seen(tmp_path, without_pause
 
 def test_a_unit_that_was_opened_again_is_seen_by_a_controller_that_waits(tmp_path, without_pauses):
     run = RunDir(tmp_path)
-    with UnitClaims(run) as mine, UnitClaims(run) as other:
+    with UnitClaims(FolderStorage(run)) as mine, UnitClaims(FolderStorage(run)) as other:
         units = OpenUnits(FolderStorage(run), rows(2))
         mine.complete(units.claim(mine, set())[1])
         assert other.try_claim(1) is not None  # so that there is something to wait for
@@ -140,7 +141,7 @@ def test_a_unit_that_was_opened_again_is_seen_by_a_controller_that_waits(tmp_pat
 
 def test_folders_and_marks_of_units_that_the_plan_has_no_more_are_passed_over(tmp_path):
     run = RunDir(tmp_path)
-    with UnitClaims(run) as mine:
+    with UnitClaims(FolderStorage(run)) as mine:
         mine.complete(mine.try_claim(7))
         mine.try_claim(8)
         units = OpenUnits(FolderStorage(run), rows(2))
@@ -150,11 +151,11 @@ def test_folders_and_marks_of_units_that_the_plan_has_no_more_are_passed_over(tm
 def test_a_lease_runs_out_by_the_watchers_clock_whatever_its_date(tmp_path, monkeypatch):
     """Clocks of nodes may be hours apart: leases dated in the future or the past live while their date changes."""
     run = RunDir(tmp_path)
-    with UnitClaims(run) as holder, UnitClaims(run) as watcher:
+    with UnitClaims(FolderStorage(run)) as holder, UnitClaims(FolderStorage(run)) as watcher:
         for unit, date_s in enumerate((time.time() + 3600, time.time() - 3600)):
             assert holder.try_claim(unit) is not None
-            lease = last_claim(run, unit) / "lease.json"
-            monkeypatch.setattr(lease_watch, "LEASE_S", 0.0)
+            lease = lease_of(last_claim(run, unit))
+            monkeypatch.setattr(watch, "LEASE_S", 0.0)
             for beat in range(3):
                 os.utime(lease, (date_s + beat, date_s + beat))
                 assert watcher.try_claim(unit) is None
@@ -172,11 +173,11 @@ def test_asking_whether_all_is_done_does_not_keep_a_controller_from_claiming(tmp
     clock = Clock()
     monkeypatch.setattr(open_units, "time", clock)
     run = RunDir(tmp_path)
-    with UnitClaims(run) as other, UnitClaims(run) as mine:
-        held = other.try_claim(0)
+    with UnitClaims(FolderStorage(run)) as other, UnitClaims(FolderStorage(run)) as mine:
+        assert other.try_claim(0) is not None
         units = OpenUnits(FolderStorage(run), rows(1))
         assert take(units, mine) is None
-        other.release(held)
+        other.end()
         for _ in range(100):
             clock.now_s += 1.0
             assert not units.are_all_done(mine.completed)

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from batchinfer.controller.claims import UnitClaims, done_mark
-from batchinfer.controller.result_files import result_keys
 from batchinfer.controller.results import Results
 from batchinfer.controller.units import result_table
 from batchinfer.records import Completion, ConfigError, RequestKey, TokenLogprob
 from batchinfer.run.session import Session
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.units.claims import UnitClaims, done_mark
+from batchinfer.run.units.result_files import result_keys
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
 
@@ -25,7 +26,7 @@ def completion(row):
 def test_a_unit_is_done_when_its_last_row_is_on_disk_and_not_before(tmp_path):
     run = RunDir(tmp_path)
     keys = {RequestKey(0, row, 0) for row in range(3)}
-    with UnitClaims(run) as claims:
+    with UnitClaims(FolderStorage(run)) as claims:
         results = Results(run, Session("work", StopSignal()), claims)
         assert results.open_unit(claims.try_claim(0), keys) == keys
         assert not results.add([completion(0), completion(2)])
@@ -79,7 +80,7 @@ def test_folders_whose_names_say_a_value_change_no_row(tmp_path):
     """A sweep names its run folders so; versions of pyarrow before 25 took the values for those of the rows."""
     run = RunDir(tmp_path / "sample=4" / "row=7")
     run.root.mkdir(parents=True)
-    with UnitClaims(run) as claims:
+    with UnitClaims(FolderStorage(run)) as claims:
         results = Results(run, Session("work", StopSignal()), claims)
         results.open_unit(claims.try_claim(0), {RequestKey(0, 1, 0)})
         results.add([completion(1)])
@@ -91,22 +92,20 @@ def test_folders_whose_names_say_a_value_change_no_row(tmp_path):
 def test_what_an_earlier_claim_has_on_disk_is_not_missing(tmp_path):
     run = RunDir(tmp_path)
     keys = {RequestKey(0, row, 0) for row in range(3)}
-    with UnitClaims(run) as claims:
-        for open_rows, missing in (([0], keys), ([1, 2], keys - {RequestKey(0, 0, 0)})):
+    for open_rows, missing in (([0], keys), ([1, 2], keys - {RequestKey(0, 0, 0)})):
+        with UnitClaims(FolderStorage(run)) as claims:
             results = Results(run, Session("work", StopSignal()), claims)
             claim = claims.try_claim(0)
             assert results.open_unit(claim, keys) == missing
             results.add([completion(row) for row in open_rows])
             results.commit()
-            if done_mark(run, 0) is None:
-                claims.release(claim)
-        assert len(done_mark(run, 0).files) == 2
+    assert len(done_mark(run, 0).files) == 2
 
 
 def test_a_commit_that_fails_is_made_up_for_by_the_next(tmp_path):
     """Nothing is written twice, and no unit stays without its mark."""
     run = RunDir(tmp_path)
-    with UnitClaims(run) as claims:
+    with UnitClaims(FolderStorage(run)) as claims:
         results = Results(run, Session("work", StopSignal()), claims)
         run.done_marks.mkdir()
         folders = []

@@ -9,9 +9,9 @@ import time
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.controller import claims
-from batchinfer.controller.claims import UnitClaims
 from batchinfer.plan import packing
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.units.claims import UnitClaims, last_claim
 from batchinfer.rundir import RunDir
 from support.faults import kill_the_command, make_reference
 from support.jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
@@ -39,8 +39,7 @@ def wait_for(pattern, run, process):
 
 def holders(run):
     """The processes that hold units."""
-    leases = [json.loads(path.read_text()) for path in run.glob("units/*/[0-9]*/lease.json")]
-    return {lease["pid"] for lease in leases if not lease["released"]}
+    return {json.loads(path.read_text())["pid"] for path in run.glob("work/workers/*[!.tmp]")}
 
 
 LONG = pytest.mark.slow  # what a quicker case shows, too
@@ -165,13 +164,14 @@ def test_a_second_controller_takes_over_from_a_killed_one(reference, monkeypatch
 @pytest.mark.parametrize("num_earlier", [2, 10_001])
 def test_a_unit_whose_first_claims_were_deleted_can_be_claimed(tmp_path, num_earlier):
     run = RunDir(tmp_path)
-    with UnitClaims(run) as claiming:
-        claiming.release(claiming.try_claim(0))
+    with UnitClaims(FolderStorage(run)) as claiming:
+        assert claiming.try_claim(0) is not None
+        claiming.end()
         run.claim(0, "0000").rename(run.claim(0, f"{num_earlier - 1:04d}"))
         taken = claiming.try_claim(0)
         assert taken is not None
         assert taken.name == f"{num_earlier:04d}"
-        assert claims.last_claim(run, 0) == taken.folder
+        assert last_claim(run, 0) == taken.folder
 
 
 @pytest.mark.parametrize(

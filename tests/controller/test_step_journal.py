@@ -6,11 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.controller import step_journal
-from batchinfer.controller.step_journal import StepJournal, keep_lost_steps
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas.statistics import STATS_STEPS
 from batchinfer.protocol.messages import StepRecord
+from batchinfer.run.units import step_journal
+from batchinfer.run.units.step_journal import StepJournal, keep_lost_steps
 from batchinfer.rundir import RunDir
 
 NUM_STEPS = 5

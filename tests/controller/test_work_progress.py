@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from batchinfer.config import ClusterConfig
-from batchinfer.controller.planned_tokens import planned_tokens
 from batchinfer.controller.work_progress import WorkProgress
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion, RequestKey
+from batchinfer.run.units.planned_tokens import planned_tokens
 
 # two units of two requests: 100 prompt tokens to compute and at most 40 output tokens each
 ROWS = [{"unit": unit, "num_requests": 2, "new_tokens": 100, "max_output_tokens": 40} for unit in range(2)]

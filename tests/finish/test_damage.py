@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from batchinfer.checked_json import publish_json
-from batchinfer.controller.claims import done_mark
 from batchinfer.finish import finish
 from batchinfer.plan import packing
 from batchinfer.records import DamagedFileError
+from batchinfer.run.units.claims import done_mark
 from batchinfer.rundir import RunDir, read_state
 from support.damage import KINDS, damaged_copy, expect_equal_or_named, flip_bit, make_computed_run_with_outputs
 from support.faults import UNIT_TOKENS

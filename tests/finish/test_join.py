@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.checked_json import publish_json, read_json
-from batchinfer.controller.result_files import write_results
+from batchinfer.run.units.result_files import write_results
 from batchinfer.rundir import RunDir
 from support.damage import make_computed_run
 from support.jobs import batchinfer

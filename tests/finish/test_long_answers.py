@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.checked_json import publish_json, read_json
-from batchinfer.controller.result_files import write_results
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.finish import join, long_answers
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.records import ConfigError
+from batchinfer.run.units.result_files import write_results
 from batchinfer.rundir import RunDir
 from support.damage import make_computed_run
 from support.jobs import batchinfer, output_bytes, outputs, question, write_job, write_shard

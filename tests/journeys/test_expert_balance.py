@@ -127,7 +127,9 @@ def two_kinds(tmp_path_factory):
 def run_of_layout(two_kinds):
     """Return what the job of two kinds of prompts said with a layout of ranks, and its run: once for all tests."""
     small = {"prefill_tokens": 128, "decode_requests": 16, "redundant_experts": 4}
-    return functools.cache(lambda layout: ran(job_of_kinds(two_kinds[0], f"kinds-{layout}", **LAYOUTS[layout], **small)))
+    return functools.cache(
+        lambda layout: ran(job_of_kinds(two_kinds[0], f"kinds-{layout}", **LAYOUTS[layout], **small))
+    )
 
 
 def job_of_kinds(folder, name, **cluster):

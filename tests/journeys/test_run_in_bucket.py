@@ -7,7 +7,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.api.job import Job
-from batchinfer.checked_json import parse_json
 from batchinfer.data import bucket as bucket_module
 from support.faults import MIXED, plan_units
 from support.faulty_store import Faults, faulty_store
@@ -152,7 +151,7 @@ def test_a_damaged_result_is_set_aside_and_computed_again(calm, server, tmp_path
     run = InBucket(calm, server.endpoint, "damaged", tmp_path)
     run.plan()
     run.command("work")
-    (name, data), *_ = [item for item in server.objects("runs", "damaged").items() if item[0].startswith("units/")]
+    (name, data), *_ = [item for item in server.objects("runs", "damaged").items() if "part-" in item[0]]
     server.put("runs", f"damaged/{name}", data[:-9] + b"something")
     assert "results of 1 are damaged" in run.refused("finish", node="b", code=1)
     run.command("work", node="c")
@@ -189,10 +188,10 @@ def test_a_run_that_is_not_finished_is_shown_and_may_be_finished_partly(calm, se
     marks = [key for key in server.objects("runs", "partial") if key.startswith("done/")]
     for key in marks[1:]:
         client.delete_object(Bucket="runs", Key=f"partial/{key}")
-        lease = key.replace("done", "leases")
-        said = parse_json(server.objects("runs", "partial")[lease], "lease")
         # as if its worker had been killed before the unit's first commit
-        assert said["files"] == {}
+        for name in server.objects("runs", f"partial/{key.replace('done', 'units')}"):
+            if "part-" in name:
+                client.delete_object(Bucket="runs", Key=f"partial/{key.replace('done', 'units')}/{name}")
     options = run.options("b")
     assert "are not done" in run.refused("finish", node="b", code=1)
     partial = batchinfer("finish", run.job, *options, "--allow-partial")
@@ -205,11 +204,11 @@ def test_a_run_that_is_not_finished_is_shown_and_may_be_finished_partly(calm, se
 
 @pytest.mark.slow
 def test_failed_rows_are_tried_again(calm, server, tmp_path, monkeypatch):
-    from batchinfer.controller.claiming import offer_again
-    from batchinfer.controller.result_files import write_results
-    from batchinfer.controller.retry import retry_failed
     from batchinfer.run.planned import job_of
     from batchinfer.run.store.open import storage_of
+    from batchinfer.run.units.claims import offer_again
+    from batchinfer.run.units.result_files import write_results
+    from batchinfer.run.units.retry import retry_failed
 
     run = InBucket(calm, server.endpoint, "retry", tmp_path)
     run.plan()

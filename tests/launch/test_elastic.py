@@ -6,7 +6,8 @@ import signal
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.controller.claims import UnitClaims
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.units.claims import UnitClaims
 from batchinfer.rundir import RunDir
 from support.faults import LONG, descendants, ended, fail_some, plan_units, wait_until
 from support.jobs import batchinfer, output_bytes, start, write_job, write_questions
@@ -47,7 +48,7 @@ def waiting_controller(run):
 
 
 def test_a_controller_waits_without_ranks_until_it_gets_a_unit(reference, planned):
-    with UnitClaims(planned) as others:
+    with UnitClaims(FolderStorage(planned)) as others:
         held = [others.try_claim(unit) for unit in unit_numbers(planned)]
         assert None not in held
         controller, called_back = waiting_controller(planned), waiting_controller(planned)
@@ -64,7 +65,7 @@ def test_a_controller_waits_without_ranks_until_it_gets_a_unit(reference, planne
 
 @pytest.mark.all  # make test: a controller that waits, above
 def test_a_controller_that_waited_for_nothing_ends_well_without_ever_loading(planned):
-    with UnitClaims(planned) as others:
+    with UnitClaims(FolderStorage(planned)) as others:
         held = [others.try_claim(unit) for unit in unit_numbers(planned)]
         controller = waiting_controller(planned)
         for claim in held:
@@ -99,7 +100,7 @@ def test_partial_results_while_a_group_works_leave_its_files_alone(reference, pl
 @pytest.mark.all  # make test: test_open_units
 def test_a_living_controller_takes_up_units_that_are_opened_again(reference, planned):
     units = unit_numbers(planned)
-    with UnitClaims(planned) as others:
+    with UnitClaims(FolderStorage(planned)) as others:
         assert others.try_claim(units[-1]) is not None
         controller = waiting_controller(planned)
         wait_until(lambda: all(planned.done(unit).exists() for unit in units[:-1]), controller)

@@ -9,13 +9,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from batchinfer.controller import result_files
-from batchinfer.controller.claims import UnitClaims
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.report.panel import panel as panel_parts
 from batchinfer.report.read import read_report
 from batchinfer.report.terminal import drawn
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.units import result_files
+from batchinfer.run.units.claims import UnitClaims
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, outputs, write_job, write_shard
 from support.runs import request, session, step, write_run
@@ -159,7 +160,7 @@ def write_results(run: RunDir, replicated_tokens: dict[int, int], failed_row: in
         }
         for item in read_rows(run.requests)
     ]
-    with UnitClaims(run) as claims:
+    with UnitClaims(FolderStorage(run)) as claims:
         for unit in {row["unit"] for row in rows}:
             claim = claims.try_claim(unit)
             mine = [row for row in rows if row["unit"] == unit]

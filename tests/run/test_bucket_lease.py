@@ -7,7 +7,7 @@ import pytest
 from batchinfer.config import S3Config
 from batchinfer.data.bucket import Bucket
 from batchinfer.records import ConfigError
-from batchinfer.run.store import bucket_lease
+from batchinfer.run.store import bucket_lease, watch
 from batchinfer.run.store.bucket_lease import LOCK, Lease, locked_in
 from support.s3_servers import server_with
 
@@ -39,8 +39,8 @@ def test_a_lock_is_held_by_one_and_given_back(server):
 
 
 def test_a_lock_whose_owner_is_silent_is_taken_over_and_the_owner_learns_of_it(server, monkeypatch, capsys):
-    monkeypatch.setattr(bucket_lease, "is_dead", lambda _: False)
-    monkeypatch.setattr(bucket_lease, "LEASE_S", 0.3)
+    monkeypatch.setattr(watch, "is_dead", lambda _: False)
+    monkeypatch.setattr(watch, "LEASE_S", 0.3)
     here = at(server, "silent")
     may_beat = threading.Event()
     silent = Lease(here, LOCK)
@@ -51,7 +51,7 @@ def test_a_lock_whose_owner_is_silent_is_taken_over_and_the_owner_learns_of_it(s
         may_beat.set()
         silent._heart.join(timeout=10)
         assert silent.is_lost
-    silent.end(delete=False)
+    silent.end()
     assert "others have taken over" in capsys.readouterr().err
 
 

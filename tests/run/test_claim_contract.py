@@ -8,11 +8,10 @@ import threading
 import pytest
 
 from batchinfer.controller import open_units
-from batchinfer.controller.claiming import offer_again
-from batchinfer.controller.claims import done_mark
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.data.bucket import Bucket
 from batchinfer.records import DamagedFileError
+from batchinfer.run.units.claims import done_mark, offer_again
 from support.claim_places import (
     LEASE_S,
     ROWS,
@@ -78,7 +77,7 @@ def test_a_unit_is_held_by_one_and_given_back_with_its_durable_results(place):
         assert (claim.unit, claim.name, claim.inherited) == (7, "0000", ())
         assert second.try_claim(7) is None
         add_row(first, claim, 0)
-        first.release(claim)
+        first.end()
         again = second.try_claim(7)
         assert again.name == "0001"
         assert rows_in(again.inherited) == [0]
@@ -154,7 +153,7 @@ def test_a_dead_worker_of_this_machine_is_known_at_once(place, monkeypatch):
         assert (again.name, rows_in(again.inherited)) == ("0001", [0])
 
 
-def test_later_results_of_a_worker_that_was_taken_over_are_ignored(place, clock):
+def test_later_results_of_a_worker_that_was_taken_over_are_ignored(place, clock, capsys):
     zombie = place.silent_worker("zombie")
     with place.worker("b") as second:
         claim = zombie.try_claim(0)
@@ -167,10 +166,12 @@ def test_later_results_of_a_worker_that_was_taken_over_are_ignored(place, clock)
         assert counted_rows(place) == [0]
         add_row(second, taken, 1)
         assert counted_rows(place) == [0, 1]
+        add_row(zombie, claim, 2)
+        zombie.complete(claim)  # too late: the unit is another worker's
+        assert "unit 0 was taken over by another worker" in capsys.readouterr().err
+        assert not is_done(place)
         add_row(second, taken, 2)
         second.complete(taken)
-        add_row(zombie, claim, 2)
-        zombie.complete(claim)  # too late: the unit is done
         store = place.store("reader")
         store.fetch("state")
         store.fetch("results")
@@ -178,12 +179,22 @@ def test_later_results_of_a_worker_that_was_taken_over_are_ignored(place, clock)
         assert counted_rows(place) == ALL_ROWS
 
 
+def test_the_first_done_mark_of_a_unit_counts(place):
+    store = place.store("b")
+    with place.worker("a") as worker:
+        claim = worker.try_claim(0)
+        assert store.create(store.run.done(0), b"another's")
+        worker.complete(claim)
+        assert not store.create(store.run.done(0), b"a third's")
+    assert store.get(store.run.done(0)) == b"another's"
+
+
 def test_a_damaged_result_is_not_inherited(place, monkeypatch, capsys):
     without_beats(monkeypatch)
     with place.worker("a") as first:
         claim = first.try_claim(0)
         bad, good = (add_row(first, claim, row) for row in (0, 1))
-        first.release(claim)
+        first.end()
     _, write = file_in(place, f"units/000000/0000/{bad.name}")
     write(b"something else")
     with place.worker("b") as second:

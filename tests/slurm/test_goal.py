@@ -14,8 +14,6 @@ import pytest
 
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.config import load_job
-from batchinfer.controller.claims import UnitClaims
-from batchinfer.controller.result_files import write_results
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.pace.follow_goal import follow_goal, is_finished
 from batchinfer.pace.follow_schedule import follow_schedule
@@ -25,6 +23,8 @@ from batchinfer.plan import packing
 from batchinfer.records import ConfigError, IncompleteRunError, InterruptedRunError
 from batchinfer.report.price.price_list import CheapHours, PriceList
 from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.units.claims import UnitClaims
+from batchinfer.run.units.result_files import write_results
 from batchinfer.rundir import RunDir
 from batchinfer.submit.size import ArraySize
 from batchinfer.submit.slurm import client
@@ -277,7 +277,7 @@ def test_empty_and_missing_result_files_give_no_time_of_a_request(planned):
     meter = RunMeter(FolderStorage(planned), load_job(planned.job), PriceList(), 1e-3)
     times = {"admitted_s": 10.0, "finished_s": 12.5, "computed_tokens": 5, "completion_tokens": 5}
     row = {"unit": 0, "shard": 0, "row": 0, "sample": 0, "status": "ok", **times}
-    with UnitClaims(planned) as claims:
+    with UnitClaims(FolderStorage(planned)) as claims:
         folder = claims.try_claim(0).folder
         write_results(folder, 0, pa.Table.from_pylist([row], schema=RESULTS.schema))
         empty = write_results(folder, 1, RESULTS.schema.empty_table())
@@ -372,7 +372,7 @@ def test_a_schedule_sends_no_tasks_for_units_that_others_hold(planned, monkeypat
 
     monkeypatch.setattr("batchinfer.pace.follow_goal.resize", resize)
     monkeypatch.setattr("batchinfer.pace.follow_schedule.num_tasks", lambda _: 1)
-    with UnitClaims(planned) as claims:
+    with UnitClaims(FolderStorage(planned)) as claims:
         for unit in range(1, pq.read_metadata(planned.units).num_rows):
             assert claims.try_claim(unit) is not None
         with pytest.raises(InterruptedRunError, match="was cancelled"):
@@ -392,13 +392,12 @@ def test_a_schedule_waits_for_the_units_of_tasks_that_have_just_died(planned, mo
 
     def minute_now():
         if next(looks) == 3:
-            for claim in held:
-                claims.release(claim)
+            claims.end()
         return 0
 
     monkeypatch.setattr("batchinfer.pace.follow_goal.resize", resize)
     monkeypatch.setattr(client, "live_tasks", lambda _: [])
-    with UnitClaims(planned) as claims:
+    with UnitClaims(FolderStorage(planned)) as claims:
         held = [claims.try_claim(unit) for unit in range(pq.read_metadata(planned.units).num_rows)]
         with pytest.raises(InterruptedRunError, match="was cancelled"):
             follow_schedule(FolderStorage(planned), ["08:00 4"], minute_now, look_s=0.0)

@@ -17,12 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.checked_json import publish_json, read_json
-from batchinfer.controller.claims import UnitClaims
-from batchinfer.controller.result_files import write_results
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.progress import Progress
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.units.claims import UnitClaims
+from batchinfer.run.units.result_files import write_results
 from batchinfer.rundir import RunDir
 from support.faults import LONG, SLOW, fail_some, plan_units
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
@@ -127,7 +127,7 @@ def test_statistics_that_are_damaged_or_have_just_gone_leave_a_status(reference,
     (steps / "sound-00000.parquet").write_bytes(sound.read_bytes())
     (steps / "cut-00000.parquet").write_bytes(sound.read_bytes()[:-9])
     (steps / "gone-lost.parquet").symlink_to("nowhere")  # listed, and not there when it is read
-    with UnitClaims(RunDir(planned)) as claims:
+    with UnitClaims(FolderStorage(RunDir(planned))) as claims:
         assert claims.try_claim(0) is not None
         found = status(planned)
     assert found["tokens_per_s"] > 0
@@ -169,9 +169,9 @@ def test_a_plan_under_way_is_planning(planned):
 
 
 def test_a_worker_that_is_silent_is_a_problem(planned):
-    with UnitClaims(RunDir(planned)) as claims:
-        claim = claims.try_claim(0)
-        lease = claim.folder / "lease.json"
+    with UnitClaims(FolderStorage(RunDir(planned))) as claims:
+        assert claims.try_claim(0) is not None
+        (lease,) = planned.glob("work/workers/*")
         assert (status(planned)["units_running"], status(planned)["activity"]) == (1, "running")
         os.utime(lease, (lease.stat().st_mtime - 300,) * 2)
         found = status(planned)
@@ -183,7 +183,7 @@ def test_all_failed_requests_are_counted_however_many_a_file_holds(planned):
     said = {"status": "error", "finish_reason": "error", "computed_tokens": 0, "completion_tokens": 0}
     errors = ["the rank died"] * 25 + ["it fits no page"] * 12
     rows = [{"unit": 0, "shard": 0, "row": row, "sample": 0, "error": text, **said} for row, text in enumerate(errors)]
-    with UnitClaims(RunDir(planned)) as claims:
+    with UnitClaims(FolderStorage(RunDir(planned))) as claims:
         write_results(claims.try_claim(0).folder, 0, pa.Table.from_pylist(rows, schema=RESULTS.schema))
         found = status(planned)
     assert found["requests_failed"] == 37
@@ -243,7 +243,7 @@ def test_retry_leaves_units_alone_that_somebody_works_on(planned):
     run = RunDir(planned)
     unit = next(iter(unit for unit in range(10) if status(planned)["units_failed"] and _has_failed(planned, unit)))
     run.done(unit).unlink()
-    with UnitClaims(run) as claims:
+    with UnitClaims(FolderStorage(run)) as claims:
         assert claims.try_claim(unit) is not None
         assert "1 more units" in batchinfer("retry", planned).out
     assert "1 failed requests in 1 units" in batchinfer("retry", planned).out

@@ -36,18 +36,18 @@ LEASE_S, BEAT_S = 2.0, 0.4
 def work(options: dict[str, Any]) -> None:
     """Claim and compute until all units are done."""
     from batchinfer.controller import open_units
-    from batchinfer.controller.claiming import claims_in
     from batchinfer.controller.open_units import OpenUnits
-    from batchinfer.controller.result_files import write_results
     from batchinfer.data import bucket
     from batchinfer.run import liveness
-    from batchinfer.run.store import bucket_lease
+    from batchinfer.run.store import watch
     from batchinfer.run.store.bucket import BucketStorage
+    from batchinfer.run.units.claims import UnitClaims
+    from batchinfer.run.units.result_files import write_results
 
     bucket.REQUEST_S, bucket.FIRST_PAUSE_S, bucket.LONGEST_PAUSE_S = options["request_s"], 0.02, 0.1
-    bucket_lease.LEASE_S, bucket_lease.BEAT_S = LEASE_S, BEAT_S
+    watch.LEASE_S, BucketStorage.beat_s = LEASE_S, BEAT_S
     if options["is_calm"]:
-        bucket.REQUEST_S, bucket_lease.LEASE_S, bucket_lease.BEAT_S = 100.0, 1000.0, 1000.0
+        bucket.REQUEST_S, watch.LEASE_S, BucketStorage.beat_s = 100.0, 1000.0, 1000.0
     open_units.FIRST_PAUSE_S = open_units.LONGEST_PAUSE_S = 0.2
     host = options["host"]
     if host is not None:
@@ -57,7 +57,7 @@ def work(options: dict[str, Any]) -> None:
     units = OpenUnits(
         storage, [{"unit": unit, "num_requests": ROWS} for unit in range(options["num_units"])], start=None
     )
-    with claims_in(storage) as claims:
+    with UnitClaims(storage) as claims:
         while not units.are_all_done(claims.completed):
             found = units.claim(claims, set())
             if found is None:
@@ -69,7 +69,6 @@ def work(options: dict[str, Any]) -> None:
                 time.sleep(random.uniform(0, 0.02))
                 table = pa.table({"unit": [claim.unit], "row": [row], "answer": [claim.unit * 1000 + row]})
                 claims.add(claim, write_results(claim.folder, number, table))
-                claims.commit(claim)
             claims.complete(claim)
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,14 @@ import pytest
 
 from batchinfer.checked_json import publish_json
 from batchinfer.config import S3Config
-from batchinfer.controller import claims as folder_claims
-from batchinfer.controller import lease_watch
-from batchinfer.controller.claiming import Claims, claims_in
-from batchinfer.controller.claims import Claim, counted_files, done_mark, last_claim
-from batchinfer.controller.result_files import write_results
 from batchinfer.data.bucket import Bucket
-from batchinfer.run.store import bucket_lease
+from batchinfer.run.store import watch
 from batchinfer.run.store.bucket import BucketStorage
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.run.store.interface import Storage
+from batchinfer.run.units import claims
+from batchinfer.run.units.claims import Claim, UnitClaims, counted_files, done_mark, last_claim
+from batchinfer.run.units.result_files import write_results
 from batchinfer.rundir import RunDir
 
 ROWS = 3  # of each unit
@@ -55,36 +52,24 @@ class Place:
     store: Callable[[str], Storage]
     is_bucket: bool
 
-    def worker(self, node: str) -> Claims:
+    def worker(self, node: str) -> UnitClaims:
         """A worker, to be entered by `with`; one that is not entered has no beat and never says that it ends."""
-        return claims_in(self.store(node))
+        return UnitClaims(self.store(node))
 
-    def silent_worker(self, node: str) -> Claims:
+    def silent_worker(self, node: str) -> UnitClaims:
         """A worker that is on another host and about to die: its lease exists, and nothing renews it."""
-        found = self.worker(node)
-        if self.is_bucket:
-            beat_once(found)
-        return found
+        return self.worker(node)
 
 
-def beat_once(worker: Any) -> None:
+def beat_once(worker: UnitClaims) -> None:
     """Renew a silent worker's lease once."""
-    if hasattr(worker, "_worker"):
-        lease, bucket = worker._worker, worker._bucket
-        data = lease._document(released=False)
-        lease._version = bucket.replace(lease.name, data, lease._version) or bucket.create(lease.name, data)
-        return
-    for claim in worker._held.values():
-        path = claim.folder / "lease.json"
-        date_ns = path.stat().st_mtime_ns + 1_000_000
-        os.utime(path, ns=(date_ns, date_ns))
+    worker._lease.renew()
 
 
-def add_row(worker: Claims, claim: Claim, row: int) -> Path:
+def add_row(worker: UnitClaims, claim: Claim, row: int) -> Path:
     """Make a result of a unit durable."""
     path = write_results(claim.folder, row, pa.table({"unit": [claim.unit], "row": [row]}))
     worker.add(claim, path)
-    worker.commit(claim)
     return path
 
 
@@ -92,7 +77,7 @@ def rows_in(paths: Any) -> list[int]:
     return [row for path in paths for row in pq.read_table(path)["row"].to_pylist()]
 
 
-def compute(worker: Claims, claim: Claim) -> None:
+def compute(worker: UnitClaims, claim: Claim) -> None:
     """Add the rows that a unit lacks and complete the unit."""
     for row in sorted(set(range(ROWS)).difference(rows_in(claim.inherited))):
         add_row(worker, claim, row)
@@ -122,8 +107,7 @@ def file_in(place: Place, name: str) -> Any:
     """Read and write of one document of the run folder, behind the store's back."""
     store = place.store("hand")
     if isinstance(store, BucketStorage):
-        bucket = store.bucket
-        return partial(_bytes_of, bucket, name), partial(bucket.put, name)
+        return (lambda: store.get(store.run.root / name)), (lambda data: store.bucket.put(name, data))
     path = store.run.root / name
     return path.read_bytes, path.write_bytes
 
@@ -148,28 +132,26 @@ def bucket_place(folder: Path, endpoint: str, name: str) -> Place:
 
 def on_other_hosts(patch: pytest.MonkeyPatch) -> None:
     """Nobody's process can be seen: workers are only dead when their leases have run out. No heart beats by itself."""
-    for module in (lease_watch, bucket_lease):
-        patch.setattr(module, "is_dead", lambda _: False)
+    patch.setattr(watch, "is_dead", lambda _: False)
     without_beats(patch)
 
 
 def without_beats(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(folder_claims, "HEARTBEAT_S", 1e6)
-    patch.setattr(bucket_lease, "BEAT_S", 1e6)
+    for store in (FolderStorage, BucketStorage):
+        patch.setattr(store, "beat_s", 1e6)
 
 
 def count_seconds(patch: pytest.MonkeyPatch) -> Clock:
     """Give watchers a clock that only the test moves."""
     clock = Clock()
-    for module in (lease_watch, bucket_lease):
-        patch.setattr(module, "time", clock)
+    patch.setattr(watch, "time", clock)
+    patch.setattr(claims, "time", clock)
     return clock
 
 
 def all_dead(patch: pytest.MonkeyPatch) -> None:
     """Every process but the one that asks has ended."""
-    for module in (lease_watch, bucket_lease):
-        patch.setattr(module, "is_dead", lambda _: True)
+    patch.setattr(watch, "is_dead", lambda _: True)
 
 
 @contextmanager
@@ -192,7 +174,7 @@ def killed_after(place: Place, num_operations: int) -> Iterator[list[int]]:
 
             patch.setattr(Bucket, "_try", attempt)
         else:
-            for name in ("mkdir", "link", "rename", "open", "unlink", "utime", "scandir", "fsync"):
+            for name in ("mkdir", "link", "rename", "open", "unlink", "utime", "scandir", "listdir", "fsync"):
                 patch.setattr(os, name, _counted(getattr(os, name), step))
         yield done
 
@@ -213,15 +195,14 @@ def stale_listings(place: Place) -> Iterator[None]:
 
         def stale(plain: Any, materialise: Any) -> Any:
             def call(*args: Any) -> Any:
-                key = tuple(map(str, args[-1:]))
+                key = plain, args[-1].name
                 if key not in first:
                     first[key] = materialise(plain(*args))
                 return first[key]
 
             return call
 
-        if place.is_bucket:
-            patch.setattr(Bucket, "objects", stale(Bucket.objects, list))
-        else:
-            patch.setattr(folder_claims, "_claim_folders", stale(folder_claims._claim_folders, list))
+        for store in (FolderStorage, BucketStorage):
+            for name in ("names", "list"):
+                patch.setattr(store, name, stale(getattr(store, name), list))
         yield

@@ -22,17 +22,19 @@ from typing import Any
 
 import numpy as np
 
-from batchinfer.controller import lease_watch, open_units
-from batchinfer.controller.claims import HEARTBEAT_S, Claim, UnitClaims
+from batchinfer.controller import open_units
 from batchinfer.controller.open_units import OpenUnits
+from batchinfer.run.store import watch
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.run.store.interface import Storage
+from batchinfer.run.units import claims
+from batchinfer.run.units.claims import Claim, UnitClaims
 from batchinfer.rundir import RunDir
 
 NAMES_PER_CALL = 1000
 LISTING_S = 60.0  # how old it may be
 # what Python tells an audit hook of, and what it means here; stat calls are not among them
-CHANGES = ("mkdir", "rename", "remove", "rmdir", "link", "chmod", "utime", "scandir")
+CHANGES = ("mkdir", "rename", "remove", "rmdir", "link", "chmod", "utime", "scandir", "listdir")
 AUDITED = {"open"} | {f"os.{name}" for name in CHANGES}
 BESIDES = ("stat", "lstat", "fsync", "fstat")
 
@@ -138,12 +140,12 @@ def _simulated(clock: _Clock, counter: Counter) -> Iterator[None]:
         return found
 
     plain_time, plain_named = open_units.time, open_units._named
-    open_units.time = lease_watch.time = clock  # type: ignore[assignment]
+    open_units.time = watch.time = claims.time = clock  # type: ignore[assignment]
     open_units._named = named
     try:
         yield
     finally:
-        open_units.time = lease_watch.time = plain_time
+        open_units.time = watch.time = claims.time = plain_time
         open_units._named = plain_named
 
 
@@ -151,27 +153,27 @@ class _Hearts:
     """The heartbeats of all controllers, applied to a lease just before a watcher reads it."""
 
     def __init__(self, clock: _Clock, counter: Counter) -> None:
-        self.held: dict[int, Claim] = {}  # by unit
+        self.held: dict[int, Path] = {}  # leases by unit
         self._clock, self._counter = clock, counter
 
     def beat(self, unit: int) -> None:
-        if (claim := self.held.get(unit)) is not None:
-            last_s = self._clock.now_s // HEARTBEAT_S * HEARTBEAT_S
+        if (lease := self.held.get(unit)) is not None:
+            last_s = self._clock.now_s // FolderStorage.beat_s * FolderStorage.beat_s
             self._counter.is_on = False  # this is not the watcher's
-            os.utime(claim.folder / "lease.json", (last_s, last_s))
+            os.utime(lease, (last_s, last_s))
             self._counter.is_on = True
 
 
 class _Claims(UnitClaims):
     def __init__(self, run: RunDir, hearts: _Hearts) -> None:
-        super().__init__(run)
+        super().__init__(FolderStorage(run))
         self._hearts = hearts
 
-    def try_claim(self, unit: int) -> Claim | None:
+    def try_claim(self, unit: int, *, is_new: bool = False) -> Claim | None:
         self._hearts.beat(unit)
-        claim = super().try_claim(unit)
+        claim = super().try_claim(unit, is_new=is_new)
         if claim is not None:
-            self._hearts.held[unit] = claim
+            self._hearts.held[unit] = self._lease.path
         return claim
 
     def complete(self, claim: Claim) -> None:

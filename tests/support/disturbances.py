@@ -29,9 +29,10 @@ DEEDS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 ATTEMPTS = 6  # moments to try until one comes before the command has ended
 # in processes of these tests only: other processes are declared dead soon
 SOON = """
-from batchinfer.controller import claims, lease_watch
 from batchinfer.launch import rank_loader
-lease_watch.LEASE_S, claims.HEARTBEAT_S, rank_loader.START_S = 1.0, 0.2, 30.0
+from batchinfer.run.store.folder import FolderStorage
+from batchinfer.run.store import watch
+watch.LEASE_S, FolderStorage.beat_s, rank_loader.START_S = 1.0, 0.2, 30.0
 from batchinfer.program import program
 program()
 """

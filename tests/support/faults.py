@@ -17,11 +17,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.checked_json import publish_json, read_json
-from batchinfer.controller.result_files import write_results
 from batchinfer.controller.units import result_table
 from batchinfer.plan import packing
 from batchinfer.program import program
 from batchinfer.records import Completion, RequestKey
+from batchinfer.run.units.result_files import write_results
 from support.jobs import Ended, batchinfer, output_bytes, start, write_job, write_questions
 
 # many small steps and commits, in plain PyTorch: in C++ all is done before it can be disturbed

@@ -2,10 +2,10 @@
 
     run.json                          put last, by a condition: what it vouches for is there
     job.toml  plan/… tokens/…         by their paths; plan and tokens with their digests in the name
-    leases/<unit>                     who works on a unit, and its durable results (controller/bucket_claims.py)
-    units/<unit>/<claim>/part-…       results; those count that a lease or a done mark names
+    units/<unit>/<claim>/claim.json   created once: who has the unit, and the results that the claim inherits
+    units/<unit>/<claim>/part-…       results of a claim; the claim that counts is the last one, or named by a done mark
     done/<unit>                       created once; names the results that count, with their sizes
-    workers/… locks/plan              who is alive (bucket_lease.py)
+    work/workers/… locks/plan         who is alive (watch.py, bucket_lease.py)
     stats/… outputs/… dataset/…       as on a disk;   work/sessions/… signs of life
     work/meeting-… work/transfers-…   of groups over several hosts: where they meet, and KV between them
 
@@ -16,13 +16,13 @@ say what may be skipped, never what counts: what a stale one lacks is asked for 
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from batchinfer.checked_json import json_text
+from batchinfer.checked_json import json_text, parse_json
 from batchinfer.config import DEFAULT_S3, S3Config
 from batchinfer.data.bucket import Bucket
 from batchinfer.data.stores import s3_endpoint
@@ -48,6 +48,7 @@ class BucketStorage(Storage):
 
     beat_s = 15.0
     look_s = 1.0
+    watch_s = math.inf  # each look is a request
 
     def __init__(self, uri: str, s3: S3Config = DEFAULT_S3, work_dir: str | None = None) -> None:
         self.bucket = Bucket(uri, s3)
@@ -58,7 +59,7 @@ class BucketStorage(Storage):
     def check(self) -> None:
         check_bucket(self.bucket)
         if not self.copy.has_run and self.bucket.read("run.json") is None:
-            foreign = self.bucket.top_names() - OWN_NAMES
+            foreign = self.bucket.names() - OWN_NAMES
             if foreign:
                 raise ConfigError(
                     f"output.dir {self.bucket.uri} holds {min(foreign)} but no run; choose an empty or a new folder"
@@ -90,15 +91,11 @@ class BucketStorage(Storage):
         found = self.bucket.read(self._files.name(path))
         return None if found is None else Found(found.data, found.version)
 
-    def touch(self, path: Path) -> None:
-        data = self.get(path)
-        if data is not None:  # else it was deleted since
-            value = json.loads(data)
-            self.put(path, json_text({**value, "write": secrets.token_hex(8)}).encode())
+    def touch(self, path: Path, data: bytes) -> None:
+        self.put(path, json_text({**parse_json(data, path), "write": secrets.token_hex(8)}).encode())
 
     def names(self, folder: Path) -> Iterable[str]:
-        prefix = "leases" if folder == self.run.unit_folders else "done"
-        return [PurePosixPath(item.name).name for item in self.bucket.objects(prefix)]
+        return self.bucket.names(self._files.name(folder))
 
     def list(self, folder: Path) -> Iterator[Listed]:
         for item in self.bucket.objects(self._files.name(folder)):

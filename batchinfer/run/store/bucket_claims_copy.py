@@ -10,18 +10,19 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from batchinfer.checked_json import json_text, parse_json
+from batchinfer.checked_json import parse_json, read_json
 from batchinfer.data.bucket import Bucket, Listed
 from batchinfer.data.parquet import read_rows
 from batchinfer.manifest import Manifest, file_checksums
 from batchinfer.records import ConfigError, DamagedFileError
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import RunDir, read_state, worker_lease
 from batchinfer.whole_files import published
 
 Each = Callable[[Callable[[Any], object], Iterable[Any]], None]
+CLAIM = "claim.json"
 OLD_S = 3600.0  # a worker that has not written for so long
 
 
@@ -30,8 +31,7 @@ class ClaimsCopy:
 
     def __init__(self, bucket: Bucket, run: RunDir, each: Each) -> None:
         self._bucket, self._run, self._each = bucket, run, each
-        self._done: set[int] = set()  # units whose marks were fetched
-        self._leases: set[int] = set()  # units whose leases were
+        self._done, self._open = set[int](), set[int]()  # units whose marks were fetched, or their last claims
         self._have: dict[str, str] = {}  # versions of the objects that were fetched
         self._clock_s: float | None = None  # this host's less the store's
 
@@ -41,36 +41,29 @@ class ClaimsCopy:
         manifest = Manifest(self._run.root, read_state(self._run).get("files"))
         units = set(listed)
         if self._run.units in manifest:  # it is not while a plan is made again
-            units |= {
-                row["unit"] for row in read_rows(self._run.units, manifest)
-            }  # the listing may be older than a mark
+            rows = read_rows(self._run.units, manifest)
+            units |= {row["unit"] for row in rows}  # the listing may be older than a mark
         self._each(lambda unit: self._fetch_mark(unit, listed.get(unit)), sorted(units))
         self._done = {unit for unit in units if self._run.done(unit).exists()}
         self._each(self._fetch_result, [item for unit in self._done for item in self._named(unit)])
 
     def fetch_open(self) -> None:
-        """Have the claims of units that are not done, and their durable results."""
-        workers = {item.name: item for item in self._bucket.objects("workers")}
-        listed = [int(PurePosixPath(item.name).name) for item in self._bucket.objects("leases")]
-        units = sorted(set(listed) - self._done)
-        found: dict[int, dict[str, Any]] = {}
-
-        def read(unit: int) -> None:
-            lease = self._bucket.read(f"leases/{unit:06d}")
-            if lease is not None:
-                found[unit] = parse_json(lease.data, self._run.unit(unit) / "lease", "claim", "files", "worker")
-
-        self._each(read, units)
-        self._leases = set(found)
-        for unit, lease in found.items():
-            self._write_claim(unit, lease, workers.get(lease["worker"]))
-        self._each(self._fetch_result, [item for lease in found.values() for item in lease["files"].items()])
+        """Have the last claims of units that are not done, the results that count for them, and workers' leases."""
+        self._mirror(worker_lease(self._run, "x").parent)
+        begun = {int(name) for name in self._bucket.names("units") if name.isdecimal()}
+        self._open = begun - self._done
+        found: list[tuple[str, int]] = []
+        self._each(lambda unit: found.extend(self._fetch_claim(unit)), sorted(self._open))
+        self._each(self._fetch_result, found)
 
     def fetch_signs(self) -> None:
         """Have the signs of life of sessions."""
-        folder = self._run.heartbeat("x").parent
-        listed = {item.name: item for item in self._bucket.objects("work/sessions")}
-        for path in folder.glob("*.json"):
+        self._mirror(self._run.heartbeat("x").parent)
+
+    def _mirror(self, folder: Path) -> None:
+        """Have all documents of a folder as they are now, with their dates, and no others."""
+        listed = {item.name: item for item in self._bucket.objects(folder.relative_to(self._run.root).as_posix())}
+        for path in folder.glob("[!.]*"):
             if path.relative_to(self._run.root).as_posix() not in listed:
                 path.unlink(missing_ok=True)
         for name, item in listed.items():
@@ -81,6 +74,25 @@ class ClaimsCopy:
             else:
                 (self._run.root / name).unlink(missing_ok=True)
 
+    def _fetch_claim(self, unit: int) -> list[tuple[str, int]]:
+        """Have the document of a unit's last claim; return names and sizes of the results that it may count."""
+        self._run.unit(unit).mkdir(parents=True, exist_ok=True)
+        listed = {item.name: item for item in self._bucket.objects(f"units/{unit:06d}")}
+        numbers = [parts[2] for name in listed if (parts := name.split("/"))[2].isdecimal()]
+        for number in set(numbers):
+            self._run.claim(unit, number).mkdir(parents=True, exist_ok=True)
+        if not numbers:
+            return []
+        name = f"units/{unit:06d}/{max(numbers, key=int)}/{CLAIM}"
+        path = self._run.root / name
+        if name in listed and not self.is_here(name, listed[name]):
+            with published(path) as temporary:
+                self._bucket.fetch(name, temporary)
+            self.note(name, listed[name])
+        own = {found for found in listed if found.startswith(name.removesuffix(CLAIM) + "part-")}
+        counted = sorted(own.union(_inherited(path)).intersection(listed))
+        return [(found, listed[found].num_bytes) for found in counted]
+
     def put_what_was_set_aside(self) -> None:
         """Do in the bucket what was done to the copy: marks and units that are under quarantine/ now."""
         for path in sorted(path for path in self._run.quarantine.rglob("*") if path.is_file()):
@@ -88,17 +100,20 @@ class ClaimsCopy:
         for unit in sorted(self._done):
             if not self._run.done(unit).exists():
                 self._bucket.delete(f"done/{unit:06d}")
-        for unit in sorted(self._leases | self._done):
+        for unit in sorted(self._open | self._done):
             if not self._run.unit(unit).exists():
-                self._bucket.delete(f"leases/{unit:06d}")
+                self._each(self._bucket.delete, [item.name for item in self._bucket.objects(f"units/{unit:06d}")])
 
     def collect_garbage(self) -> None:
         """Delete results that no mark names, stale workers, and meetings and KV transfers of killed groups."""
         counted = {name for unit in self._done for name, _ in self._named(unit)}
-        orphans = [item.name for item in self._bucket.objects("units") if item.name not in counted]
-        workers = list(self._bucket.objects("workers"))
+        results = (item.name for item in self._bucket.objects("units") if not item.name.endswith(f"/{CLAIM}"))
+        orphans = [name for name in results if name not in counted]
+        # those of an earlier version, too
+        workers = [item for folder in ("work/workers", "workers") for item in self._bucket.objects(folder)]
         now_s = time.time() - self._clock() if workers else 0.0
         orphans += [item.name for item in workers if now_s - item.written_s > OLD_S]
+        orphans += [item.name for item in self._bucket.objects("leases")]
         left = ("work/meeting-", "work/transfers-")
         orphans += [item.name for item in self._bucket.objects("work") if item.name.startswith(left)]
         self._each(self._bucket.delete, orphans)
@@ -123,6 +138,8 @@ class ClaimsCopy:
             return
         with published(path) as temporary:
             temporary.write_bytes(found.data)
+        # also of a damaged mark: a unit without a folder is one that was set aside
+        self._run.unit(unit).mkdir(parents=True, exist_ok=True)
         if listed is not None:
             self.note(name, listed)
 
@@ -150,21 +167,6 @@ class ClaimsCopy:
         if not path.stat().st_size:
             path.unlink()
 
-    def _write_claim(self, unit: int, lease: dict[str, Any], worker: Listed | None) -> None:
-        """A claim's folder; its date is the last sign of life of its worker."""
-        folder = self._run.claim(unit, lease["claim"])
-        folder.mkdir(parents=True, exist_ok=True)
-        own = f"units/{unit:06d}/{lease['claim']}/"
-        inherited = [name for name in lease["files"] if not name.startswith(own)]
-        held_by = {**lease["holder"], "released": lease["released"]}
-        for path, value in ((folder / "lease.json", held_by), (folder / "claim.json", {"inherited": inherited})):
-            text = json_text(value)
-            if not path.exists() or path.read_text(encoding="utf-8") != text:
-                with published(path) as temporary:
-                    temporary.write_text(text, encoding="utf-8")
-        date_s = 0.0 if worker is None else worker.written_s + self._clock()
-        os.utime(folder / "lease.json", (date_s, date_s))
-
     def _clock(self) -> float:
         """Seconds that this host's clock is ahead of the store's, by an object that is written for it."""
         if self._clock_s is None:
@@ -174,3 +176,12 @@ class ClaimsCopy:
             self._bucket.delete(name)
             self._clock_s = time.time() - written[0] if written else 0.0
         return self._clock_s
+
+
+def _inherited(path: Path) -> list[str]:
+    """Return the results that a claim's document names, [] if the document is damaged, which its readers find."""
+    try:
+        names: list[str] = read_json(path, "inherited")["inherited"]
+    except DamagedFileError:
+        return []
+    return names

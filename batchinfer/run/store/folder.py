@@ -19,6 +19,7 @@ class FolderStorage(Storage):
 
     beat_s = 5.0
     look_s = 0.2
+    watch_s = 15.0
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -30,7 +31,10 @@ class FolderStorage(Storage):
         return locked(self.run, doing=doing)
 
     def create(self, path: Path, data: bytes) -> bool:
-        return create_exclusively(path, data.decode())
+        if path.exists():  # cheaper than to write a file that gets no name
+            return False
+        # a file server that is asked twice, since its first answer was lost, says that the name is taken
+        return create_exclusively(path, data.decode()) or self.get(path) == data
 
     def put(self, path: Path, data: bytes | None = None) -> None:
         if data is not None:  # else the local file is the document
@@ -51,8 +55,10 @@ class FolderStorage(Storage):
                 return Found(file.read(), f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}")
         except FileNotFoundError:
             return None
+        except OSError:  # it is there, and nobody knows what it says
+            return Found(b"", "unreadable")
 
-    def touch(self, path: Path) -> None:
+    def touch(self, path: Path, data: bytes) -> None:
         os.utime(path)  # the date is the file system's own time
 
     def names(self, folder: Path) -> Iterable[str]:

@@ -58,12 +58,14 @@ class Storage(ABC):
 
     beat_s: seconds between heartbeats of a session.
     look_s: seconds between looks at a document that another process is to write.
+    watch_s: seconds between looks at leases of others; inf: only when they may have run out.
     copy: this node's copy; None if documents are files that every node shares.
     """
 
     run: RunDir
     beat_s: float
     look_s: float
+    watch_s: float
     copy: WorkingCopy | None = None
 
     @abstractmethod
@@ -103,8 +105,12 @@ class Storage(ABC):
         """Return the content and version of a document, None if there is none."""
 
     @abstractmethod
-    def touch(self, path: Path) -> None:
-        """Give a document of this process another version, with the same meaning."""
+    def touch(self, path: Path, data: bytes) -> None:
+        """Give a document of this process another version.
+
+        Args:
+            data: the JSON document that this process has put there.
+        """
 
     @abstractmethod
     def names(self, folder: Path) -> Iterable[str]:

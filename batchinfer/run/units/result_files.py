@@ -1,6 +1,7 @@
 """Result files of units: named by what they hold, part-<number>-<digest>.parquet, so that damage shows by the name."""
 
 import io
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ from batchinfer.manifest import ChecksummedWriter, file_checksums
 from batchinfer.progress import note
 from batchinfer.records import DamagedFileError, RequestKey
 from batchinfer.run.quarantine import set_aside
+from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.whole_files import published
 
@@ -31,8 +33,13 @@ def write_results(folder: Path, number: int, table: pa.Table) -> Path:
 
 
 def own_files(claim: Path) -> list[Path]:
-    """The result files that a claim itself has written, in order."""
+    """Return the result files that a claim itself has written, in order."""
     return sorted(claim.glob("part-*.parquet"))
+
+
+def is_result(path: Path) -> bool:
+    """Return whether a file has the name of a result file."""
+    return path.match("part-*.parquet")
 
 
 def damage(path: Path) -> str | None:
@@ -44,8 +51,17 @@ def damage(path: Path) -> str | None:
     return None if path.stem.rpartition("-")[2] == digest else "its bytes are not those that were written"
 
 
-def sound_files(run: RunDir, files: list[Path]) -> list[Path]:
-    """Those of these result files that are whole; the others are set aside, and their rows are to be computed again."""
+def sound_files(store: Storage, files: list[Path]) -> list[Path]:
+    """Return those result files that are whole, as local files; set the others aside, whose rows are computed again."""
+    for path in files:
+        if damage(path) is not None:
+            with suppress(DamagedFileError):  # gone, which is found below
+                store.local(path)
+    return sound_local_files(store.run, files)
+
+
+def sound_local_files(run: RunDir, files: list[Path]) -> list[Path]:
+    """Return those result files that are whole; set the others aside, whose rows are to be computed again."""
     sound = []
     for path in files:
         reason = damage(path)

@@ -7,14 +7,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.checked_json import publish_json
-from batchinfer.controller.claiming import offer_again
-from batchinfer.controller.claims import counted_files, done_mark, is_released, last_claim
-from batchinfer.controller.result_files import damage, write_results
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.manifest import Manifest
 from batchinfer.records import DamagedFileError
 from batchinfer.run.store.interface import Storage
+from batchinfer.run.units.claims import counted_files, done_mark, is_given_back, last_claim, offer_again
+from batchinfer.run.units.result_files import damage, write_results
 from batchinfer.rundir import read_state
 
 
@@ -58,7 +57,7 @@ def _retry(storage: Storage) -> Retried:
         num_open += done is None
         if claim is None or not num_failed:
             continue
-        if done is None and not is_released(claim):
+        if done is None and not is_given_back(claim):
             num_held += 1
             continue
         if state["state"] in ("finished", "partial"):

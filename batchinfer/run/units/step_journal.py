@@ -15,12 +15,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
+from msgspec import Struct
 from msgspec.structs import asdict
 
 from batchinfer.data.parquet import own_file, sealed_table, table_writer
 from batchinfer.data.schemas.statistics import STATS_STEPS
 from batchinfer.progress import note
-from batchinfer.protocol.messages import StepRecord
 from batchinfer.rundir import RunDir
 
 _LOST = "-lost.parquet"
@@ -35,7 +35,7 @@ class StepJournal:
         self._handle: int | None = None
         self._has_failed = False
 
-    def add(self, rank: int, step: int, record: StepRecord) -> None:
+    def add(self, rank: int, step: int, record: Struct) -> None:
         """Note a step. When that fails a warning says so, once: the next commit will say more."""
         step_of_rank = {**asdict(record), "session": self._session, "rank": rank, "step": step}
         content = json.dumps(step_of_rank).encode()
