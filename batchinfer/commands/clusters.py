@@ -61,9 +61,9 @@ def retry(target: Path, array: str | None) -> None:
 
     Rows that the plan found to be bad stay error rows.
     """
-    from batchinfer.run.units.retry import retry_failed
     from batchinfer.run.planned import planned_run
     from batchinfer.run.store.open import storage_of
+    from batchinfer.run.units.retry import retry_failed
     from batchinfer.submit.launcher import DEFAULT_LAUNCHER, last_launcher, launcher_named
 
     run, config = planned_run(target, (), "sent")

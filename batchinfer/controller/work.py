@@ -40,6 +40,7 @@ from batchinfer.run.store.interface import Storage
 from batchinfer.run.store.open import storage_of
 from batchinfer.run.trace import Tracer
 from batchinfer.run.units.claims import UnitClaims
+from batchinfer.run.units.damage import reopen_damaged_units
 from batchinfer.rundir import RunDir, read_state, shards_of_state
 from batchinfer.stop import StopSignal
 
@@ -66,6 +67,8 @@ def work_on(
     # tasks of an array start together: each begins at another unit
     storage = storage_of(job)
     storage.fetch("state", "plan")
+    if task_name() is None:  # tasks of a cluster are many: one look at each done unit is enough
+        reopen_damaged_units(storage)
     manifest = Manifest(run.root, read_state(run).get("files"))
     units = OpenUnits(storage, read_rows(run.units, manifest), start=0 if task_name() is None else None)
     if not units.num_open:

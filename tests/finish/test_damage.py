@@ -113,6 +113,21 @@ def test_a_run_json_that_is_gone_is_named_by_every_command_with_what_makes_it_an
     assert again.code == 0, again.err
 
 
+@pytest.mark.parametrize("is_gone", [True, False])
+def test_work_itself_finds_a_result_that_is_gone_or_cut_off(computed, tmp_path, is_gone):
+    run, expected = computed
+    target = tmp_path / "run"
+    shutil.copytree(run, target)
+    part = min((target / "units").rglob("part-*"))
+    part.unlink() if is_gone else part.write_bytes(part.read_bytes()[:-9])
+    worked = batchinfer("work", target)
+    assert worked.code == 0, worked.err
+    assert "which it vouches for" in worked.err
+    finished = batchinfer("finish", target)
+    assert finished.code == 0, finished.err
+    assert output_bytes(target) == expected
+
+
 @pytest.mark.parametrize("last_unit", ["done", "only claimed"])
 def test_units_with_other_rows_are_computed_anew(computed, last_unit):
     run, expected = computed

@@ -12,6 +12,8 @@ from batchinfer.controller.open_units import OpenUnits
 from batchinfer.data.bucket import Bucket
 from batchinfer.records import DamagedFileError
 from batchinfer.run.units.claims import done_mark, offer_again
+from batchinfer.run.units.damage import reopen_damaged_units
+from batchinfer.run.units.result_files import is_result
 from support.claim_places import (
     LEASE_S,
     ROWS,
@@ -216,6 +218,31 @@ def test_a_damaged_done_mark_is_found_by_its_readers(place, damage):
     write(damage)
     with pytest.raises(DamagedFileError):
         counted_rows(place)
+
+
+@pytest.mark.parametrize("damage", ["mark cut", "other mark", "result cut", "result gone"])
+def test_a_damaged_done_unit_is_opened_again_and_computes_only_the_lost_rows(place, damage):
+    with place.worker("a") as worker:
+        for unit in range(2):
+            compute(worker, worker.try_claim(unit))
+    store = place.store("b")
+    (part, *_) = sorted(item.path for item in store.list(store.run.claim(0, "0000")) if is_result(item.path))
+    read, write = file_in(place, f"units/000000/0000/{part.name}")
+    if damage.startswith("result"):
+        write(read()[:-9])
+        if damage == "result gone":
+            store.delete(part)
+    else:
+        write = file_in(place, "done/000000")[1]
+        write(b"{" if damage == "mark cut" else b'{"unit": 1, "claim": "0000", "files": {}}')
+    assert reopen_damaged_units(store) == [0]
+    assert not is_done(place)
+    assert reopen_damaged_units(store) == []
+    with place.worker("b") as worker:
+        claim = worker.try_claim(0)
+        assert len(claim.inherited) == ROWS - damage.startswith("result")
+        compute(worker, claim)
+    assert [counted_rows(place, unit) for unit in range(2)] == [ALL_ROWS] * 2
 
 
 def test_a_claim_offered_again_inherits_exactly_what_it_names(place):
