@@ -1,1 +1,1 @@
-"""One command on one run folder: whether it is the same job, what it may do there, and what it tells about itself."""
+"""A run folder: the identity of its job, its documents and units, and the sessions that work on it."""

@@ -1,4 +1,4 @@
-"""What makes two runs the same job: digests of model, tokenizer, inputs and settings."""
+"""Fingerprint of a job: digests of model, tokenizer, inputs and settings, equal for two runs of the same job."""
 
 import hashlib
 import json
@@ -141,7 +141,7 @@ def _identity(shard: Shard) -> list[Any]:
 
 
 def _shards_differ(old: list[Any], new: list[Any], path_of: Mapping[str, str]) -> str:
-    """What is different, in words; each shard is a list that begins with its name."""
+    """Return a sentence on the first difference; each shard is a list that begins with its name."""
     was, now = ({shard[0]: shard for shard in shards} for shards in (old, new))
     if added := now.keys() - was.keys():
         are_new = f"{'is' if len(added) == 1 else 'are'} new among its input shards"
@@ -155,7 +155,7 @@ def _shards_differ(old: list[Any], new: list[Any], path_of: Mapping[str, str]) -
 
 
 def _some(names: Iterable[str], path_of: Mapping[str, str]) -> str:
-    """The first shard by name, and how many there are besides."""
+    """Return the path of the first shard by name, and the number of the others."""
     first, *others = sorted(names)
     return path_of.get(first, first) + (f" and {len(others):,} more" if others else "")
 

@@ -47,7 +47,7 @@ def recorded_job(run: RunDir, overrides: tuple[str, ...] = ()) -> JobConfig:
 
 
 def _is_vouched_for(run: RunDir) -> bool:
-    """Whether run.json has the checksum of job.toml; nobody can say where it is damaged, or an earlier version's."""
+    """Return whether run.json has the checksum of job.toml; True if run.json is damaged or an earlier version's."""
     expected = None
     with suppress(DamagedFileError):
         expected = read_state(run).get(JOB)

@@ -11,7 +11,7 @@ SILENT_S = 60.0  # without a sign of life for so long, by the file system's cloc
 
 
 def this_process() -> dict[str, Any]:
-    """What names this process in a file; `is_dead` reads it."""
+    """Return the identity of this process, which `is_dead` reads from a file."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "process": process_identity(os.getpid())}
 
 

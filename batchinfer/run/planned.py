@@ -92,7 +92,7 @@ def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
 
 
 def _job_in_bucket(storage: Storage, overrides: tuple[str, ...]) -> JobConfig:
-    """The job whose run folder is there: its own output.dir, or what that was copied to."""
+    """Return the job of a run folder in a bucket, with this folder as output.dir even if it was copied."""
     storage.fetch("state")
     run = storage.run
     _refuse_nothing(run)

@@ -88,7 +88,7 @@ def _files(run: RunDir) -> list[Path]:
 
 
 def _state(path: Path) -> list[int]:
-    """Files are only ever replaced by others, never changed: [size in bytes, time of writing in ns] tells which."""
+    """Return [size in bytes, time of writing in ns] of a file, which identify its version: files are only replaced."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]
 
@@ -109,7 +109,7 @@ def _not_put_yet(run: RunDir, place: Place, states: dict[str, list[int]]) -> lis
 
 
 def _last_published(run: RunDir) -> dict[str, Any]:
-    """What the last `finish` that published has put, and where; of a damaged note nothing, so all is put again."""
+    """Return the record of the last publishing `finish`, {} if it is damaged: then all files are published again."""
     if not run.published.exists():
         return {}
     try:
@@ -128,7 +128,7 @@ def _exists(place: Place) -> bool:
 
 
 def _owner(place: Place) -> str | None:
-    """The job that has marked the place as its own."""
+    """Return the job that owns the place, None if it has no owner."""
     if not _exists(place):
         return None
     with store_errors(f"read {place.uri}"), place.files.open_input_stream(place.path) as file:
@@ -171,7 +171,7 @@ def put_file(source: Path, place: Place) -> None:
 
 
 def _beside(place: Place) -> str:
-    """Where to write first: a store shows whole objects only, other file systems need a rename."""
+    """Return the path to write to before the rename; the final path in a store, which shows whole objects only."""
     if place.is_whole_at_once:
         return place.path
     folder, _, name = place.path.rpartition("/")

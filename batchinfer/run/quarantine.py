@@ -1,4 +1,4 @@
-"""Damaged files are set aside under quarantine/, by the path that they had: nobody reads them, nothing is deleted."""
+"""Quarantine of damaged files: moved to quarantine/ under their former paths, never read and never deleted."""
 
 import itertools
 from pathlib import Path

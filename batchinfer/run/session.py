@@ -58,7 +58,7 @@ class Session:
         """Start recording, once the run folder is known to be this job's."""
         self._storage, self._run = storage, storage.run
         self._heart = Heartbeat(storage, self.name, self.command)
-        self._heart.start()  # first: a row without a sign of life is one of which nobody knows
+        self._heart.start()  # before the row: a running session without a heartbeat file would count as unknown
         self.record("running")
 
     def hold_ranks(self, cluster: ClusterConfig, ranks: range) -> None:
@@ -103,7 +103,7 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self._stop.requested and not isinstance(error, InterruptedRunError):
-            # a library was in the middle of a call and raised something of its own instead
+            # an interrupted library call may have raised its own error instead
             error = InterruptedRunError("stopped by a signal; run the same command to go on")
         try:
             if self._run is not None and self._run.root.is_dir():

@@ -40,12 +40,12 @@ class Tracer:
             self._add(name, lane, start, time.time() - start, args)
 
     def add(self, name: str, lane: str, start_s: float, end_s: float) -> None:
-        """Something that was timed elsewhere, in Unix seconds."""
+        """Add an event that was timed elsewhere, in Unix seconds."""
         if self.enabled:
             self._add(name, lane, start_s, end_s - start_s, {})
 
     def add_step(self, rank: int, kind: str, start_s: float, duration_s: float, spans: list[Span]) -> None:
-        """One step of one rank, on a lane of its own.
+        """Add a step of a rank, on the rank's own lanes.
 
         Args:
             spans: what happened in it; lanes for computing (with sending and receiving), rows under way, KV.

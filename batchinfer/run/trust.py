@@ -1,4 +1,4 @@
-"""Opening a run folder: nobody else may write in it but the group that shares it, if one does."""
+"""Ownership check of a run folder: only its owner, and the group of output.shared_group, may write in it."""
 
 import os
 

@@ -1,7 +1,7 @@
-"""What weights are, to the last byte: for what outlives a job.
+"""Digest of all bytes of a model's weights, for the KV store, which outlives a job.
 
-The fingerprint of a run samples its model's weights (fingerprint.py): a run folder meets the same model again, or quite
-another one. A store of KV meets every version of a model, and must not take one for the other.
+The fingerprint of a run only samples the weights (fingerprint.py): a run folder meets the same model again, or quite
+another one. A KV store meets every version of a model, and must tell them apart.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from batchinfer.records import ConfigError, ModelError
 
 CHUNK_BYTES = 1 << 24
 NUM_THREADS = 4  # files read at a time
-TOLD_BYTES = 10_000_000_000  # from here on hashing takes so long that the user is told
+TOLD_BYTES = 10_000_000_000  # from this size on a note announces the hashing
 
 
 def whole_weights_digest(folder: Path, cache: Path | None) -> str:
@@ -62,7 +62,7 @@ def whole_weights_digest(folder: Path, cache: Path | None) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Where this user's digests are remembered; None for a user without a home, as containers have."""
+    """Return the folder of this user's cached digests, None for a user without a home, as in containers."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "batchinfer" / "weights"
@@ -84,7 +84,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _read_cache(path: Path) -> dict[str, list]:
-    """What is remembered of a folder; nothing when there is no such file, or it is damaged."""
+    """Return the cached digests of a folder, {} if the cache is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         return {name: [key, str(digest)] for name, (key, digest) in found.items()}

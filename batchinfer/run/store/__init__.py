@@ -1,1 +1,1 @@
-"""Where a run folder is kept: documents on a file system, or in an object store with a copy on each node."""
+"""Documents of a run: files of a shared folder, or objects of a bucket with a copy on each node."""

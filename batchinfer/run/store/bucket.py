@@ -114,6 +114,6 @@ class BucketStorage(Storage):
 
 
 def _copy_of(uri: str, s3: S3Config, work_dir: str | None) -> Path:
-    """Where this node's copy is."""
+    """Return the folder of this node's copy."""
     name = hashlib.blake2b(f"{s3_endpoint(s3) or ''} {uri}".encode(), digest_size=8).hexdigest()
     return (copies_folder() if work_dir is None else Path(work_dir)) / name / PurePosixPath(uri).name

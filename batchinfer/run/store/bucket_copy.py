@@ -1,4 +1,4 @@
-"""This node's copy of a run folder in an object store: fetched in parts, committed by run.json."""
+"""Working copy of a run folder in an object store, on this node: fetched in parts, committed by run.json."""
 
 from __future__ import annotations
 

@@ -48,18 +48,18 @@ class BucketFiles:
         self._bucket.put(self.name(path), path)
 
     def put_changed(self, path: Path) -> None:
-        """Put a file unless that was done with it as it is now."""
+        """Put a file unless this version of it was put or fetched before."""
         now = _as_it_is(path)
         if self._kept.get(path) != now:
             self.put(path)
             self._kept[path] = now
 
     def note_kept(self, path: Path) -> None:
-        """A file is in the bucket as it is now."""
+        """Note that the bucket has this version of a file."""
         self._kept[path] = _as_it_is(path)
 
     def fetch_vouched(self, path: Path, checksums: Checksums) -> None:
-        """Have a file that run.json vouches for; one that is damaged in the store comes so, for its readers to find."""
+        """Fetch a file that run.json vouches for, damaged or not: its readers compare the checksum."""
         try:
             if path.stat().st_size == checksums.num_bytes and file_checksums(path) == checksums:
                 return
@@ -68,7 +68,7 @@ class BucketFiles:
         self.fetch(self.vouched_name(path, checksums), path)
 
     def fetch(self, name: str, path: Path) -> None:
-        """Have an object as a file.
+        """Fetch an object into a file.
 
         Raises:
             DamagedFileError: it is gone.
@@ -78,12 +78,12 @@ class BucketFiles:
                 raise DamagedFileError(path, f"{self._bucket.uri}/{name} is gone")
 
     def read(self, path: Path) -> bytes | None:
-        """What is in a file's object; None: it is not there."""
+        """Return the content of a file's object, None if there is none."""
         found = self._bucket.read(self.name(path))
         return None if found is None else found.data
 
     def fetch_sent(self) -> None:
-        """Have what was sent to clusters: records, goals, who was sent away, and what drivers say."""
+        """Fetch the records of submissions to clusters: jobs, goals, dismissed tasks and drivers' reports."""
         listed = {item.name: item.version for launcher in LAUNCHERS for item in self._bucket.objects(launcher)}
         due = [name for name, version in listed.items() if self._sent.get(name) != version]
         self.each(lambda name: self.fetch(name, self._run.root / name), due)
@@ -101,14 +101,14 @@ class BucketFiles:
         self.each(self._bucket.delete, [item.name for item in self._bucket.objects(folder)])
 
     def each(self, call: Callable[[Any], object], items: Iterable[Any]) -> None:
-        """Several transfers at a time."""
+        """Call a function for each item, TRANSFERS of them at a time."""
         with ThreadPoolExecutor(TRANSFERS) as pool:
             for _ in pool.map(call, items):
                 pass
 
 
 def part_of(path: Path, run: RunDir) -> Part:
-    """The part of a run folder that a file of its manifest belongs to."""
+    """Return the part of a run folder that a file of its manifest belongs to."""
     if path.is_relative_to(run.outputs) or path.is_relative_to(run.dataset):
         return "outputs"
     if path.is_relative_to(run.stats):
@@ -117,12 +117,12 @@ def part_of(path: Path, run: RunDir) -> Part:
 
 
 def copies_folder() -> Path:
-    """Where this user's copies are unless the job names another place."""
+    """Return the default folder of this user's copies."""
     return Path(tempfile.gettempdir()) / f"batchinfer-{os.getuid()}"
 
 
 def make_copy(run: RunDir) -> None:
-    """Make the folder of this node's copy, in which nobody else may write, and which nobody else can exchange.
+    """Make the folder of this node's copy, writable and exchangeable for this user alone.
 
     Raises:
         ConfigError: it cannot be made, or it or a folder that is made for it is somebody else's.
@@ -144,7 +144,7 @@ def make_copy(run: RunDir) -> None:
 
 
 def clear_copy(run: RunDir) -> None:
-    """Delete what is of another run."""
+    """Delete the files of another run."""
     for path in run.root.iterdir():
         if path != run.lock:
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -41,7 +41,7 @@ class Lease:
 
     def __init__(self, bucket: Bucket, name: str) -> None:
         self.name, self.token = name, secrets.token_hex(8)
-        self.is_lost = False  # somebody else has written
+        self.is_lost = False  # another process has taken it over
         self._bucket, self._counter, self._version = bucket, 0, ""
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name=f"lease {name}", daemon=True)

@@ -9,7 +9,7 @@ from batchinfer.records import ConfigError, StoreError
 
 
 def check_bucket(bucket: Bucket) -> None:
-    """Try what a run needs of a bucket, with an object of its own that is gone afterwards where the store answers.
+    """Check the conditional writes of a bucket with a small object, which is deleted afterwards.
 
     Raises:
         ConfigError: it has no conditional writes, or does not show what was written last.
@@ -20,7 +20,7 @@ def check_bucket(bucket: Bucket) -> None:
         missing = _missing(bucket, name)
     except StoreError as error:
         if "NotImplemented" not in str(error) and "not implemented" not in str(error):
-            raise  # the object may stay: what did not work first is told, not that deleting it does not, either
+            raise  # the object may stay: the first error says more than that of deleting it
         missing = f"has no conditional writes ({error})"
     bucket.delete(name)
     if missing is not None:
@@ -31,7 +31,7 @@ def check_bucket(bucket: Bucket) -> None:
 
 
 def _missing(bucket: Bucket, name: str) -> str | None:
-    """What a store lacks, if it lacks anything."""
+    """Return what the store cannot do, None if it can do all."""
     try:
         first = bucket.create(name, b"first")
     except RefusedError:

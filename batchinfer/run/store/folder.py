@@ -55,7 +55,7 @@ class FolderStorage(Storage):
                 return Found(file.read(), f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}")
         except FileNotFoundError:
             return None
-        except OSError:  # it is there, and nobody knows what it says
+        except OSError:  # the document exists and cannot be read
             return Found(b"", "unreadable")
 
     def touch(self, path: Path, data: bytes) -> None:

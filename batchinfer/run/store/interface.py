@@ -25,7 +25,7 @@ ALL_PARTS: tuple[Part, ...] = ("plan", "tokens", "results", "claims", "stats", "
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A document as it was read; `version` is another one after each write and each `touch`."""
+    """Content and version of a document; each write and each `touch` gives another version."""
 
     data: bytes
     version: str
@@ -41,7 +41,7 @@ class Listed:
 
 
 class WorkingCopy(Protocol):
-    """This node's copy of a run folder in an object store."""
+    """Local copy of a run folder in an object store."""
 
     def fetch(self, *parts: Part) -> None:
         """See Storage.fetch."""

@@ -1,4 +1,4 @@
-"""What only one process at a time does in a run folder; a lock goes with its process, however that ends."""
+"""Locks of a run folder on a file system; the operating system releases them when the process ends."""
 
 import fcntl
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Which storage a job's run folder is in."""
+"""Opening the storage of a job's run folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchinfer.rundir import RunDir
 
 
 def storage_of(job: JobConfig) -> Storage:
-    """Where the run folder of a job is kept; an object store is asked nothing yet.
+    """Return the storage of a job's run folder, without a request to an object store.
 
     Raises:
         ConfigError: the URI names no bucket, or the library for it is not installed.
@@ -22,7 +22,7 @@ def storage_of(job: JobConfig) -> Storage:
 
 
 def bucket_storage(uri: str, job: JobConfig | None) -> Storage:
-    """The storage of a run folder in an object store.
+    """Return the storage of a run folder in an object store.
 
     Args:
         job: says how the store is reached and where this node's copy is; None: the environment and the defaults.

@@ -22,7 +22,7 @@ _NO_FAULT_OF_IT = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 
 
 def check_file_system(run: RunDir) -> None:
-    """Try what a run folder needs, in a small folder of its own that is gone afterwards; old left-over ones go, too.
+    """Check the operations that a run folder needs in a temporary folder; delete stale ones of killed processes.
 
     Raises:
         ConfigError: the folder cannot be written, or something is missing; the message says what.
@@ -51,7 +51,7 @@ class _MissingError(Exception):
 
 
 def _missing(what: str, error: OSError) -> Exception:
-    """What the file system lacks; a full or failing disk lacks nothing."""
+    """Return the error to raise: a missing operation, or the error itself if the disk is full or failing."""
     return error if error.errno in _NO_FAULT_OF_IT else _MissingError(f"{what} ({error.strerror or error})")
 
 

@@ -1,4 +1,4 @@
-"""Watching leases of other processes: nobody's clock is compared with another's.
+"""Watching leases of other processes by the watcher's own clock: no two clocks are compared.
 
 A lease has run out when a watcher has seen the same version of it for LEASE_S of the watcher's own monotonic clock, or
 when its process is known to be dead. The last change has to be seen before that time can begin, so leases are looked at
@@ -23,7 +23,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class Lease(Protocol):
-    """A lease as it was read."""
+    """Content and version of a lease."""
 
     @property
     def data(self) -> bytes: ...

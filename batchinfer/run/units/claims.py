@@ -51,7 +51,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A unit of another worker, as it was found when its claims were listed."""
+    """A unit of another worker: the lease that its last claim names, and when its claims were listed."""
 
     lease: Path
     listed_s: float
@@ -151,14 +151,14 @@ class UnitClaims:
 
 
 def offer_again(store: Storage, unit: int, *, inherited: list[Path], fill: Callable[[Path], None]) -> bool:
-    """Add a claim that nobody holds, with other results than the last one's; the next claim inherits them.
+    """Add a claim without a worker that inherits other results than the last claim; the next claim inherits these.
 
     Args:
         inherited: result files of earlier claims that count for the new one.
         fill: writes further result files into the folder that it is called with.
 
     Returns:
-        False when somebody else claimed the unit meanwhile; nothing has changed then.
+        False if another worker has claimed the unit meanwhile; nothing has changed then.
     """
     run, name = store.run, _next_name(_last_claim(store, unit)[0])
     # not in the claim's own folder: another worker may be quicker to create that claim
@@ -200,9 +200,9 @@ def _next_name(last: Path | None) -> str:
 
 
 def _lease_in(data: bytes | None, claim: Path) -> Path | None:
-    """Return the lease that a claim's document names; None: nobody holds the unit.
+    """Return the lease that a claim's document names, None if the claim has no worker.
 
-    Where the document is damaged nobody knows whose the unit is: the document itself, which never changes, is watched.
+    The lease of a damaged document is the document itself: it never changes, so it runs out.
     """
     try:
         worker = None if data is None else parse_json(data, claim / CLAIM, "inherited").get("worker")
@@ -214,7 +214,7 @@ def _lease_in(data: bytes | None, claim: Path) -> Path | None:
 
 
 def _inherited_in(data: bytes | None, claim: Path) -> list[Path]:
-    """Return the inherited results that a claim's document names, of its own unit alone: others would be double."""
+    """Return the inherited results that a claim's document names, if they are of the claim's own unit."""
     path = claim / CLAIM
     try:
         if data is None:
@@ -269,7 +269,7 @@ def done_mark(run: RunDir, unit: int) -> DoneMark | None:
 
 
 def last_claim(run: RunDir, unit: int) -> Path | None:
-    """Return the newest claim folder of a unit, None if nobody has claimed it."""
+    """Return the newest claim folder of a unit, None if the unit was never claimed."""
     claims = [path for path in _claim_folders(run.unit(unit)) if any(path.glob("[!.]*"))]
     return claims[-1] if claims else None
 
@@ -287,7 +287,7 @@ def counted_files(mark: DoneMark | None, claim: Path | None) -> list[Path]:
 
 
 def lease_of(claim: Path) -> Path | None:
-    """Return the lease of a claim's worker, None if nobody holds the claim any more."""
+    """Return the lease of a claim's worker, None if the worker has ended."""
     lease = _lease_in(_content(claim / CLAIM), claim)
     return lease if lease is not None and lease.exists() else None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from pathlib import Path
 
-from batchinfer.checked_json import document_of
+from batchinfer.checked_json import parse_json
 from batchinfer.progress import note
 from batchinfer.records import DamagedFileError
 from batchinfer.run.store.interface import Storage
@@ -37,7 +37,7 @@ def _damage_of_unit(store: Storage, unit: int, sizes: dict[Path, int]) -> str | 
     if data is None:
         return None
     try:
-        mark = document_of(data, path, "unit", "claim", "files")
+        mark = parse_json(data, path, "unit", "claim", "files")
     except DamagedFileError as error:
         return error.reason
     if mark["unit"] != unit:
@@ -52,7 +52,7 @@ def _damage_of_unit(store: Storage, unit: int, sizes: dict[Path, int]) -> str | 
 
 
 def _set_aside(store: Storage, path: Path, reason: str) -> None:
-    """Move a damaged document to quarantine/, where nobody reads it."""
+    """Move a damaged document to quarantine/."""
     data = store.get(path)
     if data is None:  # another worker was quicker
         return

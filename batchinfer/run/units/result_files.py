@@ -18,7 +18,7 @@ from batchinfer.whole_files import published
 
 
 def write_results(folder: Path, number: int, table: pa.Table) -> Path:
-    """Publish a result file (schemas.RESULTS) in a claim's folder; its path.
+    """Publish a result file (schemas.RESULTS) in a claim's folder and return its path.
 
     Raises:
         ConfigError: it cannot be written.
@@ -43,7 +43,7 @@ def is_result(path: Path) -> bool:
 
 
 def damage(path: Path) -> str | None:
-    """Why a result file is not what its name says; None: it is."""
+    """Return the reason if a result file does not fit the digest in its name, else None."""
     try:
         digest = file_checksums(path).digest
     except DamagedFileError as error:
@@ -52,7 +52,7 @@ def damage(path: Path) -> str | None:
 
 
 def sound_files(store: Storage, files: list[Path]) -> list[Path]:
-    """Return those result files that are whole, as local files; set the others aside, whose rows are computed again."""
+    """Return the undamaged result files as local files; quarantine the others: their rows are computed again."""
     for path in files:
         if damage(path) is not None:
             with suppress(DamagedFileError):  # gone, which is found below
@@ -61,7 +61,7 @@ def sound_files(store: Storage, files: list[Path]) -> list[Path]:
 
 
 def sound_local_files(run: RunDir, files: list[Path]) -> list[Path]:
-    """Return those result files that are whole; set the others aside, whose rows are to be computed again."""
+    """Return the undamaged result files; quarantine the others, so that their rows are computed again."""
     sound = []
     for path in files:
         reason = damage(path)
@@ -73,14 +73,14 @@ def sound_local_files(run: RunDir, files: list[Path]) -> list[Path]:
 
 
 def result_keys(path: Path) -> list[RequestKey]:
-    """The requests whose results a result file has."""
+    """Return the requests whose results a result file has."""
     with own_file(path):
         table = pq.read_table(path, columns=["shard", "row", "sample"])
     return [RequestKey(item["shard"], item["row"], item["sample"]) for item in table.to_pylist()]
 
 
 def memory_tokens(path: Path) -> dict[RequestKey, int]:
-    """Prompt tokens that each ok result of a result file has from memory."""
+    """Return the prompt tokens from memory of each ok result in a result file."""
     with own_file(path):
         table = pq.read_table(path, columns=["shard", "row", "sample", "status", "cached_memory_tokens"])
     return {

@@ -1,4 +1,4 @@
-"""Opens units again whose requests failed: `work` then computes these and no others."""
+"""Retry of failed requests: their units are opened again, and `work` computes these requests alone."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,12 @@ from batchinfer.rundir import read_state
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """What is to be computed again."""
+    """Requests and units to be computed again."""
 
     num_requests: int  # failed ones, to be computed again
     num_units: int  # that hold them
     num_open_units: int  # not done, these included
-    num_held: int  # units with failed requests that somebody works on just now: left alone
+    num_held: int  # units with failed requests that a worker holds: left alone
     num_bad_rows: int  # rows that are bad in the input: no try helps them
 
 
@@ -61,7 +61,7 @@ def _retry(storage: Storage) -> Retried:
             num_held += 1
             continue
         if state["state"] in ("finished", "partial"):
-            # its outputs hold the failed rows: finish has to write them anew
+            # its outputs hold the failed rows: finish has to write them again
             state = {name: value for name, value in state.items() if name != "finished"} | {"state": "planned"}
             publish_json(run.run_json, state)
             storage.commit()
@@ -85,7 +85,7 @@ def _failed_in(files: list[Path]) -> dict[Path, int]:
 
 
 def _open_again(storage: Storage, unit: int, failed: dict[Path, int]) -> bool:
-    """Offer a unit with its good results only; False when somebody else claimed it first."""
+    """Offer a unit with its good results only; return False if another worker claimed it first."""
     whole = [path for path, count in failed.items() if not count]
     mixed = [path for path, count in failed.items() if count]
 

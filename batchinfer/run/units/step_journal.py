@@ -88,7 +88,7 @@ def _not_committed(run: RunDir, session: str, steps: list[dict[str, Any]]) -> li
 
 
 def _read_steps(path: Path) -> list[dict[str, Any]]:
-    """The steps of a journal; damaged ones are told and left out."""
+    """Return the sound steps of a journal; warn of damaged ones."""
     # killed while it was written, the last line has no end
     lines = [line[:-1] for line in _content(path).splitlines(keepends=True) if line.endswith(b"\n")]
     parts = [line.partition(b" ") for line in lines]
@@ -108,7 +108,7 @@ def _read_lost(path: Path) -> list[dict[str, Any]]:
 
 
 def _content(path: Path) -> bytes:
-    """Nothing where a commit has just taken the file away."""
+    """Return a file's content, b"" if a commit has just deleted the file."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
