@@ -41,13 +41,14 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
 def cancel(target: Path) -> None:
     """End all tasks of RUN (a run folder or a .toml file). Finished work is kept; `submit` continues later."""
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.store.interface import put_sent
     from batchinfer.run.store.open import storage_of
     from batchinfer.submit.launcher import launchers_of
 
     run, config = planned_run(target, (), "sent")
     storage = storage_of(config)
     ended = [name for launcher in launchers_of(run) for name in launcher.cancel(storage)]
-    storage.put_sent()
+    put_sent(storage)
     click.echo(
         f"cancelled: {' '.join(ended)}" if ended else f"no tasks of {run.shown} are pending or running in a cluster"
     )
@@ -62,6 +63,7 @@ def retry(target: Path, array: str | None) -> None:
     Rows that the plan found to be bad stay error rows.
     """
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.store.interface import put_sent
     from batchinfer.run.store.open import storage_of
     from batchinfer.run.units.retry import retry_failed
     from batchinfer.submit.launcher import DEFAULT_LAUNCHER, last_launcher, launcher_named
@@ -84,5 +86,5 @@ def retry(target: Path, array: str | None) -> None:
         click.echo(f"{found.num_open_units:,} units are open: `batchinfer work {run.shown}`, then `batchinfer finish`")
     else:
         text = launcher.submit_again(storage, size)
-        storage.put_sent()
+        put_sent(storage)
         click.echo(text)

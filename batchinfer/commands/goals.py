@@ -85,6 +85,7 @@ def submit_with_goal(target: Target, options: GoalOptions, shape_options: dict[s
     from batchinfer.pace.follow_goal import follow_goal
     from batchinfer.pace.goal import write_goal
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.store.interface import put_sent
     from batchinfer.run.store.open import storage_of
     from batchinfer.submit.slurm.launcher import SlurmLauncher
     from batchinfer.submit.slurm.tasks import record_shape
@@ -105,7 +106,7 @@ def submit_with_goal(target: Target, options: GoalOptions, shape_options: dict[s
     storage.fetch("state", "sent")
     record_shape(run, shape)
     write_goal(run, goal)
-    storage.put_sent()
+    put_sent(storage)
     click.echo(
         "this command runs until the run is finished. If it ends before, tasks continue unchanged, and "
         f"`batchinfer submit --follow {run.shown}` changes their number again"
@@ -119,6 +120,7 @@ def follow_run(target: Path, overrides: tuple[str, ...], options: GoalOptions) -
     from batchinfer.pace.follow_schedule import follow_schedule, local_minute
     from batchinfer.pace.goal import read_goal, write_goal
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.store.interface import put_sent
     from batchinfer.run.store.open import storage_of
 
     _, config = planned_run(target, overrides)
@@ -133,7 +135,7 @@ def follow_run(target: Path, overrides: tuple[str, ...], options: GoalOptions) -
     options.check(has_goal=True)
     goal = options.goal(config, earlier)
     write_goal(storage.run, goal)
-    storage.put_sent()
+    put_sent(storage)
     follow_goal(storage, config, goal)
 
 

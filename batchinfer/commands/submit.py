@@ -165,6 +165,7 @@ def submit(
 
 def _submit(target: Target, to: str, array: str, options: dict[str, Any]) -> None:
     """Submit a fixed number of tasks, or print the submission if this is a dry run."""
+    from batchinfer.run.store.interface import put_sent
     from batchinfer.run.store.open import storage_of
     from batchinfer.submit.launcher import launcher_named
 
@@ -184,7 +185,7 @@ def _submit(target: Target, to: str, array: str, options: dict[str, Any]) -> Non
     storage = storage_of(job)
     storage.fetch("state", "sent")
     text = launcher.submit(storage, job, shape, size)
-    storage.put_sent()
+    put_sent(storage)
     click.echo(text)
 
 
@@ -200,6 +201,7 @@ def _refuse_others(to: str, shape: dict[str, Any]) -> None:
 
 def _resize(target: Path, size: str) -> None:
     from batchinfer.run.planned import planned_run
+    from batchinfer.run.store.interface import put_sent
     from batchinfer.run.store.open import storage_of
     from batchinfer.status.status import StatusReader
     from batchinfer.submit.launcher import DEFAULT_LAUNCHER, last_launcher, launcher_named
@@ -209,6 +211,6 @@ def _resize(target: Path, size: str) -> None:
     busy = {holder.task for holder in StatusReader(run, storage).read().running if holder.task is not None}
     launcher = last_launcher(run) or launcher_named(DEFAULT_LAUNCHER)
     lines = launcher.resize(storage, launcher.parse_size(size), busy) or [f"{run.shown} has that many tasks already"]
-    storage.put_sent()
+    put_sent(storage)
     for line in lines:
         click.echo(line)

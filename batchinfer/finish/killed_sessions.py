@@ -5,7 +5,7 @@ import pyarrow as pa
 from batchinfer.data.parquet import read_rows, table_writer
 from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.run.heartbeat import signs_of_life
-from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.interface import Storage, put_statistics
 
 
 def keep_last_signs(storage: Storage) -> None:
@@ -24,4 +24,4 @@ def keep_last_signs(storage: Storage) -> None:
         if row["state"] == "running" and row["end_s"] < sign.time_s:
             with table_writer(path, STATS_NODES.schema) as writer:
                 writer.write_table(pa.Table.from_pylist([{**row, "end_s": sign.time_s}], schema=STATS_NODES.schema))
-            storage.put_statistics(session)
+            put_statistics(storage, session)

@@ -11,7 +11,7 @@ from batchinfer.pace.goal import Goal, Outlook, look_ahead, sentences
 from batchinfer.pace.meter import MEASURE_S, MEASURE_SHARE, Measurement, RunMeter
 from batchinfer.progress import note
 from batchinfer.records import IncompleteRunError, InterruptedRunError
-from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.interface import Storage, put_sent
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.submit.size import ArraySize
 from batchinfer.submit.slurm.client import SlurmUnavailableError, Task
@@ -39,7 +39,7 @@ def follow_goal(
     meter = RunMeter(storage, job, goal.prices, measure_seconds(goal))
     reserve_s = look_s + LEAVE_S + job.cluster.commit_seconds
     follower = take_over(run)
-    storage.put_sent()
+    put_sent(storage)
     resizer = _Resizer(storage, goal, follower)
     reported: tuple[bool, ...] = ()
     while not is_finished(storage):
@@ -95,7 +95,7 @@ def resize_durably(
     try:
         return resize(storage.run, size, busy, follower)
     finally:
-        storage.put_sent()
+        put_sent(storage)
 
 
 class RetryLimit:

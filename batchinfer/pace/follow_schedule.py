@@ -6,7 +6,7 @@ from collections.abc import Callable
 from batchinfer.pace.follow_goal import LOOK_S, RetryLimit, ignoring_outages, is_finished, resize_durably
 from batchinfer.progress import note
 from batchinfer.records import ConfigError, IncompleteRunError
-from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.interface import Storage, put_sent
 from batchinfer.status.status import StatusReader
 from batchinfer.submit.size import ArraySize
 from batchinfer.submit.slurm.follower import check_follower, take_over
@@ -37,7 +37,7 @@ def follow_schedule(
     has: ArraySize | None = None
     run = storage.run
     follower = take_over(run)
-    storage.put_sent()
+    put_sent(storage)
     reader, retries = StatusReader(run, storage), RetryLimit(run)
     while not is_finished(storage):
         check_follower(run, follower)

@@ -19,7 +19,7 @@ from batchinfer.host_info import node_name
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, InterruptedRunError
 from batchinfer.run.heartbeat import Heartbeat
-from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.interface import Storage, put_statistics
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
 
@@ -92,7 +92,7 @@ class Session:
         }
         with table_writer(self._run.session_stats("nodes", self.name), STATS_NODES.schema) as writer:
             writer.write_table(pa.Table.from_pylist([row], schema=STATS_NODES.schema))
-        self._storage.put_statistics(self.name)
+        put_statistics(self._storage, self.name)
         if self._heart is not None:
             self._heart.beat()
 

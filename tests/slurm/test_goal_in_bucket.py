@@ -13,6 +13,7 @@ from batchinfer.pace.meter import RunMeter
 from batchinfer.plan import packing
 from batchinfer.records import ConfigError, InterruptedRunError
 from batchinfer.report.price.price_list import PriceList
+from batchinfer.run.store.interface import put_sent
 from batchinfer.run.store.open import bucket_storage
 from batchinfer.submit.size import ArraySize
 from batchinfer.submit.slurm import client
@@ -70,7 +71,7 @@ def test_a_goal_is_known_on_another_login_node(nodes):
     first, _ = nodes("first")
     goal = Goal(finish_by_s=2e9, max_cost=5.0, most_tasks=7, prices=PriceList(gpu_hour=2.0), set_s=1e9)
     write_goal(first.run, goal)
-    first.put_sent()
+    put_sent(first)
     second, _ = nodes("second")
     assert read_goal(second.run) == goal
 
@@ -89,7 +90,7 @@ def test_a_cancel_on_another_node_is_known_before_tasks_end(nodes, monkeypatch):
     first, _ = nodes("first")
     record_shape(first.run, Shape())
     name = take_over(first.run)
-    first.put_sent()
+    put_sent(first)
     second, _ = nodes("second")
     looks = []
 

@@ -10,6 +10,7 @@ import pytest
 from batchinfer.config import S3Config
 from batchinfer.records import DamagedFileError
 from batchinfer.run.store.bucket import BucketStorage
+from batchinfer.run.store.interface import put_sent
 from batchinfer.submit.ray.wanted import Tasks, read_tasks, read_wanted, write_tasks, write_wanted
 from support.jobs import batchinfer, write_job, write_questions
 from support.object_store import KEY_ID, SECRET, s3_server
@@ -61,7 +62,7 @@ def test_a_person_and_the_driver_are_on_different_machines(job, server, tmp_path
     # what was fetched is the driver's: a person who keeps what was sent does not bring it back
     write_tasks(driver, Tasks(running=["a", "b", "c"]))
     write_wanted(person, 5)
-    person.put_sent()
+    put_sent(person)
     tasks = json.loads(server.objects("runs", "ray")["ray/tasks.json"])
     assert tasks["running"] == ["a", "b", "c"]
     person.fetch("sent")

@@ -137,17 +137,6 @@ class Storage(ABC):
         if self.copy is not None:
             self.copy.fetch(*parts)
 
-    def put_sent(self) -> None:
-        """Put the records of submissions to clusters that this node has written."""
-        folders = [launcher_folder(self.run, launcher) for launcher in LAUNCHERS]
-        for path in [path for folder in folders for path in folder.rglob("*") if path.is_file()]:
-            self.put(path)
-
-    def put_statistics(self, session: str) -> None:
-        """Put the new statistics of a session."""
-        for path in sorted(self.run.stats.glob(f"*/{session}*.parquet")):
-            self.put(path)
-
     def commit(self, *, again: bool = False) -> None:
         """Make a plan or outputs count: put the files that run.json vouches for, statistics, and run.json last.
 
@@ -161,6 +150,19 @@ class Storage(ABC):
         """Delete what dead workers have left in an object store. To be called once all units are done."""
         if self.copy is not None:
             self.copy.collect_garbage()
+
+
+def put_sent(storage: Storage) -> None:
+    """Put the records of submissions to clusters that this node has written."""
+    folders = [launcher_folder(storage.run, launcher) for launcher in LAUNCHERS]
+    for path in [path for folder in folders for path in folder.rglob("*") if path.is_file()]:
+        storage.put(path)
+
+
+def put_statistics(storage: Storage, session: str) -> None:
+    """Put the new statistics of a session."""
+    for path in sorted(storage.run.stats.glob(f"*/{session}*.parquet")):
+        storage.put(path)
 
 
 def is_in_bucket(output_dir: str) -> bool:

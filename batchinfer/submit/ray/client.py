@@ -12,7 +12,7 @@ from typing import Any
 
 from batchinfer.checked_json import publish_json
 from batchinfer.records import ConfigError
-from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.interface import Storage, put_sent
 from batchinfer.rundir import RunDir, launcher_folder
 from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.messages import how_to_follow, never_submitted, refuse_zero_tasks
@@ -55,7 +55,7 @@ def submit(storage: Storage, shape: Shape, tasks: int) -> Submission:
     sent = Submission(shape, tasks, name, launcher_folder(run, "ray") / f"{len(found):04d}.json")
     write_wanted(storage, tasks)
     _record(sent)
-    storage.put_sent()  # the driver reads it at once
+    put_sent(storage)  # the driver reads it at once
     _call(client.submit_job, entrypoint=ENTRY, submission_id=name, runtime_env={"env_vars": _variables(run, shape)})
     return sent
 

@@ -21,7 +21,7 @@ from batchinfer.checked_json import publish_json
 from batchinfer.config import JobConfig
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
-from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.interface import Storage, put_sent
 from batchinfer.run.store.lock import turn_to_send
 from batchinfer.rundir import RunDir
 from batchinfer.submit.group import check_group
@@ -181,7 +181,7 @@ def cancel(storage: Storage) -> list[str]:
     run = storage.run
     # first of all: a follower on another node would replace the ended tasks
     dismiss(run)
-    storage.put_sent()
+    put_sent(storage)
     storage.fetch("sent")
     with turn_to_send(run):
         live = live_tasks(run)
