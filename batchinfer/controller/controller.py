@@ -1,13 +1,13 @@
 """The loop between claims, ranks and results.
 
-The controller imports no torch and computes nothing: what it holds is what the ranks have not finished yet. Any of its
-ranks may die at any time; it starts them again and has the unfinished requests done once more.
+The controller imports no torch and computes nothing. It holds the requests that the ranks have not finished. Any rank
+may die at any time; the controller then starts all ranks again and repeats the unfinished requests.
 """
 
 import threading
 from dataclasses import dataclass
 
-from batchinfer.controller.deaths import Deaths
+from batchinfer.controller.rank_failures import RankFailures
 from batchinfer.controller.rank_start import RankStart
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.unit_queue import UnitQueue
@@ -27,14 +27,14 @@ from batchinfer.protocol.messages import (
 )
 from batchinfer.stop import StopSignal
 
-WAIT_S = 0.2  # between questions whether there is a unit to be had
+WAIT_S = 0.2  # between attempts to claim a unit
 
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """Takes what ranks send and has its parts answer.
+    """Dispatcher of the ranks' messages to the parts that answer them.
 
-    commit_s: between commits.
+    commit_s: seconds between commits.
     """
 
     stop: StopSignal
@@ -44,10 +44,10 @@ class Controller:
     units: UnitQueue
     sender: WorkSender
     reports: Reports
-    deaths: Deaths
+    deaths: RankFailures
 
     def run(self) -> None:
-        """Start the ranks and work until every unit is done, or a signal comes."""
+        """Start the ranks and work until every unit is done or a stop signal comes."""
         try:
             while not self._is_done():
                 try:
@@ -76,13 +76,13 @@ class Controller:
         return self.stop.requested or self.units.is_done()
 
     def _wait_for_unit(self) -> None:
-        """Hold a unit before ranks start: loading takes them long, and there may be nothing for them."""
+        """Wait until a unit is claimed: loading ranks takes long, and there may be no work for them."""
         pause = threading.Event()  # never set
         while not self._is_done() and not self.units.num_unfinished and not self.units.open_next():
             pause.wait(WAIT_S)
 
     def _serve(self) -> None:
-        """One round: take what came, deal to ranks that ask, commit when it is time."""
+        """Run one round: handle the messages received, deal to ranks that ask, commit when it is time."""
         messages = self.group.receive()
         for rank, message in messages:
             self._take(rank, message)
@@ -116,7 +116,7 @@ class Controller:
                 self.reports.take_experts(rank, message)
 
     def _ranks_died(self, death: RanksDiedError) -> None:
-        """Put back what was running; give up a request that is the cause."""
+        """Put back the running requests; give up a request that is the cause."""
         self.reports.ranks_died()
         self.sender.ranks_died()
         given_up = self.deaths.ranks_died(death)

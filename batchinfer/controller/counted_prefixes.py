@@ -1,6 +1,6 @@
-"""Which prompt tokens are counted already where requests are dealt once more, so that reports count each once.
+"""Prompt tokens that results have counted already when requests are dealt again, so that reports count each token once.
 
-A result counts its prompt from the place on up to which it found the tokens counted by others:
+A result counts the part of its prompt that no other result has counted:
 
     result A   [ counts itself                  )
     result B   [ counted by A  )[ counts itself           )
@@ -18,17 +18,17 @@ STRETCH = 128  # tokens compared at once
 
 @dataclass(frozen=True, slots=True)
 class CountedPrompt:
-    """A prompt with a result, or the start of one that an earlier unit has counted."""
+    """A prompt with a result, or the prefix of one that an earlier unit has counted."""
 
     token_ids: list[int]
-    first: int  # its own count begins here
+    first: int  # index of the first token that it counts itself
 
 
 def counted_tokens(prompts: list[list[int]], shared: list[int], results: list[CountedPrompt]) -> list[int]:
-    """For each prompt, how many leading tokens the prompts dealt before it and results count, without a gap.
+    """Return, per prompt, the leading tokens that earlier prompts and results have counted without a gap.
 
     Args:
-        shared: tokens that the prompts dealt before it count.
+        shared: per prompt, the tokens that prompts dealt before it count.
     """
     if not results:
         return shared
@@ -50,7 +50,7 @@ def counted_tokens(prompts: list[list[int]], shared: list[int], results: list[Co
 
 
 def common_tokens(first: list[int], second: list[int], most: int | None = None) -> int:
-    """Leading tokens that two prompts have in common, no more than `most` of them."""
+    """Return the number of leading tokens that two prompts have in common, at most `most`."""
     end = min(len(first), len(second) if most is None else most)
     begin = 0
     # a stretch at a time: prompts with long common starts would take seconds token by token

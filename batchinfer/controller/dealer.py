@@ -1,8 +1,8 @@
-"""Which rank runs which request, and what is run again when ranks have died; no I/O here.
+"""Assignment of requests to ranks, and the search for a request that kills ranks. No I/O.
 
-When ranks die, all that was running goes back. A unit in which this happened twice holds a suspect: what ran last is
-then run in halves, and nothing else meanwhile, until one request alone has brought the ranks down twice. That one is
-given up.
+When ranks die, all running requests go back. A unit in which this happened twice holds a suspect: the requests that
+ran last then run in halves, and nothing else meanwhile, until one request alone has killed the ranks twice. That
+request is given up.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ class Dealer:
 
     Args:
         ranks, lengths, room: see RankQueues.
-        with_store: requests say what they find, in memory and in a KV store: prompts with results are kept for this.
+        with_store: whether the job has a KV store. Then prompts with results are kept, to count found tokens once.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Dealer:
         room: RankRoom = DEFAULT_ROOM,
         with_store: bool = False,
     ) -> None:
-        self._open: dict[int, dict[RequestKey, Request]] = {}  # unit -> unfinished requests in the plan's order
+        self._open: dict[int, dict[RequestKey, Request]] = {}  # by unit: unfinished requests in the plan's order
         self._queues = RankQueues(list(ranks), lengths or OutputLengths(), room)
         self._running: dict[RequestKey, Request] = {}
         self._with_store = with_store
@@ -49,7 +49,7 @@ class Dealer:
 
     @property
     def is_isolating(self) -> bool:
-        """Whether suspects run, so that no new unit should be opened."""
+        """Whether suspects run, so that no new unit may be opened."""
         return bool(self._suspects)
 
     @property
@@ -62,7 +62,7 @@ class Dealer:
         return self._queues.has_uneven_steps
 
     def has_waiting(self, rank: int) -> bool:
-        """Whether there is something for a rank when it asks next."""
+        """Return whether requests wait for this rank."""
         return self._queues.has_waiting(rank)
 
     def add_unit(
@@ -78,9 +78,9 @@ class Dealer:
 
         Args:
             requests: in the plan's order.
-            is_fresh: nobody has run any of them: what its first request shares with the unit before was computed there.
-            after_tokens: what the last request shares with the first of the next unit.
-            results: those that the unit has, and what its first prompt shares with the unit before.
+            is_fresh: whether no request has run; then the unit before has the first prefix in memory.
+            after_tokens: tokens that the last request shares with the first of the next unit.
+            results: prompts of the unit with results, and the prefix that the unit before has counted.
         """
         self._open[unit] = {request.key: request for request in requests}
         self._results[unit] = list(results) if self._with_store else []
@@ -89,35 +89,35 @@ class Dealer:
             self._note(self._queues.add(requests, is_fresh=is_fresh, after_tokens=after_tokens, results=known))
 
     def keep_to_pages(self, num_pages: int) -> None:
-        """A rank has room for so many KV pages: no rank gets prompts in an order that needs more."""
+        """Order the prompts of every rank so that they need at most `num_pages` KV pages at once."""
         self._queues.keep_to_pages(num_pages)
 
     def take(self, rank: int, count: int, num_tokens: int | None = None) -> TakenWork:
-        """Return the next pieces of prompts for a rank, and the requests that begin; these run from now on.
+        """Return the next pieces of prompts for a rank and the requests that begin, and count those as running.
 
         Args:
             count: most requests that begin.
-            num_tokens: no more once the pieces have this many prompt tokens to compute.
+            num_tokens: prompt tokens to compute after which no further piece is taken; None: no limit.
         """
         taken = self._queues.take(rank, count, num_tokens)
         self._running |= {request.key: request for request in taken.requests}
         return taken
 
     def take_over(self, rank: int) -> bool:
-        """Give a rank without requests the later half, by work, of those of the rank that has most left, if any."""
+        """Give an idle rank the later half of the busiest rank's waiting work; return False if there is none."""
         taken = self._queues.take_over(rank)
         self._note(taken)
         return bool(taken)
 
     def running_request(self, key: RequestKey) -> Request:
-        """The request that a rank got under this key."""
+        """Return the running request with this key."""
         return self._running[key]
 
     def finish(self, unit: int, key: RequestKey, counted_from: int | None = None) -> None:
-        """A request has its result.
+        """Remove a request that has its result.
 
         Args:
-            counted_from: prompt tokens that it found counted by others; None: it failed and counts nothing.
+            counted_from: prompt tokens that other results count; None: the request failed and counts nothing.
         """
         del self._open[unit][key]
         request = self._running.pop(key)
@@ -126,13 +126,13 @@ class Dealer:
         if not self._open[unit]:
             del self._open[unit], self._results[unit]
         if self._suspects and self._suspects.clear_finished(self._is_open):
-            self._deal_anew()
+            self._deal_again()
 
     def ranks_died(self) -> Request | None:
-        """All ranks start anew: put back what was running.
+        """Put back the running requests, since all ranks start again.
 
         Returns:
-            A request to give up: it has brought the ranks down twice while it ran alone.
+            A request to give up, because it killed the ranks twice while it ran alone.
         """
         running = [
             request for requests in self._open.values() for key, request in requests.items() if key in self._running
@@ -142,10 +142,10 @@ class Dealer:
         given_up = self._suspects.ranks_died(running)
         if given_up is not None:
             self._running[given_up.key] = given_up  # until the caller finishes it with an error
-        self._deal_anew()
+        self._deal_again()
         return given_up
 
-    def _deal_anew(self) -> None:
+    def _deal_again(self) -> None:
         self._queues.clear()
         if self._suspects:
             suspects = list(filter(self._is_open, self._suspects.next))
@@ -160,13 +160,13 @@ class Dealer:
         return request.key in self._open.get(request.unit, {})
 
     def _note(self, dealt: list[Request]) -> None:
-        """Keep requests as a rank will get them."""
+        """Keep the requests with the token counts that they were dealt with."""
         for request in dealt:
             self._open[request.unit][request.key] = request
 
 
 class Suspects:
-    """Lists of requests, of which one at a time is run alone until the one is found that brings the ranks down."""
+    """Stack of request lists, each run alone, until the request that kills the ranks is found."""
 
     def __init__(self) -> None:
         self._deaths_of_unit: Counter[int] = Counter()
@@ -178,11 +178,11 @@ class Suspects:
 
     @property
     def next(self) -> list[Request]:
-        """What is to be run now, finished requests included."""
+        """The list to run now, finished requests included."""
         return self._lists[-1]
 
     def ranks_died(self, running: list[Request]) -> Request | None:
-        """Narrow the suspicion to what was running; the request to give up, if it is found."""
+        """Narrow the suspicion to the running requests; return the request to give up if it is found."""
         if self._lists and running:
             return self._narrow(running)
         self._deaths_of_unit.update({request.unit for request in running})
@@ -190,7 +190,7 @@ class Suspects:
         return None
 
     def clear_finished(self, is_open: Callable[[Request], bool]) -> bool:
-        """Go on with the next list once this one is finished; after the last one all are cleared. True if it was."""
+        """Drop the current list if it is finished; return whether it was. The last list clears all suspicion."""
         if any(map(is_open, self._lists[-1])):
             return False
         self._lists.pop()
@@ -199,7 +199,7 @@ class Suspects:
         return True
 
     def _narrow(self, running: list[Request]) -> Request | None:
-        """The list under suspicion brought the ranks down again."""
+        """Split the suspected list, which killed the ranks again, or return its only request to give up."""
         self._lists.pop()
         if len(running) > 1:
             self._lists += _halves(running)
@@ -213,6 +213,6 @@ class Suspects:
 
 
 def _halves(requests: list[Request]) -> list[list[Request]]:
-    """The second half first: lists are taken from the end."""
+    """Split requests in two lists, the second half first, because lists are taken from the end."""
     middle = (len(requests) + 1) // 2
     return [half for half in (requests[middle:], requests[:middle]) if half]

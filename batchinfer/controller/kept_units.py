@@ -1,4 +1,4 @@
-"""What is computed stays when a plan is made anew, as far as its units have the same rows in it."""
+"""Results kept when a run is planned again: those of units that have the same rows as before."""
 
 from batchinfer.data.parquet import own_parquet
 from batchinfer.manifest import Manifest
@@ -11,10 +11,10 @@ from batchinfer.rundir import RunDir
 
 
 def keep_same_units(run: RunDir, manifest: Manifest) -> None:
-    """Set aside the results of units that have other rows now, and of those that the plan has no more.
+    """Set aside the results of units whose rows changed, and of units that the new plan lacks.
 
     Args:
-        manifest: of the new plan.
+        manifest: manifest of the new plan.
 
     Raises:
         ConfigError: a folder cannot be written.
@@ -26,7 +26,7 @@ def keep_same_units(run: RunDir, manifest: Manifest) -> None:
 
 
 def _is_same(run: RunDir, unit: int, planned: set[RequestKey]) -> bool:
-    """Whether a unit keeps its results; `planned` is empty when the plan has no such unit."""
+    """Return whether a unit keeps its results; `planned` is empty when the plan has no such unit."""
     try:
         mark = done_mark(run, unit)
     except DamagedFileError as error:

@@ -1,4 +1,4 @@
-"""How fast the ranks of this controller are, by their steps."""
+"""Measured speed of this controller's ranks."""
 
 import time
 from dataclasses import dataclass, field
@@ -9,23 +9,23 @@ from batchinfer.config import ClusterConfig
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import PHASES
 
-SPEED_S = 5.0  # over which the speed that is shown is measured
+SPEED_S = 5.0  # window of the displayed speed
 
 
 @dataclass(slots=True)
 class Pace:
-    """Seconds per prompt token in prefill steps and per output token in decode steps, and tokens per second lately."""
+    """Seconds per prompt token in prefill, seconds per output token in decode, and recent tokens per second."""
 
     cluster: ClusterConfig
     tokens_per_s: float = 0.0
     _busy_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # mean over the ranks
     _tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     _recent_tokens: int = 0
-    _recent_since_s: float | None = None  # None: nothing was measured since the ranks' start
-    _has_measured: bool = False  # for SPEED_S
+    _recent_since_s: float | None = None  # None: no step since the ranks' start
+    _has_measured: bool = False  # over a whole window
 
     def add(self, record: StepRecord) -> None:
-        """A rank has run a step."""
+        """Add a step of a rank."""
         is_prefill, now_s = record.kind == "prefill", time.monotonic()
         num_ranks = self.cluster.num_prefill_ranks if is_prefill else self.cluster.num_decode_ranks
         self._busy_s[record.kind] += record.duration_s / num_ranks
@@ -41,11 +41,11 @@ class Pace:
             self._recent_tokens, self._recent_since_s, self._has_measured = 0, now_s, True
 
     def ranks_ended(self) -> None:
-        """Until they have started again they have no speed."""
+        """Reset the recent speed until the ranks have started again."""
         self._recent_since_s = None
 
     def seconds(self, left: np.ndarray) -> float | None:
-        """For [2] prompt and output tokens at this pace; None: one of them has not been measured yet."""
+        """Return the seconds for [2] prompt and output tokens; None: a needed phase has not been measured yet."""
         parts = []
         for phase, tokens in zip(PHASES, left.tolist(), strict=True):
             if tokens and not self._tokens[phase]:

@@ -1,9 +1,8 @@
-"""The requests that wait for each rank, in pieces that fill its prefill steps evenly.
+"""Queues of waiting requests by rank, in pieces that fill prefill steps evenly.
 
 Requests are spread over the ranks by work, branch by branch of their prefix tree (balance/prefix_groups.py). A prefix
 that several ranks need is computed by each (`replicated_tokens`). Each rank's prompts are then cut into steps of equal
-tokens and attention work (balance/prefill_steps.py). A rank that has run out of requests takes over half of what
-another one has left.
+tokens and attention work (balance/prefill_steps.py). A rank without requests takes over half of another rank's rest.
 """
 
 from dataclasses import replace
@@ -29,9 +28,9 @@ class RankQueues:
     """Waiting requests by rank.
 
     Args:
-        ranks: those that run prefill.
-        lengths: what is known of output lengths.
-        room: what fits on each at once.
+        ranks: ranks that run prefill.
+        lengths: expected output lengths.
+        room: capacity of each rank.
     """
 
     def __init__(self, ranks: list[int], lengths: OutputLengths, room: RankRoom) -> None:
@@ -48,19 +47,19 @@ class RankQueues:
         return self._waiting.has_uneven_steps
 
     def has_waiting(self, rank: int) -> bool:
-        """Whether anything waits for a rank."""
+        """Return whether requests wait for a rank."""
         return bool(self._waiting[rank])
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Remove all waiting requests."""
         self._waiting.clear()
 
     def keep_to_pages(self, num_pages: int) -> None:
-        """A rank has room for so many KV pages: no rank gets prompts in an order that needs more."""
+        """Order the prompts of every rank so that they need at most `num_pages` KV pages at once."""
         self._waiting.keep_to_pages(num_pages, self._expected)
 
     def ranks_died(self) -> None:
-        """The ranks start anew, without any prefix."""
+        """Forget the prefixes that the ranks had in memory."""
         self._last_of_rank.clear()
         self._last_dealt = None
 
@@ -72,12 +71,12 @@ class RankQueues:
         after_tokens: int = 0,
         results: list[CountedPrompt] | None = None,
     ) -> list[Request]:
-        """Put requests behind what waits, and return them with what each shares with the one before it.
+        """Append requests to the queues, and return them with the tokens that each shares with the one before it.
 
         Args:
             requests: in the plan's order.
             is_fresh, after_tokens: see Dealer.add_unit.
-            results: of their units, which count what they share with them.
+            results: prompts of these units that have results.
         """
         if not requests:
             return []
@@ -115,10 +114,10 @@ class RankQueues:
         return take_pieces(self._waiting[rank], count, num_tokens)
 
     def take_over(self, rank: int) -> list[Request]:
-        """Give a rank without requests the later half, by work, of those of the rank that has most left.
+        """Give an idle rank the later half, by work, of the busiest rank's waiting requests.
 
         Returns:
-            The requests, which find other prefixes there; none if there is nothing to take over.
+            The requests, with the prefixes that they find there; empty if there is none to take over.
         """
         # prompt tokens and tokens to generate
         busiest = max(self._ranks, key=lambda other: float(self._load(other)[[0, 2]].sum()))
@@ -140,30 +139,30 @@ class RankQueues:
         self._waiting.append(requests, index_of_rank, np.array([self._expected(request) for request in requests]))
 
     def _give(self, request: Request, rank: int) -> Request:
-        """Return the request as the rank gets it behind what it got last."""
+        """Return the request with the tokens that the rank has to compute again, and note it as the rank's last one."""
         replicated = max(0, request.shared_tokens - self._found(rank, request))
         self._last_of_rank[rank] = replace(request, replicated_tokens=replicated)
         return self._last_of_rank[rank]
 
     def _found(self, rank: int, request: Request) -> int:
-        """Prompt tokens that a rank has computed by what it got last."""
+        """Return the prompt tokens that a rank has computed with its last request."""
         last = self._last_of_rank.get(rank)
         return 0 if last is None else _shared_tokens(last, request)
 
     def _expected(self, request: Request) -> float:
-        """Output tokens to expect."""
+        """Return the expected number of output tokens."""
         return self._lengths.expected(request.prompt_group, request.sampling.max_tokens, request.expected_tokens)
 
     def _work(self, request: Request) -> float:
-        """Tokens to run through the model."""
+        """Return the number of tokens to run through the model."""
         return len(request.token_ids) - own_shared(request) + self._expected(request) * self._with_decode
 
     def _load(self, rank: int) -> np.ndarray:
-        """[4] `request_sizes` of what a rank has waiting, added up."""
+        """Return [4], the sum of `request_sizes` over the rank's queue."""
         items = self._waiting[rank]
         return pieces_sizes(items, [self._expected(i.request) * (self._with_decode and i.piece.begins) for i in items])
 
 
 def _shared_tokens(first: Request, second: Request) -> int:
-    """Tokens that the second prompt finds in memory after the first."""
+    """Return the tokens that the second prompt finds in memory after the first."""
     return common_tokens(first.token_ids, second.token_ids, second.most_cached_tokens)

@@ -1,10 +1,10 @@
-"""Has the ranks load and begin, and keeps what they say of themselves."""
+"""Start of the ranks, and their reports on themselves."""
 
 from pathlib import Path
 from typing import Any
 
 from batchinfer.config import JobConfig
-from batchinfer.controller.expert_history import ExpertHistory
+from batchinfer.controller.experts.history import ExpertHistory
 from batchinfer.controller.units import kv_tokens
 from batchinfer.equal_rows import UNEQUAL, EqualRows, combine
 from batchinfer.launch.rank_loader import RankLoader, join_message
@@ -18,10 +18,10 @@ from batchinfer.whole_files import remove_folder
 
 
 class RankStart:
-    """Starts the ranks of a run, every time anew.
+    """Starter of a run's ranks; called again after each failure.
 
     Args:
-        rows: all units, rows of plan/units: those that are done may be opened again.
+        rows: all units, rows of plan/units, since done units may be opened again.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RankStart:
         self._job, self._session, self._tracer, self._ranks = job, session, tracer, ranks
         self._experts = experts
         self._transfers = run.kv_transfers(session.name)
-        self._told: set[str | None] = set()
+        self._reported: set[str | None] = set()
         state = read_state(run)
         fingerprint = state["fingerprint"]
         digests = {name: fingerprint[name] for name in ("model.weights", "model.config")}
@@ -72,26 +72,26 @@ class RankStart:
             {role: [hosts[rank] for rank in ranks] for role, ranks in group.ranks_of_role.items()}
         )
         self._session.device = ready[0].device
-        if self._job.kv.dtype == "fp8" and ready[0].device == "cpu" and "fp8 on a CPU" not in self._told:
-            self._told.add("fp8 on a CPU")
+        if self._job.kv.dtype == "fp8" and ready[0].device == "cpu" and "fp8 on a CPU" not in self._reported:
+            self._reported.add("fp8 on a CPU")
             note("KV is in FP8: on a CPU each step widens it, and attention is not fused with what is around it")
         self._note_equal_rows([message.equal_rows for message in ready])
-        for reason in sorted({message.no_cpp for message in ready if message.no_cpp} - self._told):
-            self._told.add(reason)
+        for reason in sorted({message.no_cpp for message in ready if message.no_cpp} - self._reported):
+            self._reported.add(reason)
             note(
                 f"warning: the model runs in plain PyTorch, slower than the C++ operations, which cannot run: {reason}"
             )
-        for reason in sorted({message.no_drafts for message in ready if message.no_drafts} - self._told):
-            self._told.add(reason)
+        for reason in sorted({message.no_drafts for message in ready if message.no_drafts} - self._reported):
+            self._reported.add(reason)
             note(f"no tokens are drafted with the model's MTP layer: {reason}")
-        for sentence in sorted({message.graphs for message in ready if message.graphs} - self._told):
-            self._told.add(sentence)
+        for sentence in sorted({message.graphs for message in ready if message.graphs} - self._reported):
+            self._reported.add(sentence)
             note(sentence)
 
-    def _note_equal_rows(self, said: list[EqualRows]) -> None:
-        """Keep what the ranks say of their rows with what those before a restart have said; tell what is wrong."""
+    def _note_equal_rows(self, reports: list[EqualRows]) -> None:
+        """Combine the ranks' checks of equal rows with those before a restart, and warn of a difference."""
         earlier = [] if self._session.equal_rows is None else [self._session.equal_rows]
-        found = self._session.equal_rows = combine([*earlier, *said])
-        if found.bit_equal is False and found.bit_equal_reason not in self._told:
-            self._told.add(found.bit_equal_reason)
+        found = self._session.equal_rows = combine([*earlier, *reports])
+        if found.bit_equal is False and found.bit_equal_reason not in self._reported:
+            self._reported.add(found.bit_equal_reason)
             note(f"warning: {UNEQUAL}: {found.bit_equal_reason}")

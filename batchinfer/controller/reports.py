@@ -1,4 +1,4 @@
-"""What ranks report of their steps, passed on to all that keep count of it."""
+"""Distribution of the ranks' reports to results, progress and statistics."""
 
 import time
 from dataclasses import dataclass, field
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from batchinfer.balance.decode_loads import DecodeLoads, decode_request
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.controller.dealer import Dealer
-from batchinfer.controller.expert_placer import ExpertPlacer
-from batchinfer.controller.expert_statistics import ExpertStatistics
+from batchinfer.controller.experts.placer import ExpertPlacer
+from batchinfer.controller.experts.statistics import ExpertStatistics
 from batchinfer.controller.results import Results
 from batchinfer.controller.work_progress import WorkProgress
 from batchinfer.progress import note
@@ -19,7 +19,7 @@ from batchinfer.run.trace import Tracer
 
 @dataclass(slots=True)
 class Reports:
-    """See module docstring."""
+    """Receivers of the ranks' reports."""
 
     session: Session
     tracer: Tracer
@@ -30,11 +30,11 @@ class Reports:
     lengths: OutputLengths
     experts: ExpertPlacer
     expert_statistics: ExpertStatistics
-    _told: set[str] = field(default_factory=set)  # problems that ranks have found
+    _reported: set[str] = field(default_factory=set)  # problems of the KV store
     _has_complete_unit: bool = False  # that is not marked done
 
     def take_step(self, rank: int, report: StepReport) -> None:
-        """A rank has ended a step."""
+        """Record a step of a rank and the requests that ended in it."""
         record = report.record
         if self.session.first_prefill_s is None:
             self.session.first_prefill_s = record.start_s
@@ -50,31 +50,31 @@ class Reports:
         self._finish(report.completions)
 
     def give_up(self, completion: Completion) -> None:
-        """A request gets an error row."""
+        """Record the error row of a request."""
         self._finish([completion])
 
     def take_experts(self, rank: int, counts: ExpertCounts) -> None:
-        """A rank has counted which experts were asked for, and what its own have computed."""
+        """Record the expert counts of a rank."""
         self.expert_statistics.take(rank, counts)
         self.experts.add_counts(rank, counts)
 
     def take_store(self, rank: int, message: StoreCounts) -> None:
-        """The KV store of a rank has done something; every rank finds the same problems, which are told once."""
+        """Record the counts of a rank's KV store; warn once of a problem, which every rank finds."""
         self.results.set_store_counts(rank, message.counts)
         for problem in message.problems:
-            if problem not in self._told:
-                self._told.add(problem)
+            if problem not in self._reported:
+                self._reported.add(problem)
                 note(f"warning: {problem}")
 
     def ranks_died(self) -> None:
-        """The ranks count from zero when they are started again."""
+        """Close the counts of this start, since restarted ranks count from zero."""
         self.results.ranks_ended()
         self.progress.ranks_ended()
         self.expert_statistics.ranks_ended()
         self.session.restarts += 1
 
     def commit(self, *, after_s: float = 0.0) -> None:
-        """Make what is finished durable, if the last time was this long ago or a unit is complete."""
+        """Write finished requests to disk, if a unit is complete or the last commit was `after_s` seconds ago."""
         if self._has_complete_unit or time.monotonic() - self.results.last_commit_s >= after_s:
             with self.tracer.span("commit", "controller"):
                 self.progress.committed()

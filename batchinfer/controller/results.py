@@ -1,4 +1,4 @@
-"""What the ranks hand back, made durable: result files of claimed units, steps, what the KV store did."""
+"""Results of the ranks on disk: result files of claimed units, steps, counts of the KV store."""
 
 import time
 from typing import Any
@@ -18,15 +18,15 @@ from batchinfer.rundir import RunDir
 
 
 class Results:
-    """The open units of this process and what is finished of them."""
+    """Open units of this process and their finished requests."""
 
     def __init__(self, run: RunDir, session: Session, claims: UnitClaims) -> None:
         self._run, self._session, self._claims = run, session, claims
         self._open: dict[int, Claim] = {}
-        self._missing: dict[int, int] = {}  # unit -> requests without a completion
-        self._finished: dict[int, list[Completion]] = {}  # unit -> completions not yet on disk
+        self._missing: dict[int, int] = {}  # by unit: number of requests without a completion
+        self._finished: dict[int, list[Completion]] = {}  # by unit: completions not yet on disk
         self._num_parts: dict[int, int] = {}
-        self._steps: list[tuple[int, int, StepRecord]] = []  # rank, number, what it was
+        self._steps: list[tuple[int, int, StepRecord]] = []  # rank, number, record
         self._journal = StepJournal(run, session.name)
         self._num_step_files = 0
         self._num_steps_of_rank: dict[int, int] = {}
@@ -35,7 +35,7 @@ class Results:
         self.last_commit_s = time.monotonic()
 
     def open_unit(self, claim: Claim, keys: set[RequestKey]) -> set[RequestKey]:
-        """Take a claimed unit on; returns those of its requests that no earlier claim has finished."""
+        """Open a claimed unit, and return its requests that no earlier claim has finished."""
         done = {key for path in claim.inherited for key in result_keys(path)}
         missing = keys - done
         self._open[claim.unit] = claim
@@ -54,31 +54,31 @@ class Results:
         return len(self._open)
 
     def add(self, completions: list[Completion]) -> bool:
-        """Note finished requests; True when a unit is complete with them, so that a commit is worth while."""
+        """Note finished requests; return whether a unit is complete with them and should be committed."""
         for completion in completions:
             self._finished.setdefault(completion.unit, []).append(completion)
             self._missing[completion.unit] -= 1
         return any(self._missing[completion.unit] == 0 for completion in completions)
 
     def add_step(self, rank: int, record: StepRecord) -> None:
-        """Note a step; numbers go on behind those before a restart, the same on all ranks of a group."""
+        """Note a step. Numbers continue after a restart, the same on all ranks of a group."""
         step = self._num_steps_of_rank.get(rank, 0)
         self._num_steps_of_rank[rank] = step + 1
         self._steps.append((rank, step, record))
         self._journal.add(rank, step, record)
 
     def set_store_counts(self, rank: int, counts: dict[str, float]) -> None:
-        """What the KV store has done for a rank since it was started."""
+        """Note the counts of a rank's KV store since the rank's start."""
         self._store_counts[self._num_starts, rank] = counts
 
     def ranks_ended(self) -> None:
-        """The ranks count from zero when they are started again."""
+        """Close the counts of this start, since restarted ranks count from zero."""
         self._num_starts += 1
         most_steps = max(self._num_steps_of_rank.values(), default=0)
         self._num_steps_of_rank = dict.fromkeys(self._num_steps_of_rank, most_steps)
 
     def commit(self) -> None:
-        """Make everything finished durable, then mark complete units done; goes on where an error ended it before."""
+        """Write finished requests to disk, then mark complete units done; continue where an error interrupted."""
         for unit in list(self._finished):
             path = write_results(self._open[unit].folder, self._num_parts[unit], result_table(self._finished[unit]))
             self._claims.add(self._open[unit], path)

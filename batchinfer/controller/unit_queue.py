@@ -1,11 +1,11 @@
-"""Units claimed one after the other, with what is left to do in them."""
+"""Units claimed one after the other, with their unfinished requests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from batchinfer.controller.calibration import MOST_UNITS, num_calibration_tokens, prompt_pieces, spread
 from batchinfer.controller.counted_prefixes import CountedPrompt
 from batchinfer.controller.dealer import Dealer
+from batchinfer.controller.experts.calibration import MOST_UNITS, num_calibration_tokens, prompt_pieces, spread
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.controller.results import Results
 from batchinfer.controller.units import read_unit
@@ -20,9 +20,9 @@ from batchinfer.rundir import RunDir
 
 @dataclass(slots=True)
 class UnitQueue:
-    """Opens units for the dealer.
+    """Queue of units that are claimed and opened for the dealer.
 
-    default: how rows are sampled that do not say it themselves.
+    default: sampling of rows without their own.
     """
 
     run: RunDir
@@ -33,15 +33,15 @@ class UnitQueue:
     results: Results
     dealer: Dealer
     progress: WorkProgress
-    _has_told_of_waiting: bool = False
+    _has_noted_waiting: bool = False
 
     @property
     def num_unfinished(self) -> int:
-        """Requests of open units without a result."""
+        """Number of requests of open units without a result."""
         return self.dealer.num_unfinished
 
     def open_next(self) -> bool:
-        """Claim a unit that has something left to do; False when there is none now."""
+        """Claim a unit with unfinished requests; return False if there is none now."""
         while (found := self.units.claim(self.claims, self.results.open_units)) is not None:
             row, claim = found
             unit = claim.unit
@@ -63,7 +63,7 @@ class UnitQueue:
         return False
 
     def prompt_pieces(self) -> list[list[int]]:
-        """Pieces of the prompts that are left to run, spread over all of them: of at most MOST_UNITS units."""
+        """Return pieces of the remaining prompts, from at most MOST_UNITS units spread over the plan."""
         rows = self.units.rows
         num_tokens = num_calibration_tokens(sum(row["new_tokens"] for row in rows))
         rows = [rows[index] for index in spread(len(rows), MOST_UNITS)]
@@ -71,7 +71,7 @@ class UnitQueue:
         return prompt_pieces(requests, num_tokens)
 
     def is_done(self) -> bool:
-        """Whether nothing is left. With no request of our own, units of others may still have to be taken over."""
+        """Return whether all units are done, here and by others. Units of others may still have to be taken over."""
         if self.dealer.num_unfinished or self.results.num_open:
             return False
         if self.units.are_all_done(self.claims.completed):
@@ -79,16 +79,16 @@ class UnitQueue:
         self.progress.reopened(self.units.take_reopened())
         for unit in self.units.take_done_elsewhere():
             self.progress.done_elsewhere(unit)
-        if self.units.is_waiting and not self._has_told_of_waiting:
+        if self.units.is_waiting and not self._has_noted_waiting:
             note(f"{self.units.num_open} units are held by other controllers; waiting for them")
-            self._has_told_of_waiting = True
+            self._has_noted_waiting = True
         return False
 
 
 def _results(requests: list[Request], claim: Claim) -> Iterator[CountedPrompt]:
-    """What a unit's first prompt shares with the unit before, as counted, and the results of its earlier claims.
+    """Yield the prefix of the unit's first prompt that the unit before has counted, then the prompts with results.
 
-    Their files are read when somebody asks.
+    The result files are read at the second item.
     """
     first = requests[0]
     yield CountedPrompt(first.token_ids[: first.cached_tokens], 0)

@@ -1,4 +1,4 @@
-"""What a work unit holds on disk: its requests as planned, its results as rows."""
+"""Requests of a work unit read from the plan, and its results as rows."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.records import Completion, Request, RequestKey, Sampling, TokenLogprob, sampling_from_json
 from batchinfer.rundir import RunDir
 
-# of a completion, as a result file has them
+# attributes of a completion that are columns of a result file
 COUNTS = (
     "prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "replicated_tokens", "recomputed_tokens",
     "computed_tokens", "reasoning_tokens", "kv_tokens_sum",
@@ -25,14 +25,14 @@ SCORED_TOKEN = {"token_id": np.int32, "logprob": np.float32}
 def read_unit(
     run: RunDir, manifest: Manifest, row: dict[str, Any], default: Sampling, *, after_tokens: int = 0
 ) -> list[Request]:
-    """The requests of one unit in the plan's order (reads its row groups only).
+    """Return the requests of one unit in the plan's order. Only the unit's row groups are read.
 
     Args:
-        manifest: of the plan.
-        after_tokens: what the last request shares with the first of the next unit.
+        manifest: manifest of the plan.
+        after_tokens: tokens that the last request shares with the first of the next unit.
 
     Raises:
-        DamagedFileError: the plan is.
+        DamagedFileError: the plan is damaged.
     """
     groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
     with own_parquet(run.requests, manifest) as file:
@@ -65,14 +65,14 @@ def read_unit(
 
 
 def kv_tokens(units: list[dict[str, Any]]) -> tuple[int, int]:
-    """KV tokens of all requests of these units, in whole pages, together; and of the largest request."""
+    """Return the KV tokens of all requests of these units, in whole pages, and those of the largest request."""
     return sum(row["kv_tokens"] for row in units), max((row["largest_kv_tokens"] for row in units), default=0)
 
 
 def result_table(completions: list[Completion]) -> pa.Table:
-    """Finished requests as rows of a result file (schemas.RESULTS), made column by column."""
+    """Convert finished requests to rows of a result file (schemas.RESULTS), column by column."""
     failed = [completion.error is not None for completion in completions]
-    # what an error row has not: a text is null there, a count 0
+    # an error row has null texts and zero counts
     good = [None if completion.error is not None else completion for completion in completions]
     columns: dict[str, list[Any] | pa.Array] = {
         "status": ["error" if is_failed else "ok" for is_failed in failed],
@@ -95,7 +95,7 @@ def result_table(completions: list[Completion]) -> pa.Table:
 
 
 def _logprob_lists(of_each: list[tuple[TokenLogprob, ...] | None]) -> pa.Array:
-    """Log-probabilities as schemas.LOGPROBS, a list for each completion; flat, since alternatives may be millions."""
+    """Convert log-probabilities to schemas.LOGPROBS via flat arrays, since alternatives may be millions."""
     items = [item for scored in of_each for item in scored or ()]
     num_top = [len(item.top) for item in items]
     chosen = _scored_tokens(((item.token_id, item.logprob) for item in items), len(items))
@@ -112,7 +112,7 @@ def _logprob_lists(of_each: list[tuple[TokenLogprob, ...] | None]) -> pa.Array:
 
 
 def _scored_tokens(pairs: Iterable[tuple[int, float]], count: int) -> dict[str, pa.Array]:
-    """(token, log-probability) pairs as two columns."""
+    """Convert (token, log-probability) pairs to two columns."""
     found = np.fromiter(pairs, np.dtype([*SCORED_TOKEN.items()]), count)
     return {name: pa.array(found[name]) for name in SCORED_TOKEN}
 

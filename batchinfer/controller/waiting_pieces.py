@@ -1,4 +1,4 @@
-"""Pieces of prompts that fill the prefill steps of ranks evenly, as they wait for their ranks."""
+"""Queues of prompt pieces that fill the prefill steps of ranks evenly."""
 
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from batchinfer.config import PAGE_TOKENS, ClusterConfig
 from batchinfer.protocol.messages import PromptPiece
 from batchinfer.records import Request
 
-FEWER_OPEN = (MOST_OPEN, 4, 2, 1)  # branches under way at once, the fewer the less KV there is room for
+FEWER_OPEN = (MOST_OPEN, 4, 2, 1)  # open branches to try, fewer for less KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class WaitingPiece:
 
 @dataclass(frozen=True, slots=True)
 class RankRoom:
-    """What fits on a rank at once.
+    """Capacity of a rank.
 
-    prefill_tokens: prompt tokens in a step.
-    decode_requests: requests that run at once on a rank that also decodes; None: it does not.
-    num_pages: of KV; None: not known yet.
+    prefill_tokens: prompt tokens per step.
+    decode_requests: requests that decode at once; None: the rank does not decode.
+    num_pages: KV pages; None: not known yet.
     """
 
     prefill_tokens: int
@@ -62,7 +62,7 @@ class RankRoom:
         return -(-(len(request.token_ids) + answer_tokens) // PAGE_TOKENS)
 
     def holds(self, steps: PrefillSteps, pages_N: np.ndarray) -> bool:
-        """Whether prompts find room in these steps, and the prefixes that they count on stay in memory.
+        """Return whether the KV pages suffice for these steps and for the prefixes that later steps reuse.
 
         Args:
             pages_N: [N] `pages_of` the rank's requests.
@@ -78,16 +78,16 @@ class RankRoom:
 
 
 class WaitingPieces:
-    """Pieces that wait for each rank.
+    """Waiting pieces of each rank.
 
     Args:
-        ranks: those that run prefill.
-        room: of each.
+        ranks: ranks that run prefill.
+        room: capacity of each rank.
     """
 
     def __init__(self, ranks: list[int], room: RankRoom) -> None:
         self.room = room
-        self.has_uneven_steps = False  # prompts had to run one after the other, for want of pages
+        self.has_uneven_steps = False  # prompts had to run one after the other, because KV pages were too few
         self._ranks = ranks
         self._of_rank: dict[int, deque[WaitingPiece]] = {rank: deque() for rank in ranks}
         self._num_placed = 0
@@ -96,17 +96,17 @@ class WaitingPieces:
         return self._of_rank[rank]
 
     def clear(self) -> None:
-        """Nothing waits any more."""
+        """Remove all waiting pieces."""
         for waiting in self._of_rank.values():
             waiting.clear()
 
     def append(self, requests: list[Request], index_of_rank: np.ndarray, expected_tokens: np.ndarray) -> None:
-        """Cut the prompts of each rank into steps and put their pieces behind what waits.
+        """Cut the prompts of each rank into steps and append their pieces to the queues.
 
         Args:
             requests: in the order of the prefix tree.
             index_of_rank: [number of requests] place of each request's rank in the list of ranks.
-            expected_tokens: [number of requests] of answers.
+            expected_tokens: [number of requests] expected output tokens.
         """
         pieces, are_even = cut_into_pieces(
             requests,
@@ -132,10 +132,10 @@ class WaitingPieces:
         self._of_rank[rank] = deque(item for item in self._of_rank[rank] if item.request.key not in keys)
 
     def keep_to_pages(self, num_pages: int, expected: Callable[[Request], float]) -> None:
-        """A rank has room for so many KV pages. What waits is cut anew if this is less than what was known before.
+        """Take the number of KV pages of a rank; cut the waiting prompts again if it is less than known before.
 
         Args:
-            expected: tokens of a request's answer.
+            expected: returns the expected output tokens of a request.
         """
         if self.room.num_pages is not None and self.room.num_pages <= num_pages:
             return
@@ -160,13 +160,13 @@ def cut_into_pieces(
 ) -> tuple[list[list[WaitingPiece]], bool]:
     """Cut the prompts of each rank into steps (balance/prefill_steps.py).
 
-    Where a rank has too few pages for that, its prompts stay whole and in the order of the prefix tree, which needs
+    If a rank has too few KV pages for that, prompts stay whole and in the order of the prefix tree, which needs the
     least memory.
 
     Args:
         requests: in the order of the prefix tree.
         index_of_rank: [number of requests] rank of each, from 0.
-        answer_tokens: [number of requests] tokens to expect; None: the same of all.
+        answer_tokens: [number of requests] expected output tokens; None: equal for all.
         first_place: place of the first request in the order of all requests.
 
     Returns:
@@ -199,7 +199,7 @@ def _plan_within(
     room: RankRoom,
     answer_tokens: np.ndarray | None,
 ) -> list[PrefillSteps] | None:
-    """Steps for which every rank has room; None: there are none."""
+    """Return steps for which every rank has enough KV pages; None: there are none."""
     pages_N = np.array([room.pages_of(request) for request in requests])
     for most_open in FEWER_OPEN:
         plans = plan_rank_steps(
@@ -222,7 +222,7 @@ def take_pieces(waiting: deque[WaitingPiece], count: int, num_tokens: int | None
 
     Args:
         count: most requests that begin.
-        num_tokens: no more once the pieces have this many prompt tokens to compute; None: no limit.
+        num_tokens: prompt tokens to compute after which no further piece is taken; None: no limit.
     """
     taken = TakenWork([], [])
     while waiting and (num_tokens is None or num_tokens > 0):
@@ -237,10 +237,10 @@ def take_pieces(waiting: deque[WaitingPiece], count: int, num_tokens: int | None
 
 
 def pieces_sizes(waiting: Iterable[WaitingPiece], outputs: list[float]) -> np.ndarray:
-    """[4] `request_sizes` of pieces, added up.
+    """Return [4], the sum of `request_sizes` over pieces.
 
     Args:
-        outputs: tokens to generate behind each piece.
+        outputs: tokens to generate after each piece.
     """
     ends = np.array([item.piece.end for item in waiting], dtype=np.int64)
     starts = np.array([item.start for item in waiting], dtype=np.int64)

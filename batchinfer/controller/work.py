@@ -1,4 +1,4 @@
-"""Computes the units of a planned run: the controller and its ranks, or the ranks of one node of a larger group."""
+"""Entry point of `work`: the controller and its ranks, or the ranks of one node of a larger group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +10,11 @@ from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import JobConfig
 from batchinfer.controller.controller import Controller
 from batchinfer.controller.dealer import Dealer
-from batchinfer.controller.deaths import Deaths
-from batchinfer.controller.expert_history import ExpertHistory
-from batchinfer.controller.expert_placer import ExpertPlacer
-from batchinfer.controller.expert_statistics import ExpertStatistics
+from batchinfer.controller.experts.history import ExpertHistory
+from batchinfer.controller.experts.placer import ExpertPlacer
+from batchinfer.controller.experts.statistics import ExpertStatistics
 from batchinfer.controller.open_units import OpenUnits
+from batchinfer.controller.rank_failures import RankFailures
 from batchinfer.controller.rank_start import RankStart
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.results import Results
@@ -53,21 +53,21 @@ def work_on(
     tracer: Tracer,
     ranks_ahead: RankLoader | None = None,
 ) -> None:
-    """Compute all units of a planned run that nobody else holds.
+    """Compute the open units of a planned run.
 
     Args:
-        ranks_ahead: the job's ranks, if they were started already; whoever did it closes them.
+        ranks_ahead: the job's ranks, if the caller has started them; the caller closes them.
 
     Raises:
-        InterruptedRunError: a signal came; everything finished is committed.
+        InterruptedRunError: a stop signal came; all finished requests are committed.
         ModelError, RunMismatchError: the model folder cannot be loaded, or it or an input shard changed since the plan.
         ConfigError: the file system of the run folder cannot hold a run.
-        RanksFailError: the ranks die again and again before they have computed anything.
+        RanksFailError: the ranks die repeatedly before they have computed anything.
     """
     # tasks of an array start together: each begins at another unit
     storage = storage_of(job)
     storage.fetch("state", "plan")
-    if task_name() is None:  # tasks of a cluster are many: one look at each done unit is enough
+    if task_name() is None:  # not in each of many tasks: one check of the done units is enough
         reopen_damaged_units(storage)
     manifest = Manifest(run.root, read_state(run).get("files"))
     units = OpenUnits(storage, read_rows(run.units, manifest), start=0 if task_name() is None else None)
@@ -107,7 +107,7 @@ def _ranks(
     node: NodeShare,
     ranks_ahead: RankLoader | None,
 ) -> Iterator[RankLoader]:
-    """The job's ranks, of which this process starts its own share; those of other processes call."""
+    """Start this process's share of the job's ranks; ranks of other processes connect to it."""
     host = None if node.count == 1 else "127.0.0.1" if node.is_one_host else own_address()
     ranks = ranks_ahead or open_ranks(job, node.ranks, stop, host=host, one_host=node.is_one_host)
     is_ours = ranks_ahead is None
@@ -138,7 +138,7 @@ def _controller(
     units: OpenUnits,
     progress: WorkProgress,
 ) -> Controller:
-    """The controller and its parts."""
+    """Build the controller and its parts."""
     group, cluster = ranks.group, job.cluster
     model = load_model_config(Path(job.model.path))
     lengths = OutputLengths()
@@ -169,14 +169,14 @@ def _controller(
         queue,
         WorkSender(cluster, session, group, queue, dealer, loads, experts),
         Reports(session, tracer, progress, results, dealer, loads, lengths, experts, statistics),
-        Deaths(dealer, cluster.collective_seconds),
+        RankFailures(dealer, cluster.collective_seconds),
     )
 
 
 def _check_inputs(run: RunDir, job: JobConfig) -> None:
-    """Refuse to compute for shards that were replaced: `finish` could not use the results.
+    """Refuse to compute for shards that were replaced, since `finish` could not use the results.
 
-    Nothing is read from them here, so a node that cannot reach them may work all the same.
+    Rows are not read here, so a node that cannot reach the shards may work all the same.
     """
     try:
         refuse_changed(shards_of_state(read_state(run)), job.s3)
@@ -185,6 +185,6 @@ def _check_inputs(run: RunDir, job: JobConfig) -> None:
 
 
 def _check_model(run: RunDir, job: JobConfig, tokenizer_digest: str) -> None:
-    """Refuse to compute with another model than the plan was made for."""
+    """Raise an error if the model is not the one that the plan was made for."""
     recorded = read_state(run)["fingerprint"]
     check_same(recorded, model_fingerprint(job, tokenizer_digest), run.root)

@@ -1,8 +1,8 @@
-"""How far the work on a job is, in tokens, and the time that is left.
+"""Progress of a job in tokens, and the time left.
 
-Planned are the prompt tokens to compute and the output tokens expected of the whole job. A request that has ended here
-counts with what it really took, before that and elsewhere with its share of the plan's figures for its unit. So all is
-done at the end, whatever the answers' lengths are.
+The plan has the prompt tokens to compute and the expected output tokens of the whole job. A request that ended here
+counts with its real tokens. Other requests count with their share of the plan's figures for their unit. So the progress
+reaches 100 % whatever the lengths of the outputs are.
 
     tokens    elsewhere, or before this command  | ran here             | left
               by the plan                        | counted by the ranks | by the plan, corrected
@@ -22,12 +22,12 @@ from batchinfer.run.units.planned_tokens import planned_tokens
 
 
 class WorkProgress(Meter):
-    """Progress of one controller, and of the others by the units that they complete.
+    """Progress of this controller, and of others by the units that they complete.
 
     Args:
         rows: all units, rows of plan/units.
-        open_units: those that are not done.
-        counts: of the plan.
+        open_units: units that are not done.
+        counts: counts of the plan.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WorkProgress(Meter):
         self._work_s: float | None = counts["work_s"]
         self._pace = Pace(cluster)
         self.requests = Count("work", int(self._requests_U[open_units].sum()))
-        self._planned = self._plan_U2.sum(axis=0)  # prompt and output tokens, as all pairs below
+        self._planned = self._plan_U2.sum(axis=0)  # prompt and output tokens, as in all pairs below
         self._elsewhere = self._planned - self._plan_U2[open_units].sum(axis=0)
         self._earlier = self._elsewhere.copy()  # done before this command
         self._ran, self._kept, self._committed = np.zeros(2), np.zeros(2), np.zeros(2)
@@ -51,7 +51,7 @@ class WorkProgress(Meter):
         return bool(self._ran.any() or self._kept.any())
 
     def done_elsewhere(self, unit: int, num_requests: int | None = None) -> None:
-        """Others have completed a unit; or had done this number of requests of one that is worked on here now."""
+        """Count a unit that others have completed, or `num_requests` that others finished of a unit claimed here."""
         count = int(self._requests_U[unit]) if num_requests is None else num_requests
         tokens = self._plan_U2[unit] * (count / max(self._requests_U[unit], 1))
         self._elsewhere += tokens
@@ -60,59 +60,59 @@ class WorkProgress(Meter):
         self.requests.advance(count)
 
     def reopened(self, units: list[int]) -> None:
-        """Units that were done are not any more."""
+        """Count done units as open again."""
         self._elsewhere -= self._plan_U2[units].sum(axis=0)
         self.requests.extend(int(self._requests_U[units].sum()))
 
     def step(self, record: StepRecord) -> None:
-        """A rank has run a step."""
+        """Count a step of a rank."""
         self._phase = record.kind
         self._ran += (record.new_tokens if record.kind == "prefill" else 0, record.output_tokens)
         self._pace.add(record)
-        self._tell()
+        self._update()
 
     def finished(self, completions: list[Completion]) -> None:
-        """Requests have ended, on a rank or given up."""
+        """Count requests that have ended, with an output or an error row."""
         for completion in completions:
             self._kept += (completion.computed_tokens, len(completion.token_ids))
             self._planned_of_kept += self._plan_U2[completion.unit] / max(self._requests_U[completion.unit], 1)
         if completions:
             self.requests.advance(len(completions))
-            self._tell()
+            self._update()
 
     def committed(self) -> None:
-        """What has ended is durable."""
+        """Note that all ended requests are on disk."""
         self._committed = self._kept.copy()
 
     def ranks_ended(self) -> None:
-        """What had not ended runs again."""
+        """Subtract the tokens of requests that have not ended, since they run again."""
         self._ran, self._phase = self._kept.copy(), None
         self._pace.ranks_ended()
 
     @property
     def done(self) -> np.ndarray:
-        """[2] tokens that are done of the job."""
+        """[2] done prompt and output tokens of the job."""
         return self._elsewhere + self._ran
 
     @property
     def planned(self) -> np.ndarray:
-        """[2] tokens of the job as it is known now."""
+        """[2] prompt and output tokens of the job: planned ones, corrected by those of ended requests."""
         return np.maximum(self._planned + self._kept - self._planned_of_kept, self.done)
 
     def left_s(self) -> float | None:
-        """Seconds until the job is done while others go on at their pace; None: not known yet."""
+        """Return the seconds until the job is done if others keep their speed; None: not known yet."""
         alone_s = self._alone_s()
         own = float(self._ran.sum())
         others = float((self._elsewhere - self._earlier).sum())
         return None if alone_s is None else alone_s * (own / (own + others) if own else 1.0)
 
     def _alone_s(self) -> float | None:
-        """Seconds in which these ranks alone would do what is left: by the plan first, more and more as measured."""
+        """Return the seconds that these ranks alone need for the rest: planned at first, increasingly measured."""
         planned, done = self.planned, self.done
         left = planned - done
         share = float(done.sum() / planned.sum()) if planned.sum() else 1.0
         by_plan_s = None if self._work_s is None else self._work_s * (1 - share)
-        # answers so far are as long as they are: those to come are believed to be alike, as far as that is known
+        # outputs to come are expected to deviate from the plan as the ended ones do, the more of them have ended
         if self._planned_of_kept[1]:
             known = float(self._planned_of_kept[1] / max(self._planned[1], 1.0))
             left[1] *= 1 - known + known * self._kept[1] / self._planned_of_kept[1]
@@ -164,7 +164,7 @@ class WorkProgress(Meter):
             "alone_s": self._alone_s(),
         }
 
-    def _tell(self) -> None:
+    def _update(self) -> None:
         self.tokens.set(int(self.done.sum()), int(self.planned.sum()))
 
     def __exit__(self, *error: Any) -> None:

@@ -1,11 +1,11 @@
-"""Sends ranks their work: requests to those that ask, those that go on at another rank with their KV, and experts."""
+"""Messages to ranks: new requests, requests that move between ranks with their KV, and placements of experts."""
 
 from dataclasses import dataclass, field
 
 from batchinfer.balance.decode_loads import DecodeLoads, decode_request
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.dealer import Dealer
-from batchinfer.controller.expert_placer import ExpertPlacer
+from batchinfer.controller.experts.placer import ExpertPlacer
 from batchinfer.controller.unit_queue import UnitQueue
 from batchinfer.controller.waiting_pieces import TakenWork
 from batchinfer.launch.rank_group import RankGroup
@@ -18,7 +18,7 @@ from batchinfer.run.session import Session
 
 @dataclass(slots=True)
 class WorkSender:
-    """Tells ranks what the dealer, the decode loads and the expert placer have decided."""
+    """Sender of the decisions of the dealer, the decode loads and the expert placer."""
 
     cluster: ClusterConfig
     session: Session
@@ -27,14 +27,14 @@ class WorkSender:
     dealer: Dealer
     loads: DecodeLoads[RequestKey]
     experts: ExpertPlacer
-    _handovers: dict[RequestKey, tuple[int, Handover]] = field(default_factory=dict)  # with the rank that holds the KV
-    _adoptions: dict[int, list[Adoption]] = field(default_factory=dict)  # by rank, to be sent at the end of the round
+    _handovers: dict[RequestKey, tuple[int, Handover]] = field(default_factory=dict)  # and the rank that holds the KV
+    _adoptions: dict[int, list[Adoption]] = field(default_factory=dict)  # by rank, sent at the end of the round
     _needs_work: set[int] = field(default_factory=set)  # ranks that ask for requests
-    _has_told_of_pages: bool = False
-    _has_begun: bool = False  # whether any rank has got one since they were started
+    _has_noted_pages: bool = False
+    _has_begun: bool = False  # whether requests were sent since the ranks' start
 
     def ranks_started(self) -> None:
-        """No rank has asked for anything yet. What is to be known of the experts before is found out now."""
+        """Reset the ranks' demands, and start the calibration of experts if one is needed."""
         self._needs_work.clear()
         self._has_begun = False
         ranks = [place.rank for place in self.group.places if place.runs_prefill]
@@ -44,30 +44,30 @@ class WorkSender:
                 self.group.send(rank, messages.Calibrate(pieces[index :: len(ranks)]))
 
     def calibrated(self, rank: int, message: messages.Calibrated) -> None:
-        """A rank has run its part of the calibration."""
+        """Take the result of a rank's part of the calibration."""
         self.session.calibration_tokens += message.num_tokens
         self.experts.calibrated(rank, message.tokens)
 
     def ranks_died(self) -> None:
-        """What was on its way or decoding is lost."""
+        """Forget requests that were moving or decoding."""
         self._handovers.clear()
         self._adoptions.clear()
         self.loads.clear()
         self.experts.ranks_died()
 
     def needs_work(self, rank: int, num_pages: int) -> None:
-        """A rank asks for requests; it has room for so many KV pages."""
+        """Note that a rank asks for requests and has `num_pages` KV pages."""
         self._needs_work.add(rank)
         self.dealer.keep_to_pages(num_pages)
-        if self.dealer.has_uneven_steps and not self._has_told_of_pages:
-            self._has_told_of_pages = True
+        if self.dealer.has_uneven_steps and not self._has_noted_pages:
+            self._has_noted_pages = True
             note(
                 f"prefill steps are less even than planned: a rank has {num_pages:,} KV pages, too few to have several "
                 "prompts under way; a larger cluster.page_bytes or more memory helps"
             )
 
     def pass_on(self, holder: int, handovers: list[Handover]) -> None:
-        """Requests that go on elsewhere: prompts that have run wait for a rank, moved requests have one."""
+        """Take requests that continue on another rank: choose one after prefill, or use the one chosen for a move."""
         for handover in handovers:
             self._handovers[handover.key] = (holder, handover)
             rank = self.loads.give_away(handover.key)
@@ -78,7 +78,7 @@ class WorkSender:
                 self._adopt(handover.key, rank)
 
     def kv_read(self, rank: int, keys: list[RequestKey]) -> None:
-        """A rank goes on with requests; whoever holds their KV may free it."""
+        """Let the previous holders free the KV of requests that a rank has read."""
         free: dict[int, list[RequestKey]] = {}
         for key in keys:
             holder, handover = self._handovers.pop(key)
@@ -88,13 +88,13 @@ class WorkSender:
             self.group.send(holder, messages.FreeKv(read))
 
     def deal(self) -> None:
-        """Requests for the ranks that ask; opens the next unit when one has got its last. Passes on and moves others.
+        """Send requests to ranks that ask, opening units as needed; then adoptions and moves.
 
-        However much there is to say in a round, a rank gets at most one message of each kind.
+        In each call a rank gets at most one message of each kind.
         """
         if self.experts.is_preparing:
             return
-        # they begin together: who got requests first would run a step, and the others would have to take part idly
+        # ranks begin together: the first to get requests would run a step, in which the others take part idly
         self._has_begun = self._has_begun or len(self._needs_work) == self.cluster.num_prefill_ranks
         fed: set[int] = set()
         is_all_dealt = self.dealer.is_isolating  # for this round
@@ -119,10 +119,10 @@ class WorkSender:
         for rank, keys in asked.items():
             self.group.send(rank, messages.GiveAway(keys))
         if not is_all_dealt and not all(map(self.dealer.has_waiting, fed)):
-            self.units.open_next()  # while the ranks run what they have got: reading and dealing a unit takes seconds
+            self.units.open_next()  # while the ranks are busy: reading and dealing a unit takes seconds
 
     def place_experts(self) -> None:
-        """Ask the ranks for their counts now and then; when their experts are to be elsewhere, let them move."""
+        """Ask the ranks for their expert counts when due, and send new placements."""
         if self.dealer.num_unfinished and self.experts.should_count():
             self.group.send_to_all(messages.CountExperts())
         for rank, slots in self.experts.take_placed(self.group.ranks_of_role).items():
@@ -130,7 +130,7 @@ class WorkSender:
         self.session.placements = self.experts.history.num_placed
 
     def _take_for(self, rank: int) -> TakenWork:
-        """What keeps a rank busy until it asks again: two prefill steps."""
+        """Return two prefill steps for a rank, enough until it asks again."""
         return self.dealer.take(rank, self.cluster.decode_requests, 2 * self.cluster.prefill_tokens)
 
     def _adopt(self, key: RequestKey, rank: int) -> None:
@@ -138,7 +138,7 @@ class WorkSender:
         self._adoptions.setdefault(rank, []).append(adoption)
 
     def _wake_others(self, ranks: set[int]) -> None:
-        """These ranks have got something: wake the others of their groups, since they take part in every step."""
+        """Wake the other ranks of the groups of `ranks`, since they take part in every step."""
         leaders = {self.group.places[rank].leader for rank in ranks}
         for place in self.group.places:
             if place.leader in leaders and place.rank not in ranks:

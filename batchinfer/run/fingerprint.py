@@ -20,7 +20,7 @@ Fingerprint = dict[str, Any]
 
 
 def job_fingerprint(job: JobConfig, shards: list[Shard], tokenizer_digest: str) -> Fingerprint:
-    """Everything that can change an output row, as small JSON values by name.
+    """Return everything that can change an output row, as small JSON values by name.
 
     Ranks, page budget, prices and commit interval are left out: results do not depend on them.
 
@@ -35,7 +35,7 @@ def job_fingerprint(job: JobConfig, shards: list[Shard], tokenizer_digest: str) 
 
 
 def model_fingerprint(job: JobConfig, tokenizer_digest: str) -> Fingerprint:
-    """The part of it that is in the model folder."""
+    """Return the part of the fingerprint that depends on the model folder."""
     folder = Path(job.model.path)
     return {
         "model.config": config_digest(folder),
@@ -45,7 +45,7 @@ def model_fingerprint(job: JobConfig, tokenizer_digest: str) -> Fingerprint:
 
 
 def settings_fingerprint(job: JobConfig) -> Fingerprint:
-    """The part of it that is in the job file and the program."""
+    """Return the part of the fingerprint that depends on the job file and the program version."""
     return {
         "model.dtype": job.precision,
         "sampling": job.sampling.model_dump(),
@@ -87,7 +87,7 @@ def check_same(
 
 
 def config_digest(folder: Path) -> str:
-    """Digest of config.json (or what stands for it) in canonical form: key order and white space do not count."""
+    """Return the digest of the model config in canonical form: key order and white space do not count."""
     path = config_file(folder)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -97,7 +97,7 @@ def config_digest(folder: Path) -> str:
 
 
 def weights_digest(folder: Path) -> str:
-    """Digest of all safetensors files: names, sizes, headers and strided samples of every tensor.
+    """Return the digest of all safetensors files: names, sizes, headers and strided samples of every tensor.
 
     Reads about half a kilobyte per tensor, so that 700 GB take seconds rather than minutes.
     """

@@ -1,4 +1,4 @@
-"""Signs of life of the sessions in a run folder, and what each of them is doing.
+"""Heartbeats of the sessions in a run folder, with the progress of each.
 
     work/sessions/<session>.json   who it is and its meters; written anew every BEAT_S, gone with the session
 
@@ -24,7 +24,7 @@ BEAT_S = 5.0
 
 
 class Heartbeat:
-    """The sign of life of a session of this process, from `start` to `stop`."""
+    """The heartbeat of a session of this process, from `start` to `stop`."""
 
     def __init__(self, storage: Storage, session: str, command: str) -> None:
         self._storage, self._path, self._command = storage, storage.run.heartbeat(session), command
@@ -35,12 +35,12 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="session heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Begin to give signs of life."""
+        """Begin to write heartbeats."""
         self.beat()
         self._thread.start()
 
     def beat(self) -> None:
-        """Give one now. Where that fails a warning says so, once: others may take this session for dead."""
+        """Write a heartbeat now. Warn once if that fails, since other processes may take this session for dead."""
         about = {"command": self._command, "node": node_name(), "task": task_name(), "restarts": task_restarts()}
         text = json_text({**this_process(), **about, "time_s": time.time(), "under_way": current_figures()})
         with self._lock:
@@ -61,7 +61,7 @@ class Heartbeat:
                 self._has_failed = True
 
     def stop(self) -> None:
-        """The session is over, and says so in its row."""
+        """Stop the heartbeats, and mark the session as ended."""
         with self._lock:
             self._stopped.set()
         if self._thread.is_alive():
@@ -94,12 +94,12 @@ class SessionStatus:
 
     @property
     def may_live(self) -> bool:
-        """Whether nothing says that it has ended."""
+        """Whether the session has neither ended nor gone silent."""
         return not self.is_dead and self.silent_s <= SILENT_S
 
 
 def signs_of_life(run: RunDir) -> dict[str, SessionStatus]:
-    """By session, of all that have not ended by themselves; one whose file is damaged is left out."""
+    """Return the heartbeats of sessions that have not ended, by name; leave out damaged files."""
     found = {}
     now_s = file_system_s(run.root)
     for path in sorted(run.heartbeat("x").parent.glob("*.json")):

@@ -18,7 +18,7 @@ REWRITE_S = 1.0  # in which a plan has written both files
 
 
 def publish_job(run: RunDir, job: JobConfig, state: dict[str, Any]) -> dict[str, Any]:
-    """Write job.toml, always: what is not part of the fingerprint may have changed.
+    """Write job.toml even if the fingerprint is the same: other settings may have changed.
 
     Returns:
         `state`, what run.json says, with the checksum; run.json says that, too.
@@ -32,7 +32,7 @@ def publish_job(run: RunDir, job: JobConfig, state: dict[str, Any]) -> dict[str,
 
 
 def recorded_job(run: RunDir, overrides: tuple[str, ...] = ()) -> JobConfig:
-    """The job of a run folder.
+    """Return the job of a run folder.
 
     Raises:
         DamagedFileError: job.toml is not the one that the last plan wrote.

@@ -15,11 +15,11 @@ from batchinfer.rundir import RunDir, read_state, was_planned
 def planned_run(
     target: Path, overrides: tuple[str, ...], *parts: Part, may_be_planning: bool = False
 ) -> tuple[RunDir, JobConfig]:
-    """The run folder and job behind a job file or a run folder; `parts` as in `run_folder`.
+    """Return the run folder and job of a job file or run folder; `parts` as in `run_folder`.
 
     Raises:
         ConfigError: there is no such file or folder, the job has no plan yet, or others may write in its folder.
-        DamagedFileError: what run.json says of the plan is damaged or gone.
+        DamagedFileError: run.json is damaged or gone.
         RunMismatchError: the job's settings are not those of the plan.
     """
     job = job_of(target, overrides)
@@ -27,10 +27,10 @@ def planned_run(
 
 
 def run_of(job: JobConfig, remedy: str, *parts: Part, may_be_planning: bool = False) -> RunDir:
-    """The run folder of a job that is planned.
+    """Return the run folder of a planned job.
 
     Args:
-        remedy: what a person is told to do where it is not.
+        remedy: end of the error sentence if the job is not planned: what to do.
         parts: as in `run_folder`.
 
     Raises:
@@ -49,14 +49,14 @@ def run_of(job: JobConfig, remedy: str, *parts: Part, may_be_planning: bool = Fa
 
 
 def run_folder(target: Path, *parts: Part) -> Path:
-    """The run folder that is meant: itself, or the output.dir of a job file; of one in s3:// this node's copy.
+    """Return the run folder of a job file or run folder; for one in s3:// return this node's copy.
 
     Args:
-        parts: that are to be in such a copy, besides run.json and job.toml.
+        parts: parts to fetch into the copy, in addition to run.json and job.toml.
 
     Raises:
         ConfigError: there is no such file or folder, or the job file is wrong.
-        StoreError: the object store does not answer, or refuses to.
+        StoreError: the object store does not answer or refuses access.
     """
     if target.is_dir():
         return target
@@ -69,10 +69,10 @@ def run_folder(target: Path, *parts: Part) -> Path:
 
 
 def job_of(target: Path, overrides: tuple[str, ...]) -> JobConfig:
-    """The job in a job file or a run folder.
+    """Return the job of a job file or run folder.
 
     Raises:
-        ConfigError: there is no such file or folder, or it is none.
+        ConfigError: the file or folder does not exist or has no job.
     """
     uri = uri_of(target)
     if uri is not None:

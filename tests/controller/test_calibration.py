@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchinfer.config import SamplingConfig
-from batchinfer.controller.calibration import PIECE_TOKENS, num_calibration_tokens, prompt_pieces, spread
+from batchinfer.controller.experts.calibration import PIECE_TOKENS, num_calibration_tokens, prompt_pieces, spread
 from batchinfer.records import Request, RequestKey
 
 GREEDY = SamplingConfig(max_tokens=8).to_sampling()

@@ -10,11 +10,10 @@ import pytest
 
 from batchinfer.balance.expert_groups import group_loads
 from batchinfer.config import JobConfig
-from batchinfer.controller import expert_placer
-from batchinfer.controller.expert_history import ExpertHistory
-from batchinfer.controller.expert_loads import ExpertLoads
-from batchinfer.controller.expert_placer import ExpertPlacer
-from batchinfer.controller.expert_proposals import MoveCosts, Proposal
+from batchinfer.controller.experts.history import ExpertHistory
+from batchinfer.controller.experts.loads import ExpertLoads
+from batchinfer.controller.experts.placer import NUM_CHECKS, ExpertPlacer
+from batchinfer.controller.experts.proposals import MoveCosts, Proposal
 from batchinfer.data.expert_tables import ExpertTables, num_nodes, read_expert_tables
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import Count
@@ -266,7 +265,7 @@ def test_earlier_tokens_count_less_and_each_phase_forgets_its_own():
 
 def test_ranks_are_asked_by_the_tokens_that_they_have_run(tmp_path):
     placer = Placer(RunDir(tmp_path), prefill_ranks=2, job_tokens=10**6).placer
-    interval = 10**6 // expert_placer.LOOKS
+    interval = 10**6 // NUM_CHECKS
     placer.step(interval - 1)
     assert not placer.should_count()
     placer.step(2)

@@ -27,7 +27,7 @@ OLD_S = 3600.0  # a worker that has not written for so long
 
 
 class ClaimsCopy:
-    """See module docstring."""
+    """Copier of done marks, results, claims and leases between the bucket and this node."""
 
     def __init__(self, bucket: Bucket, run: RunDir, each: Each) -> None:
         self._bucket, self._run, self._each = bucket, run, each
@@ -36,7 +36,7 @@ class ClaimsCopy:
         self._clock_s: float | None = None  # this host's less the store's
 
     def fetch_results(self) -> None:
-        """Have every done mark, and the results that it names."""
+        """Fetch every done mark and the results that it names."""
         listed = {int(PurePosixPath(item.name).name): item for item in self._bucket.objects("done")}
         manifest = Manifest(self._run.root, read_state(self._run).get("files"))
         units = set(listed)
@@ -48,7 +48,7 @@ class ClaimsCopy:
         self._each(self._fetch_result, [item for unit in self._done for item in self._named(unit)])
 
     def fetch_open(self) -> None:
-        """Have the last claims of units that are not done, the results that count for them, and workers' leases."""
+        """Fetch the last claims of units that are not done, the results that count for them, and workers' leases."""
         self._mirror(worker_lease(self._run, "x").parent)
         begun = {int(name) for name in self._bucket.names("units") if name.isdecimal()}
         self._open = begun - self._done
@@ -57,11 +57,11 @@ class ClaimsCopy:
         self._each(self._fetch_result, found)
 
     def fetch_signs(self) -> None:
-        """Have the signs of life of sessions."""
+        """Fetch the heartbeats of sessions."""
         self._mirror(self._run.heartbeat("x").parent)
 
     def _mirror(self, folder: Path) -> None:
-        """Have all documents of a folder as they are now, with their dates, and no others."""
+        """Make the copy of a folder equal to the bucket's: the same documents with their dates."""
         listed = {item.name: item for item in self._bucket.objects(folder.relative_to(self._run.root).as_posix())}
         for path in folder.glob("[!.]*"):
             if path.relative_to(self._run.root).as_posix() not in listed:
@@ -75,7 +75,7 @@ class ClaimsCopy:
                 (self._run.root / name).unlink(missing_ok=True)
 
     def _fetch_claim(self, unit: int) -> list[tuple[str, int]]:
-        """Have the document of a unit's last claim; return names and sizes of the results that it may count."""
+        """Fetch the document of a unit's last claim; return names and sizes of the results that it may count."""
         self._run.unit(unit).mkdir(parents=True, exist_ok=True)
         listed = {item.name: item for item in self._bucket.objects(f"units/{unit:06d}")}
         numbers = [parts[2] for name in listed if (parts := name.split("/"))[2].isdecimal()]
@@ -94,7 +94,7 @@ class ClaimsCopy:
         return [(found, listed[found].num_bytes) for found in counted]
 
     def put_what_was_set_aside(self) -> None:
-        """Do in the bucket what was done to the copy: marks and units that are under quarantine/ now."""
+        """Move marks and units to quarantine/ in the bucket, as was done in the copy."""
         for path in sorted(path for path in self._run.quarantine.rglob("*") if path.is_file()):
             self._bucket.put(path.relative_to(self._run.root).as_posix(), path)
         for unit in sorted(self._done):
@@ -123,7 +123,7 @@ class ClaimsCopy:
         return self._have.get(name) == listed.version and (self._run.root / name).exists()
 
     def note(self, name: str, listed: Listed) -> None:
-        """An object was fetched: its copy gets its date, by this host's clock."""
+        """Give the copy of a fetched object the object's date, by this host's clock."""
         self._have[name] = listed.version
         date_s = listed.written_s + self._clock()
         os.utime(self._run.root / name, (date_s, date_s))
@@ -144,7 +144,7 @@ class ClaimsCopy:
             self.note(name, listed)
 
     def _named(self, unit: int) -> list[tuple[str, int]]:
-        """The results that a unit's mark names; none when it is damaged, which its readers find."""
+        """Return the results that a unit's mark names; [] if the mark is damaged, which its readers find."""
         try:
             mark = parse_json(self._run.done(unit).read_bytes(), self._run.done(unit), "unit", "claim", "files")
         except (ConfigError, FileNotFoundError):
@@ -168,7 +168,7 @@ class ClaimsCopy:
             path.unlink()
 
     def _clock(self) -> float:
-        """Seconds that this host's clock is ahead of the store's, by an object that is written for it."""
+        """Return the seconds that this host's clock is ahead of the store's, by writing an object."""
         if self._clock_s is None:
             name = f"work/clock-{secrets.token_hex(4)}"
             self._bucket.put(name, b"now")

@@ -23,7 +23,7 @@ DIGEST_LETTERS = 16
 
 
 class BucketFiles:
-    """Puts and fetches files; each by the path that it has in the copy."""
+    """Transfers of files to and from the bucket, by their path in the copy."""
 
     def __init__(self, bucket: Bucket, run: RunDir) -> None:
         self._bucket, self._run = bucket, run
@@ -31,11 +31,11 @@ class BucketFiles:
         self._sent: dict[str, str] = {}  # versions of what was fetched of what was sent
 
     def name(self, path: Path) -> str:
-        """The object of a file."""
+        """Return the name of a file's object."""
         return path.relative_to(self._run.root).as_posix()
 
     def vouched_name(self, path: Path, checksums: Checksums) -> str:
-        """The object of a file that run.json vouches for.
+        """Return the name of the object of a file that run.json vouches for.
 
         Those of a plan have their digest in the name: a process that has lost its lock, and does not know yet, cannot
         write over the plan of the one that has it now.

@@ -1,4 +1,4 @@
-"""What ranks count of their experts, made durable: tokens asked for, rows computed, and where the experts were."""
+"""Statistics of experts on disk: tokens routed, rows computed, and the placements."""
 
 # L MoE layers, E experts, G ranks of a group
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.controller.expert_history import ExpertHistory
+from batchinfer.controller.experts.history import ExpertHistory
 from batchinfer.data.expert_tables import rows_of
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas.statistics import STATS_EXPERT_ROWS, STATS_EXPERTS, STATS_PLACEMENTS
@@ -33,23 +33,23 @@ class ExpertStatistics:
     ) -> None:
         self._run, self._session, self._history = run, session, history
         self._ranks_of_role, self._layers = ranks_of_role, layers
-        # of earlier starts of the ranks, and of this one; each by phase: tokens [L, E], rows [L]
+        # counts of earlier starts of the ranks, and of the current one; by phase: tokens [L, E], rows [L]
         self._earlier: dict[Key, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
-        self._now: dict[Key, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+        self._current: dict[Key, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
 
     def take(self, rank: int, counts: ExpertCounts) -> None:
-        """What a rank has counted since its experts are where they are."""
+        """Take the counts of a rank since its last placement."""
         if self._layers:
-            self._now[rank, counts.placement] = {
+            self._current[rank, counts.placement] = {
                 phase: (np.array(counts.tokens[phase]), np.array(counts.rows[phase])) for phase in PHASES
             }
 
     def ranks_ended(self) -> None:
-        """The ranks count from zero when they are started again."""
-        self._earlier, self._now = self._counted(), {}
+        """Keep the counts so far, since restarted ranks count from zero."""
+        self._earlier, self._current = self._counted(), {}
 
     def write(self) -> None:
-        """Publish all of it."""
+        """Publish the tables of this session."""
         counted = self._counted()
         if not counted:
             return
@@ -60,12 +60,15 @@ class ExpertStatistics:
 
     def _counted(self) -> dict[Key, dict[str, tuple[np.ndarray, np.ndarray]]]:
         counted = dict(self._earlier)
-        for key, now in self._now.items():
+        for key, current in self._current.items():
             before = counted.get(key)
             counted[key] = (
-                now
+                current
                 if before is None
-                else {phase: (before[phase][0] + now[phase][0], before[phase][1] + now[phase][1]) for phase in PHASES}
+                else {
+                    phase: (before[phase][0] + current[phase][0], before[phase][1] + current[phase][1])
+                    for phase in PHASES
+                }
             )
         return counted
 
@@ -86,7 +89,7 @@ class ExpertStatistics:
                 yield self._table(STATS_EXPERTS.schema, columns, **same)
 
     def _row_tables(self, counted: dict[Key, Any]) -> Iterable[pa.Table]:
-        """Measured rows of each rank beside what the placement gives it of the tokens of all ranks of its group."""
+        """Yield the measured rows of each rank, next to the rows that its placement promised."""
         for role, ranks in self._ranks_of_role.items():
             phases = PHASES if role == "both" else (role,)
             placements = sorted({placement for rank, placement in counted if rank in ranks})
@@ -100,7 +103,7 @@ class ExpertStatistics:
                     yield self._table(STATS_EXPERT_ROWS.schema, columns, **same)
 
     def _promised(self, role: str, placement: int, tokens_LE: Any) -> np.ndarray | None:
-        """[L, G] rows of each rank of a group; None: one rank has all."""
+        """Return the promised rows [L, G] of a group's ranks; None: one rank has all experts."""
         history = self._history.of_role.get(role)
         return None if history is None else history[placement].tables.with_load(tokens_LE).load_of_rank
 

@@ -1,4 +1,4 @@
-"""Whether the experts of a group of ranks should be elsewhere, and whether moving them pays."""
+"""Better placements of a group's experts, and the cost of moving to them."""
 
 # L MoE layers, E experts, G ranks
 
@@ -8,19 +8,19 @@ import numpy as np
 
 from batchinfer.data.expert_tables import ExpertTables
 
-# Experts are placed again when the busiest rank has this part of the mean more than promised, beyond chance.
+# Experts are placed again when the busiest rank exceeds its promised load by this share of the mean, beyond chance.
 START = 0.02
-EXPERT_TIME = 0.3  # of a step, assumed: that the busiest rank's experts take
-BYTES_PER_S = 1e9  # at which a rank takes in other experts, until it has been measured
-MUST_PAY_TIMES = 2.0  # what moving costs
+EXPERT_TIME = 0.3  # assumed share of a step that the busiest rank's experts take
+BYTES_PER_S = 1e9  # assumed speed of moving experts to a rank, until it is measured
+MUST_PAY_TIMES = 2.0  # the gain must be this multiple of the cost
 
 
 @dataclass(frozen=True, eq=False)
 class Proposal:
-    """Where the experts of a group should be.
+    """A better placement of a group's experts.
 
-    before: busiest rank of the current placement by the mean, under the same loads.
-    gain: of the mean, what the busiest rank gets less, beyond chance.
+    before: load of the busiest rank over the mean in the current placement, under the same loads.
+    gain: reduction of that ratio, beyond chance.
     """
 
     tables: ExpertTables
@@ -28,8 +28,8 @@ class Proposal:
     gain: float
 
 
-def load_balancer() -> None:
-    """Have the balancer's machine code at hand, which takes its time; a process of one rank does without it."""
+def compile_balancer() -> None:
+    """Compile the balancer ahead of its first use, which takes seconds; a process of one rank never needs it."""
     from batchinfer.balance.experts import place_robustly
 
     place_robustly(np.ones((1, 2)), num_slots=2, num_gpus=2)
@@ -38,12 +38,12 @@ def load_balancer() -> None:
 def propose(
     current: ExpertTables, load: np.ndarray, *, chance: float, num_nodes: int, num_router_groups: int
 ) -> Proposal | None:
-    """A placement for a load [L, E]; None: the current one is about as good as it promised, or as any.
+    """Return a placement for a load [L, E], or None if the current one keeps its promise or none is better.
 
     Args:
         chance: see ExpertLoads.of_groups.
-        num_nodes: hosts that the group is spread over.
-        num_router_groups: of the model; 1: its router knows no groups.
+        num_nodes: hosts of the group's ranks.
+        num_router_groups: expert groups of the model's router; 1: none.
     """
     before = current.with_load(load).max_over_mean
     if before - current.max_over_mean - chance < START:
@@ -67,10 +67,10 @@ def propose(
 
 
 class MoveCosts:
-    """What moving experts takes the ranks, who all wait for it.
+    """Time that all ranks wait while experts move, measured by earlier moves.
 
     Args:
-        expert_bytes: of one expert of one layer.
+        expert_bytes: size of one expert of one layer.
     """
 
     def __init__(self, expert_bytes: int) -> None:
@@ -80,22 +80,22 @@ class MoveCosts:
         self._slowest_s = 0.0
 
     def pays(self, current: ExpertTables, proposal: Proposal, left_s: float) -> bool:
-        """Whether the gain over the time that is left is more than moving costs."""
+        """Return whether the gain over the time left exceeds the cost of moving."""
         cost_s = self._bytes(current, proposal.tables) / self._bytes_per_s
         return proposal.gain * EXPERT_TIME * left_s > MUST_PAY_TIMES * cost_s
 
     def start(self, current: ExpertTables, tables: ExpertTables) -> None:
-        """The ranks begin to move."""
+        """Begin to measure a move."""
         self._moving_bytes, self._slowest_s = self._bytes(current, tables), 0.0
 
     def moved(self, seconds: float) -> None:
-        """A rank is done; the slowest says how long it takes."""
+        """Note the seconds of a rank's move; the slowest rank decides the speed."""
         self._slowest_s = max(self._slowest_s, seconds)
         if self._moving_bytes and self._slowest_s:
             self._bytes_per_s = self._moving_bytes / self._slowest_s
 
     def _bytes(self, before: ExpertTables, after: ExpertTables) -> int:
-        """Of the rank that gets most other experts."""
+        """Return the bytes of the rank that receives the most experts."""
         is_other_LR = before.expert_of_slot != after.expert_of_slot
         num_of_rank = is_other_LR.reshape(len(before.layers), before.num_ranks, -1).sum(axis=(0, 2))
         return int(num_of_rank.max()) * self._expert_bytes

@@ -1,4 +1,4 @@
-"""Which deaths of ranks end the run, and which request is to blame for one."""
+"""Decision whether deaths of ranks end the run, and which request caused them."""
 
 import time
 
@@ -6,24 +6,24 @@ from batchinfer.controller.dealer import Dealer
 from batchinfer.launch.rank_group import RanksDiedError
 from batchinfer.records import BatchinferError, Completion, Request
 
-GRACE_S = 2.0  # ranks notice first that another one does not answer; the controller when none of them can
-# When ranks die again and again before they have any request, none is to blame: end after this many starts in a row
-EXPLAINED_STARTS = 3  # in which a rank said what was wrong
-KILLED_STARTS = 50  # in which it was killed without a word,
-KILLED_STARTS_LONG = 10  # or this many if they took longer than
+GRACE_S = 2.0  # ranks notice a silent rank first; the controller acts only when no rank can
+# If ranks die repeatedly before they have any request, no request is the cause: end after this many starts in a row
+EXPLAINED_STARTS = 3  # in which a rank reported an error
+KILLED_STARTS = 50  # in which a rank was killed without an error,
+KILLED_STARTS_LONG = 10  # or this many, if they took longer than
 KILLED_STARTS_S = 600.0
-GIVEN_UP = 3  # and when no step has ever gone well, after this many requests that seemed to be to blame
+GIVEN_UP = 3  # and if no step has ever ended well, after this many requests were given up
 
 
 class RanksFailError(BatchinferError):
     """The ranks cannot be kept running, whatever requests they get."""
 
 
-class Deaths:
-    """Counts starts that failed and requests that were given up.
+class RankFailures:
+    """Counter of failed starts and of requests that were given up.
 
     Args:
-        collective_s: after which ranks notice that another one does not answer.
+        collective_s: seconds after which a rank notices that another rank does not answer.
     """
 
     def __init__(self, dealer: Dealer, collective_s: float) -> None:
@@ -32,34 +32,34 @@ class Deaths:
         self._failed_starts = self._explained_starts = 0  # in a row
         self._num_given_up = 0
         self._has_stepped = False
-        self._last_step_s = self._last_sign_s = time.monotonic()
+        self._last_step_s = self._last_signal_s = time.monotonic()
 
     def ranks_started(self) -> None:
-        """The ranks begin to step."""
-        self._last_sign_s = time.monotonic()
+        """Begin to watch for silence, since the ranks begin to step."""
+        self._last_signal_s = time.monotonic()
 
     def step_ended(self) -> None:
-        """A rank has ended a step."""
+        """Reset the count of failed starts, since a rank has ended a step."""
         self._has_stepped = True
         self._failed_starts = self._explained_starts = 0
         self._last_step_s = time.monotonic()
 
     def silence(self, *, has_heard: bool) -> str | None:
-        """Why all ranks are to be ended although none has: they have something to do, and no step has ended for long.
+        """Return why all ranks must be ended, or None: they have work, and no step has ended for too long.
 
         Args:
             has_heard: whether a message came since the last call.
         """
         if has_heard or not self._dealer.num_running:
-            self._last_sign_s = time.monotonic()
-        silence_s = time.monotonic() - self._last_sign_s
+            self._last_signal_s = time.monotonic()
+        silence_s = time.monotonic() - self._last_signal_s
         return f"no rank has ended a step for {silence_s:,.0f} s" if silence_s > self._collective_s + GRACE_S else None
 
     def ranks_died(self, death: RanksDiedError) -> Completion | None:
-        """Put back what was running.
+        """Put back the running requests.
 
         Returns:
-            The error row of a request that is the cause.
+            The error row of the request that is the cause, or None.
 
         Raises:
             RanksFailError: no request is the cause, or every one would be.
@@ -84,7 +84,7 @@ class Deaths:
 
 
 def _given_up(request: Request, reason: str) -> Completion:
-    """The error row of a request that ends the ranks."""
+    """Return the error row of a request that kills the ranks."""
     return Completion(
         key=request.key,
         unit=request.unit,

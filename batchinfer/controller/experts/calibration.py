@@ -1,36 +1,36 @@
-"""What runs before the first request when nothing is known of the experts' loads: a few pieces of the job's prompts.
+"""Choice of the prompt pieces that ranks run first, to measure the experts' loads when no earlier run has.
 
-It is short beside the job: a hundredth of the prompt tokens to compute, within fixed bounds.
+The pieces are a hundredth of the job's prompt tokens, within fixed bounds.
 """
 
 import numpy as np
 
 from batchinfer.records import Request
 
-SHARE = 0.01  # of the prompt tokens that the job computes
-LEAST_TOKENS, MOST_TOKENS = 256, 2048  # but no less and no more than these
-LARGEST_SHARE = 0.0625  # and never more than this
+SHARE = 0.01  # of the prompt tokens that the job computes,
+LEAST_TOKENS, MOST_TOKENS = 256, 2048  # but within these bounds
+LARGEST_SHARE = 0.0625  # and never more than this share
 PIECE_TOKENS = 16
-MOST_UNITS = 16  # to read
+MOST_UNITS = 16  # to read the pieces from
 
 
 def num_calibration_tokens(job_tokens: int) -> int:
-    """Tokens to run, of a job that computes this number of prompt tokens."""
+    """Return the number of tokens to calibrate with, for a job that computes `job_tokens` prompt tokens."""
     wanted = min(max(LEAST_TOKENS, int(SHARE * job_tokens)), MOST_TOKENS)
     return min(wanted, int(LARGEST_SHARE * job_tokens))
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, evenly spaced."""
+    """Return at most `most` of the numbers below `count`, evenly spaced."""
     return sorted({int((place + 0.5) * count / most) for place in range(most)}) if count > most else list(range(count))
 
 
 def prompt_pieces(requests: list[Request], num_tokens: int) -> list[list[int]]:
-    """Pieces of prompts, evenly spread over the tokens to compute; at least one of each prompt group if there is room.
+    """Return pieces of prompts, evenly spread over the tokens to compute; one of each prompt group if there is room.
 
     Args:
-        requests: in the plan's order, in which a shared start is computed with the first that has it.
-        num_tokens: in all, about.
+        requests: in the plan's order. A shared prefix is computed with the first request that has it.
+        num_tokens: approximate total of all pieces.
     """
     own = np.array([len(request.token_ids) - request.cached_tokens for request in requests], dtype=np.int64)
     ends, num_pieces = own.cumsum(), num_tokens // PIECE_TOKENS
@@ -50,7 +50,7 @@ def prompt_pieces(requests: list[Request], num_tokens: int) -> list[list[int]]:
 
 
 def _places_of_groups(requests: list[Request]) -> list[list[int]]:
-    """Which requests belong to each prompt group."""
+    """Return the indices of the requests of each prompt group."""
     places: dict[int, list[int]] = {}
     for place, request in enumerate(requests):
         places.setdefault(request.prompt_group, []).append(place)

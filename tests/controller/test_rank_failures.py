@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from batchinfer.config import SamplingConfig
-from batchinfer.controller import deaths
+from batchinfer.controller import rank_failures
 from batchinfer.controller.dealer import Dealer
-from batchinfer.controller.deaths import EXPLAINED_STARTS, GRACE_S, KILLED_STARTS, Deaths, RanksFailError
+from batchinfer.controller.rank_failures import EXPLAINED_STARTS, GRACE_S, KILLED_STARTS, RankFailures, RanksFailError
 from batchinfer.launch.rank_group import RanksDiedError
 from batchinfer.records import Request, RequestKey
 
@@ -21,8 +21,8 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(deaths, "time", Clock())
-    return deaths.time
+    monkeypatch.setattr(rank_failures, "time", Clock())
+    return rank_failures.time
 
 
 def dealer():
@@ -33,7 +33,7 @@ def dealer():
 
 @pytest.mark.parametrize(("has_reason", "limit"), [(True, EXPLAINED_STARTS), (False, KILLED_STARTS)])
 def test_ranks_that_never_begin_end_the_run(clock, has_reason, limit):
-    counting, death = Deaths(dealer(), 10.0), RanksDiedError("rank 0 ended", has_reason=has_reason)
+    counting, death = RankFailures(dealer(), 10.0), RanksDiedError("rank 0 ended", has_reason=has_reason)
     for _ in range(limit - 1):
         assert counting.ranks_died(death) is None
     with pytest.raises(RanksFailError, match=f"ended {limit} times in a row .* rank 0 ended"):
@@ -41,7 +41,7 @@ def test_ranks_that_never_begin_end_the_run(clock, has_reason, limit):
 
 
 def test_a_step_that_went_well_makes_the_count_begin_anew(clock):
-    counting, death = Deaths(dealer(), 10.0), RanksDiedError("rank 0 ended", has_reason=True)
+    counting, death = RankFailures(dealer(), 10.0), RanksDiedError("rank 0 ended", has_reason=True)
     for _ in range(5):
         for _ in range(EXPLAINED_STARTS - 1):
             assert counting.ranks_died(death) is None
@@ -50,7 +50,7 @@ def test_a_step_that_went_well_makes_the_count_begin_anew(clock):
 
 def test_only_silence_while_something_runs_counts(clock):
     dealing = dealer()
-    counting = Deaths(dealing, 10.0)
+    counting = RankFailures(dealing, 10.0)
     clock.now_s = 100.0
     assert counting.silence(has_heard=False) is None  # nothing runs
     dealing.take(0, 1)
