@@ -125,7 +125,7 @@ def finish(
     wait: bool,
 ) -> None:
     """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
-    from batchinfer.finish.wait import wait_for_units
+    from batchinfer.finish.finish import wait_for_units
     from batchinfer.run.planned import planned_run
     from batchinfer.run.store.open import storage_of
     from batchinfer.rundir import check_no_bad_rows

@@ -1,7 +1,7 @@
 """The job file: its schema, every default and every check.
 
 job.py has the parts of the file; the largest parts have separate files: input.py, cluster.py and sampling.py, with
-structured_outputs/ for constraints on answers. loading.py reads the file, problems.py writes error sentences,
+structured_outputs/ for constraints on answers. loading.py reads the file and writes error sentences,
 exact_json.py keeps every digit of numbers.
 """
 

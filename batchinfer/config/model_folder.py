@@ -60,3 +60,12 @@ def _snapshot(folder: Path, revision: str | None) -> str | None:
         return str(snapshots / commit)
     present = [entry for entry in sorted(snapshots.iterdir()) if entry.is_dir()]
     return str(present[0]) if revision is None and len(present) == 1 else None
+
+
+HUGGING_FACE, MISTRAL = "config.json", "params.json"
+
+
+def config_file(folder: Path) -> Path:
+    """Return the path of config.json, or of params.json (of Mistral's own code) if only that exists."""
+    own = folder / MISTRAL
+    return own if own.is_file() and not (folder / HUGGING_FACE).exists() else folder / HUGGING_FACE

@@ -67,7 +67,7 @@ class Encoders:
         has_chat_template: whether the model folder has a chat template.
         writes_tools: whether the chat template, if there is one, writes the tools that it is given.
         ends_thinking: whether the tokenizer has a token for the end of thinking.
-        tool_forms: the forms in which the model writes tool calls (tool_forms.py); empty if the folder shows none.
+        tool_forms: forms in which the model writes tool calls (tokenizer_worker.py); empty if the folder shows none.
         most_chars: a text of more characters cannot fit into the window; None if no limit is known.
     """
 

@@ -28,7 +28,6 @@ from batchinfer.data.row_prompts import RowPrompts
 from batchinfer.data.text_loss import check_round_trip
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
-from batchinfer.data.tool_forms import forms_of_model
 from batchinfer.host_info import held_bytes
 from batchinfer.records import ModelError
 from batchinfer.resource_errors import explain_resource_error
@@ -165,6 +164,28 @@ def _set_limit(name: int, value: int) -> None:
     hard = resource.getrlimit(name)[1]
     lower = [limit for limit in (value, hard) if limit != resource.RLIM_INFINITY]
     resource.setrlimit(name, (min(lower, default=resource.RLIM_INFINITY), hard))
+
+
+# for each form of calls, a text that the chat template writes and that is a token of the tokenizer
+_MARKS = {
+    "deepseek_v3": "<｜tool▁calls▁begin｜>",
+    "deepseek_v32": "｜DSML｜",
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    "glm": "<arg_key>",
+    "hermes": "<tool_call>",
+    "mistral": "[TOOL_CALLS]",
+}
+
+
+def forms_of_model(template: str | None, has_token: Callable[[str], bool]) -> list[str]:
+    """Return the forms with marks that the chat template writes, else the forms with marks that are tokens.
+
+    The template takes precedence, because tokenizers of a family keep the tokens of the family's earlier forms.
+    """
+    shown = [form for form, mark in _MARKS.items() if mark in (template or "")]
+    found = shown or [form for form, mark in _MARKS.items() if has_token(mark)]
+    # GLM's calls are between the same marks as those of Hermes
+    return [form for form in found if form != "hermes" or "glm" not in found]
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class WrittenCall:
 class CallForm:
     """A form of tool calls: blocks from one mark to the next, and the calls between the marks.
 
-    name: in data/tool_forms.py.
+    name: in data/tokenizer_worker.py.
     opens: matches the text after the mark of a real block; prose that quotes the mark continues differently.
     opening: the common beginning of the text after the mark in all calls.
     inner: a mark of calls inside blocks; outside a block it begins no call.

@@ -1,6 +1,7 @@
 """Finishing of a run: a check of every row, then writing of outputs/ and stats/, and their publication."""
 
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -10,18 +11,20 @@ import pyarrow as pa
 from batchinfer.checked_json import publish_json
 from batchinfer.config import JobConfig
 from batchinfer.data.inputs import with_schemas
+from batchinfer.data.parquet import read_rows, table_writer
+from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.data.shards import refuse_changed
 from batchinfer.finish.dataset_folder import card_of, dataset_files, write_dataset
 from batchinfer.finish.join import counted_units, join_results, open_database
-from batchinfer.finish.killed_sessions import keep_last_signs
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import commonest_error, write_outputs
 from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats, write_unit_stats
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
+from batchinfer.run.heartbeat import signs_of_life
 from batchinfer.run.publish import publish_run
-from batchinfer.run.store.interface import Storage
+from batchinfer.run.store.interface import Storage, put_statistics
 from batchinfer.run.store.open import storage_of
 from batchinfer.run.units.step_journal import keep_lost_steps
 from batchinfer.rundir import LINE_FILES, RunDir, output_files, read_state, shards_of_state
@@ -160,3 +163,39 @@ def _is_written(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Sh
     if job.output.push and not card_of(run).exists():
         return False
     return all(table.exists() for table in tables)
+
+
+def keep_last_signs(storage: Storage) -> None:
+    """Set the end of killed sessions in stats/nodes to their last heartbeat.
+
+    Their own rows end with the last commit, which may be much earlier.
+
+    Raises:
+        ConfigError: a file is damaged or cannot be written.
+    """
+    for session, sign in signs_of_life(storage.run).items():
+        path = storage.run.session_stats("nodes", session)
+        if sign.may_live or not path.exists():
+            continue
+        (row,) = read_rows(path)
+        if row["state"] == "running" and row["end_s"] < sign.time_s:
+            with table_writer(path, STATS_NODES.schema) as writer:
+                writer.write_table(pa.Table.from_pylist([{**row, "end_s": sign.time_s}], schema=STATS_NODES.schema))
+            put_statistics(storage, session)
+
+
+LOOK_S = 5.0  # between checks, each of which lists one folder
+
+
+def wait_for_units(storage: Storage) -> None:
+    """Wait until every unit of the plan is done; a signal ends the command earlier."""
+    storage.fetch("state", "plan")
+    run = storage.run
+    rows = read_rows(run.units, Manifest(run.root, read_state(run).get("files")))
+    wanted = {run.done(row["unit"]).name for row in rows}
+    reported = None
+    while left := len(wanted - set(storage.names(run.done_marks))):
+        if left != reported:
+            note(f"waiting: {left:,} of {len(wanted):,} units are not done yet")
+            reported = left
+        time.sleep(LOOK_S)

@@ -1,6 +1,6 @@
 """Writing of outputs/: a Parquet file per readable shard with its rows in order, and line files by output.format."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache, partial
 from itertools import chain, groupby, pairwise
@@ -10,6 +10,7 @@ from pathlib import Path
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
@@ -17,6 +18,7 @@ from batchinfer.data.kept_fields import kept_fields
 from batchinfer.data.parquet import lines_writer, table_writer
 from batchinfer.data.prompt_tokenizer import PromptTokenizer, token_bytes
 from batchinfer.data.schemas.outputs import asked_for, output_schema
+from batchinfer.data.schemas.table import LOGPROBS, LOGPROBS_WITH_TEXTS
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.wide_rows import runs_of_rows
 from batchinfer.finish.answers import AnswerReader
@@ -25,7 +27,6 @@ from batchinfer.finish.json_lines import JsonLines, Lines
 from batchinfer.finish.kept_columns import KeptRows
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.openai_answers import OpenAIAnswers, TokenOf
-from batchinfer.finish.token_texts import TokenTexts
 from batchinfer.finish.tool_calls import ToolCalls
 from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
@@ -33,6 +34,47 @@ from batchinfer.records import IncompleteRunError, Shard
 from batchinfer.run.fingerprint import check_same
 from batchinfer.rundir import RunDir, output_files, read_state
 from batchinfer.whole_files import Publisher
+
+
+class TokenTexts:
+    """A converter that adds texts to columns of log-probabilities; each token id is decoded once.
+
+    Args:
+        decode: returns the text of a token id.
+    """
+
+    def __init__(self, decode: Callable[[int], str]) -> None:
+        self._decode = decode
+        self._ids, self._texts = pa.array([], pa.int32()), pa.array([], pa.string())
+
+    def add(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the rows with each column of type LOGPROBS converted to LOGPROBS_WITH_TEXTS."""
+        for place, field in enumerate(batch.schema):
+            if field.type == LOGPROBS:
+                with_texts = self._with_texts(batch.column(place)).cast(LOGPROBS_WITH_TEXTS)
+                batch = batch.set_column(place, field.with_type(LOGPROBS_WITH_TEXTS), with_texts)
+        return batch
+
+    def _with_texts(self, lists: pa.ListArray) -> pa.ListArray:
+        """Add a field `token` after token_id to lists of {token_id, logprob, …}, and to the lists `top` inside them."""
+        entries = lists.flatten()  # without those of null lists
+        ends = pc.cumulative_sum(pc.fill_null(lists.value_lengths(), 0))
+        offsets = pa.concat_arrays([pa.array([0], pa.int32()), ends.cast(pa.int32())])
+        columns = dict(zip(entries.type.names, entries.flatten(), strict=True))
+        token_ids = columns.pop("token_id")
+        found = {"token_id": token_ids, "token": self._texts_of(token_ids), **columns}
+        if "top" in found:
+            found["top"] = self._with_texts(found["top"])
+        structs = pa.StructArray.from_arrays([*found.values()], [*found], mask=entries.is_null())
+        return pa.ListArray.from_arrays(offsets, structs, mask=lists.is_null())
+
+    def _texts_of(self, token_ids: pa.Array) -> pa.Array:
+        asked = pc.unique(token_ids.drop_null())
+        new = asked.filter(pc.invert(pc.is_in(asked, self._ids)))
+        self._ids = pa.concat_arrays([self._ids, new])
+        self._texts = pa.concat_arrays([self._texts, pa.array(map(self._decode, new.to_pylist()), pa.string())])
+        return self._texts.take(pc.index_in(token_ids, self._ids))
+
 
 BATCH_ROWS = 4096  # most rows of a table
 _SQL_OF = {"tool_calls": "NULL::STRUCT(name VARCHAR, arguments VARCHAR)[] AS tool_calls"}  # filled in later

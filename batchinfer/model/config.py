@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from batchinfer.config.model_files import MISTRAL, config_file
+from batchinfer.config.model_folder import MISTRAL, config_file
 from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
 from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family

@@ -6,11 +6,10 @@ interface and the version over torch.distributed (gloo between hosts, NCCL on GP
 on one host.
 """
 
-# R ranks, C counts per rank, M rows sent
-
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
@@ -18,8 +17,40 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from batchinfer.parallel.streams import TravelStream
 from batchinfer.records import PeerLostError
+
+
+class TravelStream:
+    """The second stream, with the events by which it and the computing stream wait for each other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def depart(self, tensors: Sequence[torch.Tensor]) -> torch.cuda.Event:
+        """Return the event after which these tensors can be sent; call it on the computing thread."""
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+        return torch.cuda.current_stream(self._device).record_event()
+
+    @contextmanager
+    def travelling(self, ready: torch.cuda.Event) -> Iterator[None]:
+        """Run the block's work on this stream, after `ready`; for the sending thread."""
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(ready)
+            yield
+
+    def arrived(self) -> torch.cuda.Event:
+        """Return the event after which the received rows are complete; call it on the sending thread."""
+        return self._stream.record_event()
+
+    def arrive(self, tensors: Sequence[torch.Tensor], arrived: torch.cuda.Event) -> None:
+        """Have the computing thread's stream wait for `arrived`, so that later work may use these tensors."""
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(arrived)
+        for tensor in tensors:
+            tensor.record_stream(computing)
+
 
 Counts = list[list[int]] | torch.Tensor
 MAX_UNDER_WAY = 2

@@ -17,7 +17,7 @@ import numpy as np
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.checked_json import publish_json
 from batchinfer.config import PAGE_TOKENS, JobConfig
-from batchinfer.config.model_files import config_file
+from batchinfer.config.model_folder import config_file
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
 from batchinfer.data.schemas.internal import PLAN_SUMMARY
@@ -44,12 +44,12 @@ from batchinfer.progress import Stage, note
 from batchinfer.records import ConfigError, DamagedFileError, RunMismatchError, Shard
 from batchinfer.run.fingerprint import check_same, job_fingerprint
 from batchinfer.run.job_file import publish_job
+from batchinfer.run.planned import trust_run
 from batchinfer.run.publish import claim_place
 from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
 from batchinfer.run.store.interface import MADE, Storage
 from batchinfer.run.store.open import storage_of
-from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, check_no_bad_rows, read_state, shards_of_state, shards_to_state, was_planned
 
 PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk

@@ -9,7 +9,7 @@ from typing import Any
 
 from batchinfer import __version__
 from batchinfer.config import JobConfig
-from batchinfer.config.model_files import config_file
+from batchinfer.config.model_folder import config_file
 from batchinfer.records import ModelError, RunMismatchError, Shard
 
 SAMPLE_BYTES = 128

@@ -1,14 +1,16 @@
 """The run folder and job that a person names, by job file or run folder."""
 
+import os
 from pathlib import Path
 
 from batchinfer.config import JobConfig, load_job
+from batchinfer.ownership import SHARED_UMASK, check_folder, group_id
+from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.run.fingerprint import check_same, settings_fingerprint
 from batchinfer.run.job_file import recorded_job
 from batchinfer.run.store.interface import Part, Storage, is_in_bucket, uri_of
 from batchinfer.run.store.open import bucket_storage, storage_of
-from batchinfer.run.trust import trust_run
 from batchinfer.rundir import RunDir, read_state, was_planned
 
 
@@ -103,3 +105,21 @@ def _job_in_bucket(storage: Storage, overrides: tuple[str, ...]) -> JobConfig:
 def _refuse_nothing(run: RunDir) -> None:
     if not run.job.exists() or not run.run_json.exists():
         raise ConfigError(f"{run.shown} holds no complete plan; give its job file, or `batchinfer plan` it first")
+
+
+def trust_run(run: RunDir, job: JobConfig) -> None:
+    """Check a run folder's owner and mode; new files of this process may then be changed by the group that shares it.
+
+    Raises:
+        ConfigError: others than its owner or its group may write in it, or a group of the job cannot be had.
+    """
+    group_id(job.kv.shared_group, "kv.shared_group")  # ranks would only go on without the store
+    gid = group_id(job.output.shared_group, "output.shared_group") if run.uri is None else None  # a copy is private
+    try:
+        warning = check_folder(run.root, gid, setting="output.dir")
+    except OSError as error:
+        raise ConfigError(f"cannot look at {run.root}: {error.strerror or error}; name a folder of your own") from None
+    if warning is not None:
+        note(warning)
+    if gid is not None:
+        os.umask(SHARED_UMASK)

@@ -5,10 +5,10 @@ node, the bottleneck of each stage, nodes over time, cost and margin. No torch, 
 
     hardware.py   accelerators and their links          kernels.py   published kernel tables, times of single operations
     layers.py     operations of a layer -> stages       exchange.py  expert rows between GPUs
-    overlap.py    two micro-batches, both schedules     routing.py   expert rows of the busiest GPU
-    steps.py      seconds of a step of a unit           dealing.py   the real balancers on sampled batches
-    memory.py     weights and KV in a GPU's memory      workload.py  requests: described, or of a planned run
-    cluster.py    events: units, queues, nodes          search.py    full units; the best EP sizes and batch
+    overlap.py    two micro-batches, both schedules     steps.py     seconds of a step of a unit
+    dealing.py    the real balancers on sampled batches memory.py    weights and KV in a GPU's memory
+    workload.py   requests: described, or of a planned run
+    cluster.py    events: units, queues, nodes          search.py    full units, their busiest GPU, the best EP sizes
     answer.py     all of it as figures                  table.py     the figures for a terminal
     spec.py       the TOML file                         speeds.py    full units of a job, for the plan
 """

@@ -18,8 +18,15 @@ from batchinfer.run.store.watch import HOLDER, LEASE_S, is_over
 from batchinfer.run.units.claims import CLAIM, done_mark, last_claim, lease_of, result_files
 from batchinfer.run.units.planned_tokens import planned_tokens
 from batchinfer.rundir import RunDir, read_state
-from batchinfer.status.result_counts import ResultFile, read_result_file, requests_per_s, step_tokens_per_s
-from batchinfer.status.token_counts import left_s, token_counts, tokens_per_s
+from batchinfer.status.result_counts import (
+    ResultFile,
+    left_s,
+    read_result_file,
+    requests_per_s,
+    step_tokens_per_s,
+    token_counts,
+    tokens_per_s,
+)
 from batchinfer.submit.launcher import count_live_tasks
 from batchinfer.whole_files import file_system_s
 

@@ -9,9 +9,8 @@ from batchinfer.records import ConfigError
 from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import LAUNCHERS, RunDir, submission_records
 from batchinfer.submit.k8s.launcher import KubernetesLauncher
-from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.ray.launcher import RayLauncher
-from batchinfer.submit.size import ArraySize
+from batchinfer.submit.size import ArraySize, LiveTasks
 from batchinfer.submit.slurm.launcher import SlurmLauncher
 
 

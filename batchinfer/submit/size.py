@@ -1,7 +1,7 @@
-"""The number of tasks, and its text form N or N%M."""
+"""The number of tasks: its text form N or N%M, and the tasks that are pending and running."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from batchinfer.records import ConfigError
 
@@ -44,3 +44,13 @@ def parse_size_without_limit(text: str) -> ArraySize:
     if size.at_once is not None:
         raise ConfigError(f"{text!r}: {size.at_once} at once is the same as {size.at_once} tasks here; write that")
     return size
+
+
+@dataclass(frozen=True, slots=True)
+class LiveTasks:
+    """A run's pending and running tasks, as the cluster reports them."""
+
+    launcher: str  # 'Slurm', 'Kubernetes' or 'Ray'
+    running: int
+    waiting: int
+    problems: list[str] = field(default_factory=list)

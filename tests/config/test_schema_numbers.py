@@ -11,7 +11,7 @@ import pytest
 
 from batchinfer.config.exact_json import dumps, exact_float, parse
 from batchinfer.config.structured_outputs import grammar_of, problem_of
-from batchinfer.config.structured_outputs.integer_ranges import integer_range
+from batchinfer.config.structured_outputs.exact_grammar import integer_range
 from support.exact_schemas import RandomSchema, admits, exact, exact_validator, random_text, spellings
 
 BIG = 9007199254740993  # no double

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from batchinfer.data import text_memo
+from batchinfer.data import text_encoder
 from batchinfer.data.safe_cuts import safe_cuts
 from batchinfer.data.text_encoder import TextEncoder
 from support.hostile import CONTROLS, DEEPSEEK_SPLIT, SAMPLE_MODEL, hostile_texts
@@ -85,8 +85,8 @@ def cases(quick: set[tuple[str, str]]) -> list:
     cases({("deepseek", "marked"), ("llama", "odd"), ("by case", "none"), ("byte level", "odd")}),
 )
 def test_thousands_of_texts_have_the_library_s_tokens(name, added, monkeypatch):
-    monkeypatch.setattr(text_memo, "STRETCH_CHARS", 40)
-    monkeypatch.setattr(text_memo, "MEMO_BYTES", 100_000)  # both caches are emptied on the way
+    monkeypatch.setattr(text_encoder, "STRETCH_CHARS", 40)
+    monkeypatch.setattr(text_encoder, "MEMO_BYTES", 100_000)  # both caches are emptied on the way
     tokenizer, chance = tokenizer_of(name, added), random.Random(1)
     heads = ["".join(chance.choices(PIECES, k=chance.randint(1, 60))) for _ in range(20)]
     found = [text for text in hostile_texts(60) if len(text) < 10_000] + words()

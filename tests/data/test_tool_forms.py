@@ -9,7 +9,7 @@ import pytest
 
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.tokenizer import OWN_TEMPLATES
-from batchinfer.data.tool_forms import forms_of_model
+from batchinfer.data.tokenizer_worker import forms_of_model
 from support.checked_rows import make_job
 from support.paths import SAMPLE_MODEL
 

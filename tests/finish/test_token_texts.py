@@ -10,7 +10,7 @@ import pytest
 
 from batchinfer.data.schemas.table import LOGPROBS, LOGPROBS_WITH_TEXTS
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.finish.token_texts import TokenTexts
+from batchinfer.finish.outputs import TokenTexts
 from support.jobs import batchinfer, output_bytes, outputs, write_job, write_shard
 from support.paths import RANDOM_MODEL
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from batchinfer.finish import wait
+from batchinfer.finish import finish
 from batchinfer.plan import packing
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
@@ -13,11 +13,11 @@ from support.jobs import batchinfer, start, write_job, write_questions
 
 def test_it_returns_when_the_last_unit_is_done(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "MIN_UNIT_TOKENS", 1)
-    monkeypatch.setattr(wait, "LOOK_S", 0.02)
+    monkeypatch.setattr(finish, "LOOK_S", 0.02)
     write_questions(tmp_path / "prompts", (3,))
     assert batchinfer("plan", write_job(tmp_path)).code == 0
     run = RunDir(tmp_path / "run")
-    waiting = threading.Thread(target=wait.wait_for_units, args=(FolderStorage(run),), daemon=True)
+    waiting = threading.Thread(target=finish.wait_for_units, args=(FolderStorage(run),), daemon=True)
     waiting.start()
     run.done_marks.mkdir(exist_ok=True)
     for unit in range(3):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from batchinfer.kv_store.block_file import FileName
 from batchinfer.kv_store.blocks import MAX_LABEL, KvIdentity
-from batchinfer.kv_store.eviction import rank_files
 from batchinfer.kv_store.reuse import TRIAL_BYTES, ReuseRule
+from batchinfer.kv_store.space_manager import rank_files
 from batchinfer.kv_store.store_dir import StoredFile
 from batchinfer.records import ConfigError
 from support.kv_stores import IDENTITY, chain_of, tokens_of

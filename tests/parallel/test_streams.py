@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from batchinfer.parallel.exchange import DistributedExchange, ReceivedRows
-from batchinfer.parallel.streams import TravelStream
+from batchinfer.parallel.exchange import DistributedExchange, ReceivedRows, TravelStream
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ import pyarrow as pa
 import pytest
 
 from batchinfer.data.schemas.table import TOKEN_IDS
-from batchinfer.plan import choices as plan_choices
-from batchinfer.plan.choices import prompts_of
+from batchinfer.plan import rows as plan_rows
+from batchinfer.plan.rows import prompts_of
 from support.jobs import answers, batchinfer, write_job, write_shard
 
 CHOICES = pa.list_(TOKEN_IDS)
@@ -31,7 +31,7 @@ def test_rows_without_choices_are_their_prompts():
 
 @pytest.mark.parametrize("most_tokens", [1, 4, 1 << 23])
 def test_each_choice_is_a_prompt_with_what_comes_before_it(monkeypatch, most_tokens):
-    monkeypatch.setattr(plan_choices, "MOST_TOKENS", most_tokens)
+    monkeypatch.setattr(plan_rows, "MOST_TOKENS", most_tokens)
     tokens = pa.array([[9], [1, 2], [3], [4, 5, 6]], TOKEN_IDS).slice(1)  # as a filter or a row group leaves them
     choices = pa.array([[[0]], [[7], [8, 9]], [[1]], [[2, 2, 2], [3], [4]]], CHOICES).slice(1)
     assert read(prompts_of(tokens, choices)) == [

@@ -12,8 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from batchinfer.config.structured_outputs import grammar_of
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.rank.grammar_tokenizer import without_spelt_tokens
-from batchinfer.rank.grammars import Grammars
+from batchinfer.rank.grammars import Grammars, without_spelt_tokens
 from support.constraints import CONSTRAINTS
 from support.paths import SAMPLE_MODEL
 

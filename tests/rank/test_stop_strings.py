@@ -10,8 +10,7 @@ import pytest
 
 from batchinfer.config import SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.rank.sequence import Sequence
-from batchinfer.rank.stop_search import find_stop
+from batchinfer.rank.sequence import Sequence, find_stop
 from batchinfer.rank.thinking import Thinking, ThinkingTokens
 from batchinfer.records import Completion, Request, RequestKey, RequestTimes
 from support.scripted_model import write_tokenizer

@@ -13,10 +13,9 @@ from batchinfer.model.fused.graphs import DecodeGraphs
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.feed import Inbox
 from batchinfer.protocol.messages import ExpertSlots
-from batchinfer.rank.calibration import count_experts
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.load import _placements
-from batchinfer.rank.worker import RankWorker
+from batchinfer.rank.worker import RankWorker, count_experts
 from support.paths import RANDOM_MODEL
 
 SLOTS = ExpertSlots([[0, 1, 0, 2]], [[0.3, 1.0, 0.7, 1.0]], 3)

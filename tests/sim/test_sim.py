@@ -29,15 +29,16 @@ from batchinfer.sim.hardware import ACCELERATORS
 from batchinfer.sim.kernels import DENSE, GROUPED_MASKED, decode_attention_s, grouped_product_s, product_s
 from batchinfer.sim.memory import kv_tokens_per_gpu, weight_bytes
 from batchinfer.sim.overlap import Stages, decode_layer_s, prefill_layer_s
-from batchinfer.sim.routing import (
+from batchinfer.sim.search import (
+    EP_SIZES,
     MEASURED_DEVIATION,
     MEASURED_ROWS,
     MEASURED_SLOTS,
+    Rater,
     largest_of_normals,
     placement_skew,
     routing_skew,
 )
-from batchinfer.sim.search import EP_SIZES, Rater
 from batchinfer.sim.spec import WorkloadSpec, load_spec
 from batchinfer.sim.steps import Batch, Unit, decode_step, prefill_batch, prefill_step
 from batchinfer.sim.workload import Workload, make_workload

@@ -18,7 +18,7 @@ from kubernetes_validate import validate
 from batchinfer.plan import packing
 from batchinfer.rundir import RunDir
 from batchinfer.submit.k8s.names import LABEL
-from batchinfer.submit.names import run_name
+from batchinfer.submit.submission import run_name
 from support import sent_jobs
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
 from support.kubelet import Pod, expanded

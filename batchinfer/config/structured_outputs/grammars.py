@@ -8,8 +8,7 @@ from llguidance import LLMatcher, grammar_from
 
 from batchinfer.config.exact_json import dumps, parse
 from batchinfer.config.structured_outputs.byte_matcher import byte_matcher, is_dead_end, is_stuck
-from batchinfer.config.structured_outputs.endless_rules import is_endless
-from batchinfer.config.structured_outputs.endless_schemas import exclude_endless
+from batchinfer.config.structured_outputs.endless import exclude_endless, is_endless
 from batchinfer.config.structured_outputs.exact_grammar import CannotBeWrittenError, lark_of
 from batchinfer.config.structured_outputs.lark_text import Token, lark_tokens
 from batchinfer.config.structured_outputs.merged_multiples import misjudged_number

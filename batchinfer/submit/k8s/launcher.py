@@ -10,8 +10,7 @@ from batchinfer.submit.k8s import tasks
 from batchinfer.submit.k8s.kubectl import Kubectl
 from batchinfer.submit.k8s.manifests import as_yaml
 from batchinfer.submit.k8s.shape import Shape, check_shape
-from batchinfer.submit.live import LiveTasks
-from batchinfer.submit.size import ArraySize, parse_size_without_limit
+from batchinfer.submit.size import ArraySize, LiveTasks, parse_size_without_limit
 
 
 class KubernetesLauncher:

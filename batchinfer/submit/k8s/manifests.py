@@ -11,7 +11,7 @@ from typing import Any
 from batchinfer.records import ConfigError
 from batchinfer.submit.k8s.names import split_volume
 from batchinfer.submit.k8s.shape import Shape, is_object_store
-from batchinfer.submit.template import find_template
+from batchinfer.submit.submission import find_template
 
 Manifest = dict[str, Any]
 

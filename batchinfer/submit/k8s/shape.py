@@ -8,7 +8,7 @@ from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.submit.group import check_group
 from batchinfer.submit.k8s import names
-from batchinfer.submit.template import find_template
+from batchinfer.submit.submission import find_template
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,8 @@ from batchinfer.submit.k8s.manifests import (
     task_job,
 )
 from batchinfer.submit.k8s.shape import Shape
-from batchinfer.submit.live import LiveTasks
-from batchinfer.submit.messages import how_to_follow, never_submitted, refuse_zero_tasks
-from batchinfer.submit.names import run_name
-from batchinfer.submit.records import sent_records
+from batchinfer.submit.size import LiveTasks
+from batchinfer.submit.submission import how_to_follow, never_submitted, refuse_zero_tasks, run_name, sent_records
 
 JOBS, GROUPS = "jobs.batch", "jobsets.jobset.x-k8s.io"
 MOST_TASKS = 100_000  # limit of an Indexed Job with retries per index

@@ -14,12 +14,10 @@ from batchinfer.checked_json import publish_json
 from batchinfer.records import ConfigError
 from batchinfer.run.store.interface import Storage, put_sent
 from batchinfer.rundir import RunDir, launcher_folder
-from batchinfer.submit.live import LiveTasks
-from batchinfer.submit.messages import how_to_follow, never_submitted, refuse_zero_tasks
-from batchinfer.submit.names import run_name
 from batchinfer.submit.ray.shape import Shape
 from batchinfer.submit.ray.wanted import read_tasks, read_wanted, write_wanted
-from batchinfer.submit.records import sent_records
+from batchinfer.submit.size import LiveTasks
+from batchinfer.submit.submission import how_to_follow, never_submitted, refuse_zero_tasks, run_name, sent_records
 
 # Ray runs this command in a shell, so it has no data: that is in environment variables
 ENTRY = '"$BATCHINFER_PYTHON" -P -m batchinfer.submit.ray.driver'

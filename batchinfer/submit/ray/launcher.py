@@ -8,10 +8,9 @@ from batchinfer.config import JobConfig
 from batchinfer.data.stores import s3_endpoint
 from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
-from batchinfer.submit.live import LiveTasks
 from batchinfer.submit.ray import client
 from batchinfer.submit.ray.shape import Shape, check_shape
-from batchinfer.submit.size import ArraySize, parse_size_without_limit
+from batchinfer.submit.size import ArraySize, LiveTasks, parse_size_without_limit
 
 
 class RayLauncher:

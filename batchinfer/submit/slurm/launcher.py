@@ -9,8 +9,7 @@ from typing import Any
 from batchinfer.config import JobConfig
 from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
-from batchinfer.submit.live import LiveTasks
-from batchinfer.submit.size import ArraySize, parse_size
+from batchinfer.submit.size import ArraySize, LiveTasks, parse_size
 from batchinfer.submit.slurm import client, tasks
 from batchinfer.submit.slurm.schedule import parse_schedule
 from batchinfer.submit.slurm.tasks import Shape
