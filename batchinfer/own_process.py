@@ -1,6 +1,5 @@
 """Settings of batchinfer's own processes: start, interpreter, streams; never applied to a caller's process."""
 
-import codecs
 import gc
 import io
 import os
@@ -37,16 +36,11 @@ def end_with_parent(by: signal.Signals) -> None:
 
 
 def configure_interpreter() -> None:
-    """Switch off unused work of libraries, and correct environment variables that they would misread."""
+    """Switch off unused work of libraries."""
     # a command makes many small objects that stay until its end: frequent collections would find little
     gc.set_threshold(50_000, 20, 20)
     # nothing here multiplies with numpy, whose threads would spin while waiting for work
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # numba's threads are not used, either; its import fails with 0 threads
-    os.environ["NUMBA_NUM_THREADS"] = "1"
-    # a relative path counts as unset in the XDG specification; libraries would use it
-    if not os.path.isabs(os.environ.get("XDG_CACHE_HOME", "/")):
-        del os.environ["XDG_CACHE_HOME"]
     sys.meta_path.insert(0, _NoPandas())
 
 
@@ -88,6 +82,4 @@ def wrap_stream(kind: type[WaitingFile], of: TextIO) -> TextIO:
         return of
     of.flush()
     raw = io.BufferedWriter(kind(of.fileno(), "w", closefd=False))
-    is_lacking = of.errors == "strict" or codecs.lookup(of.encoding).name != "utf-8"
-    errors = "backslashreplace" if is_lacking else of.errors
-    return io.TextIOWrapper(raw, of.encoding, errors, line_buffering=of.line_buffering or kind is Log)
+    return io.TextIOWrapper(raw, of.encoding, "backslashreplace", line_buffering=of.line_buffering or kind is Log)

@@ -1,7 +1,6 @@
 """Errors caused by a resource limit of the machine, explained as a sentence."""
 
 import errno
-import os
 import resource
 import sys
 import tempfile
@@ -25,8 +24,6 @@ def explain_resource_error(error: BaseException) -> str | None:
             "unlimited` removes it), and run the same command to go on"
         )
     if isinstance(error, FileNotFoundError):
-        if not os.path.exists("/proc/self"):
-            return "/proc is not mounted, which shows what processes use; mount it: `mount -t proc proc /proc`"
         try:
             tempfile.gettempdir()
         except FileNotFoundError:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +11,6 @@ from contextlib import suppress
 import pytest
 import torch
 
-from batchinfer import own_process
 from batchinfer.host_info import num_cores, processor_name
 from batchinfer_kernels import registry
 from batchinfer_kernels.cpu.build import instructions
@@ -228,24 +226,12 @@ def test_a_reader_that_leaves_early_sees_no_traceback():
     process.wait(timeout=60)
 
 
-@pytest.mark.all  # make test: a console of the locale C, below
+@pytest.mark.all  # make test: output on a full disk, below
 def test_a_console_that_is_not_utf_8_gets_what_it_can_show(monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "latin-1")
     out, err = (process := start("--help")).communicate(timeout=100)
     assert process.returncode == 0, err
     assert 'batchinfer report RUN --sql "SELECT \\u2026"' in out
-
-
-@pytest.mark.parametrize(
-    ("encoding", "shown"),
-    first_in_make_test([("ascii:surrogateescape", "\\u2500"), ("utf-8:surrogateescape", "─")]),
-)
-def test_a_console_of_the_locale_c_is_one_that_lacks_characters(monkeypatch, encoding, shown):
-    monkeypatch.setenv("PYTHONIOENCODING", encoding)
-    show = "print('\u2500', file=wrap_stream(Output, sys.stdout))"
-    text = f"import sys; from batchinfer.own_process import Output, wrap_stream; {show}"
-    done = subprocess.run([sys.executable, "-c", text], check=False, capture_output=True, encoding="utf-8")
-    assert (done.stdout, done.stderr) == (f"{shown}\n", "")
 
 
 LACKING = {
@@ -301,52 +287,6 @@ def test_what_a_machine_does_not_give_is_one_sentence(tmp_path, lack, said):
     assert re.fullmatch(f"error: {said}", done.stderr.splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode == 2
-
-
-@pytest.mark.all  # make test: what a machine does not give, above
-def test_a_machine_without_proc_is_one_sentence(tmp_path):
-    without = ["unshare", "--mount", "sh", "-c", 'umount --lazy /proc && exec "$@"', "sh"]
-    if shutil.which("unshare") is None or subprocess.run([*without, "true"], check=False).returncode:
-        pytest.skip("NOT TESTED: /proc cannot be hidden here (that needs root and `unshare`)")
-    write_questions(tmp_path / "prompts", (3,))
-    job = write_job(tmp_path)
-    said = "error: /proc is not mounted, which shows what processes use; mount it: `mount -t proc proc /proc`"
-
-    def last_words(*arguments):
-        command = [*without, *own_process.command("batchinfer", *map(str, arguments))]
-        done = subprocess.run(command, check=False, capture_output=True, text=True)
-        assert "Traceback" not in done.stderr
-        return done.returncode, done.stderr.splitlines()[-1]
-
-    assert last_words("plan", job) == (2, said)
-    assert last_words("run", job) == (2, said)
-    assert batchinfer("run", job).code == 0
-    assert last_words("report", tmp_path / "run", "--sql", "SELECT 1") == (2, said)
-
-
-@pytest.mark.all  # make test: the number of threads, below
-@pytest.mark.parametrize("named", ["", "cache", "./cache"])
-def test_a_cache_folder_that_is_no_absolute_path_counts_as_unset(tmp_path, named):
-    text = """
-from batchinfer.own_process import configure_interpreter
-configure_interpreter()
-from batchinfer.run.weights_digest import cache_folder
-from batchinfer_kernels.cpu import build
-from numba.misc.appdirs import user_cache_dir
-print(cache_folder(), build._cache_folder(), user_cache_dir())
-"""
-    variables = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": named}
-    done = subprocess.run([sys.executable, "-c", text], env=variables, check=True, capture_output=True, text=True)
-    own = tmp_path / ".cache"
-    assert done.stdout.split() == [f"{own}/batchinfer/weights", f"{own}/batchinfer/kernels", str(own)]
-
-
-@pytest.mark.parametrize("num_threads", first_in_make_test(["0", "many"]))
-def test_a_number_of_threads_for_numba_changes_nothing(num_threads):
-    text = "from batchinfer import own_process as own; own.configure_interpreter(); import batchinfer.balance.compiled"
-    variables = {**os.environ, "NUMBA_NUM_THREADS": num_threads}
-    done = subprocess.run([sys.executable, "-c", text], env=variables, check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def in_a_shell(arguments, streams):
