@@ -183,7 +183,6 @@ LONG_FILES = (
     "test_cpu_tiles",
     "test_faults",
     "test_kept_model",
-    "test_mutants",
     "test_stored_runs",
     "test_generation",
     "test_speculation",
