@@ -211,7 +211,7 @@ class Request:
 
     @property
     def num_alternatives(self) -> int:
-        """Most likely tokens reported with each scored token; 1 for a choice, to report whether it is greedy."""
+        """Number of most likely tokens to report with each scored token; 1 for a choice (`choice_is_greedy`)."""
         return 1 if self.sampling.prompt_logprobs is None else self.sampling.prompt_logprobs
 
     @property

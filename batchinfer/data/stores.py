@@ -189,7 +189,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def untrusted(why: str) -> str:
-    """Return the reason if a server's certificate is not accepted; all S3 libraries used here read that variable."""
+    """Return the sentence for a rejected server certificate. All S3 libraries in use read SSL_CERT_FILE."""
     return f"the server's certificate is not accepted ({why}); SSL_CERT_FILE may name the file of its authority"
 
 

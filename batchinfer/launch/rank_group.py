@@ -126,7 +126,11 @@ class RankGroup:
         raise RanksDiedError(reason)
 
     def leave(self) -> list[tuple[int, FromRank]]:
-        """Ask all ranks to finish their step and leave or rest; return their last messages. Kill ranks that do not."""
+        """Let all ranks finish their step, then exit or, if ranks are kept, wait for a job. Kill ranks that do neither.
+
+        Returns:
+            The last messages with their ranks.
+        """
         for place in self.places:
             with suppress(ChannelClosedError):  # the rank has left with its group; its last message is here
                 self.connections.send(place.rank, Leave(self.keeps_ranks))

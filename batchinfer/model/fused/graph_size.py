@@ -103,7 +103,9 @@ def graph_pages(num_pages: int) -> int:
 
 
 def num_filler_pages(most_requests: int, num_ranks: int) -> int:
-    """Return the number of pages with a slot for each filler row of the largest step, which may be filler alone.
+    """Return the number of pages that give each filler row of a step its own slot.
+
+    All rows of a rank's step can be fillers, if only other ranks of the group have requests.
 
     Args:
         most_requests: largest number of requests that a rank decodes at once.

@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Speculated:
-    """Results of the steps of one call; sums are over its steps."""
+    """Results of one call of `speculate`, which may run several decode steps; counts and times are summed over them."""
 
     outcome: list[list[int]]  # S: number of new tokens, whether to ask if it goes on, whether logits are finite, tokens
     expert_counts: torch.Tensor  # [num_moe_layers, E]

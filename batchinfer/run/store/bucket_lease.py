@@ -47,7 +47,7 @@ class Lease:
         self._heart = threading.Thread(target=self._beat, name=f"lease {name}", daemon=True)
 
     def take(self, over: str | None = None) -> bool:
-        """Create the lease, or write `over` a version that has run out; return False if another process was quicker."""
+        """Create the lease, or replace its expired version `over`; return False if another process was first."""
         data = self._document(released=False)
         written = self._bucket.create(self.name, data) if over is None else self._bucket.replace(self.name, data, over)
         if written is None:

@@ -57,7 +57,7 @@ class GroupScaled:
             self.scales[slot].chunk(len(parts))[place].copy_(weight.scales)
 
     def slots(self) -> list[torch.Tensor]:
-        """Return the tensors whose first dim has one entry per weight."""
+        """Return the tensors that can be indexed by weight, which an expert that moves takes along."""
         return [self.values, self.scales]
 
     def plain(self) -> torch.Tensor:

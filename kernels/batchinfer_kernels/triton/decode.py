@@ -26,12 +26,12 @@ _LOG2_E = 1.4426950408889634
 
 
 def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    """Give zeros for a request without tokens; round softmax weights to bfloat16 before they meet the latents."""
+    """Attend over paged latents; return zeros for a request without tokens. Softmax weights are rounded to bfloat16."""
     return _attend_paged(q_THW, keys, (keys.pages, None, None), latent_dim, scale)
 
 
 def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    """Widen rows where they are read, with the bits of mla_decode over the widened rows."""
+    """Attend over FP8 pages; the result has the bits of `mla_decode` over the same pages widened to bfloat16."""
     return _attend_paged(q_THW, keys, as_parts(keys.pages), latent_dim, scale)
 
 
@@ -45,7 +45,7 @@ def _attend_paged(q_THW: torch.Tensor, keys: PagedKeys, pages: Pages, latent_dim
 def mla_sparse(
     q_THW: torch.Tensor, pages: torch.Tensor, slots_TK: torch.Tensor, *, latent_dim: int, scale: float
 ) -> torch.Tensor:
-    """Give the bits of mla_decode over the keys in these slots."""
+    """Attend over the keys in these slots; the result has the bits of `mla_decode` over the same keys."""
     key_lists = None, None, None, slots_TK.contiguous()
     return _attend(q_THW, (pages, None, None), key_lists, len(slots_TK), slots_TK.shape[1], latent_dim, scale)
 
