@@ -36,10 +36,15 @@ def combine(reports: Iterable[EqualRows]) -> EqualRows:
         reasons = [one.bit_equal_reason for one in parts if one.bit_equal is answer]
         if reasons:
             return EqualRows(answer, next((reason for reason in reasons if reason), None), processor, numerics)
-    if numerics is not None and _AND in numerics:
+    if numerics is not None and not is_of_one_kind(numerics):
         reason = f"rows were computed with {numerics}, which may round differently; use machines of one kind"
         return EqualRows(None, reason, processor, numerics)
     return EqualRows(True if parts else None, None, processor, numerics)
+
+
+def is_of_one_kind(numerics: str | None) -> bool:
+    """Return whether all ranks that computed something round alike, as far as is known."""
+    return numerics is not None and _AND not in numerics
 
 
 def _distinct(texts: Iterable[str | None]) -> str | None:

@@ -58,6 +58,7 @@ def plan(
     trace: bool,
     learn_from: Path | None,
     expert_loads: Path | None,
+    reuse: Path | None,
 ) -> None:
     """Check and tokenise every row of JOB (a .toml file or a run folder), order the requests, print a summary.
 
@@ -67,6 +68,8 @@ def plan(
     from batchinfer.controller.kept_units import keep_same_units
     from batchinfer.run.planned import job_of
 
+    if again and reuse is not None:
+        raise click.UsageError("--again repairs a plan and keeps the answers that it reuses; leave --reuse out")
     with alone("plan", process.stop) as session:
         config = job_of(job, overrides)
         plan_here(
@@ -76,6 +79,7 @@ def plan(
             strict=strict,
             learn_from=learn_from,
             expert_loads=expert_loads,
+            reuse=reuse,
             again=keep_same_units if again else None,
             tokenizer=process.tokenizer,
         )
@@ -182,6 +186,7 @@ def run(
     trace: bool,
     learn_from: Path | None,
     expert_loads: Path | None,
+    reuse: Path | None,
 ) -> None:
     """Plan, compute and finish JOB (a .toml file or a run folder) on this machine, then print the report.
 
@@ -210,6 +215,7 @@ def run(
             strict=strict,
             learn_from=learn_from,
             expert_loads=expert_loads,
+            reuse=reuse,
             can_run_here=lambda: refuse_if_job_cannot_run(config, ranks, stop),
             tokenizer=process.tokenizer,
         )
@@ -232,6 +238,7 @@ def plan_here(
     strict: bool,
     learn_from: Path | None,
     expert_loads: Path | None,
+    reuse: Path | None = None,
     can_run_here: Callable[[], None] | None = None,
     again: Callable[[RunDir, Manifest], None] | None = None,
     tokenizer: TokenizerProcess | None = None,
@@ -252,6 +259,7 @@ def plan_here(
             strict=strict,
             learn_from=learn_from,
             expert_loads=expert_loads,
+            reuse=reuse,
             can_run_here=can_run_here,
             again=again,
             tokenizer=tokenizer,

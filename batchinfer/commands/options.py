@@ -71,6 +71,13 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
 def earlier_run_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option(
+            "--reuse",
+            metavar="RUN",
+            type=click.Path(path_type=Path),
+            help="Take over the answers of this earlier run, finished or not, for rows with the same prompt, sampling "
+            "and draws: only other rows are computed. Model, dtype and version must be the same.",
+        ),
+        click.option(
             "--expert-loads",
             metavar="RUN",
             type=click.Path(path_type=Path),

@@ -52,7 +52,8 @@ class Controller:
             while not self._is_done():
                 try:
                     self.stop.graceful = True
-                    self._wait_for_unit()
+                    if self.units.can_claim:
+                        self._wait_for_unit()
                     if self._is_done():
                         break
                     self.start_ranks()

@@ -25,7 +25,9 @@ class Dealer:
 
     Args:
         ranks, lengths, room: see RankQueues.
-        with_store: whether the job has a KV store. Then prompts with results are kept, to count found tokens once.
+        with_store: whether requests report what they find in memory and in a KV store. Then prompts with results are
+            kept, to count found tokens once.
+        counts_as_dealt: see RankQueues.
     """
 
     def __init__(
@@ -35,9 +37,11 @@ class Dealer:
         *,
         room: RankRoom = DEFAULT_ROOM,
         with_store: bool = False,
+        counts_as_dealt: bool = False,
     ) -> None:
         self._open: dict[int, dict[RequestKey, Request]] = {}  # by unit: unfinished requests in the plan's order
         self._queues = RankQueues(list(ranks), lengths or OutputLengths(), room)
+        self._queues.counts_as_dealt = counts_as_dealt
         self._running: dict[RequestKey, Request] = {}
         self._with_store = with_store
         self._results: dict[int, list[CountedPrompt]] = {}  # of open units

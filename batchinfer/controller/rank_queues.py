@@ -31,6 +31,10 @@ class RankQueues:
         ranks: ranks that run prefill.
         lengths: expected output lengths.
         room: capacity of each rank.
+
+    Attributes:
+        counts_as_dealt: whether statistics count the tokens that requests share as dealt here, not by the plan, which
+            includes requests that are not computed.
     """
 
     def __init__(self, ranks: list[int], lengths: OutputLengths, room: RankRoom) -> None:
@@ -40,6 +44,7 @@ class RankQueues:
         self._with_decode = room.with_decode
         self._last_of_rank: dict[int, Request] = {}
         self._last_dealt: Request | None = None
+        self.counts_as_dealt = False
 
     @property
     def has_uneven_steps(self) -> bool:
@@ -105,6 +110,8 @@ class RankQueues:
         dealt = []
         for request, shared_tokens, end, index in zip(ordered, shared, counted, choices.tolist(), strict=True):
             changed = replace(request, shared_tokens=shared_tokens, counted_tokens=min(end, request.most_cached_tokens))
+            if self.counts_as_dealt:
+                changed = replace(changed, cached_tokens=shared_tokens)
             dealt.append(self._give(changed, self._ranks[index]))
         self._append(dealt, choices)
         return dealt

@@ -12,6 +12,8 @@ from batchinfer.progress import note
 from batchinfer.protocol.messages import Start
 from batchinfer.run.session import Session
 from batchinfer.run.trace import Tracer
+from batchinfer.run.units.claims import UnitClaims
+from batchinfer.run.units.reused import REUSED
 from batchinfer.run.weights_digest import cache_folder, whole_weights_digest
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.whole_files import remove_folder
@@ -33,12 +35,16 @@ class RankStart:
         ranks: RankLoader,
         rows: list[dict[str, Any]],
         experts: ExpertHistory,
+        claims: UnitClaims,
     ) -> None:
         self._job, self._session, self._tracer, self._ranks = job, session, tracer, ranks
-        self._experts = experts
+        self._experts, self._claims = experts, claims
         self._transfers = run.kv_transfers(session.name)
         self._reported: set[str | None] = set()
         state = read_state(run)
+        self._reused: dict[str, Any] | None = state.get(REUSED)
+        if self._reused is not None:
+            claims.accepts_reused = None
         fingerprint = state["fingerprint"]
         digests = {name: fingerprint[name] for name in ("model.weights", "model.config")}
         if job.kv.dir is not None:
@@ -76,6 +82,7 @@ class RankStart:
             self._reported.add("fp8 on a CPU")
             note("KV is in FP8: on a CPU each step widens it, and attention is not fused with what is around it")
         self._note_equal_rows([message.equal_rows for message in ready])
+        self._decide_on_reused()
         for reason in sorted({message.no_cpp for message in ready if message.no_cpp} - self._reported):
             self._reported.add(reason)
             note(
@@ -95,3 +102,16 @@ class RankStart:
         if found.bit_equal is False and found.bit_equal_reason not in self._reported:
             self._reported.add(found.bit_equal_reason)
             note(f"warning: {UNEQUAL}: {found.bit_equal_reason}")
+
+    def _decide_on_reused(self) -> None:
+        """Accept answers of an earlier run if its processor rounds as these ranks do; otherwise warn once."""
+        if self._reused is None or self._session.equal_rows is None:
+            return
+        here = self._session.equal_rows.numerics
+        self._claims.accepts_reused = here == self._reused["numerics"]
+        if not self._claims.accepts_reused and REUSED not in self._reported:
+            self._reported.add(REUSED)
+            note(
+                f"warning: answers of {self._reused['run']} are not reused, and their rows are computed again: they "
+                f"were computed with {self._reused['numerics']}, which may round differently from {here} here"
+            )

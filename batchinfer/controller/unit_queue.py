@@ -14,7 +14,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import Request, Sampling
 from batchinfer.run.units.claims import Claim, UnitClaims
-from batchinfer.run.units.result_files import memory_tokens
+from batchinfer.run.units.result_files import is_reused, memory_tokens
 from batchinfer.rundir import RunDir
 
 
@@ -23,6 +23,7 @@ class UnitQueue:
     """Queue of units that are claimed and opened for the dealer.
 
     default: sampling of rows without their own.
+    reuses: whether rows have answers of an earlier run, so that some tokens that the plan shares are not computed.
     """
 
     run: RunDir
@@ -33,6 +34,7 @@ class UnitQueue:
     results: Results
     dealer: Dealer
     progress: WorkProgress
+    reuses: bool = False
     _has_noted_waiting: bool = False
 
     @property
@@ -55,12 +57,17 @@ class UnitQueue:
                 self.dealer.add_unit(
                     unit,
                     [request for request in requests if request.key in missing],
-                    is_fresh=len(missing) == len(requests),
+                    is_fresh=len(missing) == len(requests) and not self.reuses,
                     after_tokens=after_tokens,
-                    results=_results(requests, claim),
+                    results=_results(requests, claim, with_before=not self.reuses),
                 )
                 return True
         return False
+
+    @property
+    def can_claim(self) -> bool:
+        """Whether it is known which results the ranks may share a run with: reused ones must round as theirs do."""
+        return self.claims.accepts_reused is not None
 
     def prompt_pieces(self) -> list[list[int]]:
         """Return pieces of the remaining prompts, from at most MOST_UNITS units spread over the plan."""
@@ -85,14 +92,19 @@ class UnitQueue:
         return False
 
 
-def _results(requests: list[Request], claim: Claim) -> Iterator[CountedPrompt]:
+def _results(requests: list[Request], claim: Claim, *, with_before: bool) -> Iterator[CountedPrompt]:
     """Yield the prefix of the unit's first prompt that the unit before has counted, then the prompts with results.
 
-    The result files are read at the second item.
+    The result files are read when the first prompt with results is taken.
+
+    Args:
+        with_before: whether to yield that prefix.
     """
     first = requests[0]
-    yield CountedPrompt(first.token_ids[: first.cached_tokens], 0)
-    counted_from = {key: count for path in claim.inherited for key, count in memory_tokens(path).items()}
+    if with_before:
+        yield CountedPrompt(first.token_ids[: first.cached_tokens], 0)
+    computed = [path for path in claim.inherited if not is_reused(path)]
+    counted_from = {key: count for path in computed for key, count in memory_tokens(path).items()}
     for request in requests:
         if request.key in counted_from:
             yield CountedPrompt(request.token_ids, counted_from[request.key])

@@ -41,6 +41,7 @@ from batchinfer.run.store.open import storage_of
 from batchinfer.run.trace import Tracer
 from batchinfer.run.units.claims import UnitClaims
 from batchinfer.run.units.damage import reopen_damaged_units
+from batchinfer.run.units.reused import REUSED
 from batchinfer.rundir import RunDir, read_state, shards_of_state
 from batchinfer.stop import StopSignal
 
@@ -140,6 +141,7 @@ def _controller(
 ) -> Controller:
     """Build the controller and its parts."""
     group, cluster = ranks.group, job.cluster
+    reuses = REUSED in read_state(run)
     model = load_model_config(Path(job.model.path))
     lengths = OutputLengths()
     dealer = Dealer(
@@ -147,6 +149,7 @@ def _controller(
         lengths,
         room=RankRoom.of(cluster),
         with_store=job.kv.dir is not None,
+        counts_as_dealt=reuses,
     )
     loads: DecodeLoads[RequestKey] = DecodeLoads(
         [place.rank for place in group.places if place.runs_decode],
@@ -160,12 +163,12 @@ def _controller(
     job_tokens = sum(row["new_tokens"] for row in units.all_rows)
     experts = ExpertPlacer(history, job, model, progress.requests, job_tokens=job_tokens)
     statistics = ExpertStatistics(run, session.name, history, group.ranks_of_role, model.moe_layers)
-    queue = UnitQueue(run, manifest, job.sampling.to_sampling(), units, claims, results, dealer, progress)
+    queue = UnitQueue(run, manifest, job.sampling.to_sampling(), units, claims, results, dealer, progress, reuses)
     return Controller(
         stop,
         cluster.commit_seconds,
         group,
-        RankStart(run, job, session, tracer, ranks, units.all_rows, history),
+        RankStart(run, job, session, tracer, ranks, units.all_rows, history, claims),
         queue,
         WorkSender(cluster, session, group, queue, dealer, loads, experts),
         Reports(session, tracer, progress, results, dealer, loads, lengths, experts, statistics),

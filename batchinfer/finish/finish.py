@@ -18,14 +18,16 @@ from batchinfer.finish.dataset_folder import card_of, dataset_files, write_datas
 from batchinfer.finish.join import counted_units, join_results, open_database
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import commonest_error, write_outputs
-from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats, write_unit_stats
+from batchinfer.finish.statistics import write_request_stats, write_run_stats, write_unit_stats
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
+from batchinfer.run.equality import run_equality, run_results
 from batchinfer.run.heartbeat import signs_of_life
 from batchinfer.run.publish import publish_run
 from batchinfer.run.store.interface import Storage, put_statistics
 from batchinfer.run.store.open import storage_of
+from batchinfer.run.units.reused import REUSED
 from batchinfer.run.units.step_journal import keep_lost_steps
 from batchinfer.rundir import LINE_FILES, RunDir, output_files, read_state, shards_of_state
 from batchinfer.whole_files import remove_leftovers
@@ -83,10 +85,10 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     state = read_state(run)
     manifest = Manifest(run.root, state.get("files"))
     shards = shards_of_state(state)
-    equality = run_equality(run)
     forms = [job.output.format, job.output.push]
     is_as_asked = state.get("forms", ["parquet", None]) == forms
     if state["state"] == "finished" and is_as_asked and _is_written(run, job, manifest, shards):
+        equality = asdict(run_equality(run, state, run_results(run, manifest)))
         write_run_stats(run, job, shards, state["counts"], equality, manifest)  # prices may have changed
         publish_json(run.run_json, {**state, "files": manifest.as_json()})
         return FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
@@ -94,10 +96,13 @@ def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
     shards = with_schemas(shards, job.s3)
     manifest.check(run.requests, run.duplicates, *(run.tokens(shard.index) for shard in shards if not shard.problem))
     units = counted_units(run, manifest, allow_partial=allow_partial)
+    equality = asdict(run_equality(run, state, [path for unit in units.values() for path in unit.files]))
     with open_database(run) as connection, closing(LongAnswers(run.finish_scratch)) as answers:
         # the scores of choices are added up first
         apart = answers if job.input.choices is None else None
-        num_missing = join_results(connection, run, units, apart, allow_partial=allow_partial)
+        # what a KV store holds changes the counts anyway
+        as_planned = REUSED in state and job.kv.dir is None
+        num_missing = join_results(connection, run, units, apart, allow_partial=allow_partial, as_planned=as_planned)
         _remove_other_formats(run, job, manifest, shards)
         id_type = pa.type_for_alias(state["id_type"])
         num_rows, num_errors = write_outputs(

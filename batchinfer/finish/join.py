@@ -128,16 +128,20 @@ def join_results(
     answers: LongAnswers | None = None,
     *,
     allow_partial: bool,
+    as_planned: bool = False,
 ) -> int:
     """Create the views `results` and `delivered` (queries/delivered.sql); return the number of missing results.
 
     Args:
         answers: keeps long answers out of the views; None: they stay in the views.
+        as_planned: see `create_results`.
 
     Raises:
         IncompleteRunError: results are missing (without `allow_partial`), double, or were never planned.
     """
-    create_results(connection, run, [path for unit in units.values() for path in unit.files], answers)
+    create_results(
+        connection, run, [path for unit in units.values() for path in unit.files], answers, as_planned=as_planned
+    )
     connection.execute(f"CREATE VIEW planned AS SELECT shard, row, sample FROM {read_parquet(run.requests)}")
     missing = _number(connection, "SELECT count(*) FROM planned ANTI JOIN results USING (shard, row, sample)")
     surplus = _number(connection, "SELECT count(*) - count(DISTINCT (shard, row, sample)) FROM results")
@@ -158,12 +162,19 @@ def join_results(
 
 
 def create_results(
-    connection: duckdb.DuckDBPyConnection, run: RunDir, files: list[Path], answers: LongAnswers | None = None
+    connection: duckdb.DuckDBPyConnection,
+    run: RunDir,
+    files: list[Path],
+    answers: LongAnswers | None = None,
+    *,
+    as_planned: bool = False,
 ) -> None:
     """Create the views `results` (of result files) and `duplicates` (of the plan), which queries/delivered.sql joins.
 
     Args:
         answers: see `join_results`.
+        as_planned: whether outputs have the plan's counts of shared tokens, as if no answer had been reused; else
+            those of the results.
     """
     if not files:
         connection.register("no_results", RESULTS.schema.empty_table())
@@ -172,7 +183,11 @@ def create_results(
         rows = all_rows(read_parquet(*files))
     else:
         rows = answers.set_apart(connection, files)
-    connection.execute(f"CREATE VIEW results AS {rows}")
+    planned = f"SELECT shard, row, sample, cached_tokens AS planned_tokens FROM {read_parquet(run.requests)}"
+    if as_planned:
+        connection.execute(f"CREATE VIEW results AS SELECT * FROM ({rows}) JOIN ({planned}) USING (shard, row, sample)")
+    else:
+        connection.execute(f"CREATE VIEW results AS SELECT *, cached_memory_tokens AS planned_tokens FROM ({rows})")
     connection.execute(f"CREATE VIEW duplicates AS SELECT * FROM {read_parquet(run.duplicates)}")
 
 

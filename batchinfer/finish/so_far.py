@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,8 +12,9 @@ from batchinfer.data.duckdb_sql import literal
 from batchinfer.data.schemas.statistics import STATS_REQUESTS
 from batchinfer.finish.join import HAS_ENDED, create_results, open_database, output_rows, query
 from batchinfer.finish.long_answers import LongAnswers
-from batchinfer.finish.statistics import run_equality, write_request_stats, write_run_stats
+from batchinfer.finish.statistics import write_request_stats, write_run_stats
 from batchinfer.records import Shard
+from batchinfer.run.equality import run_equality
 from batchinfer.rundir import RunDir, read_state, shards_of_state
 
 # of an output row, without the text, which may be large and is shown by `peek`
@@ -49,7 +51,7 @@ def write_so_far(run: RunDir, job: JobConfig, files: list[Path], folder: Path) -
     else:
         pq.write_table(STATS_REQUESTS.schema.empty_table(), target.stats_file("requests"))
     counts = state["counts"] if is_planned else defaultdict(lambda: None)
-    write_run_stats(target, job, shards, counts, run_equality(run))
+    write_run_stats(target, job, shards, counts, asdict(run_equality(run, state, files)))
     return num_rows
 
 

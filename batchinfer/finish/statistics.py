@@ -1,7 +1,6 @@
 """Writing of stats/{requests,units,run}.parquet; controllers wrote steps, experts and nodes during the work."""
 
 import time
-from dataclasses import asdict, fields
 from typing import Any
 
 import duckdb
@@ -13,10 +12,9 @@ from batchinfer import __version__
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.expert_tables import read_expert_tables
-from batchinfer.data.parquet import own_file, read_rows, table_writer
+from batchinfer.data.parquet import own_file, table_writer
 from batchinfer.data.schemas.internal import PREDICTIONS
 from batchinfer.data.schemas.statistics import STATS_REQUESTS, STATS_RUN, STATS_UNITS
-from batchinfer.equal_rows import EqualRows, combine
 from batchinfer.finish.join import CountedUnit, output_rows, query
 from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
@@ -99,19 +97,6 @@ def write_run_stats(
     }
     with table_writer(run.stats_file("run"), STATS_RUN.schema, manifest=manifest) as writer:
         writer.write_table(pa.Table.from_pylist([row], schema=STATS_RUN.schema))
-
-
-def run_equality(run: RunDir) -> dict[str, Any]:
-    """Return whether a row's bits do not depend on its batch, over all sessions with ranks, and their processors."""
-    sessions = [read_rows(path)[0] for path in sorted((run.stats / "nodes").glob("*.parquet"))]
-    names = [field.name for field in fields(EqualRows)]
-    # a session of an earlier version may have computed without recording its processor
-    said = [
-        EqualRows(**{name: session.get(name) for name in names})
-        for session in sessions
-        if session.get("processor") is not None or session.get("first_prefill_s") is not None
-    ]
-    return asdict(combine(said))
 
 
 def _expert_prediction(run: RunDir) -> dict[str, float | None]:

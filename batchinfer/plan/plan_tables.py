@@ -1,6 +1,7 @@
 """Writer of the plan's tables; requests are in the order of execution, with their token ids."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ import pyarrow as pa
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas.internal import DUPLICATES, PLAN_UNITS, REQUESTS
+from batchinfer.data.schemas.internal import ANSWER_DIGEST, DUPLICATES, PLAN_UNITS, REQUESTS
 from batchinfer.data.schemas.table import TOKEN_IDS
 from batchinfer.manifest import Manifest
+from batchinfer.plan.answer_digests import AnswerDigests
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.packing import cut_units
 from batchinfer.plan.prefix.in_memory import last_units
@@ -20,10 +22,21 @@ from batchinfer.plan.prompt_groups import group_ids
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
 from batchinfer.plan.scored import scored_first
+from batchinfer.records import Sampling
 from batchinfer.rundir import RunDir
 
 ROW_GROUP_REQUESTS = 4096
 ROW_GROUP_TOKENS = 1 << 24  # so that a row group of long prompts fits into memory too
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPlan:
+    """The requests of a plan's tables, in the order of execution."""
+
+    work: PlannedWork
+    requests: PlannedRequests
+    prefix_places: np.ndarray  # [Q] int64, each request's place in prefix order
+    digests: pa.Array  # [Q] answer digests
 
 
 def write_plan(
@@ -37,7 +50,8 @@ def write_plan(
     num_ranks: int,
     block_tokens: int,
     answer_lengths: dict[int, float],
-) -> PlannedWork:
+    sampling: Sampling,
+) -> WrittenPlan:
     """Write plan/{requests,units,duplicates}.parquet.
 
     Args:
@@ -47,6 +61,7 @@ def write_plan(
         num_ranks: ranks of the group that works on a unit.
         block_tokens: tokens per block of the KV store.
         answer_lengths: known answer lengths by prompt group.
+        sampling: the job's own sampling.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -57,6 +72,7 @@ def write_plan(
     expected_tokens = np.full(len(prompt_tokens), np.nan, dtype=np.float32)
     last_units = _last_units(starts, planned.shared_tokens, prompt_tokens, block_tokens)
     cursor = _PromptCursor(prompts)
+    digests, found_digests = AnswerDigests(rows.sampling_texts, sampling), []
     units = []
     num_row_groups = 0
     with table_writer(run.requests, REQUESTS.schema, plain="token_ids", manifest=manifest) as writer:
@@ -70,9 +86,12 @@ def write_plan(
                     planned.shared_tokens[part],
                     answer_lengths,
                 )
+                codes = rows.sampling_code[planned.row_index[part]]
+                found = digests.of(token_ids, codes, max_tokens[part], planned.score_from[part], keys[part])
+                found_digests.append(found)
                 writer.write_table(
                     _request_table(
-                        rows, planned, keys, unit, part, token_ids, groups, expected_tokens[part], last_units
+                        rows, planned, keys, unit, part, token_ids, found, groups, expected_tokens[part], last_units
                     )
                 )
                 num_row_groups += 1
@@ -82,17 +101,18 @@ def write_plan(
     write_rows(run.units, manifest, PLAN_UNITS.schema, *units)
     with table_writer(run.duplicates, DUPLICATES.schema, manifest=manifest) as writer:
         writer.write_table(_duplicate_table(rows, planned))
-    return PlannedWork(starts, prompt_tokens, planned.cached_tokens, max_tokens, expected_tokens)
+    work = PlannedWork(starts, prompt_tokens, planned.cached_tokens, max_tokens, expected_tokens)
+    return WrittenPlan(work, planned, order, pa.chunked_array(found_digests, ANSWER_DIGEST).combine_chunks())
 
 
 def _in_units(
     planned: PlannedRequests, prompt_tokens: np.ndarray, max_tokens: np.ndarray, num_ranks: int
-) -> tuple[PlannedRequests, np.ndarray | slice, np.ndarray]:
+) -> tuple[PlannedRequests, np.ndarray, np.ndarray]:
     """Return the requests in the order of execution, [Q] their previous places, and [U + 1] units' first requests."""
     new_tokens = prompt_tokens - planned.cached_tokens
     starts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens, num_ranks=num_ranks)
     if not planned.score_from.any():
-        return planned, slice(None), starts  # unchanged, without a copy
+        return planned, np.arange(len(prompt_tokens)), starts
     # in parts as for one rank, so that outputs' cached_tokens do not depend on the number of ranks
     parts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens)
     planned, order = scored_first(planned, prompt_tokens, parts)
@@ -197,6 +217,7 @@ def _request_table(
     unit: int,
     part: slice,
     token_ids: pa.Array,
+    digests: pa.Array,
     groups: np.ndarray,
     expected_tokens: np.ndarray,
     last_units: dict[int, list[int]],
@@ -214,6 +235,7 @@ def _request_table(
         "cached_tokens": planned.cached_tokens[part].astype(np.int32),
         "score_from": planned.score_from[part].astype(np.int32),
         "prompt_group": groups,
+        "answer_digest": digests,
         "expected_tokens": pa.array(expected_tokens, pa.float32(), from_pandas=True),  # NaN becomes null
         "last_units": pa.array([last_units.get(place) for place in range(part.start, part.stop)], TOKEN_IDS),
         "token_ids": token_ids,

@@ -36,6 +36,7 @@ from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.plan.preflight import check_job, check_names
 from batchinfer.plan.prepared import Prepared
 from batchinfer.plan.requests import plan_requests, sampling_keys
+from batchinfer.plan.reuse import EarlierAnswers, left_to_compute, reused_before
 from batchinfer.plan.rows import RowTable, load_rows
 from batchinfer.plan.summary import count_plan, predict
 from batchinfer.plan.token_files import keep_sound_token_files, tokenize_shards
@@ -50,6 +51,7 @@ from batchinfer.run.quarantine import set_aside
 from batchinfer.run.session import Session
 from batchinfer.run.store.interface import MADE, Storage
 from batchinfer.run.store.open import storage_of
+from batchinfer.run.units.reused import REUSED, offer_reused, remove_stale_answers
 from batchinfer.rundir import RunDir, check_no_bad_rows, read_state, shards_of_state, shards_to_state, was_planned
 
 PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
@@ -63,6 +65,7 @@ def plan_job(
     strict: bool,
     learn_from: Path | None = None,
     expert_loads: Path | None = None,
+    reuse: Path | None = None,
     can_run_here: Callable[[], None] | None = None,
     again: Callable[[RunDir, Manifest], None] | None = None,
     tokenizer: TokenizerProcess | None = None,
@@ -72,6 +75,7 @@ def plan_job(
     Args:
         learn_from: folder or URI of an earlier run, for answer lengths, speeds and expert loads.
         expert_loads: folder or URI of an earlier run, for expert loads alone.
+        reuse: folder or URI of an earlier run, whose answers equal requests of this plan get.
         tokenizer: the tokenizer process, if it was started already.
         can_run_here: raises an error if the job's ranks cannot run on this machine; called before anything is written.
         again: make the plan again, as a repair. The function is called with the new plan's manifest before the plan
@@ -101,18 +105,23 @@ def plan_job(
             session.attach(storage)
             if state["state"] == "planning":
                 tokens = EarlierTokens(earlier, fingerprint)
-                prepared = Prepared(job, run, Manifest(run.root), encoders, model, learned, tokens, kept)
-                shards, summary = _plan(prepared, shards, session, started=started, strict=strict)
+                answers = None if reuse is None else EarlierAnswers(reuse, job, run, fingerprint)
+                prepared = Prepared(job, run, Manifest(run.root), encoders, model, learned, tokens, answers, kept)
                 if again is not None:
                     storage.fetch("results", "claims")
+                shards, summary, reused = _plan(prepared, shards, session, state, started=started, strict=strict)
+                if again is not None:
                     again(run, prepared.manifest)
-                _publish_state(prepared, {**state, "state": "planned", "counts": summary}, shards)
+                state = {**state, "state": "planned", "counts": summary, **reused}
+                _publish_state(prepared, state, shards)
                 storage.commit(again=again is not None)
             else:
                 storage.commit()  # job.toml
                 note(f"{run.shown} is planned already; going on with this plan")
-                if learn_from is not None or expert_loads is not None:
+                is_new_to_plan = reuse is not None and REUSED not in state
+                if learn_from is not None or expert_loads is not None or is_new_to_plan:
                     note("warning: the earlier run does not change this plan; delete the folder to plan again")
+            offer_reused(storage, state)
     if strict:
         check_no_bad_rows(run)
     return run
@@ -135,7 +144,7 @@ def _open_run(
                 if not again:
                     storage.fetch("plan")
                     return state
-                carried = {key: state[key] for key in (MADE, "id") if key in state}
+                carried = {key: state[key] for key in (MADE, "id", REUSED) if key in state}
                 storage.fetch("plan", "tokens")
                 keep_sound_token_files(run, Manifest(run.root, state.get("files")), shards)
     state = {
@@ -189,9 +198,22 @@ def _plan_experts(prepared: Prepared) -> None:
 
 
 def _plan(
-    prepared: Prepared, shards: list[Shard], session: Session, *, started: float, strict: bool
-) -> tuple[list[Shard], dict[str, Any]]:
-    """Tokenise rows, order requests, cut units and predict; return the shards with new problems, and the summary."""
+    prepared: Prepared,
+    shards: list[Shard],
+    session: Session,
+    state: dict[str, Any],
+    *,
+    started: float,
+    strict: bool,
+) -> tuple[list[Shard], dict[str, Any], dict[str, Any]]:
+    """Tokenise rows, order requests, cut units, take answers of an earlier run, and predict.
+
+    Args:
+        state: content of run.json.
+
+    Returns:
+        The shards with new problems, the summary, and what run.json says of reused answers.
+    """
     job, run, manifest, model = prepared.job, prepared.run, prepared.manifest, prepared.model
     if model.unknown_keys:
         note(_unknown_keys_warning(job, model))
@@ -202,6 +224,7 @@ def _plan(
         note("KV is stored in FP8 (kv.dtype): answers differ from those with KV in bfloat16")
     _plan_experts(prepared)
     _remove_leftovers(run)
+    remove_stale_answers(run, state)
     shards = tokenize_shards(prepared, shards, strict=strict)
     prepared.encoders.close()
     refuse_unreadable_input(shards)
@@ -213,7 +236,7 @@ def _plan(
         _check_memory(job, model, rows, shards)
         requests = plan_requests(rows, prefixes.plan())
         keys = sampling_keys(run, manifest, shards, rows, requests)
-        work = write_plan(
+        written = write_plan(
             run,
             manifest,
             rows,
@@ -223,12 +246,22 @@ def _plan(
             num_ranks=max(job.cluster.num_prefill_ranks, job.cluster.num_decode_ranks),
             block_tokens=job.kv.block_tokens,
             answer_lengths=prepared.learned.answer_lengths,
+            sampling=job.sampling.to_sampling(),
         )
+    answers = prepared.answers
+    reused = reused_before(run, written, rows, state) if answers is None else answers.take(written, rows, run)
+    work = written.work
+    totals = {"requests": len(work.max_tokens), "units": len(work.unit_starts) - 1, "reused_requests": 0}
+    if reused is not None:
+        requests, work = left_to_compute(written, requests, rows, reused)
+        num_left = len(work.max_tokens)
+        totals |= {"requests": num_left, "reused_requests": totals["requests"] - num_left}
     speeds, gpus_per_node = expected_speeds(prepared, work)
     plan_s = time.monotonic() - started
     held_before_s = plan_s if session.command == "run" else 0.0
     summary = {
         **count_plan(shards, rows, requests, work, plan_s),
+        **totals,
         **predict(
             job,
             work,
@@ -242,7 +275,7 @@ def _plan(
         hours = f"{job.cluster.finish_hours:g} h"
         note(f"warning: no number of nodes finishes within {hours}: a work unit or the longest answer takes longer")
     write_rows(run.summary, manifest, PLAN_SUMMARY.schema, summary)
-    return shards, summary
+    return shards, summary, {} if reused is None else {REUSED: reused.record}
 
 
 @contextmanager

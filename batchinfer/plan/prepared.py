@@ -10,6 +10,7 @@ from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig
 from batchinfer.plan.earlier_run import Learned
 from batchinfer.plan.earlier_tokens import EarlierTokens
+from batchinfer.plan.reuse import EarlierAnswers
 from batchinfer.rundir import RunDir
 
 
@@ -24,4 +25,5 @@ class Prepared:
     model: ModelConfig
     learned: Learned
     earlier: EarlierTokens
+    answers: EarlierAnswers | None  # of an earlier run
     kept: list[pa.Field]  # kept input columns as fields of the outputs

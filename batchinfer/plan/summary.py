@@ -19,10 +19,10 @@ from batchinfer.rundir import RunDir, read_state
 def count_plan(
     shards: list[Shard], rows: RowTable, requests: PlannedRequests, work: PlannedWork, plan_s: float
 ) -> dict[str, Any]:
-    """Return the counts of schemas.PLAN_SUMMARY.
+    """Return the counts of schemas.PLAN_SUMMARY but those of requests and units.
 
     Args:
-        requests: in prefix order.
+        requests: those to compute, in prefix order.
         plan_s: seconds of planning.
     """
     lengths = rows.num_tokens
@@ -32,9 +32,7 @@ def count_plan(
         "bad_rows": rows.num_bad,
         "unreadable_shards": sum(shard.problem is not None for shard in shards),
         "control_rows": rows.num_control,
-        "requests": len(requests.row_index),
         "duplicates": len(requests.duplicate_row),
-        "units": len(work.unit_starts) - 1,
         "input_tokens": int((lengths * rows.n).sum()),
         "duplicate_tokens": int(lengths[requests.duplicate_row].sum()),
         "computed_tokens": int((work.prompt_tokens - work.shared_tokens).sum()),
@@ -128,6 +126,8 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
         f"to generate {summary['max_output_tokens']:>14,} tokens at most"
         + ("" if expected is None else f", {expected:,} expected"),
     ]
+    if summary.get("reused_requests"):
+        lines.insert(2, f"reused      {summary['reused_requests']:>14,} further requests, answered by an earlier run")
     if summary["control_rows"]:
         lines.insert(1, f"control     {summary['control_rows']:>14,} rows contain control tokens in their text")
     if num_ranks > 1:

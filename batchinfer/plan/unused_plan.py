@@ -8,6 +8,7 @@ from batchinfer.data.parquet import read_rows
 from batchinfer.records import RunMismatchError
 from batchinfer.run.heartbeat import SessionStatus, signs_of_life
 from batchinfer.run.liveness import SILENT_S
+from batchinfer.run.units.result_files import is_reused
 from batchinfer.rundir import RunDir, submission_records
 
 
@@ -38,7 +39,8 @@ def delete_unused_plan(run: RunDir, state: dict[str, Any], mismatch: RunMismatch
 def _what_is_there(run: RunDir, state: dict[str, Any]) -> str | None:
     if state["state"] not in ("planning", "planned"):
         return f", which loses the outputs of {state['counts']['rows']:,} rows"
-    units = {path.parents[1].name for path in run.unit_folders.glob("*/*/part-*.parquet")}
+    computed = (path for path in run.unit_folders.glob("*/*/part-*.parquet") if not is_reused(path))
+    units = {path.parents[1].name for path in computed}
     units |= {path.name for path in run.done_marks.glob("[0-9]*")}
     if units:
         return f", which loses the answers of {len(units):,} work units"

@@ -68,7 +68,10 @@ ROWS = Group(
     "Rows",
     (
         Figure("rows", "output rows", forms.count, "", "output rows: input rows times samples"),
-        Figure("rows_ok", "ok", forms.count, "", "output rows with status ok; all token counts below are theirs"),
+        Figure("rows_ok", "ok", forms.count, "", "output rows with status ok; all token counts below are theirs, "
+               "without reused rows"),
+        Figure("reused_rows", "  reused", forms.count, "", "of these, rows whose answer was taken over from an earlier "
+               "run (duplicates of them, too): no token, price or rate of this run counts them", only_if_any=True),
         Figure("finish_reasons.stop", "  ended by themselves", forms.count, "", "output rows that ended by themselves"),
         Figure("finish_reasons.length", "  cut at max_tokens", forms.count, "", "output rows with all the tokens that "
                "they were allowed, most likely not at their end", note=_of_length),
@@ -132,6 +135,10 @@ TOKENS = Group(
                "of these, lost with a killed rank or session, or of failed rows"),
         Figure("output_tokens", "output", forms.count, "tokens",
                "tokens delivered, a duplicate's delivered output included"),
+        Figure("reused_input_tokens", "input of reused rows", forms.count, "tokens",
+               "prompt tokens of reused_rows, which are not among input_tokens", only_if_any=True),
+        Figure("reused_output_tokens", "output of reused rows", forms.count, "tokens",
+               "tokens delivered with reused_rows, which are not among output_tokens", only_if_any=True),
         Figure("wasted_tokens", "wasted in all", forms.count, "tokens",
                "tokens run through the model for nothing: wasted_prompt_tokens, and the same of decode steps"),
     ),

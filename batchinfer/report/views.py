@@ -24,7 +24,7 @@ VIEWS = (*TABLES, DECODE_STEPS)
 LATER_COLUMNS = {
     "requests": {
         "finish_reason": "VARCHAR", "reasoning_tokens": "INTEGER", "structured_valid": "BOOLEAN",
-        "mean_logprob": "DOUBLE", "choice": "INTEGER",
+        "mean_logprob": "DOUBLE", "choice": "INTEGER", "is_reused": "BOOLEAN",
     },
     "steps": {
         "drafted_tokens": "INTEGER", "accepted_tokens": "INTEGER", "graph": "VARCHAR", "graph_rows": "INTEGER",

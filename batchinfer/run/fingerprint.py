@@ -77,13 +77,18 @@ def check_same(
             missing = "not known"  # to another version of the program
             key = next(key for key in {**old, **new} if old.get(key, missing) != new.get(key, missing))
             name, old, new = f"{name}.{key}", old.get(key, missing), new.get(key, missing)
-        differs = f"{name} was {_short(old)} and is now {_short(new)}"
+        differs = difference(name, old, new)
         if field == "input shards":
             differs = _shards_differ(old or [], new, path_of_shard or {})
         raise RunMismatchError(
             f"the run folder {folder} belongs to another job: {differs}; "
             "choose another output.dir, restore what changed, or delete that folder"
         )
+
+
+def difference(name: str, old: Any, new: Any) -> str:
+    """Return a sentence on a field that differs, with both values when they are short."""
+    return f"{name} was {_short(old)} and is now {_short(new)}"
 
 
 def config_digest(folder: Path) -> str:

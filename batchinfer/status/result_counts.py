@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 from batchinfer.data.parquet import own_file, sealed_table
 from batchinfer.records import DamagedFileError
 from batchinfer.run.heartbeat import SessionStatus
+from batchinfer.run.units.result_files import is_reused
 from batchinfer.rundir import RunDir
 
 WINDOW_S = 300.0  # speeds are measured over the last minutes
@@ -28,6 +29,7 @@ class ResultFile:
     prompt_tokens: int = 0  # computed for the file's rows
     output_tokens: int = 0
     errors: tuple[tuple[str, int], ...] = ()  # (error text, number of rows)
+    is_reused: bool = False  # answers of an earlier run
 
 
 def read_result_file(path: Path) -> ResultFile:
@@ -45,7 +47,8 @@ def read_result_file(path: Path) -> ResultFile:
         counts = pq.read_table(path, columns=["computed_tokens", "completion_tokens"])
     prompt_tokens, output_tokens = (pc.sum(column).as_py() or 0 for column in counts.columns)
     errors = tuple(Counter(failed).most_common(MOST_ERRORS))
-    return ResultFile(metadata.num_rows, len(failed), path.stat().st_mtime, prompt_tokens, output_tokens, errors)
+    written_s = path.stat().st_mtime
+    return ResultFile(metadata.num_rows, len(failed), written_s, prompt_tokens, output_tokens, errors, is_reused(path))
 
 
 def _may_hold_errors(group: pq.RowGroupMetaData) -> bool:
@@ -60,6 +63,7 @@ def _may_hold_errors(group: pq.RowGroupMetaData) -> bool:
 
 def requests_per_s(files: list[ResultFile], now_s: float) -> float | None:
     """Return the requests per second that became durable in the last minutes; None if there were none."""
+    files = [file for file in files if not file.is_reused]
     recent = [file for file in files if now_s - file.written_s <= WINDOW_S]
     if not recent:
         return None

@@ -4,6 +4,8 @@ import pyarrow as pa
 
 from batchinfer.data.schemas.table import COMPUTED, KEY, LOGPROBS, TOKEN_IDS, table
 
+ANSWER_DIGEST = pa.binary(16)
+
 TOKENS = table(
     "tokens",
     "one file per shard, one row per input row: tokenised and checked",
@@ -36,6 +38,7 @@ REQUESTS = table(
     ),
     ("prompt_group", pa.int64(), "prompts with the same long start, the same number in every job; 0: no group"),
     ("expected_tokens", pa.float32(), "answer length of the group in an earlier run; null: not known"),
+    ("answer_digest", ANSWER_DIGEST, "of all that its answer depends on, apart from model, program and processor"),
     ("token_ids", TOKEN_IDS, "prompt tokens"),
 )
 DUPLICATES = table(
@@ -100,6 +103,7 @@ PLAN_SUMMARY = table(
     ("unreadable_shards", pa.int64(), "shards that have no outputs"),
     ("control_rows", pa.int64(), "input rows whose text holds control tokens"),
     ("requests", pa.int64(), "requests to compute"),
+    ("reused_requests", pa.int64(), "further requests, whose answers an earlier run has"),
     ("duplicates", pa.int64(), "greedy requests answered by another one"),
     ("units", pa.int64(), "work units"),
     ("input_tokens", pa.int64(), "prompt tokens of good output rows, counted per sample"),
@@ -133,7 +137,7 @@ RESULTS = table(
     ("kv_tokens_sum", pa.int64(), "sum over generated tokens of the KV length each attended to"),
     ("logprobs", LOGPROBS, "per generated token, when asked for"),
     ("prompt_logprobs", LOGPROBS, "per scored token of the prompt: of all but its first, or of the choice"),
-    ("admitted_s", pa.float64(), "Unix time when its prefill was admitted"),
-    ("first_token_s", pa.float64(), "Unix time of its first new token"),
-    ("finished_s", pa.float64(), "Unix time of its last token"),
+    ("admitted_s", pa.float64(), "Unix time when its prefill was admitted; null: reused from an earlier run"),
+    ("first_token_s", pa.float64(), "Unix time of its first new token; null: reused"),
+    ("finished_s", pa.float64(), "Unix time of its last token; null: reused"),
 )

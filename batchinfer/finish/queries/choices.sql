@@ -9,7 +9,7 @@ together AS (
     SELECT shard, row, sample, any_value(id) AS id,
            CASE WHEN bool_and(is_ok) THEN 'ok' ELSE 'error' END AS status, min(error) AS error,
            sum(prompt_tokens)::INTEGER AS prompt_tokens,
-           sum(cached_memory_tokens + cached_disk_tokens + cached_duplicate_tokens)::INTEGER AS cached_tokens,
+           sum(planned_tokens + cached_disk_tokens + cached_duplicate_tokens)::INTEGER AS cached_tokens,
            list(total ORDER BY choice) AS choice_logprobs, list(num_tokens ORDER BY choice) AS choice_num_tokens,
            list(is_greedy ORDER BY choice) AS choice_is_greedy
     FROM choices GROUP BY shard, row, sample

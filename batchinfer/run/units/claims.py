@@ -30,7 +30,7 @@ from batchinfer.run.store import watch
 from batchinfer.run.store.interface import Storage
 from batchinfer.run.store.watch import Watch
 from batchinfer.run.units.lease import WorkerLease
-from batchinfer.run.units.result_files import is_result, own_files, sound_files
+from batchinfer.run.units.result_files import is_result, is_reused, own_files, sound_files
 from batchinfer.rundir import RunDir
 
 CLAIM, OLD_LEASE = "claim.json", "lease.json"
@@ -61,6 +61,7 @@ class UnitClaims:
     """Takes units for this process, which keeps its lease alive within `with`.
 
     completed: units that this process has completed.
+    accepts_reused: whether units keep answers of an earlier run; None: not known yet.
     """
 
     def __init__(self, store: Storage) -> None:
@@ -70,6 +71,7 @@ class UnitClaims:
         self._others: dict[int, _Held] = {}  # by unit
         self._mine: set[int] = set()  # units that this process holds
         self.completed: set[int] = set()
+        self.accepts_reused: bool | None = True
 
     def __enter__(self) -> Self:
         _refuse_old_bucket(self._store)
@@ -107,7 +109,8 @@ class UnitClaims:
             if self._store.get(self._run.done(unit)) is not None:
                 return None
             own = sorted(item.path for item in self._store.list(last) if is_result(item.path))
-            inherited = sound_files(self._store, [*_inherited_in(found, last), *own])
+            kept = [path for path in [*_inherited_in(found, last), *own] if self.accepts_reused or not is_reused(path)]
+            inherited = sound_files(self._store, kept)
         self._lease.begin()
         folder = self._run.claim(unit, _next_name(last))
         if not self._store.create(folder / CLAIM, _claim_document(self._run, self._lease.path, inherited)):
@@ -131,9 +134,7 @@ class UnitClaims:
             note(f"warning: unit {claim.unit} was taken over by another worker while this one was not heard of")
         else:
             files = [*claim.inherited, *own_files(claim.folder)]
-            sizes = {path.relative_to(self._run.root).as_posix(): path.stat().st_size for path in files}
-            mark = {"unit": claim.unit, "claim": claim.name, "files": sizes, "by": self._lease.path.name}
-            self._store.create(self._run.done(claim.unit), json_text(mark).encode())
+            mark_done(self._store, claim.unit, claim.folder, files, by=self._lease.path.name)
         self._mine.discard(claim.unit)
         self.completed.add(claim.unit)
 
@@ -148,6 +149,30 @@ class UnitClaims:
             return True
         self._others.pop(unit, None)
         return False
+
+
+def mark_done(store: Storage, unit: int, claim: Path, files: list[Path], *, by: str = "") -> None:
+    """Mark a unit done with the results of a claim; the first mark counts.
+
+    Args:
+        claim: the claim's folder.
+        by: name of the worker's lease.
+    """
+    sizes = {path.relative_to(store.run.root).as_posix(): path.stat().st_size for path in files}
+    mark = {"unit": unit, "claim": claim.name, "files": sizes, "by": by}
+    store.create(store.run.done(unit), json_text(mark).encode())
+
+
+def offer_first(store: Storage, unit: int, files: list[Path]) -> Path | None:
+    """Create a unit's first claim, without a worker, for results that the next claim inherits.
+
+    Returns:
+        The claim's folder; None if the unit was claimed before.
+    """
+    if _last_claim(store, unit)[0] is not None:
+        return None
+    claim = store.run.claim(unit, _next_name(None))
+    return claim if store.create(claim / CLAIM, _claim_document(store.run, None, files)) else None
 
 
 def offer_again(store: Storage, unit: int, *, inherited: list[Path], fill: Callable[[Path], None]) -> bool:

@@ -16,6 +16,8 @@ from batchinfer.run.store.interface import Storage
 from batchinfer.rundir import RunDir
 from batchinfer.whole_files import published
 
+REUSED_FOLDER = "reused-"  # how the name of a folder with answers of an earlier run begins
+
 
 def write_results(folder: Path, number: int, table: pa.Table) -> Path:
     """Publish a result file (schemas.RESULTS) in a claim's folder and return its path.
@@ -40,6 +42,11 @@ def own_files(claim: Path) -> list[Path]:
 def is_result(path: Path) -> bool:
     """Return whether a file has the name of a result file."""
     return path.match("part-*.parquet")
+
+
+def is_reused(path: Path) -> bool:
+    """Return whether a result file has answers of an earlier run."""
+    return path.parent.name.startswith(REUSED_FOLDER)
 
 
 def damage(path: Path) -> str | None:

@@ -1,0 +1,50 @@
+"""Answers of an earlier run in a new run's units, which the first claim of each unit offers to workers.
+
+    run.json, key "reused"                    the earlier run, and what rounds there
+    units/000007/reused-<token>/part-*.parquet   its answers for rows of this unit
+    units/000007/0000/claim.json              a claim without a worker that inherits these files
+
+Workers whose ranks round differently leave such files out (UnitClaims.accepts_reused) and compute the rows.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from batchinfer.run.store.interface import Storage
+from batchinfer.run.units.claims import mark_done, offer_first
+from batchinfer.run.units.result_files import REUSED_FOLDER, own_files
+from batchinfer.rundir import RunDir
+from batchinfer.whole_files import remove_folder
+
+REUSED = "reused"  # key of run.json: run, token, requests, is_all, and the fields of EqualRows
+
+
+def reused_folder(run: RunDir, unit: int, token: str) -> Path:
+    """Return the folder of a unit's reused answers."""
+    return run.unit(unit) / f"{REUSED_FOLDER}{token}"
+
+
+def offer_reused(storage: Storage, state: dict[str, Any]) -> None:
+    """Offer the reused answers of each unit that nobody has claimed; mark the units done if no row is left to compute.
+
+    Args:
+        state: content of run.json, whose plan is valid.
+    """
+    if REUSED not in state:
+        return
+    run = storage.run
+    for folder in sorted(run.unit_folders.glob(f"*/{REUSED_FOLDER}{state[REUSED]['token']}")):
+        unit, files = int(folder.parent.name), own_files(folder)
+        for path in files:
+            storage.put(path)
+        claim = offer_first(storage, unit, files)
+        if claim is not None and state[REUSED]["is_all"]:
+            mark_done(storage, unit, claim, files)
+
+
+def remove_stale_answers(run: RunDir, state: dict[str, Any]) -> None:
+    """Remove the reused answers of plans that were interrupted."""
+    token = state.get(REUSED, {}).get("token")
+    for folder in run.unit_folders.glob(f"*/{REUSED_FOLDER}*"):
+        if folder.name != f"{REUSED_FOLDER}{token}":
+            remove_folder(folder)
