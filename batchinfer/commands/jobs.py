@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Make a damaged plan again; results of work units with the same rows are kept.",
 )
+@click.option("--show", metavar="ROW", help="Print one prompt as the model gets it, by id or number; plan nothing.")
 @earlier_run_options
 @job_options
 @click.pass_obj
@@ -53,6 +54,7 @@ def plan(
     process: Process,
     job: Path,
     again: bool,
+    show: str | None,
     overrides: tuple[str, ...],
     strict: bool,
     trace: bool,
@@ -68,6 +70,13 @@ def plan(
     from batchinfer.controller.kept_units import keep_same_units
     from batchinfer.run.planned import job_of
 
+    if show is not None:
+        flags = {"--again": again, "--strict": strict, "--trace": trace}
+        given = {**flags, "--learn-from": learn_from, "--expert-loads": expert_loads, "--reuse": reuse}
+        if useless := [option for option, value in given.items() if value]:
+            raise click.UsageError(f"--show prints a prompt and plans nothing; leave {', '.join(useless)} out")
+        _show_prompt(job_of(job, overrides), show, process.tokenizer)
+        return
     if again and reuse is not None:
         raise click.UsageError("--again repairs a plan and keeps the answers that it reuses; leave --reuse out")
     with alone("plan", process.stop) as session:
@@ -228,6 +237,15 @@ def run(
     if process.kept is None:
         print_report([run_dir.root], as_json=False)
     sys.exit(code)
+
+
+def _show_prompt(config: JobConfig, row: str, tokenizer: TokenizerProcess | None) -> None:
+    from batchinfer.plan.show_prompt import show_prompt
+
+    found = show_prompt(config, row, tokenizer=tokenizer)
+    click.echo(sanitize(f"{found.where}: {found.num_tokens:,} tokens\n\n{found.text}"))
+    for number, (num_tokens, text) in enumerate(found.choices):
+        click.echo(sanitize(f"\nchoice {number}: {num_tokens:,} tokens\n{text}"))
 
 
 def plan_here(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,12 +13,14 @@ from batchinfer.commands.options import run_argument
 from batchinfer.commands.reports import print_rows, read_sql
 
 if TYPE_CHECKING:
+    from batchinfer.config import JobConfig
     from batchinfer.rundir import RunDir
     from batchinfer.status.status import Status, StatusReader
 
 NUM_ROWS = 10
 FOLLOW_S = 2.0
 QUIET_LOOKS = 5  # without a worker before --follow ends: a worker may be between two units
+SHOWN_CHARS = 1000  # of a long prompt, from each end
 ID_WIDTH, STATUS_WIDTH, WIDTH = 20, 14, 110
 
 
@@ -26,7 +29,8 @@ ID_WIDTH, STATUS_WIDTH, WIDTH = 20, 14, 110
 @click.option("--sql", metavar="QUERY", help="One SELECT on the view results; @FILE reads it.")
 @click.option("--json", "as_json", is_flag=True, help="The rows as one JSON document on stdout.")
 @click.option("--follow", is_flag=True, help="Print answers as they become durable, until the run is over.")
-def peek(target: Path, sql: str | None, as_json: bool, follow: bool) -> None:
+@click.option("--prompts", "with_prompts", is_flag=True, help="Print each prompt as the model got it, then its answer.")
+def peek(target: Path, sql: str | None, as_json: bool, follow: bool, with_prompts: bool) -> None:
     """Print the answers so far of RUN (a run folder or a .toml file), which may be running, interrupted or finished.
 
     Without options, print the latest answers. Nothing is changed. An answer appears within cluster.commit_seconds. Rows
@@ -43,6 +47,8 @@ def peek(target: Path, sql: str | None, as_json: bool, follow: bool) -> None:
 
     if follow and (sql is not None or as_json):
         raise click.UsageError("--follow prints lines as they come; leave --sql and --json out")
+    if with_prompts and (follow or sql is not None):
+        raise click.UsageError("--prompts shows the latest answers; leave --follow and --sql out")
     run, config = planned_run(target, (), may_be_planning=True)
     storage = storage_of(config)
     storage.fetch("state", "tokens")
@@ -51,6 +57,10 @@ def peek(target: Path, sql: str | None, as_json: bool, follow: bool) -> None:
         _follow(run, reader)
         return
     status = reader.read()
+    if with_prompts:
+        _print_prompts(run, config, reader.counted, as_json=as_json)
+        _tell_done(status)
+        return
     question = newest_rows(NUM_ROWS) if sql is None else read_sql(sql)
     print_rows(lambda: query_results(run, reader.counted, question), as_json=as_json)
     _tell_done(status)
@@ -73,6 +83,34 @@ def _follow(run: RunDir, reader: StatusReader) -> None:
             _tell_done(status)
             return
         time.sleep(FOLLOW_S)
+
+
+def _print_prompts(run: RunDir, job: JobConfig, files: list[Path], *, as_json: bool) -> None:
+    from batchinfer.data.tokenizer import load_tokenizer
+    from batchinfer.manifest import Manifest
+    from batchinfer.report.results import newest_prompts
+    from batchinfer.rundir import read_state
+    from batchinfer.sanitize import sanitize
+
+    tokenizer = load_tokenizer(Path(job.model.path))
+    manifest = Manifest(run.root, read_state(run).get("files"))
+    rows = newest_prompts(run, manifest, files, NUM_ROWS, lambda ids: tokenizer.decode(ids, with_special=True))
+    if as_json:
+        click.echo(json.dumps(rows, indent=1, ensure_ascii=False))
+        return
+    for row in rows:
+        ending = row["status"] if row["status"] != "ok" else row["finish_reason"]
+        counts = f"{row['prompt_tokens']:,} + {row['completion_tokens']:,} tokens"
+        prompt, answer = (_without_middle(row[name]) for name in ("prompt", "text"))
+        click.echo(sanitize(f"=== {row['id']}: {ending}, {counts}\n{prompt}\n--- answer\n{answer}\n"))
+
+
+def _without_middle(text: str) -> str:
+    """Return a text without the middle if it is long."""
+    if len(text) <= 2 * SHOWN_CHARS:
+        return text
+    left_out = f"{len(text) - 2 * SHOWN_CHARS:,} characters left out; `batchinfer plan JOB --show ROW` prints all"
+    return f"{text[:SHOWN_CHARS]}\n[... {left_out} ...]\n{text[-SHOWN_CHARS:]}"
 
 
 def _tell_done(status: Status) -> None:

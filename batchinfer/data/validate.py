@@ -129,6 +129,19 @@ def tokenize_shard(
     return checker.found
 
 
+def checked_rows(
+    shard: Shard,
+    job: JobConfig,
+    encoders: Encoders,
+    limits: PromptLimits,
+    *,
+    known: Callable[[int], pa.RecordBatch | None] | None,
+    id_type: pa.DataType | None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows that `tokenize_shard` would write, without writing them; arguments and errors are the same."""
+    yield from _RowChecker(shard, job, encoders, limits, known, (), id_type).checked_batches(lambda num_rows: None)
+
+
 def rows_found(path: Path, manifest: Manifest) -> ShardRows | None:
     """Return the counts that `tokenize_shard` wrote into a token file's metadata; None if there are none.
 

@@ -1,6 +1,6 @@
 """A view of the durable answers of a run in any state: running, interrupted or finished."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +8,8 @@ import duckdb
 
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.schemas.internal import RESULTS
+from batchinfer.data.token_rows import prompt_ids
+from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError
 from batchinfer.report.foreign_sql import answer
 from batchinfer.report.query_limits import SQL_S
@@ -19,15 +21,42 @@ from batchinfer.sanitize import first_line
 FIRST_COLUMNS = "coalesce(id, 'row ' || row) AS id, status, finish_reason, left(coalesce(error, text), 1000) AS text"
 
 
-def newest_rows(num_rows: int) -> str:
+# the columns next to a prompt
+PROMPT_COLUMNS = (
+    "shard, row, sample, coalesce(id, 'row ' || row) AS id, status, finish_reason, completion_tokens, "
+    "coalesce(error, text) AS text"
+)
+
+
+def newest_rows(num_rows: int, columns: str = FIRST_COLUMNS) -> str:
     """Return SQL for the `num_rows` rows that ended last, in the order of their ends."""
     return (
-        f"SELECT {FIRST_COLUMNS} FROM (SELECT * FROM results ORDER BY finished_s DESC, shard, row, sample "
+        f"SELECT {columns} FROM (SELECT * FROM results ORDER BY finished_s DESC, shard, row, sample "
         f"LIMIT {num_rows}) ORDER BY finished_s, shard, row, sample"
     )
 
 
 ALL_ROWS = f"SELECT {FIRST_COLUMNS} FROM results ORDER BY finished_s, shard, row, sample"
+
+
+def newest_prompts(
+    run: RunDir, manifest: Manifest, files: list[Path], num_rows: int, decode: Callable[[list[int]], str]
+) -> list[dict[str, Any]]:
+    """Return the `num_rows` rows that ended last, with their prompts as text, in the order of their ends.
+
+    Args:
+        files: the result files to read.
+        decode: returns the text of token ids.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    names, rows = query_results(run, files, newest_rows(num_rows, PROMPT_COLUMNS))
+    found = [dict(zip(names, row, strict=True)) for row in rows]
+    for item in found:
+        ids = prompt_ids(run.tokens(item.pop("shard")), manifest, item["row"], item["sample"])
+        item |= {"prompt": decode(ids), "prompt_tokens": len(ids)}
+    return found
 
 
 def query_results(run: RunDir, files: list[Path], sql: str) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
