@@ -82,7 +82,8 @@ def check_same(
             differs = _shards_differ(old or [], new, path_of_shard or {})
         raise RunMismatchError(
             f"the run folder {folder} belongs to another job: {differs}; "
-            "choose another output.dir, restore what changed, or delete that folder"
+            "choose another output.dir (with --reuse it gets the answers that are still the same), restore what "
+            "changed, or delete that folder"
         )
 
 

@@ -283,3 +283,25 @@ def test_wrong_places_are_one_sentence(calm, server, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     bucket_module._connection.cache_clear()
     assert "credentials" in InBucket(calm, server.endpoint, "none", tmp_path).refused("plan")
+
+
+def test_answers_of_an_earlier_run_in_the_bucket_are_reused(calm, server, tmp_path, monkeypatch):
+    """Of two samples the first has its answer; planned on one node, computed and finished on others."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    two = ("--set", "sampling.n=2")
+    assert batchinfer("run", calm[0] / "job.toml", "--set", f"output.dir={tmp_path / 'full'}", *two).code == 0
+    earlier = InBucket(calm, server.endpoint, "earlier", tmp_path)
+    earlier.plan()
+    earlier.command("work")  # and not finished
+    run = InBucket(calm, server.endpoint, "reused", tmp_path)
+    settings = {"sampling.n": 2}
+    plan_units(run.job, run.uri, *run.options("planner", **settings), "--reuse", earlier.uri)
+    status = json.loads(batchinfer("status", run.uri, "--json").out)
+    assert (status["requests_done"], status["requests"]) == (20, 40)
+    run.command("work", node="worker", **settings)
+    run.command("finish", node="finisher", **settings)
+    assert outputs_in(server, "reused") == output_bytes(tmp_path / "full")
+    report = json.loads(batchinfer("report", run.uri, "--json").out)
+    assert (report["rows_ok"], report["reused_rows"]) == (40, 20)
+    assert json.loads(batchinfer("verify", run.uri, "--json").out)["damaged"] == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import pyarrow as pa
@@ -18,8 +19,8 @@ from batchinfer.plan.summary import read_summary
 from batchinfer.records import InterruptedRunError
 from batchinfer.rundir import RunDir, read_state
 from support.damage import flip_bit
-from support.faults import fail_some
-from support.jobs import batchinfer, output_bytes, outputs, question, write_job, write_shard
+from support.faults import SLOW, fail_some, wait_until
+from support.jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_shard
 
 ALL = pytest.mark.all  # make test: float32 in one layout
 SAMPLED = {"max_tokens": 6, "temperature": 0.8, "top_p": 0.9}
@@ -258,6 +259,40 @@ def test_answers_that_are_lost_later_are_computed_again_and_a_plan_made_again_ke
         assert ended.code == 0, ended.err
     assert output_bytes(run) == output_bytes(tmp_path / "full")
     assert 0 < figures(run)["reused_rows"] < 12
+
+
+@ALL  # make test: the same with damaged answers
+def test_with_run_json_their_origin_is_lost_and_all_rows_are_computed(first, corrected, tmp_path):
+    run_job(corrected, "full")
+    run = tmp_path / "again"
+    options = ("--set", f"output.dir={run}")
+    assert batchinfer("plan", corrected, *options, "--reuse", first.parent / "run").code == 0
+    (run / "run.json").unlink()
+    assert batchinfer("plan", "--again", corrected, *options).code == 0
+    for command in ("work", "finish"):
+        ended = batchinfer(command, run)
+        assert ended.code == 0, ended.err
+    assert output_bytes(run) == output_bytes(tmp_path / "full")
+    assert figures(run)["reused_rows"] == 0
+
+
+@ALL  # make test: test_a_plan_that_was_killed_goes_on, and kills of other runs
+def test_a_killed_run_goes_on_without_the_earlier_run(first, corrected, tmp_path):
+    slow = [part for name, value in SLOW.items() for part in ("--set", f"cluster.{name}={value}")]
+    options = (*slow, "--set", "sampling.ignore_eos=true", "--set", "sampling.max_tokens=24")
+    earlier, run = tmp_path / "earlier", tmp_path / "again"
+    run_job(first, earlier, *options)
+    run_job(corrected, "full", *options)
+    command = ("run", corrected, "--set", f"output.dir={run}", *options, "--reuse", earlier)
+    process = start(*command)
+    wait_until(lambda: list(run.glob("units/*/[0-9]*/part-*.parquet")), process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    shutil.rmtree(earlier)
+    again = batchinfer(*command)
+    assert again.code == 0, again.err
+    assert output_bytes(run) == output_bytes(tmp_path / "full")
+    assert figures(run)["reused_rows"] == 12
 
 
 @ALL
