@@ -2,7 +2,7 @@
 
 The current activities of a process are a list of meters: planning and loading at once, then the work, then finish. One
 line shows them all; it comes after FIRST_S and then every LINE_S, even if nothing can be counted. A meter that has
-counted something ends with one more line.
+counted something ends with one more line. With --quiet only warnings are written, with --verbose there are more lines.
 """
 
 from __future__ import annotations
@@ -14,21 +14,49 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 from tqdm import tqdm
+from tqdm.std import Bar as Blocks
 
-from batchinfer.sanitize import sanitize
+from batchinfer.sanitize import fit, sanitize
 
 FIRST_S = 1.0  # until the first plain line
 LINE_S = 30.0  # between plain lines
+VERBOSE_LINE_S = 5.0  # the same with --verbose
 BAR_S = 0.2  # between two updates of a terminal
 TOLD_S = 0.1  # between two calls of a listener
 MOST_BARS = 2
+LEAST_BLOCKS, MOST_BLOCKS = 8, 30  # columns of a bar's blocks
 # starts of a job's progress lines, for programs that look for them in stderr
-LINE_STARTS = ("planning: ", "loading: ", "to come: ", "waiting: ", "prefill: ", "decode: ", "finish: ")
-BAR_FORMAT = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}{postfix}"
+LINE_STARTS = ("planning: ", "loading: ", "to come: ", "waiting: ", "computing: ", "finish: ")
+BOLD, RED, GREEN, YELLOW = "1", "1;31", "32", "33"  # of escape codes
+COLOURED_STARTS = {"warning:": YELLOW, "error:": RED}
+
+
+class Verbosity(IntEnum):
+    """The amount of text that a command writes to stderr, and to stdout at its end."""
+
+    QUIET = -1  # warnings and errors
+    NORMAL = 0
+    VERBOSE = 1  # lines more often, and the whole report
+
+
+_verbosity = Verbosity.NORMAL  # of this process
+
+
+def set_verbosity(verbosity: Verbosity) -> None:
+    """Set the amount of text that this process writes."""
+    global _verbosity  # noqa: PLW0603
+    _verbosity = verbosity
+
+
+def verbosity() -> Verbosity:
+    """Return the amount of text that this process writes."""
+    return _verbosity
+
 
 Listener = Callable[[str, int, int], None]  # called with the title, the number done, and the total
 _listeners: list[Listener] = []  # of this process
@@ -41,13 +69,48 @@ def add_listener(listener: Listener) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A terminal's bar of a meter; total 0: nothing can be counted. unit: "B" is written as kB, MB, GB."""
+    """A terminal's line of a meter; total 0: nothing can be counted. unit: "B" is written as kB, MB, GB.
+
+    A narrow terminal shows the first of title, share, time left, count, details and blocks.
+    """
 
     title: str
     done: int = 0
     total: int = 0
     unit: str = ""
-    detail: str = ""
+    left: str = ""
+    details: tuple[str, ...] = ()
+
+    def text(self, columns: int, *, blocks: str = Blocks.UTF, in_colour: bool = False) -> str:
+        """Return the line, at most `columns` wide.
+
+        Args:
+            blocks: the characters of the bar, from empty to full.
+            in_colour: whether to add escape codes, which take no columns.
+        """
+        if not self.total:
+            return fit(self.title, columns) if columns > 0 else ""
+        share = min(max(self.done / self.total, 0.0), 1.0)
+        head = f"{self.title}: {share:4.0%}"
+        room = columns - len(head) - 3  # of the blocks' frame
+
+        def fits(parts: list[str]) -> bool:
+            return len(", ".join(parts)) <= room
+
+        end = [self.left] if self.left else []
+        counts = (_of(self.done, self.total, self.unit), _of(self.done, self.total, self.unit, short=True))
+        parts = next(([count] for count in counts if fits([count, *end])), [])
+        for detail in self.details if parts else ():
+            if fits([*parts, detail, *end]):
+                parts.append(detail)
+        after = ", ".join(parts + end)
+        if columns < len(head) + 1 + len(after):
+            return fit(head, columns) if columns > 0 else ""
+        num_blocks = min(room - len(after), MOST_BLOCKS)
+        bar = str(Blocks(share, num_blocks, charset=blocks)) if num_blocks >= LEAST_BLOCKS else ""
+        if in_colour:
+            head, bar = _styled(head, BOLD), _styled(bar, GREEN) if bar else ""
+        return f"{head}|{bar}| {after}" if bar else f"{head} {after}".rstrip()
 
 
 class Meter:
@@ -225,29 +288,32 @@ class Board:
             note(meter.line())
 
     def _draw(self, ended: threading.Event) -> None:
-        is_terminal = _is_terminal()
-        wait_s = BAR_S if is_terminal else LINE_S if self._has_spoken else FIRST_S
+        is_terminal = terminal_columns() > 0
+        line_s = VERBOSE_LINE_S if _verbosity is Verbosity.VERBOSE else LINE_S
+        wait_s = BAR_S if is_terminal else line_s if self._has_spoken else FIRST_S
         while not self._wait(ended, wait_s):
             with self._lock:
                 if is_terminal:
                     self._draw_bars()
                     continue
                 line = "; ".join(meter.line() for meter in self.meters)
-            wait_s, self._has_spoken = LINE_S, True
+            wait_s, self._has_spoken = line_s, True
             if line:
                 note(line)
 
     def _draw_bars(self) -> None:
         """Show the current meters on the terminal; called with the lock held."""
-        if not _is_terminal():
+        columns = terminal_columns()
+        if columns <= 0 or _verbosity is Verbosity.QUIET:
             return
         wanted = [bar for meter in self.meters for bar in meter.bars()][:MOST_BARS]
         while len(self._bars) > len(wanted):
             self._bars.pop().close()
         for place, bar in enumerate(wanted):
             if place == len(self._bars):
-                self._bars.append(_new_bar(place, bar.title))
-            _draw_bar(self._bars[place], bar)
+                self._bars.append(_new_bar(place))
+            # the last column stays free: some terminals begin a new line when a character is in it
+            _draw_bar(self._bars[place], bar, columns - 1)
 
 
 class _OwnBar(tqdm):
@@ -259,17 +325,14 @@ class _OwnBar(tqdm):
     _lock = threading.RLock()
 
 
-def _new_bar(place: int, title: str) -> tqdm[Any]:
-    return _OwnBar(file=sys.stderr, position=place, leave=False, dynamic_ncols=True, bar_format="{desc}", desc=title)
+def _new_bar(place: int) -> tqdm[Any]:
+    return _OwnBar(file=sys.stderr, position=place, leave=False, bar_format="{desc}")
 
 
-def _draw_bar(shown: tqdm[Any], bar: Bar) -> None:
-    shown.bar_format = BAR_FORMAT if bar.total else "{desc}"  # the description alone
-    shown.unit, shown.unit_scale = bar.unit, bar.unit == "B"
-    shown.n, shown.total = bar.done, bar.total or None
-    shown.set_description_str(bar.title, refresh=False)
-    shown.set_postfix_str(bar.detail, refresh=False)
-    shown.refresh()
+def _draw_bar(shown: tqdm[Any], bar: Bar, columns: int) -> None:
+    is_unicode = "utf" in (getattr(sys.stderr, "encoding", None) or "").lower()
+    blocks = Blocks.UTF if is_unicode else Blocks.ASCII
+    shown.set_description_str(bar.text(columns, blocks=blocks, in_colour=has_colour(sys.stderr)))
 
 
 _board = Board()
@@ -280,18 +343,36 @@ def current_figures() -> list[dict[str, Any]]:
     return [meter.figures() for meter in list(_board.meters)]
 
 
-def _is_terminal() -> bool:
-    """Return whether stderr is a terminal with room for a bar; some terminals in containers report no columns."""
+def terminal_columns() -> int:
+    """Return the width of stderr if it is a terminal, else 0; some terminals in containers report no columns."""
     with suppress(OSError, ValueError):
-        return sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    return False
+        return os.get_terminal_size(sys.stderr.fileno()).columns if sys.stderr.isatty() else 0
+    return 0
 
 
-def _of(done: int, total: int, unit: str) -> str:
-    """Return a count as text: `1,200 of 3,000 rows`, `5.62GB of 14.2GB`."""
+def has_colour(stream: TextIO) -> bool:
+    """Return whether a stream is a terminal that shows colours to a user who wants them (no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _styled(text: str, style: str) -> str:
+    return f"\033[{style}m{text}\033[0m"
+
+
+def coloured(text: str) -> str:
+    """Return a warning or an error for stderr, with a coloured first word if stderr shows colours."""
+    for start, style in COLOURED_STARTS.items():
+        if text.startswith(start) and has_colour(sys.stderr):
+            return f"{_styled(start, style)}{text.removeprefix(start)}"
+    return text
+
+
+def _of(done: int, total: int, unit: str, *, short: bool = False) -> str:
+    """Return a count as text: `1,200 of 3,000 rows`, `5.62GB of 14.2GB`; short: `1,200/3,000`."""
     if unit == "B":
-        return f"{tqdm.format_sizeof(done, 'B')} of {tqdm.format_sizeof(total, 'B')}"
-    return f"{done:,} of {total:,} {unit}"
+        texts = (tqdm.format_sizeof(done, "B"), tqdm.format_sizeof(total, "B"))
+        return "/".join(texts) if short else " of ".join(texts)
+    return f"{done:,}/{total:,}" if short else f"{done:,} of {total:,} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -306,5 +387,6 @@ def _left(seconds: float | None) -> str:
 
 
 def note(text: str) -> None:
-    """Print a line of information or a warning to stderr without breaking a running bar."""
-    _OwnBar.write(sanitize(text), file=sys.stderr)
+    """Print a line of information or a warning to stderr without breaking a running bar; with --quiet warnings only."""
+    if _verbosity is not Verbosity.QUIET or text.startswith(tuple(COLOURED_STARTS)):
+        _OwnBar.write(coloured(sanitize(text)), file=sys.stderr)

@@ -146,6 +146,11 @@ TOKENS = Group(
 SPEED = Group(
     "Speed",
     (
+        Figure("rows_per_s", "rows, end to end", forms.rate, "rows/s", "rows / wall_s: start-up and finish count, too",
+               why_empty="no time was measured"),
+        Figure("tokens_per_s", "tokens, end to end", forms.rate, "tok/s",
+               "(input_tokens + output_tokens) / wall_s: cached and duplicate tokens are delivered, so they count",
+               note="input and output", why_empty="no time was measured"),
         Figure("prefill_tokens_per_s_per_node", "prefill per node", forms.rate, "tok/s",
                "prompt tokens, cached ones included, per second of prefill steps on one node with "
                "prefill_ranks_per_node such ranks",

@@ -342,6 +342,8 @@ def figures_of_time(run: Path, case: Case) -> dict[str, Any]:
     prefill_cost = cost * (case.prefill / case.ranks if case.is_apart else share)
     return {
         "wall_s": wall_s,
+        "rows_per_s": rows["rows"] / wall_s,
+        "tokens_per_s": (rows["input_tokens"] + rows["output_tokens"]) / wall_s,
         "busy_s": busy_s,
         "startup_s": startup_s,
         "idle_s": wall_s - busy_s - startup_s,

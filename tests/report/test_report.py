@@ -95,6 +95,8 @@ def test_a_worked_example_gives_every_figure(tmp_path):
             "replicated_tokens": 3,
             "wasted_tokens": 8,  # 53 run; needed 36 prompt tokens and 9 - 3 output tokens, 3 replicated
             "hidden_comm_share": None,
+            "rows_per_s": 5 / 190,
+            "tokens_per_s": (68 + 14) / 190,
             "wall_s": 190,
             "busy_s": 70,
             "idle_s": 160 - 70 - 16,
@@ -284,7 +286,15 @@ def test_an_empty_run_has_no_undefined_figures(tmp_path):
     metrics = read_report(write_run(tmp_path / "empty", gpu_hour=2.0, input_hit=1.0, input_miss=1.0, output=1.0)).values
     assert [metrics[key] for key in ("rows", "input_tokens", "wall_s", "busy_s", "gpu_hours", "cost_usd")] == [0] * 6
     assert metrics["revenue_usd"] == 0
-    for key in ("cache_hit_rate", "mean_nodes", "prefill_tokens_per_s_per_node", "cost_profit_margin", "gross_margin"):
+    for key in (
+        "rows_per_s",
+        "tokens_per_s",
+        "cache_hit_rate",
+        "mean_nodes",
+        "prefill_tokens_per_s_per_node",
+        "cost_profit_margin",
+        "gross_margin",
+    ):
         assert metrics[key] is None, key
     assert all(value is None or math.isfinite(value) for value in metrics.values())
     assert "no node held ranks" in format_report(read_report(tmp_path / "empty"))

@@ -19,6 +19,8 @@ PRICES = {"gpu_hour": 2.0, "input_hit": 0.1, "input_miss": 0.5, "output": 2.0}
 # what finishing itself changes: the time that it takes
 OF_TIME = {
     "wall_s",
+    "rows_per_s",
+    "tokens_per_s",
     "idle_s",
     "busy_s",
     "startup_s",

@@ -1,4 +1,5 @@
--- speeds: one row, rates over generated tokens.
+-- speeds: one row, rates over delivered tokens (the first two) and over generated tokens.
+--   rows_per_s, tokens_per_s         output rows, and input and output tokens, per second of the run's time (times.wall_s)
 --   output_tokens_per_s_per_request  mean over generated requests of two or more tokens of
 --                                    (generated tokens - 1) / (time of the last token - time of the first)
 --   mean_kv_tokens_per_output_token  KV length attended to, averaged over generated tokens
@@ -20,10 +21,12 @@ per_rank AS (
     FROM steps
 )
 SELECT
+    tokens.rows / nullif(times.wall_s, 0) AS rows_per_s,
+    (tokens.input_tokens + tokens.output_tokens) / nullif(times.wall_s, 0) AS tokens_per_s,
     per_request.tokens_per_s AS output_tokens_per_s_per_request,
     tokens.kv_tokens / nullif(tokens.generated_tokens, 0) AS mean_kv_tokens_per_output_token,
     per_rank.prefill_tokens_per_s AS prefill_tokens_per_s_per_rank,
     per_rank.decode_tokens_per_s AS decode_tokens_per_s_per_rank,
     per_rank.prefill_tokens_per_s * prefill_ranks_per_node AS prefill_tokens_per_s_per_node,
     per_rank.decode_tokens_per_s * decode_ranks_per_node AS decode_tokens_per_s_per_node
-FROM per_request, per_rank, tokens, held
+FROM per_request, per_rank, tokens, times, held
