@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import IntEnum
 from types import TracebackType
 from typing import Any, Self, TextIO
 
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from tqdm.std import Bar as Blocks
 
 from batchinfer.sanitize import fit, sanitize
+from batchinfer.verbosity import is_quiet, is_verbose
 
 FIRST_S = 1.0  # until the first plain line
 LINE_S = 30.0  # between plain lines
@@ -29,34 +29,11 @@ VERBOSE_LINE_S = 5.0  # the same with --verbose
 BAR_S = 0.2  # between two updates of a terminal
 TOLD_S = 0.1  # between two calls of a listener
 MOST_BARS = 2
-LEAST_BLOCKS, MOST_BLOCKS = 8, 30  # columns of a bar's blocks
+BLOCKS = (30, 20, 10)  # columns of a bar's blocks; few widths, so that the bar stays still while numbers grow
 # starts of a job's progress lines, for programs that look for them in stderr
 LINE_STARTS = ("planning: ", "loading: ", "to come: ", "waiting: ", "computing: ", "finish: ")
 BOLD, RED, GREEN, YELLOW = "1", "1;31", "32", "33"  # of escape codes
 COLOURED_STARTS = {"warning:": YELLOW, "error:": RED}
-
-
-class Verbosity(IntEnum):
-    """The amount of text that a command writes to stderr, and to stdout at its end."""
-
-    QUIET = -1  # warnings and errors
-    NORMAL = 0
-    VERBOSE = 1  # lines more often, and the whole report
-
-
-_verbosity = Verbosity.NORMAL  # of this process
-
-
-def set_verbosity(verbosity: Verbosity) -> None:
-    """Set the amount of text that this process writes."""
-    global _verbosity  # noqa: PLW0603
-    _verbosity = verbosity
-
-
-def verbosity() -> Verbosity:
-    """Return the amount of text that this process writes."""
-    return _verbosity
-
 
 Listener = Callable[[str, int, int], None]  # called with the title, the number done, and the total
 _listeners: list[Listener] = []  # of this process
@@ -88,29 +65,27 @@ class Bar:
             blocks: the characters of the bar, from empty to full.
             in_colour: whether to add escape codes, which take no columns.
         """
+        if columns <= 0:
+            return ""
         if not self.total:
-            return fit(self.title, columns) if columns > 0 else ""
+            return fit(self.title, columns)
         share = min(max(self.done / self.total, 0.0), 1.0)
         head = f"{self.title}: {share:4.0%}"
-        room = columns - len(head) - 3  # of the blocks' frame
-
-        def fits(parts: list[str]) -> bool:
-            return len(", ".join(parts)) <= room
-
+        room = columns - len(head) - len(" ")
         end = [self.left] if self.left else []
-        counts = (_of(self.done, self.total, self.unit), _of(self.done, self.total, self.unit, short=True))
-        parts = next(([count] for count in counts if fits([count, *end])), [])
-        for detail in self.details if parts else ():
-            if fits([*parts, detail, *end]):
-                parts.append(detail)
-        after = ", ".join(parts + end)
-        if columns < len(head) + 1 + len(after):
-            return fit(head, columns) if columns > 0 else ""
-        num_blocks = min(room - len(after), MOST_BLOCKS)
-        bar = str(Blocks(share, num_blocks, charset=blocks)) if num_blocks >= LEAST_BLOCKS else ""
+        long, short = (_of(self.done, self.total, self.unit, short=is_short) for is_short in (False, True))
+        lists = ([long, *self.details[:number]] for number in range(len(self.details), -1, -1))
+        forms = [", ".join([*parts, *end]) for parts in (*lists, [short], [])]
+        after = next((form for form in forms if len(form) <= room), None)
+        if after is None:
+            return fit(head, columns)
+        num_blocks = next((number for number in BLOCKS if number <= room - len(after) - len("||")), None)
+        if num_blocks is None:
+            return f"{_styled(head, BOLD) if in_colour else head} {after}".rstrip()
+        bar = f"{Blocks(share, num_blocks, charset=blocks)}"
         if in_colour:
-            head, bar = _styled(head, BOLD), _styled(bar, GREEN) if bar else ""
-        return f"{head}|{bar}| {after}" if bar else f"{head} {after}".rstrip()
+            head, bar = _styled(head, BOLD), _styled(bar, GREEN)
+        return f"{head}|{bar}| {after}".rstrip()
 
 
 class Meter:
@@ -141,20 +116,21 @@ class Meter:
 
 
 class Count:
-    """A count of finished items out of a total, reported to listeners. `advance` is cheap enough to call per step."""
+    """A count of finished items out of a total, reported to listeners. `advance` is cheap enough to call per step.
 
-    def __init__(self, title: str, total: int, *, done: int = 0) -> None:
-        self.title, self.total, self.count = title, total, done
+    Args:
+        done: items that this command finished before the count began.
+        earlier: items that earlier commands finished.
+    """
+
+    def __init__(self, title: str, total: int, *, done: int = 0, earlier: int = 0) -> None:
+        self.title, self.total, self.count, self.earlier = title, total, done + earlier, earlier
         self._told = -TOLD_S
         self.tell()
 
     def advance(self, count: int) -> None:
         """Add finished items."""
         self.set(self.count + count, self.total)
-
-    def extend(self, count: int) -> None:
-        """Increase the total."""
-        self.total += count
 
     def set(self, count: int, total: int) -> None:
         """Set the number of finished items and the total."""
@@ -289,7 +265,7 @@ class Board:
 
     def _draw(self, ended: threading.Event) -> None:
         is_terminal = terminal_columns() > 0
-        line_s = VERBOSE_LINE_S if _verbosity is Verbosity.VERBOSE else LINE_S
+        line_s = VERBOSE_LINE_S if is_verbose() else LINE_S
         wait_s = BAR_S if is_terminal else line_s if self._has_spoken else FIRST_S
         while not self._wait(ended, wait_s):
             with self._lock:
@@ -304,7 +280,7 @@ class Board:
     def _draw_bars(self) -> None:
         """Show the current meters on the terminal; called with the lock held."""
         columns = terminal_columns()
-        if columns <= 0 or _verbosity is Verbosity.QUIET:
+        if columns <= 0 or is_quiet():
             return
         wanted = [bar for meter in self.meters for bar in meter.bars()][:MOST_BARS]
         while len(self._bars) > len(wanted):
@@ -388,5 +364,5 @@ def _left(seconds: float | None) -> str:
 
 def note(text: str) -> None:
     """Print a line of information or a warning to stderr without breaking a running bar; with --quiet warnings only."""
-    if _verbosity is not Verbosity.QUIET or text.startswith(tuple(COLOURED_STARTS)):
+    if not is_quiet() or text.startswith(tuple(COLOURED_STARTS)):
         _OwnBar.write(coloured(sanitize(text)), file=sys.stderr)

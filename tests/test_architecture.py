@@ -14,6 +14,7 @@ GROUND = (
     "records",
     "equal_rows",
     "sanitize",
+    "verbosity",
     "host_info",
     "ownership",
     "config",
@@ -71,7 +72,15 @@ ROOMS: dict[str, set[str]] = {
 WITH_KERNELS = {"parallel", "kv", "model", "rank", "doctor"}
 WITHOUT_TORCH = {*GROUND, *DOORS, *ROOMS} - WITH_KERNELS
 NEED_RAY = {"submit.ray.driver", "submit.ray.group"}  # run in a Ray cluster only
-STANDARD_LIBRARY_ONLY = ("records", "equal_rows", "sanitize", "host_info", "own_process", "resource_errors")
+STANDARD_LIBRARY_ONLY = (
+    "records",
+    "equal_rows",
+    "sanitize",
+    "verbosity",
+    "host_info",
+    "own_process",
+    "resource_errors",
+)
 
 
 def modules():

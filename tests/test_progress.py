@@ -14,11 +14,22 @@ import pytest
 
 from batchinfer.config import ClusterConfig
 from batchinfer.controller.work_progress import WorkProgress
-from batchinfer.progress import FIRST_S, LINE_S, Board, ChildProgress, Progress, Stage
+from batchinfer.progress import (
+    FIRST_S,
+    LINE_S,
+    VERBOSE_LINE_S,
+    Bar,
+    Board,
+    ChildProgress,
+    Progress,
+    Stage,
+    note,
+)
 from batchinfer.protocol.messages import StepRecord
+from batchinfer.verbosity import Verbosity, set_verbosity
 
 ROWS = [{"unit": 0, "num_requests": 4, "new_tokens": 1200, "max_output_tokens": 300}]
-COUNTS = {"expected_output_tokens": None, "max_output_tokens": 300, "work_s": None}
+COUNTS = {"rows": 4, "expected_output_tokens": None, "max_output_tokens": 300, "work_s": None}
 
 
 class Turns:
@@ -85,11 +96,12 @@ def terminal(monkeypatch):
 
 
 def working():
-    """The work on a job of which 300 of 1,200 prompt tokens and 12 of 300 output tokens are done."""
-    meter = WorkProgress(ROWS, [0], COUNTS, ClusterConfig())
+    """The work on a job of which one of four rows is done; began when nobody counts, so its speed is 0."""
+    meter = WorkProgress(ROWS, [0], COUNTS, ClusterConfig(), started_s=-1e15)
     numbers = dict.fromkeys(StepRecord.__struct_fields__, 0) | {"duration_s": 1.0}
     meter.step(StepRecord(**numbers | {"kind": "prefill", "new_tokens": 300, "output_tokens": 2}))
     meter.step(StepRecord(**numbers | {"kind": "decode", "new_tokens": 10, "output_tokens": 10}))
+    meter.requests.advance(1)
     return meter
 
 
@@ -110,16 +122,14 @@ def test_a_terminal_shows_two_bars_at_most(terminal):
     turns.next()
     shown = screen.shown()
     assert "loading:  25%" in shown
-    assert "300/1200 prompt tokens" in shown
-    assert "decode" not in shown, "it would be the third"
-    assert "ordering" not in shown
+    assert "1 of 4 rows" in shown
+    assert "ordering" not in shown, "it would be the third"
     assert "\n\n" not in shown.replace("\r", ""), "the second bar is in the line below the first"
     board.remove(meters[0])
     turns.next()
     shown = screen.shown()
-    assert re.search(r"prefill:  25%\|.*300/1200 prompt tokens", shown)
-    assert re.search(r"decode:   4%\|.*12/300 output tokens", shown)
-    assert "ordering" not in shown
+    assert re.search(r"computing:  25%.*1 of 4 rows", shown)
+    assert "planning: ordering the requests" in shown
     for meter in meters[1:]:
         board.remove(meter)
 
@@ -151,13 +161,85 @@ def test_a_log_gets_a_line_after_a_second_and_then_every_30_s(capsys):
 
 def test_a_line_says_what_the_bars_say():
     work = working()
-    for bar in work.bars():
-        assert f"{bar.done:,} of {bar.total:,}" in work.line()
-    assert work.bars()[1].detail in work.line()
+    (bar,) = work.bars()
+    assert f"{bar.done:,} of {bar.total:,} rows" in work.line()
+    assert bar.details[1] in work.line()
     load = loading(3_000_000, 12_000_000)
     (bar,) = load.bars()
     assert (bar.title, bar.done, bar.total) == ("loading", 3_000_000, 12_000_000)
     assert load.line() == "loading: 25%, 3.00MB of 12.0MB, 0 s left"
+
+
+LONG = Bar(
+    "computing", 5_551, 15_004, "rows", "12 min left", ("4,952 tokens/s", "66,655 prompt and 30,549 output tokens")
+)
+
+
+@pytest.mark.parametrize(
+    ("columns", "text"),
+    [
+        (119, "5,551 of 15,004 rows, 4,952 tokens/s, 66,655 prompt and 30,549 output tokens, 12 min left"),
+        (79, "5,551 of 15,004 rows, 4,952 tokens/s, 12 min left"),
+        (41, "5,551/15,004, 12 min left"),
+        (39, "12 min left"),
+    ],
+)
+def test_a_narrow_terminal_keeps_the_time_left(columns, text):
+    shown = LONG.text(columns)
+    assert re.fullmatch(rf"computing:  37%(\|[█▏▎▍▌▋▊▉ ]+\|)? {text}", shown)
+    assert len(shown) <= columns
+    assert LONG.text(20) == "computing:  37%"
+    assert LONG.text(9) == "computin…"
+
+
+def test_colours_take_no_columns():
+    text = LONG.text(79, in_colour=True)
+    assert re.sub(r"\033\[[\d;]*m", "", text) == LONG.text(79) != text
+
+
+@pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), (None, None)])
+def test_who_wants_no_colours_gets_none(terminal, monkeypatch, variable, value):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if variable:
+        monkeypatch.setenv(variable, value)
+    screen = terminal(80)
+    note("warning: rank 0 was killed")
+    assert screen.shown().strip() == (
+        "warning: rank 0 was killed" if variable else "\033[33mwarning:\033[0m rank 0 was killed"
+    )
+
+
+@pytest.fixture
+def any_verbosity():
+    """Set the verbosity back at the end."""
+    yield
+    set_verbosity(Verbosity.NORMAL)
+
+
+def test_quiet_writes_warnings_alone(capsys, any_verbosity):
+    set_verbosity(Verbosity.QUIET)
+    turns = Turns()
+    board = Board(turns)
+    work = working()
+    board.add(work)
+    turns.asked()
+    turns.next()
+    note("experts placed")
+    note("warning: rank 0 was killed")
+    board.remove(work)
+    assert capsys.readouterr().err == "warning: rank 0 was killed\n"
+
+
+def test_verbose_writes_a_line_every_5_s(capsys, any_verbosity):
+    set_verbosity(Verbosity.VERBOSE)
+    turns = Turns()
+    board = Board(turns)
+    work = working()
+    board.add(work)
+    assert turns.asked() == FIRST_S
+    assert turns.next() == VERBOSE_LINE_S == 5.0
+    board.remove(work)
 
 
 def test_another_process_hears_what_the_work_waits_for():
@@ -205,8 +287,8 @@ def test_a_terminal_may_have_no_columns_or_a_few(terminal, columns):
 DRAW = """
 import sys
 from batchinfer.progress import Bar, _draw_bar, _new_bar, note
-bar = _new_bar(0, "planning")
-_draw_bar(bar, Bar("planning", 1, 2))
+bar = _new_bar(0)
+_draw_bar(bar, Bar("planning", 1, 2), 79)
 note("a line")
 bar.close()
 print([name for name in sys.modules if name.startswith("multiprocessing.synchronize")])

@@ -88,7 +88,9 @@ def work_on(
     open_units = [row["unit"] for row in units.rows]
     with (
         UnitClaims(storage) as claims,
-        WorkProgress(units.all_rows, open_units, read_state(run)["counts"], job.cluster) as progress,
+        WorkProgress(
+            units.all_rows, open_units, read_state(run)["counts"], job.cluster, started_s=session.start_s
+        ) as progress,
         _ranks(storage, job, session, stop, node, ranks_ahead) as ranks,
     ):
         _controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress).run()

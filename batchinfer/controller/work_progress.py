@@ -1,4 +1,7 @@
-"""Progress of a job in tokens, and the time left.
+"""Progress of a job: in rows for people, and in tokens for the time left.
+
+The rows of a job are known, while the number of output tokens is an estimate until the end. Rows that are not
+computed (duplicates, bad rows) count in proportion to the finished requests.
 
 The plan has the prompt tokens to compute and the expected output tokens of the whole job. A request that ended here
 counts with its real tokens. Other requests count with their share of the plan's figures for their unit. So the progress
@@ -73,16 +76,27 @@ class WorkProgress(Meter):
         rows: all units, rows of plan/units.
         open_units: units that are not done.
         counts: counts of the plan.
+        started_s: Unix time when the command started; None: now.
     """
 
     def __init__(
-        self, rows: list[dict[str, Any]], open_units: list[int], counts: dict[str, Any], cluster: ClusterConfig
+        self,
+        rows: list[dict[str, Any]],
+        open_units: list[int],
+        counts: dict[str, Any],
+        cluster: ClusterConfig,
+        *,
+        started_s: float | None = None,
     ) -> None:
         self._plan_U2 = planned_tokens(rows, counts)
         self._requests_U = np.array([row["num_requests"] for row in rows], dtype=np.int64)
         self._work_s: float | None = counts["work_s"]
         self._pace = Pace(cluster)
-        self.requests = Count("work", int(self._requests_U[open_units].sum()))
+        num_requests = int(self._requests_U.sum())
+        self.requests = Count("work", num_requests, earlier=num_requests - int(self._requests_U[open_units].sum()))
+        self._rows: int = counts["rows"]
+        self._started_s = time.time() if started_s is None else started_s
+        self._delivered = 0  # tokens of prompts, cached ones included, and of outputs in the ranks' steps
         self._planned = self._plan_U2.sum(axis=0)  # prompt and output tokens, as in all pairs below
         self._elsewhere = self._planned - self._plan_U2[open_units].sum(axis=0)
         self._earlier = self._elsewhere.copy()  # done before this command
@@ -107,12 +121,14 @@ class WorkProgress(Meter):
     def reopened(self, units: list[int]) -> None:
         """Count done units as open again."""
         self._elsewhere -= self._plan_U2[units].sum(axis=0)
-        self.requests.extend(int(self._requests_U[units].sum()))
+        self.requests.advance(-int(self._requests_U[units].sum()))
 
     def step(self, record: StepRecord) -> None:
         """Count a step of a rank."""
         self._phase = record.kind
-        self._ran += (record.new_tokens if record.kind == "prefill" else 0, record.output_tokens)
+        prompt_tokens = record.new_tokens if record.kind == "prefill" else 0
+        self._ran += (prompt_tokens, record.output_tokens)
+        self._delivered += prompt_tokens + record.cached_tokens * (record.kind == "prefill") + record.output_tokens
         self._pace.add(record)
         self._update()
 
@@ -166,37 +182,42 @@ class WorkProgress(Meter):
             return by_plan_s
         return measured_s if by_plan_s is None else share * measured_s + (1 - share) * by_plan_s
 
-    def line(self) -> str:
-        (prompts, outputs), (all_prompts, all_outputs) = self.done.round(), self.planned.round()
-        done, total = prompts + outputs, all_prompts + all_outputs
-        if self._phase is None and not self.has_counted:
-            return f"to come: {total:,.0f} tokens{self._left()}"
-        parts = [
-            f"{self._phase or 'waiting'}: {done / total if total else 1.0:.0%}, {done:,.0f} of {total:,.0f} tokens",
-            f"prompts {prompts:,.0f} of {all_prompts:,.0f}, outputs {outputs:,.0f} of {all_outputs:,.0f}",
-            f"{self.requests.count:,} of {self.requests.total:,} requests",
-            f"{self._pace.tokens_per_s:,.0f} tokens/s{self._left()}",
-        ]
-        return "; ".join(parts + self._own_share())
+    @property
+    def rows_done(self) -> int:
+        """Output rows of the job that are done."""
+        if not self.requests.total:
+            return self._rows
+        return self._rows * min(self.requests.count, self.requests.total) // self.requests.total
 
-    def _own_share(self) -> list[str]:
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of prompts and outputs per second since the command's start, end to end."""
+        return self._delivered / max(time.time() - self._started_s, 1e-3)
+
+    def line(self) -> str:
+        done, total = self.rows_done, self._rows
+        if self._phase is None and not self.has_counted:
+            return f"to come: {total - done:,} rows{self._left()}"
+        rows = f"{done / total if total else 1.0:.0%}, {done:,} of {total:,} rows"
+        parts = [f"{'waiting' if self._phase is None else 'computing'}: {rows}", *self._details()]
+        return "; ".join(parts) + self._left()
+
+    def _details(self) -> tuple[str, str]:
+        """Return the speed, and the tokens that ran here."""
         is_alone = task_name() is None and np.array_equal(self._elsewhere, self._earlier)
-        own = float(self._ran.sum())
-        return [] if is_alone else [f"of these {own:,.0f} tokens by this task"]
+        prompts, outputs = self._ran.tolist()
+        ran = f"{prompts:,.0f} prompt and {outputs:,.0f} output tokens{'' if is_alone else ' by this task'}"
+        return f"{self.tokens_per_s:,.0f} tokens/s", ran
 
     def _left(self) -> str:
         seconds = self.left_s()
         return "" if not seconds else f", {duration(seconds)} left"
 
     def bars(self) -> list[Bar]:
-        if self._phase is None:
+        if self._phase is None or not self._rows:
             return [Bar(self.line())]
-        (prompts, outputs), (all_prompts, all_outputs) = self.done.round(), self.planned.round()
-        detail = "; ".join([f"{self._pace.tokens_per_s:,.0f} tokens/s{self._left()}", *self._own_share()])
-        return [
-            Bar("prefill", int(prompts), int(all_prompts), "prompt tokens"),
-            Bar("decode", int(outputs), int(all_outputs), "output tokens", detail),
-        ]
+        left = self._left().removeprefix(", ")
+        return [Bar("computing", self.rows_done, self._rows, "rows", left, self._details())]
 
     def figures(self) -> dict[str, Any]:
         in_flight = np.maximum(self._ran - self._committed, 0.0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
 from batchinfer.config import ClusterConfig
+from batchinfer.controller import work_progress
 from batchinfer.controller.work_progress import WorkProgress
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion, RequestKey
@@ -13,16 +16,17 @@ from batchinfer.run.units.planned_tokens import planned_tokens
 
 # two units of two requests: 100 prompt tokens to compute and at most 40 output tokens each
 ROWS = [{"unit": unit, "num_requests": 2, "new_tokens": 100, "max_output_tokens": 40} for unit in range(2)]
-NOT_KNOWN = {"expected_output_tokens": None, "max_output_tokens": 80, "work_s": None}
+NOT_KNOWN = {"rows": 4, "expected_output_tokens": None, "max_output_tokens": 80, "work_s": None}
 
 
 def progress_of(open_units=(0, 1), cluster=None, **counts):
     return WorkProgress(ROWS, list(open_units), NOT_KNOWN | counts, cluster or ClusterConfig())
 
 
-def step(kind, new, output, duration_s=1.0):
+def step(kind, new, output, duration_s=1.0, cached=0):
     numbers = dict.fromkeys(StepRecord.__struct_fields__, 0)
-    return StepRecord(**numbers | {"kind": kind, "new_tokens": new, "output_tokens": output, "duration_s": duration_s})
+    numbers |= {"new_tokens": new, "cached_tokens": cached, "output_tokens": output, "duration_s": duration_s}
+    return StepRecord(**numbers | {"kind": kind})
 
 
 def completion(unit, computed, outputs):
@@ -45,7 +49,9 @@ def test_a_request_that_has_ended_counts_with_what_it_took_so_that_all_is_done_a
         progress.finished([completion(unit, 55, 5)])
     assert progress.done.tolist() == progress.planned.tolist() == [220, 20]
     assert (progress.requests.count, progress.requests.total) == (4, 4)
-    assert "decode: 100%, 240 of 240 tokens; prompts 220 of 220, outputs 20 of 20; 4 of 4 requests" in progress.line()
+    assert re.fullmatch(
+        r"computing: 100%, 4 of 4 rows; [\d,]+ tokens/s; 220 prompt and 20 output tokens", progress.line()
+    )
 
 
 def test_more_prompt_tokens_than_planned_never_go_beyond_all():
@@ -57,7 +63,7 @@ def test_more_prompt_tokens_than_planned_never_go_beyond_all():
 def test_units_of_others_count_by_the_plan_and_each_task_says_its_share():
     progress = progress_of(open_units=[1])  # unit 0 was done before
     assert progress.done.tolist() == [100, 40]
-    assert progress.requests.total == 2
+    assert (progress.requests.count, progress.requests.total) == (2, 4)
     progress.step(step("prefill", 10, 0))
     assert "by this task" not in progress.line()  # nobody else works
     progress = progress_of()
@@ -65,9 +71,10 @@ def test_units_of_others_count_by_the_plan_and_each_task_says_its_share():
     progress.done_elsewhere(1)
     assert progress.done.tolist() == [110, 40]
     assert progress.requests.count == 2
-    assert progress.line().endswith("; of these 10 tokens by this task")
+    assert progress.line().endswith("; 10 prompt and 0 output tokens by this task")
     progress.reopened([1])
     assert progress.done.tolist() == [10, 0]
+    assert progress.requests.count == 0
 
 
 def test_what_an_earlier_claim_has_done_is_nobodys_pace():
@@ -102,7 +109,7 @@ def test_ranks_that_do_one_thing_only_do_it_at_the_same_time():
 def test_the_plans_time_counts_first_and_ever_less_as_more_is_measured():
     progress = progress_of(work_s=1000.0)
     assert progress.left_s() == 1000
-    assert progress.line() == "to come: 280 tokens, 17 min left"
+    assert progress.line() == "to come: 4 rows, 17 min left"
     progress.step(step("prefill", 100, 0))
     progress.step(step("decode", 40, 40))
     # half is done: by the plan 500 s are left, as measured 1 + 1
@@ -139,16 +146,39 @@ def test_in_flight_is_what_is_not_durable_yet():
     assert (progress.figures()["prompt_tokens_in_flight"], progress.figures()["output_tokens_in_flight"]) == (150, 3)
 
 
-def test_a_terminal_gets_a_bar_of_prompts_and_one_of_outputs():
+def test_a_terminal_gets_one_bar_of_rows_whose_total_stays_the_same():
     progress = progress_of()
-    assert [bar.title for bar in progress.bars()] == ["to come: 280 tokens"]
-    progress.step(step("prefill", 100, 2))
-    prefill, decode = progress.bars()
-    assert (prefill.title, prefill.done, prefill.total) == ("prefill", 100, 200)
-    assert (decode.title, decode.done, decode.total) == ("decode", 2, 80)
+    assert [bar.title for bar in progress.bars()] == ["to come: 4 rows"]
+    shown = []
+    for unit in (0, 0, 1, 1):
+        progress.step(step("prefill", 70, 1))  # more than planned
+        progress.step(step("decode", 4, 4))
+        progress.finished([completion(unit, 70, 5)])  # fewer than planned
+        shown += progress.bars()
+    assert [(bar.title, bar.done, bar.total) for bar in shown] == [("computing", done, 4) for done in range(1, 5)]
+    assert shown[-1].details[1] == "280 prompt and 20 output tokens"
+
+
+def test_rows_that_earlier_commands_have_done_are_done_rows_of_the_whole_job():
+    progress = progress_of(open_units=[1], rows=10)  # two for each request, and two bad ones
+    progress.step(step("prefill", 50, 1))
+    (bar,) = progress.bars()
+    assert (bar.done, bar.total) == (5, 10)
+    progress.done_elsewhere(1, 1)  # of the unit's two, the claim of a killed command
+    progress.finished([completion(1, 50, 1)])
+    assert progress.rows_done == 10
+    assert (progress.requests.count, progress.requests.earlier, progress.requests.total) == (4, 2, 4)
+
+
+def test_the_speed_is_of_all_tokens_over_the_whole_time_of_the_command(monkeypatch):
+    progress = WorkProgress(ROWS, [0, 1], NOT_KNOWN, ClusterConfig(), started_s=1000.0)
+    progress.step(step("prefill", 100, 1, cached=300))
+    progress.step(step("decode", 19, 19, cached=500))
+    monkeypatch.setattr(work_progress.time, "time", lambda: 1010.0)
+    assert progress.tokens_per_s == (100 + 300 + 1 + 19) / 10
 
 
 def test_a_job_without_requests_is_all_done():
-    progress = WorkProgress([], [], NOT_KNOWN | {"max_output_tokens": 0}, ClusterConfig())
+    progress = WorkProgress([], [], NOT_KNOWN | {"rows": 0, "max_output_tokens": 0}, ClusterConfig())
     assert np.array_equal(progress.done, progress.planned)
-    assert "0 tokens" in progress.line()
+    assert progress.line() == "to come: 0 rows"

@@ -24,8 +24,8 @@ HOUR_S = 3600.0
 CONTRACT = """
 rows rows_ok rows_error input_tokens cached_tokens cache_hit_rate optimal_cached_tokens output_tokens
 output_tokens_per_s_per_request mean_kv_tokens_per_output_token prefill_tokens_per_s_per_node
-decode_tokens_per_s_per_node replicated_tokens wasted_tokens hidden_comm_share wall_s busy_s idle_s startup_s peak_nodes
-mean_nodes gpu_hours cost_usd revenue_usd cost_profit_margin gross_margin
+decode_tokens_per_s_per_node replicated_tokens wasted_tokens hidden_comm_share rows_per_s tokens_per_s
+wall_s busy_s idle_s startup_s peak_nodes mean_nodes gpu_hours cost_usd revenue_usd cost_profit_margin gross_margin
 """
 DAY_S = 24 * HOUR_S
 

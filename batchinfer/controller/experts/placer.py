@@ -166,8 +166,8 @@ class ExpertPlacer:
         """Return the seconds for which the loads are expected to last, at most until the job is done."""
         now_s = time.monotonic()
         worked_s = now_s - (self._first_step_s or now_s)
-        done, total = self._progress.count, self._progress.total
-        left_s = worked_s * (total - done) / done if done else worked_s
+        done, left = self._progress.count - self._progress.earlier, self._progress.total - self._progress.count
+        left_s = worked_s * left / done if done > 0 else worked_s
         return min(left_s, TRUST * (now_s - self._placed_s))
 
 

@@ -59,6 +59,7 @@ class _UnfitError(RuntimeError):
     """No library can be made for these instructions here, but perhaps for others; the message gives the reason."""
 
 
+CLEAR_REST = "\r\033[J"  # escape code of terminals: this line and those below
 _UNKNOWN_TO_COMPILER: dict[str, str] = {}  # instruction set by name to the compiler's message; of this process
 # In the messages of compilers and assemblers for flags and instructions newer than themselves.
 _UNKNOWN = ("unrecognized", "unknown argument", "no such instruction")
@@ -138,7 +139,7 @@ def library() -> Path:
                 _raise_if_failed_since(started, path.with_suffix(".failed"))
                 _build(compiler, path)
     except _UnfitError as error:
-        print(f"the C++ operations are not used for {instructions().name} here: {error}", file=sys.stderr, flush=True)
+        _tell(f"the C++ operations are not used for {instructions().name} here: {error}")
         instructions.cache_clear()
         return library()
     except OSError as error:
@@ -156,7 +157,7 @@ def _load() -> None:
             raise OSError(f"it {reason}")
         torch.ops.load_library(str(path))
     except OSError as error:
-        print(f"{path} cannot be loaded ({error}); building it again", file=sys.stderr, flush=True)
+        _tell(f"{path} cannot be loaded ({error}); building it again")
         with _locked(path.with_suffix(".lock")):
             if path.exists() and path.stat().st_ino == loaded:  # else another process has done it meanwhile
                 path.unlink()
@@ -167,6 +168,11 @@ def _load() -> None:
         raise BuildError(
             f"the tiles of this processor ({platform.node()}) do not add up as {path} promises; set {CHOICE}=avx512"
         )
+
+
+def _tell(words: str) -> None:
+    """Print a line to stderr; on a terminal, in place of a progress line that another process has drawn there."""
+    print(f"{CLEAR_REST if sys.stderr.isatty() else ''}{words}", file=sys.stderr, flush=True)
 
 
 def _tiles_agree() -> bool:
@@ -255,8 +261,7 @@ def _build(compiler: list[str], path: Path) -> None:
     for leftover in path.parent.glob(f"{path.stem}.building.*"):  # of killed builds: only one runs at a time
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{path.stem}.building.", dir=path.parent))
-    words = f"compiling the C++ operations for {instructions().name}, once; it takes some seconds"
-    print(words, file=sys.stderr, flush=True)
+    _tell(f"compiling the C++ operations for {instructions().name}: once on this machine, half a minute")
     try:
         built = _compile_if_known(compiler, folder)
         if instructions().tiles:
