@@ -20,6 +20,7 @@ from batchinfer.records import BatchinferError, ConfigError, ExitCode, Interrupt
 from batchinfer.resource_errors import explain_resource_error
 from batchinfer.sanitize import clip, sanitize
 from batchinfer.stop import StopSignal
+from batchinfer.verbosity import Verbosity, set_verbosity
 
 if TYPE_CHECKING:
     from batchinfer.data.tokenizer_process import TokenizerProcess
@@ -35,7 +36,7 @@ def cli() -> None:
     Start here:
       batchinfer ask "Why?" --model DIR        one question, one answer
       batchinfer init DATA --model DIR         a job file for your files
-      batchinfer run JOB.toml                  plan, compute, write outputs, print the report
+      batchinfer run JOB.toml                  plan, compute, write outputs, print a summary
       batchinfer peek RUN                      the answers so far
       batchinfer report RUN --sql "SELECT …"   ask the outputs and statistics anything
       batchinfer submit JOB.toml --array 8     the same on a cluster; then: status, cancel, retry
@@ -43,13 +44,14 @@ def cli() -> None:
       batchinfer schema                        every key of a job file
       batchinfer doctor                        what this machine can run
     """
+    set_verbosity(Verbosity.NORMAL)  # of an earlier command in this process
 
 
 @cli.command()
 @click.option("--stats", is_flag=True, help="The tables of a run folder and their columns instead.")
 @click.option("--json", "as_json", is_flag=True, help="The job file's JSON Schema.")
 def schema(stats: bool, as_json: bool) -> None:
-    """Print every part and key of a job file with type, default and meaning."""
+    """Print every key of a job file: type, default and meaning."""
     from batchinfer.schema import job_json_schema, job_schema_text, stats_schema_text
 
     if as_json and not stats:
@@ -66,7 +68,10 @@ def schema(stats: bool, as_json: bool) -> None:
 )
 @click.option("--all", "every_kernel", is_flag=True, help="Every operation: what runs it and why others do not.")
 def doctor(bench: bool, every_kernel: bool) -> None:
-    """Report what this machine can run and with which kernels, and whether answers are equal bit for bit."""
+    """Report what this machine can run, and with which kernels.
+
+    The report also says whether answers are equal bit for bit.
+    """
     set_up_matrix_library()  # with the settings of ranks
     from batchinfer.doctor.machine import examine
 
@@ -81,9 +86,11 @@ for command in (*FIRST, *JOBS, *CLUSTERS, *REPORTS, convert, kv.kv):
     cli.add_command(command)
 
 
-def _print_error(error: BatchinferError) -> None:
-    for sentence in error.sentences:
-        click.echo(f"error: {sanitize(clip(sentence))}", err=True)
+def _print_error(*sentences: str) -> None:
+    from batchinfer.progress import coloured
+
+    for sentence in sentences:
+        print(coloured(f"error: {sanitize(clip(sentence))}"), file=sys.stderr)
 
 
 def _run_command(process: Process) -> None:
@@ -122,19 +129,21 @@ def main(
         error.show()
         sys.exit(ExitCode.BAD_JOB)
     except BatchinferError as error:
-        (on_error or _print_error)(error)
+        if on_error is None:
+            _print_error(*error.sentences)
+        else:
+            on_error(error)
         sys.exit(error.exit_code)
     except InterruptedRunError as stopped:
         click.echo(str(stopped), err=True)
         sys.exit(stopped.exit_code)
     except PermissionError as error:
-        where = f"cannot open {error.filename}: {error.strerror}; run this as the user who owns it"
-        click.echo(f"error: {sanitize(where)}", err=True)
+        _print_error(f"cannot open {error.filename}: {error.strerror}; run this as the user who owns it")
         sys.exit(ExitCode.BAD_JOB)
     except OSError as error:
-        click.echo(f"error: {sanitize(clip(str(error)))}", err=True)
+        _print_error(str(error))
         sys.exit(ExitCode.INTERNAL)
     except Exception:
         traceback.print_exc()
-        click.echo("error: batchinfer failed; the lines above say where. What was finished is kept.", err=True)
+        _print_error("batchinfer failed; the lines above say where. What was finished is kept.")
         sys.exit(ExitCode.INTERNAL)

@@ -47,6 +47,10 @@ class ConfigErrors(ConfigError):
         return str(self).split("\n")
 
 
+class RunBusyError(ConfigError):
+    """Another process plans or finishes the run."""
+
+
 class DamagedFileError(ConfigError):
     """A file that the program wrote is missing or has another content."""
 

@@ -15,10 +15,11 @@ from batchinfer.commands.options import json_option, run_argument
 @click.option("--watch", is_flag=True, help="Repeat every few seconds until the run is finished.")
 @json_option
 def status(target: Path, watch: bool, as_json: bool) -> None:
-    """Show the state and the progress of RUN (a run folder or a .toml file).
+    """Show the state and progress of RUN.
 
-    The state is planning, planned (no worker yet), running, interrupted (no worker is left), computed (finish is next),
-    finished or partial. Then come tokens, units, rows, speed, time left, the progress of each command, and problems.
+    RUN is a run folder or a .toml file. The state is planning, planned (no worker yet), running, interrupted (no worker
+    is left), computed (finish is next), finished or partial. Then come tokens, units, rows, speed, time left, the
+    progress of each command, and problems.
     """
     from batchinfer.run.planned import planned_run
     from batchinfer.run.store.open import storage_of
@@ -58,9 +59,9 @@ def cancel(target: Path) -> None:
 @run_argument
 @click.option("--array", metavar="N[%M]", help="Submit N tasks, like those of the last submission.")
 def retry(target: Path, array: str | None) -> None:
-    """Retry the failed rows of RUN (a run folder or a .toml file); good rows keep their answers.
+    """Retry the failed rows of RUN; good rows keep their answers.
 
-    Rows that the plan found to be bad stay error rows.
+    RUN is a run folder or a .toml file. Rows that the plan found to be bad stay error rows.
     """
     from batchinfer.run.planned import planned_run
     from batchinfer.run.store.interface import put_sent

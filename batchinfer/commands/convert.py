@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 )
 @pass_stop
 def convert(stop: StopSignal, model: Path, target: Path, dtype: str) -> None:
-    """Write MODEL to the new folder DIR in the memory layout of the C++ operations for a dtype.
+    """Write MODEL to DIR in the layout that loads at once on CPUs.
 
     A job whose model.path is DIR gives the same answers as with MODEL, but its ranks map the files instead of packing
     the weights. It starts in the time that reading the files takes, or at once if they are in the page cache. DIR has

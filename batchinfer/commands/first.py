@@ -37,7 +37,7 @@ _model_option = click.option(
     help="The job file to write; an existing file is not changed.",
 )
 def init(data: str, model: Path, target: Path) -> None:
-    """Write a job file for DATA (a file, a folder or a glob) that runs without changes.
+    """Write a job file for DATA, a file, a folder or a glob.
 
     The columns of prompts and ids are chosen by types and names, model.dtype by the checkpoint and this machine's
     memory. The file has comments and other keys that are often set.
@@ -68,7 +68,7 @@ def init(data: str, model: Path, target: Path) -> None:
     help="For chat templates that write the date; default: today.",
 )
 def ask(question: str, model: Path, max_tokens: int, date: datetime | None) -> None:
-    """Ask a model one QUESTION and print its greedy answer, to see that the model works.
+    """Ask a model one QUESTION and print its greedy answer.
 
     The question goes through the model's chat template if there is one. The command runs a job of one row in a
     temporary folder, so it takes as long as loading the model; a terminal shows the progress. For many questions, write

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -22,11 +24,13 @@ from batchinfer.commands.options import (
     pass_stop,
     run_argument,
     tracer_of,
+    verbosity_options,
 )
-from batchinfer.commands.reports import print_report
-from batchinfer.records import ExitCode
+from batchinfer.commands.reports import print_end, print_report
+from batchinfer.records import ExitCode, RunBusyError
 from batchinfer.sanitize import sanitize
 from batchinfer.stop import StopSignal
+from batchinfer.verbosity import is_quiet, is_verbose
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
@@ -37,6 +41,9 @@ if TYPE_CHECKING:
     from batchinfer.run.session import Session
     from batchinfer.run.trace import Tracer
     from batchinfer.rundir import RunDir
+
+LOOK_S = 0.5  # between looks at a run that another process plans or finishes
+Result = TypeVar("Result")
 
 
 @click.command(epilog=EXIT_CODES)
@@ -62,10 +69,10 @@ def plan(
     expert_loads: Path | None,
     reuse: Path | None,
 ) -> None:
-    """Check and tokenise every row of JOB (a .toml file or a run folder), order the requests, print a summary.
+    """Check all rows of JOB, order the requests, print a summary.
 
-    No model is loaded. Bad rows are reported here, before any accelerator is used. Errors that ranks would report, such
-    as tensors that do not fit config.json, are reported before a row is read.
+    JOB is a .toml file or a run folder. No model is loaded. Bad rows are reported here, before any accelerator is used.
+    Errors that ranks would report, such as tensors that do not fit config.json, are reported before a row is read.
     """
     from batchinfer.controller.kept_units import keep_same_units
     from batchinfer.run.planned import job_of
@@ -99,10 +106,10 @@ def plan(
 @job_options
 @pass_stop
 def work(stop: StopSignal, target: Path, overrides: tuple[str, ...], strict: bool, trace: bool) -> None:
-    """Compute the units of a planned JOB (a .toml file or a run folder) until none is left.
+    """Compute the units of a planned JOB until none is left.
 
-    Several `work` commands may run at once, also on other machines that see the same run folder. After an interrupt,
-    run it again: finished requests are kept.
+    JOB is a .toml file or a run folder. Several `work` commands may run at once, also on other machines that see the
+    same run folder. After an interrupt, run it again: finished requests are kept.
     """
     from batchinfer.host_info import launcher_name, node_name, task_name, task_restarts
     from batchinfer.run.planned import planned_run
@@ -137,7 +144,10 @@ def finish(
     allow_partial: bool,
     wait: bool,
 ) -> None:
-    """Check that no row is missing or double, then write outputs/ and stats/ of JOB (a .toml file or a run folder)."""
+    """Write outputs and statistics of a computed JOB.
+
+    JOB is a .toml file or a run folder. The command checks first that no row is missing or double.
+    """
     from batchinfer.finish.finish import wait_for_units
     from batchinfer.run.planned import planned_run
     from batchinfer.run.store.open import storage_of
@@ -155,17 +165,19 @@ def finish(
             wait_for_units(storage)
         tracer = tracer_of(trace)
         tracer.go_on(storage)
-        code = _finish(run, config, stop, tracer, allow_partial=allow_partial)
-    sys.exit(code)
+        result = _finish(run, config, stop, tracer, allow_partial=allow_partial)
+    _note_finished(run, config, result)
+    sys.exit(result.exit_code)
 
 
 @click.command()
 @run_argument
 @json_option
+@verbosity_options
 def verify(target: Path, as_json: bool) -> None:
-    """Read every file of RUN (a run folder or a .toml file) and compare its checksum; nothing is changed.
+    """Compare every file of RUN with its checksum; change nothing.
 
-    Each damaged file is printed with a remedy. Exit code 3 if a file is damaged.
+    RUN is a run folder or a .toml file. Each damaged file is printed with a remedy. Exit code 3 if a file is damaged.
     """
     from batchinfer.finish.verify import verify_run
     from batchinfer.run.planned import run_folder
@@ -186,6 +198,7 @@ def verify(target: Path, as_json: bool) -> None:
 @click.argument("job", type=click.Path(path_type=Path))
 @earlier_run_options
 @job_options
+@click.option("--json", "as_json", is_flag=True, help="The report as one JSON document on stdout, as `report --json`.")
 @click.pass_obj
 def run(
     process: Process,
@@ -196,10 +209,12 @@ def run(
     learn_from: Path | None,
     expert_loads: Path | None,
     reuse: Path | None,
+    as_json: bool,
 ) -> None:
-    """Plan, compute and finish JOB (a .toml file or a run folder) on this machine, then print the report.
+    """Plan, compute and finish JOB here, then print a summary.
 
-    After an interrupt, the same command continues where it stopped and ends with the same outputs.
+    JOB is a .toml file or a run folder. `batchinfer report JOB` prints all figures. After an interrupt, the same
+    command continues where it stopped and ends with the same outputs.
     """
     from batchinfer.launch.can_run_here import refuse_if_job_cannot_run
     from batchinfer.launch.nodes import refuse_several_processes
@@ -217,26 +232,54 @@ def run(
         ahead = nullcontext(process.kept.load_for(config, stop))
     with ahead as ranks, alone("run", stop) as session:
         tracer = tracer_of(trace)
-        run_dir = plan_here(
-            config,
-            session,
-            tracer,
-            strict=strict,
-            learn_from=learn_from,
-            expert_loads=expert_loads,
-            reuse=reuse,
-            can_run_here=lambda: refuse_if_job_cannot_run(config, ranks, stop),
-            tokenizer=process.tokenizer,
+        run_dir = _when_free(
+            partial(
+                plan_here,
+                config,
+                session,
+                tracer,
+                strict=strict,
+                learn_from=learn_from,
+                expert_loads=expert_loads,
+                reuse=reuse,
+                can_run_here=lambda: refuse_if_job_cannot_run(config, ranks, stop),
+                tokenizer=process.tokenizer,
+            )
         )
         if ranks is not None:
             with stop.held():  # as in _finish
                 import batchinfer.finish.finish  # while the ranks load: this process only waits for them
-                import batchinfer.report.panel  # noqa: F401
+                import batchinfer.report.summary  # noqa: F401
         _work(run_dir, config, session, stop, tracer, ranks)
-        code = _finish(run_dir, config, stop, tracer, allow_partial=False)
+        # another `run` that has joined this one may finish first: its result counts for both
+        result = _when_free(partial(_finish, run_dir, config, stop, tracer, allow_partial=False))
+    if as_json or not sys.stdout.isatty():  # else the summary on the same terminal says this
+        _note_finished(run_dir, config, result)
     if process.kept is None:
-        print_report([run_dir.root], as_json=False)
-    sys.exit(code)
+        _print_end(run_dir, config, as_json=as_json)
+    sys.exit(result.exit_code)
+
+
+def _when_free(do: Callable[[], Result]) -> Result:
+    """Do something that needs the run's lock, when no other process plans or finishes the run any more."""
+    from batchinfer.progress import note
+
+    is_told = False
+    while True:
+        try:
+            return do()
+        except RunBusyError as busy:
+            if not is_told:
+                note(f"waiting: {str(busy).partition(';')[0]}")
+            is_told = True
+            time.sleep(LOOK_S)
+
+
+def _print_end(run_dir: RunDir, config: JobConfig, *, as_json: bool) -> None:
+    if as_json or is_verbose():
+        print_report([run_dir.root], as_json=as_json)
+    if not as_json and not is_quiet():
+        print_end(run_dir, has_dataset=config.output.push is not None)
 
 
 def _show_prompt(config: JobConfig, row: str, tokenizer: TokenizerProcess | None) -> None:
@@ -287,7 +330,7 @@ def plan_here(
     summary = format_summary(read_summary(run_dir), config.cluster.num_ranks)
     if session.command == "run":
         note(summary)  # not click.echo: loading ranks may show a progress bar
-    else:
+    elif not is_quiet():
         click.echo(summary)
     warning = expected_end(run_dir)
     if warning is not None:
@@ -311,7 +354,9 @@ def _work(
         tracer.write(run_dir.trace)
 
 
-def _finish(run_dir: RunDir, config: JobConfig, stop: StopSignal, tracer: Tracer, *, allow_partial: bool) -> int:
+def _finish(
+    run_dir: RunDir, config: JobConfig, stop: StopSignal, tracer: Tracer, *, allow_partial: bool
+) -> FinishedRun:
     with stop.held():  # DuckDB calls Python while it is imported
         from batchinfer.finish.finish import finish_run
     from batchinfer.run.store.open import storage_of
@@ -321,8 +366,13 @@ def _finish(run_dir: RunDir, config: JobConfig, stop: StopSignal, tracer: Tracer
     if tracer.enabled:
         tracer.write(run_dir.trace)
         storage_of(config).put(run_dir.trace)
-    click.echo(sanitize(_finished_text(run_dir, config, result)), err=True)
-    return result.exit_code
+    return result
+
+
+def _note_finished(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> None:
+    from batchinfer.progress import note
+
+    note(_finished_text(run_dir, config, result))
 
 
 def _finished_text(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> str:

@@ -12,7 +12,10 @@ from batchinfer.records import ExitCode
 
 @click.group()
 def kv() -> None:
-    """Manage the KV store on disk: STORE is its folder, or a JOB.toml whose [kv] dir names it."""
+    """Manage the KV store on disk.
+
+    STORE is its folder, or a JOB.toml whose [kv] dir names it.
+    """
 
 
 _store_argument = click.argument("target", metavar="STORE", type=click.Path(path_type=Path))
@@ -33,7 +36,10 @@ def kv_stat(target: Path, as_json: bool) -> None:
 @_store_argument
 @json_option
 def kv_verify(target: Path, as_json: bool) -> None:
-    """Read every block and compare its checksum. Damaged files go to quarantine; exit code 3 if there are any."""
+    """Compare every block with its checksum.
+
+    Damaged files go to quarantine; exit code 3 if there are any.
+    """
     from batchinfer.kv_store.upkeep import open_kv_store, verify_store
 
     found = verify_store(open_kv_store(target))
@@ -51,7 +57,10 @@ def kv_verify(target: Path, as_json: bool) -> None:
 @click.option("--max-bytes", metavar="SIZE", help="Evict until all files are below this, for example 500GB or 2TiB.")
 @json_option
 def kv_gc(target: Path, max_bytes: str | None, as_json: bool) -> None:
-    """Delete files that killed runs left and, with --max-bytes, the least useful blocks. Live runs may continue."""
+    """Delete leftovers and, with --max-bytes, the least useful blocks.
+
+    Leftovers are files of killed runs. Live runs may continue.
+    """
     from batchinfer.kv_store.upkeep import open_kv_store, parse_bytes, shrink_store
 
     found = shrink_store(open_kv_store(target), None if max_bytes is None else parse_bytes(max_bytes))
@@ -68,7 +77,10 @@ def kv_gc(target: Path, max_bytes: str | None, as_json: bool) -> None:
 @_store_argument
 @click.argument("block", required=False)
 def kv_path(target: Path, block: str | None) -> None:
-    """Print the folder of a store, or the file of BLOCK (the first 12 hex digits of its name, or more)."""
+    """Print the folder of a store, or the file of BLOCK.
+
+    BLOCK is the first 12 hex digits of a block's name, or more.
+    """
     from batchinfer.kv_store.upkeep import find_block, open_kv_store
 
     store = open_kv_store(target)

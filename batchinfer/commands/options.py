@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchinfer.stop import StopSignal
+from batchinfer.verbosity import Verbosity, set_verbosity
 
 if TYPE_CHECKING:
     from batchinfer.data.tokenizer_process import TokenizerProcess
@@ -54,6 +55,7 @@ def pass_stop(command: Callable[..., None]) -> Callable[..., None]:
 
 def job_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
+        verbosity_options,
         click.option("--trace", is_flag=True, help="Write trace.json (open it in ui.perfetto.dev) to the run folder."),
         click.option("--strict", is_flag=True, help="Stop with exit code 2 at the first bad row or unreadable shard."),
         click.option(
@@ -65,6 +67,27 @@ def job_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
     ):
         command = option(command)
+    return command
+
+
+def verbosity_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add --quiet and --verbose, which hold for the whole process."""
+
+    def set_to(verbosity: Verbosity) -> Callable[[click.Context, click.Parameter, bool], None]:
+        def callback(context: click.Context, _: click.Parameter, is_given: bool) -> None:
+            if is_given and context.meta.setdefault(__name__, verbosity) is not verbosity:
+                raise click.UsageError("--quiet and --verbose contradict each other; leave one out")
+            if is_given:
+                set_verbosity(verbosity)
+
+        return callback
+
+    for names, verbosity, text in (
+        (("-v", "--verbose"), Verbosity.VERBOSE, "More lines of progress, and the whole report at the end."),
+        (("-q", "--quiet"), Verbosity.QUIET, "No progress and no summary, only warnings and errors."),
+    ):
+        callback = set_to(verbosity)
+        command = click.option(*names, is_flag=True, expose_value=False, callback=callback, help=text)(command)
     return command
 
 

@@ -31,7 +31,9 @@ ID_WIDTH, STATUS_WIDTH, WIDTH = 20, 14, 110
 @click.option("--follow", is_flag=True, help="Print answers as they become durable, until the run is over.")
 @click.option("--prompts", "with_prompts", is_flag=True, help="Print each prompt as the model got it, then its answer.")
 def peek(target: Path, sql: str | None, as_json: bool, follow: bool, with_prompts: bool) -> None:
-    """Print the answers so far of RUN (a run folder or a .toml file), which may be running, interrupted or finished.
+    """Print the answers so far of RUN, running or not.
+
+    RUN is a run folder or a .toml file.
 
     Without options, print the latest answers. Nothing is changed. An answer appears within cluster.commit_seconds. Rows
     that the plan found bad, and duplicates of other rows, are in the outputs only.

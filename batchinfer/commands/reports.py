@@ -1,14 +1,19 @@
 """Commands that print figures: of runs (report), of given numbers (price), of a simulated cluster (simulate)."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from batchinfer.commands.options import json_option
 from batchinfer.report.query_limits import SQL_S
+
+if TYPE_CHECKING:
+    from batchinfer.rundir import RunDir
 
 
 def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -43,10 +48,11 @@ def report(
     html: Path | None,
     parquet: Path | None,
 ) -> None:
-    """Print the figures of one or several RUNs (run folders or .toml files): tokens, cache hits, speed, cost, margin.
+    """Print the figures of RUNs: tokens, speed, time, cost.
 
-    Several runs are shown side by side, with a column for all together. For an unfinished run, the figures are those so
-    far, with the progress; --sql and --parquet need a finished run, `peek` shows answers so far.
+    RUNs are run folders or .toml files. Several runs are shown side by side, with a column for all together. For an
+    unfinished run, the figures are those so far, with the progress; --sql and --parquet need a finished run, `peek`
+    shows answers so far.
 
     \b
     The views for --sql: outputs, requests, units, steps, experts, expert_rows, placements, nodes, kv, run,
@@ -72,7 +78,13 @@ def report(
 
 
 @click.command()
-@click.option("--run", "run_folder", metavar="RUN", type=click.Path(path_type=Path), help="Start from this run.")
+@click.option(
+    "--run",
+    "run_folder",
+    metavar="RUN",
+    type=click.Path(path_type=Path),
+    help="Start from this run (a run folder or a .toml file).",
+)
 @click.option("--prices", "price_file", metavar="FILE", type=click.Path(path_type=Path), help="A price list (.toml).")
 @_number_option("--hit-tokens", "Input tokens served from a cache.")
 @_number_option("--miss-tokens", "Input tokens computed.")
@@ -99,7 +111,9 @@ def price(
     as_json: bool,
     **changes: float | None,
 ) -> None:
-    """Cost, revenue and margins from numbers or from a run; options replace single numbers of a RUN.
+    """Print cost, revenue and margins of numbers or of a run.
+
+    Options replace single numbers of a run.
 
     \b
     The published day of DeepSeek-V3/R1 at R1's list prices:
@@ -112,7 +126,8 @@ def price(
 
     amounts, prices = what_if.Amounts(), PriceList()
     if run_folder is not None:
-        amounts, prices = what_if.amounts_of_run(run_folder)
+        (folder,) = _run_folders([run_folder])
+        amounts, prices = what_if.amounts_of_run(folder)
     if price_file is not None:
         prices = read_prices(price_file)
     prices = prices.with_prices(gpu_hour=gpu_hour, input_hit=price_hit, input_miss=price_miss, output=price_output)
@@ -128,10 +143,10 @@ def price(
 @click.argument("spec", type=click.Path(path_type=Path))
 @json_option
 def simulate(spec: Path, as_json: bool) -> None:
-    """Simulate the job of SPEC (a .toml file) on a cluster of GPUs; no GPU is needed.
+    """Simulate the job of SPEC on a cluster of GPUs, without one.
 
-    Printed are tokens/s per node, the bottleneck of each stage, nodes over time, cost and margin, the cheapest EP sizes
-    and batch, and nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
+    SPEC is a .toml file. Printed are tokens/s per node, the bottleneck of each stage, nodes over time, cost and margin,
+    the cheapest EP sizes and batch, and nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
     """
     from batchinfer.report.terminal import show
     from batchinfer.sim.answer import answer
@@ -179,6 +194,16 @@ def print_report(runs: list[Path], *, as_json: bool, together: bool = False, com
             f"not finished: `batchinfer status {folder}` shows its workers, `batchinfer run {folder}` continues it, "
             f"`batchinfer peek {folder}` shows the answers so far"
         )
+
+
+def print_end(run: RunDir, *, has_dataset: bool) -> None:
+    """Print the summary of a run that has just finished on stdout."""
+    from batchinfer.report.read import read_report
+    from batchinfer.report.summary import summary
+    from batchinfer.report.terminal import show, stdout_width
+
+    lines = summary(read_report(run.root), run.shown, stdout_width(), has_dataset=has_dataset)
+    show(*lines, uncut=True)
 
 
 def _run_folders(targets: Sequence[Path]) -> list[Path]:

@@ -133,10 +133,10 @@ def submit(
     trace: bool,
     **shape: Any,
 ) -> None:
-    """Plan JOB (a .toml file or a run folder) here, then compute it on a cluster: Slurm, Kubernetes or Ray.
+    """Plan JOB here, compute it on Slurm, Kubernetes or Ray.
 
-    N tasks claim work units until none is left; each task is a group of K nodes that compute together. A dependent job
-    writes the outputs. Tasks may end, be added or be removed at any time.
+    JOB is a .toml file or a run folder. N tasks claim work units until none is left; each task is a group of K nodes
+    that compute together. A dependent job writes the outputs. Tasks may end, be added or be removed at any time.
     """
     _refuse_others(to, shape)
     goals = GoalOptions(array, *(shape.pop(name) for name in GOAL_OPTIONS))

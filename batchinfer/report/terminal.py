@@ -91,10 +91,15 @@ def drawn(*parts: RenderableType, width: int = WIDTH, on_terminal: bool = False)
     return "".join(f"{line.rstrip()}\n" for line in captured.get().split("\n")[:-1])
 
 
+def stdout_width() -> int:
+    """Return the columns of stdout: of a terminal its own."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+
+
 def show(*parts: RenderableType, uncut: bool = False) -> None:
     """Print on stdout, in colour and full width if stdout is a terminal; with `uncut` no line is cut."""
     on_terminal = sys.stdout.isatty()
-    width = UNCUT if uncut else shutil.get_terminal_size().columns if on_terminal else WIDTH
+    width = UNCUT if uncut else stdout_width()
     print(drawn(*parts, width=width, on_terminal=on_terminal), end="", flush=True)
 
 

@@ -1,5 +1,6 @@
 """The command itself: help, usage errors, one-sentence messages, documents on stdout."""
 
+import fcntl
 import json
 import os
 import re
@@ -11,11 +12,13 @@ from contextlib import suppress
 import pytest
 import torch
 
+from batchinfer.commands import jobs
 from batchinfer.host_info import num_cores, processor_name
+from batchinfer.report.summary import MOST_LINES
 from batchinfer_kernels import registry
 from batchinfer_kernels.cpu.build import instructions
 from batchinfer_kernels.row_survey import DTYPES
-from support.jobs import batchinfer, start, write_job, write_questions, write_shard
+from support.jobs import batchinfer, question, start, write_job, write_questions, write_shard
 from support.paths import RANDOM_MODEL
 from support.tiers import first_in_make_test
 
@@ -29,6 +32,7 @@ def test_help_names_every_command_and_the_exit_codes():
     for command in COMMANDS:
         assert re.search(rf"^  {command} ", text, re.M), command
     assert "interrupted; the same command continues" in text
+    assert "..." not in text.partition("Commands:")[2], "a summary is cut"
     assert batchinfer().out == text or batchinfer().code == 2
 
 
@@ -358,11 +362,93 @@ def test_progress_is_plain_lines_when_nobody_watches(tmp_path):
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "\r" not in err
-    assert re.search(r"decode: 100%, .* tokens; prompts .*; 3 of 3 requests", err)
+    assert re.search(r"computing: 100%, 3 of 3 rows; [\d,]+ tokens/s; .* prompt and .* output tokens", err)
     assert re.search(r"planning: 100%, 3 of 3 rows", err)
     assert re.search(r"loading: 100%, .*MB of .*MB in", err)
     assert re.search(r"finish: 100%, 3 of 3 rows", err)
-    assert "output rows" in out
+    assert "3 rows in" in err, "stdout is elsewhere"
+    assert re.search(r"^  rows +3: 3 ok, 0 error$", out, re.M)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A job file with five kinds of bad rows, and what its run ended with."""
+    folder = tmp_path_factory.mktemp("finished")
+    bad = [None, "x" * 9000, "y" * 9001, "z" * 9002, "z" * 9003]
+    columns = {"id": [f"q{i}" for i in range(9)], "prompt": [*bad, None, None, question(1), question(1)]}
+    write_shard(folder / "prompts/a.parquet", columns)
+    job = write_job(folder, output={"keep_columns": []})
+    return job, batchinfer("run", job)
+
+
+def test_a_run_ends_with_a_summary_of_a_few_lines(finished):
+    job, ended = finished
+    run = job.parent / "run"
+    assert ended.code == 3
+    lines = ended.out.splitlines()
+    assert len(lines) <= MOST_LINES == 25
+    assert lines[:4] == [
+        "run: finished",
+        "  rows      9: 2 ok, 7 error",
+        "  cut       2 at max_tokens, 100.0% of answers: raise max_tokens?",
+        "  errors    3 x prompt is null",
+    ]
+    assert lines[6] == "            and 2 other reasons"
+    report = json.loads(batchinfer("report", run, "--json").out)
+    assert re.fullmatch(r"  speed     [\d.,]+ rows/s, [\d.,]+ tokens/s, end to end", lines[-5])
+    hits = f"({report['cache_hit_rate']:.1%} from a cache)"
+    assert lines[-4] == f"  tokens    {report['input_tokens']:,} in {hits}, {report['output_tokens']:,} out"
+    assert lines[-3] == f"  outputs   {run}/outputs"
+    assert lines[-1] == f"  page      batchinfer report {run} --html run.html"
+    assert "money" not in ended.out, "the job has no prices"
+    assert "$" not in ended.out
+
+
+def test_a_summary_has_money_where_the_job_has_prices(finished):
+    job, _ = finished
+    prices = ["gpu_hour=2", "input_hit=1", "input_miss=1", "output=2"]
+    options = [word for price in prices for word in ("--set", f"pricing.{price}")]
+    assert re.search(
+        r"^  money     cost \$[\d.]+, revenue \$[\d.]+, gross margin", batchinfer("run", job, *options).out, re.M
+    )
+
+
+def test_run_json_is_the_document_of_the_report(finished):
+    job, _ = finished
+    ended = batchinfer("run", job, "--json")
+    assert ended.code == 3
+    assert json.loads(ended.out) == json.loads(batchinfer("report", job, "--json").out)
+
+
+def test_quiet_says_nothing_and_verbose_prints_the_whole_report(finished):
+    job, _ = finished
+    quiet = batchinfer("run", job, "--quiet")
+    assert (quiet.code, quiet.out) == (3, "")
+    assert all(line.startswith("warning: ") for line in quiet.err.splitlines())
+    assert batchinfer("plan", job, "-q").out == ""
+    verbose = batchinfer("run", job, "-v")
+    assert batchinfer("report", job).out in verbose.out
+    assert verbose.out.splitlines()[-1].startswith("  page ")
+    assert "planned in" in batchinfer("plan", job).out, "the next command is neither"
+    assert "contradict" in batchinfer("run", job, "-q", "-v").err
+
+
+def test_a_run_waits_for_another_that_finishes(finished, monkeypatch):
+    """Two runs at once share the work; the one that comes second to finish takes the result of the first."""
+    job, ended = finished
+    with open(job.parent / "run" / "plan.lock", "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        looks = []
+
+        def look(seconds):
+            looks.append(seconds)
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+        monkeypatch.setattr(jobs.time, "sleep", look)
+        waited = batchinfer("run", job)
+    assert looks == [jobs.LOOK_S]
+    assert waited.err.count("waiting: another process plans or finishes") == 1
+    assert (waited.code, waited.out.splitlines()[1]) == (3, ended.out.splitlines()[1])
 
 
 @pytest.mark.parametrize(("ending", "code", "said"), [("3", 3, ""), ("'why'", 1, "why\n"), ("None", 0, "")])

@@ -29,13 +29,13 @@ class Ended:
     """The end of a command: exit code, output and errors."""
 
     code: int
-    said: str  # on stdout before the report of a run
+    said: str  # on stdout before the summary or report of a run
     err: str
     report: list[Callable[[], None]] = field(default_factory=list)
 
     @cached_property
     def out(self) -> str:
-        """All that stdout got; the report of a run, half the work of a small one, is made for who reads it."""
+        """All that stdout got; the end of a run, half the work of a small one, is made for who reads it."""
         with contextlib.redirect_stdout(io.StringIO()) as out:
             for print_it in self.report:
                 print_it()
@@ -47,14 +47,15 @@ def batchinfer(*arguments: str | Path) -> Ended:
     out, err = io.StringIO(), io.StringIO()
     report: list[Callable[[], None]] = []
 
-    def print_later(runs: list[Path], *, as_json: bool) -> None:
-        report.append(partial(reports.print_report, runs, as_json=as_json))
+    def later(print_it: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments, **options: report.append(partial(print_it, *arguments, **options))
 
     before = sys.argv
     sys.argv = ["batchinfer", *map(str, arguments)]
     try:
         with (
-            patch.object(jobs, "print_report", print_later),
+            patch.object(jobs, "print_report", later(reports.print_report)),
+            patch.object(jobs, "print_end", later(reports.print_end)),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):

@@ -21,7 +21,7 @@ from batchinfer.checked_json import json_text
 from batchinfer.data.bucket import Bucket, Found
 from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import note
-from batchinfer.records import ConfigError, StoreError
+from batchinfer.records import RunBusyError, StoreError
 from batchinfer.run.liveness import this_process
 from batchinfer.run.store import watch
 from batchinfer.run.store.watch import Watch
@@ -90,7 +90,7 @@ def locked_in(bucket: Bucket, *, doing: str) -> Iterator[None]:
     """Hold the run's lock; waits for a lease that may have run out, not for an owner that lives.
 
     Raises:
-        ConfigError: another process holds it.
+        RunBusyError: another process holds the lock.
     """
     lease, owners = Lease(bucket, LOCK), Watch(bucket.read)
     first: Found | None = None
@@ -106,7 +106,7 @@ def locked_in(bucket: Bucket, *, doing: str) -> Iterator[None]:
                 f"{_owner(found)} plans or finishes {bucket.uri}, or was killed; this shows within {watch.LEASE_S:g} s"
             )
         elif first.version != found.version:
-            raise ConfigError(f"{_owner(found)} plans or finishes {bucket.uri}; wait for it or stop it, then {doing}")
+            raise RunBusyError(f"{_owner(found)} plans or finishes {bucket.uri}; wait for it or stop it, then {doing}")
         time.sleep(LOOK_S)
     try:
         yield

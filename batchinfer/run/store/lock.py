@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from batchinfer.progress import note
-from batchinfer.records import ConfigError
+from batchinfer.records import RunBusyError
 from batchinfer.rundir import RunDir, send_lock
 from batchinfer.whole_files import cannot_write
 
@@ -20,13 +20,14 @@ def locked(run: RunDir, *, doing: str) -> Iterator[None]:
         doing: what must not happen twice at once, for a file system without locks: "finish this run".
 
     Raises:
-        ConfigError: another process holds it, or its file cannot be written.
+        RunBusyError: another process holds the lock.
+        ConfigError: the lock's file cannot be written.
     """
     with _opened(run.lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"another process plans or finishes {run.root}; wait for it or stop it") from None
+            raise RunBusyError(f"another process plans or finishes {run.root}; wait for it or stop it") from None
         except OSError as error:
             _note_no_locks(run, error, doing)
         yield
