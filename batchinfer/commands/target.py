@@ -34,9 +34,10 @@ class Target:
     def run_and_job(self) -> tuple[RunDir, JobConfig]:
         """The run folder and its job; a run folder given by the user must have a plan."""
         from batchinfer.config import load_job
+        from batchinfer.run.fingerprint import check_same, settings_fingerprint
         from batchinfer.run.planned import planned_run
         from batchinfer.run.store.open import storage_of
-        from batchinfer.rundir import check_no_bad_rows
+        from batchinfer.rundir import check_no_bad_rows, read_state, was_planned
 
         if self.is_run:
             run, job = planned_run(self.path, self.overrides)
@@ -44,7 +45,10 @@ class Target:
                 check_no_bad_rows(run)
             return run, job
         job = load_job(self.path, self.overrides)
-        return storage_of(job).run, job
+        run = storage_of(job).run
+        if self.dry_run and was_planned(run):  # a plan of this job would refuse or replace the other job
+            check_same(read_state(run)["fingerprint"], settings_fingerprint(job), run.shown)
+        return run, job
 
     @property
     def is_run(self) -> bool:
@@ -81,7 +85,8 @@ def _expected_lines(run: RunDir, job: JobConfig, tasks: int, nodes: int) -> list
     num_units, work_s = state["counts"]["units"], state["counts"]["work_s"]
     warning = [] if tasks <= num_units else ["warning: more tasks than units; some tasks will have no work"]
     if work_s is None:
-        unknown = "hours and cost are not known: plan with --learn-from and a finished run, or name cluster.gpu"
+        later = "; cluster.gpu counts when a plan is made, and this one was made without" if job.cluster.gpu else ""
+        unknown = f"hours and cost are not known: plan with --learn-from and a finished run, or name cluster.gpu{later}"
         return [f"{kind} for {_many(num_units, 'unit')}; {unknown}", *warning]
     hours, num_ranks, price = work_s / 3600, job.cluster.num_ranks, job.pricing.gpu_hour
     at_once = max(1, min(tasks, num_units))

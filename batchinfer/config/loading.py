@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +36,13 @@ def load_job(path: str | Path, overrides: list[str] | tuple[str, ...] = ()) -> J
         ConfigError: a sentence per problem, with file, key, value and remedy (see `checked`).
     """
     path = Path(path)
-    table = read_toml(path, "job file")
+    try:
+        table = read_toml(path, "job file")
+    except ConfigError:
+        if path.suffix == ".toml" or not path.is_file():
+            raise
+        make_one = f"for a file of prompts, `batchinfer init {shlex.quote(str(path))} --model DIR` writes one"
+        raise ConfigError(f"{path} is not a job file, which is TOML and named *.toml; {make_one}") from None
     for text in overrides:
         _apply_override(table, text)
     return job_of_table(table, path, path.absolute().parent.resolve())

@@ -10,6 +10,8 @@ import os
 import re
 from pathlib import Path
 
+from batchinfer.records import ModelError
+
 _HUB_NAME = re.compile(r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)(@(?P<revision>[\w./-]+))?")
 _DEFAULT_REVISION = "main"
 
@@ -64,8 +66,18 @@ def _snapshot(folder: Path, revision: str | None) -> str | None:
 
 HUGGING_FACE, MISTRAL = "config.json", "params.json"
 
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of a file that Git LFS has not fetched
+MOST_POINTER_BYTES = 1024
+
 
 def config_file(folder: Path) -> Path:
     """Return the path of config.json, or of params.json (of Mistral's own code) if only that exists."""
     own = folder / MISTRAL
     return own if own.is_file() and not (folder / HUGGING_FACE).exists() else folder / HUGGING_FACE
+
+
+def refuse_pointers(folder: Path) -> None:
+    """Raise ModelError if a file of weights is a pointer of Git LFS."""
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.is_file() and path.stat().st_size < MOST_POINTER_BYTES and path.read_bytes().startswith(LFS_POINTER):
+            raise ModelError(f"{path} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its folder")

@@ -1,13 +1,16 @@
 """Reading and writing of TOML."""
 
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from batchinfer.config.exact_json import exact_float
 from batchinfer.records import ConfigError
-from batchinfer.sanitize import first_line
+from batchinfer.sanitize import first_line, fit
+
+MAX_LINE = 80  # characters of a line in a message
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
@@ -19,15 +22,32 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file does not exist, or is not TOML.
     """
+    text = ""
     try:
-        return tomllib.loads(path.read_bytes().decode("utf-8"), parse_float=exact_float)
+        text = path.read_bytes().decode("utf-8")
+        return tomllib.loads(text, parse_float=exact_float)
     except FileNotFoundError:
         raise ConfigError(f"there is no {what} at {path}; give the path of a .toml file") from None
     except (OSError, ValueError) as error:
         # ValueError: not UTF-8, not TOML, or a path with a NUL in it
-        raise ConfigError(f"cannot read the {what} {path}: {first_line(error)}") from None
+        raise ConfigError(f"cannot read the {what} {path}: {_reason(error, text)}") from None
     except RecursionError:
         raise ConfigError(f"cannot read the {what} {path}: its values are nested too deeply") from None
+
+
+def _reason(error: Exception, text: str) -> str:
+    """Return why a text is not TOML: the line, its content, and the remedy for a text without quotes."""
+    place = re.search(r" \(at line (\d+), column \d+\)", str(error))
+    if place is None:
+        return first_line(error)
+    number = int(place[1])
+    line = fit(text.split("\n")[number - 1].strip(), MAX_LINE)
+    said = f"line {number} is {line!r}: {first_line(error).replace(place[0], '').lower()}"
+    bare = re.fullmatch(r"([\w.]+) *= *(\[? *)([^\s\"'\[{\d+.-][^\"',\]]*)(.*)", line)
+    if bare is None or bare[3].startswith(("true", "false")):
+        return said
+    key, bracket, value, rest = bare.groups()
+    return f"{said}; texts need quotes: {key} = {bracket}{toml_value(value.strip())}{rest}"
 
 
 def dump_parts(parts: dict[str, dict[str, Any]]) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from batchinfer.config.model_folder import refuse_pointers
 from batchinfer.model.config_reader import read_json_object
 from batchinfer.model.families import Carrier
 from batchinfer.model.stored_names import TensorInfo, own_names
@@ -101,6 +102,7 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
             entry = file.get_slice(name)
             infos[name] = TensorInfo(path, name, tuple(entry.get_shape()), str(entry.get_dtype()))
     except (SafetensorError, OSError) as error:
+        refuse_pointers(path.parent)
         raise ModelError(f"{path} is damaged or not a safetensors file: {error}.") from error
     return infos
 

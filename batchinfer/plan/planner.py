@@ -120,7 +120,7 @@ def plan_job(
                 note(f"{run.shown} is planned already; going on with this plan")
                 is_new_to_plan = reuse is not None and REUSED not in state
                 if learn_from is not None or expert_loads is not None or is_new_to_plan:
-                    note("warning: the earlier run does not change this plan; delete the folder to plan again")
+                    note("--learn-from, --expert-loads and --reuse count when a plan is made; this plan stays as it is")
             offer_reused(storage, state)
     if strict:
         check_no_bad_rows(run)

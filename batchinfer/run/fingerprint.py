@@ -156,7 +156,7 @@ def _shards_differ(old: list[Any], new: list[Any], path_of: Mapping[str, str]) -
         return f"{_some(gone, path_of)} {'is' if len(gone) == 1 else 'are'} missing from its input shards"
     for name, shard in now.items():
         if shard != was[name]:
-            return f"input shards was {_short(was[name])} and is now {_short(shard)}"
+            return f"{path_of.get(name, name)} among its input shards has another content than when it was planned"
     return "input shards are in another order"
 
 

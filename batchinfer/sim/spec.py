@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 
 from batchinfer.config import checked, read_toml
 from batchinfer.config.part import Part
+from batchinfer.records import ConfigError
 from batchinfer.sim.exchange import LATEST, Release
 
 Positive = Annotated[float, Field(gt=0)]
@@ -129,7 +131,13 @@ def load_spec(path: Path) -> Spec:
         ConfigError: one sentence with the file, the key, the value and the remedy.
     """
     path = Path(path)
-    spec = checked(Spec, read_toml(path, "spec"), path)
+    table = read_toml(path, "spec")
+    if "input" in table:
+        raise ConfigError(
+            f"{path} is a job file, and simulate takes a spec such as jobs/simulate_day.toml; to predict the job on a "
+            f"GPU: `batchinfer plan {shlex.quote(str(path))} --set cluster.gpu=H100`"
+        )
+    spec = checked(Spec, table, path)
     folder = path.absolute().parent
     update: dict[str, Part] = {"model": ModelSpec(path=str(folder / spec.model.path))}
     if spec.workload.plan is not None:

@@ -1,5 +1,6 @@
 """A run's status as JSON and as lines for a terminal, once or repeatedly."""
 
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -108,12 +109,13 @@ def _doing(figures: dict[str, Any]) -> str:
 
 def _activity(status: Status) -> str:
     """Return the run's activity in words, and the next command to run if no process works on it."""
-    is_stale = "planning was interrupted; `batchinfer plan` continues"
+    is_stale = "planning was interrupted; the same command continues"
+    run = shlex.quote(status.run)
     workers = f"running with {status.workers:,} worker{'s' if status.workers != 1 else ''}"
     return {
         "planning": "planning; there are no tokens to count yet" if status.sessions else is_stale,
-        "planned": "planned, no worker yet; `batchinfer work` starts one",
+        "planned": f"planned, no worker yet; `batchinfer run {run}` computes and finishes it here",
         "running": workers,
-        "interrupted": "interrupted, no worker is left; `batchinfer work` continues",
-        "computed": "computed, not finished; `batchinfer finish` writes the outputs",
+        "interrupted": f"interrupted, no worker is left; `batchinfer run {run}` continues and finishes it here",
+        "computed": f"computed, not finished; `batchinfer finish {run}` writes the outputs",
     }.get(status.activity, status.activity)

@@ -367,7 +367,7 @@ def test_progress_is_plain_lines_when_nobody_watches(tmp_path):
     assert re.search(r"loading: 100%, .*MB of .*MB in", err)
     assert re.search(r"finish: 100%, 3 of 3 rows", err)
     assert "3 rows in" in err, "stdout is elsewhere"
-    assert re.search(r"^  rows +3: 3 ok, 0 error$", out, re.M)
+    assert re.search(r"^  rows +3 output rows: 3 ok, 0 error$", out, re.M)
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +389,7 @@ def test_a_run_ends_with_a_summary_of_a_few_lines(finished):
     assert len(lines) <= MOST_LINES == 25
     assert lines[:4] == [
         "run: finished",
-        "  rows      9: 2 ok, 7 error",
+        "  rows      9 output rows: 2 ok, 7 error",
         "  cut       2 at max_tokens, 100.0% of answers: raise max_tokens?",
         "  errors    3 x prompt is null",
     ]

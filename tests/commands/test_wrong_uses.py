@@ -1,12 +1,14 @@
 """Mistakes of new users as a table: each with its exit code and error sentence."""
 
 import json
+import shutil
 
 import pyarrow as pa
 import pytest
 
 from support.jobs import Ended, batchinfer, write_job, write_shard
 from support.openai_batches import DOCUMENTED
+from support.paths import RANDOM_MODEL
 
 CHAT = [[{"role": "user", "content": "Hello"}]] * 2
 SHAREGPT = [[{"from": "human", "value": "Hello"}]] * 2
@@ -250,3 +252,80 @@ def test_a_command_takes_a_job_file_or_a_run_folder_and_says_what_is_wrong_with_
     assert ended.code == code, ended.err
     assert words in ended.out + ended.err
     assert "Traceback" not in ended.err
+
+
+TEXTS = [
+    ("path = models/tiny", "line 1 is 'path = models/tiny': invalid value; texts need quotes: path = \"models/tiny\""),
+    ("files = [data/a.csv]", "texts need quotes: files = [\"data/a.csv\"]"),
+    ("a = 1\nmax_tokens = 4 tokens", "line 2 is 'max_tokens = 4 tokens': expected newline"),
+    ("a = true\nb = truly", "line 2 is 'b = truly'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), TEXTS)
+def test_a_line_that_is_not_toml_is_shown(tmp_path, text, words):
+    (tmp_path / "job.toml").write_text(text)
+    (line,) = told(batchinfer("run", tmp_path / "job.toml"))
+    assert line.startswith(f"error: cannot read the job file {tmp_path}/job.toml: line ")
+    assert words in line
+
+
+@pytest.mark.parametrize(("name", "data"), [("a.parquet", b"PAR1\x80\xff"), ("a.jsonl", b'{"prompt": "x"}\n')])
+def test_prompts_in_place_of_a_job_file(tmp_path, name, data):
+    (tmp_path / name).write_bytes(data)
+    (line,) = told(batchinfer("run", tmp_path / name))
+    assert f"{tmp_path / name} is not a job file" in line
+    assert f"`batchinfer init {tmp_path / name} --model DIR` writes one" in line
+
+
+def test_weights_that_git_lfs_has_not_fetched(tmp_path):
+    model = shutil.copytree(RANDOM_MODEL, tmp_path / "model")
+    weights = next(model.glob("*.safetensors"))
+    weights.unlink()
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1\n")
+    write_shard(tmp_path / "prompts/a.parquet", {"id": [1], "prompt": ["x"]})
+    (line,) = told(batchinfer("plan", write_job(tmp_path, model={"path": str(model)})))
+    assert line.startswith(f"error: {weights} is a pointer of Git LFS, not the file itself; run `git lfs pull`")
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A job file with a plan."""
+    folder = tmp_path_factory.mktemp("planned")
+    write_shard(folder / "prompts/a.parquet", {"id": [1, 2], "prompt": ["x", "y"]})
+    job = write_job(folder)
+    assert batchinfer("plan", job).code == 0
+    return job
+
+
+def test_a_job_file_in_place_of_a_spec(planned):
+    (line,) = told(batchinfer("simulate", planned))
+    assert f"`batchinfer plan {planned} --set cluster.gpu=H100`" in line
+
+
+def test_price_takes_a_job_file_as_other_commands_do(planned):
+    (line,) = told(batchinfer("price", "--run", planned))
+    assert "is not finished" in line
+
+
+def test_a_dry_run_notices_that_the_folder_is_another_jobs(planned):
+    arguments = ("submit", planned, "--array", "2", "--dry-run")
+    assert batchinfer(*arguments).code == 0
+    ended = batchinfer(*arguments, "--set", "model.dtype=bfloat16")
+    assert (ended.code, ended.out) == (2, "")
+    assert "belongs to another job: model.dtype was float32 and is now bfloat16" in told(ended)[0]
+    ended = batchinfer(*arguments, "--set", "cluster.gpu=H100")
+    assert "this one was made without" in ended.err
+
+
+def test_an_earlier_run_named_after_the_plan_was_made_is_no_reason_to_delete_anything(planned, runs):
+    ended = batchinfer("plan", planned, "--learn-from", runs / "finished")
+    assert (ended.code, "delete" in ended.err) == (0, False), ended.err
+    assert "--learn-from, --expert-loads and --reuse count when a plan is made; this plan stays as it is" in ended.err
+
+
+def test_status_names_the_command_that_goes_on(planned):
+    run = planned.parent / "run"
+    assert (
+        f"planned, no worker yet; `batchinfer run {run}` computes and finishes it here" in batchinfer("status", run).out
+    )

@@ -117,6 +117,7 @@ def test_an_unset_format_is_the_job_that_parquet_was():
         ("a.json", b'[{"prompt": "x"}]', "looks like one JSON array: write each of its items on a line of its own"),
         ("a.txt", b'id,prompt\n1,"Hello, there"\n', 'looks like CSV: set input.format = "csv"'),
         ("a.bin", b"ARROW1\0\0", 'looks like Arrow IPC: set input.format = "arrow"'),
+        ("a.jsonx", b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\n", "is a pointer of Git LFS"),
         ("a.json", b'{\n  "prompt": "x"\n}', None),
         ("a.txt", b"Dear reader, hello\n", None),
         ("a.txt", b"\xff\xfe,a", None),
@@ -127,7 +128,7 @@ def test_a_file_that_is_not_parquet_tells_what_it_looks_like(tmp_path, name, con
     (tmp_path / name).write_bytes(content)
     (shard,) = find_shards([str(tmp_path / name)])
     wrong = "it is not a Parquet file"
-    assert shard.problem == wrong if told is None else shard.problem.startswith(f"{wrong}; it {told}")
+    assert shard.problem.startswith(f"{wrong}; for another format set" if told is None else f"{wrong}; it {told}")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,10 @@ def test_a_run_refuses_other_lines_and_goes_on_with_its_own(tmp_path):
     assert rows[5]["error"].startswith("line 6 is not valid JSON")
     with open(tmp_path / "prompts.jsonl", "ab") as file:
         file.write(b'{"prompt": "What?"}')
-    assert "belongs to another job: input shards was" in batchinfer("run", job).err
+    assert (
+        f"belongs to another job: {tmp_path}/prompts.jsonl among its input shards has another content"
+        in batchinfer("run", job).err
+    )
 
 
 # ---- memory

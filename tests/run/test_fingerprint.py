@@ -36,7 +36,11 @@ A, B, C = (["a.parquet", 10, "f0"], ["b.parquet", 20, "f1"], ["c.parquet", 30, "
         ([A, B], [A, B, C], "another job: c.parquet is new among its input shards (a job over new files alone"),
         ([C], [A, B, C], "another job: a.parquet and 1 more are new among its input shards"),
         ([A, B, C], [A, C], "another job: b.parquet is missing from its input shards; choose"),
-        ([A, B], [A, ["b.parquet", 21, "f3"]], 'input shards was ["b.parquet", 20, "f1"] and is now ["b.parquet", 21'),
+        (
+            [A, B],
+            [A, ["b.parquet", 21, "f3"]],
+            "another job: b.parquet among its input shards has another content than when it was planned",
+        ),
         ([A, B], [B, A], "another job: input shards are in another order; choose"),
         (None, [A], "another job: a.parquet is new among its input shards"),
     ],

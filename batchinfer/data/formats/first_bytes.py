@@ -4,10 +4,12 @@ import csv
 
 import msgspec
 
+from batchinfer.config.model_folder import LFS_POINTER
 from batchinfer.data.formats.lines import BYTE_ORDER_MARK
 
 HEAD_BYTES = 64 << 10
 _ADVICE = {
+    "pointer": "it is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder",
     "parquet": 'it looks like Parquet: set input.format = "parquet"',
     "arrow": 'it looks like Arrow IPC: set input.format = "arrow"',
     "jsonl": 'it looks like JSON lines: set input.format = "jsonl", or name it *.jsonl',
@@ -28,6 +30,8 @@ def format_advice(head: bytes, taken_for: str) -> str:
 
 
 def _looks_like(head: bytes) -> str | None:
+    if head.startswith(LFS_POINTER):
+        return "pointer"
     if head.startswith(b"PAR1"):
         return "parquet"
     if head.startswith(b"ARROW1"):

@@ -13,6 +13,7 @@ from batchinfer.data.wide_rows import BATCH_BYTES, Dictionaries, decoded, dictio
 from batchinfer.records import Shard
 
 MAGIC = b"PAR1"
+OTHER_FORMATS = "for another format set input.format, or end its name in .jsonl, .csv, .tsv or .arrow"
 BUFFER_BYTES = 1 << 20  # read-ahead per column
 STORE_BUFFER_BYTES = 8 << 20  # the same for objects, each read of which is a request
 PROBE_ROWS = 8  # rows decoded first to learn how wide rows are
@@ -105,7 +106,8 @@ def _read_footer(file: pa.NativeFile, size_bytes: int) -> bytes:
         raise ValueError("it is an encrypted Parquet file")
     if head != MAGIC:
         file.seek(0)
-        raise ValueError(f"it is not a Parquet file{format_advice(file.read(HEAD_BYTES), 'parquet')}")
+        advice = format_advice(file.read(HEAD_BYTES), "parquet") or f"; {OTHER_FORMATS}"
+        raise ValueError(f"it is not a Parquet file{advice}")
     if tail[4:] != MAGIC or footer_bytes > size_bytes - 12:
         raise ValueError("its end is missing or damaged (a Parquet file ends with its footer)")
     file.seek(size_bytes - 8 - footer_bytes)
