@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from batchinfer.commands.options import pass_stop
+from batchinfer.commands.options import pass_stop, verbosity_options
 
 if TYPE_CHECKING:
     from batchinfer.stop import StopSignal
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     required=True,
     help="The model.dtype of the jobs that will use DIR.",
 )
+@verbosity_options
 @pass_stop
 def convert(stop: StopSignal, model: Path, target: Path, dtype: str) -> None:
     """Write MODEL to DIR in the layout that loads at once on CPUs.

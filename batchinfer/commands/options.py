@@ -83,7 +83,7 @@ def verbosity_options(command: Callable[..., None]) -> Callable[..., None]:
         return callback
 
     for names, verbosity, text in (
-        (("-v", "--verbose"), Verbosity.VERBOSE, "More lines of progress, and the whole report at the end."),
+        (("-v", "--verbose"), Verbosity.VERBOSE, "More lines of progress; `run` prints the whole report."),
         (("-q", "--quiet"), Verbosity.QUIET, "No progress and no summary, only warnings and errors."),
     ):
         callback = set_to(verbosity)

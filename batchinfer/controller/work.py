@@ -96,8 +96,7 @@ def work_on(
         _controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
         raise InterruptedRunError(
-            f"stopped; {progress.requests.count:,} of {progress.requests.total:,} requests are done and kept; "
-            "run the same command to go on"
+            f"stopped; {progress.rows_done:,} of {progress.rows:,} rows are done and kept; run the same command to go on"
         )
 
 

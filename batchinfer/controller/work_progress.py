@@ -94,7 +94,7 @@ class WorkProgress(Meter):
         self._pace = Pace(cluster)
         num_requests = int(self._requests_U.sum())
         self.requests = Count("work", num_requests, earlier=num_requests - int(self._requests_U[open_units].sum()))
-        self._rows: int = counts["rows"]
+        self.rows: int = counts["rows"]
         self._started_s = time.time() if started_s is None else started_s
         self._delivered = 0  # tokens of prompts, cached ones included, and of outputs in the ranks' steps
         self._planned = self._plan_U2.sum(axis=0)  # prompt and output tokens, as in all pairs below
@@ -186,8 +186,8 @@ class WorkProgress(Meter):
     def rows_done(self) -> int:
         """Output rows of the job that are done."""
         if not self.requests.total:
-            return self._rows
-        return self._rows * min(self.requests.count, self.requests.total) // self.requests.total
+            return self.rows
+        return self.rows * min(self.requests.count, self.requests.total) // self.requests.total
 
     @property
     def tokens_per_s(self) -> float:
@@ -195,7 +195,7 @@ class WorkProgress(Meter):
         return self._delivered / max(time.time() - self._started_s, 1e-3)
 
     def line(self) -> str:
-        done, total = self.rows_done, self._rows
+        done, total = self.rows_done, self.rows
         if self._phase is None and not self.has_counted:
             return f"to come: {total - done:,} rows{self._left()}"
         rows = f"{done / total if total else 1.0:.0%}, {done:,} of {total:,} rows"
@@ -214,10 +214,10 @@ class WorkProgress(Meter):
         return "" if not seconds else f", {duration(seconds)} left"
 
     def bars(self) -> list[Bar]:
-        if self._phase is None or not self._rows:
+        if self._phase is None or not self.rows:
             return [Bar(self.line())]
         left = self._left().removeprefix(", ")
-        return [Bar("computing", self.rows_done, self._rows, "rows", left, self._details())]
+        return [Bar("computing", self.rows_done, self.rows, "rows", left, self._details())]
 
     def figures(self) -> dict[str, Any]:
         in_flight = np.maximum(self._ran - self._committed, 0.0)

@@ -142,7 +142,7 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
 def _time_lines(summary: dict[str, Any]) -> list[str]:
     if summary["work_s"] is None:
         return [
-            f"time, cost  {'-':>14} not known; plan with --learn-from and a finished run of this model, or name "
+            f"time        {'-':>14} not known; plan with --learn-from and a finished run of this model, or name "
             "cluster.gpu"
         ]
     done = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + summary["work_s"]))

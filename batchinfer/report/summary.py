@@ -44,8 +44,8 @@ def summary(report: Report, shown: str, width: int, *, has_dataset: bool) -> Ite
 def _rows(report: Report, width: int) -> Iterator[Text]:
     values = report.values
     num_errors = values["rows_error"] or 0
-    num_rows, num_ok = forms.count(values["rows"]), forms.count(values["rows_ok"])
-    counts = f"{num_rows} output rows: {num_ok} ok, {forms.count(num_errors)} error"
+    rows, ok = (forms.count(values[key]) for key in ("rows", "rows_ok"))
+    counts = f"{rows} output rows: {ok} ok, {forms.count(num_errors)} error"
     yield _line("rows", counts, WARNING if num_errors else "")
     many_cut = FIGURES["finish_reasons.length"].note_of(values)
     if many_cut:

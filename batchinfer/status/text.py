@@ -109,7 +109,7 @@ def _doing(figures: dict[str, Any]) -> str:
 
 def _activity(status: Status) -> str:
     """Return the run's activity in words, and the next command to run if no process works on it."""
-    is_stale = "planning was interrupted; the same command continues"
+    is_stale = "planning was interrupted; `batchinfer plan` continues"
     run = shlex.quote(status.run)
     workers = f"running with {status.workers:,} worker{'s' if status.workers != 1 else ''}"
     return {

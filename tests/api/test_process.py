@@ -182,7 +182,7 @@ def test_lines_of_the_command_are_logged(caplog):
     with caplog.at_level(logging.INFO, logger="batchinfer"):
         batchinfer.generate(["a", None], **SHORT)
     assert [record.levelname for record in caplog.records if "1 bad rows" in record.message] == ["WARNING"]
-    assert any("; 1 of 1 requests; " in record.message for record in caplog.records)
+    assert any("computing: 100%, 2 of 2 rows; " in record.message for record in caplog.records)
 
 
 @pytest.mark.all  # make test: tests/test_progress.py
@@ -198,7 +198,7 @@ def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
             shown += part
     os.close(ours)
     assert caller.wait() == 0
-    assert b"decode: 100%|" in shown
+    assert b"computing: 100%" in shown
 
 
 @pytest.mark.all  # make test: test_a_listener_that_raises_stops_the_job

@@ -166,7 +166,7 @@ def test_a_plan_that_learned_predicts_and_outputs_stay_the_same(earlier):
     assert found["expert_balance"].happened >= 1.0
     assert 1.0 <= summary["decode_bound"] <= found["decode_balance"].planned == summary["decode_max_over_mean"]
     assert 1.0 <= found["decode_balance"].at_best <= found["decode_balance"].happened
-    panel = ended.out.splitlines()
+    panel = batchinfer("report", job).out.splitlines()
     assert any(line.split() == ["Plan", "planned", "happened", "at", "best"] for line in panel)
     assert any(line.startswith("  output tokens") and line.split()[-3:] == ["1,536", "1,536", "–"] for line in panel)
 

@@ -171,7 +171,7 @@ def test_the_report_says_what_is_written_where_nothing_was(tmp_path):
         write_shard(tmp_path / name / "a.parquet", {"prompt": prompts})
         parts = {"input": {"files": [f"{name}/*.parquet"]}, "output": {"dir": f"{name}/run"}}
         job = write_job(tmp_path, kv={"dir": str(tmp_path / "kv"), "persist": "all"}, **parts)
-        shown = " ".join(batchinfer("run", job).out.split())
+        shown = " ".join(batchinfer("run", job, "--verbose").out.split())
         assert "KV store read" in shown
         assert (note in shown) == (name != "long")
 
