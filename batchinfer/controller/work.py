@@ -96,7 +96,8 @@ def work_on(
         _controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
         raise InterruptedRunError(
-            f"stopped; {progress.rows_done:,} of {progress.rows:,} rows are done and kept; run the same command to go on"
+            f"stopped; {progress.rows_done:,} of {progress.rows:,} rows are done and kept; "
+            "run the same command to go on"
         )
 
 

@@ -60,13 +60,11 @@ def _rows(report: Report, width: int) -> Iterator[Text]:
 def _figures(report: Report) -> Iterator[Text]:
     """Yield time, speed, tokens, and money if the job has prices."""
     values = report.values
-    wall_s = values["wall_s"]
-    yield _line("time", forms.duration(wall_s) or f"{forms.seconds(wall_s)} s")
-    if values["rows_per_s"] is not None:
-        rows, tokens = (
-            f"{rate:,.{0 if rate >= 100 else 2}f}" for rate in (values["rows_per_s"], values["tokens_per_s"])
-        )
-        yield _line("speed", f"{rows} rows/s, {tokens} tokens/s, end to end")
+    in_words = forms.duration(values["wall_s"])
+    yield _line("time", f"{forms.seconds(values['wall_s'])} s{f' ({in_words})' if in_words else ''}")
+    rows_per_s, tokens_per_s = values["rows_per_s"], values["tokens_per_s"]
+    if rows_per_s is not None and tokens_per_s is not None:
+        yield _line("speed", f"{_speed(rows_per_s)} rows/s, {_speed(tokens_per_s)} tokens/s, end to end")
     hits = "" if not values["input_tokens"] else f" ({forms.share(values['cache_hit_rate'])} from a cache)"
     yield _line("tokens", f"{forms.count(values['input_tokens'])} in{hits}, {forms.count(values['output_tokens'])} out")
     money = {"cost": "cost_usd", "revenue": "revenue_usd"}
@@ -75,6 +73,10 @@ def _figures(report: Report) -> Iterator[Text]:
         known.append(f"gross margin {forms.share(values['gross_margin'])}")
     if known:
         yield _line("money", ", ".join(known))
+
+
+def _speed(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
 
 
 def _first(label: str, entries: Sequence[str], num_entries: int, kind: str, width: int) -> Iterator[Text]:
