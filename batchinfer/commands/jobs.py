@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -233,6 +233,7 @@ def run(
     with ahead as ranks, alone("run", stop) as session:
         tracer = tracer_of(trace)
         run_dir = _when_free(
+            config,
             partial(
                 plan_here,
                 config,
@@ -244,7 +245,7 @@ def run(
                 reuse=reuse,
                 can_run_here=lambda: refuse_if_job_cannot_run(config, ranks, stop),
                 tokenizer=process.tokenizer,
-            )
+            ),
         )
         if ranks is not None:
             with stop.held():  # as in _finish
@@ -252,7 +253,7 @@ def run(
                 import batchinfer.report.summary  # noqa: F401
         _work(run_dir, config, session, stop, tracer, ranks)
         # another `run` that has joined this one may finish first: its result counts for both
-        result = _when_free(partial(_finish, run_dir, config, stop, tracer, allow_partial=False))
+        result = _when_free(config, partial(_finish, run_dir, config, stop, tracer, allow_partial=False))
     if as_json or not sys.stdout.isatty():  # else the summary on the same terminal says this
         _note_finished(run_dir, config, result)
     if process.kept is None:
@@ -260,19 +261,21 @@ def run(
     sys.exit(result.exit_code)
 
 
-def _when_free(do: Callable[[], Result]) -> Result:
-    """Do something that needs the run's lock, when no other process plans or finishes the run any more."""
+def _when_free(config: JobConfig, do: Callable[[], Result]) -> Result:
+    """Call `do`, which locks the run, again whenever another process has planned or finished the run in between."""
     from batchinfer.progress import note
+    from batchinfer.run.store.open import storage_of
 
-    is_told = False
     while True:
         try:
             return do()
         except RunBusyError as busy:
-            if not is_told:
-                note(f"waiting: {str(busy).partition(';')[0]}")
-            is_told = True
+            note(f"waiting: {str(busy).partition(';')[0]}")
+        is_free = False
+        while not is_free:
             time.sleep(LOOK_S)
+            with suppress(RunBusyError), storage_of(config).locked(doing="run this job"):
+                is_free = True
 
 
 def _print_end(run_dir: RunDir, config: JobConfig, *, as_json: bool) -> None:
