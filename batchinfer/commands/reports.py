@@ -23,7 +23,11 @@ def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Call
 @click.command()
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--together", is_flag=True, help="Several runs as one: sums, and rates over all of them.")
-@click.option("--compare", is_flag=True, help="Two runs side by side, with what changed from the first to the second.")
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Two runs side by side, with what changed from the first to the second; with --html, too.",
+)
 @json_option
 @click.option(
     "--sql", metavar="QUERY", help="Run one SELECT on the views (see `batchinfer schema --stats`); @FILE reads it."
@@ -62,15 +66,17 @@ def report(
     modes = {"--together": together, "--compare": compare, "--sql": sql is not None}
     modes |= {"--html": html is not None, "--parquet": parquet is not None}
     chosen = [name for name, given in modes.items() if given]
-    if len(chosen) > 1:
+    if len(chosen) > 1 and chosen != ["--compare", "--html"]:
         raise click.UsageError(f"{' and '.join(chosen)} are different reports; ask for one at a time")
     if as_json and (html is not None or parquet is not None):
-        raise click.UsageError(f"--json prints figures and {chosen[0]} writes files; ask for one at a time")
+        raise click.UsageError(f"--json prints figures and {chosen[-1]} writes files; ask for one at a time")
+    if compare and len(runs) != 2:
+        raise click.UsageError(f"--compare takes two runs, but got {len(runs)}; name the earlier one first")
     folders = _run_folders(runs)
     if sql is not None:
         _print_query(folders, sql, sql_seconds, as_json=as_json)
     elif html is not None:
-        _write_page(folders, html)
+        _write_page(folders, html, compare=compare)
     elif parquet is not None:
         _export(folders, parquet)
     else:
@@ -168,8 +174,6 @@ def print_report(runs: list[Path], *, as_json: bool, together: bool = False, com
     from batchinfer.report.read import as_document, changes_between, read_report, read_together
     from batchinfer.report.terminal import WARNING, show, text
 
-    if compare and len(runs) != 2:
-        raise click.UsageError(f"--compare takes two runs, but got {len(runs)}; name the earlier one first")
     with readable(runs) as folders:
         found = [read_report(folder) for folder in folders]
         is_summed = together or (len(found) > 1 and not (compare or as_json))
@@ -213,14 +217,14 @@ def _run_folders(targets: Sequence[Path]) -> list[Path]:
     return [run_folder(target, *ALL_PARTS) for target in targets]
 
 
-def _write_page(runs: list[Path], file: Path) -> None:
+def _write_page(runs: list[Path], file: Path, *, compare: bool) -> None:
     from batchinfer.commands.so_far import readable
     from batchinfer.report.export import refuse_inside_runs
     from batchinfer.report.page.page import write_page
 
     refuse_inside_runs(runs, file)
     with readable(runs) as folders:
-        write_page(folders, file)
+        write_page(folders, file, compare=compare)
     click.echo(file)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -63,5 +64,7 @@ def _so_far(folder: Path, scratch: Path) -> Path:
         tokens_planned=status.prompt_tokens + status.output_tokens if is_planned else None,
     )
     shards = read_state(run)["shards"]
+    if run.job.is_file():
+        shutil.copyfile(run.job, RunDir(target).job)
     publish_json(RunDir(target).run_json, {"state": status.state, "shards": shards, KEY: asdict(how_far)})
     return target

@@ -1,8 +1,8 @@
 """Pictures as inline SVG: columns over time, stacked bars, heat maps.
 
-Every picture is drawn on a canvas of WIDTH units, so that its letters can be read on a telephone and are not huge on a
-screen. Colours are CSS classes (page.css): s0, s1, … for series, h0 … h8 for the steps of a heat map. Text is escaped
-here; tooltips are <title> elements, no script is needed.
+Every picture is drawn on a canvas of WIDTH units and shown in that width of pixels (page.css), so that all have letters
+of one size, which can be read on a telephone. Colours are CSS classes (page.css): s0, s1, … for series, h0 … h8 for the
+steps of a heat map. Text is escaped here; tooltips are <title> elements, no script is needed.
 
 No library does this: pygal has no heat map and puts a script and a style into each picture; matplotlib and Vega have no
 tooltips, write colours into each shape (no dark mode; the page's policy refuses it) and weigh tens of MB.
@@ -17,10 +17,10 @@ from markupsafe import Markup
 
 from batchinfer.sanitize import sanitize
 
-WIDTH = 400
+WIDTH = 340  # as the width of a chart in page.css
 LEFT = 46  # width of the numbers of the vertical axis
 TOP, PLOT_HEIGHT, BOTTOM = 12, 130, 22
-BAR_HEIGHT, BAR_GAP = 26, 22
+BAR_HEIGHT, BAR_GAP = 12, 20
 LETTER = 7  # upper bound of the mean letter width in a text
 HEAT_STEPS = 8
 MAX_CELL_TITLES = 2048  # more cells than these have one tooltip per line
@@ -244,9 +244,14 @@ def _y_axis(steps: Sequence[float], scale: float, base: float, as_share: bool) -
 
 
 def _x_marks(marks: Sequence[tuple[float, str]], base: float) -> list[str]:
-    parts = []
+    parts: list[str] = []
+    free_from = 0.0
     for x, text in marks:
-        anchor = "end" if x > WIDTH - 34 else "start"
+        wide = LETTER * len(text)
+        anchor, left = ("end", x - wide) if x + wide > WIDTH else ("start", x)
+        if left < free_from:
+            continue
+        free_from = left + wide
         parts.append(f'<line class="base" x1="{x:.1f}" x2="{x:.1f}" y1="{base:.1f}" y2="{base + 4:.1f}"/>')
         parts.append(f'<text class="tick" x="{x:.1f}" y="{base + 16:.1f}" text-anchor="{anchor}">{inert(text)}</text>')
     return parts

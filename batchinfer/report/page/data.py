@@ -7,16 +7,18 @@ from typing import Any
 from batchinfer.checked_json import read_json
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.report.computed import Computed
+from batchinfer.report.page.prompts import read_prompts
+from batchinfer.report.page.settings import read_settings
 from batchinfer.report.read import Report, report_of
 from batchinfer.report.time_axis import TimeAxis, time_axis
 from batchinfer.rundir import RunDir
 
 MAX_BINS = 48
-TEXT_CHARS = 300  # shown characters of an answer or an error
+TEXT_CHARS = 600  # read characters of an answer or an error
 # tables on the page
 LISTS = (
     "throughput", "occupancy", "revenue", "rank_work", "rank_times", "decode_times", "decode_over_time",
-    "expert_tokens", "slowest", "failed",
+    "expert_tokens", "examples", "slowest", "failed",
 )  # fmt: skip
 
 
@@ -33,6 +35,7 @@ class ShownRow:
     prompt_tokens: int
     completion_tokens: int
     seconds: float | None  # from prefill to the last token
+    prompt: str = ""  # of an example
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,10 @@ class PageData:
     decode_times: list[dict[str, Any]]
     decode_over_time: list[dict[str, Any]]
     expert_tokens: list[dict[str, Any]]
+    examples: list[ShownRow]
     slowest: list[ShownRow]
     failed: list[ShownRow]
+    settings: list[tuple[str, str]]  # name and value
 
 
 def read_page_data(run_folder: Path) -> PageData:
@@ -68,9 +73,18 @@ def read_page_data(run_folder: Path) -> PageData:
         computed.add_axis(axis or TimeAxis(0.0, 1.0, 0))
         computed.create(LISTS)
         found: dict[str, Any] = {name: computed.records(f"SELECT * FROM {name}") for name in LISTS}
-        for name in ("slowest", "failed"):
-            found[name] = _with_texts(computed, RunDir(Path(run_folder)), found[name])
-        return PageData(report, axis, **found)
+        if report.unfinished is not None:
+            found["examples"] = []  # texts of answers are in the outputs only
+        run = RunDir(Path(run_folder))
+        model = Path(report.model)
+        prompts = read_prompts(computed, run, model, [(row["shard"], row["row"]) for row in found["examples"]])
+        for row in found["examples"]:
+            row["prompt"] = prompts.get((row["shard"], row["row"]), "")
+        for name in ("examples", "slowest", "failed"):
+            found[name] = _with_texts(computed, run, found[name])
+        return PageData(
+            report, axis, settings=read_settings(computed, run, is_finished=report.unfinished is None), **found
+        )
 
 
 def _with_texts(computed: Computed, run: RunDir, rows: list[dict[str, Any]]) -> list[ShownRow]:
@@ -103,6 +117,7 @@ def _with_texts(computed: Computed, run: RunDir, rows: list[dict[str, Any]]) -> 
                 prompt_tokens=row.get("prompt_tokens", 0),
                 completion_tokens=row.get("completion_tokens", 0),
                 seconds=row.get("seconds"),
+                prompt=row.get("prompt", ""),
             )
         )
     return shown

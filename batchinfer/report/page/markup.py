@@ -36,6 +36,7 @@ class Card:
     numbers: Table | None = None  # shown after a click
     tables: Sequence[Table] = ()
     is_wide: bool = False
+    run: str = ""  # of two runs side by side, the one that the card shows
 
 
 @dataclass(frozen=True, slots=True)

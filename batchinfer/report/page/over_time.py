@@ -23,8 +23,11 @@ REVENUE_LABELS = {"cached_input": "cached input", "computed_input": "computed in
 
 
 def over_time(key: str, data: PageData) -> list[Card]:
-    """Return cards with throughput and cache hit share over time."""
-    if data.axis is None:
+    """Return cards with throughput, cache hit share and, if several were held, nodes over time.
+
+    A single stretch of time has no picture.
+    """
+    if data.axis is None or data.axis.num_bins < 2:
         return []
     axis, each, rows = time_marks(data.axis), stretch(data.axis), data.throughput
 
@@ -59,43 +62,38 @@ def over_time(key: str, data: PageData) -> list[Card]:
                 [(f"{'on ' if name == 'disk' else ''}{name}", name, forms.count) for name in sources],
             ),
         ),
+        *_nodes(key, data, axis),
     ]
 
 
-def nodes_and_money(key: str, data: PageData) -> list[Card]:
-    """Return cards with held nodes, their cost and the theoretical income over time."""
-    if data.axis is None:
+def _nodes(key: str, data: PageData, axis: Axis) -> list[Card]:
+    if data.axis is None or (data.report.values["peak_nodes"] or 0) < 2:
+        return []
+    each, rows = stretch(data.axis), data.occupancy
+    nodes = Series("nodes", "s0", [row["nodes"] for row in rows])
+    picture = charts.columns(f"{key}-nodes", "Nodes held over time", axis, [nodes], lambda value: f"{value:,.2f}")
+    numbers = _numbers(f"Nodes held, {each}", axis, rows, [("nodes, mean", "nodes", forms.rate)])
+    return [Card("Nodes held", f"Mean number, {each}", picture, numbers=numbers)]
+
+
+def money(key: str, data: PageData) -> list[Card]:
+    """Return a card with cost and theoretical income over time; none without prices."""
+    if data.axis is None or data.axis.num_bins < 2:
         return []
     axis, each, rows = time_marks(data.axis), stretch(data.axis), data.occupancy
-    nodes = Series("nodes", "s0", [row["nodes"] for row in rows])
-    money = [
+    series = [
         Series("cost", "s4", [row["cost_usd"] for row in rows]),
         Series("theoretical income", "s1", [row["income_usd"] for row in rows]),
     ]
-    known = [series for series in money if any(value is not None for value in series.values)]
-    cards = [
-        Card(
-            "Nodes held",
-            f"Mean number, {each}",
-            charts.columns(f"{key}-nodes", "Nodes held over time", axis, [nodes], lambda value: f"{value:,.2f}"),
-            numbers=_numbers(
-                f"Nodes, cost and theoretical income, {each}",
-                axis,
-                rows,
-                [
-                    ("nodes, mean", "nodes", forms.rate),
-                    ("cost, $", "cost_usd", forms.dollars),
-                    ("income, $", "income_usd", forms.dollars),
-                ],
-            ),
-        )
-    ]
-    if known:
-        title = "Cost and theoretical income over time"
-        picture = charts.columns(f"{key}-money", title, axis, known, forms.usd, stacked=False)
-        note = f"$ at the job's prices, {each}"
-        cards.append(Card("Cost and theoretical income", note, picture, legend=_legend(known)))
-    return cards
+    known = [one for one in series if any(value is not None for value in one.values)]
+    if not known:
+        return []
+    title = "Cost and theoretical income over time"
+    picture = charts.columns(f"{key}-money", title, axis, known, forms.usd, stacked=False)
+    columns = [("cost, $", "cost_usd", forms.dollars), ("income, $", "income_usd", forms.dollars)]
+    numbers = _numbers(f"Cost and theoretical income, {each}", axis, rows, columns)
+    note = f"$ at the job's prices, {each}"
+    return [Card("Cost and theoretical income", note, picture, legend=_legend(known), numbers=numbers)]
 
 
 def where_time_went(key: str, data: PageData) -> list[Card]:
@@ -110,8 +108,7 @@ def where_time_went(key: str, data: PageData) -> list[Card]:
         Card(
             "Where each second went",
             "Seconds of all ranks held, added up",
-            charts.bars(f"{key}-seconds", "Rank-seconds by part", [("rank-seconds", parts)], _seconds),
-            legend=[(label, colour) for label, colour, _ in parts],
+            charts.bars(f"{key}-seconds", "Rank-seconds by part", [(part[0], [part]) for part in parts], _seconds),
             tables=[
                 Table(
                     "Rank-seconds and their cost",
@@ -126,7 +123,7 @@ def where_time_went(key: str, data: PageData) -> list[Card]:
     ]
     if values["cost_usd"] is not None:
         bars = [("cost", [(PARTS[part], PART_COLOURS[part], cost or 0.0) for part, cost in costs.items()])]
-        tables = []
+        tables: list[Table] = []
         if values["revenue_usd"] is not None:
             (revenue,) = data.revenue
             kinds = [(REVENUE_LABELS[kind], usd) for kind, usd in revenue.items()]
@@ -140,8 +137,13 @@ def where_time_went(key: str, data: PageData) -> list[Card]:
                 [[unit.label, unit.note_of(values), unit.form(values[unit.key])] for unit in UNIT_COSTS.figures],
             )
         )
-        picture = charts.bars(f"{key}-cost", "Cost by part, and revenue", bars, forms.usd)
-        cards.append(Card("What it cost", "Cost by part and the revenue, on one scale", picture, tables=tables))
+        if len(bars) > 1:
+            picture = charts.bars(f"{key}-cost", "Cost by part, and revenue", bars, forms.usd)
+            note = "Cost by part and the revenue, on one scale"
+            legend = [(label, colour) for label, colour, _ in parts]
+            cards.append(Card("What it cost", note, picture, legend=legend, tables=tables))
+        else:
+            cards.append(Card("What it cost", f"{forms.usd(values['cost_usd'])} in all", tables=tables))
     return cards
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from markupsafe import Markup
 from batchinfer.equal_rows import UNEQUAL
 from batchinfer.report import forms
 from batchinfer.report.export import refuse_inside_runs
-from batchinfer.report.figure import Values, groups_of
-from batchinfer.report.figures import ANSWERS, GROUPS, MONEY, PREDICTIONS, PUBLISHED
+from batchinfer.report.figure import Figure, Group, Values, groups_of
+from batchinfer.report.figures import ANSWERS, GROUPS, PREDICTIONS, PUBLISHED
 from batchinfer.report.forms import Value
 from batchinfer.report.page import charts, loads, over_time
 from batchinfer.report.page.charts import Axis, Series
@@ -25,6 +25,7 @@ from batchinfer.whole_files import publish_text
 
 MAX_SHARDS = 50  # unreadable shards that are listed
 MAX_LENGTH_MARKS = 6  # below a picture of lengths
+SHOWN_CHARS = 700  # of an example's prompt and of its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +36,26 @@ class RunPart:
     about: str
     warnings: Sequence[str]
     tiles: Sequence[tuple[str, str, str]]  # label, value, note
-    hint: str  # how to get tiles of money; "": they are there
+    money: Sequence[tuple[str, str, str]]  # the same; empty without prices
     sections: Sequence[Section]
 
 
-def write_page(run_folders: Sequence[Path], file: Path) -> None:
-    """Write the page atomically; several runs are compared at its start.
+def write_page(run_folders: Sequence[Path], file: Path, *, compare: bool = False) -> None:
+    """Write the page atomically; several runs have a table of all figures at its start.
+
+    Args:
+        run_folders: finished runs, or unfinished ones with their statistics so far.
+        file: the page.
+        compare: show two runs side by side throughout, with the change of each figure.
 
     Raises:
         ConfigError: a run cannot be read, or the file cannot be written or is among a run's own files.
     """
     refuse_inside_runs(run_folders, file)
     runs = [read_page_data(folder) for folder in run_folders]
+    if compare:
+        publish_text(file, comparison(*runs))
+        return
     together = read_together(run_folders, [data.report for data in runs]) if len(runs) > 1 else None
     publish_text(file, page(runs, together))
 
@@ -56,24 +65,39 @@ def page(runs: Sequence[PageData], together: Report | None = None) -> str:
     title = f"batchinfer report: {' + '.join(data.report.run for data in runs)}"
     return render(
         title=fit(title, 120),
-        comparison=None if together is None else _comparison(runs, together),
-        runs=[_run(f"r{index}", data) for index, data in enumerate(runs)],
+        heading=f"{len(runs)} runs" if len(runs) > 1 else "",
+        comparison=[] if together is None else [_comparison(runs, together)],
+        runs=[_run(f"r{index}", data.report.run, data) for index, data in enumerate(runs)],
+        pairs=[],
     )
 
 
-def _run(key: str, data: PageData) -> RunPart:
+def comparison(before: PageData, after: PageData) -> str:
+    """Return the HTML document of two runs side by side."""
+    names = [f"before: {before.report.run}", f"after: {after.report.run}"]
+    parts = [_run(f"r{index}", names[index], data) for index, data in enumerate((before, after))]
+    return render(
+        title=fit(f"batchinfer report: {before.report.run} and {after.report.run}", 120),
+        heading="Two runs side by side",
+        comparison=[_changes(before.report, after.report, names), _differences(before, after, names)],
+        runs=[replace(part, sections=()) for part in parts],
+        pairs=_paired(*parts),
+    )
+
+
+def _run(key: str, name: str, data: PageData) -> RunPart:
     report, values = data.report, data.report.values
-    is_priced = values["cost_usd"] is not None or values["revenue_usd"] is not None
     return RunPart(
-        name=report.run,
+        name=name,
         about=_about(data),
         warnings=_warnings(report),
-        tiles=_tiles(values) + (_money_tiles(values) if is_priced else []),
-        hint="" if is_priced else MONEY.why_empty or "",
+        tiles=_tiles(values),
+        money=_money_tiles(values),
         sections=[
+            _section("Settings", _settings(data)),
+            Section("Examples", _examples(data)),
             Section("Over time", over_time.over_time(key, data)),
-            Section("Nodes and money", over_time.nodes_and_money(key, data)),
-            Section("Time and cost", over_time.where_time_went(key, data)),
+            Section("Time and cost", [*over_time.where_time_went(key, data), *over_time.money(key, data)]),
             Section("Load", loads.load(key, data)),
             Section("Answers", _answers(key, data)),
             _section("Plan", _plan(report)),
@@ -101,34 +125,51 @@ def _about(data: PageData) -> str:
 
 def _tiles(m: Values) -> list[tuple[str, str, str]]:
     best = (m["optimal_cached_tokens"] or 0) / m["input_tokens"] if m["input_tokens"] else None
-    error_note = f"{forms.count(m['rows_error'])} error rows" if m["rows_error"] else "no error row"
-    cut = m["finish_reasons.length"]
+    share = (m["rows_error"] or 0) / m["rows"] if m["rows"] else None
     return [
-        ("rows ok", forms.count(m["rows_ok"]), f"{error_note}; {forms.count(cut)} cut at max_tokens"),
+        ("rows", forms.count(m["rows"]), f"{forms.count(m['finish_reasons.length'])} cut at max_tokens"),
+        ("errors", forms.count(m["rows_error"]), f"{_percent(share)} of the rows"),
+        ("wall time", _time(m["wall_s"]), f"{_time(m['startup_s'])} of start-up"),
+        ("rows/s", forms.rate(m["rows_per_s"]), "over the wall time"),
         (
-            "input tokens",
-            forms.count(m["input_tokens"]),
-            f"{_percent(m['cache_hit_rate'])} from a cache; at best {_percent(best)}",
+            "tokens/s",
+            forms.rate(m["tokens_per_s"]),
+            f"{forms.count(m['input_tokens'])} in, {forms.count(m['output_tokens'])} out",
         ),
-        (
-            "output tokens",
-            forms.count(m["output_tokens"]),
-            f"{forms.rate(m['output_tokens_per_s_per_request'])}/s per request",
-        ),
-        ("prefill per node", forms.rate(m["prefill_tokens_per_s_per_node"]), "tokens/s, cached included"),
-        ("decode per node", forms.rate(m["decode_tokens_per_s_per_node"]), "tokens/s"),
-        ("nodes, mean", forms.rate(m["mean_nodes"]), f"{forms.count(m['peak_nodes'])} at most"),
-        ("GPU-hours", forms.hours(m["gpu_hours"]), "ranks held × hours held"),
+        ("cache hits", _percent(m["cache_hit_rate"]), f"at best {_percent(best)}"),
     ]
 
 
 def _money_tiles(m: Values) -> list[tuple[str, str, str]]:
-    return [
-        ("cost", forms.usd(m["cost_usd"]), f"{forms.usd(m['usd_per_million_output_tokens'])} per M output"),
-        ("revenue at list prices", forms.usd(m["revenue_usd"]), "of input and output tokens"),
-        ("cost profit margin", _percent(m["cost_profit_margin"]), "profit ÷ cost"),
-        ("gross margin", _percent(m["gross_margin"]), "profit ÷ revenue"),
-    ]
+    """Return the tiles of cost, revenue and margins; none without prices."""
+    if m["cost_usd"] is None and m["revenue_usd"] is None:
+        return []
+    tiles = {
+        "cost_usd": ("cost", forms.usd, "of the ranks held"),
+        "gpu_hours": ("GPU-hours", forms.hours, "ranks held × hours held"),
+        "usd_per_million_output_tokens": ("cost per M", forms.usd, "output tokens"),
+        "revenue_usd": ("revenue", forms.usd, "at list prices"),
+        "cost_profit_margin": ("cost profit margin", _percent, "profit ÷ cost"),
+        "gross_margin": ("gross margin", _percent, "profit ÷ revenue"),
+    }
+    return [(label, form(m[key]), note) for key, (label, form, note) in tiles.items() if m[key] is not None]
+
+
+def _settings(data: PageData) -> Table:
+    caption = "What ran; below that, the keys of the job that differ from their defaults"
+    return Table(caption, [("setting", "name"), ("value", "text")], [list(pair) for pair in data.settings])
+
+
+def _examples(data: PageData) -> list[Card]:
+    """Return cards with the prompt of an answered row, as the model got it, and the answer."""
+    cards = []
+    for number, row in enumerate(data.examples, 1):
+        lines = [("prompt", shown(row.prompt, SHOWN_CHARS)), ("answer", shown(row.text, SHOWN_CHARS, row.text_chars))]
+        told = Markup("").join(Markup("<dt>{}</dt><dd>{}</dd>").format(name, text) for name, text in lines)
+        tokens = f"{forms.count(row.prompt_tokens)} tokens in, {forms.count(row.completion_tokens)} out"
+        note = Markup("{}, {}").format(_where(row), tokens)
+        cards.append(Card(f"Example {number}", note, Markup('<dl class="example">{}</dl>').format(told)))
+    return cards
 
 
 def _answers(key: str, data: PageData) -> list[Card]:
@@ -140,7 +181,7 @@ def _answers(key: str, data: PageData) -> list[Card]:
     figures = [figure for _, found in groups_of([values], [ANSWERS]) for figure in found]
     rows = [[one.label.strip(), f"{one.form(values[one.key])} {one.unit}", one.note_of(values)] for one in figures]
     table = Table("What is known of answers", [("figure", "name"), ("value", "number"), ("of", "text")], rows)
-    return [*(cards if lengths else []), *([Card(tables=[table], is_wide=True)] if rows else [])]
+    return [*(cards if len(lengths) > 1 else []), *([Card(tables=[table], is_wide=True)] if rows else [])]
 
 
 def _lengths(key: str, field: str, title: str, unit: str, lengths: tuple[dict[str, Any], ...]) -> Card:
@@ -211,11 +252,53 @@ def _figures(values: Values) -> Table:
     return Table("The report as --json has it", headers, rows)
 
 
+def _paired(before: RunPart, after: RunPart) -> list[Section]:
+    """Return the sections with a card of each run in turn; settings and figures are in tables of both runs."""
+    by_title = [{section.title: section.cards for section in part.sections} for part in (before, after)]
+    sections = []
+    for title in (section.title for section in before.sections if section.title not in ("Settings", "All figures")):
+        cards = [{card.title: card for card in found[title]} for found in by_title]
+        pairs = [
+            replace(found.get(name) or Card(name, "not in this run"), run=part.name, is_wide=False)
+            for name in dict.fromkeys([*cards[0], *cards[1]])
+            for part, found in zip((before, after), cards, strict=True)
+        ]
+        sections.append(Section(title, pairs))
+    return sections
+
+
+def _changes(before: Report, after: Report, names: Sequence[str]) -> Section:
+    rows = [
+        [_label(group, figure), *(figure.form(one.values[figure.key]) for one in (before, after)),
+         figure.change(before.values[figure.key], after.values[figure.key])]
+        for group, figures in groups_of([before.values, after.values], GROUPS)
+        for figure in figures
+    ]  # fmt: skip
+    headers = [("figure", "name"), *((fit(name, 40), "number") for name in names), ("change", "number")]
+    return _section(
+        "Compared", Table("Figures of both runs, and the change from the first to the second", headers, rows)
+    )
+
+
+def _differences(before: PageData, after: PageData, names: Sequence[str]) -> Section:
+    settings = [dict(before.settings), dict(after.settings)]
+    pairs = [(name, *(one.get(name, "") for one in settings)) for name in {**settings[0], **settings[1]}]
+    rows = [[name, *values] for name, *values in pairs if values[0] != values[1]]
+    headers = [("setting", "name"), *((fit(name, 40), "text") for name in names)]
+    return _section(
+        "Settings", Table(f"Settings that differ; the other {len(pairs) - len(rows)} are the same", headers, rows)
+    )
+
+
+def _label(group: Group, figure: Figure) -> str:
+    return f"{group.title}: {figure.label.strip()}{f', {figure.unit}' if figure.unit else ''}"
+
+
 def _comparison(runs: Sequence[PageData], together: Report) -> Section:
     reports = [*(data.report for data in runs), together]
     names = [data.report.run + " (unfinished)" * (data.report.unfinished is not None) for data in runs] + ["together"]
     rows = [
-        [f"{group.title}: {figure.label.strip()}{f', {figure.unit}' if figure.unit else ''}",
+        [_label(group, figure),
          *(figure.form(report.values[figure.key]) for report in reports)]
         for group, figures in groups_of([report.values for report in reports], GROUPS)
         for figure in figures
@@ -226,6 +309,10 @@ def _comparison(runs: Sequence[PageData], together: Report) -> Section:
 
 def _in_json(value: Value) -> str:
     return f"{value:,.6g}" if isinstance(value, float) and abs(value) < 1e6 else forms.count(value)
+
+
+def _time(num_seconds: Value) -> str:
+    return forms.duration(num_seconds) or (f"{forms.seconds(num_seconds)} s" if num_seconds is not None else forms.DASH)
 
 
 def _percent(value: Value) -> str:

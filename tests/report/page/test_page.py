@@ -19,6 +19,7 @@ from batchinfer.report.read import read_report
 from batchinfer.report.time_axis import TimeAxis, time_axis
 from support.browser import Browser
 from support.jobs import batchinfer, write_job, write_questions, write_shard
+from support.paths import SAMPLE_MODEL
 from support.runs import SCHEMAS, error_output, error_request, output, request, session, step, write_run, write_table
 
 PRICES = {"gpu_hour": 2.0, "input_hit": 0.14, "input_miss": 0.55, "output": 2.19}
@@ -26,7 +27,9 @@ HOUR_S = 3600.0
 START_S = 20_000 * 24 * HOUR_S  # a midnight
 
 
-def group_run(root: Path, *, hours: int = 24, prefill: int = 2, decode: int = 3) -> Path:
+def group_run(
+    root: Path, *, hours: int = 24, prefill: int = 2, decode: int = 3, prices: dict[str, float] = PRICES
+) -> Path:
     """A day of one group with ranks apart: a prefill step an hour and rank, a decode step an hour and rank."""
     ranks = prefill + decode
     steps, requests, rows = [], [], []
@@ -56,7 +59,7 @@ def group_run(root: Path, *, hours: int = 24, prefill: int = 2, decode: int = 3)
     shards.append({"index": 1, "path": "/data/t.parquet", "name": "t.parquet", "problem": "no footer"})
     run = write_run(
         root, requests=requests, steps=steps, nodes=[node], outputs={"s.parquet": rows}, shards=shards,
-        distinct_tokens=7000, predicted_computed_tokens=7200, **PRICES,
+        distinct_tokens=7000, predicted_computed_tokens=7200, **prices,
     )  # fmt: skip
     experts = [
         {"session": "a", "rank": 0, "phase": "decode", "layer": layer, "expert": expert, "tokens": 10 * (expert + 1)}
@@ -160,7 +163,8 @@ def test_lengths_of_answers_and_of_thinking_are_columns(tmp_path):
         assert told in document
     for told in ("valid structured outputs", "100.0 %", "1 of 1; 0 cut at max_tokens", "-0.25"):
         assert told in document
-    plain = page([read_page_data(write_run(tmp_path / "plain", requests=[request(0, 4, 10)]))])
+    answered = [request(0, 4, 10), request(1, 4, 20)]
+    plain = page([read_page_data(write_run(tmp_path / "plain", requests=answered))])
     assert "Length of answers" in plain
     assert "Length of thinking" not in plain
     assert "What is known of answers" not in plain
@@ -229,6 +233,78 @@ def test_large_heat_maps_have_a_tooltip_per_line():
     assert drawn.count("<title>layer") == 58
     assert "layer 7: most at expert 7, 1" in drawn
     assert len(drawn) < 600_000
+
+
+def tiles_of(document: str) -> list[str]:
+    return re.findall(r"<dt>([^<]*)</dt><dd>[^<]*</dd><dd class=\"note\">", document)
+
+
+def test_the_first_tiles_are_what_engines_are_compared_by(tmp_path, day_data):
+    first = ["rows", "errors", "wall time", "rows/s", "tokens/s", "cache hits"]
+    money = ["cost", "GPU-hours", "cost per M", "revenue", "cost profit margin", "gross margin"]
+    assert tiles_of(page([day_data])) == first + money
+    unpriced = page([read_page_data(group_run(tmp_path / "r", prices={}))])
+    assert tiles_of(unpriced) == first
+    assert "profit" not in unpriced[: unpriced.index("All figures")]
+
+
+def test_a_single_column_is_no_picture(tmp_path):
+    # one second of one node, and answers of one length
+    steps = [step("a", "decode", 0.5, new=1, cached=0, output=1, start_s=0.25)]
+    run = write_run(
+        tmp_path / "r", steps=steps, requests=[request(0, 4, 10, 0, 0.1)], nodes=[session("a", 0, 0.001)], **PRICES
+    )
+    data = read_page_data(run)
+    assert data.axis is not None
+    assert data.axis.num_bins == 1
+    drawn = re.findall(r'<svg class="chart".*?<title id="r0-(\w+)-title"', page([data]))
+    assert not {"prefill", "decode", "hits", "nodes", "money", "rows"} & set(drawn)
+
+
+def test_nodes_have_a_picture_where_there_were_several(tmp_path, day_data):
+    assert "Nodes held over time" not in page([day_data])
+    nodes = [session("a", 0, 9, prefill_s=0, node="n1"), session("b", 3, 9, prefill_s=3, node="n2")]
+    steps = [step("a", "decode", 0.5, new=1, cached=0, output=1, start_s=0.25)]
+    assert "Nodes held over time" in page([read_page_data(write_run(tmp_path / "r", nodes=nodes, steps=steps))])
+
+
+def test_prompts_of_examples_are_shown_as_the_model_got_them_and_do_nothing(tmp_path):
+    hostile = "</dd></dl><script>window.owned = 1</script><img src=x onerror='owned()'>"
+    long = "word " * 900 + "the end"
+    rows = {"id": ["a", "b", "c"], "prompt": [hostile, "plain", long]}
+    write_shard(tmp_path / "prompts" / "p.parquet", rows)
+    job = write_job(tmp_path, model={"path": str(SAMPLE_MODEL)}, sampling={"max_tokens": 2})
+    assert batchinfer("run", job).code == 0
+    data = read_page_data(tmp_path / "run")
+    assert [row.id for row in data.examples] == ["a", "b", "c"]
+    assert hostile in data.examples[0].prompt
+    assert data.examples[2].prompt.endswith("word the end")
+    assert "tokens in all" in data.examples[2].prompt
+    assert dict(data.settings)["sampling"] == "max_tokens 2, greedy"
+    assert dict(data.settings)["command"] == f"batchinfer run {tmp_path / 'run'}"
+    document = page([data])
+    assert "&lt;/dl&gt;&lt;script&gt;window.owned = 1" in document
+    assert not re.findall("<script|<img|onerror='owned", document)
+    assert len(document.split("the end")[0].split("word ")) < 400
+    # without the model, or with a damaged file of tokens, the reason is in place of the prompt
+    tokens = tmp_path / "run" / "tokens" / "00000.parquet"
+    tokens.write_bytes(tokens.read_bytes()[:-1] + b"?")
+    assert "not shown: " in page([read_page_data(tmp_path / "run")])
+
+
+def test_two_runs_stand_side_by_side(tmp_path, day):
+    other = group_run(tmp_path / "other", hours=12, prices={})
+    ended = batchinfer("report", day, other, "--compare", "--html", tmp_path / "both.html")
+    assert ended.code == 0, ended.err
+    document = (tmp_path / "both.html").read_text()
+    heads = re.findall(r"<h1>(.*?)</h1>", document)
+    assert heads == ["Two runs side by side", "<bdi>before: day</bdi>", "<bdi>after: other</bdi>"]
+    assert re.search(r"Rows: output rows.*?>25<.*?>13<.*?>-48.0 %<", document, re.DOTALL)
+    assert re.findall(r'class="run"><bdi>(.*?)</bdi>', document)[:4] == ["before: day", "after: other"] * 2
+    assert document.count("Prefill throughput</h3>") == 2
+    assert "not in this run" in document  # the picture of money
+    told = batchinfer("report", day, "--compare", "--html", tmp_path / "one.html")
+    assert (told.code, "--compare takes two runs, but got 1" in told.err) == (2, True)
 
 
 def test_runs_without_steps_sessions_or_prices_have_a_page(tmp_path):
@@ -303,15 +379,16 @@ def real_run(tmp_path_factory) -> Path:
 def pages(day, real_run, tmp_path_factory) -> dict[str, str]:
     """Addresses of pages: of a made-up day, of a real run, and of both."""
     folder = tmp_path_factory.mktemp("pages")
-    for name, runs in {"day": [day], "real": [real_run], "both": [day, real_run]}.items():
+    kinds = {"day": [day], "real": [real_run], "both": [day, real_run], "compared": [day, real_run, "--compare"]}
+    for name, runs in kinds.items():
         ended = batchinfer("report", *runs, "--html", folder / f"{name}.html")
         assert (ended.code, ended.out.strip()) == (0, str(folder / f"{name}.html"))
     return {file.stem: file.as_uri() for file in folder.iterdir()}
 
 
 @pytest.mark.system  # make test: its text, above
-@pytest.mark.parametrize("name", ["day", "real", "both"])
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (375, True)])
+@pytest.mark.parametrize("name", ["day", "real", "both", "compared"])
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (400, True), (375, False)])
 def test_the_page_in_a_browser(browser: Browser, pages, name, width, dark):
     browser.open(pages[name], width=width, dark=dark)
     assert browser.complaints() == []
@@ -330,6 +407,10 @@ def test_the_page_in_a_browser(browser: Browser, pages, name, width, dark):
         " * t.ownerSVGElement.clientWidth / t.ownerSVGElement.viewBox.baseVal.width))"
     )
     assert smallest >= 9
+    sizes = browser.evaluate(
+        "[...new Set([...document.querySelectorAll('svg.chart')].map(s => Math.round(s.clientWidth)))]"
+    )
+    assert len(sizes) == 1  # one width, so one size of text
     (worst,) = browser.evaluate(CONTRAST)
     assert worst["ratio"] >= 4.5, worst
     # and by people who cannot see the pictures: names, and tables of the same numbers
@@ -348,12 +429,12 @@ def test_the_page_in_a_browser(browser: Browser, pages, name, width, dark):
 def test_every_picture_is_there(browser: Browser, pages):
     browser.open(pages["day"])
     charts_there = browser.evaluate("[...document.querySelectorAll('svg.chart')].map(s => s.id || s.firstChild.id)")
-    names = ["prefill", "decode", "hits", "nodes", "money", "seconds", "cost", "ranks", "load", "kv_tokens",
-             "num_requests", "balance", "experts", "rows"]  # fmt: skip
+    names = ["prefill", "decode", "hits", "seconds", "cost", "money", "ranks", "load", "kv_tokens", "num_requests",
+             "balance", "experts"]  # fmt: skip
     assert charts_there == [f"r0-{name}-title" for name in names]
     headings = browser.evaluate("[...document.querySelectorAll('h2')].map(h => h.textContent)")
     assert headings == [
-        "Over time", "Nodes and money", "Time and cost", "Load", "Answers", "Plan", "Slowest rows", "Failed rows",
+        "Settings", "Examples", "Over time", "Time and cost", "Load", "Plan", "Slowest rows", "Failed rows",
         "Unreadable shards", "All figures",
     ]  # fmt: skip
     text = browser.evaluate("document.body.innerText")
@@ -367,8 +448,8 @@ def test_the_page_shows_the_figures_of_the_run(browser: Browser, pages, real_run
     browser.open(pages["real"])
     metrics = read_report(real_run).values
     tiles = browser.evaluate("[...document.querySelectorAll('.tile')].map(t => t.innerText)")
-    assert f"input tokens\n{metrics['input_tokens']:,}\n" in "\n".join(tiles)
-    assert "2 error rows" in "\n".join(tiles)
+    assert f"\n{metrics['input_tokens']:,} in, " in "\n".join(tiles)
+    assert "errors\n2\n" in "\n".join(tiles)
     rows = browser.evaluate("[...document.querySelectorAll('tbody tr')].map(r => r.innerText)")
     assert any("bad.parquet row 0" in row and "null" in row for row in rows)
     for figure in PUBLISHED:
