@@ -86,6 +86,9 @@ def test_every_page_can_be_reached_from_the_readme():
 def test_the_page_of_keys_lists_the_keys():
     wrong = "docs/job-keys.md is stale; write it again: PYTHONPATH=tests python -m support.job_keys_page"
     assert job_keys_page.PAGE.read_text() == job_keys_page.page_text(), wrong
+    assert job_keys_page.SCHEMA.read_text() == job_keys_page.schema_text(), wrong.replace(
+        "docs/job-keys.md", "the schema"
+    )
 
 
 def test_files_that_sources_name_exist():

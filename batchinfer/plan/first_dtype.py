@@ -53,17 +53,17 @@ def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:
     if stored == "fp8" and not machine.is_quick_in_8_bits:
         order.insert(0, "bfloat16")
     chosen = next((dtype for dtype in order if needed[dtype] <= machine.free_bytes), order[-1])
-    takes = f"it takes {_gb(needed[chosen])} of the {_gb(machine.free_bytes)} that is free here"
+    takes = f"its weights take {_gb(needed[chosen])}, {_gb(machine.free_bytes)} of memory are free"
     if needed[chosen] > machine.free_bytes:
         return chosen, f"the smallest, but {takes}: free memory, or spread the ranks over several hosts"
     if chosen != order[0]:
         first = f"{order[0]} would take {_gb(needed[order[0]])}"
-        return chosen, f"{takes}, {first}; answers may differ a little from those in {order[0]}"
+        return chosen, f"{takes} ({first}); answers may differ a little from those in {order[0]}"
     if chosen != stored:
         return chosen, f"the checkpoint is in fp8, which is slow on this processor; {takes}"
     if stored == "fp8":
         return chosen, f"the checkpoint is in fp8, quicker than bfloat16 here; {takes}"
-    return chosen, f"it keeps the checkpoint's values and fits: {takes}"
+    return chosen, f"the checkpoint's own; {takes}"
 
 
 def stored_dtype(model: Path) -> str:

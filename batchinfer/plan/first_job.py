@@ -6,6 +6,7 @@ import glob
 import json
 import os
 import tomllib
+from collections import Counter
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -13,16 +14,20 @@ from typing import Any
 
 import pyarrow as pa
 
+from batchinfer import config
 from batchinfer.config import DEFAULT_S3, JobConfig, checked, dump_job, is_uri
 from batchinfer.config.model_folder import model_folder
 from batchinfer.config.toml_text import toml_value
 from batchinfer.data.column_checks import NO_IDS, prompt_settings
 from batchinfer.data.columns import column_type, is_id_type, python_values
+from batchinfer.data.folders import without_run_folders
 from batchinfer.data.formats.line_rows import why_no_row
-from batchinfer.data.formats.names import is_of_lines
+from batchinfer.data.formats.names import extension_of, format_of, is_data_file, is_of_lines
 from batchinfer.data.formats.openai_batch import are_requests
 from batchinfer.data.inputs import read_batches
 from batchinfer.data.parquet import table_writer
+from batchinfer.data.patterns import matching_paths
+from batchinfer.data.schemas.outputs import OUTPUTS
 from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import has_chat_template
@@ -32,7 +37,10 @@ from batchinfer.plan.input_columns import why_no_rows
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.whole_files import publish_text
 
+SCHEMA = Path(config.__file__).with_name("job.schema.json")  # by which editors check and complete a job file
 MAX_TOKENS = 512
+MAX_KEPT = 8  # columns that the file suggests to keep
+MAX_NAMED = 5  # left-out files that are named
 LOOK_ROWS = 100  # read to see whether text is a chat as JSON, and which text is the longest
 CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialogue")
 TEXT_NAMES = ("prompt", "question", "instruction", "query", "problem", "input", "text", "content")
@@ -60,10 +68,10 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
         InputError: no shard can be read.
         ModelError: the model cannot be used.
     """
-    folder = target.absolute().parent
+    folder = Path(_normal(target)).parent
     named, model = model, Path(model_folder(Path.cwd(), str(model)))
     window = load_model_config(model).max_positions
-    files = _pattern(data)
+    files, left_out = _patterns(data)
     shards = _typed_shards(files)
     readable = [shard for shard in shards if shard.problem is None]
     if not readable:
@@ -72,15 +80,16 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     if not schema.names or why_no_row(schema) is not None:
         raise ConfigError(why_no_rows(readable[0], schema))
     is_batch = readable[0].format == "jsonl" and are_requests(schema)
-    inputs, of_inputs = _OF_BATCH if is_batch else _of_columns(_Columns(readable[0]), model)
+    inputs, of_inputs, others = (*_OF_BATCH, []) if is_batch else _of_columns(_Columns(readable[0]), model)
     run = _free_folder(folder, target.stem)
     (dtype, why), max_tokens = choose_dtype(model, this_machine()), min(MAX_TOKENS, max(1, window // 2))
     text = _TEMPLATE.format(
-        files=toml_value(files if is_uri(files) else _from(folder, files)),
+        schema=SCHEMA.as_uri(),
+        files=", ".join(toml_value(name if is_uri(name) else _from(folder, name)) for name in files),
         inputs=inputs,
         run=toml_value(run),
-        outputs=_BATCH_OUTPUTS if is_batch else "",
-        model=toml_value(_from(folder, str(named.absolute())) if named.exists() else str(named)),
+        outputs=_BATCH_OUTPUTS if is_batch else f"\n# keep_columns = {toml_value(others)}{_KEPT}",
+        model=toml_value(_from(folder, _normal(named)) if named.exists() else str(named)),
         dtype=dtype,
         why=why,
         max_tokens=max_tokens,
@@ -90,6 +99,7 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     num_rows = sum(shard.num_rows for shard in readable)
     choices = [
         ("data", f"{num_rows:,} rows in {len(readable):,} of {len(shards):,} files that can be read"),
+        *([("left out", _named_files(left_out))] if left_out else []),
         *of_inputs,
         ("model", f"{named}, {dtype}: {why}"),
         ("answers", f"at most {max_tokens} tokens, greedy"),
@@ -98,8 +108,8 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     return FirstJob(text, choices)
 
 
-def _of_columns(columns: _Columns, model: Path) -> tuple[str, list[tuple[str, str]]]:
-    """Return the lines of [input] for prompts and ids, and the choices that were made.
+def _of_columns(columns: _Columns, model: Path) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """Return the lines of [input] for prompts and ids, the choices that were made, and columns that can be kept.
 
     Raises:
         ConfigError: no column holds prompts.
@@ -115,7 +125,7 @@ def _of_columns(columns: _Columns, model: Path) -> tuple[str, list[tuple[str, st
         ("prompts", f"column {name!r}, {words}"),
         ("ids", f"column {ids!r}" if ids else "none: no column looks like one"),
     ]
-    return "\n".join(lines), chosen
+    return "\n".join(lines), chosen, columns.others(name, ids)
 
 
 def write_question(folder: Path, question: str, model: Path, max_tokens: int, day: date) -> Path:
@@ -148,12 +158,12 @@ def write_question(folder: Path, question: str, model: Path, max_tokens: int, da
     return job
 
 
-def _typed_shards(files: str) -> list[Shard]:
+def _typed_shards(files: list[str]) -> list[Shard]:
     """Return the shards. Files of lines are read twice: first for the columns' names, then for all types."""
-    shards = find_shards([files])
+    shards = find_shards(files)
     of_lines = [shard for shard in shards if shard.problem is None and is_of_lines(shard.format)]
     names = {name for shard in of_lines for name in shard_schema(shard).names}
-    return find_shards([files], roles=dict.fromkeys(names, "kept")) if names else shards
+    return find_shards(files, roles=dict.fromkeys(names, "kept")) if names else shards
 
 
 class _Columns:
@@ -200,6 +210,12 @@ class _Columns:
         likely = [*_named(able, ID_NAMES), *(name for name in able if name.lower().endswith("_id"))]
         return likely[0] if likely else None
 
+    def others(self, prompts: str, ids: str | None) -> list[str]:
+        """Return columns that may be kept next to the answers: all but prompts and ids, or else the prompts."""
+        taken = {*OUTPUTS.schema.names, ids}
+        free = [name for name in self._kinds if name not in taken]
+        return [name for name in free if name != prompts][:MAX_KEPT] or [name for name in free if name == prompts]
+
 
 def _named(names: list[str], known: tuple[str, ...]) -> list[str]:
     """Return the names that are in `known`, in the order of `known`; case does not matter."""
@@ -221,17 +237,48 @@ def _chat_keys(texts: list[Any]) -> dict[str, str] | None:
     return None
 
 
-def _pattern(data: str) -> str:
-    """Return the value of input.files for a file, folder, glob or URI."""
+def _patterns(data: str) -> tuple[list[str], list[str]]:
+    """Return the value of input.files for a file, folder, glob or URI, and the folder's data files that are left out.
+
+    A job reads one format: of a folder the Parquet files, else those of the most frequent format.
+    """
     if is_uri(data):
-        return data
-    path = Path(data).absolute()
+        return [data], []
+    path = Path(_normal(data))
     if not path.is_dir():
-        return str(path)
-    for inside in ("*.parquet", "**/*.parquet"):
-        if any(path.glob(inside)):
-            return f"{glob.escape(str(path))}/{inside}"
-    return glob.escape(str(path))  # the folder, for files of other formats
+        return [str(path)], []
+    shown = glob.escape(str(path))
+
+    def below(pattern: str) -> list[str]:
+        """Return the files that a pattern finds in the folder, relative to it and without those of run folders."""
+        found = without_run_folders(f"{shown}/{pattern}", matching_paths(f"{shown}/{pattern}"), set())
+        return [os.path.relpath(name, path) for name in found if os.path.isfile(name)]
+
+    names = [name for name in below("**/*") if is_data_file(os.path.basename(name))]
+    formats = Counter(format_of(name, None) for name in names)
+    chosen = "parquet" if "parquet" in formats else formats.most_common(1)[0][0] if formats else None
+    if chosen == "parquet":
+        inside = ["*.parquet" if below("*.parquet") else "**/*.parquet"]
+    elif len(formats) > 1:
+        inside = [
+            f"**/*{ending}" for ending in sorted({extension_of(n) for n in names if format_of(n, None) == chosen})
+        ]
+    else:
+        return [shown], []  # find_shards reads the folder, as a saved dataset if it is one
+    taken = {name for pattern in inside for name in below(pattern)}
+    return [f"{shown}/{pattern}" for pattern in inside], [name for name in names if name not in taken]
+
+
+def _named_files(names: list[str]) -> str:
+    """Return the number of files that a job does not read, with the first names and the reason."""
+    first = ", ".join(names[:MAX_NAMED]) + (", …" if len(names) > MAX_NAMED else "")
+    return f"{len(names):,} file{'s' if len(names) > 1 else ''} ({first}): name them for a job of their own"
+
+
+def _normal(path: str | Path) -> str:
+    """Return an absolute path without `..`; links are resolved only if they change what `..` means."""
+    plain = os.path.abspath(path)
+    return plain if os.path.realpath(plain) == os.path.realpath(path) else os.path.realpath(path)
 
 
 def _from(folder: Path, path: str) -> str:
@@ -254,8 +301,10 @@ _OF_BATCH = (
 )
 _BATCH_OUTPUTS = """
 format = "openai"    # outputs/*.jsonl too, as OpenAI answers a batch, and *.errors.jsonl"""
+_KEPT = "    # input columns to copy next to each answer"
 _TEMPLATE = """\
-# Paths count from this file's folder. `batchinfer schema` lists every key.
+#:schema {schema}
+# Relative paths count from this file's folder. `batchinfer schema` lists every key.
 
 [input]
 files = [{files}]
@@ -263,11 +312,10 @@ files = [{files}]
 
 [output]
 dir = {run}    # the run folder: outputs/*.parquet and stats/ come here{outputs}
-# keep_columns = ["..."]    # input columns to copy to the outputs
 
 [model]
 path = {model}
-# of float32, bfloat16, fp8 and int4: {why}
+# float32, bfloat16, fp8 or int4. Why {dtype}: {why}
 dtype = "{dtype}"
 
 [sampling]

@@ -29,11 +29,11 @@ def model(tmp_path):
 @pytest.mark.parametrize(
     ("stored", "fits", "is_quick", "dtype", "why"),
     [
-        ("F32", "float32", True, "float32", "it keeps the checkpoint's values and fits"),
+        ("F32", "float32", True, "float32", "the checkpoint's own"),
         ("F32", "bfloat16", True, "bfloat16", "answers may differ a little from those in float32"),
         ("F32", "fp8", True, "fp8", "float32 would take"),
-        ("BF16", "float32", True, "bfloat16", "it keeps the checkpoint's values and fits"),
-        ("F16", "bfloat16", True, "bfloat16", "it keeps the checkpoint's values and fits"),
+        ("BF16", "float32", True, "bfloat16", "the checkpoint's own"),
+        ("F16", "bfloat16", True, "bfloat16", "the checkpoint's own"),
         ("BF16", "fp8", True, "fp8", "bfloat16 would take"),
         ("BF16", "fp8", False, "fp8", "bfloat16 would take"),
         ("F8_E4M3", "float32", True, "fp8", "quicker than bfloat16 here"),
@@ -41,7 +41,7 @@ def model(tmp_path):
         ("F8_E4M3", "fp8", False, "fp8", "bfloat16 would take"),
         ("BF16", "int4", True, "int4", "bfloat16 would take"),
         ("F8_E4M3", "int4", True, "int4", "fp8 would take"),
-        ("BF16", None, True, "int4", "the smallest, but it takes"),
+        ("BF16", None, True, "int4", "the smallest, but its weights take"),
     ],
 )
 def test_without_a_gpu_it_is_the_first_that_fits(model, stored, fits, is_quick, dtype, why):

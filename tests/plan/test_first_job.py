@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import tomllib
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from batchinfer.config import load_job
-from batchinfer.plan.first_job import first_job
+from batchinfer.plan.first_job import SCHEMA, first_job
 from batchinfer.records import ConfigError, InputError
 from support.jobs import batchinfer, write_shard
 from support.openai_batches import DOCUMENTED, read_lines
@@ -146,4 +148,72 @@ def test_the_file_says_why_it_has_its_dtype(tmp_path, made):
     job = made({"prompt": ["Hello"]})
     text = (tmp_path / "job.toml").read_text()
     assert job.model.dtype == "bfloat16"
-    assert "# of float32, bfloat16, fp8 and int4: it keeps the checkpoint's values and fits: it takes 0." in text
+    assert "# float32, bfloat16, fp8 or int4. Why bfloat16: the checkpoint's own; its weights take 0." in text
+
+
+def test_the_first_line_names_the_schema_for_editors(tmp_path, made):
+    made({"prompt": ["Hello"]})
+    first = (tmp_path / "job.toml").read_text().splitlines()[0]
+    assert first == f"#:schema {SCHEMA.as_uri()}"
+    assert "sampling" in json.loads(SCHEMA.read_text())["properties"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "kept"),
+    [
+        ({"id": [1], "prompt": ["Hello"], "task": ["a"], "text": ["b"]}, '["task"]'),
+        ({"id": [1], "prompt": ["Hello"]}, '["prompt"]'),
+    ],
+)
+def test_columns_that_can_be_kept_are_named(tmp_path, made, columns, kept):
+    made(columns)
+    text = (tmp_path / "job.toml").read_text()
+    assert f"# keep_columns = {kept}" in text
+    (tmp_path / "job.toml").write_text(text.replace("# keep_columns", "keep_columns"))
+    assert load_job(tmp_path / "job.toml").output.keep_columns == json.loads(kept)
+
+
+@pytest.mark.parametrize(
+    ("names", "files", "left_out"),
+    [
+        (["a.parquet", "b.csv", "deep/c.parquet"], ["*.parquet"], "2 files (b.csv, deep/c.parquet)"),
+        (["deep/c.parquet", "b.jsonl"], ["**/*.parquet"], "1 file (b.jsonl)"),
+        (["a.jsonl", "b.ndjson.gz", "c.csv"], ["**/*.jsonl", "**/*.ndjson.gz"], "1 file (c.csv)"),
+        (["a.jsonl", "deep/b.jsonl"], None, None),
+        (["a.parquet", "notes.txt", ".b.csv"], ["*.parquet"], None),
+    ],
+)
+def test_a_folder_of_several_formats_gives_one_and_names_what_is_left_out(tmp_path, names, files, left_out):
+    lines = b'{"prompt": "Hello"}\n'
+    for name in names:
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".parquet"):
+            write_shard(path, {"prompt": ["Hello"]})
+        else:
+            path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+    found = first_job(str(tmp_path / "data"), RANDOM_MODEL, tmp_path / "job.toml")
+    assert dict(found.choices).get("left out", "").partition(":")[0] == (left_out or "")
+    expected = [f"data/{name}" for name in files] if files else ["data"]
+    assert tomllib.loads(found.text)["input"]["files"] == expected
+
+
+def test_files_of_run_folders_are_not_left_out_but_no_data(tmp_path, made):
+    made({"prompt": ["Hello"]})
+    job = tmp_path / "job.toml"
+    job.write_text(job.read_text().replace('"runs/job"', '"data/run"'))
+    assert batchinfer("plan", job).code == 0
+    assert "left out" not in dict(first_job(str(tmp_path / "data"), RANDOM_MODEL, tmp_path / "other.toml").choices)
+
+
+def test_paths_have_no_way_up(tmp_path, monkeypatch):
+    write_shard(tmp_path / "data" / "a.parquet", {"prompt": ["Hello"]})
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    found = first_job("../data/a.parquet", RANDOM_MODEL, Path("job.toml"))
+    assert tomllib.loads(found.text)["input"]["files"] == [str(tmp_path / "data" / "a.parquet")]
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    write_shard(tmp_path / "elsewhere" / "a.parquet", {"prompt": ["Hello"]})
+    (tmp_path / "work" / "link").symlink_to(tmp_path / "elsewhere" / "deep")
+    found = first_job("link/../a.parquet", RANDOM_MODEL, Path("job.toml"))  # the folder above where the link leads
+    assert tomllib.loads(found.text)["input"]["files"] == [str(tmp_path / "elsewhere" / "a.parquet")]

@@ -1,14 +1,16 @@
-"""docs/job-keys.md: the keys of a job file as tables, from the definitions that `batchinfer schema` prints.
+"""The keys of a job file in generated files: docs/job-keys.md, and the JSON schema that editors read.
 
-Run `PYTHONPATH=tests python -m support.job_keys_page` to write the page again after a key or its description changed.
+Run `PYTHONPATH=tests python -m support.job_keys_page` to write both again after a key or its description changed.
 """
 
+import json
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from batchinfer.config import JobConfig
-from batchinfer.schema import type_and_default
+from batchinfer.plan.first_job import SCHEMA
+from batchinfer.schema import job_json_schema, type_and_default
 
 PAGE = Path(__file__).parents[2] / "docs" / "job-keys.md"
 HEAD = """\
@@ -35,6 +37,11 @@ def page_text() -> str:
     return "\n".join(blocks)
 
 
+def schema_text() -> str:
+    """Return the JSON schema of a job file, as `batchinfer schema --json` prints it."""
+    return json.dumps(job_json_schema(), indent=1) + "\n"
+
+
 def escaped(text: str) -> str:
     """Return `text` with the signs that end a cell or begin a tag escaped."""
     return text.replace("|", "\\|").replace("<", "&lt;")
@@ -42,3 +49,4 @@ def escaped(text: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page_text())
+    SCHEMA.write_text(schema_text())

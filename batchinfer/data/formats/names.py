@@ -29,6 +29,12 @@ def format_of(path: str, wanted: str | None) -> str:
     return _FORMATS[found[1] or found[2]] if found else "parquet"
 
 
+def extension_of(path: str) -> str:
+    """Return the extension by which a file is data, with that of its compression: .jsonl.gz; "" if there is none."""
+    found = _EXTENSION.search(_plain(path))
+    return found[0] if found else ""
+
+
 def is_of_lines(format: str) -> bool:
     """Return whether a format is one of lines, in which the types of columns depend on the job."""
     return format not in ("parquet", "arrow")
