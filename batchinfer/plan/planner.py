@@ -220,6 +220,11 @@ def _plan(
     if model.carrier is not None:
         others = " and ".join(f"{prefix}*" for prefix in model.carrier.skipped)
         note(f"only the language model of {job.model.path} runs; its tensors {others} are not read")
+    sampling = job.sampling
+    if sampling.n > 1 and sampling.temperature == 0 and job.input.sampling is None and job.input.format != "openai":
+        note(
+            f"warning: the {sampling.n} samples of a row are equal at temperature 0; set sampling.temperature, or n = 1"
+        )
     if job.kv.dtype == FP8:
         note("KV is stored in FP8 (kv.dtype): answers differ from those with KV in bfloat16")
     _plan_experts(prepared)

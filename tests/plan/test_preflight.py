@@ -120,6 +120,17 @@ def test_unknown_keys_are_told_once_when_a_job_is_planned(tmp_path, model):
     assert "not known here" not in again.err
 
 
+@pytest.mark.parametrize(
+    ("sampling", "is_said"), [({"n": 3}, True), ({"n": 3, "temperature": 0.5}, False), ({"n": 1}, False)]
+)
+def test_greedy_samples_of_a_row_are_said_to_be_equal(tmp_path, sampling, is_said):
+    write_questions(tmp_path / "prompts", (1,))
+    planned = batchinfer("plan", write_job(tmp_path, sampling=sampling))
+    assert planned.code == 0, planned.err
+    words = "warning: the 3 samples of a row are equal at temperature 0; set sampling.temperature, or n = 1"
+    assert (words in planned.err) == is_said
+
+
 def test_a_plan_of_the_sample_model_warns_of_nothing(tmp_path):
     write_questions(tmp_path / "prompts", (3,))
     ended = batchinfer("plan", write_job(tmp_path, input={"prompt": None, "user": "prompt"}))
