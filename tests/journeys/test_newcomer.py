@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -22,6 +23,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer_kernels.cpu import build
 from support.paths import ROOT
 
 pytestmark = pytest.mark.all  # the wheel in an environment of its own; make test: test_first, in this one
@@ -66,34 +68,44 @@ def wheel(tmp_path_factory) -> Path:
 def newcomer(wheel, tmp_path_factory) -> Newcomer:
     """A new user whose environment has the dependencies of the tests' environment."""
     person = move_in(tmp_path_factory.mktemp("newcomer"))
-    own = Path(person.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    (own / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
-    person.run("python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--force-reinstall", wheel)
+    install(person, wheel)
     return person
 
 
-def build_wheel(folder: Path, *options: str) -> Path:
-    """Build the wheel of this tree in a copy, so that no file of an earlier build gets into it."""
+def install(person: Newcomer, wheel: Path) -> None:
+    """Install the wheel, with the dependencies of the tests' environment."""
+    own = Path(person.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (own / "dependencies.pth").write_text("\n".join(site.getsitepackages()))
+    person.run("python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--force-reinstall", wheel)
+
+
+def build_wheel(folder: Path, *options: str, **variables: str) -> Path:
+    """Build the wheel of this tree in a copy, so that no file of an earlier build gets into it.
+
+    Args:
+        options: of `python -m build`.
+        variables: added to the environment.
+    """
     source = folder / "source"
     for name in ("batchinfer", "kernels", "jobs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "build", "--wheel", *options, "--outdir", str(folder), str(source)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (made,) = folder.glob("*.whl")
     return made
 
 
-def move_in(folder: Path) -> Newcomer:
-    """A new environment, an empty folder, and a PATH on which everything is but git."""
+def move_in(folder: Path, without: tuple[str, ...] = ()) -> Newcomer:
+    """A new environment, an empty folder, and a PATH on which everything is but git and the programs `without`."""
     subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
     programs = folder / "programs"
     programs.mkdir()
     for place in map(Path, os.get_exec_path()):
         for program in place.iterdir() if place.is_dir() else ():
-            if not program.name.startswith("git"):
+            if not program.name.startswith("git") and program.name not in without:
                 with suppress(FileExistsError):  # an earlier one on the PATH counts
                     (programs / program.name).symlink_to(program)
     assert shutil.which("git", path=programs) is None
@@ -135,6 +147,17 @@ def test_the_wheel_holds_every_file_of_the_packages_and_the_batch_scripts(wheel)
     assert {f"{data}/array.sbatch", f"{data}/finish.sbatch"} <= held
 
 
+def test_links_of_the_description_are_whole_addresses(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = archive.read(name).decode()
+    links = re.findall(r"\]\(([^)]+)\)", metadata)
+    assert len(links) > 20
+    assert {link for link in links if not link.startswith(("https://", "#"))} == set()
+    assert "Author: The batchinfer developers" in metadata
+    assert "Classifier: Operating System :: POSIX :: Linux" in metadata
+
+
 def test_what_runs_is_the_wheel(newcomer):
     code = "import batchinfer, batchinfer_kernels as kernels; print(batchinfer.__file__, kernels.__file__, sep='\\n')"
     for file in newcomer.run("python", "-c", code).splitlines():
@@ -156,6 +179,30 @@ def test_the_sample_job_runs_from_the_wheel(newcomer):
     newcomer.run("batchinfer", "run", "sample/jobs/demo.toml", code=3)  # six bad rows are in it on purpose
     accuracy = newcomer.run("batchinfer", "report", "sample/runs/demo", "--sql", "@sample/jobs/accuracy.sql")
     assert accuracy.splitlines()[-1].split() == ["all", "tasks", "318", "318", "100"]
+
+
+@pytest.mark.slow  # make test: test_cpu_build, with the library of this machine
+def test_a_wheel_for_one_platform_runs_the_sample_job_without_a_compiler(tmp_path):
+    wheel = build_wheel(tmp_path, "--no-isolation", BATCHINFER_COMPILED="1")
+    assert re.fullmatch(r"batchinfer-[\d.]+-py3-none-linux_\w+\.whl", wheel.name)
+    with zipfile.ZipFile(wheel) as archive:
+        compiled = [name for name in archive.namelist() if name.endswith(".so")]
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        assert f"Requires-Dist: torch=={build.torch_release()}" in archive.read(metadata).decode().splitlines()
+    all_sets = [known for known in build.INSTRUCTION_SETS if not known.for_tests]
+    assert len(compiled) == len(all_sets)
+    person = move_in(tmp_path, without=("c++", "g++", "gcc", "cc", "clang", "clang++"))
+    install(person, wheel)
+    for name in ("sample_data", "jobs"):
+        shutil.copytree(ROOT / name, person.folder / "sample" / name)
+    for known in (known for known in all_sets if build.why_not_for(known) is None):
+        person.variables |= {build.CHOICE: known.name, "XDG_CACHE_HOME": str(tmp_path / known.name)}
+        code = "from batchinfer_kernels.cpu import build; print(build.explain())"
+        assert person.run("python", "-P", "-c", code).startswith(f"for {known.name}, ")
+        run = f"sample/runs/{known.name}"
+        person.run("batchinfer", "run", "sample/jobs/demo.toml", "--set", f"output.dir=../runs/{known.name}", code=3)
+        accuracy = person.run("batchinfer", "report", run, "--sql", "@sample/jobs/accuracy.sql")
+        assert accuracy.splitlines()[-1].split() == ["all", "tasks", "318", "318", "100"]
 
 
 @pytest.mark.slow

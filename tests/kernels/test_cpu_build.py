@@ -412,6 +412,56 @@ def test_slow_pairs_are_told_where_products_would_be_made_of_them(monkeypatch, n
     assert "float32" not in build.explain()
 
 
+@pytest.fixture
+def shipped(tmp_path):
+    """Return this process's library where a wheel for one platform has it."""
+    built = build.library()
+    file = tmp_path / "compiled" / f"torch-{build.torch_release()}" / built.name
+    file.parent.mkdir(parents=True)
+    return Path(shutil.copyfile(built, file))
+
+
+def ask_with_wheel(tmp_path, compiler):
+    """Return why the library cannot be used where the wheel has a folder of compiled libraries."""
+    code = "from pathlib import Path; from batchinfer_kernels.cpu import build; "
+    code += f"build.COMPILED = Path({str(tmp_path / 'compiled')!r})"
+    same = {build.CHOICE: build.instructions().name}
+    return answer(start(f"{code}; print(build.why_not())", tmp_path, CXX=compiler, **same))
+
+
+@pytest.mark.usefixtures("supported", "cpp")
+def test_a_library_of_the_wheel_needs_no_compiler(tmp_path, shipped):
+    assert ask_with_wheel(tmp_path, "no-such-compiler") == "None"
+    cached = tmp_path / "batchinfer/kernels" / shipped.name
+    assert cached.read_bytes() == shipped.read_bytes()
+    assert cached.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.usefixtures("supported", "cpp")
+def test_a_library_of_the_wheel_that_cannot_be_loaded_is_built(tmp_path, shipped):
+    shipped.write_bytes(b"\0" * 1000)
+    said = ask_with_wheel(tmp_path, write_compiler(tmp_path, f"cp {build.library()} $out")).splitlines()
+    assert "building it again" in said[0]
+    assert said[-1] == "None"
+    assert num_calls(tmp_path) == NUM_COMMANDS
+
+
+@pytest.mark.usefixtures("supported", "cpp")
+def test_a_wheel_for_another_torch_is_named_where_there_is_no_compiler(tmp_path, shipped):
+    shipped.parent.rename(shipped.parent.with_name("torch-2.0.1"))
+    reason = ask_with_wheel(tmp_path, "no-such-compiler")
+    assert "install one or set CXX, or torch 2.0.1, for which this wheel has them compiled" in reason
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("2.13.0+cpu", "2.13.0"), ("2.13.0+cu130", "2.13.0"), ("2.13.0", "2.13.0"), ("2.14.0a0+git1f", "2.14.0a0+git1f")],
+)
+def test_builds_of_a_torch_release_for_any_accelerator_share_a_library(monkeypatch, version, release):
+    monkeypatch.setattr(build.torch, "__version__", version)
+    assert build.torch_release() == release
+
+
 @pytest.mark.usefixtures("supported", "cpp")
 def test_a_damaged_library_is_built_again(tmp_path):
     built, folder = library_and_cache(tmp_path)

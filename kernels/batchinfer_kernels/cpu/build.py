@@ -11,6 +11,9 @@ The library is kept per user, under a digest of its sources, flags and target:
         <digest>.lock                       held during a build; the kernel drops it with its holder
         <digest>.failed                     why the last build failed, for processes that waited for it
         <digest>.building.<random>/         a build in progress, or the leftover of a killed one
+
+A wheel for one platform has the libraries of all instruction sets for one release of torch (`compile_all`). They are
+copied to the cache in place of a compilation, and checked as if they had been compiled.
 """
 
 import fcntl
@@ -18,11 +21,11 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -45,7 +48,9 @@ from batchinfer_kernels.cpu.instructions import (
 from batchinfer_kernels.cpu.trust import check_private, why_not_trusted
 
 SOURCES = Path(__file__).parent / "csrc"
+COMPILED = Path(__file__).parent / "compiled"  # torch-<release>/<digest>.so, in a wheel for one platform
 COMPILE_S = 300
+COMPILE_FOR_WHEEL_S = 3600  # of one instruction set: the machine that builds a wheel may be busy
 CHECK_S = 120  # for the tiles of a new library; the check takes less than a second, starting the process some more
 _WAIT_S = 2 * COMPILE_S + CHECK_S
 
@@ -117,8 +122,11 @@ def explain_choice() -> str:
     return instruction_sets.explain(INSTRUCTION_SETS, os.environ.get(CHOICE), instructions(), why_not_for)
 
 
-def library() -> Path:
-    """Return the path of the library, building it first if it is not in the cache; safe for many processes at once.
+def library(*, may_copy: bool = True) -> Path:
+    """Return the path of the library, copying or building it first if it is not in the cache; safe for many processes.
+
+    Args:
+        may_copy: take the wheel's library if there is one.
 
     Raises:
         BuildError: no suitable processor, no compiler, no cache folder that this user alone can write, or the compiler
@@ -131,17 +139,18 @@ def library() -> Path:
         check_private(folder)
     if path.exists():
         return path
-    compiler = _compiler()
+    shipped = COMPILED / f"torch-{torch_release()}" / path.name
+    source = shipped if may_copy and shipped.is_file() else _compiler()
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if not path.exists():
                 _raise_if_failed_since(started, path.with_suffix(".failed"))
-                _build(compiler, path)
+                _build(source, path)
     except _UnfitError as error:
         _tell(f"the C++ operations are not used for {instructions().name} here: {error}")
         instructions.cache_clear()
-        return library()
+        return library(may_copy=may_copy)
     except OSError as error:
         raise BuildError(f"the cache folder {folder} cannot be used: {error.strerror or error}") from error
     return path
@@ -161,7 +170,7 @@ def _load() -> None:
         with _locked(path.with_suffix(".lock")):
             if path.exists() and path.stat().st_ino == loaded:  # else another process has done it meanwhile
                 path.unlink()
-        path = library()
+        path = library(may_copy=False)  # the wheel's may be what cannot be loaded here
         torch.ops.load_library(str(path))
     # the machine that built the library has checked its own tiles; another one may share the cache
     if instructions().tiles and not _tiles_agree():
@@ -198,7 +207,17 @@ def _compiler() -> list[str]:
     for command in commands:
         if command and shutil.which(command[0]):
             return command
-    raise BuildError(f"no C++ compiler on this machine ({named or 'c++, g++, clang++'}); install one or set CXX")
+    raise BuildError(
+        f"no C++ compiler on this machine ({named or 'c++, g++, clang++'}); install one or set CXX{_other_release()}"
+    )
+
+
+def _other_release() -> str:
+    """Return a clause on the wheel's libraries if all are for other releases of torch, else ""."""
+    releases = [folder.name.removeprefix("torch-") for folder in COMPILED.glob("torch-*")]
+    if not releases or torch_release() in releases:
+        return ""
+    return f", or torch {' or '.join(releases)}, for which this wheel has them compiled (here is {torch_release()})"
 
 
 def numerics(dtype: torch.dtype | None = None) -> str:
@@ -213,9 +232,13 @@ def numerics(dtype: torch.dtype | None = None) -> str:
 
 def _digest(chosen: InstructionSet) -> str:
     """Name everything that decides what the library computes and where it can be loaded."""
-    abi = sysconfig.get_config_var("SOABI")
     linked = (*_TORCH, _loaded_cpp_library() is not None)  # not its path: an update of that library changes nothing
-    return _digest_of(torch.__version__, abi, platform.machine(), *_FLAGS, *chosen.flags, *linked)
+    return _digest_of(torch_release(), platform.machine(), *_FLAGS, *chosen.flags, *linked)
+
+
+def torch_release() -> str:
+    """Return torch's version without the name of its accelerator: the library uses nothing in which these differ."""
+    return re.sub(r"\+(cpu|cu\d+|rocm[\d.]+|xpu)$", "", torch.__version__)
 
 
 def _refusal_file(chosen: InstructionSet) -> Path:
@@ -256,14 +279,22 @@ def _raise_if_failed_since(started: float, failed: Path) -> None:
         raise BuildError(failed.read_text(encoding="utf-8"))
 
 
-def _build(compiler: list[str], path: Path) -> None:
-    """Compile in a temporary folder next to `path` and rename the result; the caller holds the lock."""
+def _build(source: list[str] | Path, path: Path) -> None:
+    """Compile or copy in a temporary folder next to `path` and rename the result; the caller holds the lock.
+
+    Args:
+        source: the compiler's command, or a compiled library.
+        path: the library to make.
+    """
     for leftover in path.parent.glob(f"{path.stem}.building.*"):  # of killed builds: only one runs at a time
         shutil.rmtree(leftover, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{path.stem}.building.", dir=path.parent))
-    _tell(f"compiling the C++ operations for {instructions().name}: once on this machine, half a minute")
     try:
-        built = _compile_if_known(compiler, folder)
+        if isinstance(source, Path):
+            built = Path(shutil.copyfile(source, folder / source.name))
+        else:
+            _tell(f"compiling the C++ operations for {instructions().name}: once on this machine, half a minute")
+            built = _compile_if_known(source, folder)
         if instructions().tiles:
             _check_tiles(built)
         built.chmod(0o700)
@@ -327,28 +358,42 @@ def _compile_if_known(compiler: list[str], folder: Path) -> Path:
         _UnfitError: the compiler does not know the flags or the instructions.
     """
     try:
-        return _compile(compiler, folder)
+        return _compile(compiler, folder, chosen := instructions())
     except BuildError as error:
-        chosen, last = instructions(), instruction_sets.slowest(INSTRUCTION_SETS)
+        last = instruction_sets.slowest(INSTRUCTION_SETS)
         if os.environ.get(CHOICE) or chosen == last or not any(word in str(error) for word in _UNKNOWN):
             raise
         _UNKNOWN_TO_COMPILER[chosen.name] = str(error)
         raise _UnfitError(str(error)) from error
 
 
-def _compile(compiler: list[str], folder: Path) -> Path:
+def compile_all(folder: Path) -> None:
+    """Compile the libraries of all instruction sets of this kind of processor, for the wheel's folder COMPILED.
+
+    Raises:
+        BuildError: there is no compiler, or one that does not know a set.
+    """
+    target = folder / f"torch-{torch_release()}"
+    target.mkdir(parents=True, exist_ok=True)
+    for known in (known for known in INSTRUCTION_SETS if not known.for_tests):
+        with tempfile.TemporaryDirectory(prefix="batchinfer-") as scratch:
+            built = _compile(_compiler(), Path(scratch), known, COMPILE_FOR_WHEEL_S)
+            shutil.copyfile(built, target / f"{_digest(known)}.so")
+
+
+def _compile(compiler: list[str], folder: Path, chosen: InstructionSet, limit_s: float = COMPILE_S) -> Path:
     """Compile all sources at the same time and link them; return the library in `folder`."""
     torch_folder = Path(torch.__file__).parent
-    flags = (*_FLAGS, *instructions().flags, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
+    flags = (*_FLAGS, *chosen.flags, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     includes = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
     objects = {source: folder / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
     compiling = [*compiler, *flags, *includes, "-c"]
     commands = [[*compiling, str(source), "-o", str(target)] for source, target in objects.items()]
-    compilers.run(commands, COMPILE_S, folder)
+    compilers.run(commands, limit_s, folder)
     built = folder / "kernels.so"
     libraries = [*_TORCH, *([loaded] if (loaded := _loaded_cpp_library()) is not None else [])]
     linking = [*compiler, "-shared", *map(str, objects.values()), f"-L{torch_folder / 'lib'}", *libraries]
-    compilers.run([[*linking, "-o", str(built)]], COMPILE_S, folder)
+    compilers.run([[*linking, "-o", str(built)]], limit_s, folder)
     return built
 
 
