@@ -41,7 +41,8 @@ class _CompiledDistribution(Distribution):
 
         super().parse_config_files(*args, **options)
         torch = f"torch=={torch_release()}"
-        self.install_requires = [torch if one.startswith("torch>") else one for one in self.install_requires]
+        fixed = [torch if one.startswith("torch>") else one for one in self.install_requires]
+        self.install_requires = self.metadata.install_requires = fixed
 
 
 class _BuildCompiled(build_py):
