@@ -270,9 +270,9 @@ def _patterns(data: str) -> tuple[list[str], list[str]]:
 
 
 def _named_files(names: list[str]) -> str:
-    """Return the number of files that a job does not read, with the first names and the reason."""
+    """Return the number of files that a job does not read, with the first names and what to do."""
     first = ", ".join(names[:MAX_NAMED]) + (", …" if len(names) > MAX_NAMED else "")
-    return f"{len(names):,} file{'s' if len(names) > 1 else ''} ({first}): name them for a job of their own"
+    return f"{len(names):,} file{'s' if len(names) > 1 else ''} ({first}): run init on these for another job"
 
 
 def _normal(path: str | Path) -> str:
