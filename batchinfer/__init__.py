@@ -32,20 +32,22 @@ _ERRORS = (
 )  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name of the API, or look up the version (35 ms), on first access: commands start without either."""
-    from importlib import import_module
+if not TYPE_CHECKING:  # for type checkers the names above are all there are
 
-    if name in (*_API, *_ERRORS):
-        return getattr(import_module("batchinfer.api" if name in _API else "batchinfer.records"), name)
-    if name != "__version__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib.metadata import PackageNotFoundError, version
+    def __getattr__(name: str) -> Any:
+        """Import a name of the API, or look up the version (35 ms), on first access: commands start without either."""
+        from importlib import import_module
 
-    try:
-        return version("batchinfer")
-    except PackageNotFoundError:  # run from a source folder on sys.path, where nothing can be installed
-        return "0+source"
+        if name in (*_API, *_ERRORS):
+            return getattr(import_module("batchinfer.api" if name in _API else "batchinfer.records"), name)
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("batchinfer")
+        except PackageNotFoundError:  # run from a source folder on sys.path, where nothing can be installed
+            return "0+source"
 
 
 def __dir__() -> list[str]:

@@ -117,12 +117,12 @@ def main(
 
     Args:
         tokenizer: for a command that plans.
-        on_error: receives errors instead of the person at stderr.
+        on_error: a Python caller's, which receives errors instead of the person at stderr.
         kept: see Process.
     """
     try:
         # installed first: a signal during the imports below counts too
-        _run_command(Process(StopSignal(), tokenizer, kept))
+        _run_command(Process(StopSignal(), tokenizer, kept, has_caller=on_error is not None))
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:

@@ -1,12 +1,12 @@
-"""The process that runs commands for a caller in Python: `python -m batchinfer.api.command EVENTS [run JOB]`.
+"""The process that runs commands for a caller in Python: `python -m batchinfer.api.command EVENTS LOG [run JOB]`.
 
 EVENTS is the number of an inherited pipe for JSON lines: {"progress": [title, done, total]} and
 {"error": {"classes": …, "message": …, "attributes": …}}. Standard input is a pipe, too. If it closes, or the parent
 process ends, the caller has ended, and the command stops as by SIGTERM.
 
 Without a command, the process runs one job after the other, with ranks and tokenizer that stay loaded. Each line of
-standard input is the path of a job file, and {"ended": exit code} is written after each job. The line "stop" stops the
-job as by SIGTERM.
+standard input is "shown" or "quiet" and the path of a job file, and {"ended": exit code} is written after each job. The
+messages of a quiet job go to LOG, an inherited file's number. The line "stop" stops the job as by SIGTERM.
 """
 
 import json
@@ -37,8 +37,9 @@ Tell = Callable[[BatchinferError], None]
 
 def main() -> None:
     """Run the command in this process's arguments, else the jobs on standard input; then end the process."""
-    events = int(sys.argv.pop(1))
+    events, log = int(sys.argv.pop(1)), int(sys.argv.pop(1))
     os.set_inheritable(events, False)
+    os.set_inheritable(log, False)
     os.set_blocking(events, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the thread that started this process may block them
     jobs: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -69,17 +70,20 @@ def main() -> None:
     progress.add_listener(tell_progress)
     if len(sys.argv) > 1:
         program(tell_error)
-    _run_all(jobs, tell_error, lambda code: tell({"ended": code}))
+    _run_all(jobs, log, tell_error, lambda code: tell({"ended": code}))
 
 
-def _run_all(jobs: "queue.SimpleQueue[bytes | None]", tell: Tell, ended: Callable[[int], None]) -> NoReturn:
+def _run_all(jobs: "queue.SimpleQueue[bytes | None]", log: int, tell: Tell, ended: Callable[[int], None]) -> NoReturn:
     """Run one job after the other until the queue gives None."""
     ignore_signals()  # the caller's, between jobs
     own_process.configure_interpreter()
     kept, tokenizer = KeptRanks(), TokenizerProcess(stays=True)
     from batchinfer import cli
 
-    while (job := jobs.get()) is not None:
+    terminal = os.dup(2)
+    while (line := jobs.get()) is not None:
+        where, _, job = line.partition(b" ")
+        os.dup2(log if where == b"quiet" else terminal, 2)
         sys.argv[1:] = ["run", os.fsdecode(job)]
         code: int | str | None = ExitCode.OK
         try:

@@ -6,19 +6,19 @@ import glob
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
-import pyarrow as pa
-
+from batchinfer.api.answers import Answers
 from batchinfer.api.call_folder import call_folder
-from batchinfer.api.job import Job, Start, plain
-from batchinfer.api.process import CommandProcess, Progress
-from batchinfer.api.prompts import KINDS, reader_of, write_shard
-from batchinfer.config import JobConfig, did_you_mean, job_of_table
+from batchinfer.api.display import Progress, check_progress
+from batchinfer.api.job import Job, Start
+from batchinfer.api.job_keys import ModelKeys
+from batchinfer.api.process import CommandProcess
+from batchinfer.api.prompts import are_json_chats, reader_of, write_shard
+from batchinfer.api.settings import KINDS, Settings, parts_of, with_keys_of
+from batchinfer.config import job_of_table
 from batchinfer.config.model_folder import model_folder
-from batchinfer.config.sampling import JobSampling
 from batchinfer.data.tokenizer import has_chat_template
-from batchinfer.records import ConfigError
 from batchinfer.run.store.open import storage_of
 
 SHARD = "prompts.parquet"
@@ -29,49 +29,36 @@ _COLUMNS = ("id", "chat_template_kwargs", "tools", "choices", "sampling")  # key
 
 @overload
 def generate(
-    data: Any,
-    *,
-    model: str | Path | Mapping[str, Any],
-    user: str | None = None,
-    messages: str | None = None,
-    prompt: str | None = None,
-    token_ids: str | None = None,
-    raw: bool = False,
-    stream: Literal[False] = False,
-    progress: Progress | None = None,
-    **settings: Any,
-) -> pa.Table: ...
+    data: Any, *, model: str | Path | ModelKeys, stream: Literal[False] = False, **settings: Unpack[Settings]
+) -> Answers: ...
 
 
 @overload
 def generate(
-    data: Any,
-    *,
-    model: str | Path | Mapping[str, Any],
-    user: str | None = None,
-    messages: str | None = None,
-    prompt: str | None = None,
-    token_ids: str | None = None,
-    raw: bool = False,
-    stream: Literal[True],
-    progress: Progress | None = None,
-    **settings: Any,
+    data: Any, *, model: str | Path | ModelKeys, stream: Literal[True], **settings: Unpack[Settings]
 ) -> Iterator[dict[str, Any]]: ...
 
 
+@overload
+def generate(
+    data: Any, *, model: str | Path | ModelKeys, stream: bool, **settings: Unpack[Settings]
+) -> Answers | Iterator[dict[str, Any]]: ...
+
+
+@with_keys_of(Settings)
 def generate(
     data: Any,
     *,
-    model: str | Path | Mapping[str, Any],
+    model: str | Path | ModelKeys,
     user: str | None = None,
     messages: str | None = None,
     prompt: str | None = None,
     token_ids: str | None = None,
     raw: bool = False,
     stream: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = True,
     **settings: Any,
-) -> pa.Table | Iterator[dict[str, Any]]:
+) -> Answers | Iterator[dict[str, Any]]:
     """Answer all prompts on this machine; a row that cannot be answered gets the status 'error'.
 
     >>> answers = batchinfer.generate(
@@ -85,21 +72,25 @@ def generate(
     [0]
 
     Args:
-        data: a list or Series of texts, of lists of messages or of lists of token ids (ids are row numbers); or a
-            table: of Arrow (Table, RecordBatchReader, Dataset), a Hugging Face Dataset, or any table that exports
-            Arrow data (pandas, polars, DuckDB). A row may also be a numpy array.
+        data: a list or Series of texts, of lists of messages or of lists of token ids (ids are row numbers); a list of
+            rows as dicts, or a dict of columns; or a table: of Arrow (Table, RecordBatchReader, Dataset), a Hugging
+            Face Dataset, or any table that exports Arrow data (pandas, polars, DuckDB). One text or one chat is one
+            row. A row may also be a numpy array.
         model: the model folder, or a dict of the keys of [model].
         user, messages, prompt, token_ids: name of the column of user's messages (text), chats, raw texts or token ids.
-            If unset, the rows of a list are the prompts; of a table, the only column whose type can be one of these.
+            If unset, the rows of a list are the prompts; of a table, the only column whose type can be one of these, or
+            the first with a usual name ("messages", then "prompt", "question", …).
         raw: texts of `data` go to the model as they are; by default they are user's messages if the model has a chat
             template.
         stream: yield each row once when it is durable, in any order; the job runs while the iterator is read.
-        progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), the number done
-            and the total; "load" counts bytes of weights, "work" requests.
+        progress: True: the command's bars on a terminal, a bar in a notebook, elsewhere a line now and then; False:
+            nothing; "tqdm": bars everywhere; or a function, which is called in this thread with a title ("tokenise",
+            "load", "work", "tokens", "finish"), the number done and the total; "load" counts bytes of weights, "work"
+            requests.
         settings: keys of [sampling] (max_tokens is required), dtype, and the other parts of a job file as dicts:
             cluster={"prefill_ranks": 2}. output: the run folder, or a dict. If unset, the run folder is temporary and
             is removed after the call, also if the call is interrupted. With a run folder, the same call continues an
-            interrupted one.
+            interrupted one. The schema in structured_outputs={"json": …} may be a pydantic model or a dataclass.
 
     Returns:
         A table with the columns of outputs/ (`batchinfer schema --stats`) in input order; with `stream`, an iterator of
@@ -123,9 +114,9 @@ def answer(
     *,
     raw: bool,
     stream: bool,
-    progress: Progress | None,
+    progress: Progress,
     start: Start = CommandProcess,
-) -> pa.Table | Iterator[dict[str, Any]]:
+) -> Answers | Iterator[dict[str, Any]]:
     """Run a job over data (see `generate`).
 
     Args:
@@ -134,6 +125,7 @@ def answer(
         parts: the parts of a job file.
         start: starts the job's command.
     """
+    check_progress(progress)
     named = {kind: name for kind, name in columns.items() if name is not None}
     with ExitStack() as stack:
         job = _job(data, named, parts, stack, start, raw=raw)
@@ -152,7 +144,8 @@ def _job(
     others = {name for key in _COLUMNS if isinstance(name := inputs.get(key, key), str)}
     reader, found = reader_of(data, named, others, outputs.get("keep_columns"))
     if found.keys() == {"prompt"} and not named and not raw and _has_chat_template(parts.get("model", {})):
-        found = {"user": found["prompt"]}
+        reader, are_chats = are_json_chats(reader, found["prompt"])
+        found = {"messages" if are_chats else "user": found["prompt"]}
     if "dir" not in outputs:
         outputs["dir"] = str(stack.enter_context(call_folder()) / "run")
     inputs |= {"files": [SHARD], **found}
@@ -170,38 +163,6 @@ def _has_chat_template(model: Mapping[str, Any]) -> bool:
     return isinstance(path, str) and has_chat_template(Path(model_folder(Path.cwd(), path)))
 
 
-def _rows(job: Job, progress: Progress | None, stack: ExitStack) -> Iterator[dict[str, Any]]:
+def _rows(job: Job, progress: Progress, stack: ExitStack) -> Iterator[dict[str, Any]]:
     with stack:
         yield from job.rows(progress=progress)
-
-
-def parts_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Convert the settings of a call to the parts of a job file.
-
-    Raises:
-        ConfigError: a setting is not known.
-    """
-    parts: dict[str, dict[str, Any]] = {"input": {}, "output": {}, "sampling": {}}
-    shorthands = {"model": "path", "output": "dir"}
-    for key, value in settings.items():
-        if key == "dtype":
-            parts.setdefault("model", {})["dtype"] = plain(value)
-        elif key in JobSampling.model_fields:
-            parts["sampling"][key] = plain(value)
-        elif key not in JobConfig.model_fields:
-            instead = did_you_mean(
-                key,
-                ["dtype", *JobSampling.model_fields, *JobConfig.model_fields, *KINDS, "raw", "stream", "progress"],
-                "use dtype, a key of [sampling] such as max_tokens, or one of "
-                f"{', '.join(JobConfig.model_fields)} with a dict of its keys (see `batchinfer schema`)",
-            )
-            raise ConfigError(f"{key} is no setting of generate(); {instead}")
-        elif isinstance(value, Mapping):
-            parts[key] = parts.get(key, {}) | plain(value)
-        elif key in shorthands and isinstance(value, str | Path):
-            parts.setdefault(key, {})[shorthands[key]] = str(value)
-        else:
-            raise ConfigError(f"{key} is {value!r}, not a dict; give the keys of [{key}], as {key}={{...}}")
-    if "files" in parts["input"]:
-        raise ConfigError("input.files is set, but the rows of generate() are its data; use Job for files")
-    return parts

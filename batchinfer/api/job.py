@@ -10,7 +10,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.api.process import CommandProcess, Progress
+from batchinfer.api.answers import Answers
+from batchinfer.api.display import Progress, check_progress
+from batchinfer.api.job_keys import JobKeys
+from batchinfer.api.plain_values import plain, with_schema
+from batchinfer.api.process import CommandProcess
 from batchinfer.config import JobConfig, job_of_table, load_job
 from batchinfer.data.parquet import own_file
 from batchinfer.finish.early import EarlyRows
@@ -25,7 +29,7 @@ from batchinfer.rundir import RunDir, read_state
 WITHOUT_THREADS = {"use_threads": False}
 SLICE_BYTES = 1 << 20  # of rows converted to Python objects at a time, which may be 50 times larger (logprobs)
 
-Start = Callable[[str, JobConfig, Progress | None], AbstractContextManager[CommandProcess]]
+Start = Callable[[str, JobConfig, Progress], AbstractContextManager[CommandProcess]]
 
 
 class Job:
@@ -56,8 +60,11 @@ class Job:
         ConfigError: a key is missing, not known, or has an impossible value.
     """
 
-    def __init__(self, table: Mapping[str, Any]) -> None:
-        self.config: JobConfig = job_of_table(plain(table), Path("Job"), Path.cwd())
+    def __init__(self, table: JobKeys | Mapping[str, Any]) -> None:
+        parts = plain(table)
+        if isinstance(parts.get("sampling"), dict):
+            parts["sampling"] = with_schema(parts["sampling"])
+        self.config: JobConfig = job_of_table(parts, Path("Job"), Path.cwd())
         self._start: Start = CommandProcess
 
     @classmethod
@@ -81,7 +88,7 @@ class Job:
         """The run folder, which is also an argument of commands: `batchinfer report FOLDER`."""
         return storage_of(self.config).run.root
 
-    def plan(self, *, progress: Progress | None = None) -> dict[str, Any]:
+    def plan(self, *, progress: Progress = True) -> dict[str, Any]:
         """Check and tokenise every row and order the requests, as `batchinfer plan`; an existing plan stays.
 
         Returns:
@@ -93,23 +100,26 @@ class Job:
         self._run("plan", progress)
         return dict(read_state(self._run_dir())["counts"])
 
-    def run(self, *, progress: Progress | None = None) -> None:
+    def run(self, *, progress: Progress = True) -> None:
         """Plan, compute and finish, as `batchinfer run`; a call with the same folder continues an interrupted one.
 
         Rows that cannot be computed get the status 'error' and raise nothing.
 
         Args:
-            progress: called in this thread with a title ("tokenise", "load", "work", "tokens", "finish"), the number
-                done and the total; "load" counts bytes of weights, "work" requests.
+            progress: True: the command's bars on a terminal, a bar in a notebook, elsewhere a line now and then; False:
+                nothing; "tqdm": bars everywhere; or a function, which is called in this thread with a title
+                ("tokenise", "load", "work", "tokens", "finish"), the number done and the total; "load" counts bytes of
+                weights, "work" requests.
 
         Raises:
+            ConfigError: `progress` is none of these.
             BatchinferError: the job, its input or its model is wrong, or its ranks fail.
             KeyboardInterrupt: the call was interrupted; finished requests are kept.
             InterruptedRunError: the job's process got SIGTERM or SIGINT; finished requests are kept.
         """
         self._run("run", progress)
 
-    def rows(self, *, progress: Progress | None = None) -> Iterator[dict[str, Any]]:
+    def rows(self, *, progress: Progress = True) -> Iterator[dict[str, Any]]:
         """Run the job and yield each output row once, in any order, when it is durable (cluster.commit_seconds).
 
         Rows of several shards can only be distinguished by their ids. The job stops if the iterator is closed or
@@ -118,6 +128,10 @@ class Job:
         Raises:
             BatchinferError, KeyboardInterrupt, InterruptedRunError: as `run`.
         """
+        check_progress(progress)
+        return self._rows(progress)
+
+    def _rows(self, progress: Progress) -> Iterator[dict[str, Any]]:
         given: set[tuple[int, int, int]] = set()  # (shard, row, sample)
         early = EarlyRows(RunDir(self.folder), self.config)
         with self._start("run", self.config, progress) as process:
@@ -139,14 +153,15 @@ class Job:
 
         return as_document(StatusReader(self._run_dir(may_be_planning=True), storage_of(self.config)).read())
 
-    def outputs(self) -> pa.Table:
+    def outputs(self) -> Answers:
         """Return all output rows in input order, shard by shard.
 
         Raises:
             IncompleteRunError: the job is not finished.
             ConfigError, RunMismatchError: the folder has no plan, or another job's; or an output file is damaged.
         """
-        return pa.concat_tables([file.read(**WITHOUT_THREADS) for _, file in self._output_files()])
+        table: Answers = pa.concat_tables([file.read(**WITHOUT_THREADS) for _, file in self._output_files()])
+        return table
 
     def report(self) -> dict[str, Any]:
         """Return the report's figures, as `batchinfer report --json`.
@@ -160,7 +175,8 @@ class Job:
 
         return report_document(self._run_dir(*ALL_PARTS, may_be_planning=True).root)
 
-    def _run(self, command: str, progress: Progress | None) -> None:
+    def _run(self, command: str, progress: Progress) -> None:
+        check_progress(progress)
         with self._start(command, self.config, progress) as process:
             while not process.ended():
                 pass
@@ -180,17 +196,6 @@ class Job:
                 path = run.output(shard["name"])
                 with own_file(path), pa.PythonFile(manifest.open(path), mode="r") as file:
                     yield shard["index"], pq.ParquetFile(file, pre_buffer=False)
-
-
-def plain(value: Any) -> Any:
-    """Convert a value to a type that TOML has: paths to texts, tuples and arrays to lists, mappings to dicts."""
-    if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if hasattr(value, "tolist"):  # numpy's numbers and arrays
-        return value.tolist()
-    return str(value) if isinstance(value, Path) else value
 
 
 def _not_given(table: pa.Table, shard: int, given: set[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:

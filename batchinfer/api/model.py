@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
-import pyarrow as pa
-
-from batchinfer.api.generation import answer, parts_of
-from batchinfer.api.process import CommandProcess, OwnProcess, Progress, is_terminal
-from batchinfer.config import JobConfig, job_of_table
+from batchinfer.api.answers import Answers
+from batchinfer.api.display import Progress, is_terminal
+from batchinfer.api.generation import answer
+from batchinfer.api.job_keys import ModelKeys
+from batchinfer.api.process import CommandProcess, OwnProcess
+from batchinfer.api.settings import CallSettings, ModelSettings, instead_of, parts_of, with_keys_of
+from batchinfer.config import JobConfig, did_you_mean, job_of_table
 from batchinfer.model.config import load_model_config
 from batchinfer.records import ConfigError
 
@@ -35,20 +37,19 @@ class Model:
     `close`, with the `with` statement, or with the process that made the Model, however this process ends.
 
     Args:
-        path: the model folder.
-        settings: dtype, and the keys of [model], [cluster] and [kv] as dicts: cluster={"prefill_ranks": 2}.
+        path: the model folder, or a dict of the keys of [model].
+        settings: dtype, and the keys of [cluster] and [kv] as dicts: cluster={"prefill_ranks": 2}.
 
     Raises:
         ConfigError: a setting is wrong, or is a setting of a call.
         ModelError: the model folder does not exist or cannot be used.
     """
 
-    def __init__(self, path: str | Path, **settings: Any) -> None:
-        wrong = [key for key in settings if key not in FIXED]
-        if wrong:
-            raise ConfigError(
-                f"{wrong[0]} is no setting of a Model, which are {', '.join(FIXED)}; give it to generate()"
-            )
+    @with_keys_of(ModelSettings)
+    def __init__(self, path: str | Path | ModelKeys, **settings: Unpack[ModelSettings]) -> None:
+        for key in settings:
+            if key not in FIXED:
+                raise ConfigError(f"{key} is no setting of a Model; {_instead_of(key)}")
         parts = parts_of({"model": path}), parts_of(settings)
         self._parts = {key: {**parts[0].get(key, {}), **parts[1].get(key, {})} for key in ("model", "cluster", "kv")}
         job = job_of_table(self._parts | _ANY_CALL, Path("Model()"), Path.cwd())
@@ -61,35 +62,19 @@ class Model:
         self._is_closed = False
 
     @overload
-    def generate(
-        self,
-        data: Any,
-        *,
-        user: str | None = None,
-        messages: str | None = None,
-        prompt: str | None = None,
-        token_ids: str | None = None,
-        raw: bool = False,
-        stream: Literal[False] = False,
-        progress: Progress | None = None,
-        **settings: Any,
-    ) -> pa.Table: ...
+    def generate(self, data: Any, *, stream: Literal[False] = False, **settings: Unpack[CallSettings]) -> Answers: ...
 
     @overload
     def generate(
-        self,
-        data: Any,
-        *,
-        user: str | None = None,
-        messages: str | None = None,
-        prompt: str | None = None,
-        token_ids: str | None = None,
-        raw: bool = False,
-        stream: Literal[True],
-        progress: Progress | None = None,
-        **settings: Any,
+        self, data: Any, *, stream: Literal[True], **settings: Unpack[CallSettings]
     ) -> Iterator[dict[str, Any]]: ...
 
+    @overload
+    def generate(
+        self, data: Any, *, stream: bool, **settings: Unpack[CallSettings]
+    ) -> Answers | Iterator[dict[str, Any]]: ...
+
+    @with_keys_of(CallSettings)
     def generate(
         self,
         data: Any,
@@ -100,9 +85,9 @@ class Model:
         token_ids: str | None = None,
         raw: bool = False,
         stream: bool = False,
-        progress: Progress | None = None,
+        progress: Progress = True,
         **settings: Any,
-    ) -> pa.Table | Iterator[dict[str, Any]]:
+    ) -> Answers | Iterator[dict[str, Any]]:
         """Answer prompts as `batchinfer.generate`, with the same arguments except for those of the model.
 
         The Model stays usable after a call that fails or is interrupted.
@@ -137,7 +122,7 @@ class Model:
         self.close()
 
     @contextmanager
-    def _start(self, command: str, job: JobConfig, progress: Progress | None) -> Iterator[CommandProcess]:
+    def _start(self, command: str, job: JobConfig, progress: Progress) -> Iterator[CommandProcess]:
         """Run a command in the model's process, which is started if there is none."""
         if self._maker != os.getpid():
             raise ConfigError("this Model was made by another process; make one in each process")
@@ -147,10 +132,17 @@ class Model:
             if self._is_closed:
                 raise ConfigError("this Model is closed; make another one")
             if self._process is None or self._process.is_ending:
-                self._process = OwnProcess(is_quiet=not is_terminal())
+                self._process = OwnProcess(uses_terminal=is_terminal())
             self._caller = threading.get_ident()
             try:
                 with CommandProcess(command, job, progress, held=self._process) as process:
                     yield process
             finally:
                 self._caller = None
+
+
+def _instead_of(key: str) -> str:
+    """Return the remedy for a setting that a Model does not have."""
+    if key in CallSettings.__annotations__:
+        return f"give it to a call: model.generate(…, {key}=…)"
+    return did_you_mean(key, FIXED) or instead_of(key)

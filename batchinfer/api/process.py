@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -16,12 +15,14 @@ from typing import Any
 
 from batchinfer import own_process, records
 from batchinfer.api.call_folder import call_folder
+from batchinfer.api.display import Display, Progress, display_of
 from batchinfer.config import JobConfig, dump_job
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
 
-Progress = Callable[[str, int, int], object]  # called with a title ("work", for example), done, total
 WORDS_BYTES = 4096  # of the end of stderr, for a process that ended without an error event
 STOP_AGAIN_S = 0.2  # between requests to stop, because a request may come before the job handles signals
+SHOWN, QUIET = "shown", "quiet"  # before a job's path: whether its messages are on the terminal
+LOOK_S = 1.0  # between looks at the lines of a job that reports no progress
 _log = logging.getLogger("batchinfer")
 
 
@@ -29,25 +30,24 @@ class OwnProcess:
     """`python -m batchinfer.api.command` (see there) with these arguments.
 
     Args:
-        is_quiet: whether stderr's lines go to the logger "batchinfer" (warnings with their level), else to stderr.
+        uses_terminal: whether stderr is that of this process; else `new_lines` returns its lines.
     """
 
-    def __init__(self, *arguments: str, is_quiet: bool) -> None:
-        self._is_quiet = is_quiet
+    def __init__(self, *arguments: str, uses_terminal: bool) -> None:
         self._rest = b""  # bytes read from the pipe after the last complete line
-        self._logged = 0  # bytes of stderr that were logged
+        self._read_bytes = 0  # of stderr
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (as long as this)
         ours, theirs = os.pipe()
         self._events = os.fdopen(ours, "rb", buffering=0)
         # the same module search path as here, also for ranks: the working folder only if it is in this process's path
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         self._process = subprocess.Popen(
-            own_process.command("batchinfer.api.command", str(theirs), *arguments),
+            own_process.command("batchinfer.api.command", str(theirs), str(self._stderr.fileno()), *arguments),
             env=environment,
-            pass_fds=[theirs],
+            pass_fds=[theirs, self._stderr.fileno()],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            stderr=self._stderr if is_quiet else None,
+            stderr=None if uses_terminal else self._stderr,
         )
         os.close(theirs)
 
@@ -58,16 +58,14 @@ class OwnProcess:
             with suppress(BrokenPipeError):
                 os.write(self._process.stdin.fileno(), os.fsencode(line) + b"\n")
 
-    def read(self, within_s: float | None) -> list[dict[str, Any]] | None:
+    def read(self, within_s: float) -> list[dict[str, Any]] | None:
         """Return the events since the last call, waiting up to `within_s` for one; None after the last event."""
         poll = select.poll()
         poll.register(self._events, select.POLLIN)
-        if not poll.poll(None if within_s is None else within_s * 1000):
+        if not poll.poll(within_s * 1000):
             return []
         received = self._events.read(1 << 16)
         *lines, self._rest = (self._rest + received).split(b"\n")
-        if self._is_quiet:
-            self._log_lines()
         return list(map(json.loads, lines)) if received else None
 
     @property
@@ -81,7 +79,7 @@ class OwnProcess:
         return self._process.wait()
 
     def words(self) -> str:
-        """Return the end of the process's stderr, "" if it was not redirected to the logger."""
+        """Return the end of the process's stderr, without what was on the terminal."""
         size = os.fstat(self._stderr.fileno()).st_size
         return os.pread(self._stderr.fileno(), WORDS_BYTES, max(0, size - WORDS_BYTES)).decode(errors="replace")
 
@@ -90,28 +88,27 @@ class OwnProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def _log_lines(self) -> None:
-        found = os.pread(self._stderr.fileno(), 1 << 20, self._logged)
+    def new_lines(self) -> list[str]:
+        """Return the complete lines of stderr since the last call, without those on the terminal."""
+        found = os.pread(self._stderr.fileno(), 1 << 20, self._read_bytes)
         whole, end, _ = found.rpartition(b"\n")
-        self._logged += len(whole) + len(end)
-        for line in whole.decode(errors="replace").splitlines():
-            _log.log(logging.WARNING if line.startswith("warning:") else logging.INFO, "%s", line)
+        self._read_bytes += len(whole) + len(end)
+        return whole.decode(errors="replace").splitlines()
 
 
 class CommandProcess:
     """`batchinfer plan` or `run` over a job; leaving the `with` block early stops the command as Ctrl-C does.
 
-    On a terminal, the command's messages are shown unless `progress` is given.
+    The command's lines go to the logger "batchinfer" (warnings with their level), unless they are on the terminal.
 
     Args:
-        progress: called in the caller's thread.
+        progress: how progress is shown; a function is called in the caller's thread.
         held: a process for several commands, in which the command runs; None: start a process for this command.
     """
 
-    def __init__(
-        self, command: str, job: JobConfig, progress: Progress | None, *, held: OwnProcess | None = None
-    ) -> None:
-        self._command, self._job, self._progress, self._held = command, job, progress, held
+    def __init__(self, command: str, job: JobConfig, progress: Progress, *, held: OwnProcess | None = None) -> None:
+        self._command, self._job, self._held = command, job, held
+        self._display = display_of(progress)
         self._error: dict[str, Any] | None = None
         self._code: int | None = None
 
@@ -120,18 +117,18 @@ class CommandProcess:
             file = stack.enter_context(call_folder()) / "job.toml"
             file.write_text(dump_job(self._job), encoding="utf-8")
             if self._held is None:
-                is_quiet = self._progress is not None or not is_terminal()
-                self.process = OwnProcess(self._command, str(file), is_quiet=is_quiet)
+                self.process = OwnProcess(self._command, str(file), uses_terminal=self._display.uses_terminal)
             else:
                 self.process = self._held
-                self.process.send(str(file))
+                self.process.send(f"{SHOWN if self._display.uses_terminal else QUIET} {file}")
             self._files = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress = None
+        self._display.close()
+        self._display = Display()
         try:
             while self._held is not None and self._code is None:
                 self._held.send("stop")
@@ -145,11 +142,11 @@ class CommandProcess:
                 self.process.let_end()
                 self.process.wait()
 
-    def ended(self, within_s: float | None = None) -> bool:
+    def ended(self, within_s: float = LOOK_S) -> bool:
         """Wait for the next event; return whether the command has ended.
 
         Args:
-            within_s: longest wait in seconds; None: no limit.
+            within_s: longest wait in seconds.
 
         Raises:
             BatchinferError, InterruptedRunError: the command failed, or was stopped.
@@ -160,36 +157,33 @@ class CommandProcess:
         self._check(self._code)
         return True
 
-    def _read(self, within_s: float | None) -> None:
+    def _read(self, within_s: float) -> None:
         events = self.process.read(within_s)
         if events is None:
             self._code = self.process.wait()
         for event in events or ():
             self._error = event.get("error", self._error)
             self._code = event.get("ended", self._code)
-            if self._progress is not None and "progress" in event:
-                self._progress(*event["progress"])
+            if "progress" in event:
+                self._display.count(*event["progress"])
+        for line in self.process.new_lines():
+            _log.log(logging.WARNING if line.startswith("warning:") else logging.INFO, "%s", line)
+            self._display.line(line)
 
     def _check(self, code: int) -> None:
         if code in (ExitCode.OK, ExitCode.ROW_ERRORS):
             return
         if self._error is not None:
             raise _error_of(**self._error)
-        words = self.process.words()
+        words = "" if self._display.uses_terminal else self.process.words()
         last = words.strip().rpartition("\n")[2].removeprefix("error: ") or "its words are above"
         if code == ExitCode.INTERRUPTED:
             raise InterruptedRunError(f"batchinfer {self._command} was stopped: {last}")
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else "failed"
         kind = ConfigError if code == ExitCode.BAD_JOB else BatchinferError
-        failure = kind(f"batchinfer {self._command} ended {how}: {last}")
+        failure = kind(f"batchinfer {self._command} {how}: {last}")
         failure.add_note(words)
         raise failure
-
-
-def is_terminal() -> bool:
-    """Return whether this process's stderr is a terminal, to which a child process would write, too."""
-    own = sys.__stderr__
-    return own is not None and sys.stderr is own and own.isatty()
 
 
 def _error_of(classes: list[str], message: str, attributes: dict[str, str]) -> BatchinferError:

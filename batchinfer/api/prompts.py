@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import filecmp
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchinfer.api.tables import NOT_ARROW, batches_of, column_of, is_column, storable
-from batchinfer.data.columns import is_json, is_text, plain_type
+from batchinfer.api.rows import as_list, batches_of_columns, text_array, usual_form
+from batchinfer.api.tables import BATCH_ROWS, NOT_ARROW, batches_of, column_of, is_column, storable
+from batchinfer.data.columns import is_json, is_text, plain_type, python_values
 from batchinfer.ownership import group_id, make_folder
+from batchinfer.plan.first_job import CHATS_AS_JSON, LOOK_ROWS, USUAL_NAMES, chat_keys, usual_columns
 from batchinfer.records import ConfigError, InputError, RunMismatchError
 from batchinfer.sanitize import first_line
 from batchinfer.whole_files import cannot_write, published
 
-KINDS = ("user", "prompt", "messages", "token_ids")  # keys of [input]
 INDEX = re.compile(r"__index_level_\d+__")  # pandas' name for an index without a name
-USE = "give a list of texts, of lists of messages or of lists of token ids, or a table"
-BATCH_ROWS = 16384  # rows of a list in a row group
+USE = "give a list of texts, of lists of messages, of lists of token ids or of rows as dicts, or a table"
+_log = logging.getLogger("batchinfer")
 
 
 def reader_of(
@@ -44,16 +46,23 @@ def reader_of(
         ConfigError: no column fits, several fit, or the named column does not exist.
     """
     kept = kept if isinstance(kept, list) else []
+    found: tuple[pa.RecordBatchReader, dict[str, str]] | None
+    chats = set[str]()
     try:
+        data = usual_form(data)
         if isinstance(data, list | tuple):
             return _of_list(data, named)
         if is_column(data) and not pa.types.is_struct((column := column_of(data)).type):
             return _of_column(column, named)
-        found = batches_of(data)
+        if isinstance(data, Mapping):
+            found, chats = batches_of_columns(data, others)
+        else:
+            found = batches_of(data)
     except NOT_ARROW as error:
         raise InputError(f"data cannot be read as Arrow columns: {first_line(error)}; {USE}") from None
     if found is None:
-        raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {USE}")
+        use = "give list(data)" if isinstance(data, Iterator) else USE
+        raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {use}")
     reader, lost = found
     if lost and not named:  # a column left out may be that of the prompts
         name, reason = next(iter(lost.items()))
@@ -61,7 +70,7 @@ def reader_of(
             f"column {name!r} of data cannot be taken: {reason}; convert it, or name the column of prompts (prompt=, "
             "messages= or token_ids=)"
         )
-    columns = dict(named) or _found(reader.schema, others, kept)
+    columns = dict(named) or _found(reader.schema, others, kept, chats)
     template = named.get("template", "")
     used = {*others, *kept, *columns.values(), *(name for name in [*reader.schema.names, *lost] if name in template)}
     return storable(reader, lost, used), columns
@@ -99,7 +108,7 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
 
 def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:
     """Return a reader of rows of one kind as a column, with row numbers as ids; and the columns by kind."""
-    rows = [row.tolist() if hasattr(row, "tolist") else row for row in rows]  # arrays of numpy's, tensors
+    rows = list(map(as_list, rows))
     kinds = {_kind(row, place) for place, row in enumerate(rows)} - {""}
     if len(kinds) > 1:
         raise InputError(f"data holds rows of several kinds ({' and '.join(sorted(kinds))}); give rows of one kind")
@@ -108,7 +117,7 @@ def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBa
     values: Sequence[Any] = rows
     if kind == "messages":
         values = [None if row is None else json.dumps(row, ensure_ascii=False) for row in rows]
-    column = pa.array(values, pa.list_(pa.int64())) if kind == "token_ids" else _texts(values)
+    column = pa.array(values, pa.list_(pa.int64())) if kind == "token_ids" else text_array(values)
     return _numbered(column, columns)
 
 
@@ -143,15 +152,6 @@ def _numbered(
     return table.to_reader(BATCH_ROWS), columns
 
 
-def _texts(values: Sequence[str | None]) -> pa.Array:
-    """Return the texts as a column; a text with a lone surrogate becomes invalid UTF-8, so that its row is bad."""
-    try:
-        return pa.array(values, pa.string())
-    except UnicodeEncodeError:
-        raw = [None if value is None else value.encode("utf-8", "surrogatepass") for value in values]
-        return pc.cast(pa.array(raw, pa.binary()), options=pc.CastOptions(pa.string(), allow_invalid_utf8=True))
-
-
 def _kind(row: Any, place: int) -> str:
     """Return the kind (one of KINDS) of a row of a list, "" for null or an empty list."""
     if row is None or (isinstance(row, list | tuple) and not row):
@@ -166,20 +166,37 @@ def _kind(row: Any, place: int) -> str:
     raise InputError(f"row {place} of data is a {type(row).__name__} that is no prompt; {USE}")
 
 
-def _found(schema: pa.Schema, others: set[str], kept: list[str]) -> dict[str, str]:
-    """Return the only column whose type can be prompts, by its kind."""
+def are_json_chats(reader: pa.RecordBatchReader, name: str) -> tuple[pa.RecordBatchReader, bool]:
+    """Return a reader of the same rows, and whether texts of a column with a usual name for chats are chats as JSON."""
+    if name.lower() not in USUAL_NAMES["messages"] or (first := next(reader, None)) is None:
+        return reader, False
+    texts = python_values(first.column(name).slice(0, LOOK_ROWS))
+    return pa.RecordBatchReader.from_batches(reader.schema, chain([first], reader)), chat_keys(texts) == CHATS_AS_JSON
+
+
+def _found(schema: pa.Schema, others: set[str], kept: list[str], chats: set[str]) -> dict[str, str]:
+    """Return the column of prompts by its kind: the only one whose type fits, or the first with a usual name.
+
+    Args:
+        chats: columns with chats as JSON text.
+    """
     asked = [field for field in schema if field.name not in others and not INDEX.fullmatch(field.name)]
-    fits = [(kind, field.name) for field in asked if (kind := _kind_of(field.type))]
+    kinds = {field.name: "messages" if field.name in chats else _kind_of(field.type) for field in asked}
+    fits = {name: kind for name, kind in kinds.items() if kind}
     if len(fits) > 1:
-        fits = [fit for fit in fits if fit[1] not in kept] or fits
-    if len(fits) == 1:
-        return dict(fits)
+        fits = {name: kind for name, kind in fits.items() if name not in kept} or fits
     if not fits:
         raise ConfigError(
             f"no column of data holds texts, messages or token ids (it has {', '.join(schema.names) or 'none'}); "
             "name one with user=, prompt=, messages= or token_ids="
         )
-    names = ", ".join(f"{kind}={name!r}" for kind, name in fits)
+    likely = {name: "messages" if name.lower() in USUAL_NAMES["messages"] else kind for name, kind in fits.items()}
+    name = (usual_columns(likely) or list(fits))[0]
+    kind = fits[name]
+    if len(fits) == 1 or name.lower() in USUAL_NAMES[likely[name]] or list(likely.values()).count("messages") == 1:
+        _log.info("the prompts are column %r (%s)", name, kind)
+        return {kind: name}
+    names = ", ".join(f"{kind}={name!r}" for name, kind in fits.items())
     raise ConfigError(f"several columns of data could hold the prompts; name one: {names}")
 
 

@@ -120,11 +120,11 @@ def _columns_not_arrow(data: Any) -> dict[str, str]:
             pa.RecordBatchReader.from_stream(data[[name]])
         except NOT_ARROW as error:
             kind = getattr(data[name], "dtype", "own")  # two columns of one name have none
-            lost[str(name)] = f"Arrow cannot hold its {kind} values ({_reason(error)})"
+            lost[str(name)] = f"Arrow cannot hold its {kind} values ({reason_of(error)})"
     return lost
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Return the first sentence of an error; pandas adds another one that names the column."""
     return first_line(ValueError(*error.args[:1]))
 

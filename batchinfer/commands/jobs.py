@@ -98,6 +98,7 @@ def plan(
             reuse=reuse,
             again=keep_same_units if again else None,
             tokenizer=process.tokenizer,
+            has_caller=process.has_caller,
         )
 
 
@@ -245,6 +246,7 @@ def run(
                 reuse=reuse,
                 can_run_here=lambda: refuse_if_job_cannot_run(config, ranks, stop),
                 tokenizer=process.tokenizer,
+                has_caller=process.has_caller,
             ),
         )
         if ranks is not None:
@@ -256,7 +258,7 @@ def run(
         result = _when_free(config, partial(_finish, run_dir, config, stop, tracer, allow_partial=False))
     if as_json or not sys.stdout.isatty():  # else the summary on the same terminal says this
         _note_finished(run_dir, config, result)
-    if process.kept is None:
+    if not process.has_caller:
         _print_end(run_dir, config, as_json=as_json)
     sys.exit(result.exit_code)
 
@@ -306,10 +308,11 @@ def plan_here(
     can_run_here: Callable[[], None] | None = None,
     again: Callable[[RunDir, Manifest], None] | None = None,
     tokenizer: TokenizerProcess | None = None,
+    has_caller: bool = False,
 ) -> RunDir:
     """Plan the job and print its summary: on stdout, or on stderr for `run`, whose stdout is the report.
 
-    A warning on stderr says if the run will not end with exit code 0.
+    A warning on stderr says if the run will not end with exit code 0, unless a Python program called (`has_caller`).
     """
     from batchinfer.plan.planner import plan_job
     from batchinfer.plan.summary import expected_end, format_summary, read_summary
@@ -335,7 +338,7 @@ def plan_here(
         note(summary)  # not click.echo: loading ranks may show a progress bar
     elif not is_quiet():
         click.echo(summary)
-    warning = expected_end(run_dir)
+    warning = None if has_caller else expected_end(run_dir)
     if warning is not None:
         note(warning)
     return run_dir

@@ -39,7 +39,8 @@ class Process:
 
     stop: StopSignal
     tokenizer: TokenizerProcess | None  # a tokenizer process that is started already
-    kept: KeptRanks | None = None  # ranks that stay for several jobs of a Python caller, who gets no printed report
+    kept: KeptRanks | None = None  # ranks that stay for several jobs of a Python caller
+    has_caller: bool = False  # a Python program, to which exit codes and a printed report mean nothing
 
 
 def pass_stop(command: Callable[..., None]) -> Callable[..., None]:

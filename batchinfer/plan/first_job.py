@@ -7,6 +7,7 @@ import json
 import os
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -42,9 +43,13 @@ MAX_TOKENS = 512
 MAX_KEPT = 8  # columns that the file suggests to keep
 MAX_NAMED = 5  # left-out files that are named
 LOOK_ROWS = 100  # read to see whether text is a chat as JSON, and which text is the longest
-CHAT_NAMES = ("messages", "conversations", "conversation", "chat", "dialogue")
-TEXT_NAMES = ("prompt", "question", "instruction", "query", "problem", "input", "text", "content")
-TOKEN_NAMES = ("token_ids", "input_ids", "prompt_token_ids", "tokens")
+# usual names of columns by the kind of their prompts, the likeliest first
+USUAL_NAMES = {
+    "messages": ("messages", "conversations", "conversation", "chat", "dialogue"),
+    "prompt": ("prompt", "question", "instruction", "query", "problem", "input", "text", "content"),
+    "token_ids": ("token_ids", "input_ids", "prompt_token_ids", "tokens"),
+}
+CHATS_AS_JSON = {"messages": ""}  # of chat_keys
 ID_NAMES = ("id", "uuid", "custom_id", "key", "prompt_id", "question_id", "row_id", "idx", "index")
 
 
@@ -179,7 +184,7 @@ class _Columns:
         rows = next(read_batches(shard, texts, LOOK_ROWS, s3=DEFAULT_S3), None) if texts else None
         self._texts = {name: [] if rows is None else python_values(rows[name]) for name in texts}
         for name in texts:
-            if (keys := _chat_keys(self._texts[name])) is not None:
+            if (keys := chat_keys(self._texts[name])) is not None:
                 self._settings[name] = ("a chat as JSON text", keys)
 
     def prompts(self) -> tuple[dict[str, str], str, str]:
@@ -192,7 +197,8 @@ class _Columns:
         texts = [name for name, (_, keys) in self._settings.items() if "prompt" in keys]
         tokens = [name for name, (_, keys) in self._settings.items() if "token_ids" in keys]
         texts.sort(key=lambda name: -sum(len(text) for text in self._texts[name] if isinstance(text, str)))
-        order = [*_named(chats, CHAT_NAMES), *chats, *_named(texts, TEXT_NAMES), *_named(tokens, TOKEN_NAMES)]
+        kinds = dict.fromkeys(texts, "prompt") | dict.fromkeys(tokens, "token_ids") | dict.fromkeys(chats, "messages")
+        order = usual_columns(kinds)
         order += [name for name in texts if name.lower() not in ID_NAMES] + tokens
         if not order:
             have = ", ".join(f"{name} ({kind})" for name, kind in list(self._kinds.items())[:20])
@@ -217,19 +223,31 @@ class _Columns:
         return [name for name in free if name != prompts][:MAX_KEPT] or [name for name in free if name == prompts]
 
 
+def usual_columns(kinds: Mapping[str, str]) -> list[str]:
+    """Return the columns that prompts are usually in, the likeliest first: chats, then those with usual names.
+
+    Args:
+        kinds: "messages", "prompt" or "token_ids" by column.
+    """
+    of_kind = {usual: [name for name, kind in kinds.items() if kind == usual] for usual in USUAL_NAMES}
+    named = {usual: _named(of_kind[usual], names) for usual, names in USUAL_NAMES.items()}
+    order = [*named["messages"], *of_kind["messages"], *named["prompt"], *named["token_ids"]]
+    return list(dict.fromkeys(order))
+
+
 def _named(names: list[str], known: tuple[str, ...]) -> list[str]:
     """Return the names that are in `known`, in the order of `known`; case does not matter."""
     return sorted((name for name in names if name.lower() in known), key=lambda name: known.index(name.lower()))
 
 
-def _chat_keys(texts: list[Any]) -> dict[str, str] | None:
+def chat_keys(texts: list[Any]) -> dict[str, str] | None:
     """Return the keys of [input] for texts that are all chats as JSON; None if a text is no chat."""
     given = [text for text in texts if text is not None]
     try:
         chats = [json.loads(text) for text in given]
         turns = [turn for chat in chats for turn in chat]
         if turns and all("role" in turn and "content" in turn for turn in turns):
-            return {"messages": ""}
+            return CHATS_AS_JSON
         if turns and all("from" in turn and "value" in turn for turn in turns):
             return {"format": "sharegpt", "messages": ""}
     except (ValueError, TypeError, RecursionError):

@@ -159,8 +159,12 @@ def test_a_dataset_of_hugging_face_has_the_rows_that_it_shows():
     assert kinds_of(shown) == ("prompt", "question", [TEXTS[3], TEXTS[0]])
     assert kinds_of(shown.select([])) == ("prompt", "question", [])
     assert kinds_of(shown.to_iterable_dataset()) == ("prompt", "question", [TEXTS[3], TEXTS[0]])
-    with pytest.raises(batchinfer.InputError, match="data is a DatasetDict, which holds no prompts"):
-        prompts.reader_of(datasets.DatasetDict({"train": shown}), {}, set())
+    assert kinds_of(datasets.DatasetDict({"train": shown})) == ("prompt", "question", [TEXTS[3], TEXTS[0]])
+    splits = datasets.DatasetDict({"train": shown, "test": shown})
+    with pytest.raises(
+        batchinfer.InputError, match=r"has the splits 'train' and 'test'; give one of them, for example data\['train'\]"
+    ):
+        prompts.reader_of(splits, {}, set())
 
 
 @pytest.mark.parametrize("kind", first_in_make_test(["table", "reader", "dataset", "pandas", "polars"]))
@@ -235,12 +239,13 @@ WRONG = [
     ({"data": ["a"], "token_ids": "x"}, "token_ids is 'x', but data is a list of prompt"),
     ({"data": ["a", [1]]}, "data holds rows of several kinds (prompt and token_ids)"),
     ({"data": ["a", 1.5]}, "row 1 of data is a float that is no prompt"),
-    ({"data": [{"prompt": "a"}]}, "row 0 of data is a dict that is no prompt"),
+    ({"data": [{"prompt": "a"}, "a"]}, "row 1 of data is a str, but other rows are dicts"),
     ({"data": [["a"]]}, "row 0 of data is a list that is no prompt"),
     ({"data": [[{"role": "user", "content": {1}}]]}, "data cannot be read as Arrow columns: Object of type set"),
     ({"data": [[2**70]]}, "data cannot be read as Arrow columns"),
-    ({"data": "a"}, "data is a str, which holds no prompts"),
-    ({"data": iter(["a"])}, "which holds no prompts"),
+    ({"data": 5}, "data is a int, which holds no prompts"),
+    ({"data": iter(["a"])}, "which holds no prompts; give list(data)"),
+    ({"data": ["a"], "progress": "bar"}, "progress is 'bar'; give True, False, \"tqdm\", or a function"),
     ({"data": pa.table({"n": [1]})}, "no column of data holds texts, messages or token ids (it has n)"),
     ({"data": pa.table({"a": ["x"], "b": ["y"]})}, "several columns of data could hold the prompts; name one:"),
     ({"data": pa.table({"a": ["x"]}), "prompt": "b"}, "b"),

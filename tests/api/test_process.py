@@ -177,19 +177,18 @@ def test_a_listener_that_raises_stops_the_job(tmp_path):
     assert children() == before
 
 
-@pytest.mark.all  # make test: a thread's progress, above
-def test_lines_of_the_command_are_logged(caplog):
+def test_lines_of_the_command_are_logged_but_for_exit_codes(caplog):
     with caplog.at_level(logging.INFO, logger="batchinfer"):
         batchinfer.generate(["a", None], **SHORT)
+    assert not any("exit code" in record.message for record in caplog.records)
     assert [record.levelname for record in caplog.records if "1 bad rows" in record.message] == ["WARNING"]
     assert any("computing: 100%, 2 of 2 rows; " in record.message for record in caplog.records)
 
 
-@pytest.mark.all  # make test: tests/test_progress.py
-def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
+def shown_on_a_terminal(code: str) -> bytes:
+    """Return what a script writes to a terminal."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 100))
-    code = f"import batchinfer; batchinfer.generate(['a'], model={str(RANDOM_MODEL)!r}, dtype='float32', max_tokens=3)"
     caller = subprocess.Popen([sys.executable, "-c", code], stderr=theirs)
     os.close(theirs)
     shown = b""
@@ -198,14 +197,37 @@ def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
             shown += part
     os.close(ours)
     assert caller.wait() == 0
-    assert b"computing: 100%" in shown
+    return shown
+
+
+@pytest.mark.all  # make test: tests/test_progress.py
+def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
+    settings = f"model={str(RANDOM_MODEL)!r}, dtype='float32', max_tokens=3"
+    assert b"computing: 100%|" in shown_on_a_terminal(f"import batchinfer; batchinfer.generate(['a'], {settings})")
+    quiet = shown_on_a_terminal(f"import batchinfer; batchinfer.generate(['a'], progress=False, {settings})")
+    assert quiet == b""
+
+
+@pytest.mark.all  # make test: tests/api/test_display.py
+def test_each_call_of_a_model_has_its_own_display():
+    shown = shown_on_a_terminal(
+        "import sys, batchinfer\n"
+        f"with batchinfer.Model({str(RANDOM_MODEL)!r}, dtype='float32') as model:\n"
+        "    for progress in (True, False, 'tqdm', True):\n"
+        "        model.generate(['a'], max_tokens=3, progress=progress)\n"
+        "        print('---', file=sys.stderr)\n"
+    )
+    parts = shown.split(b"---")[:4]
+    assert [b"computing: 100%|" in part for part in parts] == [True, False, False, True]
+    assert [b"work: 100%|" in part for part in parts] == [False, False, True, False]
+    assert parts[1].strip() == b""
 
 
 @pytest.mark.all  # make test: test_a_listener_that_raises_stops_the_job
 @pytest.mark.parametrize(
     ("number", "error", "sentence"),
     [
-        (signal.SIGKILL, batchinfer.BatchinferError, "batchinfer run ended by SIGKILL"),
+        (signal.SIGKILL, batchinfer.BatchinferError, "batchinfer run was ended by SIGKILL"),
         (signal.SIGTERM, batchinfer.InterruptedRunError, "batchinfer run was stopped: stopped by SIGTERM"),
     ],
 )
@@ -232,4 +254,6 @@ def test_a_notebook_may_call():
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
-    assert [output.text for cell in book.cells for output in cell.outputs] == ["['ok', 'ok']\n"]
+    shown = [(output.name, output.text) for cell in book.cells for output in cell.outputs]
+    assert [text for name, text in shown if name == "stdout"] == ["['ok', 'ok']\n"]
+    assert "work: 100%" in "".join(text for name, text in shown if name == "stderr")

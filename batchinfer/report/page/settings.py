@@ -6,7 +6,7 @@ from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
 from batchinfer.report.computed import Computed
 from batchinfer.run.job_file import recorded_job
-from batchinfer.run.storage import is_in_bucket
+from batchinfer.run.store.interface import is_in_bucket
 from batchinfer.rundir import RunDir
 
 MAX_HOSTS = 4  # hosts that are named
