@@ -4,20 +4,19 @@ The families of families.py are understood, each as written by the original rele
 `first_k_dense_replace`) and by newer libraries (`rope_parameters`, `num_mtp_layers`, `mlp_layer_types`).
 """
 
-import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from batchinfer.config.model_folder import MISTRAL, config_file
+from batchinfer.model.attention_config import AttentionConfig
 from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
-from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family
-from batchinfer.model.indexer_config import IndexerConfig, read_indexer
+from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier
 from batchinfer.model.integer_forms import IntegerForm
 from batchinfer.model.mistral_format import CARRIER_OF_PARAMS, read_params
+from batchinfer.model.mla_config import read_flag, read_mla
 from batchinfer.model.moe_config import read_moe
 from batchinfer.model.quantization import read_quantization
-from batchinfer.model.rope_config import RopeConfig, read_rope
 from batchinfer.records import ModelError
 
 _MAX_LAYERS = 1000  # as MAX_EXPERTS
@@ -35,18 +34,9 @@ class ModelConfig:
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
-    num_attention_heads: int
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    indexer: IndexerConfig | None  # None: a query attends to all keys before it
+    attention: AttentionConfig
     max_position_embeddings: int
     rms_norm_eps: float
-    rope: RopeConfig
-    rope_interleave: bool
-    attention_bias: bool
     mlp_bias: bool
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
@@ -69,29 +59,6 @@ class ModelConfig:
     fp8_per_tensor: bool  # a weight in FP8 may have one scale, for all of its blocks
     # keys of config.json that nothing here knows
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Width of one head's query and key: the part without position, then the rotary part."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def latent_dim(self) -> int:
-        """Values that attention reads per token: the compressed key-value latent and the rotary key of all heads."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    @property
-    def kv_dim(self) -> int:
-        """Values kept per token and layer: those that attention reads, then the key of the indexer, if there is one.
-
-        Layers that share an indexer keep room for the key, too: all pages have one shape.
-        """
-        return self.latent_dim + (self.indexer.head_dim if self.indexer is not None else 0)
-
-    @property
-    def softmax_scale(self) -> float:
-        """Factor on query · key, with YaRN's correction."""
-        return self.qk_head_dim**-0.5 * self.rope.softmax_factor
 
     @property
     def num_router_groups(self) -> int:
@@ -119,56 +86,40 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Return the page bytes of one token over all layers (70,272 for the 671B model at 2 bytes per value)."""
-        return self.num_hidden_layers * self.kv_dim * bytes_per_value
-
-    @property
-    def num_indexers(self) -> int:
-        """Number of layers with an indexer; layers that share an earlier layer's indexer do not count."""
-        return self.num_hidden_layers - len(self.indexer.sharing_layers) if self.indexer is not None else 0
+        return self.num_hidden_layers * self.attention.row_width * bytes_per_value
 
     @property
     def attention_weights(self) -> int:
         """Mean number of weights of a layer's attention without norms; a token is multiplied with each once."""
-        hidden, heads = self.hidden_size, self.num_attention_heads
-        query = heads * self.qk_head_dim
-        queries = hidden * query if self.q_lora_rank is None else self.q_lora_rank * (hidden + query)
-        latents = hidden * self.latent_dim + self.kv_lora_rank * heads * (self.qk_nope_head_dim + self.v_head_dim)
-        return queries + latents + heads * self.v_head_dim * hidden + self.indexer_weights // self.num_hidden_layers
-
-    @property
-    def indexer_weights(self) -> int:
-        """Weights of all indexers without norms."""
-        if self.indexer is None or self.q_lora_rank is None:
-            return 0
-        return self.num_indexers * self.indexer.num_weights(self.hidden_size, self.q_lora_rank)
+        return self.attention.num_weights(self.hidden_size, self.num_hidden_layers)
 
     @property
     def row_cost_in_kv_tokens(self) -> float:
         """Cost of a decode row apart from its attention: the weights it runs through, in KV tokens attended to.
 
-        Both are counted in multiplications; attention in its absorbed form, weights with the output head.
+        Both are counted in multiplications; weights with the output head.
         """
-        hidden, heads = self.hidden_size, self.num_attention_heads
+        hidden = self.hidden_size
         expert = 3 * hidden * self.moe_intermediate_size
         moe = expert * (self.num_experts_per_tok + self.n_shared_experts) + hidden * self.n_routed_experts
         num_dense = self.num_hidden_layers - self.num_moe_layers
         mlps = self.num_moe_layers * moe + num_dense * 3 * hidden * self.intermediate_size
         per_row = self.num_hidden_layers * self.attention_weights + mlps + self.vocab_size * hidden
-        per_kv_token = self.num_hidden_layers * heads * (self.latent_dim + self.kv_lora_rank)
-        return per_row / per_kv_token
+        return per_row / self._products_per_key
 
     @property
     def decode_loads(self) -> tuple[float, float, float]:
         """Costs of a decode row, in KV tokens attended to.
 
-        The cost apart from attention; the largest number of keys that the row attends to; the cost of each key that
-        the indexers score if the row sees more.
+        The cost apart from attention; the largest number of keys that the row attends to; the cost of each key that is
+        scored if the row sees more.
         """
-        if self.indexer is None:
-            return self.row_cost_in_kv_tokens, math.inf, 0.0
-        per_kv_token = self.num_hidden_layers * self.num_attention_heads * (self.latent_dim + self.kv_lora_rank)
-        scored = self.num_indexers * self.indexer.num_heads * self.indexer.head_dim / per_kv_token
-        return self.row_cost_in_kv_tokens, float(self.indexer.topk), scored
+        scored = self.attention.products_per_scored_key(self.num_hidden_layers) / self._products_per_key
+        return self.row_cost_in_kv_tokens, self.attention.most_keys, scored
+
+    @property
+    def _products_per_key(self) -> int:
+        return self.num_hidden_layers * self.attention.products_per_key
 
 
 def load_model_config(folder: Path) -> ModelConfig:
@@ -186,15 +137,9 @@ def load_model_config(folder: Path) -> ModelConfig:
     carrier, reader, outer = _read_file(config_file(Path(folder)))
     name = _read_family(reader)
     family = FAMILIES[name]
-    heads = reader.size("num_attention_heads")
-    as_heads = "equal to num_attention_heads, since MLA has no grouped heads"
-    reader.expect("num_key_value_heads", heads, supported=as_heads)
     reader.expect("hidden_act", "silu", supported='"silu"')
     layers = reader.size("num_hidden_layers", maximum=_MAX_LAYERS)
     moe = read_moe(reader, name, layers)
-    rope_dim = _read_rope_dim(reader)
-    nope_dim = reader.size("qk_nope_head_dim")
-    reader.expect("qk_head_dim", nope_dim + rope_dim, supported="qk_nope_head_dim + qk_rope_head_dim")
     vocab_size = reader.size("vocab_size", maximum=MAX_VOCABULARY)
     max_positions = reader.size("max_position_embeddings")
     quantization = reader.section("quantization_config")
@@ -205,19 +150,10 @@ def load_model_config(folder: Path) -> ModelConfig:
         hidden_size=reader.size("hidden_size"),
         intermediate_size=reader.size("intermediate_size"),
         num_hidden_layers=layers,
-        num_attention_heads=heads,
-        q_lora_rank=reader.optional_size("q_lora_rank"),
-        kv_lora_rank=reader.size("kv_lora_rank"),
-        qk_nope_head_dim=nope_dim,
-        qk_rope_head_dim=rope_dim,
-        v_head_dim=reader.size("v_head_dim"),
-        indexer=read_indexer(reader, family.indexer, layers, rope_dim),
+        attention=read_mla(reader, family, layers, max_positions),
         max_position_embeddings=max_positions,
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6, above=0.0, at_most=1.0),
-        rope=read_rope(reader, family, max_positions, rope_dim / (nope_dim + rope_dim)),
-        rope_interleave=_read_flag(reader, family, "rope_interleave", default=True),
-        attention_bias=reader.flag("attention_bias", default=False),
-        mlp_bias=_read_flag(reader, family, "mlp_bias", default=False),
+        mlp_bias=read_flag(reader, family, "mlp_bias", default=False),
         tie_word_embeddings=reader.flag("tie_word_embeddings", default=family.ties_embeddings),
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
         **moe,
@@ -226,7 +162,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         ),
         **read_quantization(quantization),
     )
-    _check_layer_types(reader, config)
+    _check_mlp_types(reader, config)
     parts = [reader, *([outer] if outer is not reader else []), *([quantization] if quantization is not None else [])]
     return replace(config, unknown_keys=tuple(key for part in parts for key in judge_unread_keys(part)))
 
@@ -287,28 +223,8 @@ def _read_family(reader: ConfigReader) -> str:
     return model_type
 
 
-def _read_rope_dim(reader: ConfigReader) -> int:
-    rope_dim = reader.size("qk_rope_head_dim")
-    if rope_dim % 2:
-        raise reader.unsupported("qk_rope_head_dim", rope_dim, "an even number, since rotary values come in pairs")
-    return rope_dim
-
-
-def _check_layer_types(reader: ConfigReader, config: ModelConfig) -> None:
-    """Raise if the lists of layer kinds, which newer libraries write, contradict the other keys."""
-    layers = range(config.num_hidden_layers)
-    # the second name of the same is transformers' own from before it had the first
-    kinds = ("full_attention",) if config.indexer is None else ("indexed_attention", "deepseek_sparse_attention")
-    expected = [[kind] * len(layers) for kind in kinds]
-    reader.expect("layer_types", *expected, supported=f'"{kinds[0]}" for every layer')
-    mlps = ["sparse" if config.is_moe_layer(layer) else "dense" for layer in layers]
+def _check_mlp_types(reader: ConfigReader, config: ModelConfig) -> None:
+    """Raise if the list of MLP kinds, which newer libraries write, contradicts the other keys."""
+    mlps = ["sparse" if config.is_moe_layer(layer) else "dense" for layer in range(config.num_hidden_layers)]
     as_layers = '"dense" for the layers without experts and "sparse" for the others'
     reader.expect("mlp_layer_types", mlps, supported=as_layers)
-
-
-def _read_flag(reader: ConfigReader, family: Family, key: str, *, default: bool) -> bool:
-    """Return a flag; families that do not support it must leave it at its fixed value."""
-    if key in family.fixed:
-        reader.expect(key, family.fixed[key], supported=f"{str(family.fixed[key]).lower()} for this model_type")
-        return family.fixed[key]
-    return reader.flag(key, default=default)

@@ -4,25 +4,15 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from batchinfer.model.attention_kind import LayerAttention
 from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
+from batchinfer.model.residual import PLAIN, Residual
 from batchinfer.model.step import AttentionStep
 from batchinfer.parallel.spans import MicroBatchSpans
-
-
-class LayerAttention(Protocol):
-    """mla.Attention or another implementation; the result of `project` is for the same object's `attend`."""
-
-    def project(
-        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
-    ) -> Any: ...
-
-    def attend(
-        self, hidden_TD: torch.Tensor, queries: Any, step: AttentionStep, pages: torch.Tensor, /
-    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,50 +21,59 @@ class DecoderLayer:
 
     attention: LayerAttention
     mlp: DenseMlp | MoeMlp
+    residual: Residual = PLAIN
 
     def points(
         self,
-        hidden_TD: torch.Tensor,
+        state: Any,
         step: AttentionStep,
         pages: torch.Tensor,
         expert_counts_E: torch.Tensor | None,
         spans: MicroBatchSpans,
         wanted: AttentionStep | None = None,
-    ) -> Generator[YieldPoint, None, torch.Tensor]:
-        """Run the layer over one step; return the new hidden states.
+    ) -> Generator[YieldPoint, None, Any]:
+        """Run the layer over one step; return the residual's new state.
 
         Args:
-            hidden_TD: the residual.
-            pages: [num_pages, 64, kv_dim] of this layer; what is kept of the step's tokens is written to them.
+            state: of the residual, by its kind.
+            pages: [num_pages, 64, row] of this layer; what is kept of the step's tokens is written to them.
             expert_counts_E: [E] int64, to which the tokens per expert are added; None for a dense layer.
             wanted: the rows to finish, `step.logit_rows` alone; None: all.
 
         Yields:
             While rows travel, and in decode before core attention; a dense layer has nothing to yield for.
         """
+        residual = self.residual
         if isinstance(self.mlp, DenseMlp):
             with spans.compute("DENSE"):
-                return self.mlp.add_to(self._attended(hidden_TD, step, pages, wanted))
+                x_TD, past = residual.enter(self._attended(state, step, pages, wanted))
+                return residual.leave(past, self.mlp.add_to(residual.base(past), x_TD))
         assert expert_counts_E is not None
         if step.is_decode:
             with spans.compute("ATTN-0"):
-                queries = self.attention.project(hidden_TD, step, pages)
+                x_TD, past = residual.enter(state)
+                queries = self.attention.project(x_TD, step, pages)
             yield YieldPoint.QUERIES
             with spans.compute("ATTN-1"):
-                hidden_TD = self.attention.attend(hidden_TD, queries, step, pages)
-                routing = self.mlp.route(hidden_TD, expert_counts_E, step.is_counted)
-            return (yield from self.mlp.points(hidden_TD, routing, spans, shared_under=YieldPoint.DISPATCH))
-        with spans.compute("ATTN"):
-            hidden_TD = self._attended(hidden_TD, step, pages, wanted)
-            routing = self.mlp.route(hidden_TD, expert_counts_E)
-        return (yield from self.mlp.points(hidden_TD, routing, spans, shared_under=YieldPoint.COMBINE))
+                sum_TD = self.attention.attend(residual.base(past), queries, step, pages)
+                x_TD, past = residual.enter(residual.leave(past, sum_TD))
+                routing = self.mlp.route(x_TD, expert_counts_E, step.is_counted)
+            hidden_by = YieldPoint.DISPATCH
+        else:
+            with spans.compute("ATTN"):
+                x_TD, past = residual.enter(self._attended(state, step, pages, wanted))
+                routing = self.mlp.route(x_TD, expert_counts_E)
+            hidden_by = YieldPoint.COMBINE
+        sum_TD = yield from self.mlp.points(residual.base(past), routing, spans, shared_under=hidden_by)
+        return residual.leave(past, sum_TD)
 
-    def _attended(
-        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, wanted: AttentionStep | None
-    ) -> torch.Tensor:
-        """Return the wanted rows of the residual after attention; the latents of all tokens go to the pages."""
+    def _attended(self, state: Any, step: AttentionStep, pages: torch.Tensor, wanted: AttentionStep | None) -> Any:
+        """Return the residual's state after attention, of the wanted rows; rows of all tokens go to the pages."""
+        residual, attention = self.residual, self.attention
+        x_TD, past = residual.enter(state)
         if wanted is None:
-            return self.attention.attend(hidden_TD, self.attention.project(hidden_TD, step, pages), step, pages)
-        queries = self.attention.project(hidden_TD, step, pages, step.logit_rows)
-        wanted_SD = self.mlp.ops.gather_rows(hidden_TD, step.logit_rows)
-        return self.attention.attend(wanted_SD, queries, wanted, pages)
+            queries = attention.project(x_TD, step, pages)
+            return residual.leave(past, attention.attend(residual.base(past), queries, step, pages))
+        queries = attention.project(x_TD, step, pages, step.logit_rows)
+        past = residual.take(self.mlp.ops, past, step.logit_rows)
+        return residual.leave(past, attention.attend(residual.base(past), queries, wanted, pages))

@@ -10,35 +10,32 @@ latent space instead (one query per request: decode).
 # T tokens of a step, B requests, P pages, D hidden, H heads, N query/key width without position, R rotary width
 # A = N + R, C latent width, W = C + R, V value width, Z = N + V
 
-import math
-import mmap
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from decimal import Decimal
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.config import ModelConfig
+from batchinfer.model.attention_kind import LayerReader
+from batchinfer.model.mla_config import MlaConfig
 from batchinfer.model.ops import Ops, normed
-from batchinfer.model.page_format import FP8, PageFormat
-from batchinfer.model.rope_config import QueryScale, RopeConfig
+from batchinfer.model.page_memory import copy_in_pages
 from batchinfer.model.step import AttentionStep
-from batchinfer.model.weights import AttentionWeights
-from batchinfer.records import ConfigError
+from batchinfer.model.weights import IndexerWeights, MlaWeights
+from batchinfer_kernels import row_check
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.fp8 import ScaledRows
+from batchinfer_kernels.reference.fp8_pages import narrow
+from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
+from batchinfer_kernels.row_check import RowComputation
 
 assert reference_mla.PAGE_TOKENS == PAGE_TOKENS, "the kernels read pages of another size"
 
 # The norms inside MLA have an epsilon of their own, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
-_PAGE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, FP8: torch.uint8}
 Rows = torch.Tensor | ScaledRows
-_FIRST_POSITIONS = 1024  # whose angles are computed at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +46,10 @@ class Attention:
     """
 
     ops: Ops
-    config: ModelConfig
-    weights: AttentionWeights
+    config: MlaConfig
+    weights: MlaWeights
     norm_D: torch.Tensor  # weight of the norm before it
+    eps: float  # of that norm
 
     def project(
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
@@ -64,11 +62,11 @@ class Attention:
         Args:
             rows_S: the rows whose queries are wanted, [S, H, N + R] then; None: all.
         """
-        weights, config = self.weights, self.config
-        x_TD = normed(self.ops, hidden_TD, self.norm_D, config.rms_norm_eps, weights.kv_down.weight)
+        weights = self.weights
+        x_TD = normed(self.ops, hidden_TD, self.norm_D, self.eps, weights.kv_down.weight)
         q_latent, latents_TW = self._compressed(x_TD)
         q_THA = self._placed(self.ops.linear(q_latent, *weights.q), latents_TW, step, pages)
-        copy_latents(self.ops, step, pages)
+        copy_in_pages(self.ops, step, pages)
         return q_THA if rows_S is None else q_THA[rows_S]
 
     def attend(
@@ -82,7 +80,7 @@ class Attention:
     def inputs(self, hidden_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normed residual [T, D], and the input of the queries: the residual, or its compression."""
         ops, weights = self.ops, self.weights
-        x_TD = ops.rms_norm(hidden_TD, self.norm_D, self.config.rms_norm_eps)
+        x_TD = ops.rms_norm(hidden_TD, self.norm_D, self.eps)
         if weights.q_down is None:
             return x_TD, x_TD
         return x_TD, ops.rms_norm(ops.linear(x_TD, *weights.q_down), weights.q_norm, LATENT_NORM_EPS)
@@ -148,137 +146,66 @@ class Attention:
         return self.ops.linear(out_THV.flatten(1), *self.weights.out, residual=hidden_TD)
 
 
-def zeroed(num_bytes: int) -> mmap.mmap:
-    """Return zeros that take no memory until their pages are touched; in large pages if the system has them.
-
-    Raises:
-        OSError: the address space does not suffice.
-    """
-    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # a system without large pages, or without the choice
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-def empty_pages(config: ModelConfig, num_pages: int, form: PageFormat, device: torch.device) -> torch.Tensor:
-    """Return empty KV pages [L, num_pages, 64, row]; on a CPU they take memory when they are used.
-
-    A row is kv_dim values, or bytes in FP8.
-
-    Raises:
-        ConfigError: the address space does not suffice.
-    """
-    dtype = _PAGE_DTYPES[form.dtype]
-    shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, form.row_width(config))
-    num_values = math.prod(shape)
-    if device.type != "cpu" or num_values == 0:
-        return torch.zeros(shape, dtype=dtype, device=device)
-    try:
-        memory = zeroed(num_values * dtype.itemsize)
-    except OSError as error:
-        size_gb = num_values * dtype.itemsize / 1e9
-        raise ConfigError(
-            f"no memory for KV pages of {size_gb:.1f} GB: {error.strerror}; lower cluster.page_bytes"
-        ) from error
-    return torch.frombuffer(memory, dtype=dtype, count=num_values).view(shape)
-
-
-def copy_latents(ops: Ops, step: AttentionStep, pages: torch.Tensor) -> None:
-    """Make a step's copies between slots of one layer's pages."""
-    if step.copy_from is not None and step.copy_to is not None and len(step.copy_to):
-        ops.copy_rows(pages.view(-1, pages.shape[-1]), step.copy_from, step.copy_to)
-
-
-def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
-    """Return the angle per position of each rotary pair, [R / 2] float32; with YaRN (arXiv 2309.00071 section 3.2).
-
-    YaRN leaves pairs that turn often within the original window as they are, slows those that turn rarely by
-    `factor`, and goes from one to the other linearly in between.
-    """
-    steps = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
-    # powers rounded once: those of a library differ in their last bits between processors
-    periods = torch.tensor([float(Decimal(rope.theta) ** Decimal(step)) for step in steps.tolist()])
-    if rope.rope_type != "yarn":
-        return 1.0 / periods
-    first, last = (
-        rope_dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-        for turns in (rope.beta_fast, rope.beta_slow)
+def load(
+    reader: LayerReader, config: MlaConfig, prefix: str, layer: int, indexer: IndexerWeights | None = None
+) -> MlaWeights:
+    """Read a layer's weights; on GPUs the two compressions of a token are one product."""
+    compressed = config.q_lora_rank is not None
+    kv_up = reader.source(f"{prefix}.kv_b_proj.weight")
+    kv_up_HZC = kv_up.unflatten(0, (config.num_attention_heads, -1))
+    key_up_HNC, value_up_HVC = kv_up_HZC.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+    weights = MlaWeights(
+        q_down=reader.projection(f"{prefix}.q_a_proj") if compressed else None,
+        q_norm=reader.tensor(f"{prefix}.q_a_layernorm.weight") if compressed else None,
+        q=reader.projection(f"{prefix}.q_b_proj" if compressed else f"{prefix}.q_proj"),
+        kv_down=reader.projection(f"{prefix}.kv_a_proj_with_mqa"),
+        kv_norm=reader.tensor(f"{prefix}.kv_a_layernorm.weight"),
+        kv_up_HZC=reader.pack(kv_up_HZC),
+        key_up_HCN=reader.pack(key_up_HNC.transpose(1, 2)),
+        value_up_HVC=reader.pack(value_up_HVC),
+        out=reader.projection(f"{prefix}.o_proj"),
+        indexer=indexer,
     )
-    if rope.truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, rope_dim - 1)
-    if first == last:
-        last += 0.001  # a step instead of a ramp
-    slowed = ((torch.arange(rope_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
-    return (1.0 / (rope.factor * periods)) * slowed + (1.0 / periods) * (1 - slowed)
+    return weights.joined() if reader.joins_products else weights
 
 
-def rope_cos_sin(
-    positions: torch.Tensor,
-    frequencies: torch.Tensor,
-    rope: RopeConfig,
-    cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos and sin of each position's angles, each [T, R / 2] float32; angles in float32 as in training."""
-    return cos_sin(positions.float()[:, None] * frequencies, rope.cos_sin_scale)
+def products(weights: MlaWeights) -> Iterator[tuple[str, object]]:
+    """Yield (kind, weight) of a layer's products; see AttentionKind."""
+    yield "batched", weights.key_up_HCN
+    yield "batched", weights.value_up_HVC
+    for projection in (weights.q_down, weights.q, weights.kv_down, weights.out):
+        if projection is not None:
+            yield "linear", projection.weight
 
 
-def query_scales(scale: QueryScale) -> torch.Tensor:
-    """Return the factor on the queries of each window of positions, float32; the first is 1.
-
-    Logarithms rounded once: those of a library differ in their last bits between processors.
-    """
-    beta = Decimal(scale.beta)
-    return torch.tensor([float(1 + beta * Decimal(1 + number).ln()) for number in range(scale.num_windows)])
-
-
-class Angles(NamedTuple):
-    """Factors of attention at some positions: cos and sin of their angles, each [T, R / 2] float32.
-
-    query_scale: [T] float32, factor of queries; None: 1.
-    """
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    query_scale: torch.Tensor | None
+def computations(ops: Ops, config: MlaConfig, weights: MlaWeights, dtype: torch.dtype) -> Iterator[RowComputation]:
+    """Yield both forms of attention, if their weights are plain."""
+    if not isinstance(weights.kv_up_HZC, torch.Tensor):
+        return
+    shape = attention_shape(config)
+    decode, prefill = (
+        _over_fp8_pages(op, shape.latent_dim) if ops.fp8_pages else op for op in (ops.mla_decode, ops.mla_prefill)
+    )
+    yield row_check.decode_attention(shape, dtype, decode)
+    yield row_check.prefill_attention(shape, weights.kv_up_HZC, prefill)
 
 
-class RotaryAngles:
-    """Angles of a model's positions; on a CPU the angles of each position are computed once and kept."""
+def attention_shape(config: MlaConfig) -> row_check.AttentionShape:
+    """Return the widths of attention for its check."""
+    return row_check.AttentionShape(
+        num_heads=config.num_attention_heads,
+        nope_dim=config.qk_nope_head_dim,
+        rotary_dim=config.qk_rope_head_dim,
+        value_dim=config.v_head_dim,
+        latent_dim=config.kv_lora_rank,
+    )
 
-    def __init__(
-        self,
-        rope: RopeConfig,
-        rope_dim: int,
-        device: torch.device,
-        cos_sin: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        self._rope = rope
-        self._cos_sin = cos_sin
-        self._frequencies = rope_frequencies(rope, rope_dim).to(device)
-        self._cos, self._sin = self._of(torch.arange(0, device=device))
-        self._query_scales = None if rope.query_scale is None else query_scales(rope.query_scale).to(device)
 
-    def at(self, positions_T: torch.Tensor) -> Angles:
-        """Return the factors of these positions, see Angles."""
-        query_scale_T = self._query_scale(positions_T)
-        if not positions_T.is_cpu:  # how far the table must reach is not known on the host
-            return Angles(*self._of(positions_T), query_scale_T)
-        cos, sin = self.table(int(positions_T.max()) + 1 if len(positions_T) else 0)
-        return Angles(cos.index_select(0, positions_T), sin.index_select(0, positions_T), query_scale_T)
+def _over_fp8_pages(op: Callable[..., torch.Tensor], latent_dim: int) -> Callable[..., torch.Tensor]:
+    """Return attention over FP8 pages that takes bfloat16 pages and rounds them first."""
 
-    def _query_scale(self, positions_T: torch.Tensor) -> torch.Tensor | None:
-        if self._rope.query_scale is None or self._query_scales is None:
-            return None
-        # guesses may lie behind the model's window, by less than one more
-        return self._query_scales.index_select(0, positions_T // self._rope.query_scale.window)
+    def run(q: torch.Tensor, keys: PagedKeys, *rest: Any, **options: Any) -> torch.Tensor:
+        pages = narrow(keys.pages.flatten(0, 1), latent_dim).view(*keys.pages.shape[:2], -1)
+        return op(q, keys._replace(pages=pages), *rest, **options)
 
-    def table(self, num_positions: int) -> list[torch.Tensor]:
-        """Return cos and sin of positions 0 .. N - 1 on a CPU, each [N, R / 2] float32, N at least `num_positions`."""
-        if num_positions > len(self._cos):
-            known = torch.arange(max(2 * len(self._cos), num_positions, _FIRST_POSITIONS))
-            self._cos, self._sin = self._of(known)
-        return [self._cos, self._sin]
-
-    def _of(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rope_cos_sin(positions, self._frequencies, self._rope, self._cos_sin)
+    return run

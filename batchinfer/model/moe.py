@@ -56,10 +56,10 @@ class DenseMlp:
     weights: MlpWeights
     norm_D: torch.Tensor
 
-    def add_to(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """Return [T, D], the new residual."""
+    def add_to(self, base_TD: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """Return [T, D], the base with the MLP of hidden added."""
         x_TD = normed(self.ops, hidden_TD, self.norm_D, self.config.rms_norm_eps, self.weights.gate_up.weight)
-        return swiglu(self.ops, x_TD, self.weights, residual=hidden_TD)
+        return swiglu(self.ops, x_TD, self.weights, residual=base_TD)
 
 
 class MoeMlp:

@@ -18,8 +18,8 @@ import torch
 
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.layer import DecoderLayer
-from batchinfer.model.mla import RotaryAngles
 from batchinfer.model.ops import Ops
+from batchinfer.model.rotary_angles import RotaryAngles
 from batchinfer.model.sampling import LogitOps, SamplingRows, sample
 from batchinfer.model.step import AttentionStep
 from batchinfer.model.weights import ModelWeights, MtpWeights
@@ -88,7 +88,7 @@ class Mtp:
         """Return [J, B] int64 guesses, computed operation by operation.
 
         Args:
-            pages: [num_pages, 64, latent_dim] of this layer.
+            pages: [num_pages, 64, row] of this layer.
         """
         ops, eps, weights = model.ops, model.config.rms_norm_eps, self.weights
         counts_E = torch.zeros(model.config.n_routed_experts, dtype=torch.int64)

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from xxhash import xxh3_128
 
+from batchinfer.model.attention_kinds import kind_of
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import ENDS, MTP, PackedFolder
 from batchinfer.model.weights import (
-    AttentionWeights,
     IndexerWeights,
     LayerWeights,
     MlpWeights,
@@ -40,9 +40,8 @@ _ALIGNMENT = 64
 _DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _EXPERTS = ("mlp.gate_up_EFD", "mlp.down_EDF")  # of which a rank may hold a part
-# by field; others are projections
 _KINDS: dict[str, type[Any]] = {
-    **{"layer": LayerWeights, "attention": AttentionWeights, "indexer": IndexerWeights},
+    **{"layer": LayerWeights, "indexer": IndexerWeights},
     **{"mlp": MlpWeights, "shared": MlpWeights},
 }
 
@@ -104,12 +103,13 @@ def map_weights(
     ids = [range(config.n_routed_experts)] * config.num_moe_layers if expert_ids is None else expert_ids
     held = tuple(tuple(of_layer) for of_layer in ids)
     of_layer = dict(zip(config.moe_layers, held, strict=True))
-    ends = MappedParts(packed.folder / ENDS).take(Ends)
+    kinds = _KINDS | {"attention": kind_of(config.attention).weights}
+    ends = MappedParts(packed.folder / ENDS).take(Ends, kinds)
     layers = tuple(
-        MappedParts(packed.layer(number), of_layer.get(number)).take(LayerWeights)
+        MappedParts(packed.layer(number), of_layer.get(number)).take(LayerWeights, kinds)
         for number in range(config.num_hidden_layers)
     )
-    of_mtp = MappedParts(packed.folder / MTP).take(MtpWeights) if mtp else None
+    of_mtp = MappedParts(packed.folder / MTP).take(MtpWeights, kinds) if mtp else None
     num_bytes = sum(tensor.nbytes for part in (ends, *layers, of_mtp) for _, tensor, _ in _parts_of(part))
     return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, held, of_mtp, mapped_bytes=num_bytes)
 
@@ -166,8 +166,12 @@ class MappedParts:
             tensor, form["num_columns"], form["depth"], WeightKind(form["kind"]), is_paired=bool(form["is_paired"])
         )
 
-    def take(self, kind: type[Any], name: str = "") -> Any:
-        """Return an object of this kind, made of the tensors with this prefix; None if there are none."""
+    def take(self, kind: type[Any], kinds: dict[str, type[Any]], name: str = "") -> Any:
+        """Return an object of this kind, made of the tensors with this prefix; None if there are none.
+
+        Args:
+            kinds: of its parts, by field; others are projections.
+        """
         if name in self._header:
             try:
                 return self.leaf(name)
@@ -178,7 +182,8 @@ class MappedParts:
             return None
         if f"{prefix}router_ED" in self._header:
             kind = MoeWeights
-        return kind(**{field: self.take(_KINDS.get(field, Projection), prefix + field) for field in _field_names(kind)})
+        parts = {field: kinds.get(field, Projection) for field in _field_names(kind)}
+        return kind(**{field: self.take(part, kinds, prefix + field) for field, part in parts.items()})
 
 
 def _rows(tensor: torch.Tensor, numbers: list[int]) -> torch.Tensor:

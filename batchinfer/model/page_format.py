@@ -9,8 +9,6 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.records import ConfigError
 
 FP8 = "fp8"
-_SCALE_BYTES, _ROTARY_BYTES = 4, 2
-_TILE = 128  # latent values that share a scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +36,17 @@ class PageFormat:
         """Raise if a model's pages cannot have this format.
 
         Raises:
-            ConfigError: the model chooses keys, or its widths do not fit.
+            ConfigError: with the reason of the model's attention.
         """
         if not self.is_fp8:
             return
-        if model.indexer is not None:
-            raise ConfigError(
-                'kv.dtype is "fp8", but the model has an indexer (sparse attention), whose keys pages in FP8 do not '
-                "hold; leave kv.dtype out"
-            )
-        if model.kv_lora_rank % 4:
-            raise ConfigError(
-                f'kv.dtype is "fp8", but kv_lora_rank of the model is {model.kv_lora_rank}, not a multiple of 4; '
-                "leave kv.dtype out"
-            )
+        reason = model.attention.why_no_fp8_pages
+        if reason is not None:
+            raise ConfigError(f'kv.dtype is "fp8", but {reason}; leave kv.dtype out')
 
     def row_width(self, model: ModelConfig) -> int:
         """Return the elements of a token's row in one layer: values, or bytes in FP8."""
-        if not self.is_fp8:
-            return model.kv_dim
-        num_tiles = -(-model.kv_lora_rank // _TILE)
-        return model.kv_lora_rank + _SCALE_BYTES * num_tiles + _ROTARY_BYTES * model.qk_rope_head_dim
+        return model.attention.fp8_row_bytes if self.is_fp8 else model.attention.row_width
 
     def bytes_per_token(self, model: ModelConfig) -> int:
         """Return the page bytes of one token over all layers (40,016 for the 671B model in FP8, 70,272 in bfloat16)."""

@@ -14,16 +14,24 @@ finds those of the other kind without keys, and one result is taken per row.
 # T tokens of a step, S of these rows that are wanted, N of these whose keys are chosen, D hidden, H heads, I index keys
 # A query/key width, V value width, C latent width, W latent and rotary width, K keys of a query
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from batchinfer.model import mla
+from batchinfer.model.attention_kind import LayerReader
 from batchinfer.model.indexer_config import IndexerConfig
-from batchinfer.model.mla import Attention, copy_latents
+from batchinfer.model.mla import Attention
+from batchinfer.model.mla_config import DsaConfig
+from batchinfer.model.ops import Ops
+from batchinfer.model.page_memory import copy_in_pages
 from batchinfer.model.step import AttentionStep
-from batchinfer.model.weights import IndexerWeights
+from batchinfer.model.weights import IndexerWeights, MlaWeights
+from batchinfer_kernels import row_check
 from batchinfer_kernels.reference.sparse import NO_SLOT, IndexedKeys, IndexQueries, NewIndexKeys
+from batchinfer_kernels.row_check import RowComputation
 
 KEY_NORM_EPS = 1e-6
 _CHOSEN = "chosen keys"  # what a layer leaves in a step's schedule for those that share it
@@ -60,7 +68,7 @@ class SparseAttention:
         q_THA = self.dense.queries(x_TD, q_latent, step, self._latents(pages))
         if self.weights is not None:
             self._write_keys(self.weights, x_TD, step, pages)
-        copy_latents(self.dense.ops, step, pages)
+        copy_in_pages(self.dense.ops, step, pages)
         chosen = None
         if self._has_far(step):
             chosen = self._chosen(x_TD, q_latent, step, pages, rows_S)
@@ -195,3 +203,47 @@ class SparseAttention:
             scale=indexer.head_dim**-0.5,
         )
         return chosen_NK
+
+
+def build(ops: Ops, config: DsaConfig, weights: MlaWeights, norm_D: torch.Tensor, eps: float) -> SparseAttention:
+    """Return a layer's attention, operation by operation: the C++ layer does not choose keys."""
+    return SparseAttention(Attention(ops, config, weights, norm_D, eps), config.indexer, weights.indexer)
+
+
+def load(reader: LayerReader, config: DsaConfig, prefix: str, layer: int) -> MlaWeights:
+    """Read a layer's weights.
+
+    Raises:
+        ModelError: a weight of the indexer is not finite.
+    """
+    has_indexer = config.indexer.of_layer(layer)
+    return mla.load(reader, config, prefix, layer, _load_indexer(reader, f"{prefix}.indexer") if has_indexer else None)
+
+
+def products(weights: MlaWeights) -> Iterator[tuple[str, object]]:
+    """Yield (kind, weight) of a layer's products; see AttentionKind."""
+    yield from mla.products(weights)
+    if weights.indexer is not None:
+        yield "linear", weights.indexer.query
+        yield "linear", weights.indexer.key
+        yield "router", weights.indexer.heads
+
+
+def computations(ops: Ops, config: DsaConfig, weights: MlaWeights, dtype: torch.dtype) -> Iterator[RowComputation]:
+    """Yield attention to all keys in both forms, and to chosen ones, if the weights are plain."""
+    dense = list(mla.computations(ops, config, weights, dtype))
+    yield from dense
+    if dense:
+        indexer = row_check.IndexerShape(config.indexer.num_heads, config.indexer.head_dim, config.indexer.topk)
+        yield row_check.sparse_attention(mla.attention_shape(config), indexer, dtype, ops.choose_keys, ops.mla_sparse)
+
+
+def _load_indexer(reader: LayerReader, prefix: str) -> IndexerWeights:
+    """Read an indexer's weights and check that they are finite, as answers look sound whatever an indexer chooses."""
+    return IndexerWeights(
+        query=reader.pack(reader.source(f"{prefix}.wq_b.weight", finite=True)),
+        key=reader.pack(reader.source(f"{prefix}.wk.weight", finite=True)),
+        key_norm=reader.tensor(f"{prefix}.k_norm.weight", finite=True),
+        key_bias=reader.tensor(f"{prefix}.k_norm.bias", finite=True),
+        heads=reader.router(f"{prefix}.weights_proj.weight", finite=True),
+    )

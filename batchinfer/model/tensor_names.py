@@ -6,11 +6,11 @@ uses it, too, without torch.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
+from batchinfer.model.attention_config import Tensors, linear_tensors
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import TensorHeaders
-from batchinfer.model.indexer_config import IndexerConfig
 from batchinfer.model.integer_forms import PER_WORD, StoredPart
 from batchinfer.records import ModelError
 
@@ -71,8 +71,8 @@ def why_no_mtp(checkpoint: TensorHeaders, config: ModelConfig) -> str | None:
     """Return why the layer for multi-token prediction cannot be used; None if it is complete and as in config.json."""
     if not config.num_mtp_layers:
         return "config.json names no layer for multi-token prediction"
-    if config.indexer is not None:
-        return "the layer's attention is sparse, which drafts do not compute"
+    if config.attention.why_no_drafts is not None:
+        return config.attention.why_no_drafts
     try:
         for name, shape in mtp_tensors(config):
             for part, stored in _as_stored(checkpoint, config, name, shape).items():
@@ -107,7 +107,7 @@ def num_bytes_to_read(
     return total
 
 
-def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def expected_tensors(config: ModelConfig) -> Tensors:
     """Yield name and shape of every tensor of a checkpoint without scales and multi-token-prediction layers."""
     hidden = config.hidden_size
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
@@ -118,7 +118,7 @@ def expected_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]
         yield from _expected_layer(config, layer)
 
 
-def mtp_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def mtp_tensors(config: ModelConfig) -> Tensors:
     """Yield name and shape of the first multi-token-prediction layer's tensors; it shares embedding and head."""
     hidden, layer = config.hidden_size, config.num_hidden_layers
     for name in ("enorm", "hnorm", "shared_head.norm"):
@@ -127,45 +127,18 @@ def mtp_tensors(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from _expected_layer(config, layer)
 
 
-def _expected_layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _expected_layer(config: ModelConfig, layer: int) -> Tensors:
     prefix, hidden = f"model.layers.{layer}", config.hidden_size
     yield f"{prefix}.input_layernorm.weight", (hidden,)
     yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-    yield from _expected_attention(config, f"{prefix}.self_attn")
-    if config.indexer is not None and config.indexer.of_layer(layer):
-        yield from _expected_indexer(config, config.indexer, f"{prefix}.self_attn.indexer")
+    yield from config.attention.tensors(f"{prefix}.self_attn", hidden, layer)
     if config.is_moe_layer(layer):
         yield from _expected_moe(config, f"{prefix}.mlp")
     else:
         yield from _expected_mlp(f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias)
 
 
-def _expected_attention(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    if config.q_lora_rank is None:
-        yield f"{prefix}.q_proj.weight", (heads * config.qk_head_dim, hidden)
-    else:
-        yield from _expected_linear(f"{prefix}.q_a_proj", config.q_lora_rank, hidden, config.attention_bias)
-        yield f"{prefix}.q_a_layernorm.weight", (config.q_lora_rank,)
-        yield f"{prefix}.q_b_proj.weight", (heads * config.qk_head_dim, config.q_lora_rank)
-    yield from _expected_linear(f"{prefix}.kv_a_proj_with_mqa", config.latent_dim, hidden, config.attention_bias)
-    yield f"{prefix}.kv_a_layernorm.weight", (config.kv_lora_rank,)
-    yield f"{prefix}.kv_b_proj.weight", (heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank)
-    yield from _expected_linear(f"{prefix}.o_proj", hidden, heads * config.v_head_dim, config.attention_bias)
-
-
-def _expected_indexer(
-    config: ModelConfig, indexer: IndexerConfig, prefix: str
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    assert config.q_lora_rank is not None
-    yield f"{prefix}.wq_b.weight", (indexer.num_heads * indexer.head_dim, config.q_lora_rank)
-    yield f"{prefix}.wk.weight", (indexer.head_dim, config.hidden_size)
-    yield f"{prefix}.k_norm.weight", (indexer.head_dim,)
-    yield f"{prefix}.k_norm.bias", (indexer.head_dim,)
-    yield f"{prefix}.weights_proj.weight", (indexer.num_heads, config.hidden_size)
-
-
-def _expected_moe(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _expected_moe(config: ModelConfig, prefix: str) -> Tensors:
     hidden, width = config.hidden_size, config.moe_intermediate_size
     yield f"{prefix}.gate.weight", (config.n_routed_experts, hidden)
     if config.topk_method == "noaux_tc":
@@ -178,16 +151,10 @@ def _expected_moe(config: ModelConfig, prefix: str) -> Iterator[tuple[str, tuple
         )
 
 
-def _expected_mlp(prefix: str, hidden: int, width: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield from _expected_linear(f"{prefix}.gate_proj", width, hidden, bias)
-    yield from _expected_linear(f"{prefix}.up_proj", width, hidden, bias)
-    yield from _expected_linear(f"{prefix}.down_proj", hidden, width, bias)
-
-
-def _expected_linear(prefix: str, num_out: int, num_in: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield f"{prefix}.weight", (num_out, num_in)
-    if bias:
-        yield f"{prefix}.bias", (num_out,)
+def _expected_mlp(prefix: str, hidden: int, width: int, bias: bool) -> Tensors:
+    yield from linear_tensors(f"{prefix}.gate_proj", width, hidden, bias=bias)
+    yield from linear_tensors(f"{prefix}.up_proj", width, hidden, bias=bias)
+    yield from linear_tensors(f"{prefix}.down_proj", hidden, width, bias=bias)
 
 
 def _as_stored(

@@ -15,15 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from batchinfer.model.attention_kinds import kind_of
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.model.fused.layers import attention_of, moe_of
+from batchinfer.model.fused.layers import moe_of
 from batchinfer.model.layer import DecoderLayer
-from batchinfer.model.mla import RotaryAngles, empty_pages
 from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
 from batchinfer.model.mtp import Mtp
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_files import PackedExperts, map_weights
 from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.page_memory import empty_pages
+from batchinfer.model.residual import PLAIN as PLAIN_RESIDUAL
+from batchinfer.model.rotary_angles import RotaryAngles
 from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
 from batchinfer.model.scores import score
@@ -55,7 +58,8 @@ class Transformer:
         of_layers = iter(dispatchers)
         self.layers = tuple(_build_layer(config, ops, layer, of_layers) for layer in weights.layers)
         self.moe_mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
-        self.angles = RotaryAngles(config.rope, config.qk_rope_head_dim, self.device, ops.cos_sin)
+        rope, width = config.attention.rope, config.attention.rotary_dim
+        self.angles = RotaryAngles(rope, width, self.device, ops.cos_sin)
         self.mtp = None
         if weights.mtp is not None:
             layer = _build_layer(config, ops, weights.mtp.layer, iter([local_dispatcher(config, ops, self.device)]))
@@ -120,9 +124,8 @@ class Transformer:
 
     def reaches(self, first: int, last: int) -> tuple[bool, bool]:
         """Return whether rows between these positions attend to all keys before them, and whether rows choose keys."""
-        return self.config.indexer is None or first < self.config.indexer.topk, (
-            self.config.indexer is not None and last >= self.config.indexer.topk
-        )
+        most_keys = self.config.attention.most_keys
+        return first < most_keys, last >= most_keys
 
     @property
     def logit_ops(self) -> LogitOps:
@@ -135,7 +138,7 @@ class Transformer:
         return self.ops.names(self.dtype) + self.ops.bits
 
     def new_pages(self, num_pages: int) -> torch.Tensor:
-        """Return empty pages, see mla.empty_pages."""
+        """Return empty pages, see page_memory.empty_pages."""
         return empty_pages(self.config, num_pages, self.ops.page_format(self.dtype), self.device)
 
     def forward(
@@ -162,12 +165,13 @@ class Transformer:
             len(self.moe_mlps), self.config.n_routed_experts, dtype=torch.int64, device=self.device
         )
         rows_of_counts = iter(expert_counts)
-        hidden_TD = self.ops.gather_rows(self.weights.embedding, step.tokens)
+        state = PLAIN_RESIDUAL.open(self.ops.gather_rows(self.weights.embedding, step.tokens))
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             counts_E = next(rows_of_counts) if isinstance(layer.mlp, MoeMlp) else None
             of_layer = wanted if layer is self.layers[-1] else None
-            hidden_TD = yield from layer.points(hidden_TD, attention_step, layer_pages, counts_E, spans, of_layer)
+            state = yield from layer.points(state, attention_step, layer_pages, counts_E, spans, of_layer)
         with spans.compute("LOGITS"):
+            hidden_TD = PLAIN_RESIDUAL.close(state)
             hidden_SD = hidden_TD if wanted is not None else self.ops.gather_rows(hidden_TD, step.logit_rows)
             hidden_SD = self.ops.rms_norm(hidden_SD, self.weights.norm, self.config.rms_norm_eps)
             return _output(self, hidden_SD, step, expert_counts)
@@ -188,7 +192,9 @@ def _build_layer(
         mlp: DenseMlp | MoeMlp = moe_of(ops, config, weights.mlp, weights.mlp_norm, next(dispatchers))
     else:
         mlp = DenseMlp(ops, config, weights.mlp, weights.mlp_norm)
-    return DecoderLayer(attention_of(ops, config, weights.attention, weights.input_norm), mlp)
+    kind = kind_of(config.attention)
+    norm = weights.input_norm, config.rms_norm_eps
+    return DecoderLayer(kind.build(ops, config.attention, weights.attention, *norm), mlp)
 
 
 def local_dispatcher(config: ModelConfig, ops: Ops, device: torch.device | str) -> Dispatcher:

@@ -25,29 +25,22 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
         dtype: model.dtype of the job.
         num_experts: routed experts that the rank holds of each layer; None: all.
     """
-    hidden, heads, layers = model.hidden_size, model.num_attention_heads, model.num_hidden_layers
-    queries = heads * model.qk_head_dim
-    query = (
-        hidden * _filled(queries)
-        if model.q_lora_rank is None
-        else hidden * _filled(model.q_lora_rank) + model.q_lora_rank * _filled(queries)
-    )
-    attention = query + hidden * _filled(model.latent_dim) + heads * model.v_head_dim * _filled(hidden)
+    hidden, layers = model.hidden_size, model.num_hidden_layers
+    matrices = [model.attention.matrices(hidden, layer) for layer in range(layers)]
+    attention = sum(num_in * _filled(num_out) for one in matrices for num_in, num_out in one.narrow)
     routed = model.n_routed_experts if num_experts is None else num_experts
     expert, dense = _mlp(hidden, model.moe_intermediate_size), layers - model.num_moe_layers
     mlps = model.num_moe_layers * model.n_shared_experts * expert + dense * _mlp(hidden, model.intermediate_size)
 
-    # keys and values made of latents: for prefill as stored, for decode as two separate weights
-    per_head = model.kv_lora_rank * _filled(model.qk_nope_head_dim + model.v_head_dim)
-    apart = model.qk_nope_head_dim * _filled(model.kv_lora_rank) + model.kv_lora_rank * _filled(model.v_head_dim)
-    norms = 2 * hidden + (model.q_lora_rank or 0) + model.kv_lora_rank
+    maps = sum(num_in * _filled(num_out) for one in matrices for num_in, num_out in one.wide)
+    norms = sum(one.num_others for one in matrices) + layers * 2 * hidden
     vocabulary = (1 + (not model.tie_word_embeddings)) * _filled(model.vocab_size) * hidden
-    others = layers * (heads * (per_head + apart) + norms) + vocabulary + hidden + model.indexer_weights
+    others = maps + norms + vocabulary + hidden
     value_bytes = VALUE_BYTES[dtype]
     projected_bytes = _projected_bytes(dtype)
     expert_bytes = _EXPERTS_INT4 if dtype == "int4" else projected_bytes
     experts = model.num_moe_layers * routed * expert * expert_bytes
-    return int(experts + (layers * attention + mlps) * projected_bytes + others * value_bytes) + _SLACK_BYTES
+    return int(experts + (attention + mlps) * projected_bytes + others * value_bytes) + _SLACK_BYTES
 
 
 def mtp_bytes(model: ModelConfig, dtype: str) -> int:

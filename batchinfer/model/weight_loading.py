@@ -10,8 +10,7 @@ intermediate width of an MLP is a whole number of blocks: where a model's is not
 up, and the columns of down, which changes no result.
 """
 
-# D hidden, F intermediate, E experts, H heads, N query/key width without position, R rotary width, V value width
-# C latent width, Z = N + V
+# D hidden, F intermediate, E experts
 
 from __future__ import annotations
 
@@ -23,14 +22,13 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from batchinfer.model.attention_kinds import kind_of
 from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, num_bytes_to_read
 from batchinfer.model.weights import (
-    AttentionWeights,
-    IndexerWeights,
     LayerWeights,
     MlpWeights,
     ModelWeights,
@@ -194,6 +192,11 @@ class WeightLoader:
         self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
         self._expert_format = ops.expert_format(dtype, device)
 
+    @property
+    def joins_products(self) -> bool:
+        """Whether products of the same rows are one; on CPUs the order of sums may depend on the number of columns."""
+        return self._ops.linear.name in (HOPPER, TRITON)
+
     def tensor(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
         """Return one tensor in the run's dtype or the one given; `finite` as StoredWeights.read has it."""
         out = self._empty(self._stored.shape(name), dtype or self.dtype)
@@ -221,32 +224,13 @@ class WeightLoader:
     def layer(self, layer: int) -> LayerWeights:
         """Read the next layer; layers are read in order."""
         self.checkpoint.unmap()
-        prefix = f"model.layers.{layer}"
+        prefix, attention = f"model.layers.{layer}", self.config.attention
         return LayerWeights(
             input_norm=self.tensor(f"{prefix}.input_layernorm.weight"),
-            attention=self._attention(f"{prefix}.self_attn", layer),
+            attention=kind_of(attention).load(self, attention, f"{prefix}.self_attn", layer),
             mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
             mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
         )
-
-    def _attention(self, prefix: str, layer: int) -> AttentionWeights:
-        compressed, indexer = self.config.q_lora_rank is not None, self.config.indexer
-        kv_up = self.source(f"{prefix}.kv_b_proj.weight")
-        kv_up_HZC = kv_up.unflatten(0, (self.config.num_attention_heads, -1))
-        key_up_HNC, value_up_HVC = kv_up_HZC.split([self.config.qk_nope_head_dim, self.config.v_head_dim], dim=1)
-        weights = AttentionWeights(
-            q_down=self.projection(f"{prefix}.q_a_proj") if compressed else None,
-            q_norm=self.tensor(f"{prefix}.q_a_layernorm.weight") if compressed else None,
-            q=self.projection(f"{prefix}.q_b_proj" if compressed else f"{prefix}.q_proj"),
-            kv_down=self.projection(f"{prefix}.kv_a_proj_with_mqa"),
-            kv_norm=self.tensor(f"{prefix}.kv_a_layernorm.weight"),
-            kv_up_HZC=self.pack(kv_up_HZC),
-            key_up_HCN=self.pack(key_up_HNC.transpose(1, 2)),
-            value_up_HVC=self.pack(value_up_HVC),
-            out=self.projection(f"{prefix}.o_proj"),
-            indexer=_indexer(self, f"{prefix}.indexer") if indexer is not None and indexer.of_layer(layer) else None,
-        )
-        return weights.joined() if self._ops.linear.name in (HOPPER, TRITON) else weights
 
     def _moe(self, prefix: str) -> MoeWeights:
         gate_up, down = self._experts(prefix, next(self._next_expert_ids))  # layers are read in order
@@ -312,21 +296,6 @@ class WeightLoader:
         if form.keeps_fp8 or form.keeps_int4:
             kept = self._stored.read_blocks(name) if form.keeps_fp8 else self._stored.read_groups(name)
         return self._stored.read(name, self.dtype) if kept is None else kept
-
-
-def _indexer(loader: WeightLoader, prefix: str) -> IndexerWeights:
-    """Read an indexer's weights and check that they are finite, as answers look sound whatever an indexer chooses.
-
-    Raises:
-        ModelError: a weight is not finite.
-    """
-    return IndexerWeights(
-        query=loader.pack(loader.source(f"{prefix}.wq_b.weight", finite=True)),
-        key=loader.pack(loader.source(f"{prefix}.wk.weight", finite=True)),
-        key_norm=loader.tensor(f"{prefix}.k_norm.weight", finite=True),
-        key_bias=loader.tensor(f"{prefix}.k_norm.bias", finite=True),
-        heads=loader.router(f"{prefix}.weights_proj.weight", finite=True),
-    )
 
 
 def _filled(width: int, form: WeightFormat) -> int:

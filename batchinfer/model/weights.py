@@ -33,7 +33,7 @@ class IndexerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionWeights:
+class MlaWeights:
     """MLA of one layer. Without query compression `q_down` and `q_norm` are None and `q` takes the hidden state."""
 
     q_down: Projection | None
@@ -48,7 +48,7 @@ class AttentionWeights:
     indexer: IndexerWeights | None = None
     down: Projection | None = None  # q_down above kv_down in one, which are views of it then
 
-    def joined(self) -> AttentionWeights:
+    def joined(self) -> MlaWeights:
         """Return weights with a joined `down` product, if both are plain or FP8 and no block would have rows of both.
 
         For GPUs: on CPUs the order of sums may depend on the number of columns.
@@ -95,7 +95,7 @@ class LayerWeights:
     """One decoder layer."""
 
     input_norm: torch.Tensor
-    attention: AttentionWeights
+    attention: Any  # of its kind
     mlp_norm: torch.Tensor
     mlp: MlpWeights | MoeWeights
 

@@ -87,7 +87,7 @@ class RankContext:
     def stack(self) -> Any:
         """The C++ stack that runs decode steps with drafted tokens in one call; None if there is none."""
         decode = self.schedule.decode
-        if self.model.config.rope.query_scale is not None:  # the stack's rows hold cos and sin alone
+        if self.model.config.attention.rope.query_scale is not None:  # the stack's rows hold cos and sin alone
             return None
         return decode.stack if isinstance(decode, FusedDecode) and decode.has_mtp else None
 

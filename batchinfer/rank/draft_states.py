@@ -34,7 +34,7 @@ _PAGES = 8  # of a slot
 
 
 class DraftStates:
-    """The slots, and the pages [num_pages, 64, latent_dim] of the layer."""
+    """The slots, and the pages [num_pages, 64, row] of the layer."""
 
     def __init__(self, model: Transformer) -> None:
         self._slot_of: dict[Sequence, int] = {}
@@ -44,7 +44,8 @@ class DraftStates:
         marks = np.zeros((4, MOST_REQUESTS), dtype=np.int64)
         self._first, self._end, self._base, self._filled = marks
         self._num_pages = _PAGES
-        self.pages = torch.zeros(MOST_REQUESTS * _PAGES, PAGE_TOKENS, model.config.latent_dim, dtype=model.dtype)
+        width = model.config.attention.row_width
+        self.pages = torch.zeros(MOST_REQUESTS * _PAGES, PAGE_TOKENS, width, dtype=model.dtype)
         self.tensors = KeptTensors(self._states, self._tokens, torch.from_numpy(marks), self.pages)
 
     def keep(

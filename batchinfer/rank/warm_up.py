@@ -36,7 +36,7 @@ def warm_up(model: Transformer, most_tokens: int) -> None:
 def _step_bytes(model: Transformer, num_tokens: int) -> int:
     """Return the rough bytes of a prefill step: residual, queries, attention and rows of the chosen experts."""
     config = model.config
-    heads = config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
+    heads = config.attention.query_width + config.attention.output_width
     per_expert = config.hidden_size + config.moe_intermediate_size
     values = 4 * config.hidden_size + heads + config.num_experts_per_tok * per_expert
     return int(_KEPT_SHARE * num_tokens * values * model.dtype.itemsize)

@@ -10,6 +10,7 @@ from batchinfer.balance.decode import admit
 from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
 from batchinfer.model.config import load_model_config
 from batchinfer.model.indexer_config import IndexerConfig
+from support.model_configs import with_indexer
 
 V3 = load_model_config(Path(__file__).parents[2] / "jobs" / "models" / "deepseek-v3")
 INDEXER = IndexerConfig(64, 128, 2048, rope_interleave=False, sharing_layers=frozenset())
@@ -23,7 +24,7 @@ def test_a_dense_model_pays_for_each_kv_token_and_for_the_row():
 
 
 def test_a_model_with_an_indexer_pays_for_the_keys_that_it_chooses_and_a_little_for_those_that_it_scores():
-    load = RequestLoad(*replace(V3, indexer=INDEXER).decode_loads)
+    load = RequestLoad(*with_indexer(V3, INDEXER).decode_loads)
     # 64 heads of 128 score a key that 128 heads over 576 + 512 would attend to
     scored = 64 * 128 / (128 * (576 + 512))
     assert load.scored_key == pytest.approx(scored)
@@ -31,7 +32,7 @@ def test_a_model_with_an_indexer_pays_for_the_keys_that_it_chooses_and_a_little_
     assert loads.tolist() == pytest.approx([2048, 2048 + 2049 * scored, 2048 + 16384 * scored])
     # layers that share what others chose score nothing
     half = replace(INDEXER, sharing_layers=frozenset(range(1, 61, 2)))
-    assert RequestLoad(*replace(V3, indexer=half).decode_loads).scored_key == pytest.approx(scored * 31 / 61)
+    assert RequestLoad(*with_indexer(V3, half).decode_loads).scored_key == pytest.approx(scored * 31 / 61)
 
 
 def test_long_requests_are_spread_by_what_they_cost():

@@ -41,6 +41,7 @@ from limits import (  # noqa: E402
 from batchinfer.config import PAGE_TOKENS, SamplingConfig  # noqa: E402
 from batchinfer.launch.rank_process import MALLOC  # noqa: E402
 from batchinfer.model import transformer  # noqa: E402
+from batchinfer.model.attention_kinds import kind_of  # noqa: E402
 from batchinfer.model.mla import Attention  # noqa: E402
 from batchinfer.model.moe import MoeMlp  # noqa: E402
 from batchinfer.model.ops import Ops  # noqa: E402
@@ -77,7 +78,8 @@ class OpSeconds:
             if callable(getattr(ops, field.name)) and field.name not in ("pack", "pack_router")
         }
         plain = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit)
-        transformer.attention_of, transformer.moe_of = Attention, MoeMlp  # not fused
+        transformer.kind_of = lambda config: replace(kind_of(config), build=Attention)  # not fused
+        transformer.moe_of = MoeMlp
         experts = LocalDispatcher(plain.config.n_routed_experts, gathers=False)
         return Transformer(plain.config, plain.weights, [experts] * plain.num_moe_layers, replace(ops, **timed))
 

@@ -20,6 +20,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / "kernels")]
 
 from batchinfer.model.config import ModelConfig  # noqa: E402
+from batchinfer.model.mla_config import MlaConfig  # noqa: E402
 
 _FP8, _BF16, _FP32 = 1, 2, 4  # bytes of a value
 _ROW_FP8 = 1 + 4 / 128  # with a float32 scale per 128 values
@@ -84,51 +85,58 @@ def mlp(num_rows: float, width: int, hidden: int, *, count: int = 1, row_bytes: 
     return [Operation(2 * num_rows * 3 * width * hidden, 0, num_bytes)]
 
 
+def latent(config: ModelConfig) -> MlaConfig:
+    """The model's latent attention."""
+    assert isinstance(config.attention, MlaConfig)
+    return config.attention
+
+
 def _projections(config: ModelConfig, tokens: int) -> list[Operation]:
     """Norms, query and latent projections, positions, the write to the pages."""
-    hidden, q_rank, heads = config.hidden_size, config.q_lora_rank or config.hidden_size, config.num_attention_heads
+    attention, hidden = latent(config), config.hidden_size
+    q_rank, heads = attention.q_lora_rank or hidden, attention.num_attention_heads
     return [
         linear(tokens, q_rank, hidden),
-        linear(tokens, config.latent_dim, hidden),
-        linear(tokens, heads * config.qk_head_dim, q_rank),
+        linear(tokens, attention.latent_dim, hidden),
+        linear(tokens, heads * attention.qk_head_dim, q_rank),
     ]
 
 
 def _output_and_gate(config: ModelConfig, tokens: int, *, is_moe: bool = True) -> list[Operation]:
     """Output projection and the router, whose weight is in three parts of bfloat16."""
-    out = linear(tokens, config.hidden_size, config.num_attention_heads * config.v_head_dim)
+    out = linear(tokens, config.hidden_size, config.attention.output_width)
     gate = linear(tokens, 3 * config.n_routed_experts, config.hidden_size, fp8=False)
     return [out, gate] if is_moe else [out]
 
 
 def _decode_attention(config: ModelConfig, requests: int, kv_tokens: int) -> list[Operation]:
     """Absorbed queries, the latents of all requests once, value up-projection."""
-    heads, latent, width = config.num_attention_heads, config.kv_lora_rank, config.latent_dim
-    rows, per_head = requests * heads, (width + latent)
+    attention = latent(config)
+    heads, rank, width = attention.num_attention_heads, attention.kv_lora_rank, attention.latent_dim
+    rows, per_head = requests * heads, (width + rank)
     return [
-        _per_head(config, requests, config.qk_nope_head_dim),
-        Operation(0, 2 * rows * kv_tokens * per_head, (requests * kv_tokens * width + rows * (width + latent)) * _BF16),
-        _per_head(config, requests, config.v_head_dim),
+        _per_head(config, requests, attention.qk_nope_head_dim),
+        Operation(0, 2 * rows * kv_tokens * per_head, (requests * kv_tokens * width + rows * (width + rank)) * _BF16),
+        _per_head(config, requests, attention.v_head_dim),
     ]
 
 
 def _per_head(config: ModelConfig, tokens: int, width: int) -> Operation:
     """Return a product per head between `width` and the latent's width, each with its own weight in bfloat16."""
-    heads, latent = config.num_attention_heads, config.kv_lora_rank
-    return Operation(
-        0, 2 * tokens * heads * width * latent, heads * (width * latent + tokens * (width + latent)) * _BF16
-    )
+    heads, rank = config.attention.num_attention_heads, latent(config).kv_lora_rank
+    return Operation(0, 2 * tokens * heads * width * rank, heads * (width * rank + tokens * (width + rank)) * _BF16)
 
 
 def _prefill_attention(config: ModelConfig, prompts: int, prompt_tokens: int) -> list[Operation]:
     """Keys and values of all heads from the latents, then causal attention over them."""
-    heads, tokens = config.num_attention_heads, prompts * prompt_tokens
-    up = linear(tokens, heads * (config.qk_nope_head_dim + config.v_head_dim), config.kv_lora_rank, fp8=False)
+    attention, tokens = latent(config), prompts * prompt_tokens
+    heads, nope, value = attention.num_attention_heads, attention.qk_nope_head_dim, attention.v_head_dim
+    up = linear(tokens, heads * (nope + value), attention.kv_lora_rank, fp8=False)
     pairs = prompts * prompt_tokens * (prompt_tokens + 1) / 2
-    per_token = 2 * config.qk_nope_head_dim + 2 * config.v_head_dim + config.qk_rope_head_dim
+    per_token = 2 * nope + 2 * value + attention.qk_rope_head_dim
     return [
         up,
-        Operation(0, 2 * pairs * heads * (config.qk_head_dim + config.v_head_dim), tokens * heads * per_token * _BF16),
+        Operation(0, 2 * pairs * heads * (attention.qk_head_dim + value), tokens * heads * per_token * _BF16),
     ]
 
 

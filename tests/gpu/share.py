@@ -22,9 +22,10 @@ from candidates import NAMES, PLAIN, function, has, why_not
 from copies import CopyDispatcher
 
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.mla_config import MlaConfig
 from batchinfer.model.ops import Ops, op_names
 from batchinfer.model.transformer import Transformer
-from batchinfer.model.weights import AttentionWeights, LayerWeights, MlpWeights, ModelWeights, MoeWeights, Projection
+from batchinfer.model.weights import LayerWeights, MlaWeights, MlpWeights, ModelWeights, MoeWeights, Projection
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 
 # config.json of the release; rope_scaling without keys that change nothing here
@@ -185,12 +186,14 @@ class Share:
             mlp=self._mixture() if is_moe else self._mlp(config.intermediate_size),
         )
 
-    def _attention(self) -> AttentionWeights:
-        config, hidden, heads = self.config, self.config.hidden_size, self.config.num_attention_heads
+    def _attention(self) -> MlaWeights:
+        config, hidden = self.config.attention, self.config.hidden_size
+        heads = config.num_attention_heads
+        assert isinstance(config, MlaConfig)
         assert config.q_lora_rank is not None
         kv_up_HZC = self._normal(heads, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
         key_up_HNC, value_up_HVC = kv_up_HZC.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
-        weights = AttentionWeights(
+        weights = MlaWeights(
             q_down=self._projection(config.q_lora_rank, hidden),
             q_norm=self._ones(config.q_lora_rank),
             q=self._projection(heads * config.qk_head_dim, config.q_lora_rank),

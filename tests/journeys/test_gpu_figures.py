@@ -48,7 +48,7 @@ def test_decode_reads_every_weight_once_and_every_latent_of_its_requests():
     assert weights == pytest.approx(held, rel=0.01)
     work = [decode_stages(config, 2, 10, tokens)["ATTN-1"] for tokens in (100, 200)]
     more = sum(one.num_bytes for one in work[1]) - sum(one.num_bytes for one in work[0])
-    assert more == config.num_moe_layers * 10 * 100 * 2 * config.latent_dim
+    assert more == config.num_moe_layers * 10 * 100 * 2 * config.attention.latent_dim
 
 
 def test_floors_of_v3_on_both_cards():

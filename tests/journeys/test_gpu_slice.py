@@ -259,7 +259,7 @@ def test_the_model_is_deepseek_v3():
     config = config_of(DEEPSEEK_V3)
     assert config.num_moe_layers == 58
     assert config.kv_bytes_per_token(2) == 70272
-    assert config.softmax_scale == pytest.approx(0.1352, abs=1e-4)
+    assert config.attention.softmax_scale == pytest.approx(0.1352, abs=1e-4)
     for unit in (DECODE, PREFILL):
         assert unit.num_ranks * unit.num_slots == config.n_routed_experts + 32  # redundant ones
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from batchinfer.model import transformer
+from batchinfer.model.attention_kinds import kind_of
 from batchinfer.model.fused.layers import FusedAttention, FusedMoe
 from batchinfer.model.fused.stack import FusedDecode
 from batchinfer.model.mla import Attention
@@ -50,7 +53,7 @@ def test_fused_layers_have_the_bits_of_composed_ones(name, dtype, tmp_path, monk
     last = fused.layers[-1]
     assert isinstance(last.attention, FusedAttention)
     assert isinstance(last.mlp, FusedMoe) == (name not in BIASED_MOE | NO_EXPERTS)
-    monkeypatch.setattr(transformer, "attention_of", Attention)
+    monkeypatch.setattr(transformer, "kind_of", lambda config: replace(kind_of(config), build=Attention))
     monkeypatch.setattr(transformer, "moe_of", MoeMlp)
     composed = Transformer.load(tmp_path, **DTYPES[dtype], backend="cpu")
 

@@ -22,6 +22,7 @@ from batchinfer.records import ModelError
 from support.checkpoints import edit_config, make_checkpoint, read_tensors, write_tensors
 from support.jobs import batchinfer, outputs, write_job, write_shard
 from support.mistral_files import LARGE_3
+from support.model_configs import value
 from support.packed_weights import KIMI_INT4
 from support.paths import RANDOM_MODEL
 
@@ -241,8 +242,8 @@ ACCEPTED = {
     "glm-4.7-flash-lists": (GLM_FLASH | {"mlp_layer_types": ["dense"] + ["sparse"] * 46}, {"num_moe_layers": 46}),
     "glm-4.7-flash-says-nothing": (GLM_FLASH, {"num_moe_layers": 46, "num_router_groups": 1, "max_positions": 202752}),
     "youtu": (YOUTU, {"num_moe_layers": 0, "n_routed_experts": 0, "tie_word_embeddings": True}),
-    "v3.2": (V32, {"num_moe_layers": 58, "num_mtp_layers": 1, "kv_dim": 704, "indexer": indexer(64)}),
-    "glm-5": (GLM_5, {"num_moe_layers": 75, "kv_dim": 704, "indexer": indexer(32, rope_interleave=True)}),
+    "v3.2": (V32, {"num_moe_layers": 58, "num_mtp_layers": 1, "row_width": 704, "indexer": indexer(64)}),
+    "glm-5": (GLM_5, {"num_moe_layers": 75, "row_width": 704, "indexer": indexer(32, rope_interleave=True)}),
     "glm-5-says-where-indexers-are": (
         GLM_5 | {"layer_types": ["indexed_attention"] * 78, "indexer_types": ["full"] * 78, "index_topk_freq": 1},
         {"indexer": indexer(32, rope_interleave=True)},
@@ -323,7 +324,7 @@ def test_a_published_config_is_accepted(tmp_path, name):
     values, expected = ACCEPTED[name]
     config = load(tmp_path, values)
     assert config.unknown_keys == ()
-    assert {key: getattr(config, key) for key in expected} == expected
+    assert {key: value(config, key) for key in expected} == expected
 
 
 def test_mistral_large_3_is_read_from_its_params(tmp_path):
@@ -337,14 +338,18 @@ def test_mistral_large_3_is_read_from_its_params(tmp_path):
         # `apply_scale` is false: YaRN changes angles only
         **{"softmax_scale": 192**-0.5, "rms_norm_eps": 1e-6},
     }
-    assert {key: getattr(config, key) for key in expected} == expected
-    assert config.rope.query_scale == QueryScale(beta=0.1, window=8192, num_windows=38)
-    assert (config.rope.factor, config.rope.beta_fast, config.rope.beta_slow) == (36.0, 32.0, 1.0)
-    assert config.rope.cos_sin_scale == 1.0
+    assert {key: value(config, key) for key in expected} == expected
+    assert config.attention.rope.query_scale == QueryScale(beta=0.1, window=8192, num_windows=38)
+    assert (config.attention.rope.factor, config.attention.rope.beta_fast, config.attention.rope.beta_slow) == (
+        36.0,
+        32.0,
+        1.0,
+    )
+    assert config.attention.rope.cos_sin_scale == 1.0
     assert config.carrier is not None
     assert config.carrier.skipped[0] == "vision_encoder."
     scaled = load(tmp_path, LARGE_3 | {"yarn": LARGE_3["yarn"] | {"apply_scale": True}}, "params.json")
-    assert scaled.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(36) + 1) ** 2)
+    assert scaled.attention.softmax_scale == pytest.approx(192**-0.5 * (0.1 * math.log(36) + 1) ** 2)
     per_tensor = {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}
     old = LARGE_3 | {"quantization_config": None, "quantization": per_tensor, "vision_encoder": None}
     assert load(tmp_path, old, "params.json").fp8_per_tensor

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from batchinfer.model.mla import RotaryAngles
 from batchinfer.model.rope_config import QueryScale, RopeConfig
+from batchinfer.model.rotary_angles import RotaryAngles
 from batchinfer_kernels.reference import rows
 
 

@@ -12,6 +12,7 @@ import pytest
 from batchinfer.model import config_keys
 from batchinfer.model.config import load_model_config
 from batchinfer.records import ModelError
+from support.model_configs import value
 
 # The 671B model as first published (original key names, YaRN from 4K to 160K).
 V3 = {
@@ -118,8 +119,8 @@ def load(folder, base, **patch):
 def test_the_671b_model(tmp_path):
     config = load(tmp_path, V3)
     assert config.family == "deepseek_v3"
-    assert config.latent_dim == 576
-    assert config.qk_head_dim == 192
+    assert config.attention.latent_dim == 576
+    assert config.attention.qk_head_dim == 192
     assert config.kv_bytes_per_token(2) == 70_272
     assert config.num_moe_layers == 58
     assert [config.is_moe_layer(layer) for layer in (0, 2, 3, 60)] == [False, False, True, True]
@@ -128,17 +129,17 @@ def test_the_671b_model(tmp_path):
     assert config.fp8_block == (128, 128)
     assert config.num_mtp_layers == 1
     # 192 ** -0.5 * (0.1 * ln 40 + 1) ** 2
-    assert config.softmax_scale == pytest.approx(0.1352, abs=1e-4)
-    assert config.rope.cos_sin_scale == 1.0
+    assert config.attention.softmax_scale == pytest.approx(0.1352, abs=1e-4)
+    assert config.attention.rope.cos_sin_scale == 1.0
 
 
 def test_v2_lite(tmp_path):
     config = load(tmp_path, V2)
     assert (config.family, config.topk_method) == ("deepseek_v2", "greedy")
-    assert config.q_lora_rank is None
+    assert config.attention.q_lora_rank is None
     assert config.fp8_block is None
     assert config.num_mtp_layers == 0
-    assert config.softmax_scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
+    assert config.attention.softmax_scale == pytest.approx(192**-0.5 * (0.1 * 0.707 * math.log(40) + 1) ** 2)
 
 
 def test_new_key_names_mean_the_same_as_the_original_ones(tmp_path):
@@ -191,7 +192,7 @@ def test_new_key_names_mean_the_same_as_the_original_ones(tmp_path):
 )
 def test_accepted_variations(tmp_path, base, patch, expected):
     config = load(tmp_path, base, **patch)
-    assert {key: getattr(config, key) for key in expected} == expected
+    assert {key: value(config, key) for key in expected} == expected
 
 
 REFUSED = [

@@ -108,7 +108,7 @@ def test_guesses_in_one_call_are_those_of_one_operation_after_the_other(tmp_path
     assert fused is not None
     assert fused.has_mtp
     given = draft_input(model, temperature=temperature)
-    pages = torch.zeros(8, 64, model.config.latent_dim, dtype=model.dtype)
+    pages = torch.zeros(8, 64, model.config.attention.latent_dim, dtype=model.dtype)
     expected_pages = pages.clone()
     expected = model.mtp(model, given, expected_pages)
     assert torch.equal(fused.draft(model, given, pages), expected)
@@ -122,7 +122,7 @@ def test_layers_that_are_not_one_call_draft_operation_by_operation(tmp_path, nam
     model = Transformer.load(tmp_path, dtype=torch.float32, mtp=True)
     fused = FusedDecode.of(model)
     assert fused is None or not fused.has_mtp
-    pages = torch.zeros(8, 64, config.latent_dim)
+    pages = torch.zeros(8, 64, config.attention.latent_dim)
     guesses = model.mtp(model, draft_input(model, temperature=0.0), pages)
     assert guesses.shape == (3, 2)
     # a later guess goes by the ones before it, and by their keys

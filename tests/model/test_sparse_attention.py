@@ -76,7 +76,7 @@ def test_bfloat16_and_8_bits_are_close_to_float32(tmp_path):
 def test_a_page_has_room_for_the_index_keys(tmp_path):
     make_checkpoint(tmp_path, "v32")
     config = load_model_config(tmp_path)
-    assert config.kv_dim == config.latent_dim + 16
+    assert config.attention.row_width == config.attention.latent_dim + 16
     assert config.kv_bytes_per_token(2) == 3 * (16 + 8 + 16) * 2
     assert Transformer.load(tmp_path, dtype=torch.float32).new_pages(5).shape == (3, 5, 64, 40)
 

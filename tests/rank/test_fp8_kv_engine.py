@@ -16,6 +16,7 @@ from batchinfer.records import ConfigError
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.reference import fp8_pages
 from support.jobs import answers, batchinfer, output_bytes, write_job, write_questions
+from support.model_configs import with_attention, with_indexer
 from support.paths import DEMO_JOB, RANDOM_MODEL
 from support.tiers import first_in_make_test
 
@@ -132,21 +133,21 @@ def test_what_cannot_be_held_so_is_refused_before_a_row_is_read(folder, tmp_path
     form = PageFormat("fp8")
     form.check(model)
     with pytest.raises(ConfigError, match=r"kv_lora_rank of the model is 30, not a multiple of 4; leave kv.dtype out"):
-        form.check(replace(model, kv_lora_rank=30))
+        form.check(with_attention(model, kv_lora_rank=30))
     indexer = IndexerConfig(1, 8, 4, rope_interleave=False, sharing_layers=frozenset())
     with pytest.raises(ConfigError, match="the model has an indexer"):
-        form.check(replace(model, indexer=indexer))
-    PageFormat("bfloat16").check(replace(model, indexer=indexer))
+        form.check(with_indexer(model, indexer))
+    PageFormat("bfloat16").check(with_indexer(model, indexer))
 
 
 def test_a_token_takes_what_flash_mla_gives_it():
-    widths = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 61}
-    model = replace(load_model_config(RANDOM_MODEL), **widths)
+    model = with_attention(load_model_config(RANDOM_MODEL), kv_lora_rank=512, qk_rope_head_dim=64)
+    model = replace(model, num_hidden_layers=61)
     assert [PageFormat(dtype).bytes_per_token(model) for dtype in ("fp8", "bfloat16", "float32")] == [
         61 * 656,
         70_272,
         2 * 70_272,
     ]
     for latent, rotary in ((512, 64), (16, 6), (192, 10)):
-        of_width = replace(model, kv_lora_rank=latent, qk_rope_head_dim=rotary)
+        of_width = with_attention(model, kv_lora_rank=latent, qk_rope_head_dim=rotary)
         assert PageFormat("fp8").row_width(of_width) == fp8_pages.row_bytes(latent, rotary)

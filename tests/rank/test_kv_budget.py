@@ -11,7 +11,7 @@ import torch
 
 from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import rank_places
-from batchinfer.model.mla import zeroed
+from batchinfer.model.page_memory import zeroed
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.messages import Start
 from batchinfer.rank import kv_budget

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchinfer.model.config import load_model_config
-from batchinfer.model.mla import RotaryAngles, rope_cos_sin, rope_frequencies
+from batchinfer.model.rotary_angles import RotaryAngles, rope_cos_sin, rope_frequencies
 from batchinfer.model.transformer import Transformer
 from batchinfer.rank import warm_up as warming
 from batchinfer.rank.warm_up import warm_up
@@ -55,7 +55,7 @@ def test_steps_grow_while_they_are_short_and_leave_nothing_behind(most_tokens, s
 def test_rotary_angles_stay_what_they_are_however_far_positions_reach(tmp_path):
     make_checkpoint(tmp_path, "v3-yarn")
     config = load_model_config(tmp_path)
-    rope, width = config.rope, config.qk_rope_head_dim
+    rope, width = config.attention.rope, config.attention.rotary_dim
     angles = RotaryAngles(rope, width, torch.device("cpu"), reference_rows.cos_sin)
     few = torch.tensor([5, 0, 5, 63])
     first = angles.at(few)

@@ -43,10 +43,11 @@ from batchinfer.sim.spec import WorkloadSpec, load_spec
 from batchinfer.sim.steps import Batch, Unit, decode_step, prefill_batch, prefill_step
 from batchinfer.sim.workload import Workload, make_workload
 from support.jobs import batchinfer, question, write_job, write_questions, write_shard
+from support.model_configs import with_attention, with_indexer
 
 JOBS = Path(__file__).parents[2] / "jobs"
 V3 = load_model_config(JOBS / "models" / "deepseek-v3")
-V32 = replace(V3, indexer=IndexerConfig(64, 128, 2048, rope_interleave=False, sharing_layers=frozenset()))
+V32 = with_indexer(V3, IndexerConfig(64, 128, 2048, rope_interleave=False, sharing_layers=frozenset()))
 H800, H200, B200 = (ACCELERATORS[name] for name in ("H800", "H200", "B200"))
 
 
@@ -89,7 +90,7 @@ def test_kv_in_fp8_takes_its_bytes_of_memory_network_disk_and_attention():
     plain, narrow = (Unit(32, 32, pages=pages) for pages in (BFLOAT16, PageFormat("fp8")))
     fitting = [kv_tokens_per_gpu(V3, unit, H800, 0.1) for unit in (plain, narrow)]
     assert fitting[1] / fitting[0] == pytest.approx(1152 / 656)
-    few_heads = replace(V3, num_attention_heads=16)  # bound by memory
+    few_heads = with_attention(V3, num_attention_heads=16)  # bound by memory
     attention = "core attention and output"
     seconds = [decode_step(8.0, 8e6, few_heads, H800, unit).by_stage[attention] for unit in (plain, narrow)]
     per_token = few_heads.num_hidden_layers * (1152 - 656) / 3e12
@@ -503,7 +504,8 @@ def test_index_keys_take_memory_and_layers_that_share_compute_none():
     assert weight_bytes(V32, Unit(32)) - weight_bytes(V3, Unit(32)) == pytest.approx(
         61 * (1536 * 64 * 128 + 7168 * (128 + 64))
     )
-    half = replace(V32, indexer=replace(V32.indexer, sharing_layers=frozenset(range(1, 61, 2))))
-    assert half.num_indexers == 31
-    assert half.indexer_weights * 61 == V32.indexer_weights * 31
-    assert half.kv_dim == V32.kv_dim
+    half = with_indexer(V32, replace(V32.attention.indexer, sharing_layers=frozenset(range(1, 61, 2))))
+    assert half.attention.num_indexers(61) == 31
+    indexers, fewer = (weight_bytes(model, Unit(32)) - weight_bytes(V3, Unit(32)) for model in (V32, half))
+    assert fewer == pytest.approx(indexers * 31 / 61, rel=1e-6)
+    assert half.attention.row_width == V32.attention.row_width

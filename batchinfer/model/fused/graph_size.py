@@ -15,6 +15,7 @@ graphs, and record a new one in the same step:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -80,14 +81,15 @@ class GraphSize(NamedTuple):
             in_pairs,
         )
 
-    def position_range(self, topk: int | None) -> tuple[int, int]:
+    def position_range(self, most_keys: float) -> tuple[int, int]:
         """Return a lowest and a highest position for which layers take the paths of rows of this size (see StepInput).
 
         Args:
-            topk: chosen keys of a query; None: the model chooses none.
+            most_keys: of a query; infinite: the model chooses none.
         """
-        if topk is None:
+        if most_keys == math.inf:
             return 0, 0
+        topk = int(most_keys)
         return 0 if self.sees_all else topk, topk if self.chooses else 0
 
 

@@ -15,6 +15,7 @@ recorded or not. A recording that fails in the middle would leave this rank with
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -142,9 +143,9 @@ class DecodeGraphs:
         self, model: Transformer, filled: list[tuple[StepInput, torch.Tensor]], pages: torch.Tensor, size: GraphSize
     ) -> tuple[_Graph, StepOutput]:
         """Return a graph of this size, and the output of the first step, which runs as plain operations."""
-        topk = None if model.config.indexer is None else model.config.indexer.topk
         tensors = [
-            StepTensors.fixed(part, is_counted, model.device, size.position_range(topk)) for part, is_counted in filled
+            StepTensors.fixed(part, is_counted, model.device, size.position_range(model.config.attention.most_keys))
+            for part, is_counted in filled
         ]
 
         def work() -> StepOutput:
@@ -174,7 +175,7 @@ def why_not_recorded(model: Transformer, *, switched_off: bool = False) -> str |
             return mlp.dispatcher.why_not_recorded
     if model.ops.reads_on_host:
         return "the experts' operations here read on the host how many rows each expert has"
-    if model.config.indexer is not None and model.ops.chooses_on_host:
+    if model.config.attention.most_keys < math.inf and model.ops.chooses_on_host:
         return "the choice of keys here reads values on the host"
     return None
 

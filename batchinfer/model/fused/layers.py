@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from batchinfer.model.config import ModelConfig
-from batchinfer.model.mla import LATENT_NORM_EPS, Attention, AttentionStep, copy_latents
+from batchinfer.model.mla import LATENT_NORM_EPS, Attention
+from batchinfer.model.mla_config import MlaConfig
 from batchinfer.model.moe import MoeMlp, Routing, YieldPoint, gate_rule
 from batchinfer.model.ops import Ops
-from batchinfer.model.sparse_attention import SparseAttention
-from batchinfer.model.weights import AttentionWeights, MoeWeights, Projection
+from batchinfer.model.page_memory import copy_in_pages
+from batchinfer.model.step import AttentionStep
+from batchinfer.model.weights import MlaWeights, MoeWeights, Projection
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.spans import MicroBatchSpans
 from batchinfer_kernels.cpu.ops import GATE_METHODS
@@ -38,7 +40,7 @@ class FusedAttention:
     ) -> torch.Tensor:
         """Normalise, write the latents to their pages, and return queries [T, H, A], or of some rows."""
         q_THA = self.kernel.project(hidden_TD, step.cos, step.sin, step.query_scale, step.slots, pages, rows_S)
-        copy_latents(self.ops, step, pages)
+        copy_in_pages(self.ops, step, pages)
         return q_THA
 
     def attend(
@@ -96,23 +98,21 @@ class FusedMoe(MoeMlp):
 
 
 def attention_of(
-    ops: Ops, config: ModelConfig, weights: AttentionWeights, norm_D: torch.Tensor
-) -> Attention | FusedAttention | SparseAttention:
+    ops: Ops, config: MlaConfig, weights: MlaWeights, norm_D: torch.Tensor, eps: float
+) -> Attention | FusedAttention:
     """Return attention, fused if all weights are packed, none has a bias, and rows are whole steps of a product.
 
-    Attention with chosen keys or over FP8 pages is not fused, as the C++ layer cannot read them.
+    Attention over FP8 pages is not fused, as the C++ layer cannot read them.
     """
-    if config.indexer is not None:
-        return SparseAttention(Attention(ops, config, weights, norm_D), config.indexer, weights.indexer)
     projections = (weights.q, weights.kv_down, weights.out, *([] if weights.q_down is None else [weights.q_down]))
     held = all_packed(*(weights.key_up_HCN, weights.value_up_HVC, weights.kv_up_HZC), *map(plain_weight, projections))
     nope_dim, value_dim, heads = config.qk_nope_head_dim, config.v_head_dim, config.num_attention_heads
     widths = (len(norm_D), nope_dim, heads * value_dim, config.kv_lora_rank, config.q_lora_rank or 0)
     if held is None or ops.fp8_pages or not _has_whole_pairs(norm_D, *widths):
-        return Attention(ops, config, weights, norm_D)
+        return Attention(ops, config, weights, norm_D, eps)
     key_up, value_up, kv_up, q, kv_down, out, *q_down = (weight.plain for weight in held)
     kernel = library().classes.Attention(
-        *(norm_D, config.rms_norm_eps, q_down[0] if q_down else None, weights.q_norm, q, kv_down),
+        *(norm_D, eps, q_down[0] if q_down else None, weights.q_norm, q, kv_down),
         *(weights.kv_norm, LATENT_NORM_EPS, key_up, value_up, kv_up, out),
         *([heads, nope_dim, config.qk_rope_head_dim, value_dim], config.rope_interleave, config.softmax_scale),
     )

@@ -23,7 +23,7 @@ class KeptTensors(NamedTuple):
     states: torch.Tensor  # [slots * C, D]
     tokens: torch.Tensor  # [slots * C] int64
     marks: torch.Tensor  # [4, slots] int64: first, end, base, filled
-    pages: torch.Tensor  # [slots * pages of a slot, 64, latent_dim]
+    pages: torch.Tensor  # [slots * pages of a slot, 64, row]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def speculate(
 
     Args:
         stack: of FusedDecode, with the layer for multi-token prediction.
-        pages: [L, pages, 64, latent_dim] of the requests.
+        pages: [L, pages, 64, row] of the requests.
     """
     outcome, counts, totals, seconds = stack.speculate(
         *(requests.rows, requests.page_table, list(kept), requests.settings, requests.ends),

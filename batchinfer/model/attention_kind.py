@@ -1,0 +1,63 @@
+"""Attention kinds, second half: reading weights, computing, and checking that rows do not depend on their batch.
+
+The first half, sizes and costs, has no torch (attention_config.py). attentions.py has the table of kinds.
+"""
+
+# T tokens, S wanted rows, D hidden
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from batchinfer.model.ops import Ops
+from batchinfer.model.step import AttentionStep
+from batchinfer.model.weights import Projection
+from batchinfer_kernels.row_check import RowComputation
+from batchinfer_kernels.weight_format import Weight
+
+
+class LayerAttention(Protocol):
+    """Attention of one layer in two parts, between which a micro-batch may wait.
+
+    The result of `project` is for the same object's `attend`.
+    """
+
+    def project(
+        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
+    ) -> Any: ...
+
+    def attend(
+        self, hidden_TD: torch.Tensor, queries: Any, step: AttentionStep, pages: torch.Tensor, /
+    ) -> torch.Tensor: ...
+
+
+class LayerReader(Protocol):
+    """The parts of a WeightLoader that read a layer's attention."""
+
+    @property
+    def joins_products(self) -> bool: ...
+    def tensor(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor: ...
+    def source(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor: ...
+    def pack(self, weight: torch.Tensor) -> Weight: ...
+    def router(self, name: str, *, finite: bool = False) -> Any: ...
+    def projection(self, *prefixes: str) -> Projection: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """Functions of one attention kind; their `config` is the kind's subclass of AttentionConfig.
+
+    weights: the type of a layer's weights.
+    load: (reader, config, prefix of the tensors' names, layer) to weights.
+    build: (ops, config, weights, weight [D] and epsilon of the norm before it) to attention.
+    products: weights to ("linear", "batched" or "router", weight) of each product of rows.
+    computations: (ops, config, the first layer's weights, dtype) to attention itself, for the check of its rows.
+    """
+
+    weights: type[Any]
+    load: Callable[[LayerReader, Any, str, int], Any]
+    build: Callable[[Ops, Any, Any, torch.Tensor, float], LayerAttention]
+    products: Callable[[Any], Iterator[tuple[str, object]]]
+    computations: Callable[[Ops, Any, Any, torch.dtype], Iterator[RowComputation]]

@@ -1,0 +1,57 @@
+"""Memory of KV pages, and copies between their rows."""
+
+import math
+import mmap
+from contextlib import suppress
+
+import torch
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.config import ModelConfig
+from batchinfer.model.ops import Ops
+from batchinfer.model.page_format import FP8, PageFormat
+from batchinfer.model.step import AttentionStep
+from batchinfer.records import ConfigError
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, FP8: torch.uint8}
+
+
+def zeroed(num_bytes: int) -> mmap.mmap:
+    """Return zeros that take no memory until their pages are touched; in large pages if the system has them.
+
+    Raises:
+        OSError: the address space does not suffice.
+    """
+    memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # a system without large pages, or without the choice
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def empty_pages(config: ModelConfig, num_pages: int, form: PageFormat, device: torch.device) -> torch.Tensor:
+    """Return empty KV pages [L, num_pages, 64, row]; on a CPU they take memory when they are used.
+
+    A row is values, or bytes in FP8.
+
+    Raises:
+        ConfigError: the address space does not suffice.
+    """
+    dtype = _DTYPES[form.dtype]
+    shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, form.row_width(config))
+    num_values = math.prod(shape)
+    if device.type != "cpu" or num_values == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    try:
+        memory = zeroed(num_values * dtype.itemsize)
+    except OSError as error:
+        size_gb = num_values * dtype.itemsize / 1e9
+        raise ConfigError(
+            f"no memory for KV pages of {size_gb:.1f} GB: {error.strerror}; lower cluster.page_bytes"
+        ) from error
+    return torch.frombuffer(memory, dtype=dtype, count=num_values).view(shape)
+
+
+def copy_in_pages(ops: Ops, step: AttentionStep, pages: torch.Tensor) -> None:
+    """Make a step's copies between slots of one layer's pages."""
+    if step.copy_from is not None and step.copy_to is not None and len(step.copy_to):
+        ops.copy_rows(pages.view(-1, pages.shape[-1]), step.copy_from, step.copy_to)
