@@ -199,7 +199,7 @@ def _of_library(
 def _plain(function: Callable[..., Any]) -> Candidate:
     # Stored KV blocks are filed under the origins: changing an origin makes all blocks stored so far useless.
     module = function.__module__.rpartition(".")[2]
-    origin = f"reference_{module}" if module in ("mla", "rows", "fp8_pages") else "reference"
+    origin = f"reference_{module}" if module in ("mla", "rows", "fp8_pages", "gqa") else "reference"
     implementation = Implementation(function, _packed_weights)
     return Candidate(function.__name__, REFERENCE, implementation, _always, origin=lambda _: origin)
 

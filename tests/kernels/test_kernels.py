@@ -14,8 +14,10 @@ from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.implementation import Implementation, accepts_all
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference import rows as reference_rows
+from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
+from batchinfer_kernels.reference.pointwise import Activation
 from support.plain_rows import skip_unless_equal
 
 TOLERANCE = {"float32": 2e-5}
@@ -61,6 +63,22 @@ def test_gate_worked_example_mistral_4():
     assert choose(logits, method="group_limited_greedy", num_groups=2)[0].tolist() == [[0, 1]]
 
 
+def test_gate_worked_example_gpt_oss():
+    # logits with bias: 3.5, 2, 1, 3.5: the first and the last are equal, and share a softmax with the third
+    ids, weights = choose([[3.5, 1.0, 1.0, 3.0]], torch.tensor([0.0, 1.0, 0.0, 0.5]), method="topk_softmax", topk=3)
+    assert ids.tolist() == [[0, 3, 1]]
+    assert weights.tolist()[0] == pytest.approx(torch.softmax(torch.tensor([3.5, 3.5, 2.0]), 0).tolist())
+
+
+def test_softmax_of_the_chosen_tells_logits_apart_that_softmax_of_all_rounds_to_one_value():
+    logits = [[100.0, -20.0, -19.5, -21.0]]
+    ids, weights = choose(logits, method="topk_softmax", topk=2)
+    assert ids.tolist() == [[0, 2]]
+    near = 1 + 2**-23  # the next number, whose exp is the same in float32 far from zero
+    assert choose([[-80.0, -80.0 * near, -80.0 / near]], method="topk_softmax", topk=1)[0].tolist() == [[2]]
+    assert weights.tolist()[0] == pytest.approx([1.0, 0.0])
+
+
 def test_equal_scores_go_to_the_lowest_index():
     ids, _ = choose([[0.0] * 8], topk=3)
     assert ids.tolist() == [[0, 1, 2]]
@@ -103,6 +121,31 @@ def test_norm_activation_and_grouped_mlp_follow_their_formulas():
     for row, expert in enumerate([0, 0, 2, 2, 2]):
         gate, up = (gate_up[expert] @ x[row]).chunk(2)
         assert torch.allclose(y[row], down[expert] @ (torch.nn.functional.silu(gate) * up), atol=1e-5)
+
+
+GPT_OSS = Activation(limit=7.0, alpha=1.702, shift=1.0)
+
+
+def clamped(gate, up):
+    gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def test_the_activation_of_gpt_oss_and_biases_of_experts_follow_their_formulas():
+    x, up = 5 * random(5, 12), 5 * random(5, 12, seed=1)
+    assert torch.allclose(reference.silu_mul(x, up, GPT_OSS), clamped(x, up), atol=1e-5)
+    gate_up, down = random(3, 16, 12, seed=2), random(3, 12, 8, seed=3)
+    biases = ExpertBiases(random(3, 16, seed=4), random(3, 12, seed=5))
+    options = {"activation": GPT_OSS, "biases": biases}
+    y = reference.grouped_mlp(x, torch.tensor([2, 0, 3]), gate_up, down, **options)
+    for row, expert in enumerate([0, 0, 2, 2, 2]):
+        gate, up = (gate_up[expert] @ x[row] + biases.gate_up_EF[expert]).chunk(2)
+        exact = down[expert] @ clamped(gate, up) + biases.down_ED[expert]
+        assert torch.allclose(y[row], exact, rtol=1e-4, atol=1e-4)
+    blocks = torch.zeros(3, 3, 12)
+    blocks[0, :2], blocks[2] = x[:2], x[2:]
+    masked = reference.masked_mlp(blocks, torch.tensor([2, 0, 3]), gate_up, down, **options)
+    assert torch.equal(torch.cat([masked[0, :2], masked[2]]), y)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -182,7 +225,7 @@ def test_attention_is_the_same_in_pieces(monkeypatch):
 
     whole = both()
     monkeypatch.setattr(reference_mla, "MAX_SCORES", 1)
-    monkeypatch.setattr(reference_mla, "_MAX_DECODE_VALUES", 1)
+    monkeypatch.setattr(reference_mla, "MAX_DECODE_VALUES", 1)
     pieces = both()
     assert torch.equal(whole[0], pieces[0])
     assert torch.equal(whole[1], pieces[1])

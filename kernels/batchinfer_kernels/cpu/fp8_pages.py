@@ -34,7 +34,9 @@ def _prefill(
 
 @implementation(rejects=_rotation)
 def rope_and_cache_fp8(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
-    return fp8_pages.cache_via_bfloat16(ops.rope_and_cache.run, q_THA, new)
+    latent_dim = len(new.norm_C)
+    rotary = new.latents_TW.shape[-1] - latent_dim
+    return fp8_pages.cache_via_bfloat16(ops.rope_and_cache.run, q_THA, new, latent_dim, rotary)
 
 
 @implementation(rejects=_prefill)
@@ -54,4 +56,5 @@ def mla_prefill_fp8(
 
 @implementation(rejects=on_args(_rows, 0))
 def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
-    return fp8_pages.decode_via_bfloat16(ops.mla_decode.run, q_THW, keys, latent_dim=latent_dim, scale=scale)
+    options = {"latent_dim": latent_dim, "scale": scale}
+    return fp8_pages.decode_via_bfloat16(ops.mla_decode.run, q_THW, keys, latent_dim, **options)

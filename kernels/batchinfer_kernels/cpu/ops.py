@@ -18,11 +18,13 @@ from batchinfer_kernels.cpu import packed
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind, library, whole_pairs
 from batchinfer_kernels.implementation import implementation, on_args
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.experts import ExpertBiases, other_form
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 from batchinfer_kernels.reference.gating import GateRule, count_experts
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
+from batchinfer_kernels.reference.pointwise import SWIGLU, Activation
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
 
@@ -63,8 +65,10 @@ def _float32(x: torch.Tensor, *_: Any) -> str | None:
     return None if x.is_cpu and x.dtype is torch.float32 else "values are not in float32 on the CPU"
 
 
-def _gated(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *_: Any, **__: Any) -> str | None:
+def _gated(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule, *_: Any) -> str | None:
     """Logits or biases that are not in float32 on the CPU."""
+    if rule.method not in GATE_METHODS:
+        return "another gate"
     return _float32(logits_TE) or (None if bias_E is None else _float32(bias_E))
 
 
@@ -107,8 +111,10 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> str | None:
     return _mismatch(x, weight) or (None if x.shape[-1] else "rows have no values")
 
 
-def _activation(gate: torch.Tensor, up: torch.Tensor) -> str | None:
+def _activation(gate: torch.Tensor, up: torch.Tensor, activation: Activation = SWIGLU) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU, or not of two dims."""
+    if activation != SWIGLU:
+        return "another activation"
     return _mismatch(gate, up) or (None if gate.dim() == 2 else "gate is not of two dims")
 
 
@@ -119,19 +125,32 @@ def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
 
 
 def _grouped(
-    x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None, *, tile_rows: int = 1
+    x: torch.Tensor,
+    _: Any,
+    gate_up: Any,
+    down: Any,
+    tokens_M: Any = None,
+    scales: Any = None,
+    *,
+    tile_rows: int = 1,
+    activation: Activation = SWIGLU,
+    biases: ExpertBiases | None = None,
 ) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
     if tile_rows > 1:
         return "there are gaps between experts' rows"
+    if reason := other_form(activation, biases):
+        return reason
     if scales is None or not isinstance(gate_up, Packed):
         return _mismatch(x, gate_up, down)
     return None if x.is_cpu and gate_up.kind is not WeightKind.FLOAT32 else "FP8 rows for a weight in float32"
 
 
-def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **__: Any) -> str | None:
+def _masked(
+    x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, *, expected_rows: Any = None, **forms: Any
+) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
-    return _grouped(x, _, gate_up, down, None, scales)
+    return _grouped(x, _, gate_up, down, None, scales, **forms)
 
 
 def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:

@@ -30,9 +30,11 @@ from batchinfer_kernels.hopper import libraries
 from batchinfer_kernels.hopper.libraries import is_on_gpu
 from batchinfer_kernels.implementation import implementation
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.experts import ExpertBiases, other_form
 from batchinfer_kernels.reference.fp8 import FP8, ScaledRows, dequantize_fp8_rows
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.reference.places import ExpertPlaces, ExpertRows, PlacedRows
+from batchinfer_kernels.reference.pointwise import SWIGLU, Activation
 
 _SCHEDULE = "hopper"  # key in a step's schedule
 _TILE_ROWS = 128  # a tile must not have rows of two experts, and the last one of a block is written whole
@@ -69,17 +71,19 @@ def _grouped(
     scales: Any = None,
     *,
     tile_rows: int = 1,
-    **__: Any,
+    **options: Any,
 ) -> str | None:
     """Weights that are not in FP8 blocks or bfloat16 (as far as deep_gemm has that), whole tiles and on a GPU."""
+    if reason := other_form(**options):
+        return reason
     if tile_rows not in (1, _TILE_ROWS):
         return f"experts' rows do not begin at multiples of {_TILE_ROWS}"
     return _no_experts(x, scales, gate_up, down, libraries.BF16_CONTIGUOUS)
 
 
-def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **__: Any) -> str | None:
+def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **options: Any) -> str | None:
     """Weights that are not in FP8 blocks or bfloat16 (as far as deep_gemm has that), whole tiles and on a GPU."""
-    return _no_experts(x, scales, gate_up, down, libraries.BF16_MASKED)
+    return other_form(**options) or _no_experts(x, scales, gate_up, down, libraries.BF16_MASKED)
 
 
 def rejects_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
@@ -169,6 +173,8 @@ def grouped_mlp(
     scales: torch.Tensor | None = None,
     *,
     tile_rows: int = 1,
+    activation: Activation = SWIGLU,
+    biases: ExpertBiases | None = None,
     quantize_fp8_rows: Quantize = reference.quantize_fp8_rows,
     silu_mul_blocks: Callable[..., Rows] = reference.silu_mul_blocks,
     expert_places: Callable[..., ExpertPlaces] = reference.expert_places,
@@ -204,6 +210,8 @@ def masked_mlp(
     scales: torch.Tensor | None = None,
     *,
     expected_rows: int | None = None,
+    activation: Activation = SWIGLU,
+    biases: ExpertBiases | None = None,
     quantize_fp8_rows: Quantize = reference.quantize_fp8_rows,
     silu_mul_blocks: Callable[..., Rows] = reference.silu_mul_blocks,
 ) -> torch.Tensor:

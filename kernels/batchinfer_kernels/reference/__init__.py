@@ -17,6 +17,14 @@ from batchinfer_kernels.reference.experts import grouped_mlp, masked_mlp, silu_m
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_block, quantize_fp8_block, quantize_fp8_rows
 from batchinfer_kernels.reference.fp8_pages import mla_decode_fp8, mla_prefill_fp8, rope_and_cache_fp8
 from batchinfer_kernels.reference.gating import gate
+from batchinfer_kernels.reference.gqa import (
+    gqa_decode,
+    gqa_decode_fp8,
+    gqa_prefill,
+    gqa_prefill_fp8,
+    gqa_rope_and_cache,
+    gqa_rope_and_cache_fp8,
+)
 from batchinfer_kernels.reference.index_fp8 import hadamard_fp8
 from batchinfer_kernels.reference.mla import mla_decode, mla_prefill
 from batchinfer_kernels.reference.pieces import merge_pieces, spread_queries
@@ -70,6 +78,12 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     rope_and_cache_fp8,
     mla_prefill_fp8,
     mla_decode_fp8,
+    gqa_rope_and_cache,
+    gqa_prefill,
+    gqa_decode,
+    gqa_rope_and_cache_fp8,
+    gqa_prefill_fp8,
+    gqa_decode_fp8,
     index_cache,
     choose_keys,
     mla_sparse,

@@ -2,15 +2,29 @@
 
 # T tokens, D hidden, F intermediate, E experts, C rows of room per expert, M (token, expert) rows
 
+from typing import NamedTuple
+
 import torch
 
 from batchinfer_kernels.reference.block_scaled import BlockScaled
-from batchinfer_kernels.reference.fp8 import block_product, dequantize_fp8_rows, quantize_fp8_rows
+from batchinfer_kernels.reference.fp8 import ScaledRows, dequantize_fp8_rows, quantize_fp8_rows
 from batchinfer_kernels.reference.group_scaled import GroupScaled
-from batchinfer_kernels.reference.pointwise import silu_mul
+from batchinfer_kernels.reference.pointwise import SWIGLU, Activation, silu_mul
 from batchinfer_kernels.reference.products import linear
 
 Weight = torch.Tensor | BlockScaled | GroupScaled
+
+
+class ExpertBiases(NamedTuple):
+    """What is added to the products of each expert, in the dtype of the rows."""
+
+    gate_up_EF: torch.Tensor  # [E, 2 * F], the gate's values before the up values
+    down_ED: torch.Tensor  # [E, D]
+
+
+def other_form(activation: Activation = SWIGLU, biases: ExpertBiases | None = None, **_: object) -> str | None:
+    """Return the reason why implementations without biases and with SwiGLU alone reject these arguments, or None."""
+    return None if biases is None and activation == SWIGLU else "experts have biases or another activation"
 
 
 def silu_mul_blocks(
@@ -27,7 +41,8 @@ def silu_mul_blocks(
     Returns:
         [E, C, F] in the dtype of the rows, or in float8_e4m3fn and then with scales [E, C, ceil(F / 128)].
     """
-    active_ECF = silu_mul(*gate_up_ECF.flatten(0, 1).chunk(2, dim=-1)).unflatten(0, gate_up_ECF.shape[:2])
+    gate, up = gate_up_ECF.flatten(0, 1).chunk(2, dim=-1)
+    active_ECF = silu_mul(gate, up).unflatten(0, gate_up_ECF.shape[:2])
     return quantize_fp8_rows(active_ECF, num_rows_E) if fp8 else (active_ECF, None)
 
 
@@ -40,6 +55,8 @@ def grouped_mlp(
     scales: torch.Tensor | None = None,
     *,
     tile_rows: int = 1,
+    activation: Activation = SWIGLU,
+    biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     """Apply the SwiGLU of several experts to rows sorted by expert (contiguous layout).
 
@@ -55,6 +72,8 @@ def grouped_mlp(
             unchanged, with the same result as for rows rounded here; for other weights the rows are dequantized.
         tile_rows: without `tokens_M`: each expert's rows begin at a multiple of this, so that `rows` is more than their
             sum; rows in the gaps may be anything. 1: no gaps.
+        activation: between the two products.
+        biases: of the products; None: there are none.
 
     Returns:
         [rows, D] in the dtype of x, for rows in FP8 in that of the weights (bfloat16 for weights in FP8).
@@ -71,7 +90,8 @@ def grouped_mlp(
             start += -start % tile_rows
             rows = slice(start, start + num_rows)
             row_scales = None if scales is None else scales[rows]
-            out[rows] = _swiglu(x[rows], row_scales, gate_up_EFD[expert], down_EDF[expert])
+            own = None if biases is None else (biases.gate_up_EF[expert], biases.down_ED[expert])
+            out[rows] = _swiglu(x[rows], row_scales, gate_up_EFD[expert], down_EDF[expert], activation, own)
             start += num_rows
     return out
 
@@ -84,6 +104,8 @@ def masked_mlp(
     scales: torch.Tensor | None = None,
     *,
     expected_rows: int | None = None,
+    activation: Activation = SWIGLU,
+    biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     """Apply the SwiGLU of several experts, each to the first rows of its block (masked layout).
 
@@ -97,6 +119,7 @@ def masked_mlp(
         scales: [E, C, ceil(D / 128)] float32 when x is float8_e4m3fn, as in grouped_mlp.
         expected_rows: how many rows an expert is likely to have, for versions that choose their tiles by it; changes no
             result.
+        activation, biases: as in grouped_mlp.
 
     Returns:
         [E, C, D] in the dtype that grouped_mlp gives; the rows beyond an expert's count are zero here and may be
@@ -107,8 +130,9 @@ def masked_mlp(
     for expert, num_rows in enumerate(num_rows_E.tolist()):
         if num_rows:
             row_scales = None if scales is None else scales[expert, :num_rows]
+            own = None if biases is None else (biases.gate_up_EF[expert], biases.down_ED[expert])
             out[expert, :num_rows] = _swiglu(
-                x_ECD[expert, :num_rows], row_scales, gate_up_EFD[expert], down_EDF[expert]
+                x_ECD[expert, :num_rows], row_scales, gate_up_EFD[expert], down_EDF[expert], activation, own
             )
     return out
 
@@ -126,12 +150,15 @@ def _swiglu(
     scales: torch.Tensor | None,
     gate_up_FD: Weight,
     down_DF: Weight,
+    activation: Activation,
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Compute down(silu(gate(x)) × up(x)) of one expert; [T, D] to [T, D]."""
+    """Compute down(silu(gate(x)) × up(x)) of one expert, or with another activation; [T, D] to [T, D]."""
+    gate_up_bias, down_bias = (None, None) if biases is None else biases
     if scales is None:
-        gate_up_TF = linear(x_TD, gate_up_FD)
+        gate_up_TF = linear(x_TD, gate_up_FD, gate_up_bias)
     else:
         assert isinstance(gate_up_FD, BlockScaled)
-        gate_up_TF = block_product(x_TD, scales, gate_up_FD.values, gate_up_FD.scales).bfloat16()
+        gate_up_TF = linear(ScaledRows(x_TD, scales), gate_up_FD, gate_up_bias)
     gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
-    return linear(silu_mul(gate_TF, up_TF), down_DF)
+    return linear(silu_mul(gate_TF, up_TF, activation), down_DF, down_bias)

@@ -12,6 +12,7 @@ with the widened rows, to the bit: an implementation may widen rows first or whi
 # B requests, P pages, N pages that are widened, Y bytes of a row
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -91,26 +92,37 @@ def widen_pages(keys: PagedKeys, latent_dim: int) -> PagedKeys:
     return keys._replace(pages=widen(keys.pages[ids_N], latent_dim), page_table_BP=places_BP)
 
 
-def cache_via_bfloat16(rope_and_cache: Callable[..., torch.Tensor], q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
-    """Run rope_and_cache_fp8 by an operation that writes bfloat16: into temporary pages, whose rows are narrowed."""
-    num_tokens, width = new.latents_TW.shape
-    latent_dim, num_pages = len(new.norm_C), -(-num_tokens // PAGE_TOKENS)
-    wide = torch.empty(num_pages, PAGE_TOKENS, width, dtype=new.latents_TW.dtype, device=new.latents_TW.device)
+def cache_via_bfloat16(
+    write: Callable[..., torch.Tensor], x_TW: torch.Tensor, new: Any, latent_dim: int, rotary: int
+) -> torch.Tensor:
+    """Run an operation `write(x, new)` that writes bfloat16 pages: into temporary ones, whose rows are narrowed.
+
+    Args:
+        new: has `pages` and `slots_T`, as NewKeys.
+        latent_dim, rotary: C and R of the rows that are written.
+    """
+    num_tokens, width = len(x_TW), latent_dim + rotary
+    num_pages = -(-num_tokens // PAGE_TOKENS)
+    wide = torch.empty(num_pages, PAGE_TOKENS, width, dtype=torch.bfloat16, device=x_TW.device)
     places_T = torch.arange(num_tokens, device=wide.device)
-    q_THA = rope_and_cache(q_THA, new._replace(pages=wide, slots_T=places_T))
+    q_THA = write(x_TW, new._replace(pages=wide, slots_T=places_T))
     new.pages.view(-1, new.pages.shape[-1])[new.slots_T] = narrow(wide.view(-1, width)[:num_tokens], latent_dim)
     return q_THA
 
 
 def decode_via_bfloat16(
-    mla_decode: Callable[..., torch.Tensor], q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float
+    decode: Callable[..., torch.Tensor], q_THW: torch.Tensor, keys: PagedKeys, held_dim: int, *more: Any, **options: Any
 ) -> torch.Tensor:
-    """Run mla_decode_fp8 by an operation that reads bfloat16, some requests at a time."""
+    """Run an operation `decode(q, keys, *more, **options)` that reads bfloat16 pages, some requests at a time.
+
+    Args:
+        held_dim: C of the rows in pages.
+    """
     num_requests, num_pages = keys.page_table_BP.shape
     num_queries = len(q_THW) // max(1, num_requests)
     piece = max(1, _MOST_PAGES // max(1, num_pages))
-    out_THC = q_THW.new_empty(*q_THW.shape[:2], latent_dim)
-    for start in range(0, num_requests, piece):
+    out = []
+    for start in range(0, max(1, num_requests), piece):
         requests, of_rows = slice(start, start + piece), slice(start * num_queries, (start + piece) * num_queries)
         some = keys._replace(
             page_table_BP=keys.page_table_BP[requests],
@@ -118,8 +130,8 @@ def decode_via_bfloat16(
             positions_T=keys.positions_T[of_rows],
             schedule=None,
         )
-        out_THC[of_rows] = mla_decode(q_THW[of_rows], widen_pages(some, latent_dim), latent_dim=latent_dim, scale=scale)
-    return out_THC
+        out.append(decode(q_THW[of_rows], widen_pages(some, held_dim), *more, **options))
+    return torch.cat(out)
 
 
 # ---- the operations
@@ -127,7 +139,8 @@ def decode_via_bfloat16(
 
 def rope_and_cache_fp8(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
     """Run rows.rope_and_cache in bfloat16, then round the rows into pages [num_pages, 64, Y] uint8."""
-    return cache_via_bfloat16(rows.rope_and_cache, q_THA, new)
+    latent_dim = len(new.norm_C)
+    return cache_via_bfloat16(rows.rope_and_cache, q_THA, new, latent_dim, new.latents_TW.shape[-1] - latent_dim)
 
 
 def mla_prefill_fp8(
@@ -146,4 +159,4 @@ def mla_prefill_fp8(
 
 def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     """Run mla.mla_decode over the widened rows of pages [num_pages, 64, Y] uint8."""
-    return decode_via_bfloat16(mla.mla_decode, q_THW, keys, latent_dim=latent_dim, scale=scale)
+    return decode_via_bfloat16(mla.mla_decode, q_THW, keys, latent_dim, latent_dim=latent_dim, scale=scale)

@@ -26,7 +26,7 @@ class GateRule(NamedTuple):
     @property
     def always_scales(self) -> bool:
         """Whether normalised weights are scaled, too."""
-        return self.method in ("noaux_tc", "group_top2")
+        return self.method in ("noaux_tc", "group_top2", "topk_softmax")
 
 
 def gate(
@@ -45,10 +45,12 @@ def gate(
     always, which differs only where `normalize` is on; no published V2 model turns it on).
     "group_top2" (Mistral 4, transformers' modeling_mistral4): softmax scores; groups rank by the sum of their best two;
     weights are divided by their sum when `normalize`, times `scale`.
+    "topk_softmax" (gpt-oss, transformers' modeling_gpt_oss): the bias is a part of the logits; the largest logits are
+    chosen, without groups; weights are the softmax over the chosen logits alone, times `scale`. `normalize` is on.
 
     Args:
         logits_TE: [T, E] float32.
-        bias_E: [E] float32, for "noaux_tc".
+        bias_E: [E] float32, for "noaux_tc" and "topk_softmax".
         counts_E: [E] int64, increased by the number of these tokens that each expert gets; None: no counting.
         is_counted_T: [T] int64, 0 for tokens that are not counted; None: all count.
 
@@ -63,6 +65,9 @@ def gate(
         scores_TE = scores_TE.masked_fill(~choice_TE.isfinite().all(-1, keepdim=True), torch.nan)
         allowed_TE = _groups_allowed(choice_TE, rule, best=2)
         choice_TE = choice_TE.masked_fill(~allowed_TE, -torch.inf)
+    elif rule.method == "topk_softmax":
+        choice_TE = logits_TE if bias_E is None else logits_TE + bias_E
+        scores_TE = torch.exp(choice_TE.double() - choice_TE.double().amax(-1, keepdim=True))
     else:
         scores_TE = torch.softmax(logits64_TE, dim=-1).float()
         choice_TE = scores_TE

@@ -19,7 +19,7 @@ PAGE_TOKENS = 64
 # Most attention scores held at once (float32: 16 MB); decides how many queries or requests go into one piece.
 MAX_SCORES = 4 * 2**20
 _MAX_QUERY_TILE = 128
-_MAX_DECODE_VALUES = 8 * 2**20
+MAX_DECODE_VALUES = 8 * 2**20
 
 
 class PagedKeys(NamedTuple):
@@ -97,7 +97,7 @@ def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: 
     num_queries = num_rows // num_requests
     num_keys = num_pages * PAGE_TOKENS
     keys_X = torch.arange(num_keys, device=pages.device)
-    piece = max(1, _MAX_DECODE_VALUES // (num_keys * (width + num_queries * num_heads)))
+    piece = max(1, MAX_DECODE_VALUES // (num_keys * (width + num_queries * num_heads)))
     for start in range(0, num_requests, piece):
         stop = min(start + piece, num_requests)
         rows = slice(start * num_queries, stop * num_queries)
@@ -140,11 +140,11 @@ def _prefill_chunk(
     v_HPSV = v_XHV.transpose(0, 1).contiguous().unflatten(1, (-1, PAGE_TOKENS))
 
     out_THV = q_THA.new_empty(num_tokens, num_heads, v_dim)
-    tile = _query_tile(num_heads * k_HXA.shape[1])
+    tile = query_tile(num_heads * k_HXA.shape[1])
     for start in range(0, num_tokens, tile):
         rows = slice(start, min(start + tile, num_tokens))
         # The tile's own positions bound its pages, in host arithmetic: a chunk is a run of consecutive positions.
-        num_keys = _whole_pages(context_tokens - num_tokens + rows.stop)
+        num_keys = whole_pages(context_tokens - num_tokens + rows.stop)
         q_HTA = q_THA[rows].transpose(0, 1).float()
         seen_TX = torch.arange(num_keys, device=pages.device) <= positions_T[rows, None]
         out_HTV = attend_pages(q_HTA, k_HXA[:, :num_keys], v_HPSV[:, : num_keys // PAGE_TOKENS], seen_TX, scale)
@@ -153,12 +153,18 @@ def _prefill_chunk(
 
 
 def attend_pages(
-    q_BLA: torch.Tensor, k_BXA: torch.Tensor, v_BPSV: torch.Tensor, seen_LX: torch.Tensor, scale: float
+    q_BLA: torch.Tensor,
+    k_BXA: torch.Tensor,
+    v_BPSV: torch.Tensor,
+    seen_LX: torch.Tensor,
+    scale: float,
+    sinks_BL: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute softmax(q · kᵀ × scale) · v in float32 over batches B (heads or requests) of L queries, [B, L, V].
 
     Every row must see at least one key. `seen_LX` is [L, X] or [B, L, X]. Unseen keys and values never change a row,
     even if they are not finite (which a factor of zero alone would not ensure). A row that sees such a value is NaN.
+    A row's sink is one more score, of a key with the value zero.
     """
     is_finite_BPSV = torch.isfinite(v_BPSV)
     is_odd_BX = ~is_finite_BPSV.all(-1).flatten(1)
@@ -168,12 +174,16 @@ def attend_pages(
     scores_BLX = batched_matmul(q_BLA, k_BXA.transpose(1, 2)) * scale
     scores_BLX.masked_fill_(~seen_LX, -torch.inf)
     peak_BL1 = scores_BLX.amax(-1, keepdim=True)
+    if sinks_BL is not None:
+        peak_BL1 = torch.maximum(peak_BL1, sinks_BL[..., None])
     weights_BLX = scores_BLX.double().sub_(peak_BL1).exp_().float()
 
     weights_BLPS = weights_BLX.unflatten(-1, (num_pages, PAGE_TOKENS))
     totals_BLP = weights_BLPS.sum(-1, dtype=torch.float64)
     weights_PBLS = weights_BLPS.permute(2, 0, 1, 3).contiguous()
     total_BL = torch.zeros_like(totals_BLP[:, :, 0])
+    if sinks_BL is not None:
+        total_BL += (sinks_BL.double() - peak_BL1[..., 0]).exp_()
     out_BLV = total_BL.new_zeros(*total_BL.shape, v_BPSV.shape[-1])
     for page in range(num_pages):
         total_BL += totals_BLP[:, :, page]
@@ -181,11 +191,12 @@ def attend_pages(
     return (out_BLV / total_BL[..., None]).masked_fill_(sees_odd_BL[..., None], torch.nan).float()
 
 
-def _query_tile(scores_per_query: int) -> int:
+def query_tile(scores_per_query: int) -> int:
     """Return how many queries to work on together: as many as MAX_SCORES allows, in steps of the row multiple."""
     fitting = MAX_SCORES // max(1, scores_per_query) // ROW_MULTIPLE * ROW_MULTIPLE
     return min(max(fitting, ROW_MULTIPLE), _MAX_QUERY_TILE)
 
 
-def _whole_pages(num_tokens: int) -> int:
+def whole_pages(num_tokens: int) -> int:
+    """Return num_tokens rounded up to a multiple of PAGE_TOKENS."""
     return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS

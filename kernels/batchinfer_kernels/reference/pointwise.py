@@ -6,6 +6,9 @@ vectorised body of a tensor and its tail.
 
 # T tokens (rows), D hidden, F intermediate, R rotary width
 
+import math
+from typing import NamedTuple
+
 import torch
 
 from batchinfer_kernels.reference.fp8 import ScaledRows, quantize_fp8_rows
@@ -26,10 +29,26 @@ def rms_norm_fp8(
     return normed if keeps else None, ScaledRows(*quantize_fp8_rows(normed))
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) × up, the SwiGLU activation (arXiv 2002.05202); both [T, F], result in their dtype."""
-    gate64 = gate.double()
-    return (gate64 * sigmoid(gate64)).to(gate.dtype) * up
+class Activation(NamedTuple):
+    """A form of SwiGLU (arXiv 2002.05202): g × sigmoid(alpha × g) × (u + shift).
+
+    g is the gate's value, at most `limit`; u the up value, from -limit to limit. Without values this is silu(g) × u.
+    """
+
+    limit: float = math.inf
+    alpha: float = 1.0
+    shift: float = 0.0
+
+
+SWIGLU = Activation()
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor, activation: Activation = SWIGLU) -> torch.Tensor:
+    """Return the activation of gate and up; both [T, F], result in their dtype."""
+    limit, alpha, shift = activation
+    gate64, up64 = gate.double().clamp(max=limit), up.double().clamp(-limit, limit) + shift
+    active = (gate64 * sigmoid(alpha * gate64)).to(gate.dtype)
+    return (active.double() * up64).to(gate.dtype)
 
 
 def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:

@@ -15,9 +15,12 @@ import torch
 
 from batchinfer_kernels.implementation import Implementation, accepts_all, implementation, on_args
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels.reference.experts import other_form
 from batchinfer_kernels.reference.fp8 import ScaledRows
+from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
+from batchinfer_kernels.reference.pointwise import SWIGLU, Activation
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
 from batchinfer_kernels.triton import probe
@@ -34,15 +37,27 @@ def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
 
 
 def _grouped(
-    x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None, **__: Any
+    x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None, **options: Any
 ) -> str | None:
-    """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8."""
+    """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8; other forms."""
+    if reason := other_form(**options):
+        return reason
     return _mismatch(gate_up, down) if scales is not None else _mismatch(x, gate_up, down)
 
 
-def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **__: Any) -> str | None:
-    """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8."""
-    return _grouped(x, _, gate_up, down, None, scales)
+def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **options: Any) -> str | None:
+    """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8; other forms."""
+    return _grouped(x, _, gate_up, down, None, scales, **options)
+
+
+def _activation(gate: torch.Tensor, up: torch.Tensor, activation: Activation = SWIGLU) -> str | None:
+    """Operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on; other forms of SwiGLU."""
+    return _mismatch(gate, up) or other_form(activation=activation)
+
+
+def _gated(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule, *_: Any) -> str | None:
+    """Tensors on the CPU, unless Triton's interpreter is on; gates that choose by logits."""
+    return _foreign(logits_TE) or ("the gate chooses by logits" if rule.method == "topk_softmax" else None)
 
 
 def _summed(rows: ExpertRows) -> str | None:
@@ -169,9 +184,9 @@ batched_linear = _kernel("gemm", "batched_linear", on_args(_mismatch, 0, 1))
 router = _kernel("router", "router", on_args(_mismatch, 0))
 rms_norm = _kernel("rows", "rms_norm", on_args(_mismatch, 0, 1))
 rms_norm_fp8 = _kernel("rows", "rms_norm_fp8", on_args(_mismatch, 0, 1))
-silu_mul = _kernel("silu", "silu_mul", on_args(_mismatch, 0, 1))
+silu_mul = _kernel("silu", "silu_mul", _activation)
 silu_mul_blocks = _kernel("silu", "silu_mul_blocks", on_args(_mismatch, 0))
-gate = _kernel("gate", "gate", _foreign)
+gate = _kernel("gate", "gate", _gated)
 rope_and_cache = _kernel("rows", "rope_and_cache", _rotation)
 grouped_mlp = _kernel("experts", "grouped_mlp", _grouped)
 masked_mlp = _kernel("experts", "masked_mlp", _masked)
