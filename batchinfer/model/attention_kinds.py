@@ -1,15 +1,18 @@
 """The table of attention kinds."""
 
-from batchinfer.model import mla, sparse_attention
+from batchinfer.model import gqa, mla, sparse_attention
 from batchinfer.model.attention_config import AttentionConfig
 from batchinfer.model.attention_kind import AttentionKind
 from batchinfer.model.fused import layers as fused
+from batchinfer.model.gqa_config import GqaConfig
 from batchinfer.model.mla_config import DsaConfig, MlaConfig
-from batchinfer.model.weights import MlaWeights
+from batchinfer.model.ops import GROUPED, LATENT
+from batchinfer.model.weights import GqaWeights, MlaWeights
 
 _KINDS: dict[type[AttentionConfig], AttentionKind] = {
     MlaConfig: AttentionKind(
         weights=MlaWeights,
+        unused_ops=GROUPED,
         load=mla.load,
         build=fused.attention_of,
         products=mla.products,
@@ -17,10 +20,19 @@ _KINDS: dict[type[AttentionConfig], AttentionKind] = {
     ),
     DsaConfig: AttentionKind(
         weights=MlaWeights,
+        unused_ops=GROUPED,
         load=sparse_attention.load,
         build=sparse_attention.build,
         products=sparse_attention.products,
         computations=sparse_attention.computations,
+    ),
+    GqaConfig: AttentionKind(
+        weights=GqaWeights,
+        unused_ops=LATENT,
+        load=gqa.load,
+        build=gqa.GroupedAttention,
+        products=gqa.products,
+        computations=gqa.computations,
     ),
 }
 

@@ -11,7 +11,8 @@ from batchinfer.config.model_folder import MISTRAL, config_file
 from batchinfer.model.attention_config import AttentionConfig
 from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
-from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier
+from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family
+from batchinfer.model.gqa_config import read_gqa
 from batchinfer.model.integer_forms import IntegerForm
 from batchinfer.model.mistral_format import CARRIER_OF_PARAMS, read_params
 from batchinfer.model.mla_config import read_flag, read_mla
@@ -150,7 +151,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         hidden_size=reader.size("hidden_size"),
         intermediate_size=reader.size("intermediate_size"),
         num_hidden_layers=layers,
-        attention=read_mla(reader, family, layers, max_positions),
+        attention=_read_attention(reader, family, layers, max_positions),
         max_position_embeddings=max_positions,
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6, above=0.0, at_most=1.0),
         mlp_bias=read_flag(reader, family, "mlp_bias", default=False),
@@ -165,6 +166,12 @@ def load_model_config(folder: Path) -> ModelConfig:
     _check_mlp_types(reader, config)
     parts = [reader, *([outer] if outer is not reader else []), *([quantization] if quantization is not None else [])]
     return replace(config, unknown_keys=tuple(key for part in parts for key in judge_unread_keys(part)))
+
+
+def _read_attention(reader: ConfigReader, family: Family, num_layers: int, max_positions: int) -> AttentionConfig:
+    if family.grouped is not None:
+        return read_gqa(reader, family, family.grouped, num_layers, max_positions)
+    return read_mla(reader, family, num_layers, max_positions)
 
 
 def _no_folder(folder: Path) -> str:

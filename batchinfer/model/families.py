@@ -1,12 +1,14 @@
 """Model families: facts that a `model_type` of config.json implies beyond the other keys, one row each.
 
-All of them are the architecture of DeepSeek-V2 and V3, latent attention and routed experts, under several names; in
-some an indexer chooses which keys a query attends to (DSA), in one queries grow with their position. A row of FAMILIES
-is a language model. A row of CARRIERS is a model of text and images that holds such a language model whole, its
-config.json in one part and its tensors behind one prefix; the rest of it is not computed.
+The first ones are the architecture of DeepSeek-V2 and V3, latent attention and routed experts, under several names; in
+some an indexer chooses which keys a query attends to (DSA), in one queries grow with their position. The others have
+grouped-query attention, with or without experts. A row of FAMILIES is a language model. A row of CARRIERS is a model of
+text and images that holds such a language model whole, its config.json in one part and its tensors behind one prefix;
+the rest of it is not computed.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +20,24 @@ class Indexer:
 
 
 @dataclass(frozen=True, slots=True)
+class Grouped:
+    """Differences between families with grouped-query attention."""
+
+    qk_norm: Literal["head", "whole"] | None = None
+    norm_key: str | None = None  # the key that turns the norm on; None: it is always there
+    norm_default: bool = False
+    norm_notes: tuple[tuple[str, str], ...] = ()  # keys about the norm, and their only value
+    has_biases: bool = True  # attention_bias may be true
+    attention_bias: bool = False
+    biased_output: bool = True  # the bias is of the output, too
+    has_sinks: bool = False
+    windows: Literal["none", "optional", "alternate"] = "none"  # optional: use_sliding_window turns them on
+    rotary_share: float = 1.0
+    rotary_key: str | None = None  # the key with the number of values that are rotated
+    rope_type: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Defaults and permitted values of config.json's keys in one family."""
 
@@ -25,10 +45,13 @@ class Family:
     topk_methods: tuple[str, ...] = ("noaux_tc",)  # permitted choices of experts; the first is the default
     scoring_func: str = "sigmoid"
     norm_topk_prob: bool = True
+    routed_scaling_factor: float | None = None  # None: config.json must say it
+    expert_width: str = "moe_intermediate_size"  # the key of the experts' width
     num_dense_layers: int = 0  # first_k_dense_replace
     has_experts: bool = True
     ties_embeddings: bool = False  # tie_word_embeddings
-    indexer: Indexer | None = None  # None: a query attends to all keys before it
+    grouped: Grouped | None = None  # None: latent attention
+    indexer: Indexer | None = None  # of latent attention; None: a query attends to all keys before it
     scales_queries: bool = False  # by position; its rope_parameters say how
     fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that must have this value
 
@@ -72,6 +95,16 @@ FAMILIES: dict[str, Family] = {
     "mistral4": Family(
         ("Mistral4ForCausalLM",), topk_methods=("group_top2",), scoring_func="softmax", scales_queries=True
     ),
+    "qwen3": Family(("Qwen3ForCausalLM",), has_experts=False, grouped=Grouped(qk_norm="head", windows="optional")),
+    "qwen3_moe": Family(
+        ("Qwen3MoeForCausalLM",),
+        topk_methods=("greedy",),
+        scoring_func="softmax",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        grouped=Grouped(qk_norm="head", windows="optional"),
+    ),
+    "llama": Family(("LlamaForCausalLM",), has_experts=False, grouped=Grouped(), fixed={}),
 }
 CARRIERS: dict[str, Carrier] = {
     "kimi_k25": Carrier(
@@ -105,5 +138,9 @@ NOT_IMPLEMENTED = {
     "deepseek_v4": "its attention has shared keys and values and compressed caches instead of latents",
     "mistral_large4": "its layers share latents and differ in positions, and softmax scales are learned",
     "kimi_linear": "most of its layers keep a linear-attention state instead of latents",
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_6", "qwen3_6_moe"),
+        "three of four layers keep a linear-attention state (gated delta-net), which no pages hold",
+    ),
     "longcat_flash": "its layers have two attentions and experts that compute nothing",
 }

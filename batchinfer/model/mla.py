@@ -10,9 +10,8 @@ latent space instead (one query per request: decode).
 # T tokens of a step, B requests, P pages, D hidden, H heads, N query/key width without position, R rotary width
 # A = N + R, C latent width, W = C + R, V value width, Z = N + V
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,14 +19,12 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.attention_kind import LayerReader
 from batchinfer.model.mla_config import MlaConfig
 from batchinfer.model.ops import Ops, normed
-from batchinfer.model.page_memory import copy_in_pages
+from batchinfer.model.page_memory import copy_in_pages, over_fp8_pages
 from batchinfer.model.step import AttentionStep
 from batchinfer.model.weights import IndexerWeights, MlaWeights
 from batchinfer_kernels import row_check
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.fp8 import ScaledRows
-from batchinfer_kernels.reference.fp8_pages import narrow
-from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.row_check import RowComputation
 
@@ -184,7 +181,7 @@ def computations(ops: Ops, config: MlaConfig, weights: MlaWeights, dtype: torch.
         return
     shape = attention_shape(config)
     decode, prefill = (
-        _over_fp8_pages(op, shape.latent_dim) if ops.fp8_pages else op for op in (ops.mla_decode, ops.mla_prefill)
+        over_fp8_pages(op, shape.latent_dim) if ops.fp8_pages else op for op in (ops.mla_decode, ops.mla_prefill)
     )
     yield row_check.decode_attention(shape, dtype, decode)
     yield row_check.prefill_attention(shape, weights.kv_up_HZC, prefill)
@@ -199,13 +196,3 @@ def attention_shape(config: MlaConfig) -> row_check.AttentionShape:
         value_dim=config.v_head_dim,
         latent_dim=config.kv_lora_rank,
     )
-
-
-def _over_fp8_pages(op: Callable[..., torch.Tensor], latent_dim: int) -> Callable[..., torch.Tensor]:
-    """Return attention over FP8 pages that takes bfloat16 pages and rounds them first."""
-
-    def run(q: torch.Tensor, keys: PagedKeys, *rest: Any, **options: Any) -> torch.Tensor:
-        pages = narrow(keys.pages.flatten(0, 1), latent_dim).view(*keys.pages.shape[:2], -1)
-        return op(q, keys._replace(pages=pages), *rest, **options)
-
-    return run

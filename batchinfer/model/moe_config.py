@@ -59,8 +59,8 @@ def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[st
     if fields["n_routed_experts"]:
         fields |= {
             "n_shared_experts": reader.size("n_shared_experts", default=0, minimum=0, maximum=MAX_EXPERTS),
-            "moe_intermediate_size": reader.size("moe_intermediate_size"),
-            "routed_scaling_factor": reader.number("routed_scaling_factor", above=0.0),
+            "moe_intermediate_size": reader.size(family.expert_width),
+            "routed_scaling_factor": reader.number("routed_scaling_factor", family.routed_scaling_factor, above=0.0),
         }
         fields |= _read_groups(reader, num_experts, topk_method)
     else:

@@ -14,7 +14,10 @@ from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.registry import Operation
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
 
-_OF_PAGES = ("rope_and_cache", "mla_prefill", "mla_decode")  # which have a version for pages in FP8
+# of one attention kind alone
+LATENT = ("rope_and_cache", "mla_prefill", "mla_decode", "index_cache", "choose_keys", "mla_sparse")
+GROUPED = ("gqa_rope_and_cache", "gqa_prefill", "gqa_decode")
+_OF_PAGES = (*LATENT[:3], *GROUPED)  # which have a version for pages in FP8
 _OF_FP8 = ("rms_norm_fp8", "silu_mul_blocks")  # a plain operation and rounding in one, for weights in FP8 blocks
 
 
@@ -43,6 +46,9 @@ class Ops:
     index_cache: Operation
     choose_keys: Operation
     mla_sparse: Operation
+    gqa_rope_and_cache: Operation
+    gqa_prefill: Operation
+    gqa_decode: Operation
     cos_sin: Operation
     argmax: Operation
     draw: Operation
@@ -51,6 +57,7 @@ class Ops:
     eight_bit: bool = False  # projections and experts are packed in 8 bits with a scale per block, and multiplied so
     four_bit: bool = False  # routed experts are packed in 4 bits with a scale per group instead
     fp8_pages: bool = False  # pages hold latents in FP8, as reference/fp8_pages.py of the kernels lays them out
+    unused: tuple[str, ...] = GROUPED  # operations that the model's attention never calls
 
     @property
     def reads_on_host(self) -> bool:
@@ -67,7 +74,7 @@ class Ops:
 
         Operations that also round their result are left out: their bits are those of the plain operation, rounded.
         """
-        ops = (getattr(self, name) for name in op_names() if name not in _OF_FP8)
+        ops = (getattr(self, name) for name in self._names_of_bits)
         return " ".join(sorted({registry.origin(op, dtype) for op in ops}))
 
     @property
@@ -79,7 +86,11 @@ class Ops:
     @property
     def has_fixed_sums(self) -> bool:
         """Whether each sum has one order, fixed in the C++ sources, so that bits depend on nothing else."""
-        return all(registry.has_fixed_sums(getattr(self, name)) for name in op_names() if name not in _OF_FP8)
+        return all(registry.has_fixed_sums(getattr(self, name)) for name in self._names_of_bits)
+
+    @property
+    def _names_of_bits(self) -> list[str]:
+        return [name for name in op_names() if name not in (*_OF_FP8, *self.unused)]
 
     @classmethod
     def select(
@@ -91,6 +102,7 @@ class Ops:
         four_bit: bool = False,
         fp8_pages: bool = False,
         device: torch.device | str = "cpu",
+        unused: tuple[str, ...] = GROUPED,
     ) -> Ops:
         """Return the best implementations for tensors of this device ("auto"), or the named one for all operations.
 
@@ -104,7 +116,7 @@ class Ops:
             }
         except registry.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
-        return cls(**chosen, eight_bit=eight_bit, four_bit=four_bit, fp8_pages=fp8_pages)
+        return cls(**chosen, eight_bit=eight_bit, four_bit=four_bit, fp8_pages=fp8_pages, unused=unused)
 
     def page_format(self, dtype: torch.dtype) -> PageFormat:
         """Return the format of pages of a model in this dtype."""
@@ -142,4 +154,4 @@ def meets_fp8(x: torch.Tensor, weight: Weight) -> bool:
 
 def op_names() -> list[str]:
     """Return the operations among the fields of Ops."""
-    return [field.name for field in fields(Ops) if field.name not in ("eight_bit", "four_bit", "fp8_pages")]
+    return [field.name for field in fields(Ops) if field.name not in ("eight_bit", "four_bit", "fp8_pages", "unused")]

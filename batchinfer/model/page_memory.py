@@ -1,8 +1,10 @@
-"""Memory of KV pages, and copies between their rows."""
+"""Memory of KV pages, copies between their rows, and rounding to FP8."""
 
 import math
 import mmap
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -12,6 +14,8 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.page_format import FP8, PageFormat
 from batchinfer.model.step import AttentionStep
 from batchinfer.records import ConfigError
+from batchinfer_kernels.reference.fp8_pages import narrow
+from batchinfer_kernels.reference.mla import PagedKeys
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, FP8: torch.uint8}
 
@@ -55,3 +59,17 @@ def copy_in_pages(ops: Ops, step: AttentionStep, pages: torch.Tensor) -> None:
     """Make a step's copies between slots of one layer's pages."""
     if step.copy_from is not None and step.copy_to is not None and len(step.copy_to):
         ops.copy_rows(pages.view(-1, pages.shape[-1]), step.copy_from, step.copy_to)
+
+
+def over_fp8_pages(op: Callable[..., torch.Tensor], held_dim: int) -> Callable[..., torch.Tensor]:
+    """Return attention over FP8 pages that takes bfloat16 pages and rounds them first.
+
+    Args:
+        held_dim: first values of a row, which are held in FP8.
+    """
+
+    def run(q: torch.Tensor, keys: PagedKeys, *rest: Any, **options: Any) -> torch.Tensor:
+        pages = narrow(keys.pages.flatten(0, 1), held_dim).view(*keys.pages.shape[:2], -1)
+        return op(q, keys._replace(pages=pages), *rest, **options)
+
+    return run

@@ -24,12 +24,16 @@ class QueryScale:
 class RopeConfig:
     """Effects of positions on queries and keys: rotary embedding, and a factor on queries.
 
-    The YaRN fields (arXiv 2309.00071) count only when `rope_type` is "yarn".
+    rope_type: "default"; "linear": all angles are `factor` times smaller; "llama3": pairs that turn less often than
+        `low_freq_factor` times within the original window are slowed by `factor`, those that turn more often than
+        `high_freq_factor` times stay, and others are between; "yarn" (arXiv 2309.00071).
     """
 
     rope_type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
     original_max_positions: int = 0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
@@ -64,10 +68,10 @@ def read_rope(reader: ConfigReader, family: Family, max_positions: int, rotary_s
     Args:
         rotary_share: share of a head's width that is rotary.
     """
-    _refuse_partial(reader)
+    _check_share(reader, family, rotary_share)
     reader.pass_over("original_max_position_embeddings")  # says nothing without YaRN
     ropes = {
-        key: _parse_rope(reader, section, max_positions, rotary_share if family.scales_queries else None)
+        key: _parse_rope(reader, section, family, max_positions, rotary_share)
         for key in ("rope_parameters", "rope_scaling")
         if (section := reader.section(key)) is not None
     }
@@ -80,31 +84,35 @@ def read_rope(reader: ConfigReader, family: Family, max_positions: int, rotary_s
     return RopeConfig(theta=reader.number("rope_theta", 10000.0, above=1.0))
 
 
-def _refuse_partial(holder: ConfigReader) -> None:
-    partial = holder.number("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        raise holder.unsupported("partial_rotary_factor", partial, "1.0: all of qk_rope_head_dim is rotated")
+def _check_share(holder: ConfigReader, family: Family, rotary_share: float) -> None:
+    """Raise unless partial_rotary_factor, where it is given, is the share that is rotated."""
+    share, why = (rotary_share, "as elsewhere") if family.grouped else (1.0, "all of qk_rope_head_dim is rotated")
+    partial = holder.number("partial_rotary_factor", share)
+    if partial != share:
+        raise holder.unsupported("partial_rotary_factor", partial, f"{share}: {why}")
 
 
-def _parse_rope(reader: ConfigReader, rope: ConfigReader, max_positions: int, rotary_share: float | None) -> RopeConfig:
-    """Return the configuration in one of these sections.
-
-    Args:
-        rotary_share: see read_rope, if queries are scaled by position; None: they are not.
-    """
+def _parse_rope(
+    reader: ConfigReader, rope: ConfigReader, family: Family, max_positions: int, rotary_share: float
+) -> RopeConfig:
+    """Return the configuration in one of these sections; rotary_share as of read_rope."""
+    types = _LATENT_TYPES if family.grouped is None else _GROUPED_TYPES
     rope_type = rope.text("rope_type", "type", default="default")
-    if rope_type not in ("default", "yarn"):
-        raise rope.unsupported("rope_type", rope_type, '"default" or "yarn"')
+    if rope_type not in types:
+        raise rope.unsupported("rope_type", rope_type, " or ".join(f'"{one}"' for one in types))
     outer_theta = reader.optional_number("rope_theta", above=1.0)
     theta = rope.number("rope_theta", outer_theta or 10000.0, above=1.0)
     if outer_theta is not None and theta != outer_theta:
         raise rope.unsupported("rope_theta", theta, f"the same as the outer rope_theta = {outer_theta}")
     query_scale = None
-    if rotary_share is None:
-        _refuse_partial(rope)
-    else:
+    if family.scales_queries:
         query_scale = _parse_query_scale(rope, rope_type, max_positions, rotary_share)
-    config = RopeConfig(theta=theta) if rope_type == "default" else _parse_yarn(reader, rope, theta, max_positions)
+    else:
+        _check_share(rope, family, rotary_share)
+    if rope_type == "yarn":
+        config = _parse_yarn(reader, rope, theta, max_positions)
+    else:
+        config = _PARSERS[rope_type](rope, theta)
     judge_unread_keys(rope, refuse_unknown=True)
     return replace(config, query_scale=query_scale)
 
@@ -124,6 +132,44 @@ def _parse_query_scale(rope: ConfigReader, rope_type: str, max_positions: int, r
         raise rope.unsupported("original_max_position_embeddings", window, supported)
     beta = rope.number("llama_4_scaling_beta", at_least=0.0)
     return QueryScale(beta, window, max_positions // window + 2)
+
+
+def _parse_default(rope: ConfigReader, theta: float) -> RopeConfig:
+    return RopeConfig(theta=theta)
+
+
+def _parse_linear(rope: ConfigReader, theta: float) -> RopeConfig:
+    return RopeConfig("linear", theta, rope.number("factor", above=0.0, at_least=1.0))
+
+
+def _parse_dynamic(rope: ConfigReader, theta: float) -> RopeConfig:
+    """Return plain angles: they only change behind max_position_embeddings, where no request reaches."""
+    rope.pass_over("factor", "original_max_position_embeddings")
+    return RopeConfig(theta=theta)
+
+
+def _parse_llama3(rope: ConfigReader, theta: float) -> RopeConfig:
+    low, high = rope.number("low_freq_factor", above=0.0), rope.number("high_freq_factor", above=0.0)
+    if low >= high:
+        raise rope.unsupported("high_freq_factor", high, f"a number above low_freq_factor = {low:g}")
+    return RopeConfig(
+        rope_type="llama3",
+        theta=theta,
+        factor=rope.number("factor", above=0.0, at_least=1.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_positions=rope.size("original_max_position_embeddings"),
+    )
+
+
+_PARSERS = {
+    "default": _parse_default,
+    "linear": _parse_linear,
+    "dynamic": _parse_dynamic,
+    "llama3": _parse_llama3,
+}
+_LATENT_TYPES = ("default", "yarn")
+_GROUPED_TYPES = (*_PARSERS, "yarn")
 
 
 def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_positions: int) -> RopeConfig:

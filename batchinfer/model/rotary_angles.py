@@ -15,14 +15,18 @@ _FIRST_POSITIONS = 1024  # whose angles are computed at once
 
 
 def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
-    """Return the angle per position of each rotary pair, [R / 2] float32; with YaRN (arXiv 2309.00071 section 3.2).
+    """Return the angle per position of each rotary pair, [R / 2] float32, by the kind of scaling.
 
-    YaRN leaves pairs that turn often within the original window as they are, slows those that turn rarely by
-    `factor`, and goes from one to the other linearly in between.
+    YaRN (arXiv 2309.00071 section 3.2) leaves pairs that turn often within the original window as they are, slows those
+    that turn rarely by `factor`, and goes from one to the other linearly in between.
     """
     steps = torch.arange(0, rope_dim, 2, dtype=torch.float32) / rope_dim
     # powers rounded once: those of a library differ in their last bits between processors
     periods = torch.tensor([float(Decimal(rope.theta) ** Decimal(step)) for step in steps.tolist()])
+    if rope.rope_type == "linear":
+        return 1.0 / (rope.factor * periods)
+    if rope.rope_type == "llama3":
+        return _llama3_frequencies(rope, 1.0 / periods)
     if rope.rope_type != "yarn":
         return 1.0 / periods
     first, last = (
@@ -36,6 +40,13 @@ def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
         last += 0.001  # a step instead of a ramp
     slowed = ((torch.arange(rope_dim // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     return (1.0 / (rope.factor * periods)) * slowed + (1.0 / periods) * (1 - slowed)
+
+
+def _llama3_frequencies(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
+    """Return slowed angles as Llama 3.1 has them: pairs are told apart by their turns in the original window."""
+    turns = rope.original_max_positions * plain / (2 * math.pi)
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return (1 - kept) * plain / rope.factor + kept * plain
 
 
 def rope_cos_sin(

@@ -205,7 +205,9 @@ class SparseAttention:
         return chosen_NK
 
 
-def build(ops: Ops, config: DsaConfig, weights: MlaWeights, norm_D: torch.Tensor, eps: float) -> SparseAttention:
+def build(
+    ops: Ops, config: DsaConfig, weights: MlaWeights, norm_D: torch.Tensor, eps: float, layer: int
+) -> SparseAttention:
     """Return a layer's attention, operation by operation: the C++ layer does not choose keys."""
     return SparseAttention(Attention(ops, config, weights, norm_D, eps), config.indexer, weights.indexer)
 

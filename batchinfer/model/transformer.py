@@ -56,13 +56,16 @@ class Transformer:
         self.device = weights.embedding.device
         self.num_moe_layers = config.num_moe_layers
         of_layers = iter(dispatchers)
-        self.layers = tuple(_build_layer(config, ops, layer, of_layers) for layer in weights.layers)
+        self.layers = tuple(
+            _build_layer(config, ops, each, layer, of_layers) for layer, each in enumerate(weights.layers)
+        )
         self.moe_mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
         rope, width = config.attention.rope, config.attention.rotary_dim
         self.angles = RotaryAngles(rope, width, self.device, ops.cos_sin)
         self.mtp = None
         if weights.mtp is not None:
-            layer = _build_layer(config, ops, weights.mtp.layer, iter([local_dispatcher(config, ops, self.device)]))
+            own = iter([local_dispatcher(config, ops, self.device)])
+            layer = _build_layer(config, ops, weights.mtp.layer, config.num_hidden_layers, own)
             self.mtp = Mtp(weights.mtp, layer)
 
     @classmethod
@@ -95,7 +98,15 @@ class Transformer:
             ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
         """
         config = load_model_config(folder)
-        ops = Ops.select(backend, dtype, eight_bit=eight_bit, four_bit=four_bit, fp8_pages=fp8_pages, device=device)
+        ops = Ops.select(
+            backend,
+            dtype,
+            eight_bit=eight_bit,
+            four_bit=four_bit,
+            fp8_pages=fp8_pages,
+            device=device,
+            unused=kind_of(config.attention).unused_ops,
+        )
         if dispatchers is None:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             dispatchers = [local_dispatcher(config, ops, device)] * config.num_moe_layers
@@ -186,7 +197,7 @@ class Transformer:
 
 
 def _build_layer(
-    config: ModelConfig, ops: Ops, weights: LayerWeights, dispatchers: Iterator[Dispatcher]
+    config: ModelConfig, ops: Ops, weights: LayerWeights, layer: int, dispatchers: Iterator[Dispatcher]
 ) -> DecoderLayer:
     if isinstance(weights.mlp, MoeWeights):
         mlp: DenseMlp | MoeMlp = moe_of(ops, config, weights.mlp, weights.mlp_norm, next(dispatchers))
@@ -194,7 +205,7 @@ def _build_layer(
         mlp = DenseMlp(ops, config, weights.mlp, weights.mlp_norm)
     kind = kind_of(config.attention)
     norm = weights.input_norm, config.rms_norm_eps
-    return DecoderLayer(kind.build(ops, config.attention, weights.attention, *norm), mlp)
+    return DecoderLayer(kind.build(ops, config.attention, weights.attention, *norm, layer), mlp)
 
 
 def local_dispatcher(config: ModelConfig, ops: Ops, device: torch.device | str) -> Dispatcher:

@@ -37,7 +37,7 @@ from batchinfer.model.weights import (
     Projection,
 )
 from batchinfer.records import ModelError
-from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.block_scaled import BlockScaled, stack
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.registry import HOPPER, TRITON
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
@@ -289,6 +289,22 @@ class WeightLoader:
         form.put(held, 0, *(self._part(f"{prefix}.weight", form) for prefix in prefixes))
         biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
         return Projection(held[0], torch.cat(biases) if len(biases) == len(prefixes) else None)
+
+    def joined_projection(self, *prefixes: str) -> Projection:
+        """Read linear maps of the same input, of any numbers of rows, as one; blocks in FP8 stay if none has two."""
+        form, names = self._narrow_format, [f"{prefix}.weight" for prefix in prefixes]
+        parts = [self._part(name, form) for name in names]
+        whole: torch.Tensor | BlockScaled
+        blocks = [part for part in parts if isinstance(part, BlockScaled) and len(part.values) % form.multiple == 0]
+        if len(blocks) == len(parts):
+            whole, shape = stack(blocks), (sum(len(part.values) for part in blocks), blocks[0].values.shape[-1])
+        else:
+            whole = torch.cat([self._stored.read(name, self.dtype) for name in names])
+            shape = (len(whole), whole.shape[1])
+        held = form.empty(1, *shape, memory=self._empty)
+        form.put(held, 0, whole)
+        biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
+        return Projection(held[0], torch.cat(biases) if biases else None)
 
     def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled | GroupScaled:
         """Return a weight to put into this form; do not keep it, as it may be a view of the mapped file."""

@@ -72,6 +72,17 @@ class MlaWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class GqaWeights:
+    """Grouped-query attention of one layer; the norms' weights are as NewHeads of the operations has them."""
+
+    qkv: Projection  # [(H + 2 * KV) * A, D], queries above keys above values
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: Projection  # [D, H * A]
+    sinks_H: torch.Tensor | None  # float32
+
+
+@dataclass(frozen=True, slots=True)
 class MlpWeights:
     """SwiGLU: `gate_up` [2 * F, D] has the gate projection above the up projection, `down` is [D, F]."""
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from batchinfer.model.attention_config import AttentionConfig
 from batchinfer.model.config import ModelConfig
+from batchinfer.model.gqa_config import GqaConfig
 from batchinfer.model.mla_config import DsaConfig, MlaConfig
 from batchinfer.sim.hardware import Accelerator
 from batchinfer.sim.kernels import bf16_product_s, decode_attention_s, prefill_attention_s, product_s, stream_s
@@ -125,6 +126,42 @@ def _latent_query_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_sha
     return products + stream_s(tokens * moved, gpu)
 
 
+def _grouped_prefill(work: AttentionWork, model: ModelConfig, gpu: Accelerator, sms_share: float) -> AttentionSeconds:
+    attention = _grouped(model)
+    shape = attention.num_attention_heads, attention.head_dim, attention.head_dim
+    core = prefill_attention_s(_mean_pairs(work, attention), *shape, gpu, sms_share)
+    return AttentionSeconds(_grouped_query_s(work.tokens, model, gpu, sms_share), core)
+
+
+def _grouped_decode(
+    work: AttentionWork, model: ModelConfig, gpu: Accelerator, row_bytes: int | None
+) -> AttentionSeconds:
+    attention = _grouped(model)
+    shape = attention.num_attention_heads, attention.head_dim, attention.head_dim
+    row_bytes = row_bytes or BF16 * attention.row_width
+    core = decode_attention_s(_mean_pairs(work, attention), *shape, gpu, row_bytes=row_bytes)
+    return AttentionSeconds(_grouped_query_s(work.tokens, model, gpu, 1.0), core)
+
+
+def _grouped(model: ModelConfig) -> GqaConfig:
+    assert isinstance(model.attention, GqaConfig)
+    return model.attention
+
+
+def _mean_pairs(work: AttentionWork, attention: GqaConfig) -> float:
+    """Return the pairs that are attended to as the mean over layers, of which some may have a window."""
+    in_windows = [min(work.kv_pairs, work.tokens * window) for window in attention.windows if window is not None]
+    return attention.full_share * work.kv_pairs + sum(in_windows) / len(attention.windows)
+
+
+def _grouped_query_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: float) -> float:
+    """Return the seconds of norm, projection of queries, keys and values, their norms and rotary part."""
+    attention, hidden = _grouped(model), model.hidden_size
+    width = attention.qkv_width
+    moved = hidden * (BF16 + FP8) + width * 2 * BF16
+    return product_s(tokens, width, hidden, gpu, sms_share=sms_share) + stream_s(tokens * moved, gpu)
+
+
 class _Times(NamedTuple):
     """Functions of one attention kind."""
 
@@ -133,4 +170,8 @@ class _Times(NamedTuple):
 
 
 _LATENT = _Times(_latent_prefill, _latent_decode)
-_TIMES: dict[type[AttentionConfig], _Times] = {MlaConfig: _LATENT, DsaConfig: _LATENT}
+_TIMES: dict[type[AttentionConfig], _Times] = {
+    MlaConfig: _LATENT,
+    DsaConfig: _LATENT,
+    GqaConfig: _Times(_grouped_prefill, _grouped_decode),
+}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from batchinfer_kernels import reference
+from batchinfer_kernels.reference.gqa import GqaForm
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries
 
@@ -149,6 +150,37 @@ def prefill_attention(
     return RowComputation(
         f"attention of {shape.num_heads} heads over keys of {query_dim}", compute, keys_and_values + over_keys
     )
+
+
+def grouped_attention(
+    num_heads: int,
+    head_dim: int,
+    form: GqaForm,
+    dtype: torch.dtype,
+    gqa_decode: Callable[..., torch.Tensor] = reference.gqa_decode,
+    gqa_prefill: Callable[..., torch.Tensor] = reference.gqa_prefill,
+) -> Iterator[RowComputation]:
+    """Describe grouped-query attention; a row is a request in decode, as above, and a token of a prompt in prefill."""
+    pages = _random(2 * _MOST_PAGES, PAGE_TOKENS, 2 * form.num_kv_heads * head_dim, dtype=dtype)
+    q_THA = _random(MANY_ROWS, num_heads, head_dim, dtype=dtype)
+    kv_tokens_T = (torch.arange(MANY_ROWS) * 37) % (_MOST_PAGES * PAGE_TOKENS) + 1
+    table_TP = (torch.arange(MANY_ROWS)[:, None] + torch.arange(_MOST_PAGES)) % len(pages)
+    num_pages = -(-MANY_ROWS // PAGE_TOKENS)
+
+    def decode(start: int, stop: int) -> torch.Tensor:
+        kv_tokens = kv_tokens_T[start:stop]
+        table_BP = table_TP[start:stop, : -(-int(kv_tokens.max()) // PAGE_TOKENS)].contiguous()
+        return gqa_decode(q_THA[start:stop], PagedKeys(pages, table_BP, kv_tokens, kv_tokens - 1), form)
+
+    def prefill(start: int, stop: int) -> torch.Tensor:
+        table_1P = torch.arange(num_pages)[None] % len(pages)
+        keys = PagedKeys(pages, table_1P, torch.tensor([stop]), torch.arange(start, stop))
+        return gqa_prefill(q_THA[start:stop], keys, torch.tensor([stop - start]), form)
+
+    name = f"attention of {num_heads} heads over {form.num_kv_heads} heads of keys of {head_dim}"
+    per_key = PAGE_TOKENS * num_heads * 2 * head_dim
+    yield RowComputation(name, decode, _MOST_PAGES * per_key)
+    yield RowComputation(f"{name} in prefill", prefill, num_pages * per_key)
 
 
 def sparse_attention(

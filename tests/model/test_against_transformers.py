@@ -27,10 +27,11 @@ def make_prompts():
 
 MORE = {  # what is particular to them is in others, too, and their logits in test_model
     *("v3-odd-sizes", "v3-yarn", "v3-no-q-lora", "v2-yarn", "youtu-yarn", "kimi-k2", "kimi-k25-yarn", "glm-dsa"),
+    *("qwen3-tied", "qwen3-moe-normed", "llama-dynamic"),
 }
 
 
-QUICK = {"v3", "v2-greedy", "glm"}  # a model of each family; the others in make test-all
+QUICK = {"v3", "v2-greedy", "glm", "qwen3", "qwen3-moe", "llama"}  # a model of each family; the others in make test-all
 
 
 @pytest.mark.parametrize(

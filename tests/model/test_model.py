@@ -32,6 +32,9 @@ INVARIANT_MODELS = (
     "v32",
     "glm-dsa-shared",
     "mistral4",
+    "qwen3-windows",
+    "qwen3-moe-normed",
+    "llama-biased",
 )
 
 
@@ -97,7 +100,7 @@ def test_a_row_does_not_depend_on_its_batch_on_chunks_or_on_leftovers_in_pages(m
             assert torch.equal(together.all_logits(i), alone[i]), f"request {i}, order {list(order)}, chunks {chunks}"
 
 
-@pytest.mark.parametrize("name", ["v3", "v32"])
+@pytest.mark.parametrize("name", ["v3", "v32", "qwen3-windows"])
 def test_leftovers_that_are_not_finite_change_nothing(models, name):
     _, ours, _ = models(name)
     results = []
@@ -130,7 +133,7 @@ def test_plain_and_absorbed_attention_agree(models, name):
     assert (logits[0] - logits[1]).abs().max() < TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize("name", ["v3", "v3-odd-sizes", "v32", "glm-dsa-shared"])
+@pytest.mark.parametrize("name", ["v3", "v3-odd-sizes", "v32", "glm-dsa-shared", "qwen3-windows"])
 def test_several_tokens_per_request_in_a_decode_step_equal_one_at_a_time(models, name):
     _, ours, _ = models(name)
     skip_unless_equal(ours)

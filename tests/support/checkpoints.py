@@ -27,16 +27,23 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
+    LlamaConfig,
+    LlamaForCausalLM,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Mistral4Config,
     Mistral4ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     YoutuConfig,
     YoutuForCausalLM,
 )
 
+from batchinfer.model.families import FAMILIES
 from support.mistral_files import write_as_mistral
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -85,7 +92,30 @@ MISTRAL = {
 }
 V2 = {"routed_scaling_factor": 1.5, "topk_method": "greedy", "n_shared_experts": 2}
 
-# name -> (family, what differs from BASE)
+# of models with grouped-query attention, where MLA's keys mean nothing
+GQA: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+GQA_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,  # so that pairs of each kind are among the few of a small head
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+
+# name -> (family, what differs from its base)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3": ("deepseek_v3", V3),
     "v3-no-q-lora": ("deepseek_v3", V3 | {"q_lora_rank": None, "num_attention_heads": 3, "num_key_value_heads": 3}),
@@ -170,8 +200,25 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral3": ("mistral3", MISTRAL | {"first_k_dense_replace": 0}),
     "mistral-params": ("mistral_params", MISTRAL | {"rope_parameters": UNSCALED_YARN}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN}),
+    "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
+    "qwen3-moe": ("qwen3_moe", GQA_EXPERTS),
+    "qwen3-moe-normed": ("qwen3_moe", GQA_EXPERTS | {"norm_topk_prob": True, "num_key_value_heads": 1}),
+    "llama": ("llama", {"num_attention_heads": 4, "rope_parameters": LLAMA3}),
+    "llama-biased": (
+        "llama",
+        {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 10, "rms_norm_eps": 1e-5}
+        | {"num_attention_heads": 4, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    ),
+    "llama-dynamic": (
+        "llama",
+        {"num_attention_heads": 4, "num_key_value_heads": 4}
+        | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
+    ),
     "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
+GROUPED_MODELS = [name for name, (family, _) in MODELS.items() if FAMILIES.get(family) and FAMILIES[family].grouped]
 SPARSE_MODELS = [name for name, (family, _) in MODELS.items() if family in ("deepseek_v32", "glm_moe_dsa")]
 
 
@@ -186,8 +233,12 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "kimi_k2": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "mistral4": (Mistral4Config, Mistral4ForCausalLM),
     "mistral_params": (Mistral4Config, Mistral4ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
 }
 _BASES = {
+    **dict.fromkeys(("qwen3", "qwen3_moe", "llama"), GQA),
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
     "youtu": {key: value for key, value in BASE.items() if key not in _MOE_KEYS}
     | {"bos_token_id": 0, "eos_token_id": 1},

@@ -98,7 +98,7 @@ class FusedMoe(MoeMlp):
 
 
 def attention_of(
-    ops: Ops, config: MlaConfig, weights: MlaWeights, norm_D: torch.Tensor, eps: float
+    ops: Ops, config: MlaConfig, weights: MlaWeights, norm_D: torch.Tensor, eps: float, layer: int
 ) -> Attention | FusedAttention:
     """Return attention, fused if all weights are packed, none has a bias, and rows are whole steps of a product.
 

@@ -1,0 +1,99 @@
+"""Grouped-query attention (arXiv 2305.13245) over paged keys and values.
+
+    row of a page   [ keys of all KV heads | values of all KV heads ]
+
+Attention reads them back from the pages, also those of the step's own tokens, so that a token's result does not depend
+on where its prompt was cut. Layers with a window keep all pages of a prompt: a prompt can go on after any token.
+"""
+
+# T tokens of a step, S rows that are wanted, D hidden, H heads, KV key/value heads, A head width
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from batchinfer.model.attention_kind import LayerReader
+from batchinfer.model.gqa_config import GqaConfig
+from batchinfer.model.ops import Ops, normed
+from batchinfer.model.page_memory import copy_in_pages, over_fp8_pages
+from batchinfer.model.step import AttentionStep
+from batchinfer.model.weights import GqaWeights
+from batchinfer_kernels import row_check
+from batchinfer_kernels.reference.gqa import GqaForm, NewHeads
+from batchinfer_kernels.row_check import RowComputation
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedAttention:
+    """Grouped-query attention of one layer; `pages` are always this layer's, [num_pages, 64, 2 * KV * A]."""
+
+    ops: Ops
+    config: GqaConfig
+    weights: GqaWeights
+    norm_D: torch.Tensor  # weight of the norm before it
+    eps: float  # of all norms
+    layer: int
+
+    def project(
+        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the queries [T, H, A], or of some rows; write keys and values to the pages and make the copies."""
+        weights = self.weights
+        x_TD = normed(self.ops, hidden_TD, self.norm_D, self.eps, weights.qkv.weight)
+        heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        new = NewHeads(*heads, weights.q_norm, weights.k_norm, self.eps, step.cos, step.sin, pages, step.slots)
+        q_THA: torch.Tensor = self.ops.gqa_rope_and_cache(self.ops.linear(x_TD, *weights.qkv), new)
+        copy_in_pages(self.ops, step, pages)
+        return q_THA if rows_S is None else q_THA[rows_S]
+
+    def attend(
+        self, hidden_TD: torch.Tensor, q_THA: torch.Tensor, step: AttentionStep, pages: torch.Tensor
+    ) -> torch.Tensor:
+        """Return core attention and output projection, added to the residual: [T, D]."""
+        if len(q_THA) == 0:
+            return hidden_TD
+        form = self.form
+        if step.is_decode:
+            out_THA = self.ops.gqa_decode(q_THA, step.keys(pages), form)
+        else:
+            out_THA = self.ops.gqa_prefill(q_THA, step.keys(pages), step.chunk_tokens, form)
+        added: torch.Tensor = self.ops.linear(out_THA.flatten(1), *self.weights.out, residual=hidden_TD)
+        return added
+
+    @property
+    def form(self) -> GqaForm:
+        """The form of this layer's attention."""
+        config = self.config
+        return GqaForm(
+            config.num_key_value_heads, config.softmax_scale, config.windows[self.layer], self.weights.sinks_H
+        )
+
+
+def load(reader: LayerReader, config: GqaConfig, prefix: str, layer: int) -> GqaWeights:
+    """Read a layer's weights; queries, keys and values of a token are one product."""
+    has_norms = config.qk_norm is not None
+    return GqaWeights(
+        qkv=reader.joined_projection(*(f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj"))),
+        q_norm=reader.tensor(f"{prefix}.q_norm.weight") if has_norms else None,
+        k_norm=reader.tensor(f"{prefix}.k_norm.weight") if has_norms else None,
+        out=reader.projection(f"{prefix}.o_proj"),
+        sinks_H=reader.tensor(f"{prefix}.sinks", torch.float32) if config.has_sinks else None,
+    )
+
+
+def products(weights: GqaWeights) -> Iterator[tuple[str, object]]:
+    """Yield (kind, weight) of a layer's products; see AttentionKind."""
+    yield "linear", weights.qkv.weight
+    yield "linear", weights.out.weight
+
+
+def computations(ops: Ops, config: GqaConfig, weights: GqaWeights, dtype: torch.dtype) -> Iterator[RowComputation]:
+    """Yield attention to all keys, and to those of a window if some layers have one."""
+    for window in dict.fromkeys(config.windows):
+        form = GqaForm(config.num_key_value_heads, config.softmax_scale, window, weights.sinks_H)
+        shape = config.num_attention_heads, config.head_dim
+        decode, prefill = ops.gqa_decode, ops.gqa_prefill
+        if ops.fp8_pages:
+            decode, prefill = (over_fp8_pages(op, config.row_width) for op in (decode, prefill))
+        yield from row_check.grouped_attention(*shape, form, dtype, decode, prefill)

@@ -1,0 +1,176 @@
+"""Grouped-query attention by config.json (GQA, arXiv 2305.13245): several heads of queries share a head of keys."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from batchinfer.model.attention_config import AttentionConfig, LayerMatrices, Tensors, linear_tensors
+from batchinfer.model.config_reader import ConfigReader
+from batchinfer.model.families import Family, Grouped
+from batchinfer.model.rope_config import read_rope
+
+_FULL, _WINDOW = "full_attention", "sliding_attention"  # layer_types
+_SCALE_BYTES, _TILE = 4, 128  # of pages in FP8: bytes of a scale, and values that share it
+
+
+@dataclass(frozen=True, slots=True)
+class GqaConfig(AttentionConfig):
+    """A row is the keys of all KV heads, then their values."""
+
+    num_key_value_heads: int
+    head_dim: int
+    rotated: int  # first values of a head that are rotated
+    qk_norm: Literal["head", "whole"] | None  # norms of queries and keys: of each head alone, or of all heads together
+    qkv_bias: bool
+    out_bias: bool
+    has_sinks: bool  # a score per head without a value
+    windows: tuple[int | None, ...]  # of each layer: keys that a query sees, its own included; None: all
+
+    @property
+    def qkv_width(self) -> int:
+        """Values of all queries, keys and values of a token."""
+        return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+    @property
+    def row_width(self) -> int:
+        return 2 * self.num_key_value_heads * self.head_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rotated
+
+    @property
+    def query_width(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def output_width(self) -> int:
+        return self.query_width
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on query · key."""
+        return self.head_dim**-0.5 * self.rope.softmax_factor
+
+    @property
+    def full_share(self) -> float:
+        """Share of layers without a window."""
+        return self.windows.count(None) / len(self.windows)
+
+    @property
+    def products_per_key(self) -> int:
+        """As of the base class, as the mean over all layers; the few keys of windows are not counted."""
+        return max(1, round(2 * self.query_width * self.full_share))
+
+    def num_weights(self, hidden: int, num_layers: int) -> int:
+        return hidden * (self.qkv_width + self.output_width)
+
+    def matrices(self, hidden: int, layer: int) -> LayerMatrices:
+        biases = self.qkv_bias * self.qkv_width + self.out_bias * hidden
+        norms = sum(self._norm_widths) if self.qk_norm else 0
+        others = biases + norms + self.has_sinks * self.num_attention_heads
+        return LayerMatrices(((hidden, self.qkv_width), (self.output_width, hidden)), num_others=others)
+
+    def tensors(self, prefix: str, hidden: int, layer: int) -> Tensors:
+        keys = self.num_key_value_heads * self.head_dim
+        for name, width in (("q_proj", self.query_width), ("k_proj", keys), ("v_proj", keys)):
+            yield from linear_tensors(f"{prefix}.{name}", width, hidden, bias=self.qkv_bias)
+        yield from linear_tensors(f"{prefix}.o_proj", hidden, self.output_width, bias=self.out_bias)
+        if self.qk_norm is not None:
+            for name, width in zip(("q_norm", "k_norm"), self._norm_widths, strict=True):
+                yield f"{prefix}.{name}.weight", (width,)
+        if self.has_sinks:
+            yield f"{prefix}.sinks", (self.num_attention_heads,)
+
+    @property
+    def why_no_fp8_pages(self) -> str | None:
+        if self.row_width % 4:
+            return f"keys and values of the model have {self.row_width} values per token, not a multiple of 4"
+        return None
+
+    @property
+    def fp8_row_bytes(self) -> int:
+        return self.row_width + _SCALE_BYTES * -(-self.row_width // _TILE)
+
+    @property
+    def why_no_drafts(self) -> str | None:
+        return "drafts are computed for latent attention alone"
+
+    @property
+    def _norm_widths(self) -> tuple[int, int]:
+        heads = (1, 1) if self.qk_norm == "head" else (self.num_attention_heads, self.num_key_value_heads)
+        return heads[0] * self.head_dim, heads[1] * self.head_dim
+
+
+def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers: int, max_positions: int) -> GqaConfig:
+    """Read grouped-query attention.
+
+    Raises:
+        ModelError: a key is missing or has an unsupported value.
+    """
+    heads = reader.size("num_attention_heads")
+    kv_heads = reader.size("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise reader.unsupported("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
+    head_dim = reader.size("head_dim", default=max(1, reader.size("hidden_size") // heads))
+    share = _rotary_share(reader, grouped, head_dim)
+    rotated = int(head_dim * share)
+    if rotated % 2 or not 0 < rotated <= head_dim:
+        supported = f"a share of head_dim = {head_dim} that is an even number of values"
+        raise reader.unsupported("partial_rotary_factor", share, supported)
+    has_bias = reader.flag("attention_bias", default=grouped.attention_bias) if grouped.has_biases else False
+    return GqaConfig(
+        num_attention_heads=heads,
+        rope=read_rope(reader, family, max_positions, share),
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rotated=rotated,
+        qk_norm=_read_qk_norm(reader, grouped),
+        qkv_bias=has_bias,
+        out_bias=has_bias and grouped.biased_output,
+        has_sinks=grouped.has_sinks,
+        windows=_read_windows(reader, grouped, num_layers),
+    )
+
+
+def _rotary_share(reader: ConfigReader, grouped: Grouped, head_dim: int) -> float:
+    """Return the share of a head that is rotated, which read_rope compares with all keys that say it."""
+    sections = (reader, reader.section("rope_parameters"), reader.section("rope_scaling"))
+    said = [one.optional_number("partial_rotary_factor", above=0.0, at_most=1.0) for one in sections if one is not None]
+    default = grouped.rotary_share
+    if grouped.rotary_key is not None and reader.has(grouped.rotary_key):
+        default = reader.size(grouped.rotary_key, maximum=head_dim) / head_dim
+    return next((share for share in said if share is not None), default)
+
+
+def _read_qk_norm(reader: ConfigReader, grouped: Grouped) -> Literal["head", "whole"] | None:
+    """Return the norm of queries and keys; in some families a key turns it on."""
+    if grouped.norm_key is not None and not reader.flag(grouped.norm_key, default=grouped.norm_default):
+        return None
+    for key, value in grouped.norm_notes:
+        reader.expect(key, value, supported=f'"{value}" for this model_type')
+    return grouped.qk_norm
+
+
+def _read_windows(reader: ConfigReader, grouped: Grouped, num_layers: int) -> tuple[int | None, ...]:
+    """Return the window of each layer by `layer_types`, or where the family's layers have theirs."""
+    kinds = reader.texts("layer_types")
+    if grouped.windows == "none" or (grouped.windows == "optional" and not _uses_windows(reader)):
+        reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
+        return (None,) * num_layers
+    window = reader.size("sliding_window")
+    if not kinds and grouped.windows == "optional":
+        first = reader.size("max_window_layers", minimum=0)
+        kinds = [_WINDOW if layer >= first else _FULL for layer in range(num_layers)]
+    reader.pass_over("max_window_layers")  # layer_types says the same
+    kinds = kinds or [_FULL if layer % 2 else _WINDOW for layer in range(num_layers)]
+    if len(kinds) != num_layers or not {_FULL, _WINDOW}.issuperset(kinds):
+        raise reader.unsupported("layer_types", kinds, f'"{_FULL}" or "{_WINDOW}" for each of {num_layers} layers')
+    return tuple(window if kind == _WINDOW else None for kind in kinds)
+
+
+def _uses_windows(reader: ConfigReader) -> bool:
+    """Return whether a family whose windows are optional has them switched on."""
+    if reader.flag("use_sliding_window", default=False):
+        return True
+    reader.pass_over("sliding_window", "max_window_layers")
+    return False
