@@ -93,7 +93,7 @@ def computations(ops: Ops, config: GqaConfig, weights: GqaWeights, dtype: torch.
     for window in dict.fromkeys(config.windows):
         form = GqaForm(config.num_key_value_heads, config.softmax_scale, window, weights.sinks_H)
         shape = config.num_attention_heads, config.head_dim
-        decode, prefill = ops.gqa_decode, ops.gqa_prefill
-        if ops.fp8_pages:
-            decode, prefill = (over_fp8_pages(op, config.row_width) for op in (decode, prefill))
+        decode, prefill = (
+            over_fp8_pages(op, config.row_width) if ops.fp8_pages else op for op in (ops.gqa_decode, ops.gqa_prefill)
+        )
         yield from row_check.grouped_attention(*shape, form, dtype, decode, prefill)

@@ -1,0 +1,186 @@
+"""Models with grouped-query attention: whole jobs on any ranks, with shared prefixes, from the KV store, on paper."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pyarrow as pa
+import pytest
+import torch
+
+from batchinfer.model.config import load_model_config
+from batchinfer.model.page_format import PageFormat
+from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.records import ModelError
+from support.checkpoints import GROUPED_MODELS, edit_config, make_checkpoint, read_tensors
+from support.jobs import batchinfer, outputs, write_job, write_shard
+from support.paths import RANDOM_MODEL
+
+NUM_NEW = 24
+LENGTHS = (5, 64, 1, 131, 30, 12)
+DISAGGREGATED = {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}
+LAYOUTS = {
+    "2": {"prefill_ranks": 2, "overlap": True},
+    "1+1": DISAGGREGATED,
+    "2+2": {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2, "overlap": True},
+}
+# of each the layouts in make test
+QUICK = {("qwen3-moe", "2+2"), ("qwen3-windows", "1+1")}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Name -> a folder with the model, prompts that share beginnings, and the answers and logprobs of transformers."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            made[name] = folder = tmp_path_factory.mktemp(name)
+            theirs = make_checkpoint(folder / "model", name)
+            for file in ("tokenizer.json", "tokenizer_config.json"):
+                shutil.copy(RANDOM_MODEL / file, folder / "model" / file)
+            generator = torch.Generator().manual_seed(2)
+            prompts = [torch.randint(0, 96, (length,), generator=generator).tolist() for length in LENGTHS]
+            shared = torch.randint(0, 96, (100,), generator=generator).tolist()
+            prompts += [shared + prompt for prompt in prompts[:4]]
+            write_shard(folder / "prompts" / "a.parquet", {"ids": pa.array(prompts, pa.list_(pa.int32()))})
+            write_shard(folder / "turned" / "a.parquet", {"ids": pa.array(prompts[::-1], pa.list_(pa.int32()))})
+            expected = []
+            for prompt in prompts:
+                tokens = list(prompt)
+                for _ in range(NUM_NEW):
+                    with torch.no_grad():
+                        tokens.append(int(theirs(torch.tensor([tokens])).logits[0, -1].argmax()))
+                expected.append(tokens[len(prompt) :])
+            (folder / "expected.json").write_text(json.dumps(expected))
+        return made[name]
+
+    return get
+
+
+def expected(folder):
+    return json.loads((folder / "expected.json").read_text())
+
+
+def run(folder, name, *, cluster=None, model=None, **parts):
+    job = write_job(
+        folder,
+        name=f"{name}.toml",
+        input={"prompt": None, "token_ids": "ids", **parts.pop("input", {})},
+        output={"dir": name},
+        model={"path": "model", "dtype": "float32", **(model or {})},
+        sampling={"max_tokens": NUM_NEW, "ignore_eos": True, "logprobs": 0},
+        cluster={"prefill_tokens": 90, **(cluster or {})},
+        **parts,
+    )
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    rows = outputs(folder / name)["a.parquet"]
+    return [row["token_ids"] for row in rows], json.loads(batchinfer("report", folder / name, "--json").out)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        # make test: a layout of a model of each kind
+        pytest.param(name, ranks, marks=() if (name, ranks) in QUICK else pytest.mark.all)
+        for name in ("qwen3-moe", "llama", "qwen3-windows")
+        for ranks in LAYOUTS
+    ],
+)
+def test_the_answers_are_those_of_transformers_on_any_ranks(folders, name, ranks):
+    folder = folders(name)
+    tokens, report = run(folder, f"ranks-{ranks}", cluster=LAYOUTS[ranks])
+    assert tokens == expected(folder)
+    assert report["rows_ok"] == len(LENGTHS) + 4
+
+
+def test_order_and_the_kv_store_change_no_answer(folders):
+    folder = folders("qwen3-windows")
+    kv = {"dir": "store", "persist": "all", "reuse": "always"}
+    cold, first = run(folder, "cold", kv=kv)
+    warm, second = run(folder, "warm", kv=kv)
+    turned, _ = run(folder, "turned-run", input={"files": ["turned/*.parquet"]}, cluster={"decode_requests": 3})
+    assert cold == warm == turned[::-1] == expected(folder)
+    assert first["cached_tokens"] >= 3 * 64  # prompts that share their first 100 tokens
+    assert second["cached_tokens"] > first["cached_tokens"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("fp8", marks=pytest.mark.all)])  # make test: bfloat16
+def test_narrower_dtypes_end_well(folders, dtype):
+    folder = folders("qwen3-moe")
+    tokens, _ = run(folder, dtype, model={"dtype": dtype})
+    # rounding changes tokens of random weights now and then, but not the first of most prompts
+    assert sum(ours[0] == theirs[0] for ours, theirs in zip(tokens, expected(folder), strict=True)) >= 7
+
+
+def test_kv_in_fp8_is_held_and_answers(folders):
+    folder = folders("qwen3-moe")
+    tokens, _ = run(folder, "narrow-kv", model={"dtype": "bfloat16"}, kv={"dtype": "fp8"})
+    assert sum(ours[0] == theirs[0] for ours, theirs in zip(tokens, expected(folder), strict=True)) >= 6
+
+
+def test_a_token_takes_its_keys_and_values_in_all_layers(folders):
+    model = load_model_config(folders("qwen3-moe") / "model")
+    assert model.kv_bytes_per_token(2) == 3 * 2 * 2 * 8 * 2  # layers, keys and values, heads, width, bytes
+    assert PageFormat("fp8").bytes_per_token(model) == 3 * (2 * 2 * 8 + 4)
+    PageFormat("fp8").check(model)
+
+
+@pytest.mark.parametrize("name", GROUPED_MODELS)
+def test_weights_take_what_their_tensors_take(name, tmp_path):
+    make_checkpoint(tmp_path, name)
+    stored = sum(tensor.numel() for tensor in read_tensors(tmp_path).values())
+    config = load_model_config(tmp_path)
+    assert config.unknown_keys == ()
+    # results are filled up to 64 per product, which triples models of this size
+    assert 4 * stored <= weight_bytes(config, "float32") <= 16 * stored + (1 << 20)
+
+
+def test_simulate_knows_rows_windows_and_missing_experts(folders):
+    results = {}
+    for name in ("llama", "qwen3-windows", "qwen3-moe"):
+        spec = folders(name) / "spec.toml"
+        spec.write_text(
+            f'[model]\npath = "{folders(name) / "model"}"\n[workload]\nrequests = 500\nprompt_tokens = 200\n'
+            "output_tokens = 30\n[cluster]\nnodes = 4\n[prefill]\nep_size = 8\n[decode]\nep_size = 8\n"
+            "requests_per_gpu = 16\n"
+        )
+        ended = batchinfer("simulate", spec, "--json")
+        assert ended.code == 0, ended.err
+        results[name] = json.loads(ended.out)
+        assert results[name]["output_tokens"] == 15_000
+    assert results["llama"]["decode"]["step_s_by_stage"]["routed experts"] == 0
+    assert results["qwen3-moe"]["decode"]["step_s_by_stage"]["routed experts"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_key_value_heads": 4}, ["num_key_value_heads is 4", "a divisor of num_attention_heads = 6"]),
+        ({"partial_rotary_factor": 0.4}, ["partial_rotary_factor is 0.4", "share of head_dim = 8"]),
+        ({"layer_types": ["linear_attention"] * 3}, ["layer_types", '"full_attention" for every layer']),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, ["longrope", '"llama3"', '"yarn"']),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 1.0,
+                }
+            },
+            ["high_freq_factor is 1.0", "above low_freq_factor = 4"],
+        ),
+        ({"q_lora_rank": 8, "sliding_window_pattern": 2}, ["sliding_window_pattern is 2", "changes what"]),
+        ({"model_type": "qwen3_next", "architectures": None}, ["qwen3_next", "gated delta-net"]),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_by_key(tmp_path, changes, words):
+    make_checkpoint(tmp_path, "qwen3")
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ModelError) as error:
+        load_model_config(tmp_path)
+    for word in words:
+        assert word in str(error.value)
