@@ -12,7 +12,7 @@ from batchinfer_kernels.reference.gqa import GqaForm, NewHeads
 from batchinfer_kernels.reference.mla import PagedKeys
 from support.plain_attention import paged
 
-CANDIDATES = ["reference"]
+CANDIDATES = ["reference", "cpu"]
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7}  # of the largest value
 # H, KV, A: one query head or several per key head, few and many rows, widths in steps of 8

@@ -9,7 +9,8 @@ import torch
 from batchinfer_kernels.cpu import ops, packed
 from batchinfer_kernels.cpu.packed import Packed
 from batchinfer_kernels.implementation import implementation, on_args
-from batchinfer_kernels.reference import fp8_pages
+from batchinfer_kernels.reference import fp8_pages, gqa
+from batchinfer_kernels.reference.gqa import GqaForm, NewHeads
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.rows import NewKeys
 
@@ -58,3 +59,20 @@ def mla_prefill_fp8(
 def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: float) -> torch.Tensor:
     options = {"latent_dim": latent_dim, "scale": scale}
     return fp8_pages.decode_via_bfloat16(ops.mla_decode.run, q_THW, keys, latent_dim, **options)
+
+
+@implementation(rejects=on_args(_rows, 0))
+def gqa_rope_and_cache_fp8(qkv_TW: torch.Tensor, new: NewHeads) -> torch.Tensor:
+    width = gqa.new_width(qkv_TW, new)
+    return fp8_pages.cache_via_bfloat16(ops.gqa_rope_and_cache.run, qkv_TW, new, width, 0)
+
+
+@implementation(rejects=on_args(_rows, 0))
+def gqa_prefill_fp8(q_THA: torch.Tensor, keys: PagedKeys, num_tokens_B: torch.Tensor, form: GqaForm) -> torch.Tensor:
+    wide = fp8_pages.widen_pages(keys, gqa.held_width(q_THA, form))
+    return ops.gqa_prefill.run(q_THA, wide, num_tokens_B, form)
+
+
+@implementation(rejects=on_args(_rows, 0))
+def gqa_decode_fp8(q_THA: torch.Tensor, keys: PagedKeys, form: GqaForm) -> torch.Tensor:
+    return fp8_pages.decode_via_bfloat16(ops.gqa_decode.run, q_THA, keys, gqa.held_width(q_THA, form), form)

@@ -21,6 +21,7 @@ from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.experts import ExpertBiases, other_form
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 from batchinfer_kernels.reference.gating import GateRule, count_experts
+from batchinfer_kernels.reference.gqa import GqaForm, NewHeads
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
@@ -156,6 +157,16 @@ def _masked(
 def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU."""
     return _mismatch(q, keys.pages, *kv_b_and_more[:1])
+
+
+def _grouped_heads(q: torch.Tensor, keys: PagedKeys, *_: Any) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    return _mismatch(q, keys.pages)
+
+
+def _new_heads(qkv_TW: torch.Tensor, new: NewHeads) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    return _mismatch(qkv_TW, new.pages, *(norm for norm in (new.norm_q, new.norm_k) if norm is not None))
 
 
 def _index_keys(new: NewIndexKeys) -> str | None:
@@ -392,6 +403,30 @@ def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: 
     return library().mla_decode(q_THW.contiguous(), keys.pages, *lists, latent_dim, scale)
 
 
+@implementation(rejects=_new_heads)
+def gqa_rope_and_cache(qkv_TW: torch.Tensor, new: NewHeads) -> torch.Tensor:
+    num_heads, num_kv_heads, norm_q, norm_k, eps, cos, sin, pages, slots_T = new
+    norms = (None if norm is None else norm.contiguous() for norm in (norm_q, norm_k))
+    return library().gqa_rope_and_cache(qkv_TW, num_heads, num_kv_heads, *norms, eps, cos, sin, slots_T, pages)
+
+
+@implementation(rejects=_grouped_heads)
+def gqa_prefill(q_THA: torch.Tensor, keys: PagedKeys, num_tokens_B: torch.Tensor, form: GqaForm) -> torch.Tensor:
+    """Round softmax weights as mla_decode does."""
+    lists = map(torch.Tensor.contiguous, (keys.page_table_BP, num_tokens_B, keys.kv_tokens_B, keys.positions_T))
+    return library().gqa_prefill(q_THA.contiguous(), keys.pages, *lists, *_form(form))
+
+
+@implementation(rejects=_grouped_heads)
+def gqa_decode(q_THA: torch.Tensor, keys: PagedKeys, form: GqaForm) -> torch.Tensor:
+    """Round softmax weights as mla_decode does, and read first pages together.
+
+    With windows, each request reads its pages alone.
+    """
+    lists = map(torch.Tensor.contiguous, keys[1:-1])
+    return library().gqa_decode(q_THA.contiguous(), keys.pages, *lists, *_form(form))
+
+
 @implementation(rejects=_index_keys)
 def index_cache(new: NewIndexKeys) -> None:
     keys_TI, norm_I, bias_I, eps, cos, sin, pages, slots_T, interleaved = new
@@ -414,6 +449,11 @@ def mla_sparse(
 ) -> torch.Tensor:
     """Give the bits of mla_decode over the keys in these slots."""
     return library().mla_sparse(q_THW.contiguous(), pages, slots_TK.contiguous(), latent_dim, scale)
+
+
+def _form(form: GqaForm) -> tuple[int, float, int, torch.Tensor | None]:
+    """Return the form as C++ takes it: no window is 0, sinks are contiguous."""
+    return form.num_kv_heads, form.scale, form.window or 0, None if form.sinks_H is None else form.sinks_H.contiguous()
 
 
 def _experts(gate_up_EFD: Weight, down_EDF: Weight) -> tuple[Packed, Packed, int]:

@@ -122,6 +122,7 @@ Attention<Value>& Attention<Value>::begin(int64_t width, int64_t value_dim, floa
   if (own.is_wide_) own.wide_rows_.grow((lanes == Lanes::kRows ? kMostWideKeys : kAttentionRows) * own.width_);
   // a lane without a query sees one key, so that it computes no NaN out of nothing
   std::fill(own.positions_, own.positions_ + kAttentionRows + 16, 0);
+  std::fill(own.firsts_, own.firsts_ + kAttentionRows + 16, 0);
   std::fill(own.peak_, own.peak_ + kAttentionRows + 16, kMinusInfinity);
   std::fill(own.total_, own.total_ + kAttentionRows + 16, 0.0f);
   return own;
@@ -235,15 +236,16 @@ void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, R
   }
 }
 
-// Turns the scores of up to 16 rows into weights; a row sees the keys up to its position.
+// Turns the scores of up to 16 rows into weights; a row sees the keys from its first one to its position.
 template <class Value>
 void Attention<Value>::weigh(int64_t lane, int64_t row_end, int64_t start, int64_t num_keys) {
   const First first = lanes(row_end - lane);
-  const Ints positions = load_ints(positions_ + lane);
+  const Ints positions = load_ints(positions_ + lane), firsts = load_ints(firsts_ + lane);
   const Floats before = load(peak_ + lane);
   const int64_t num_even = (num_keys + kWordValues<Value> - 1) / kWordValues<Value> * kWordValues<Value>;
   const Ints last = ints(static_cast<int>(start + num_even - 1));
-  const bool sees_all = num_even == num_keys && !any(both(first, is_less(positions, last)));
+  const bool sees_all = num_even == num_keys && !any(both(first, is_less(positions, last))) &&
+                        !any(both(first, is_less(ints(static_cast<int>(start)), firsts)));
   Floats peak = before;
   if (sees_all) {
     for (int64_t key = 0; key < num_even; ++key) peak = larger(peak, load(first, scores_[key] + lane));
@@ -252,7 +254,8 @@ void Attention<Value>::weigh(int64_t lane, int64_t row_end, int64_t start, int64
       // a missing key is a key that no row sees
       const Ints position = ints(key < num_keys ? static_cast<int>(start + key) : INT32_MAX);
       const Floats score =
-          choose(is_less(positions, position), floats(kMinusInfinity), load(first, scores_[key] + lane));
+          choose(is_less(position, firsts), floats(kMinusInfinity),
+                 choose(is_less(positions, position), floats(kMinusInfinity), load(first, scores_[key] + lane)));
       store(scores_[key] + lane, first, score);
       peak = larger(peak, score);
     }
@@ -302,12 +305,15 @@ void Attention<Value>::turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value>
 template <class Value>
 void Attention<Value>::weigh_row(int64_t row, int64_t start, int64_t num_keys) {
   const Ints num_seen = ints(static_cast<int>(std::min<int64_t>(num_keys, positions_[row] - start + 1)));
+  const Ints num_before = ints(static_cast<int>(firsts_[row] - start));
   Floats scores[kPageTokens / 16];
   Floats most = floats(kMinusInfinity);
 #pragma GCC unroll 4
   for (int n = 0; n < kPageTokens / 16; ++n) {
     const Mask is_seen = is_less(plus(steps(), ints(16 * n)), num_seen);
-    scores[n] = choose(is_seen, load(scores_[row] + 16 * n), floats(kMinusInfinity));
+    const Mask is_before = is_less(plus(steps(), ints(16 * n)), num_before);
+    scores[n] = choose(is_before, floats(kMinusInfinity),
+                       choose(is_seen, load(scores_[row] + 16 * n), floats(kMinusInfinity)));
     most = larger(most, scores[n]);
   }
   const Floats before = floats(peak_[row]), peak = larger(before, floats(largest_of(most)));
@@ -408,26 +414,33 @@ template <class Value>
 void Attention<Value>::sum_of_page(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t start,
                                    int64_t num_keys) {
   const int32_t first = *std::min_element(positions_ + row_begin, positions_ + row_end);
-  if (first >= start + num_keys - 1 || are_finite(values, num_keys, value_room_)) {
+  const int32_t most_before = *std::max_element(firsts_ + row_begin, firsts_ + row_end);
+  if ((first >= start + num_keys - 1 && most_before <= start) || are_finite(values, num_keys, value_room_)) {
     return sum(row_begin, row_end, values, num_keys);
   }
   for (int64_t row = row_begin; row < row_end; ++row) {
-    const int64_t num_seen = std::min<int64_t>(num_keys, positions_[row] - start + 1);
-    if (num_seen > 0) sum(row, row + 1, first_values(values, num_seen), num_seen);
+    const int64_t begin = std::max<int64_t>(0, firsts_[row] - start);
+    const int64_t end = std::min<int64_t>(num_keys, positions_[row] - start + 1);
+    if (begin < end) sum(row, row + 1, some_values(values, begin, end), end);
   }
 }
 
-// The values of a page's first keys, with zeros for the other key of the last pair.
+// The values of a page's keys from `first` to `end`, with zeros for those before and for the other key of the last pair.
 template <class Value>
-PageValues<Value> Attention<Value>::first_values(PageValues<Value> values, int64_t num_keys) {
-  if (num_keys % kWordValues<Value> == 0) return values;
-  first_values_.grow(kPageTokens * value_room_);
-  for (int64_t step = 0; step <= num_keys / 2; ++step) {
-    std::copy_n(values.data + step * values.stride, 2 * value_room_, first_values_.data() + step * 2 * value_room_);
+PageValues<Value> Attention<Value>::some_values(PageValues<Value> values, int64_t first, int64_t end) {
+  constexpr int64_t kKeys = kWordValues<Value>;
+  if (first == 0 && end % kKeys == 0) return values;
+  const int64_t step_values = kKeys * value_room_;
+  some_values_.grow(kPageTokens * value_room_);
+  for (int64_t step = 0; step < (end + kKeys - 1) / kKeys; ++step) {
+    Value* const at = some_values_.data() + step * step_values;
+    std::copy_n(values.data + step * values.stride, step_values, at);
+    for (int64_t key = 0; key < kKeys; ++key) {
+      if (first <= step * kKeys + key && step * kKeys + key < end) continue;
+      for (int64_t value = key; value < step_values; value += kKeys) at[value] = 0;
+    }
   }
-  Value* const last = first_values_.data() + num_keys / 2 * 2 * value_room_;
-  for (int64_t value = 0; value < value_room_; ++value) last[2 * value + 1] = 0;
-  return {first_values_.data(), 2 * value_room_};
+  return {some_values_.data(), step_values};
 }
 
 template <class Value>

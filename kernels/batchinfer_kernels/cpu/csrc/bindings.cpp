@@ -201,14 +201,34 @@ Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up
   return out;
 }
 
-Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& kv_tokens,
-                  const Tensor& positions, int64_t latent_dim, double scale) {
+// Heads over pages whose rows hold keys [key heads, width of q] and, from value `first_value` on, values.
+batchinfer::GroupedHeads grouped_heads(const Tensor& q, const Tensor& pages, int64_t num_kv_heads, int64_t first_value,
+                                       int64_t value_dim, double scale, int64_t window,
+                                       const std::optional<Tensor>& sinks) {
   check_contiguous(q, 3, "q");
-  const int64_t row_step = page_step(pages, q);
+  const int64_t row_step = page_step(pages, q), num_heads = q.size(1), width = q.size(2);
+  TORCH_CHECK(num_kv_heads > 0 && num_heads % num_kv_heads == 0, num_heads, " query heads for ", num_kv_heads, " key heads");
+  TORCH_CHECK(window >= 0, "a window of ", window, " tokens");
+  if (sinks) {
+    check_floats(*sinks, 1, "sinks");
+    TORCH_CHECK(sinks->numel() == num_heads, "one sink per query head");
+  }
+  return {num_heads, num_kv_heads, width, row_step, first_value, value_dim, static_cast<float>(scale), window,
+          sinks ? read<float>(*sinks) : nullptr};
+}
+
+// The same where a row has as many values as keys, the values behind them.
+batchinfer::GroupedHeads keys_and_values(const Tensor& q, const Tensor& pages, int64_t num_kv_heads, double scale,
+                                         int64_t window, const std::optional<Tensor>& sinks) {
+  TORCH_CHECK(pages.dim() == 3 && pages.size(2) == 2 * num_kv_heads * q.size(2),
+              "pages must be [pages, 64, keys and values of ", num_kv_heads, " heads]");
+  return grouped_heads(q, pages, num_kv_heads, num_kv_heads * q.size(2), q.size(2), scale, window, sinks);
+}
+
+Tensor decode(const batchinfer::GroupedHeads& heads, const Tensor& q, const Tensor& pages, const Tensor& page_table,
+              const Tensor& kv_tokens, const Tensor& positions) {
   for (const Tensor* indices : {&page_table, &kv_tokens, &positions}) check_indices(*indices, "indices");
   const int64_t num_requests = page_table.size(0), table_pages = page_table.size(1);
-  TORCH_CHECK(pages.size(2) == q.size(2), "pages must be [pages, 64, width of q]");
-  TORCH_CHECK(0 < latent_dim && latent_dim <= q.size(2), "latent_dim must be within the width");
   TORCH_CHECK(kv_tokens.numel() == num_requests, "one length per request");
   TORCH_CHECK(positions.numel() == q.size(0), "one position per row");
   check_range(page_table, pages.size(0), "page");
@@ -216,29 +236,39 @@ Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table
   for (int64_t i = 0; i < num_requests; ++i) {
     TORCH_CHECK(lengths[i] <= 64 * table_pages, lengths[i], " tokens in ", table_pages, " pages");
   }
-  Tensor out = at::empty({q.size(0), q.size(1), latent_dim}, q.options());
+  Tensor out = at::empty({q.size(0), q.size(1), heads.value_dim}, q.options());
   if (num_requests == 0) return out;
   TORCH_CHECK(q.size(0) % num_requests == 0, q.size(0), " rows are not a multiple of ", num_requests, " requests");
-  const batchinfer::DecodeShape shape{num_requests, q.size(0) / num_requests, q.size(1), q.size(2), row_step,
-                                      latent_dim,   table_pages,              static_cast<float>(scale)};
+  const batchinfer::DecodeShape shape{heads, num_requests, q.size(0) / num_requests, table_pages};
   with_values(q, [&]<class Value>(Value) {
-    batchinfer::mla_decode(shape, read<Value>(q), read<Value>(pages), read<int64_t>(page_table), lengths,
-                           read<int64_t>(positions), write<Value>(out));
+    batchinfer::paged_decode(shape, read<Value>(q), read<Value>(pages), read<int64_t>(page_table), lengths,
+                             read<int64_t>(positions), write<Value>(out));
   });
   return out;
 }
 
-Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& num_tokens,
-                   const Tensor& context_tokens, const Tensor& positions, const Tensor& kv_up, int64_t latent_dim,
-                   int64_t value_dim, double scale) {
-  check_contiguous(q, 3, "q");
-  const int64_t row_step = page_step(pages, q);
+Tensor mla_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& kv_tokens,
+                  const Tensor& positions, int64_t latent_dim, double scale) {
+  const batchinfer::GroupedHeads heads = grouped_heads(q, pages, 1, 0, latent_dim, scale, 0, std::nullopt);
+  TORCH_CHECK(pages.size(2) == q.size(2), "pages must be [pages, 64, width of q]");
+  TORCH_CHECK(0 < latent_dim && latent_dim <= q.size(2), "latent_dim must be within the width");
+  return decode(heads, q, pages, page_table, kv_tokens, positions);
+}
+
+Tensor gqa_decode(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& kv_tokens,
+                  const Tensor& positions, int64_t num_kv_heads, double scale, int64_t window,
+                  const std::optional<Tensor>& sinks) {
+  const batchinfer::GroupedHeads heads = keys_and_values(q, pages, num_kv_heads, scale, window, sinks);
+  return decode(heads, q, pages, page_table, kv_tokens, positions);
+}
+
+// The chunks of a prefill that have tokens; they add up to `num_rows`.
+std::vector<batchinfer::PrefillChunk> chunks_of(const Tensor& pages, const Tensor& page_table, const Tensor& num_tokens,
+                                                const Tensor& context_tokens, const Tensor& positions, int64_t num_rows) {
   for (const Tensor* indices : {&page_table, &num_tokens, &context_tokens, &positions}) {
     check_indices(*indices, "indices");
   }
-  const int64_t num_heads = q.size(1), width = q.size(2), rotary = pages.size(2) - latent_dim, nope = width - rotary;
-  TORCH_CHECK(rotary >= 0 && nope >= 0, "the widths of q and pages do not fit");
-  TORCH_CHECK(positions.numel() == q.size(0), "one position per query");
+  TORCH_CHECK(positions.numel() == num_rows, "one position per query");
   const int64_t num_chunks = page_table.size(0), table_pages = page_table.size(1);
   TORCH_CHECK(num_tokens.numel() == num_chunks && context_tokens.numel() == num_chunks, "one count per chunk");
   const int64_t* ids = read<int64_t>(page_table);
@@ -255,7 +285,18 @@ Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
     if (count > 0) chunks.push_back({first, count, context, ids + i * table_pages});
     first += count;
   }
-  TORCH_CHECK(first == q.size(0), "the chunks have ", first, " tokens, q ", q.size(0));
+  TORCH_CHECK(first == num_rows, "the chunks have ", first, " tokens, q ", num_rows);
+  return chunks;
+}
+
+Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& num_tokens,
+                   const Tensor& context_tokens, const Tensor& positions, const Tensor& kv_up, int64_t latent_dim,
+                   int64_t value_dim, double scale) {
+  check_contiguous(q, 3, "q");
+  const int64_t row_step = page_step(pages, q);
+  const int64_t num_heads = q.size(1), width = q.size(2), rotary = pages.size(2) - latent_dim, nope = width - rotary;
+  TORCH_CHECK(rotary >= 0 && nope >= 0, "the widths of q and pages do not fit");
+  const auto chunks = chunks_of(pages, page_table, num_tokens, context_tokens, positions, q.size(0));
   const int64_t kind = static_cast<int64_t>(q.scalar_type() == at::kFloat ? WeightKind::kFloat32 : WeightKind::kBfloat16);
   const Weight weight = weight_of(kv_up, num_heads, nope + value_dim, latent_dim, kind, false);
   Tensor out = at::empty({q.size(0), num_heads, value_dim}, q.options());
@@ -266,6 +307,52 @@ Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
                             read<int64_t>(positions), weight, write<Value>(out));
   });
   return out;
+}
+
+Tensor gqa_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_table, const Tensor& num_tokens,
+                   const Tensor& context_tokens, const Tensor& positions, int64_t num_kv_heads, double scale,
+                   int64_t window, const std::optional<Tensor>& sinks) {
+  const batchinfer::GroupedHeads heads = keys_and_values(q, pages, num_kv_heads, scale, window, sinks);
+  const auto chunks = chunks_of(pages, page_table, num_tokens, context_tokens, positions, q.size(0));
+  Tensor out = at::empty({q.size(0), q.size(1), q.size(2)}, q.options());
+  with_values(q, [&]<class Value>(Value) {
+    batchinfer::gqa_prefill(heads, chunks.data(), chunks.size(), read<Value>(q), read<Value>(pages),
+                            read<int64_t>(positions), write<Value>(out));
+  });
+  return out;
+}
+
+// The queries [rows, heads, head_dim]; rows of x are [query heads | key heads | value heads].
+Tensor gqa_rope_and_cache(const Tensor& x_in, int64_t num_heads, int64_t num_kv_heads, const std::optional<Tensor>& norm_q,
+                          const std::optional<Tensor>& norm_k, double eps, const Tensor& cos, const Tensor& sin,
+                          const Tensor& slots, const Tensor& pages) {
+  check(x_in, 2, "x");
+  const Tensor x = with_whole_rows(x_in);
+  const int64_t num_rows = x.size(0), num_all = num_heads + 2 * num_kv_heads, row_step = page_step(pages, x);
+  TORCH_CHECK(num_heads > 0 && num_kv_heads > 0 && x.size(1) % num_all == 0, "rows of ", x.size(1), " values for ", num_all,
+              " heads");
+  const int64_t head_dim = x.size(1) / num_all;
+  check_indices(slots, "slots");
+  const batchinfer::Rotary rotary = rotary_of(cos, sin, num_rows, false);
+  TORCH_CHECK(slots.numel() == num_rows && pages.size(2) == 2 * num_kv_heads * head_dim && rotary.rotary <= head_dim,
+              "the widths of rows, pages and angles do not fit");
+  check_range(slots, pages.size(0) * pages.size(1), "slot");
+  const auto check_norm = [&](const std::optional<Tensor>& norm, int64_t count) {
+    if (!norm) return;
+    check_like(*norm, 1, x, "norm");
+    TORCH_CHECK(norm->numel() == head_dim || norm->numel() == count * head_dim, "a norm of ", norm->numel(), " values");
+  };
+  check_norm(norm_q, num_heads);
+  check_norm(norm_k, num_kv_heads);
+  Tensor q = at::empty({num_rows, num_heads, head_dim}, x.options());
+  with_values(x, [&]<class Value>(Value) {
+    const batchinfer::HeadNorms<Value> norms{norm_q ? read<Value>(*norm_q) : nullptr, norm_k ? read<Value>(*norm_k) : nullptr,
+                                             norm_q && norm_q->numel() != head_dim, norm_k && norm_k->numel() != head_dim,
+                                             static_cast<float>(eps)};
+    batchinfer::write_heads(rows_of<Value>(x), num_heads, num_kv_heads, head_dim, norms, rotary, read<int64_t>(slots),
+                            write<Value>(q), write<Value>(pages), row_step, num_rows);
+  });
+  return q;
 }
 
 void rope_and_cache(const Tensor& q, const Tensor& latents, const Tensor& norm, double eps, const Tensor& cos,
@@ -526,6 +613,10 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
       "index_cache(Tensor keys, Tensor norm, Tensor bias, float eps, Tensor cos, Tensor sin, bool is_interleaved, "
       "Tensor slots, Tensor(a!) pages) -> ()",
       index_cache);
+  m.def(
+      "gqa_rope_and_cache(Tensor x, int num_heads, int num_kv_heads, Tensor? norm_q, Tensor? norm_k, float eps, Tensor "
+      "cos, Tensor sin, Tensor slots, Tensor(a!) pages) -> Tensor",
+      gqa_rope_and_cache);
   m.def("copy_rows(Tensor(a!) rows, Tensor from_rows, Tensor to_rows) -> ()", copy_rows);
   // these change no argument: their C++ signatures say all
   m.def("packed_bytes", packed_bytes);
@@ -537,6 +628,8 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
   m.def("masked_mlp", masked_mlp);
   m.def("mla_decode", mla_decode);
   m.def("mla_prefill", mla_prefill);
+  m.def("gqa_decode", gqa_decode);
+  m.def("gqa_prefill", gqa_prefill);
   m.def("choose_keys", choose_keys);
   m.def("mla_sparse", mla_sparse);
   m.def("gate", gate);

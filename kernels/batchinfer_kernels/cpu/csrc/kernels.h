@@ -77,10 +77,22 @@ struct ExpertRows {
   int64_t first, num_rows;
 };
 
-// In pages a token has a row of `width` values, and the next token's row begins `row_step` values later.
-struct DecodeShape {
-  int64_t num_requests, num_queries, num_heads, width, row_step, latent_dim, table_pages;
+// Query heads in equal groups, each with one key head. In pages the next token's row begins `row_step` values later; in a row
+// there are keys of `width`, one per key head, and from value `first_value` on values of `value_dim`.
+struct GroupedHeads {
+  int64_t num_heads, num_kv_heads, width, row_step, first_value, value_dim;
   float scale;
+  int64_t window = 0;            // of the last keys that a token sees; 0: all
+  const float* sinks = nullptr;  // a score of each query head without a value, or null
+
+  // Where row `row` of a key head is: its query heads at token `token`, then at the next ones.
+  int64_t row_of(int64_t token, int64_t key_head, int64_t row) const {
+    const int64_t group = num_heads / num_kv_heads;
+    return (token + row / group) * num_heads + key_head * group + row % group;
+  }
+};
+struct DecodeShape : GroupedHeads {
+  int64_t num_requests, num_queries, table_pages;
 };
 
 // tasks.cpp: calls task(0) … task(num_tasks - 1), each once, on the threads that torch was given; on the calling one
@@ -160,6 +172,18 @@ struct Rotary {
 template <class Value>
 void rope(Value* x, int64_t row_stride, int64_t head_stride, int64_t num_heads, int64_t num_rows,
           const Rotary& rotary);
+// Rows [query heads | key heads | value heads], each `head_dim` wide: norm and turn queries and keys; queries go to `q`
+// [rows, heads], keys and values side by side to the rows' slots of the pages. A norm of `head_dim` weights is one of each
+// head, of more weights one of all heads together; null: none.
+template <class Value>
+struct HeadNorms {
+  const Value *q, *k;
+  bool is_q_whole, is_k_whole;
+  float eps;
+};
+template <class Value>
+void write_heads(Rows<Value> x, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, const HeadNorms<Value>& norms,
+                 const Rotary& rotary, const int64_t* slots, Value* q, Value* pages, int64_t row_step, int64_t num_rows);
 // Multiplies each row by its factor, in float32 and rounded once.
 template <class Value>
 void scale_rows(Value* x, const float* factors, int64_t num_rows, int64_t width);
@@ -206,10 +230,10 @@ void draw(const float* logits, const DrawSettings& settings, int64_t num_rows, i
 // angles.cpp: cosine and sine of angles [num_values], each times `scale`.
 void cos_sin(const float* angles, double scale, int64_t num_values, float* cos, float* sin);
 
-// mla_decode.cpp: see reference_mla.mla_decode.
+// paged_decode.cpp: see reference/mla.py, mla_decode, and reference/gqa.py, gqa_decode.
 template <class Value>
-void mla_decode(const DecodeShape& shape, const Value* q, const Value* pages, const int64_t* page_table,
-                const int64_t* kv_tokens, const int64_t* positions, Value* out);
+void paged_decode(const DecodeShape& shape, const Value* q, const Value* pages, const int64_t* page_table,
+                  const int64_t* kv_tokens, const int64_t* positions, Value* out);
 
 // mla_prefill.cpp: see reference_mla.mla_prefill.
 struct PrefillShape {
@@ -223,6 +247,11 @@ struct PrefillChunk {
 template <class Value>
 void mla_prefill(const PrefillShape& shape, const PrefillChunk* chunks, int64_t num_chunks, const Value* q,
                  const Value* pages, const int64_t* positions, const Weight& kv_up, Value* out);
+
+// gqa_prefill.cpp: see reference/gqa.py.
+template <class Value>
+void gqa_prefill(const GroupedHeads& heads, const PrefillChunk* chunks, int64_t num_chunks, const Value* q,
+                 const Value* pages, const int64_t* positions, Value* out);
 
 // sparse.cpp: see reference/sparse.py. Of the weights of heads the scale of a score is a part.
 constexpr int32_t kNoSlot = -1;

@@ -98,11 +98,40 @@ void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& ro
   });
 }
 
+template <class Value>
+void write_heads(Rows<Value> x, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, const HeadNorms<Value>& norms,
+                 const Rotary& rotary, const int64_t* slots, Value* q, Value* pages, int64_t row_step,
+                 int64_t num_rows) {
+  const int64_t half = rotary.rotary / 2, width = num_kv_heads * head_dim;
+  for_rows(num_rows, [&](int64_t row) {
+    const auto place = [&](const Value* from, int64_t count, const Value* norm, bool is_whole, Value* to) {
+      if (!norm) {
+        std::copy_n(from, count * head_dim, to);
+      } else if (is_whole) {
+        norm_row(from, norm, norms.eps, to, count * head_dim);
+      } else {
+        for (int64_t i = 0; i < count * head_dim; i += head_dim) norm_row(from + i, norm, norms.eps, to + i, head_dim);
+      }
+      for (int64_t head = 0; head < count; ++head) {
+        turn(to + head * head_dim, rotary.cos + row * half, rotary.sin + row * half, rotary.rotary,
+             rotary.is_interleaved);
+      }
+    };
+    const Value* const from = x.at(row);
+    Value* const held = pages + slots[row] * row_step;
+    place(from, num_heads, norms.q, norms.is_q_whole, q + row * num_heads * head_dim);
+    place(from + num_heads * head_dim, num_kv_heads, norms.k, norms.is_k_whole, held);
+    std::copy_n(from + num_heads * head_dim + width, width, held + width);
+  });
+}
+
 #define BATCHINFER_FOR_VALUE(Value)                                                                          \
   template void rope(Value*, int64_t, int64_t, int64_t, int64_t, const Rotary&);                             \
   template void scale_rows(Value*, const float*, int64_t, int64_t);                                          \
   template void write_latents(Rows<Value>, const Value*, float, const Rotary&, int64_t, const int64_t*,      \
-                              Value*, int64_t, int64_t);
+                              Value*, int64_t, int64_t);                                                     \
+  template void write_heads(Rows<Value>, int64_t, int64_t, int64_t, const HeadNorms<Value>&, const Rotary&,  \
+                            const int64_t*, Value*, Value*, int64_t, int64_t);
 BATCHINFER_FOR_VALUE(bf16)
 BATCHINFER_FOR_VALUE(float)
 #undef BATCHINFER_FOR_VALUE
