@@ -25,6 +25,7 @@ HARMLESS = _names(
     initializer_range embedding_initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop dropout
     router_jitter_noise input_jitter_noise aux_loss_alpha seq_aux router_aux_loss_coef router_z_loss_coef
     mtp_loss_scaling_factor pretraining_tp ep_size gradient_checkpointing
+    use_mtp num_mtp_modules mtp_transformer_layers mlp_intermediate_size shared_moe_mode use_routing_bias
 
     bos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
     temperature top_k top_p typical_p repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size
@@ -64,6 +65,7 @@ ONE = _names(
     """
     attn_scale attention_multiplier attention_value_scale embedding_multiplier embedding_scale scale_emb logit_scale
     logits_scaling output_multiplier lm_head_multiplier residual_multiplier residual_scale router_scaling_factor
+    layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta
     moe_routed_scaling_factor moe_router_scaling_factor route_scale decoder_sparse_step moe_layer_interval
     interleave_moe_layer_step
     """

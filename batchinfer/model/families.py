@@ -104,6 +104,25 @@ FAMILIES: dict[str, Family] = {
         routed_scaling_factor=1.0,
         grouped=Grouped(qk_norm="head", windows="optional"),
     ),
+    "glm4_moe": Family(
+        ("Glm4MoeForCausalLM",),
+        num_dense_layers=1,
+        routed_scaling_factor=1.0,
+        grouped=Grouped(qk_norm="head", norm_key="use_qk_norm", biased_output=False, rotary_share=0.5),
+    ),
+    "minimax_m2": Family(
+        ("MiniMaxM2ForCausalLM",),
+        routed_scaling_factor=1.0,
+        expert_width="intermediate_size",
+        grouped=Grouped(
+            qk_norm="whole",
+            norm_key="use_qk_norm",
+            norm_default=True,
+            norm_notes=(("qk_norm_type", "per_layer"),),
+            has_biases=False,
+            rotary_key="rotary_dim",
+        ),
+    ),
     "llama": Family(("LlamaForCausalLM",), has_experts=False, grouped=Grouped(), fixed={}),
 }
 CARRIERS: dict[str, Carrier] = {

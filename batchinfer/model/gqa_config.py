@@ -154,6 +154,7 @@ def _read_qk_norm(reader: ConfigReader, grouped: Grouped) -> Literal["head", "wh
 def _read_windows(reader: ConfigReader, grouped: Grouped, num_layers: int) -> tuple[int | None, ...]:
     """Return the window of each layer by `layer_types`, or where the family's layers have theirs."""
     kinds = reader.texts("layer_types")
+    reader.expect("attn_type_list", [1] * num_layers, supported="1 for every layer, full attention")
     if grouped.windows == "none" or (grouped.windows == "optional" and not _uses_windows(reader)):
         reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
         return (None,) * num_layers

@@ -75,7 +75,7 @@ def _has_fp8_blocks(section: ConfigReader) -> bool:
     """
     supported = '"fp8" with blocks of [128, 128]; "compressed-tensors", "awq", "gptq" or "auto-round" in 4 bits'
     section.expect("quant_method", "fp8", supported=supported, needed=True)
-    section.expect("fmt", "e4m3", supported='"e4m3"')
+    section.expect("fmt", "e4m3", "float8_e4m3fn", supported='"e4m3"')
     section.pass_over(*_FP8_NOTES)
     if not section.has("weight_block_size") and section.text("activation_scheme", default="") == "static":
         return False

@@ -3,6 +3,8 @@
     Mistral's own code      layers.3.attention.wq_a.weight          model.layers.3.self_attn.q_a_proj.weight
                             layers.3.attention.wq_a.qscale_weight   … q_a_proj.weight_scale_inv
     compressed-tensors      … q_a_proj.weight_scale (of FP8)        … q_a_proj.weight_scale_inv
+    MiniMax-M2              … block_sparse_moe.gate.weight          … mlp.gate.weight
+                            … block_sparse_moe.experts.7.w1.weight  … mlp.experts.7.gate_proj.weight
     transformers, stacked   … mlp.experts.gate_up_proj [E, 2F, D]   … mlp.experts.7.gate_proj.weight [F, D], then up
 
 A stacked tensor is read part by part, without a copy of the whole.
@@ -38,6 +40,10 @@ _PROJECTIONS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _VALUES = {"qscale_weight": "weight_scale_inv", "qscale_act": "activation_scale"}
 _OF_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.(\w+)")
 _OF_MLP = re.compile(r"(feed_forward|shared_experts|experts)((?:\.\d+)?)\.(w[123])")
+_SPARSE_MOE = re.compile(
+    r"\.block_sparse_moe\.(?:(?P<bias>e_score_correction_bias$)|(?P<gate>gate\.)|"
+    r"(?P<expert>experts\.\d+\.)(?P<projection>w[123])\.)"
+)
 _STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_scale_inv)?")
 
 
@@ -61,6 +67,7 @@ def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return the same tensors by the names used here; unknown tensors keep their names."""
     if "tok_embeddings.weight" in infos:
         infos = {_of_mistral(name): info for name, info in infos.items()}
+    infos = {_SPARSE_MOE.sub(_of_sparse_moe, name): info for name, info in infos.items()}
     named: dict[str, TensorInfo] = {}
     for name, info in infos.items():
         weight = infos.get(name.removesuffix("_scale"))
@@ -69,6 +76,13 @@ def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         else:
             named.update(_taken_apart(name, info, infos))
     return named
+
+
+def _of_sparse_moe(found: re.Match[str]) -> str:
+    """Convert the part of a name behind `block_sparse_moe` to the names of DeepSeek's experts."""
+    if found["bias"]:
+        return ".mlp.gate.e_score_correction_bias"
+    return f".mlp.{found['gate']}" if found["gate"] else f".mlp.{found['expert']}{_PROJECTIONS[found['projection']]}."
 
 
 def _of_mistral(name: str) -> str:

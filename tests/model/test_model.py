@@ -35,6 +35,7 @@ INVARIANT_MODELS = (
     "qwen3-windows",
     "qwen3-moe-normed",
     "llama-biased",
+    "minimax-m2",
 )
 
 

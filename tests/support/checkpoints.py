@@ -21,6 +21,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
     GlmMoeDsaConfig,
@@ -29,6 +31,8 @@ from transformers import (
     Kimi_K25ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Mistral4Config,
@@ -106,6 +110,7 @@ GQA: dict[str, Any] = {
     "eos_token_id": 1,
 }
 GQA_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+GLM4_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,  # so that pairs of each kind are among the few of a small head
@@ -205,6 +210,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
     "qwen3-moe": ("qwen3_moe", GQA_EXPERTS),
     "qwen3-moe-normed": ("qwen3_moe", GQA_EXPERTS | {"norm_topk_prob": True, "num_key_value_heads": 1}),
+    "glm4-moe": (
+        "glm4_moe",
+        GLM4_EXPERTS
+        | {"use_qk_norm": True, "attention_bias": True, "routed_scaling_factor": 2.5, "n_shared_experts": 2},
+    ),
+    "glm4-moe-groups": (
+        "glm4_moe",
+        GLM4_EXPERTS | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "rms_norm_eps": 1e-6},
+    ),
+    "minimax-m2": ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 4}),
     "llama": ("llama", {"num_attention_heads": 4, "rope_parameters": LLAMA3}),
     "llama-biased": (
         "llama",
@@ -236,9 +251,11 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
 }
 _BASES = {
-    **dict.fromkeys(("qwen3", "qwen3_moe", "llama"), GQA),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2"), GQA),
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
     "youtu": {key: value for key, value in BASE.items() if key not in _MOE_KEYS}
     | {"bos_token_id": 0, "eos_token_id": 1},
