@@ -37,8 +37,9 @@ class Checkpoint(TensorHeaders):
                 self._files[path] = safe_open(path, framework="pt", device="cpu")
             tensor = self._files[path].get_tensor(info.stored_name)
             if info.part is not None:
-                number, first, end = info.part
-                tensor = tensor[number, first:end]
+                tensor = tensor[info.part.matrix]
+                tensor = tensor.t() if info.part.is_transposed else tensor
+                tensor = tensor[info.part.first : info.part.end : info.part.step]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: tensor {name} cannot be read: {error}.") from error
         if self._on_read is not None:

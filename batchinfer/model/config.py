@@ -16,7 +16,7 @@ from batchinfer.model.gqa_config import read_gqa
 from batchinfer.model.integer_forms import IntegerForm
 from batchinfer.model.mistral_format import CARRIER_OF_PARAMS, read_params
 from batchinfer.model.mla_config import read_flag, read_mla
-from batchinfer.model.moe_config import read_moe
+from batchinfer.model.moe_config import Clamp, read_moe
 from batchinfer.model.quantization import read_quantization
 from batchinfer.records import ModelError
 
@@ -53,11 +53,13 @@ class ModelConfig:
     topk_group: int
     norm_topk_prob: bool
     routed_scaling_factor: float
+    expert_clamp: Clamp | None  # of experts that also have biases, as their router does; None: plain SwiGLU
     # layers after the last one that predict further tokens; their weights are not read
     num_mtp_layers: int
     fp8_block: tuple[int, int] | None  # rows and columns of one FP8 scale, None when no weights are stored in FP8
     integers: IntegerForm | None  # how weights of 4-bit integers are stored, None when there are none
     fp8_per_tensor: bool  # a weight in FP8 may have one scale, for all of its blocks
+    has_fp4_experts: bool  # routed experts may be stored in FP4 (MXFP4)
     # keys of config.json that nothing here knows
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 

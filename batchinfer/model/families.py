@@ -46,6 +46,7 @@ class Family:
     scoring_func: str = "sigmoid"
     norm_topk_prob: bool = True
     routed_scaling_factor: float | None = None  # None: config.json must say it
+    clamps_experts: bool = False  # clamped SwiGLU, and biases of experts and router
     expert_width: str = "moe_intermediate_size"  # the key of the experts' width
     num_dense_layers: int = 0  # first_k_dense_replace
     has_experts: bool = True
@@ -122,6 +123,15 @@ FAMILIES: dict[str, Family] = {
             has_biases=False,
             rotary_key="rotary_dim",
         ),
+    ),
+    "gpt_oss": Family(
+        ("GptOssForCausalLM",),
+        topk_methods=("topk_softmax",),
+        scoring_func="softmax",
+        routed_scaling_factor=1.0,
+        expert_width="intermediate_size",
+        clamps_experts=True,
+        grouped=Grouped(attention_bias=True, has_sinks=True, windows="alternate"),
     ),
     "llama": Family(("LlamaForCausalLM",), has_experts=False, grouped=Grouped(), fixed={}),
 }

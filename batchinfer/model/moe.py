@@ -20,9 +20,11 @@ from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, LocalDispatche
 from batchinfer.parallel.spans import MicroBatchSpans
 from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.places import ExpertRows
+from batchinfer_kernels.reference.pointwise import Activation
 
 
 class YieldPoint(Enum):
@@ -77,6 +79,7 @@ class MoeMlp:
         # [] int64 of rows whose number only the device knows, or that a captured graph computes: its memory stays
         self.num_device_rows = torch.zeros((), dtype=torch.int64, device=norm_D.device)
         self.counts_on_device = norm_D.device.type != "cpu"
+        self._form = _expert_form(config, weights)
 
     def points(
         self,
@@ -166,6 +169,7 @@ class MoeMlp:
                 received.tokens_M,
                 scales=scales,
                 tile_rows=received.tile_rows,
+                **self._form,
             )
         return self.ops.masked_mlp(
             x,
@@ -174,6 +178,7 @@ class MoeMlp:
             weights.down_EDF,
             scales=scales,
             expected_rows=self._expected_rows(x.shape[1]),
+            **self._form,
         )
 
     def _expected_rows(self, room: int) -> int:
@@ -186,6 +191,16 @@ class MoeMlp:
             return None
         with spans.compute("SHARED"):
             return swiglu(self.ops, x_TD, self.weights.shared)
+
+
+def _expert_form(config: ModelConfig, weights: MoeWeights) -> dict[str, Any]:
+    """Return the activation and biases of experts that have others than plain SwiGLU."""
+    if config.expert_clamp is None:
+        return {}
+    assert weights.gate_up_bias_EF is not None
+    assert weights.down_bias_ED is not None
+    biases = ExpertBiases(weights.gate_up_bias_EF, weights.down_bias_ED)
+    return {"activation": Activation(*config.expert_clamp), "biases": biases}
 
 
 def gate_rule(config: ModelConfig) -> GateRule:

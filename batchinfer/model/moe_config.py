@@ -1,6 +1,6 @@
 """Experts by config.json: their number, their layers, and the choice of a token's experts."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchinfer.model.config_reader import ConfigReader
 from batchinfer.model.families import FAMILIES
@@ -17,6 +17,14 @@ _MOE_KEYS = (
     "n_group",
     "topk_group",
 )
+
+
+class Clamp(NamedTuple):
+    """Clamped SwiGLU (Activation of the kernels): values are at most `limit`, up values have `shift` added."""
+
+    limit: float
+    alpha: float
+    shift: float = 1.0
 
 
 def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[str, Any]:
@@ -55,7 +63,11 @@ def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[st
         "topk_group": 1,
         "norm_topk_prob": reader.flag("norm_topk_prob", default=family.norm_topk_prob),
         "routed_scaling_factor": 1.0,
+        "expert_clamp": None,
     }
+    if family.clamps_experts:
+        limit = reader.number("swiglu_limit", 7.0, above=0.0)
+        fields["expert_clamp"] = Clamp(limit, reader.number("swiglu_alpha", 1.702, above=0.0))
     if fields["n_routed_experts"]:
         fields |= {
             "n_shared_experts": reader.size("n_shared_experts", default=0, minimum=0, maximum=MAX_EXPERTS),
@@ -92,7 +104,7 @@ def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> di
     group_default = None if topk_method == "group_limited_greedy" else 1
     num_groups = reader.size("n_group", default=group_default, maximum=MAX_EXPERTS)
     topk_group = reader.size("topk_group", default=group_default, maximum=MAX_EXPERTS)
-    topk = reader.size("num_experts_per_tok", maximum=MAX_EXPERTS)
+    topk = reader.size("num_experts_per_tok", "experts_per_token", maximum=MAX_EXPERTS)
     if num_experts % num_groups:
         raise reader.unsupported("n_group", num_groups, f"a divisor of n_routed_experts = {num_experts}")
     if topk_group > num_groups:
@@ -101,7 +113,7 @@ def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> di
     if topk_method in ("noaux_tc", "group_top2") and num_groups > 1 and group_size < 2:
         supported = f"groups of at least 2 of the {num_experts} experts, since a group scores by its best two"
         raise reader.unsupported("n_group", num_groups, supported)
-    choosable = num_experts if topk_method == "greedy" else topk_group * group_size
+    choosable = num_experts if topk_method in ("greedy", "topk_softmax") else topk_group * group_size
     if topk > choosable:
         supported = f"at most the {choosable} experts that can be chosen from"
         raise reader.unsupported("num_experts_per_tok", topk, supported)

@@ -39,7 +39,9 @@ from batchinfer_kernels.weight_format import Weight
 _ALIGNMENT = 64
 _DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_EXPERTS = ("mlp.gate_up_EFD", "mlp.down_EDF")  # of which a rank may hold a part
+# fields of MoeWeights of which a rank may hold a part
+_OF_EXPERTS = ("gate_up_EFD", "down_EDF", "gate_up_bias_EF", "down_bias_ED")
+_EXPERTS = tuple(f"mlp.{field}" for field in _OF_EXPERTS)
 _KINDS: dict[str, type[Any]] = {
     **{"layer": LayerWeights, "indexer": IndexerWeights},
     **{"mlp": MlpWeights, "shared": MlpWeights},
@@ -120,12 +122,13 @@ class PackedExperts:
     def __init__(self, packed: PackedFolder):
         self._packed = packed
 
-    def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, slot: int) -> None:
-        """Copy one routed expert of the layer `prefix` into a slot of these."""
+    def expert(self, prefix: str, expert: int, mlp: MoeWeights, slot: int) -> None:
+        """Copy one routed expert of the layer `prefix` into a slot."""
         mapped = MappedParts(self._packed.layer(int(prefix.split(".")[2])), (expert,))
-        for name, weight in zip(_EXPERTS, (gate_up, down), strict=True):
-            assert isinstance(weight, Packed)
-            weight.data[slot] = mapped.leaf(name).data[0]
+        for field, name in zip(_OF_EXPERTS, _EXPERTS, strict=True):
+            held = getattr(mlp, field)
+            if held is not None:
+                _data_of(held)[slot] = _data_of(mapped.leaf(name))[0]
 
 
 class MappedParts:
@@ -184,6 +187,10 @@ class MappedParts:
             kind = MoeWeights
         parts = {field: kinds.get(field, Projection) for field in _field_names(kind)}
         return kind(**{field: self.take(part, kinds, prefix + field) for field, part in parts.items()})
+
+
+def _data_of(held: torch.Tensor | Packed) -> torch.Tensor:
+    return held.data if isinstance(held, Packed) else held
 
 
 def _rows(tensor: torch.Tensor, numbers: list[int]) -> torch.Tensor:

@@ -51,18 +51,22 @@ _AUTOROUND_NOTES = (
 
 
 def read_quantization(section: ConfigReader | None) -> dict[str, Any]:
-    """Return the fields fp8_block, fp8_per_tensor and integers of ModelConfig.
+    """Return the fields of ModelConfig about stored weights.
 
     Raises:
         ModelError: the weights are stored in another way; the message names the key and its value.
     """
-    fields: dict[str, Any] = {"fp8_block": None, "fp8_per_tensor": False, "integers": None}
+    fields: dict[str, Any] = {"fp8_block": None, "fp8_per_tensor": False, "integers": None, "has_fp4_experts": False}
     if section is None:
         return fields
     method = section.text("quant_method", default="")
     if method == "compressed-tensors" and section.text("format", default="") == FP8_FORMAT:
         _check_fp8_groups(section)
         return fields | {"fp8_block": _FP8_BLOCK}
+    if method == "mxfp4":
+        section.pass_over("modules_to_not_convert", "dequantize")
+        judge_unread_keys(section, refuse_unknown=True)
+        return fields | {"has_fp4_experts": True}
     if method in _INTEGERS:
         return fields | {"integers": _INTEGERS[method](section)}
     return fields | {"fp8_block": _FP8_BLOCK, "fp8_per_tensor": not _has_fp8_blocks(section)}
@@ -73,7 +77,8 @@ def _has_fp8_blocks(section: ConfigReader) -> bool:
 
     Where inputs have fixed scales (static) weights have one each, too; inputs are rounded by their own values here.
     """
-    supported = '"fp8" with blocks of [128, 128]; "compressed-tensors", "awq", "gptq" or "auto-round" in 4 bits'
+    in_4_bits = '"compressed-tensors", "awq", "gptq" or "auto-round" in 4 bits'
+    supported = f'"fp8" with blocks of [128, 128]; "mxfp4"; {in_4_bits}'
     section.expect("quant_method", "fp8", supported=supported, needed=True)
     section.expect("fmt", "e4m3", "float8_e4m3fn", supported='"e4m3"')
     section.pass_over(*_FP8_NOTES)

@@ -7,6 +7,10 @@
                             … block_sparse_moe.experts.7.w1.weight  … mlp.experts.7.gate_proj.weight
     transformers, stacked   … mlp.experts.gate_up_proj [E, 2F, D]   … mlp.experts.7.gate_proj.weight [F, D], then up
 
+    gpt-oss                 … mlp.router.weight                     … mlp.gate.weight
+                            … mlp.experts.gate_up_proj [E, D, 2F]   … mlp.experts.7.gate_proj.weight, up_proj in turn
+                            … gate_up_proj_blocks [E, 2F, D/32, 16] … mlp.experts.7.gate_proj.weight_blocks
+
 A stacked tensor is read part by part, without a copy of the whole.
 """
 
@@ -15,6 +19,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from batchinfer.model.moe_config import MAX_EXPERTS
 
@@ -44,7 +49,22 @@ _SPARSE_MOE = re.compile(
     r"\.block_sparse_moe\.(?:(?P<bias>e_score_correction_bias$)|(?P<gate>gate\.)|"
     r"(?P<expert>experts\.\d+\.)(?P<projection>w[123])\.)"
 )
+_INTERLEAVED = re.compile(
+    r"(?P<experts>.+\.mlp\.experts\.)(?P<projection>gate_up_proj|down_proj)(?P<kind>|_bias|_blocks|_scales)"
+)
+_OF_BOTH = "gate_up_proj_bias"  # no other family has it
+_EXPERT_VALUES = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
 _STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_scale_inv)?")
+
+
+class Part(NamedTuple):
+    """Rows of one matrix in a stacked tensor: from `first` to `end`, every `step`-th, of its transpose if it is one."""
+
+    matrix: int
+    first: int
+    end: int
+    step: int = 1
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +75,7 @@ class TensorInfo:
     stored_name: str
     shape: tuple[int, ...]
     dtype: str
-    part: tuple[int, int, int] | None = None  # of a stacked tensor: index, first row and end row of the part
+    part: Part | None = None  # of a stacked tensor
 
     @property
     def num_bytes(self) -> int:
@@ -68,10 +88,14 @@ def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     if "tok_embeddings.weight" in infos:
         infos = {_of_mistral(name): info for name, info in infos.items()}
     infos = {_SPARSE_MOE.sub(_of_sparse_moe, name): info for name, info in infos.items()}
+    infos = {name.replace(".mlp.router.", ".mlp.gate."): info for name, info in infos.items()}
+    interleaved = {name.removesuffix(_OF_BOTH) for name in infos if name.endswith(_OF_BOTH)}
     named: dict[str, TensorInfo] = {}
     for name, info in infos.items():
         weight = infos.get(name.removesuffix("_scale"))
-        if name.endswith(".weight_scale") and weight is not None and weight.dtype == _FP8:
+        if (of_experts := _INTERLEAVED.fullmatch(name)) is not None and of_experts["experts"] in interleaved:
+            named.update(_deinterleaved(of_experts, info))
+        elif name.endswith(".weight_scale") and weight is not None and weight.dtype == _FP8:
             named[f"{name}_inv"] = info
         else:
             named.update(_taken_apart(name, info, infos))
@@ -121,8 +145,21 @@ def _taken_apart(name: str, info: TensorInfo, infos: dict[str, TensorInfo]) -> I
     for expert in range(count):
         for place, projection in enumerate(projections):
             first = 0 if shares_scale else place * each
-            part = replace(info, shape=(each, columns), part=(expert, first, first + each))
+            part = replace(info, shape=(each, columns), part=Part(expert, first, first + each))
             yield f"{experts}.{expert}.{projection}.weight{scale}", part
+
+
+def _deinterleaved(name: re.Match[str], info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
+    """Yield the tensors of each expert of gpt-oss: rows of gate and up alternate, and plain weights are transposed."""
+    is_plain = not name["kind"]
+    count, rows, *rest = info.shape if not is_plain else (info.shape[0], *info.shape[:0:-1])
+    projections = ("gate_proj", "up_proj") if name["projection"] == "gate_up_proj" else ("down_proj",)
+    step = len(projections)
+    for expert in range(min(count, MAX_EXPERTS)):
+        for first, projection in enumerate(projections):
+            part = Part(expert, first, rows, step, is_plain)
+            own = replace(info, shape=(len(range(first, rows, step)), *rest), part=part)
+            yield f"{name['experts']}{expert}.{projection}.{_EXPERT_VALUES[name['kind']]}", own
 
 
 def _can_be_cut(rows: int, num_projections: int, scaled: TensorInfo | None) -> bool:

@@ -8,11 +8,14 @@ from batchinfer.model.checkpoint import Checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.integer_forms import PER_WORD, IntegerForm
 from batchinfer.model.integers import Integers, from_awq, from_compressed_tensors, from_gptq
-from batchinfer.model.tensor_names import SCALE_SUFFIX
+from batchinfer.model.tensor_names import FP4_GROUP, FP4_SCALES, FP4_VALUES, SCALE_SUFFIX
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.group_scaled import GroupScaled
+
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+_E8M0_ONE, _E8M0_NAN = 127, 255
 
 
 class StoredWeights:
@@ -26,6 +29,9 @@ class StoredWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the weight, however it is stored."""
         form = self._form_of(name)
+        if name + FP4_SCALES in self._checkpoint:
+            num_out, num_groups = self._checkpoint.info(name + FP4_SCALES).shape
+            return num_out, num_groups * FP4_GROUP
         if form is None:
             return self._checkpoint.info(name).shape
         scales, values = (self._checkpoint.info(form.part(name, kind)).shape for kind in ("scales", "values"))
@@ -51,6 +57,8 @@ class StoredWeights:
         form = self._form_of(name)
         if form is not None:
             return self._integers(form, name).widened(dtype)
+        if name + FP4_VALUES in self._checkpoint:
+            return self._fp4(name, dtype)
         stored = self._checkpoint.read(name)
         if stored.dtype == torch.float8_e4m3fn:
             return self._dequantize(stored, self._block_scale(name), dtype, self._fp8_block)
@@ -69,6 +77,14 @@ class StoredWeights:
         """
         form = self._form_of(name)
         return None if form is None else self._integers(form, name).in_groups()
+
+    def _fp4(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a weight in MXFP4: pairs of E2M1 values, the first in the lower half, with a power of two per 32."""
+        pairs, exponents = self._checkpoint.read(name + FP4_VALUES), self._checkpoint.read(name + FP4_SCALES)
+        if (exponents == _E8M0_NAN).any():
+            raise self._wrong(name + FP4_SCALES, "holds a scale that is not finite; fetch the file again")
+        values = _E2M1[torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).long()]
+        return torch.ldexp(values, exponents[..., None].int() - _E8M0_ONE).flatten(1).to(dtype)
 
     def _form_of(self, name: str) -> IntegerForm | None:
         return self._form if self._form is not None and self._form.is_stored(name, self._checkpoint) else None

@@ -15,6 +15,8 @@ from batchinfer.model.integer_forms import PER_WORD, StoredPart
 from batchinfer.records import ModelError
 
 SCALE_SUFFIX = "_scale_inv"
+FP4_VALUES, FP4_SCALES = "_blocks", "_scales"  # of MXFP4
+FP4_GROUP = 32  # values that share a scale
 
 _FP8 = "F8_E4M3"
 _FP8_SCALES = ("F32", "BF16", "F8_E8M0")
@@ -143,8 +145,11 @@ def _expected_moe(config: ModelConfig, prefix: str) -> Tensors:
     yield f"{prefix}.gate.weight", (config.n_routed_experts, hidden)
     if config.topk_method == "noaux_tc":
         yield f"{prefix}.gate.e_score_correction_bias", (config.n_routed_experts,)
+    has_biases = config.expert_clamp is not None
+    if has_biases:
+        yield f"{prefix}.gate.bias", (config.n_routed_experts,)
     for expert in range(config.n_routed_experts):
-        yield from _expected_mlp(f"{prefix}.experts.{expert}", hidden, width, bias=False)
+        yield from _expected_mlp(f"{prefix}.experts.{expert}", hidden, width, bias=has_biases)
     if config.n_shared_experts:
         yield from _expected_mlp(
             f"{prefix}.shared_experts", hidden, width * config.n_shared_experts, bias=config.mlp_bias
@@ -162,6 +167,16 @@ def _as_stored(
 ) -> dict[str, StoredPart]:
     """Return the stored tensors of a weight by name."""
     form = config.integers
+    if config.has_fp4_experts and name + FP4_VALUES in checkpoint:
+        num_out, num_in = shape
+        num_groups = num_in // FP4_GROUP
+        if num_in % FP4_GROUP:
+            path = checkpoint.info(name + FP4_VALUES).path
+            raise ModelError(f"{path}: {name} is in FP4, but {FP4_GROUP} does not divide its {num_in} columns.")
+        return {
+            name + FP4_VALUES: StoredPart((num_out, num_groups, FP4_GROUP // 2), ("U8",)),
+            name + FP4_SCALES: StoredPart((num_out, num_groups), ("U8",)),
+        }
     if form is None:
         packed = (name + "_packed", name.removesuffix(".weight") + ".qweight")
         if found := next((part for part in packed if part in checkpoint), None):

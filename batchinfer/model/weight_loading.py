@@ -42,6 +42,8 @@ from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.registry import HOPPER, TRITON
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
 
+_BIASES = ("e_score_correction_bias", "bias")  # of the router
+
 
 def load_weights(
     folder: Path,
@@ -125,8 +127,8 @@ def read_mtp(loader: WeightLoader) -> MtpWeights:
 class ExpertSource(Protocol):
     """A source of routed experts."""
 
-    def expert(self, prefix: str, expert: int, gate_up: Any, down: Any, slot: int) -> None:
-        """Put one routed expert of the layer `prefix` into a slot of these."""
+    def expert(self, prefix: str, expert: int, mlp: MoeWeights, slot: int) -> None:
+        """Put one routed expert of the layer `prefix` into a slot."""
         ...
 
 
@@ -156,6 +158,7 @@ def exchange_experts(
         # where copies come from may itself be overwritten
         here = {wanted[slot]: held.index(wanted[slot]) for slot in changed if wanted[slot] in held}
         slots_of = [slots for weight in (mlp.gate_up_EFD, mlp.down_EDF) for slots in format_of(weight).slots(weight)]
+        slots_of += [bias for bias in (mlp.gate_up_bias_EF, mlp.down_bias_ED) if bias is not None]
         kept = {expert: [slots[slot].clone() for slots in slots_of] for expert, slot in here.items()}
         for slot in changed:
             expert = wanted[slot]
@@ -163,7 +166,7 @@ def exchange_experts(
                 for slots, weight in zip(slots_of, kept[expert], strict=True):
                     slots[slot] = weight
             else:
-                source.expert(f"model.layers.{layer}.mlp", expert, mlp.gate_up_EFD, mlp.down_EDF, slot)
+                source.expert(f"model.layers.{layer}.mlp", expert, mlp, slot)
     return replace(weights, expert_ids=tuple(tuple(ids) for ids in expert_ids))
 
 
@@ -190,7 +193,9 @@ class WeightLoader:
         self._stored = StoredWeights(checkpoint, config)
         self._format = ops.weight_format(dtype, device)  # of the head and the per-head maps; the other: of the rest
         self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
-        self._expert_format = ops.expert_format(dtype, device)
+        # operations on packed weights have neither biases nor clamps
+        clamps = config.expert_clamp is not None
+        self._expert_format = format_of(self._empty((1, 1), dtype)) if clamps else ops.expert_format(dtype, device)
 
     @property
     def joins_products(self) -> bool:
@@ -233,33 +238,38 @@ class WeightLoader:
         )
 
     def _moe(self, prefix: str) -> MoeWeights:
-        gate_up, down = self._experts(prefix, next(self._next_expert_ids))  # layers are read in order
-        bias_name = f"{prefix}.gate.e_score_correction_bias"
-        return MoeWeights(
-            router_ED=self.router(f"{prefix}.gate.weight"),
-            router_bias_E=self.tensor(bias_name, torch.float32) if bias_name in self.checkpoint else None,
-            gate_up_EFD=gate_up,
-            down_EDF=down,
-            shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
-        )
-
-    def _experts(self, prefix: str, expert_ids: tuple[int, ...]) -> tuple[Weight, Weight]:
-        """Read the routed experts of the layer `prefix`, packed one by one, so that each is in memory once."""
-        num_held, hidden = len(expert_ids), self.config.hidden_size
-        form = self._expert_format
+        """Read a layer's experts; routed ones are packed one by one, so that each is in memory once."""
+        expert_ids = next(self._next_expert_ids)  # layers are read in order
+        num_held, hidden, form = len(expert_ids), self.config.hidden_size, self._expert_format
         width = _filled(self.config.moe_intermediate_size, form)
-        gate_up = form.empty(num_held, 2 * width, hidden, is_paired=True, memory=self._empty)
-        down = form.empty(num_held, hidden, width, memory=self._empty)
+        bias = next((name for name in (f"{prefix}.gate.{one}" for one in _BIASES) if name in self.checkpoint), None)
+        has_biases = self.config.expert_clamp is not None
+        mlp = MoeWeights(
+            router_ED=self.router(f"{prefix}.gate.weight"),
+            router_bias_E=None if bias is None else self.tensor(bias, torch.float32),
+            gate_up_EFD=form.empty(num_held, 2 * width, hidden, is_paired=True, memory=self._empty),
+            down_EDF=form.empty(num_held, hidden, width, memory=self._empty),
+            shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
+            gate_up_bias_EF=self._empty((num_held, 2 * width), self.dtype) if has_biases else None,
+            down_bias_ED=self._empty((num_held, hidden), self.dtype) if has_biases else None,
+        )
         for slot, expert in enumerate(expert_ids):
-            self.expert(prefix, expert, gate_up, down, slot)
-        return gate_up, down
+            self.expert(prefix, expert, mlp, slot)
+        return mlp
 
-    def expert(self, prefix: str, expert: int, gate_up: Weight, down: Weight, slot: int) -> None:
-        """Read one routed expert of the layer `prefix` into a slot of these."""
-        for weight, names in ((gate_up, ("gate_proj", "up_proj")), (down, ("down_proj",))):
+    def expert(self, prefix: str, expert: int, mlp: MoeWeights, slot: int) -> None:
+        """Read one routed expert of the layer `prefix` into a slot."""
+        up, down = ("gate_proj", "up_proj"), ("down_proj",)
+        for weight, bias, names in (
+            (mlp.gate_up_EFD, mlp.gate_up_bias_EF, up),
+            (mlp.down_EDF, mlp.down_bias_ED, down),
+        ):
             form = format_of(weight)
             parts = [self._part(f"{prefix}.experts.{expert}.{name}.weight", form) for name in names]
             form.put(weight, slot, *parts)
+            if bias is not None:
+                for room, name in zip(bias[slot].chunk(len(names)), names, strict=True):
+                    room.copy_(self._stored.read(f"{prefix}.experts.{expert}.{name}.bias", bias.dtype))
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)

@@ -95,10 +95,12 @@ class MoeWeights:
     """Router in float32, the routed experts this rank holds, and the shared expert that sees every token."""
 
     router_ED: Any
-    router_bias_E: torch.Tensor | None
+    router_bias_E: torch.Tensor | None  # of scores for the choice, or of the products
     gate_up_EFD: Weight  # [held, 2 * F, D]
     down_EDF: Weight  # [held, D, F]
     shared: MlpWeights | None
+    gate_up_bias_EF: torch.Tensor | None = None  # [held, 2 * F]
+    down_bias_ED: torch.Tensor | None = None  # [held, D]
 
 
 @dataclass(frozen=True, slots=True)

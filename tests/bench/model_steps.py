@@ -78,9 +78,8 @@ class OpSeconds:
             if callable(getattr(ops, field.name)) and field.name not in ("pack", "pack_router")
         }
         plain = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=eight_bit)
-        transformer.kind_of = lambda config: replace(
-            kind_of(config), build=lambda *given: Attention(*given[:-1])
-        )  # not fused
+        composed = {"build": lambda *given: Attention(*given[:-1])}  # not fused
+        transformer.kind_of = lambda config: replace(kind_of(config), **composed)
         transformer.moe_of = MoeMlp
         experts = LocalDispatcher(plain.config.n_routed_experts, gathers=False)
         return Transformer(plain.config, plain.weights, [experts] * plain.num_moe_layers, replace(ops, **timed))

@@ -11,10 +11,12 @@ import torch
 
 from batchinfer.model.config import load_model_config
 from batchinfer.model.page_format import PageFormat
+from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.records import ModelError
-from support.checkpoints import GROUPED_MODELS, edit_config, make_checkpoint, read_tensors
+from support.checkpoints import GROUPED_MODELS, edit_config, make_checkpoint, read_tensors, write_tensors
 from support.jobs import batchinfer, outputs, write_job, write_shard
+from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
 
 NUM_NEW = 24
@@ -85,7 +87,7 @@ def run(folder, name, *, cluster=None, model=None, **parts):
     [
         # make test: a layout of a model of each kind
         pytest.param(name, ranks, marks=() if (name, ranks) in QUICK else pytest.mark.all)
-        for name in ("qwen3-moe", "llama", "qwen3-windows")
+        for name in ("qwen3-moe", "llama", "qwen3-windows", "gpt-oss")
         for ranks in LAYOUTS
     ],
 )
@@ -115,6 +117,16 @@ def test_narrower_dtypes_end_well(folders, dtype):
     assert sum(ours[0] == theirs[0] for ours, theirs in zip(tokens, expected(folder), strict=True)) >= 7
 
 
+@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("qwen3-moe", marks=pytest.mark.all)])  # the other has more
+def test_a_converted_model_gives_the_same_answers_on_two_ranks(folders, name):
+    folder = folders(name)
+    shutil.rmtree(folder / "converted", ignore_errors=True)
+    ended = batchinfer("convert", folder / "model", folder / "converted", "--dtype", "float32")
+    assert ended.code == 0, ended.err
+    tokens, _ = run(folder, "converted-run", model={"path": "converted"}, cluster={"prefill_ranks": 2})
+    assert tokens == expected(folder)
+
+
 def test_kv_in_fp8_is_held_and_answers(folders):
     folder = folders("qwen3-moe")
     tokens, _ = run(folder, "narrow-kv", model={"dtype": "bfloat16"}, kv={"dtype": "fp8"})
@@ -126,6 +138,35 @@ def test_a_token_takes_its_keys_and_values_in_all_layers(folders):
     assert model.kv_bytes_per_token(2) == 3 * 2 * 2 * 8 * 2  # layers, keys and values, heads, width, bytes
     assert PageFormat("fp8").bytes_per_token(model) == 3 * (2 * 2 * 8 + 4)
     PageFormat("fp8").check(model)
+
+
+def test_experts_in_fp4_are_widened_value_by_value(tmp_path):
+    theirs = make_checkpoint(tmp_path, "gpt-oss", intermediate_size=64)
+    tensors, generator = read_tensors(tmp_path), torch.Generator().manual_seed(4)
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num_experts, num_in, num_out = tensors.pop(name).shape
+        codes = torch.randint(0, 16, (num_experts, num_out, num_in), generator=generator)
+        scales = torch.randint(120, 124, (num_experts, num_out, num_in // 32), generator=generator)
+        values = table[codes % 8] * (1 - 2 * (codes // 8)) * 2.0 ** (scales - 127).repeat_interleave(32, dim=-1)
+        theirs.get_parameter(name).data.copy_(values.transpose(1, 2))
+        pairs = codes.unflatten(-1, (-1, 16, 2))
+        tensors[f"{name}_blocks"] = (pairs[..., 0] | pairs[..., 1] << 4).byte()
+        tensors[f"{name}_scales"] = scales.byte()
+    write_tensors(tmp_path, tensors)
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    ours = Transformer.load(tmp_path, dtype=torch.float32)
+    prompt = torch.randint(0, 96, (70,), generator=generator)
+    requests = PagedRequests(ours, [prompt], max_new_tokens=8)
+    requests.prefill([0], (1000,))
+    requests.decode_greedily([0], 8)
+    with torch.no_grad():
+        logits = theirs(torch.tensor([requests.tokens[0]])).logits[0]
+    assert (requests.all_logits(0) - logits).abs().max() < 1e-4
+    name = "model.layers.0.mlp.experts.down_proj_scales"
+    write_tensors(tmp_path, tensors | {name: torch.full_like(tensors[name], 255)})
+    with pytest.raises(ModelError, match="holds a scale that is not finite"):
+        Transformer.load(tmp_path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("name", GROUPED_MODELS)

@@ -36,6 +36,7 @@ INVARIANT_MODELS = (
     "qwen3-moe-normed",
     "llama-biased",
     "minimax-m2",
+    "gpt-oss",
 )
 
 

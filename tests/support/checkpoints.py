@@ -27,6 +27,8 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     LlamaConfig,
@@ -220,6 +222,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         GLM4_EXPERTS | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "rms_norm_eps": 1e-6},
     ),
     "minimax-m2": ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 4}),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 40, "swiglu_limit": 1.5, "head_dim": 8}
+        | {"rope_parameters": YARN | {"rope_theta": 1500.0, "truncate": False}},
+    ),
     "llama": ("llama", {"num_attention_heads": 4, "rope_parameters": LLAMA3}),
     "llama-biased": (
         "llama",
@@ -251,11 +258,12 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
 }
 _BASES = {
-    **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2"), GQA),
+    **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
     "youtu": {key: value for key, value in BASE.items() if key not in _MOE_KEYS}
     | {"bos_token_id": 0, "eos_token_id": 1},
@@ -351,6 +359,8 @@ def _random_values(key: str, tensor: torch.Tensor, generator: torch.Generator) -
     values = torch.randn(tensor.shape, generator=generator)
     if "norm" in key:
         return 1 + 0.2 * values
+    if "sinks" in key:
+        return values
     if "e_score_correction_bias" in key:
         return 0.1 * values
     if key.endswith("bias"):
