@@ -1,6 +1,6 @@
 """Attention kinds, second half: reading weights, computing, and checking that rows do not depend on their batch.
 
-The first half, sizes and costs, has no torch (attention_config.py). attentions.py has the table of kinds.
+The first half, sizes and costs, has no torch (attention_config.py). attention_kinds.py has the table of kinds.
 """
 
 # T tokens, S wanted rows, D hidden
