@@ -301,17 +301,22 @@ class WeightLoader:
         return Projection(held[0], torch.cat(biases) if len(biases) == len(prefixes) else None)
 
     def joined_projection(self, *prefixes: str) -> Projection:
-        """Read linear maps of the same input, of any numbers of rows, as one; blocks in FP8 stay if none has two."""
+        """Read linear maps of the same input, of any numbers of rows, as one.
+
+        Weights stored in FP8 stay bit for bit, unless a block would have rows of two.
+        """
         form, names = self._narrow_format, [f"{prefix}.weight" for prefix in prefixes]
-        parts = [self._part(name, form) for name in names]
+        num_rows = [self._stored.shape(name)[0] for name in names]
+        blocks: list[BlockScaled | None] = []
+        if form.keeps_fp8 and not any(count % form.multiple for count in num_rows):
+            blocks = [self._stored.read_blocks(name) for name in names]
+        stored = [one for one in blocks if one is not None]
         whole: torch.Tensor | BlockScaled
-        blocks = [part for part in parts if isinstance(part, BlockScaled) and len(part.values) % form.multiple == 0]
-        if len(blocks) == len(parts):
-            whole, shape = stack(blocks), (sum(len(part.values) for part in blocks), blocks[0].values.shape[-1])
+        if len(stored) == len(names):
+            whole = stack(stored)
         else:
             whole = torch.cat([self._stored.read(name, self.dtype) for name in names])
-            shape = (len(whole), whole.shape[1])
-        held = form.empty(1, *shape, memory=self._empty)
+        held = form.empty(1, sum(num_rows), self._stored.shape(names[0])[1], memory=self._empty)
         form.put(held, 0, whole)
         biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
         return Projection(held[0], torch.cat(biases) if biases else None)

@@ -72,6 +72,7 @@ def load_model(
     bits = BITS.get(job.model.dtype, {})
     config = load_model_config(folder)
     PageFormat.of(job).check(config)
+    assert config.attention.cuts_anywhere, "ranks share prefixes up to any token, and keep nothing but pages"
     _check_ops(job, device)
     dispatchers = expert_ids = None
     if mesh.size > 1:

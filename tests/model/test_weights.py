@@ -310,6 +310,31 @@ def test_experts_change_places_and_come_from_the_checkpoint(backend, dtype, pack
                 assert torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
+def test_biases_of_experts_change_places_with_them(tmp_path):
+    make_checkpoint(tmp_path, "gpt-oss")
+    config, before, after = load_model_config(tmp_path), [(6, 2, 0)] * 3, [(2, 5, 6)] * 3
+    moved = exchange_experts(load(tmp_path, expert_ids=before), tmp_path, config, after)
+    assert same(moved, load(tmp_path, expert_ids=after))
+
+
+@pytest.mark.parametrize(("head_dim", "is_kept"), [(64, True), (48, False)])
+def test_queries_keys_and_values_in_fp8_are_joined_bit_for_bit_unless_a_block_would_have_rows_of_two(
+    tmp_path, head_dim, is_kept
+):
+    make_checkpoint(tmp_path, "qwen3", hidden_size=128, num_attention_heads=4, head_dim=head_dim)
+    plain = quantise(tmp_path)
+    names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
+    held = load(tmp_path, **IN_BFLOAT16).layers[1].attention.qkv.weight
+    if is_kept:
+        stored = [bits for name in names for bits in stored_bits(tmp_path, name)]
+        assert torch.equal(held.values.view(torch.uint8), torch.cat([values[0] for values, _ in stored]))
+        assert torch.equal(held.scales, torch.cat([scales[0] for _, scales in stored]))
+    else:
+        rounded = BlockScaled(*quantize_fp8_block(torch.cat([plain[name].bfloat16() for name in names])))
+        assert torch.equal(held.values.view(torch.uint8), rounded.values.view(torch.uint8))
+        assert torch.equal(held.scales, rounded.scales)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_experts_that_change_places_stay_the_stored_bytes(sizes, tmp_path):
     make_checkpoint(tmp_path, "v3", **SIZES[sizes])
@@ -344,13 +369,25 @@ def test_extra_prediction_layers_and_known_leftovers_are_left_alone(tmp_path):
     [
         ({}, None, None),
         ({"name": "v32"}, None, None),
+        ({"name": "gpt-oss"}, None, None),
+        ({"name": "qwen3-moe"}, quantise, None),
         (RAGGED, quantise, None),
         (WHOLE_GROUPS, pack_int4, None),
         (WHOLE_GROUPS, pack_int4, [0, 3, 3]),
         ({}, None, [0, 3, 3]),
         ({"tie_word_embeddings": True}, None, []),
     ],
-    ids=["all", "sparse", "fp8", "packed", "packed, some", "some, one of them twice", "tied"],
+    ids=[
+        "all",
+        "sparse",
+        "turned and alternating",
+        "fp8, joined",
+        "fp8",
+        "packed",
+        "packed, some",
+        "some, one of them twice",
+        "tied",
+    ],
 )
 def test_loading_tells_how_much_is_read_of_what_it_will_read(tmp_path, sizes, store, experts):
     make_checkpoint(tmp_path, **sizes)
