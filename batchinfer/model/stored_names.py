@@ -26,6 +26,14 @@ from batchinfer.model.moe_config import MAX_EXPERTS
 _FP8 = "F8_E4M3"
 _BLOCK_ROWS = 128  # of one FP8 scale
 
+
+class _Stacked(NamedTuple):
+    """A stacked tensor of gpt-oss: its name in one expert, and its dims."""
+
+    name: str
+    num_dims: int
+
+
 _OUTSIDE = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 _IN_LAYERS = {
     "attention_norm": "input_layernorm",
@@ -53,7 +61,12 @@ _INTERLEAVED = re.compile(
     r"(?P<experts>.+\.mlp\.experts\.)(?P<projection>gate_up_proj|down_proj)(?P<kind>|_bias|_blocks|_scales)"
 )
 _OF_BOTH = "gate_up_proj_bias"  # no other family has it
-_EXPERT_VALUES = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
+_EXPERT_VALUES = {
+    "": _Stacked("weight", 3),
+    "_bias": _Stacked("bias", 2),
+    "_blocks": _Stacked("weight_blocks", 4),
+    "_scales": _Stacked("weight_scales", 3),
+}
 _STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_scale_inv)?")
 
 
@@ -151,15 +164,19 @@ def _taken_apart(name: str, info: TensorInfo, infos: dict[str, TensorInfo]) -> I
 
 def _deinterleaved(name: re.Match[str], info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """Yield the tensors of each expert of gpt-oss: rows of gate and up alternate, and plain weights are transposed."""
-    is_plain = not name["kind"]
-    count, rows, *rest = info.shape if not is_plain else (info.shape[0], *info.shape[:0:-1])
+    kind = _EXPERT_VALUES[name["kind"]]
+    is_plain = kind.name == "weight"
+    if len(info.shape) != kind.num_dims or info.shape[0] > MAX_EXPERTS:
+        yield name[0], info
+        return
+    count, rows, *rest = (info.shape[0], *info.shape[:0:-1]) if is_plain else info.shape
     projections = ("gate_proj", "up_proj") if name["projection"] == "gate_up_proj" else ("down_proj",)
     step = len(projections)
-    for expert in range(min(count, MAX_EXPERTS)):
+    for expert in range(count):
         for first, projection in enumerate(projections):
             part = Part(expert, first, rows, step, is_plain)
             own = replace(info, shape=(len(range(first, rows, step)), *rest), part=part)
-            yield f"{name['experts']}{expert}.{projection}.{_EXPERT_VALUES[name['kind']]}", own
+            yield f"{name['experts']}{expert}.{projection}.{kind.name}", own
 
 
 def _can_be_cut(rows: int, num_projections: int, scaled: TensorInfo | None) -> bool:

@@ -57,7 +57,7 @@ REFUSED: list[tuple[Any, str]] = [
     # other methods and formats
     *(
         ({"quant_method": name, "bits": 4}, f'quantization_config.quant_method is "{name}", but supported is "fp8"')
-        for name in ("aqlm", "mxfp4", "modelopt", "bitsandbytes")
+        for name in ("aqlm", "fbgemm_fp8", "modelopt", "bitsandbytes")
     ),
     *(
         (int4_config(format=name), f'quantization_config.format is "{name}", but supported is "pack-quantized"')

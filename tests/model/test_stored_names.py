@@ -11,7 +11,7 @@ import torch
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
 from batchinfer.model.ops import Ops
-from batchinfer.model.stored_names import TensorInfo, own_names
+from batchinfer.model.stored_names import Part, TensorInfo, own_names
 from batchinfer.model.tensor_names import check_tensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_loading import load_weights
@@ -109,12 +109,12 @@ def test_stacked_experts_are_parts_of_one_tensor():
     layer = "model.layers.3.mlp.experts"
     named = own_names({f"{layer}.gate_up_proj": info(2, 6, 5), f"{layer}.down_proj": info(2, 5, 3)})
     assert {name.removeprefix(layer): (one.part, one.shape) for name, one in named.items()} == {
-        ".0.gate_proj.weight": ((0, 0, 3), (3, 5)),
-        ".0.up_proj.weight": ((0, 3, 6), (3, 5)),
-        ".1.gate_proj.weight": ((1, 0, 3), (3, 5)),
-        ".1.up_proj.weight": ((1, 3, 6), (3, 5)),
-        ".0.down_proj.weight": ((0, 0, 5), (5, 3)),
-        ".1.down_proj.weight": ((1, 0, 5), (5, 3)),
+        ".0.gate_proj.weight": (Part(0, 0, 3), (3, 5)),
+        ".0.up_proj.weight": (Part(0, 3, 6), (3, 5)),
+        ".1.gate_proj.weight": (Part(1, 0, 3), (3, 5)),
+        ".1.up_proj.weight": (Part(1, 3, 6), (3, 5)),
+        ".0.down_proj.weight": (Part(0, 0, 5), (5, 3)),
+        ".1.down_proj.weight": (Part(1, 0, 5), (5, 3)),
     }
     assert sum(one.num_bytes for one in named.values()) == 4 * (60 + 30)
 
@@ -122,8 +122,8 @@ def test_stacked_experts_are_parts_of_one_tensor():
 @pytest.mark.parametrize(
     ("rows", "scale_rows", "parts"),
     [
-        (512, 4, [(0, 0, 2), (0, 2, 4)]),  # two blocks each
-        (200, 1, [(0, 0, 1), (0, 0, 1)]),  # one scale for both
+        (512, 4, [Part(0, 0, 2), Part(0, 2, 4)]),  # two blocks each
+        (200, 1, [Part(0, 0, 1), Part(0, 0, 1)]),  # one scale for both
         (200, 2, None),  # the first block has rows of both
     ],
 )
@@ -133,6 +133,21 @@ def test_scales_of_stacked_experts_go_with_their_blocks(rows, scale_rows, parts)
     scales = [one.part for key, one in named.items() if key.endswith(".weight_scale_inv")]
     assert scales == (parts or [])
     assert (f"{name}_scale_inv" in named) == (parts is None)
+
+
+def test_alternating_experts_are_parts_with_every_other_row_or_column():
+    layer = "model.layers.3.mlp.experts."
+    shapes = {"gate_up_proj_bias": (1, 6), "gate_up_proj_blocks": (1, 6, 2, 16), "down_proj": (1, 3, 5)}
+    named = own_names({layer + name: info(*shape) for name, shape in shapes.items()})
+    assert {name.removeprefix(layer): (one.part, one.shape) for name, one in named.items()} == {
+        "0.gate_proj.bias": (Part(0, 0, 6, 2), (3,)),
+        "0.up_proj.bias": (Part(0, 1, 6, 2), (3,)),
+        "0.gate_proj.weight_blocks": (Part(0, 0, 6, 2), (3, 2, 16)),
+        "0.up_proj.weight_blocks": (Part(0, 1, 6, 2), (3, 2, 16)),
+        "0.down_proj.weight": (Part(0, 0, 5, 1, True), (5, 3)),
+    }
+    odd = {f"{layer}gate_up_proj_bias": info(6), f"{layer}down_proj": info(5, 3)}
+    assert own_names(odd) == odd
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 5), (6, 5), (5000, 2, 0)])
