@@ -16,7 +16,7 @@ from batchinfer.model.moe import MoeMlp
 from batchinfer.model.schedules import Schedule
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels.cpu import ops, packed
-from support.checkpoints import MODELS, SPARSE_MODELS, make_checkpoint
+from support.checkpoints import GROUPED_MODELS, MODELS, SPARSE_MODELS, make_checkpoint
 from support.paged_steps import PagedRequests
 
 BIASED_MOE = {"v2-groups"}  # biases need the operations one by one
@@ -46,7 +46,7 @@ def logits_and_pages(model, *, chunks=(1000,)):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"v3-odd-sizes", *SPARSE_MODELS}))
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"v3-odd-sizes", *SPARSE_MODELS, *GROUPED_MODELS}))
 def test_fused_layers_have_the_bits_of_composed_ones(name, dtype, tmp_path, monkeypatch):
     make_checkpoint(tmp_path, name)
     fused = Transformer.load(tmp_path, **DTYPES[dtype], backend="cpu")
@@ -69,7 +69,7 @@ def test_fused_layers_have_the_bits_of_composed_ones(name, dtype, tmp_path, monk
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"v3-odd-sizes", *SPARSE_MODELS}))
+@pytest.mark.parametrize("name", sorted(set(MODELS) - {"v3-odd-sizes", *SPARSE_MODELS, *GROUPED_MODELS}))
 def test_a_decode_step_in_one_call_has_the_bits_of_one_layer_by_layer(name, dtype, tmp_path):
     make_checkpoint(tmp_path, name)
     model = Transformer.load(tmp_path, **DTYPES[dtype], backend="cpu")
