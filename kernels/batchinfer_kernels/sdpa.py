@@ -7,7 +7,7 @@ operation.
 """
 
 # T tokens, H heads, A query width, R rotary width, Z key (without rotary) and value width, V value width
-# C latent width, X keys of a request, B requests, P pages
+# C latent width, X keys of a request, B requests, P pages, N key heads
 
 import contextlib
 
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from batchinfer_kernels.implementation import accepts_all, implementation
+from batchinfer_kernels.reference.gqa import GqaForm
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 
 _MAX_KEY_BYTES = 2**30  # keys and values at a time
@@ -53,15 +54,34 @@ def mla_prefill(
     return out_THV
 
 
+def _plain_heads(_q: torch.Tensor, _keys: PagedKeys, _num_tokens: torch.Tensor, form: GqaForm) -> str | None:
+    """Windows and sinks."""
+    is_plain = form.window is None and form.sinks_H is None
+    return None if is_plain else "heads have a window or sinks"
+
+
+@implementation(rejects=_plain_heads)
+def gqa_prefill(q_THA: torch.Tensor, keys: PagedKeys, num_tokens_B: torch.Tensor, form: GqaForm) -> torch.Tensor:
+    """Attend request by request. Positions are not read: a chunk is the last tokens of its context."""
+    out_THA = torch.empty_like(q_THA)
+    start = 0
+    chunks = zip(keys.page_table_BP, num_tokens_B.tolist(), keys.kv_tokens_B.tolist(), strict=True)
+    for pages_P, num_tokens, context in chunks:
+        if num_tokens:
+            rows = slice(start, start + num_tokens)
+            kv_XW = keys.pages[pages_P[: -(-context // PAGE_TOKENS)]].flatten(0, 1)[:context]
+            k_NXA, v_NXA = (x.unflatten(-1, (form.num_kv_heads, -1)).transpose(0, 1) for x in kv_XW.chunk(2, dim=-1))
+            q_HTA = q_THA[rows].transpose(0, 1)
+            out_THA[rows] = _attend(q_HTA, k_NXA, v_NXA, form.scale, enable_gqa=True).transpose(0, 1)
+        start += num_tokens
+    return out_THA
+
+
 def _attend_chunk(
     q_THA: torch.Tensor, latents_XW: torch.Tensor, kv_b_HZC: torch.Tensor, out_THV: torch.Tensor, scale: float
 ) -> None:
     """Attend with one request's chunk and write the result to `out_THV`."""
-    # these imports load torch's compiler: at the top of the file they would delay every rank's start by over a second
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.attention.bias import causal_lower_right
-
-    (num_tokens, num_heads, width), v_dim = q_THA.shape, out_THV.shape[-1]
+    (_, num_heads, width), v_dim = q_THA.shape, out_THV.shape[-1]
     context, latent_dim = len(latents_XW), kv_b_HZC.shape[-1]
     k_rotary_XR = latents_XW[:, latent_dim:]
     heads_at_once = max(1, _MAX_KEY_BYTES // (context * (kv_b_HZC.shape[1] + width) * q_THA.element_size()))
@@ -72,12 +92,22 @@ def _attend_chunk(
         k_nope_HXN, v_HXV = kv_HXZ.split([kv_HXZ.shape[-1] - v_dim, v_dim], dim=-1)
         k_HXA = torch.cat([k_nope_HXN, k_rotary_XR.expand(len(kv_b), -1, -1)], dim=-1)
         q_HTA = q_THA[:, heads].transpose(0, 1)
-        operands = q_HTA[None], k_HXA[None], v_HXV[None]
-        if num_tokens == context:
-            order = [getattr(SDPBackend, name) for name in _ORDER]
-            with sdpa_kernel(order, set_priority=True) if q_THA.is_cuda else contextlib.nullcontext():
-                out_HTV = F.scaled_dot_product_attention(*operands, is_causal=True, scale=scale)
-        else:  # the last query sees the last key
-            mask = causal_lower_right(num_tokens, context)
-            out_HTV = F.scaled_dot_product_attention(*operands, attn_mask=mask, scale=scale)
-        out_THV[:, heads] = out_HTV[0].transpose(0, 1)
+        out_THV[:, heads] = _attend(q_HTA, k_HXA, v_HXV, scale).transpose(0, 1)
+
+
+def _attend(
+    q_HTA: torch.Tensor, k_HXA: torch.Tensor, v_HXV: torch.Tensor, scale: float, **options: bool
+) -> torch.Tensor:
+    """Attend with the last T of X tokens, [H, T, V]."""
+    # these imports load torch's compiler: at the top of the file they would delay every rank's start by over a second
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.bias import causal_lower_right
+
+    operands = q_HTA[None], k_HXA[None], v_HXV[None]
+    if q_HTA.shape[1] == k_HXA.shape[1]:
+        order = [getattr(SDPBackend, name) for name in _ORDER]
+        with sdpa_kernel(order, set_priority=True) if q_HTA.is_cuda else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(*operands, is_causal=True, scale=scale, **options)[0]
+    # the last query sees the last key
+    mask = causal_lower_right(q_HTA.shape[1], k_HXA.shape[1])
+    return F.scaled_dot_product_attention(*operands, attn_mask=mask, scale=scale, **options)[0]

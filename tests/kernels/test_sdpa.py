@@ -12,6 +12,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry, sdpa
 from batchinfer_kernels.reference import mla as reference_mla
+from batchinfer_kernels.reference.gqa import GqaForm, gqa_prefill
 from batchinfer_kernels.reference.mla import PagedKeys
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
@@ -41,6 +42,21 @@ def test_chunks_anywhere_in_their_prompts_attend_as_in_the_reference(monkeypatch
     y, expected = sdpa.mla_prefill(*arguments, **options), reference_mla.mla_prefill(*arguments, **options)
     assert y.dtype == dtype
     assert (y - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_grouped_heads_attend_as_in_the_reference(dtype):
+    num_tokens, context = torch.tensor([70, 30, 0, 1]), torch.tensor([70, 150, 64, 65])
+    pages, table = random(12, 64, 2 * 2 * 24).to(dtype), torch.randperm(12).view(4, 3)
+    positions = torch.cat([torch.arange(end - count, end) for count, end in zip(num_tokens, context, strict=True)])
+    q, form = random(101, 6, 24, seed=2).to(dtype), GqaForm(2, 0.2)
+    arguments = q, PagedKeys(pages, table, context, positions), num_tokens, form
+    y, expected = sdpa.gqa_prefill(*arguments), gqa_prefill(*arguments)
+    assert y.dtype == dtype
+    assert (y - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+    for other in (form._replace(window=9), form._replace(sinks_H=random(6))):
+        with pytest.raises(RuntimeError, match="heads have a window or sinks"):
+            sdpa.gqa_prefill(*arguments[:3], other)
 
 
 def test_a_model_prefills_with_it():

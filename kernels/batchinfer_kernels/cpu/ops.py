@@ -18,7 +18,8 @@ from batchinfer_kernels.cpu import packed
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind, library, whole_pairs
 from batchinfer_kernels.implementation import implementation, on_args
 from batchinfer_kernels.reference.block_scaled import BlockScaled
-from batchinfer_kernels.reference.experts import ExpertBiases, other_form
+from batchinfer_kernels.reference.experts import ExpertBiases
+from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 from batchinfer_kernels.reference.gating import GateRule, count_experts
 from batchinfer_kernels.reference.gqa import GqaForm, NewHeads
@@ -31,7 +32,14 @@ from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIn
 
 Weight = torch.Tensor | Packed
 
-GATE_METHODS = ("noaux_tc", "greedy", "group_limited_greedy", "group_top2")  # numbers as in csrc/kernels.h
+GATE_METHODS = (
+    "noaux_tc",
+    "greedy",
+    "group_limited_greedy",
+    "group_top2",
+    "topk_softmax",
+)  # numbers as in csrc/kernels.h
+_BIASED = ("noaux_tc", "topk_softmax")
 
 
 # ---- rejected arguments
@@ -49,7 +57,7 @@ def _mismatch(x: torch.Tensor, *operands: Any) -> str | None:
                 return f"the weight is packed for other rows than {x.dtype}"
         elif isinstance(operand, BlockScaled):
             return "the weight is in FP8 blocks"
-        elif isinstance(operand, GroupScaled):
+        elif isinstance(operand, GroupScaled | Fp4Scaled):
             return "the weight is in groups of the reference"
         elif operand.dtype is not x.dtype or not operand.is_cpu:
             return f"rows are in {x.dtype} on the CPU, other operands are not"
@@ -66,10 +74,8 @@ def _float32(x: torch.Tensor, *_: Any) -> str | None:
     return None if x.is_cpu and x.dtype is torch.float32 else "values are not in float32 on the CPU"
 
 
-def _gated(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule, *_: Any) -> str | None:
+def _gated(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *_: Any, **__: Any) -> str | None:
     """Logits or biases that are not in float32 on the CPU."""
-    if rule.method not in GATE_METHODS:
-        return "another gate"
     return _float32(logits_TE) or (None if bias_E is None else _float32(bias_E))
 
 
@@ -112,10 +118,8 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> str | None:
     return _mismatch(x, weight) or (None if x.shape[-1] else "rows have no values")
 
 
-def _activation(gate: torch.Tensor, up: torch.Tensor, activation: Activation = SWIGLU) -> str | None:
+def _activation(gate: torch.Tensor, up: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU, or not of two dims."""
-    if activation != SWIGLU:
-        return "another activation"
     return _mismatch(gate, up) or (None if gate.dim() == 2 else "gate is not of two dims")
 
 
@@ -134,13 +138,13 @@ def _grouped(
     scales: Any = None,
     *,
     tile_rows: int = 1,
-    activation: Activation = SWIGLU,
     biases: ExpertBiases | None = None,
+    **_others: Any,
 ) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
     if tile_rows > 1:
         return "there are gaps between experts' rows"
-    if reason := other_form(activation, biases):
+    if biases is not None and scales is None and (reason := _mismatch(x, *biases)):
         return reason
     if scales is None or not isinstance(gate_up, Packed):
         return _mismatch(x, gate_up, down)
@@ -234,9 +238,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @implementation(rejects=_activation)
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate: torch.Tensor, up: torch.Tensor, activation: Activation = SWIGLU) -> torch.Tensor:
     """Round once; the reference also rounds after silu."""
-    return library().silu_mul(gate, up)
+    return library().silu_mul(gate, up, *activation)
 
 
 @implementation(rejects=_gated)
@@ -247,7 +251,7 @@ def gate(
     counts_E: torch.Tensor | None = None,
     is_counted_T: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    bias_E = bias_E.contiguous() if bias_E is not None and rule.method == "noaux_tc" else None
+    bias_E = bias_E.contiguous() if bias_E is not None and rule.method in _BIASED else None
     ids_TK, weights_TK = library().gate(logits_TE.contiguous(), bias_E, GATE_METHODS.index(rule.method), *rule[1:])
     if counts_E is not None:
         count_experts(ids_TK, counts_E, is_counted_T)
@@ -285,6 +289,8 @@ def grouped_mlp(
     scales: torch.Tensor | None = None,
     *,
     tile_rows: int = 1,
+    activation: Activation = SWIGLU,
+    biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     assert tile_rows == 1, "refused"
     if scales is not None:
@@ -292,8 +298,9 @@ def grouped_mlp(
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)
     sources = None if tokens_M is None else tokens_M.contiguous()
     y = library().grouped_mlp(
-        whole_pairs(x), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, sources, width, gate_up.kind
-    )
+        whole_pairs(x), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, sources, width, gate_up.kind,
+        *activation, *_biases(biases, down),
+    )  # fmt: skip
     return y[..., : x.shape[-1]]
 
 
@@ -306,13 +313,15 @@ def masked_mlp(
     scales: torch.Tensor | None = None,
     *,
     expected_rows: int | None = None,
+    activation: Activation = SWIGLU,
+    biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
     if scales is not None:
         x_ECD = dequantize_fp8_rows(x_ECD, scales, torch.bfloat16)
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)
     y = library().masked_mlp(
         whole_pairs(x_ECD).contiguous(), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, width,
-        gate_up.kind,
+        gate_up.kind, *activation, *_biases(biases, down),
     )  # fmt: skip
     return y[..., : x_ECD.shape[-1]]
 
@@ -449,6 +458,14 @@ def mla_sparse(
 ) -> torch.Tensor:
     """Give the bits of mla_decode over the keys in these slots."""
     return library().mla_sparse(q_THW.contiguous(), pages, slots_TK.contiguous(), latent_dim, scale)
+
+
+def _biases(biases: ExpertBiases | None, down: Packed) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the biases as C++ takes them; the hidden width is even there."""
+    if biases is None:
+        return None, None
+    room = down.num_columns - biases.down_ED.shape[-1]
+    return biases.gate_up_EF.contiguous(), F.pad(biases.down_ED, (0, room)).contiguous()
 
 
 def _form(form: GqaForm) -> tuple[int, float, int, torch.Tensor | None]:

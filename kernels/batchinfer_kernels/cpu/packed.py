@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from batchinfer_kernels.cpu import build
+from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 
 PANEL_COLUMNS = 64
@@ -32,6 +33,7 @@ class WeightKind(IntEnum):
     INT8 = 1
     FLOAT32 = 2
     INT4 = 3
+    FP4 = 4
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, is_int8: bool = False, is_int4: bool = False) -> WeightKind:
@@ -86,15 +88,13 @@ class Packed:
         """Return one of the weights, sharing its memory."""
         return replace(self, data=self.data[slot : slot + 1])
 
-    def put(self, slot: int, *parts_NM: torch.Tensor | GroupScaled) -> None:
+    def put(self, slot: int, *parts_NM: torch.Tensor | GroupScaled | Fp4Scaled) -> None:
         """Pack a weight into a slot, given in one part or in equal parts above each other, all of one form."""
-        groups = [part for part in parts_NM if isinstance(part, GroupScaled)]
+        groups = [part for part in parts_NM if isinstance(part, GroupScaled | Fp4Scaled)]
         if groups:
-            values, scales = (
-                [part.values.contiguous() for part in groups],
-                [part.scales.contiguous() for part in groups],
-            )
-            library().pack_groups(self.data[slot], values, scales, self.depth, self.is_paired)
+            values = [part.values.contiguous() for part in groups]
+            scales = [part.factors() if isinstance(part, Fp4Scaled) else part.scales.contiguous() for part in groups]
+            library().pack_groups(self.data[slot], values, scales, self.depth, self.kind, self.is_paired)
             return
         parts = [whole_pairs(part).contiguous() for part in parts_NM if isinstance(part, torch.Tensor)]
         library().pack(self.data[slot], parts, self.kind, self.is_paired)
@@ -119,6 +119,16 @@ def pack(weight: torch.Tensor, *, is_int8: bool = False, is_int4: bool = False, 
     packed = Packed.empty(*weights_BNM.shape, kind=kind, is_paired=is_paired)
     for slot, weight_NM in enumerate(weights_BNM):
         packed.put(slot, weight_NM)
+    return packed
+
+
+def pack_fp4(weight: Fp4Scaled, *, is_paired: bool = False) -> Packed:
+    """Pack one weight, or several of one shape, in E2M1; products have the bits of its plain values."""
+    weights = weight if weight.values.dim() == 3 else Fp4Scaled(weight.values[None], weight.scales[None])
+    count, num_columns, num_bytes = weights.values.shape
+    packed = Packed.empty(count, num_columns, 2 * num_bytes, kind=WeightKind.FP4, is_paired=is_paired)
+    for slot in range(count):
+        packed.put(slot, weights[slot])
     return packed
 
 

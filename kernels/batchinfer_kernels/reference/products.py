@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK, ScaledRows, block_product, quantize_fp8_block
 from batchinfer_kernels.reference.group_scaled import GroupScaled, to_groups
 
@@ -40,7 +41,7 @@ def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
 
 def linear(
     x: torch.Tensor | ScaledRows,
-    weight: torch.Tensor | BlockScaled | GroupScaled,
+    weight: torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled,
     bias: torch.Tensor | None = None,
     *,
     float32_out: bool = False,
@@ -51,7 +52,8 @@ def linear(
     Args:
         x: [T, in], any T; for a weight in FP8 blocks also rows that are rounded already.
         weight: [out, in], same dtype; or in FP8 blocks, for which x is rounded to FP8 with a scale per 128 values; or
-            in 4 bits, for which x is rounded to whole numbers of 8 bits with a scale per 128 values.
+            in 4 bits, for which x is rounded to whole numbers of 8 bits with a scale per 128 values; or in E2M1, for
+            which x is not rounded.
         bias: [out] or None.
         float32_out: return float32.
         residual: [T, out], to which the rounded result is added.
@@ -67,6 +69,8 @@ def linear(
         y = block_product(values, scales, weight.values, weight.scales).to(x.dtype)
     elif isinstance(weight, GroupScaled):
         y = weight.product(x).to(x.dtype)
+    elif isinstance(weight, Fp4Scaled):
+        y = F.linear(_aligned(x), weight.plain(x.dtype))[: x.shape[0]]
     else:
         y = F.linear(_aligned(x), weight)[: x.shape[0]]
     y = y if bias is None else y + bias

@@ -23,8 +23,8 @@ def gate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts in one kernel."""
     num_tokens, num_experts = logits_TE.shape
-    is_v3 = rule.method == "noaux_tc"
-    is_limited = rule.topk_groups < rule.num_groups and rule.method != "greedy"
+    is_v3, is_chosen = rule.method == "noaux_tc", rule.method == "topk_softmax"
+    is_limited = rule.topk_groups < rule.num_groups and rule.method not in ("greedy", "topk_softmax")
     # one group is as good as several that all may be used
     num_groups = rule.num_groups if is_limited else 1
     ids_TK = torch.empty(num_tokens, rule.topk, dtype=torch.int64, device=logits_TE.device)
@@ -35,7 +35,7 @@ def gate(
         rows = max(1, _PROGRAM_VALUES // (groups * size))
         _gate[(triton.cdiv(num_tokens, rows),)](
             logits_TE.contiguous(),
-            bias_E if is_v3 else None,
+            bias_E if is_v3 or is_chosen else None,
             ids_TK,
             weights_TK,
             counts_E,
@@ -47,6 +47,7 @@ def gate(
             TOPK=rule.topk,
             TOPK_GROUPS=rule.topk_groups if is_limited else 1,
             IS_SIGMOID=is_v3,
+            IS_CHOSEN=is_chosen,
             IS_LIMITED=is_limited,
             SUMS_TWO=rule.method != "group_limited_greedy" and group_size > 1,
             NORMALIZE=rule.normalize,
@@ -76,10 +77,10 @@ def _allowed(choice, is_group, groups, places, token, TOPK_GROUPS: tl.constexpr,
 
 
 @triton.jit
-def _gate(
+def _gate(  # noqa: PLR0915  (one kernel for all methods)
     logits_ptr, bias_ptr, ids_ptr, weights_ptr, counts_ptr, is_counted_ptr, scale, num_tokens, num_groups, group_size,
-    TOPK: tl.constexpr, TOPK_GROUPS: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_LIMITED: tl.constexpr,
-    SUMS_TWO: tl.constexpr, NORMALIZE: tl.constexpr,
+    TOPK: tl.constexpr, TOPK_GROUPS: tl.constexpr, IS_SIGMOID: tl.constexpr, IS_CHOSEN: tl.constexpr,
+    IS_LIMITED: tl.constexpr, SUMS_TWO: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Tensors are [tokens, groups, experts of a group]."""
@@ -93,17 +94,26 @@ def _gate(
     far: tl.constexpr = 2**30
 
     logits_at = logits_ptr + token[:, None, None] * num_groups * group_size + ids
-    logits = tl.load(logits_at, mask=is_token[:, None, None] & is_expert, other=0.0).to(tl.float64)
-    if IS_SIGMOID:
+    choice = tl.load(logits_at, mask=is_token[:, None, None] & is_expert, other=0.0)
+    if IS_CHOSEN and bias_ptr is not None:
+        choice += tl.load(bias_ptr + ids, mask=is_expert, other=0.0)
+    logits = choice.to(tl.float64)
+    if IS_CHOSEN:
+        peak = tl.max(tl.max(tl.where(is_expert, logits, low), 2), 1)
+        scores = tl.exp(logits - peak[:, None, None])
+    elif IS_SIGMOID:
         scores = (1.0 / (1.0 + tl.exp(-logits))).to(tl.float32)
     else:
         peak = tl.max(tl.max(tl.where(is_expert, logits, low), 2), 1)
         raised = tl.where(is_expert, tl.exp(logits - peak[:, None, None]), 0.0)
         scores = (raised / tl.sum(tl.sum(raised, 2), 1)[:, None, None]).to(tl.float32)
-    choice = scores
-    if bias_ptr is not None:
+    if not IS_CHOSEN:
+        choice = scores
+    if bias_ptr is not None and not IS_CHOSEN:
         choice += tl.load(bias_ptr + ids, mask=is_expert, other=0.0)
     is_sound = tl.min(tl.min(tl.where(tl.abs(choice) < float("inf"), 1, 0), 2), 1)
+    if IS_CHOSEN:  # an expert may be ruled out by its bias
+        is_sound = tl.min(tl.min(tl.where(choice < float("inf"), 1, 0), 2), 1)
     choice = tl.where(is_expert & (choice == choice), choice, low)  # nonsense is chosen last
 
     if IS_LIMITED:

@@ -71,7 +71,7 @@ def product(
         out: [T, N] or [B, T, N], the last dim without gaps; with `tiles` only their rows are written.
         tiles: the experts' row tiles.
         rows: [T] int64, the row of x behind each row of the result.
-        bias: [N] bfloat16.
+        bias: [N] bfloat16, or [E, N] with `tiles`.
         residual: [T, N] bfloat16.
 
     Returns:
@@ -106,6 +106,7 @@ def product(
         x.stride(-2),
         out.stride(-2),
         0 if residual is None else residual.stride(0),
+        0 if bias is None or bias.dim() == 1 else bias.stride(0),
         values.stride(-2),
         x.stride(0) if is_batched else 0,
         out.stride(0) if is_batched else 0,
@@ -152,7 +153,7 @@ def _product(
     x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, residual_ptr,
     experts_ptr, starts_ptr, ends_ptr, count_ptr,
     num_rows, num_columns, depth,
-    x_stride, out_stride, residual_stride, w_stride,
+    x_stride, out_stride, residual_stride, bias_expert, w_stride,
     x_batch, out_batch, w_batch,
     scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
     row_programs,
@@ -168,7 +169,7 @@ def _product(
                 x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, residual_ptr,
                 batch, tl.load(experts_ptr + tile).to(tl.int64), tl.load(starts_ptr + tile), tl.load(ends_ptr + tile),
                 column_tile, num_columns, depth,
-                x_stride, out_stride, residual_stride, w_stride,
+                x_stride, out_stride, residual_stride, bias_expert, w_stride,
                 x_batch, out_batch, w_batch,
                 scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
                 ROWS, COLUMNS, DEPTH, IS_EVEN, SCALE_BLOCK,
@@ -181,7 +182,7 @@ def _product(
             x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, residual_ptr,
             batch, batch, (first_tile + in_group % group_tiles) * ROWS, num_rows,
             in_group // group_tiles, num_columns, depth,
-            x_stride, out_stride, residual_stride, w_stride,
+            x_stride, out_stride, residual_stride, bias_expert, w_stride,
             x_batch, out_batch, w_batch,
             scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
             ROWS, COLUMNS, DEPTH, IS_EVEN, SCALE_BLOCK,
@@ -193,7 +194,7 @@ def _tile(
     x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, residual_ptr,
     batch, expert, start, end,
     column_tile, num_columns, depth,
-    x_stride, out_stride, residual_stride, w_stride,
+    x_stride, out_stride, residual_stride, bias_expert, w_stride,
     x_batch, out_batch, w_batch,
     scale_expert, scale_row, scale_block, w_scale_batch, w_scale_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -238,7 +239,7 @@ def _tile(
     else:
         y = to_bfloat16(total)
         if bias_ptr is not None:
-            bias = tl.load(bias_ptr + w_row)
+            bias = tl.load(bias_ptr + expert * bias_expert + w_row)
             y = to_bfloat16(y.to(tl.float32) + bias.to(tl.float32)[None, :])
         if residual_ptr is not None:
             residual = tl.load(

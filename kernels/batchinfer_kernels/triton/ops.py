@@ -15,12 +15,10 @@ import torch
 
 from batchinfer_kernels.implementation import Implementation, accepts_all, implementation, on_args
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
-from batchinfer_kernels.reference.experts import other_form
 from batchinfer_kernels.reference.fp8 import ScaledRows
-from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.gqa import NewHeads
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
-from batchinfer_kernels.reference.pointwise import SWIGLU, Activation
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
 from batchinfer_kernels.triton import probe
@@ -39,25 +37,14 @@ def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
 def _grouped(
     x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None, **options: Any
 ) -> str | None:
-    """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8; other forms."""
-    if reason := other_form(**options):
-        return reason
-    return _mismatch(gate_up, down) if scales is not None else _mismatch(x, gate_up, down)
+    """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8."""
+    others = gate_up, down, *(options.get("biases") or ())
+    return _mismatch(*others) if scales is not None else _mismatch(x, *others)
 
 
 def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **options: Any) -> str | None:
-    """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8; other forms."""
+    """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8."""
     return _grouped(x, _, gate_up, down, None, scales, **options)
-
-
-def _activation(gate: torch.Tensor, up: torch.Tensor, activation: Activation = SWIGLU) -> str | None:
-    """Operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on; other forms of SwiGLU."""
-    return _mismatch(gate, up) or other_form(activation=activation)
-
-
-def _gated(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule, *_: Any) -> str | None:
-    """Tensors on the CPU, unless Triton's interpreter is on; gates that choose by logits."""
-    return _foreign(logits_TE) or ("the gate chooses by logits" if rule.method == "topk_softmax" else None)
 
 
 def _summed(rows: ExpertRows) -> str | None:
@@ -73,6 +60,17 @@ def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
 def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
     """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q, keys.pages, *kv_b_and_more[:1]) or _uneven(keys.pages)
+
+
+def _new_heads(qkv_TW: torch.Tensor, new: NewHeads) -> str | None:
+    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    norms = (norm for norm in (new.norm_q, new.norm_k) if norm is not None)
+    return _mismatch(qkv_TW, new.pages, *norms) or _uneven(new.pages)
+
+
+def _grouped_heads(q: torch.Tensor, keys: PagedKeys, *_: Any) -> str | None:
+    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(q, keys.pages) or _uneven(keys.pages)
 
 
 def _fp8_rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
@@ -184,9 +182,9 @@ batched_linear = _kernel("gemm", "batched_linear", on_args(_mismatch, 0, 1))
 router = _kernel("router", "router", on_args(_mismatch, 0))
 rms_norm = _kernel("rows", "rms_norm", on_args(_mismatch, 0, 1))
 rms_norm_fp8 = _kernel("rows", "rms_norm_fp8", on_args(_mismatch, 0, 1))
-silu_mul = _kernel("silu", "silu_mul", _activation)
+silu_mul = _kernel("silu", "silu_mul", on_args(_mismatch, 0, 1))
 silu_mul_blocks = _kernel("silu", "silu_mul_blocks", on_args(_mismatch, 0))
-gate = _kernel("gate", "gate", _gated)
+gate = _kernel("gate", "gate", _foreign)
 rope_and_cache = _kernel("rows", "rope_and_cache", _rotation)
 grouped_mlp = _kernel("experts", "grouped_mlp", _grouped)
 masked_mlp = _kernel("experts", "masked_mlp", _masked)
@@ -198,6 +196,12 @@ argmax = _kernel("argmax", "argmax", _logits)
 draw = _kernel("draw", "draw", on_args(_logits, 0))
 mla_prefill = _kernel("prefill", "mla_prefill", _attention)
 mla_decode = _kernel("decode", "mla_decode", _attention)
+gqa_rope_and_cache = _kernel("gqa", "gqa_rope_and_cache", _new_heads)
+gqa_prefill = _kernel("gqa", "gqa_prefill", _grouped_heads)
+gqa_decode = _kernel("gqa", "gqa_decode", _grouped_heads)
+gqa_rope_and_cache_fp8 = _kernel("gqa", "gqa_rope_and_cache_fp8", on_args(_mismatch, 0))
+gqa_prefill_fp8 = _kernel("gqa", "gqa_prefill_fp8", on_args(_mismatch, 0))
+gqa_decode_fp8 = _kernel("gqa", "gqa_decode_fp8", on_args(_mismatch, 0))
 spread_queries = _kernel("pieces", "spread_queries", _foreign)
 merge_pieces = _kernel("pieces", "merge_pieces", _foreign)
 rope_and_cache_fp8 = _kernel("rows", "rope_and_cache_fp8", _fp8_rotation)

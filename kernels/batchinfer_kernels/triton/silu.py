@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from batchinfer_kernels.reference.pointwise import SWIGLU, Activation
 from batchinfer_kernels.triton.gemm import row_scale_steps
 from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import scale_of, scaled, to_bfloat16, to_e4m3
@@ -19,7 +20,7 @@ _TILE_VALUES = 4096
 _TILE_ROWS = 16
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate: torch.Tensor, up: torch.Tensor, activation: Activation = SWIGLU) -> torch.Tensor:
     gate, up = dense(gate), dense(up)
     num_rows, width = gate.shape
     out = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
@@ -27,8 +28,9 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         columns = min(_TILE_VALUES, triton.next_power_of_2(width))
         rows = _TILE_VALUES // columns
         _silu_mul[(triton.cdiv(num_rows, rows), triton.cdiv(width, columns))](
-            gate, up, out, num_rows, width, gate.stride(0), up.stride(0), ROWS=rows, COLUMNS=columns
-        )
+            gate, up, out, num_rows, width, gate.stride(0), up.stride(0), *activation,
+            IS_PLAIN=activation == SWIGLU, ROWS=rows, COLUMNS=columns,
+        )  # fmt: skip
     return out
 
 
@@ -46,15 +48,21 @@ def silu_mul_blocks(
     if out.numel() and num_rows_E is None:
         grid = (triton.cdiv(num_experts * room, _TILE_ROWS), triton.cdiv(double // 2, ROW_BLOCK))
         _silu_mul_rows[grid](
-            gate_up_ECF, out, scales, num_experts * room, room, double // 2, *row_scale_steps(scales),
-            ROWS=_TILE_ROWS, BLOCK=ROW_BLOCK,
+            gate_up_ECF, out, scales, num_experts * room, room, double // 2, *row_scale_steps(scales), *SWIGLU,
+            IS_PLAIN=True, ROWS=_TILE_ROWS, BLOCK=ROW_BLOCK,
         )  # fmt: skip
     elif num_rows_E is not None and out.numel():
         silu_mul_tiles(gate_up_ECF.flatten(0, 1), out.flatten(0, 1), scales, masked_tiles(num_rows_E, room))
     return out, scales
 
 
-def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tensor | None, tiles: RowTiles) -> None:
+def silu_mul_tiles(
+    gate_up: torch.Tensor,
+    out: torch.Tensor,
+    scales: torch.Tensor | None,
+    tiles: RowTiles,
+    activation: Activation = SWIGLU,
+) -> None:
     """Compute silu(gate) × up for the rows of experts, gate before up in [M, 2 * F]; skip all other rows.
 
     Args:
@@ -72,6 +80,8 @@ def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tenso
         tiles.count,
         width,
         *row_scale_steps(scales),
+        *activation,
+        IS_PLAIN=activation == SWIGLU,
         TILE_ROWS=tiles.rows,
         ROWS=min(tiles.rows, _TILE_ROWS),
         BLOCK=ROW_BLOCK,
@@ -79,30 +89,38 @@ def silu_mul_tiles(gate_up: torch.Tensor, out: torch.Tensor, scales: torch.Tenso
 
 
 @triton.jit
-def _active(gate, up):
-    """Return silu(gate) × up of bfloat16 values, in float32 but with the bits of bfloat16."""
-    gate32 = gate.to(tl.float32)
-    silu = to_bfloat16(gate32 / (1.0 + tl.exp(-gate32))).to(tl.float32)
-    return to_bfloat16(silu * up.to(tl.float32)).to(tl.float32)
+def _active(gate, up, limit, alpha, shift, IS_PLAIN: tl.constexpr):
+    """Return the activation of bfloat16 values, in float32 but with the bits of bfloat16."""
+    gate32, up32 = gate.to(tl.float32), up.to(tl.float32)
+    inner = gate32
+    if not IS_PLAIN:  # a limit passes what is no number on
+        gate32 = tl.where(gate32 > limit, limit, gate32)
+        up32 = tl.where(up32 > limit, limit, tl.where(up32 < -limit, -limit, up32)) + shift
+        inner = gate32 * alpha
+    silu = to_bfloat16(gate32 / (1.0 + tl.exp(-inner))).to(tl.float32)
+    return to_bfloat16(silu * up32).to(tl.float32)
 
 
 @triton.jit
 def _silu_mul(
-    gate_ptr, up_ptr, out_ptr, num_rows, width, gate_stride, up_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    gate_ptr, up_ptr, out_ptr, num_rows, width, gate_stride, up_stride, limit, alpha, shift,
+    IS_PLAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_inside = (rows < num_rows) & (columns < width)
     gate = tl.load(gate_ptr + rows * gate_stride + columns, mask=is_inside, other=0.0)
     up = tl.load(up_ptr + rows * up_stride + columns, mask=is_inside, other=0.0)
-    tl.store(out_ptr + rows * width + columns, to_bfloat16(_active(gate, up)), mask=is_inside)
+    tl.store(
+        out_ptr + rows * width + columns, to_bfloat16(_active(gate, up, limit, alpha, shift, IS_PLAIN)), mask=is_inside
+    )
 
 
 @triton.jit
 def _silu_mul_tiles(
     gate_up_ptr, out_ptr, scales_ptr, experts_ptr, starts_ptr, ends_ptr, count_ptr,
-    width, scale_expert, scale_row, scale_block,
-    TILE_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    width, scale_expert, scale_row, scale_block, limit, alpha, shift,
+    IS_PLAIN: tl.constexpr, TILE_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -115,33 +133,42 @@ def _silu_mul_tiles(
         end = tl.minimum(start + TILE_ROWS, tl.load(ends_ptr + tile))
         for first in range(start, end, ROWS):
             rows = (first + tl.arange(0, ROWS)).to(tl.int64)
-            active = _activate(gate_up_ptr, out_ptr, rows, rows < end, columns, is_column, width, scales_ptr is None)
+            active = _activate(
+                gate_up_ptr, out_ptr, rows, rows < end, columns, is_column, width, limit, alpha, shift,
+                IS_PLAIN, scales_ptr is None,
+            )  # fmt: skip
             if scales_ptr is not None:
                 _round(active, out_ptr, scales_at + rows * scale_row, rows, rows < end, columns, is_column, width)
 
 
 @triton.jit
 def _silu_mul_rows(
-    gate_up_ptr, out_ptr, scales_ptr, num_rows, room, width, scale_expert, scale_row, scale_block,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    gate_up_ptr, out_ptr, scales_ptr, num_rows, room, width, scale_expert, scale_row, scale_block, limit, alpha, shift,
+    IS_PLAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_row, is_column = rows < num_rows, columns < width
-    active = _activate(gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, scales_ptr is None)
+    active = _activate(
+        gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, limit, alpha, shift, IS_PLAIN, scales_ptr is None
+    )
     if scales_ptr is not None:
         scales_at = scales_ptr + rows // room * scale_expert + rows * scale_row + block * scale_block
         _round(active, out_ptr, scales_at, rows, is_row, columns, is_column, width)
 
 
 @triton.jit
-def _activate(gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, IS_STORED: tl.constexpr):
+def _activate(
+    gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, limit, alpha, shift,
+    IS_PLAIN: tl.constexpr, IS_STORED: tl.constexpr,
+):  # fmt: skip
     """Compute silu(gate) × up of some rows and columns; store it in bfloat16 if no rounding to FP8 follows."""
     is_inside = is_row[:, None] & is_column[None, :]
     gate_at = gate_up_ptr + rows[:, None] * (2 * width) + columns[None, :]
     gate = tl.load(gate_at, mask=is_inside, other=0.0)
-    active = _active(gate, tl.load(gate_at + width, mask=is_inside, other=0.0))
+    up = tl.load(gate_at + width, mask=is_inside, other=0.0)
+    active = _active(gate, up, limit, alpha, shift, IS_PLAIN)
     if IS_STORED:
         tl.store(out_ptr + rows[:, None] * width + columns[None, :], to_bfloat16(active), mask=is_inside)
     return active

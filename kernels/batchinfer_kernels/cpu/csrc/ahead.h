@@ -34,6 +34,49 @@ class Ahead {
   int64_t bytes_a_turn_;
 };
 
+// The same of rows of bytes at equal distances, and of other ones behind them.
+class RowsAhead {
+ public:
+  struct Run {
+    const void* at = nullptr;
+    int64_t bytes = 0, stride = 0, count = 0;
+
+    int64_t num_lines() const { return count * ((bytes + kLine - 1) / kLine); }
+  };
+
+  RowsAhead() = default;
+  RowsAhead(Run first, Run second, int64_t num_turns)
+      : run_(first),
+        behind_(second),
+        lines_a_turn_((first.num_lines() + second.num_lines() + num_turns - 1) / num_turns) {}
+
+  void turn() {
+    for (int64_t line = 0; line < lines_a_turn_; ++line) {
+      if (run_.count == 0) {
+        run_ = behind_;
+        behind_ = {};
+        if (run_.count == 0) {
+          lines_a_turn_ = 0;
+          return;
+        }
+      }
+      const char* const at = static_cast<const char*>(run_.at);
+      fetch(at + offset_);
+      if ((offset_ += kLine) >= run_.bytes) {
+        offset_ = 0;
+        run_.at = at + run_.stride;
+        --run_.count;
+      }
+    }
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+
+  Run run_, behind_;
+  int64_t offset_ = 0, lines_a_turn_ = 0;
+};
+
 // Which of the `count` strips of rows that pass a panel one after the other, and the panel that its thread takes `next`.
 // The first strip meets a panel that may still be in memory; each asks for its share of the next panel.
 struct Pass {

@@ -109,6 +109,7 @@ Attention<Value>& Attention<Value>::begin(int64_t width, int64_t value_dim, floa
   static thread_local Attention attention;
   Attention& own = attention;
   own.lanes_ = lanes;
+  own.ahead_ = {};
   own.is_wide_ = kWordValues<Value> == 2 && !(kHasTiles && lanes == Lanes::kRows) && !pairs_are_quick();
   own.is_padded_ = width % kWordValues<Value>;
   own.width_ = (width + kWordValues<Value> - 1) / kWordValues<Value> * kWordValues<Value>;
@@ -168,11 +169,13 @@ void Attention<Value>::turn_queries(int64_t row, int64_t count, Rows<Value> q) {
   }
 }
 
-// Keys that begin at a word, with a zero behind each where a step would take the first value of the next key, too.
+// Keys that begin at a word, with a zero behind each where a step would take the first value of the next key, too. Side by
+// side, where they would meet in the same few places of a cache and are read again and again.
 template <class Value>
 Rows<Value> Attention<Value>::whole_words(Rows<Value> keys, int64_t num_keys) {
   const int64_t width = width_ - is_padded_;
-  if (!is_padded_ && keys.stride % kWordValues<Value> == 0) return keys;
+  const bool is_crowded = lanes_ == Lanes::kRows && keys.stride * int64_t{sizeof(Value)} % 1024 == 0;
+  if (!is_padded_ && !is_crowded && keys.stride % kWordValues<Value> == 0) return keys;
   padded_keys_.grow(kPageTokens * width_);
   for (int64_t key = 0; key < num_keys; ++key) {
     Value* padded = padded_keys_.data() + key * width_;
@@ -209,6 +212,7 @@ void Attention<Value>::score(int64_t lane, Rows<Value> keys, int64_t num_keys, R
     const Value* queries = reinterpret_cast<const Value*>(queries_.data() + lane);
     int64_t coming_key = key, coming = 0;
     for (int64_t turn = 0; turn < num_turns; ++turn) {
+      if (turn % 4 == 0) ahead_.turn();
       for (int64_t line = 0; line < kTurnLines; ++line) {
         fetch(next.at(coming_key) + coming);
         if ((coming += kLineValues) >= width_) {
@@ -295,6 +299,7 @@ void Attention<Value>::turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value>
   for (int64_t key = 0; key < num_keys; key += 16) {
     for (int64_t i = key; next.data && i < key + 16; ++i) fetch_values(next.at(i), width_);
     for (int64_t word = 0; word < num_words; word += 16) {
+      ahead_.turn();
       turn_16(rows + key * stride + word, stride, std::min<int64_t>(16, num_words - word),
               queries_.data() + word * kPageTokens + key, kPageTokens);
     }
@@ -386,6 +391,7 @@ void Attention<Value>::sum(int64_t row_begin, int64_t row_end, PageValues<Value>
       weights = reinterpret_cast<const bf16*>(weights_[0]);
     }
     for (int64_t column = 0; column < value_room_; column += 64) {
+      ahead_.turn();
       const int64_t chunks = std::min<int64_t>(4, (value_room_ - column) / 16);
       for_tiles(row_begin, row_end, [&](int64_t row, int64_t rows) {
         with_rows(rows, [&](auto count) {
@@ -446,7 +452,11 @@ PageValues<Value> Attention<Value>::some_values(PageValues<Value> values, int64_
 template <class Value>
 PageValues<Value> Attention<Value>::values_of(Rows<Value> values, int64_t num_keys) {
   if constexpr (kWordValues<Value> == 2) {
-    interleave_values(values, value_dim_, value_room_, num_keys, values_.data());
+    for (int64_t key = 0; key < num_keys; key += 16) {
+      ahead_.turn();
+      interleave_values({values.at(key), values.stride}, value_dim_, value_room_, std::min<int64_t>(16, num_keys - key),
+                        values_.data() + key * value_room_);
+    }
     return {values_.data(), 2 * value_room_};
   } else {
     if (value_dim_ == value_room_) return {values.data, values.stride};
@@ -485,7 +495,10 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
         });
       });
     });
-    for (int64_t row = row_begin; row < row_end; ++row) weigh_row(row, start, num_keys);
+    for (int64_t row = row_begin; row < row_end; ++row) {
+      ahead_.turn();
+      weigh_row(row, start, num_keys);
+    }
     sum_of_page(row_begin, row_end, values, start, num_keys);
     return;
   }

@@ -16,6 +16,7 @@
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "kernels.h"
 #include "scratch.h"
 
@@ -65,6 +66,10 @@ class Attention {
   void add_page(int64_t row_begin, int64_t row_end, Rows<Value> keys, PageValues<Value> values, int64_t start,
                 int64_t num_keys, Rows<Value> next = {});
 
+  // What is brought into the cache during the next page, in about kTurns turns.
+  static constexpr int64_t kTurns = 24;
+  void look_ahead(const RowsAhead& ahead) { ahead_ = ahead; }
+
   // scores[key] = sum over the rows before `row_end` of weights[row] * max(0, key · q row), for keys of one page as in
   // add_page; added to the old scores if `adds`. Lanes are rows: 16 of them are added up side by side, then the lanes.
   void score_page(int64_t row_end, Rows<Value> keys, int64_t num_keys, const float* weights, bool adds,
@@ -101,6 +106,7 @@ class Attention {
   // with room for whole vectors behind the last row
   alignas(64) float peak_[kAttentionRows + 16], total_[kAttentionRows + 16], shrink_[kAttentionRows + 16];
   alignas(64) int32_t firsts_[kAttentionRows + 16], positions_[kAttentionRows + 16];  // of the keys that a row sees
+  RowsAhead ahead_;
   Lanes lanes_;
   int64_t width_, value_dim_, value_room_;  // whole words, values, whole vectors of values
   bool is_padded_;                // rows of keys and queries end within a word

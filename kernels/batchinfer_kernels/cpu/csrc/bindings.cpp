@@ -31,10 +31,12 @@ void pack(const Tensor& packed, at::TensorList sources, int64_t kind, bool is_pa
   });
 }
 
-void pack_groups(const Tensor& packed, at::TensorList values, at::TensorList scales, int64_t depth, bool is_paired) {
+void pack_groups(const Tensor& packed, at::TensorList values, at::TensorList scales, int64_t depth, int64_t kind,
+                 bool is_paired) {
   TORCH_CHECK(!values.empty() && values.size() == scales.size(), "one tensor of scales for each part");
   const int64_t part_columns = values[0].size(0), num_columns = part_columns * static_cast<int64_t>(values.size());
-  const Weight shape = shape_of(num_columns, depth, static_cast<int64_t>(WeightKind::kInt4), is_paired);
+  const Weight shape = shape_of(num_columns, depth, kind, is_paired);
+  TORCH_CHECK(shape.kind == WeightKind::kInt4 || shape.kind == WeightKind::kFp4, "weights of kind ", kind, " have no groups");
   batchinfer::Parts<uint8_t> value_parts{{}, part_columns, shape.num_groups() * kGroup / 2};
   batchinfer::Parts<bf16> scale_parts{{}, part_columns, shape.num_groups()};
   for (size_t part = 0; part < values.size(); ++part) {
@@ -112,13 +114,17 @@ Tensor router(const Tensor& x_in, const Tensor& packed, int64_t num_columns) {
 }
 
 void run_experts(const Tensor& x, const std::vector<batchinfer::ExpertRows>& experts, const Weight& gate_up,
-                 const Weight& down, const int64_t* in_index, const Tensor* stream, const Tensor& out) {
+                 const Weight& down, const int64_t* in_index, const Tensor* stream, const Tensor& out,
+                 const ExpertForms& forms) {
   check_kind(x, gate_up);
   check_kind(x, down);
   const auto run = [&]<class Value>(auto rows, Value) {
     rows.index = in_index;
+    const batchinfer::ExpertForm<Value> form{forms.activation,
+                                             forms.gate_up_bias ? read<Value>(*forms.gate_up_bias) : nullptr,
+                                             forms.down_bias ? read<Value>(*forms.down_bias) : nullptr};
     batchinfer::expert_mlp<decltype(rows), Value>(rows, experts.data(), experts.size(), gate_up, down,
-                                                  stream ? read<Value>(*stream) : nullptr, write<Value>(out));
+                                                  stream ? read<Value>(*stream) : nullptr, write<Value>(out), form);
   };
   if (takes_bytes(gate_up.kind)) {
     const Bytes bytes(x, gate_up.kind);
@@ -139,9 +145,23 @@ struct ExpertWeights {
   }
 };
 
+ExpertForms forms_of(const Tensor& x, const ExpertWeights& weights, int64_t num_experts, double limit, double alpha,
+                     double shift, const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias) {
+  const auto check_bias = [&](const std::optional<Tensor>& bias, const Weight& weight) {
+    if (!bias) return;
+    check_contiguous(*bias, 2, "bias");
+    TORCH_CHECK(bias->scalar_type() == x.scalar_type() && bias->size(0) == num_experts && bias->size(1) == weight.num_columns,
+                "a bias is ", bias->scalar_type(), " ", bias->sizes(), ", not one row per expert of the type of x");
+  };
+  check_bias(gate_up_bias, weights.gate_up);
+  check_bias(down_bias, weights.down);
+  return {{static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(shift)}, gate_up_bias, down_bias};
+}
+
 // `tokens` says which row of x each row for the experts is; without it x has these rows themselves.
 Tensor grouped_mlp(const Tensor& x_in, const Tensor& num_rows, const Tensor& gate_up, const Tensor& down,
-                   const std::optional<Tensor>& tokens, int64_t intermediate, int64_t kind) {
+                   const std::optional<Tensor>& tokens, int64_t intermediate, int64_t kind, double limit, double alpha,
+                   double shift, const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias) {
   check(x_in, 2, "x");
   const Tensor x = with_whole_rows(x_in);
   const int64_t hidden = x.size(1), total = tokens ? tokens->numel() : x.size(0);
@@ -160,7 +180,8 @@ Tensor grouped_mlp(const Tensor& x_in, const Tensor& num_rows, const Tensor& gat
     check_range(*tokens, x.size(0), "row");
   }
   Tensor out = at::empty({total, hidden}, x.options());
-  run_experts(x, experts, weights.gate_up, weights.down, tokens ? read<int64_t>(*tokens) : nullptr, nullptr, out);
+  run_experts(x, experts, weights.gate_up, weights.down, tokens ? read<int64_t>(*tokens) : nullptr, nullptr, out,
+              forms_of(x, weights, num_rows.numel(), limit, alpha, shift, gate_up_bias, down_bias));
   return out;
 }
 
@@ -181,7 +202,8 @@ Tensor mlp(const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in, 
 }
 
 Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up, const Tensor& down,
-                  int64_t intermediate, int64_t kind) {
+                  int64_t intermediate, int64_t kind, double limit, double alpha, double shift,
+                  const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias) {
   check_contiguous(x, 3, "x");
   const int64_t room = x.size(1), hidden = x.size(2), num_experts = num_rows.numel();
   const ExpertWeights weights(num_rows, gate_up, down, intermediate, hidden, kind);
@@ -197,7 +219,7 @@ Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up
                 (room - count) * hidden * out.element_size());
   }
   run_experts(x.view({num_experts * room, hidden}), experts, weights.gate_up, weights.down, nullptr, nullptr,
-              out);
+              out, forms_of(x, weights, num_experts, limit, alpha, shift, gate_up_bias, down_bias));
   return out;
 }
 
@@ -454,7 +476,7 @@ std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor
     TORCH_CHECK(bias->scalar_type() == at::kFloat && bias->is_contiguous() && bias->numel() == experts,
                 "one float32 bias per expert");
   }
-  TORCH_CHECK(0 <= method && method <= static_cast<int64_t>(batchinfer::GateMethod::kGroupTop2), "no gate ",
+  TORCH_CHECK(0 <= method && method <= static_cast<int64_t>(batchinfer::GateMethod::kTopkSoftmax), "no gate ",
               method);
   TORCH_CHECK(num_groups > 0 && experts % num_groups == 0 && topk_groups <= num_groups, "groups must be equal");
   TORCH_CHECK(topk <= topk_groups * (experts / num_groups), "more experts per token than groups allow");
@@ -519,7 +541,7 @@ Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
   return out;
 }
 
-Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in) {
+Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in, double limit, double alpha, double shift) {
   check(gate_in, 2, "gate");
   check(up_in, 2, "up");
   TORCH_CHECK(gate_in.sizes() == up_in.sizes() && gate_in.scalar_type() == up_in.scalar_type(),
@@ -527,7 +549,8 @@ Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in) {
   const Tensor gate = with_whole_rows(gate_in), up = with_whole_rows(up_in);
   Tensor out = at::empty({gate.size(0), gate.size(1)}, gate.options());
   with_values(gate, [&]<class Value>(Value) {
-    batchinfer::silu_mul(rows_of<Value>(gate), rows_of<Value>(up), write<Value>(out), gate.size(0), gate.size(1));
+    batchinfer::silu_mul(rows_of<Value>(gate), rows_of<Value>(up), write<Value>(out), gate.size(0), gate.size(1),
+                         {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(shift)});
   });
   return out;
 }
@@ -604,7 +627,7 @@ std::tuple<Tensor, Tensor> cos_sin(const Tensor& angles, double scale) {
 TORCH_LIBRARY(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
   m.def("pack(Tensor(a!) packed, Tensor[] sources, int kind, bool is_paired) -> ()", pack);
-  m.def("pack_groups(Tensor(a!) packed, Tensor[] values, Tensor[] scales, int depth, bool is_paired) -> ()", pack_groups);
+  m.def("pack_groups(Tensor(a!) packed, Tensor[] values, Tensor[] scales, int depth, int kind, bool is_paired) -> ()", pack_groups);
   m.def(
       "rope_and_cache(Tensor(a!) q, Tensor latents, Tensor norm, float eps, Tensor cos, Tensor sin, bool "
       "is_interleaved, Tensor slots, Tensor(b!) pages) -> ()",

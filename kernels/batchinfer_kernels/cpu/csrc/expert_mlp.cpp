@@ -59,7 +59,7 @@ const uint8_t* next_panel_of(const Weight& weights, const std::vector<Part>& par
 // one in a row. The part's first row is row `first` of x; `next` as in Pass.
 template <class Source, class Value>
 void activate_panel(const Source& x, int64_t first, const Part& part, const Weight& gate_up, int64_t panel,
-                    const void* next, Value* hidden, int64_t stride) {
+                    const void* next, const ExpertForm<Value>& form, Value* hidden, int64_t stride) {
   alignas(64) float sums[kStripRows * kPanelColumns];
   const int64_t intermediate = gate_up.num_columns / 2;
   const int64_t column = panel * kPairs, columns = std::min(kPairs, intermediate - column);
@@ -69,9 +69,15 @@ void activate_panel(const Source& x, int64_t first, const Part& part, const Weig
                    pass_of(part.row_begin, part.row_end, row, next));
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < columns; c += 16) {
-        const float* gate = sums + r * kPanelColumns + c;
-        store_rounded(hidden + (row + r) * stride + column + c, lanes(columns - c),
-                      silu_values(load(gate)) * load(gate + kPairs));
+        const float* at = sums + r * kPanelColumns + c;
+        const First valid = lanes(columns - c);
+        Floats gate = load(at), up = load(at + kPairs);
+        if (form.gate_up_bias) {
+          const Value* const bias = form.gate_up_bias + part.expert * gate_up.num_columns + column + c;
+          gate = gate + load_wide(valid, bias);
+          up = up + load_wide(valid, bias + intermediate);
+        }
+        store_rounded(hidden + (row + r) * stride + column + c, valid, active_values(gate, up, form.activation));
       }
       if (column + columns == intermediate) {
         std::fill_n(hidden + (row + r) * stride + intermediate, stride - intermediate, Value{0});
@@ -98,7 +104,7 @@ void write_past(const float* sums, Value* out) {
 // The same of the down product: rounded to out [rows, columns], added to `stream` unless that is null, or past the caches.
 template <class Source, class Value>
 void project_panel(const Source& x, int64_t first, const Part& part, const Weight& down, int64_t panel, const void* next,
-                   bool goes_past, const Value* stream, Value* out) {
+                   bool goes_past, const Value* bias, const Value* stream, Value* out) {
   alignas(64) float sums[kStripRows * kPanelColumns];
   const int64_t column = panel * kPanelColumns, columns = std::min(kPanelColumns, down.num_columns - column);
   for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
@@ -114,6 +120,7 @@ void project_panel(const Source& x, int64_t first, const Part& part, const Weigh
       for (int64_t c = 0; c < columns; c += 16) {
         const First valid = lanes(columns - c);
         Floats values = load(sums + r * kPanelColumns + c);
+        if (bias) values = values + load_wide(valid, bias + part.expert * down.num_columns + column + c);
         if (stream) values = load_wide(valid, stream + at + c) + rounded<Value>(values);
         store_rounded(out + at + c, valid, values);
       }
@@ -147,19 +154,19 @@ int64_t total_rows(const ExpertRows* experts, int64_t num_experts) {
 
 template <class Source, class Value>
 void expert_mlp(const Source& x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up,
-                const Weight& down, const Value* stream, Value* out) {
+                const Weight& down, const Value* stream, Value* out, const ExpertForm<Value>& form) {
   constexpr bool kIsBytes = std::is_same_v<Source, ByteRows>;
   const int64_t intermediate = gate_up.num_columns / 2, stride = (intermediate + 1) / 2 * 2;
   const int64_t num_rows = total_rows(experts, num_experts);
   const Scratch<Value> hidden(num_rows * stride);
   for_panels(x, parts_of<Source>(experts, num_experts, gate_up), gate_up,
              [&](const auto& own, int64_t first, const Part& part, int64_t panel, const void* next) {
-               activate_panel(own, first, part, gate_up, panel, next, hidden.data(), stride);
+               activate_panel(own, first, part, gate_up, panel, next, form, hidden.data(), stride);
              });
   const std::vector<Part> parts = parts_of<Source>(experts, num_experts, down);
-  const bool goes_past = !stream && goes_past_caches(parts, down, out);
+  const bool goes_past = !stream && !form.down_bias && goes_past_caches(parts, down, out);
   const auto project = [&](const auto& own, int64_t first, const Part& part, int64_t panel, const void* next) {
-    project_panel(own, first, part, down, panel, next, goes_past, stream, out);
+    project_panel(own, first, part, down, panel, next, goes_past, form.down_bias, stream, out);
     if (goes_past && panel + 1 == part.panel_end) finish_past();
   };
   if constexpr (kIsBytes) {
@@ -175,9 +182,10 @@ void expert_mlp(const Source& x, const ExpertRows* experts, int64_t num_experts,
 }
 
 template void expert_mlp(const Rows<bf16>&, const ExpertRows*, int64_t, const Weight&, const Weight&, const bf16*,
-                         bf16*);
+                         bf16*, const ExpertForm<bf16>&);
 template void expert_mlp(const Rows<float>&, const ExpertRows*, int64_t, const Weight&, const Weight&, const float*,
-                         float*);
-template void expert_mlp(const ByteRows&, const ExpertRows*, int64_t, const Weight&, const Weight&, const bf16*, bf16*);
+                         float*, const ExpertForm<float>&);
+template void expert_mlp(const ByteRows&, const ExpertRows*, int64_t, const Weight&, const Weight&, const bf16*, bf16*,
+                         const ExpertForm<bf16>&);
 
 }  // namespace batchinfer

@@ -61,12 +61,31 @@ void softmax_scores(const float* logits, int64_t experts, float* scores, float* 
   }
 }
 
+// Experts are chosen by the logits with their bias; scores are the powers that a softmax over the chosen ones divides.
+void chosen_scores(const float* logits, const float* bias, int64_t experts, double* scores, float* choice) {
+  for (int64_t i = 0; i < experts; i += 16) {
+    const First first = lanes(experts - i);
+    const Floats logit = load(first, logits + i);
+    store(choice + i, first, bias ? logit + load(first, bias + i) : logit);
+  }
+  const float largest = largest_value(choice, experts);
+  powers_of(choice, experts, largest, scores);
+  bool is_sound = std::isfinite(largest);
+  for (int64_t i = 0; i < experts; ++i) {
+    is_sound = is_sound && !std::isnan(choice[i]);
+    choice[i] = std::isnan(choice[i]) ? kLeast : std::max(choice[i], kLeast);
+  }
+  if (!is_sound) std::fill_n(scores, experts, NAN);
+}
+
 }  // namespace
 
 void gate(const GateShape& shape, const float* logits, const float* bias, int64_t* ids, float* weights) {
   const int64_t experts = shape.num_experts, group_size = experts / shape.num_groups;
   run_tasks((shape.num_tokens + kTaskTokens - 1) / kTaskTokens, [&](int64_t task) {
     static thread_local std::vector<float> scores, choice, groups;
+    static thread_local std::vector<double> powers;
+    powers.resize((experts + 15) / 16 * 16);
     scores.resize(experts);
     choice.resize(experts);
     groups.resize(shape.num_groups);
@@ -74,10 +93,13 @@ void gate(const GateShape& shape, const float* logits, const float* bias, int64_
       const float* const own_logits = logits + token * experts;
       if (shape.method == GateMethod::kNoauxTc) {
         sigmoid_scores(own_logits, bias, experts, scores.data(), choice.data());
+      } else if (shape.method == GateMethod::kTopkSoftmax) {
+        chosen_scores(own_logits, bias, experts, powers.data(), choice.data());
       } else {
         softmax_scores(own_logits, experts, scores.data(), choice.data());
       }
-      if (shape.method != GateMethod::kGreedy && shape.topk_groups < shape.num_groups) {
+      const bool has_groups = shape.method != GateMethod::kGreedy && shape.method != GateMethod::kTopkSoftmax;
+      if (has_groups && shape.topk_groups < shape.num_groups) {
         for (int64_t group = 0; group < shape.num_groups; ++group) {
           const float* const of_group = choice.data() + group * group_size;
           groups[group] = shape.method == GateMethod::kGroupLimitedGreedy
@@ -93,14 +115,17 @@ void gate(const GateShape& shape, const float* logits, const float* bias, int64_
         }
       }
       int64_t* const chosen = ids + token * shape.topk;
+      const auto score_of = [&](int64_t expert) {
+        return shape.method == GateMethod::kTopkSoftmax ? powers[expert] : double{scores[expert]};
+      };
       double total = 0;
       for (int64_t k = 0; k < shape.topk; ++k) {
         chosen[k] = take_best(choice.data(), experts);
-        total += scores[chosen[k]];
+        total += score_of(chosen[k]);
       }
       for (int64_t k = 0; k < shape.topk; ++k) {
-        const double score = scores[chosen[k]], share = shape.normalize ? score / (total + 1e-20) : score;
-        const bool always_scales = shape.method == GateMethod::kNoauxTc || shape.method == GateMethod::kGroupTop2;
+        const double score = score_of(chosen[k]), share = shape.normalize ? score / (total + 1e-20) : score;
+        const bool always_scales = shape.method != GateMethod::kGreedy && shape.method != GateMethod::kGroupLimitedGreedy;
         const bool is_scaled = always_scales || !shape.normalize;
         weights[token * shape.topk + k] = static_cast<float>(is_scaled ? share * shape.scale : share);
       }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <bit>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <vector>
@@ -46,7 +47,7 @@ struct ByteRows {
   const int64_t* index = nullptr;
 };
 
-enum class WeightKind : int64_t { kBfloat16, kInt8, kFloat32, kInt4 };  // as in packed.py
+enum class WeightKind : int64_t { kBfloat16, kInt8, kFloat32, kInt4, kFp4 };  // as in packed.py
 
 inline bool takes_bytes(WeightKind kind) { return kind == WeightKind::kInt8 || kind == WeightKind::kInt4; }
 
@@ -117,7 +118,8 @@ struct Parts {  // rows of depth values, one per column of the result, in equal 
 };
 void pack(const Parts<bf16>& source, const Weight& shape, uint8_t* packed);
 void pack(const Parts<float>& source, const Weight& shape, uint8_t* packed);
-// The same of values that are in 4 bits already, two in a byte, the first in its lower half, each plus 8, and their scales.
+// The same of values that are in 4 bits already, two in a byte, the first in its lower half, and their scales: whole numbers
+// plus 8, or E2M1.
 void pack(const Parts<uint8_t>& values, const Parts<bf16>& scales, const Weight& shape, uint8_t* packed);
 
 // linear.cpp: out[t, n] = sum over k of x[t, k] * weight[n, k]. Weights in 8 or 4 bits take ByteRows, others rows of their
@@ -130,18 +132,30 @@ template <class Value>
 void batched_linear(Rows<Value> x, int64_t x_batch, const Weight& weights, Value* out, int64_t out_stride,
                     int64_t out_batch, int64_t num_batches, int64_t num_rows);
 
-// expert_mlp.cpp: out = down(silu(gate(x)) * up(x)) of each expert over its rows.
-// `gate_up` (paired) and `down` are the first expert's, the others' follow. The rounded results are added to `stream`
-// unless that is null.
+// A form of SwiGLU: g * sigmoid(alpha * g) * (u + shift), of a gate g of at most `limit` and u from -limit to limit.
+struct Activation {
+  float limit = INFINITY, alpha = 1.0f, shift = 0.0f;
+
+  bool is_plain() const { return limit == INFINITY && alpha == 1.0f && shift == 0.0f; }
+};
+
+// expert_mlp.cpp: out = down(silu(gate(x)) * up(x)) of each expert over its rows, or with another activation.
+// `gate_up` (paired) and `down` are the first expert's, the others' follow, and so do their biases, [2 * intermediate] and
+// [columns], unless these are null. The rounded results are added to `stream` unless that is null.
+template <class Value>
+struct ExpertForm {
+  Activation activation;
+  const Value *gate_up_bias = nullptr, *down_bias = nullptr;
+};
 template <class Source, class Value>
 void expert_mlp(const Source& x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up,
-                const Weight& down, const Value* stream, Value* out);
+                const Weight& down, const Value* stream, Value* out, const ExpertForm<Value>& form = {});
 
 // rows.cpp
 template <class Value>
 void rms_norm(Rows<Value> x, const Value* weight, float eps, Value* out, int64_t num_rows, int64_t width);
 template <class Value>
-void silu_mul(Rows<Value> gate, Rows<Value> up, Value* out, int64_t num_rows, int64_t width);
+void silu_mul(Rows<Value> gate, Rows<Value> up, Value* out, int64_t num_rows, int64_t width, const Activation& activation);
 // out = (hidden + rounded(sum + added)); see reference.add_sums. `added` may be null.
 template <class Value>
 void add_sums(const Value* hidden, const float* sums, const Value* added, Value* out, int64_t num_values);
@@ -197,7 +211,7 @@ void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& ro
 bool tiles_agree(bool is_one_chain);
 
 // gate.cpp: see reference.gate.
-enum class GateMethod { kNoauxTc, kGreedy, kGroupLimitedGreedy, kGroupTop2 };
+enum class GateMethod { kNoauxTc, kGreedy, kGroupLimitedGreedy, kGroupTop2, kTopkSoftmax };
 struct GateShape {
   GateMethod method;
   int64_t num_tokens, num_experts, topk, num_groups, topk_groups;

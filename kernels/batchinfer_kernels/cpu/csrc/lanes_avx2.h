@@ -360,6 +360,20 @@ inline __attribute__((always_inline)) void add_product(Ints& sum, SignedFour row
 }
 #endif
 
+// Pairs of E2M1 values in bfloat16: lower and upper half of each 32 bits give their `step`-th 4 bits.
+inline __m256i pairs_of_fp4(__m256i words, int step) {
+  // the upper and the lower byte of each value; both are zero for the zeros in upper bytes
+  const __m256i upper = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+      0x00, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40, -0x80, -0x41, -0x41, -0x41, -0x40, -0x40, -0x40, -0x40));
+  const __m256i lower = _mm256_broadcastsi128_si256(_mm_setr_epi8(
+      0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40, 0x00, 0x00, -0x80, -0x40, 0x00, 0x40, -0x80, -0x40));
+  const __m256i four = _mm256_and_si256(_mm256_srl_epi16(words, _mm_cvtsi32_si128(4 * step)), _mm256_set1_epi16(15));
+  return _mm256_or_si256(_mm256_slli_epi16(_mm256_shuffle_epi8(upper, four), 8), _mm256_shuffle_epi8(lower, four));
+}
+inline Ints pairs_of_fp4(Ints words, int step) {
+  return {pairs_of_fp4(words.low, step), pairs_of_fp4(words.high, step)};
+}
+
 // The first, third, … and the second, fourth, … of 32 values, and both ways back.
 inline __m256 in_order(__m256 values) { return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(values), 0xD8)); }
 inline void split_pairs(Floats low, Floats high, Floats& first, Floats& second) {

@@ -240,6 +240,15 @@ inline __attribute__((always_inline)) void add_product(Ints& sum, SignedFour row
 #endif
 }
 
+// Pairs of E2M1 values in bfloat16: lower and upper half of each 32 bits give their `step`-th 4 bits.
+inline Ints pairs_of_fp4(Ints words, int step) {
+  alignas(64) static constexpr uint16_t kValues[32] = {
+      0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040, 0xC080,
+      0xC0C0, 0x0000, 0x3F00, 0x3F80, 0x3FC0, 0x4000, 0x4040, 0x4080, 0x40C0, 0x8000, 0xBF00, 0xBF80, 0xBFC0, 0xC000, 0xC040,
+      0xC080, 0xC0C0};  // twice: the fifth bit may be anything
+  return _mm512_permutexvar_epi16(_mm512_srl_epi16(words, _mm_cvtsi32_si128(4 * step)), _mm512_load_si512(kValues));
+}
+
 // The first, third, … and the second, fourth, … of 32 values, and both ways back.
 inline void split_pairs(Floats low, Floats high, Floats& first, Floats& second) {
   const Ints even = plus(steps(), steps());

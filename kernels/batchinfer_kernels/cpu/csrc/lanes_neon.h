@@ -412,6 +412,21 @@ inline void join_pairs(Floats first, Floats second, Floats& low, Floats& high) {
   high = each<Floats>([&](int i) { return part(i + 4); });
 }
 
+// Pairs of E2M1 values in bfloat16: lower and upper half of each 32 bits give their `step`-th 4 bits.
+inline Ints pairs_of_fp4(Ints words, int step) {
+  static constexpr uint8_t kUpper[16] = {0x00, 0x3F, 0x3F, 0x3F, 0x40, 0x40, 0x40, 0x40,
+                                         0x80, 0xBF, 0xBF, 0xBF, 0xC0, 0xC0, 0xC0, 0xC0};
+  static constexpr uint8_t kLower[16] = {0x00, 0x00, 0x80, 0xC0, 0x00, 0x40, 0x80, 0xC0,
+                                         0x00, 0x00, 0x80, 0xC0, 0x00, 0x40, 0x80, 0xC0};
+  const uint8x16_t upper = vld1q_u8(kUpper), lower = vld1q_u8(kLower);
+  return each<Ints>([&](int i) {
+    const uint16x8_t moved = vshlq_u16(vreinterpretq_u16_s32(words.at[i]), vdupq_n_s16(static_cast<int16_t>(-4 * step)));
+    const uint8x16_t four = vreinterpretq_u8_u16(vandq_u16(moved, vdupq_n_u16(15)));  // upper bytes are zero, and stay it
+    const uint16x8_t high = vshlq_n_u16(vreinterpretq_u16_u8(vqtbl1q_u8(upper, four)), 8);
+    return vreinterpretq_s32_u16(vorrq_u16(high, vreinterpretq_u16_u8(vqtbl1q_u8(lower, four))));
+  });
+}
+
 // The first, third, … values of two rows of 32 side by side, and the second, fourth, … ones.
 inline Ints first_pairs(Ints a, Ints b) {
   return each<Ints>([&](int i) { return vsliq_n_s32(a.at[i], b.at[i], 16); });

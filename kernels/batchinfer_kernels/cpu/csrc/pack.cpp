@@ -7,6 +7,7 @@
 //                           scales [blocks][4 groups of 16 columns] float32
 //   4 bits     [panels][groups] of  values [4][64 columns][4 bytes]   the first four of each eight in the lower halves
 //                                   scales [64 columns] bfloat16
+//   E2M1       the same; of eight values the first, third, … in the lower half of four bytes, the others in the upper half
 //
 // Values in 4 bits are from -8 to 7 and stored plus 8; the largest magnitude of a group of 32 becomes -8 of its scale.
 //
@@ -99,15 +100,21 @@ void pack_int8(const Parts<bf16>& source, const Weight& shape, int64_t panel, ui
 }
 
 // 32 values in 4 bits as panels have them, for one column; `bytes` has two in each.
-void put_group(const uint8_t* bytes, bf16 scale, int64_t lane, uint8_t* group) {
+void put_group(const uint8_t* bytes, bf16 scale, bool is_fp4, int64_t lane, uint8_t* group) {
   const auto spread = [](uint32_t halves) {  // four times 4 bits to four bytes
     halves = (halves | halves << 8) & 0x00FF00FF;
     return (halves | halves << 4) & 0x0F0F0F0F;
   };
+  const auto joined = [](uint32_t halves) {  // the lower four bits of four bytes side by side
+    halves &= 0x0F0F0F0F;
+    halves = (halves | halves >> 4) & 0x00FF00FF;
+    return (halves | halves >> 8) & 0xFFFF;
+  };
   for (int64_t octet = 0; octet < kGroup / 8; ++octet) {
     uint32_t eight;
     std::memcpy(&eight, bytes + 4 * octet, sizeof(eight));
-    const uint32_t word = spread(eight & 0xFFFF) | spread(eight >> 16) << 4;
+    const uint32_t word = is_fp4 ? joined(eight) | joined(eight >> 4) << 16
+                                 : spread(eight & 0xFFFF) | spread(eight >> 16) << 4;
     std::memcpy(group + 4 * (octet * kPanelColumns + lane), &word, sizeof(word));
   }
   std::memcpy(group + kGroup / 2 * kPanelColumns + lane * sizeof(bf16), &scale, sizeof(scale));
@@ -136,15 +143,16 @@ bf16 round_group(const bf16* values, int64_t count, uint8_t* bytes) {
 
 // Calls column_group(column, group, bytes) for each group of a panel's columns: fills `bytes`, returns the scale.
 template <class ColumnGroup>
-void pack_int4(const Weight& shape, int64_t panel, uint8_t* packed, ColumnGroup column_group) {
+void pack_groups_of(const Weight& shape, int64_t panel, uint8_t* packed, ColumnGroup column_group) {
   const int64_t group_bytes = shape.panel_bytes() / shape.num_groups();
+  const bool is_fp4 = shape.kind == WeightKind::kFp4;
   uint8_t bytes[kGroup / 2];
   for (int64_t lane = 0; lane < kPanelColumns; ++lane) {
     const int64_t column = column_at(shape, panel, lane);
     for (int64_t group = 0; group < shape.num_groups(); ++group) {
-      std::fill_n(bytes, kGroup / 2, uint8_t{0x88});
+      std::fill_n(bytes, kGroup / 2, is_fp4 ? uint8_t{0} : uint8_t{0x88});
       const bf16 scale = column < 0 ? bf16{0} : column_group(column, group, bytes);
-      put_group(bytes, scale, lane, packed + group * group_bytes);
+      put_group(bytes, scale, is_fp4, lane, packed + group * group_bytes);
     }
   }
 }
@@ -152,7 +160,7 @@ void pack_int4(const Weight& shape, int64_t panel, uint8_t* packed, ColumnGroup 
 }  // namespace
 
 int64_t Weight::panel_bytes() const {
-  if (kind == WeightKind::kInt4) {
+  if (kind == WeightKind::kInt4 || kind == WeightKind::kFp4) {
     return num_groups() * kPanelColumns * (kGroup / 2 + int64_t{sizeof(bf16)});
   }
   if (kind == WeightKind::kBfloat16) return (depth + 1) / 2 * 2 * kPanelColumns * int64_t{sizeof(bf16)};
@@ -166,7 +174,7 @@ void pack(const Parts<bf16>& source, const Weight& shape, uint8_t* packed) {
     uint8_t* const out = packed + panel * shape.panel_bytes();
     if (shape.kind == WeightKind::kInt8) return pack_int8(source, shape, panel, out);
     if (shape.kind != WeightKind::kInt4) return pack_panel(source, shape, panel, out);
-    pack_int4(shape, panel, out, [&](int64_t column, int64_t group, uint8_t* bytes) {
+    pack_groups_of(shape, panel, out, [&](int64_t column, int64_t group, uint8_t* bytes) {
       return round_group(source.column(column) + group * kGroup, shape.depth - group * kGroup, bytes);
     });
   });
@@ -174,7 +182,7 @@ void pack(const Parts<bf16>& source, const Weight& shape, uint8_t* packed) {
 
 void pack(const Parts<uint8_t>& values, const Parts<bf16>& scales, const Weight& shape, uint8_t* packed) {
   run_tasks(shape.num_panels(), [&](int64_t panel) {
-    pack_int4(shape, panel, packed + panel * shape.panel_bytes(), [&](int64_t column, int64_t group, uint8_t* bytes) {
+    pack_groups_of(shape, panel, packed + panel * shape.panel_bytes(), [&](int64_t column, int64_t group, uint8_t* bytes) {
       std::memcpy(bytes, values.column(column) + group * (kGroup / 2), kGroup / 2);
       return scales.column(column)[group];
     });

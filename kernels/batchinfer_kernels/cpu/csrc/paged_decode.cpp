@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "tile.h"
 
 namespace batchinfer {
 namespace {
@@ -19,16 +20,44 @@ struct Step {
   const int64_t *page_table, *kv_tokens;
 
   int64_t page_of(int64_t request, int64_t page) const { return page_table[request * shape.table_pages + page]; }
-  Rows<Value> keys_of(int64_t request, int64_t page, int64_t key_head) const {
-    return {pages + page_of(request, page) * kPageTokens * shape.row_step + key_head * shape.width, shape.row_step};
+  const Value* page_at(int64_t request, int64_t page) const {
+    return pages + page_of(request, page) * kPageTokens * shape.row_step;
   }
-  Rows<Value> values_of(int64_t request, int64_t page, int64_t key_head) const {
-    return {pages + page_of(request, page) * kPageTokens * shape.row_step + shape.first_value + key_head * shape.value_dim,
-            shape.row_step};
+  Rows<Value> keys_of(const Value* page, int64_t key_head) const {
+    return {page + key_head * shape.width, shape.row_step};
+  }
+  Rows<Value> values_of(const Value* page, int64_t key_head) const {
+    return {page + shape.first_value + key_head * shape.value_dim, shape.row_step};
+  }
+  // Values are beside keys, not a part of them.
+  bool has_values() const { return shape.first_value > 0; }
+  // The share of a page that comes that is asked for during one of `count` key heads from `first` on. All key heads go along
+  // whole rows, as memory likes it.
+  RowsAhead share_of(const Value* page, int64_t first, int64_t count, int64_t key_head) const {
+    constexpr int64_t kSize = sizeof(Value);
+    const int64_t stride = shape.row_step * kSize, width = shape.num_kv_heads * (shape.width + shape.value_dim);
+    if (count == shape.num_kv_heads && shape.row_step == width) {
+      const int64_t bytes = kPageTokens * stride / count;
+      return {{reinterpret_cast<const char*>(page) + (key_head - first) * bytes, bytes, 0, 1}, {}, Attention<Value>::kTurns};
+    }
+    return {{keys_of(page, key_head).data, shape.width * kSize, stride, kPageTokens},
+            {values_of(page, key_head).data, shape.value_dim * kSize, stride, kPageTokens},
+            Attention<Value>::kTurns};
   }
   int64_t num_pages(int64_t request) const { return (kv_tokens[request] + kPageTokens - 1) / kPageTokens; }
   int64_t whole_pages(int64_t request) const { return kv_tokens[request] / kPageTokens; }
 };
+
+// How many requests have the first page of the one before them in this order.
+template <class Value>
+int64_t num_sharing(const Step<Value>& step, const std::vector<int64_t>& order) {
+  int64_t count = 0;
+  for (size_t i = 1; i < order.size(); ++i) {
+    count += step.whole_pages(order[i - 1]) > 0 && step.whole_pages(order[i]) > 0 &&
+             step.page_of(order[i - 1], 0) == step.page_of(order[i], 0);
+  }
+  return count;
+}
 
 // Requests ordered so that those with the same first pages stand together.
 template <class Value>
@@ -43,16 +72,33 @@ std::vector<int64_t> by_pages(const Step<Value>& step) {
   return order;
 }
 
-// The rows of some requests, `rows_each` of every one, from page `page` on. `coming` are the keys that this thread takes
-// next, if they are known.
+// Rows of some key heads, or of one key head and some requests, side by side.
+struct Together {
+  int64_t first_head, num_heads, rows_each;
+};
+
+// The rows of some requests, `rows_each` of every one and key head, from page `page` on. `coming` is the page that this thread
+// takes next, if it is known.
 template <class Value>
-void attend(Attention<Value>& attention, const Step<Value>& step, int64_t key_head, const int64_t* requests,
-            int64_t num_requests, int64_t first_row, int64_t rows_each, int64_t page, Rows<Value> coming) {
+void attend(Attention<Value>& attention, const Step<Value>& step, const Together& together, const int64_t* requests,
+            int64_t num_requests, int64_t first_row, int64_t page, const Value* coming) {
+  const int64_t rows_each = together.rows_each;
   const auto add = [&](int64_t num_keys) {
-    const bool is_last = page + 1 == step.num_pages(requests[0]);
-    attention.add_page(first_row, first_row + num_requests * rows_each, step.keys_of(requests[0], page, key_head),
-                       attention.values_of(step.values_of(requests[0], page, key_head), num_keys), page * kPageTokens,
-                       num_keys, is_last ? coming : step.keys_of(requests[0], page + 1, key_head));
+    const Value* const own = step.page_at(requests[0], page);
+    const Value* const next = page + 1 == step.num_pages(requests[0]) ? coming : step.page_at(requests[0], page + 1);
+    for (int64_t i = 0; i < together.num_heads; ++i) {
+      const int64_t key_head = together.first_head + i, begin = first_row + i * rows_each;
+      const int64_t end = begin + num_requests * rows_each;  // where there are several requests there is one head
+      Rows<Value> next_keys;
+      if (next && step.has_values()) {
+        attention.look_ahead(step.share_of(next, together.first_head, together.num_heads, key_head));
+      } else if (next) {
+        next_keys = step.keys_of(next, key_head);
+      }
+      attention.add_page(begin, end, step.keys_of(own, key_head),
+                         attention.values_of(step.values_of(own, key_head), num_keys), page * kPageTokens, num_keys,
+                         next_keys);
+    }
   };
   if (num_requests == 1) {
     for (; page < step.num_pages(requests[0]); ++page) {
@@ -74,12 +120,20 @@ void attend(Attention<Value>& attention, const Step<Value>& step, int64_t key_he
       ++end;
     }
     const bool is_behind = end < num_requests && page < step.num_pages(requests[end]);
-    attend(attention, step, key_head, requests + begin, end - begin, first_row + begin * rows_each, rows_each, page,
-           is_behind ? step.keys_of(requests[end], page, key_head) : coming);
+    attend(attention, step, together, requests + begin, end - begin, first_row + begin * rows_each, page,
+           is_behind ? step.page_at(requests[end], page) : coming);
   }
 }
 
 }  // namespace
+
+template <class Value>
+Lanes lanes_of_group(const GroupedHeads& heads) {
+  constexpr int64_t kFewRows = 16;  // a vector's lanes
+  const int64_t group = heads.num_heads / heads.num_kv_heads;
+  const bool meets_tiles = kHasTiles && kWordValues<Value> == 2;
+  return group < (heads.first_value == 0 || meets_tiles ? kFewHeads : kFewRows) ? Lanes::kKeys : Lanes::kRows;
+}
 
 template <class Value>
 void load_group(Attention<Value>& attention, const GroupedHeads& heads, const Value* q, const int64_t* positions,
@@ -110,41 +164,61 @@ void paged_decode(const DecodeShape& shape, const Value* q, const Value* pages, 
   const GroupedHeads& heads = shape;
   const int64_t group = heads.num_heads / heads.num_kv_heads;
   // by heads alone, so that a row has the same bits however many queries and requests there are
-  const Lanes lanes = group < kFewHeads ? Lanes::kKeys : Lanes::kRows;
+  const Lanes lanes = lanes_of_group<Value>(heads);
   const int64_t request_rows = shape.num_queries * group;  // of a key head
   const std::vector<int64_t> order = by_pages(step);
   // as many rows side by side as fit, less where threads would have nothing to do
   int64_t most = kAttentionRows;
   const int64_t num_rows = shape.num_requests * request_rows * heads.num_kv_heads;
   while (most > 16 && (num_rows + most - 1) / most < 4 * num_threads()) most /= 2;
-  const int64_t rows_each = std::min(most, request_rows);
-  // windows of requests begin anywhere
-  const int64_t together = heads.window > 0 ? 1 : std::max<int64_t>(1, most / rows_each);
+  const int64_t rows_each = std::min(most, request_rows), places = std::max<int64_t>(1, most / rows_each);
+  // of some requests where many share pages, else of some key heads, along whose keys and values memory is read as it lies
+  const bool by_requests = heads.num_kv_heads == 1 || (heads.window == 0 && 2 * num_sharing(step, order) >= shape.num_requests);
+  const int64_t requests_each = by_requests ? places : 1, heads_each = by_requests ? 1 : std::min(places, heads.num_kv_heads);
   const int64_t parts = (request_rows + rows_each - 1) / rows_each;
-  const int64_t groups = (shape.num_requests + together - 1) / together;
-  run_tasks(groups * heads.num_kv_heads * parts, [&](int64_t task) {
-    const int64_t key_head = task / parts % heads.num_kv_heads, number = task / parts / heads.num_kv_heads;
+  const int64_t head_parts = (heads.num_kv_heads + heads_each - 1) / heads_each;
+  const int64_t request_parts = (shape.num_requests + requests_each - 1) / requests_each;
+  const auto first_page_of = [&](int64_t request) {
+    const int64_t* const own = positions + request * shape.num_queries;
+    const int64_t least = *std::min_element(own, own + shape.num_queries);
+    return heads.window > 0 ? std::max<int64_t>(0, least - heads.window + 1) / kPageTokens : 0;
+  };
+  run_tasks(request_parts * head_parts * parts, [&](int64_t task) {
+    const auto requests_of = [&](int64_t number) { return order.data() + number / parts / head_parts * requests_each; };
     const int64_t first_row = task % parts * rows_each, num_rows = std::min(rows_each, request_rows - first_row);
-    const int64_t* requests = order.data() + number * together;
-    const int64_t num_requests = std::min(together, shape.num_requests - number * together);
+    const int64_t first_head = task / parts % head_parts * heads_each;
+    const Together together{first_head, std::min(heads_each, heads.num_kv_heads - first_head), num_rows};
+    const int64_t* const requests = requests_of(task);
+    const int64_t num_requests = std::min<int64_t>(requests_each, order.data() + shape.num_requests - requests);
     Attention<Value>& attention = Attention<Value>::begin(heads.width, heads.value_dim, heads.scale, lanes);
-    int64_t least = INT64_MAX;  // of the positions
-    for (int64_t i = 0; i < num_requests; ++i) {
-      const int64_t token = requests[i] * shape.num_queries;
-      load_group(attention, heads, q, positions, key_head, token, first_row, num_rows, i * num_rows);
-      least = std::min(least, *std::min_element(positions + token, positions + token + shape.num_queries));
-    }
-    const int64_t first_page = heads.window > 0 ? std::max<int64_t>(0, least - heads.window + 1) / kPageTokens : 0;
-    attend(attention, step, key_head, requests, num_requests, 0, num_rows, first_page, {});
-    for (int64_t i = 0; i < num_requests * num_rows; ++i) {
-      const int64_t token = requests[i / num_rows] * shape.num_queries;
-      Value* const at = out + heads.row_of(token, key_head, first_row + i % num_rows) * heads.value_dim;
-      if (step.num_pages(requests[i / num_rows]) == 0) {
-        std::fill_n(at, heads.value_dim, Value{0});
-      } else {
-        attention.finish(i, at);
+    // calls call(place, token, key_head) for the rows of each request and key head
+    const auto for_groups = [&](auto call) {
+      for (int64_t i = 0; i < num_requests * together.num_heads; ++i) {
+        const int64_t request = requests[i / together.num_heads];
+        call(i * num_rows, request, first_head + i % together.num_heads);
       }
+    };
+    int64_t first_page = INT64_MAX;
+    for_groups([&](int64_t place, int64_t request, int64_t key_head) {
+      load_group(attention, heads, q, positions, key_head, request * shape.num_queries, first_row, num_rows, place);
+      first_page = std::min(first_page, first_page_of(request));
+    });
+    const Value* coming = nullptr;
+    if (const int64_t next = task_after(task); step.has_values() && next < request_parts * head_parts * parts) {
+      const int64_t request = *requests_of(next), page = first_page_of(request);
+      if (page < step.num_pages(request)) coming = step.page_at(request, page);
     }
+    attend(attention, step, together, requests, num_requests, 0, first_page, coming);
+    for_groups([&](int64_t place, int64_t request, int64_t key_head) {
+      for (int64_t i = 0; i < num_rows; ++i) {
+        Value* const at = out + heads.row_of(request * shape.num_queries, key_head, first_row + i) * heads.value_dim;
+        if (step.num_pages(request) == 0) {
+          std::fill_n(at, heads.value_dim, Value{0});
+        } else {
+          attention.finish(place + i, at);
+        }
+      }
+    });
   });
 }
 

@@ -66,12 +66,13 @@ void rms_norm(Rows<Value> x, const Value* weight, float eps, Value* out, int64_t
 }
 
 template <class Value>
-void silu_mul(Rows<Value> gate, Rows<Value> up, Value* out, int64_t num_rows, int64_t width) {
+void silu_mul(Rows<Value> gate, Rows<Value> up, Value* out, int64_t num_rows, int64_t width,
+              const Activation& activation) {
   for_rows(num_rows, width, [&](int64_t row) {
     for (int64_t i = 0; i < width; i += 16) {
       const First first = lanes(width - i);
-      const Floats active = silu_values(load_wide(first, gate.at(row) + i));
-      store_rounded(out + row * width + i, first, active * load_wide(first, up.at(row) + i));
+      const Floats own = load_wide(first, gate.at(row) + i), other = load_wide(first, up.at(row) + i);
+      store_rounded(out + row * width + i, first, active_values(own, other, activation));
     }
   });
 }
@@ -182,7 +183,7 @@ void put_rows(const void* values, const int64_t* index, int64_t num_rows, int64_
 #define BATCHINFER_FOR_VALUE(Value)                                                                                \
   template void norm_row(const Value*, const Value*, float, Value*, int64_t);                                       \
   template void rms_norm(Rows<Value>, const Value*, float, Value*, int64_t, int64_t);                               \
-  template void silu_mul(Rows<Value>, Rows<Value>, Value*, int64_t, int64_t);                                       \
+  template void silu_mul(Rows<Value>, Rows<Value>, Value*, int64_t, int64_t, const Activation&);                    \
   template void add_sums(const Value*, const float*, const Value*, Value*, int64_t);                                \
   template void sum_per_token(const Value*, const int64_t*, const float*, float*, int64_t, int64_t, int64_t);       \
   template void combine(const Value*, const Value*, const int64_t*, const float*, const Value*, Value*, int64_t,    \

@@ -82,7 +82,7 @@ Rows<Value> rows_of(const Tensor& x) {
 }
 
 inline Weight shape_of(int64_t num_columns, int64_t depth, int64_t kind, bool is_paired) {
-  TORCH_CHECK(0 <= kind && kind <= static_cast<int64_t>(WeightKind::kInt4), "no kind of weights ", kind);
+  TORCH_CHECK(0 <= kind && kind <= static_cast<int64_t>(WeightKind::kFp4), "no kind of weights ", kind);
   return {nullptr, static_cast<WeightKind>(kind), num_columns, depth, is_paired};
 }
 
@@ -158,8 +158,12 @@ Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
 std::tuple<Tensor, Tensor> argmax(const Tensor& logits);
 Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
             const Tensor& min_p, const Tensor& uniform);
-// Runs the experts over their rows of x.
+// Runs the experts over their rows of x; their biases are of the type of x.
+struct ExpertForms {
+  Activation activation;
+  std::optional<Tensor> gate_up_bias, down_bias;
+};
 void run_experts(const Tensor& x, const std::vector<ExpertRows>& experts, const Weight& gate_up, const Weight& down,
-                 const int64_t* in_index, const Tensor* stream, const Tensor& out);
+                 const int64_t* in_index, const Tensor* stream, const Tensor& out, const ExpertForms& forms = {});
 
 }  // namespace batchinfer::tensors

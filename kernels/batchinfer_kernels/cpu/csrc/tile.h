@@ -442,7 +442,76 @@ inline void multiply_strip_widened(const Rows<bf16>& x, int64_t first, int64_t n
   });
 }
 
+constexpr int64_t kFp4Values = 128;  // of a panel's columns that are unpacked at a time
+
+// Values [start, start + kFp4Values) of a panel in E2M1, or all up to the last group, as a panel in bfloat16 has them: a value
+// times its scale is rounded by nothing but the smallest numbers.
+inline void unpack_fp4(const uint8_t* panel, int64_t start, int64_t num_values, bf16* out) {
+  panel += start / kGroup * kGroupBytes;
+  for (int64_t value = 0; value < num_values; value += kGroup, panel += kGroupBytes) {
+    const bf16* const scales = reinterpret_cast<const bf16*>(panel + kGroup / 2 * kPanelColumns);
+    for (int64_t chunk = 0; chunk < kChunks; ++chunk) {
+      const Floats scale = low_values(load_bits(scales + 16 * chunk));
+      for (int64_t octet = 0; octet < kGroup / 8; ++octet) {
+        const Ints words = load_ints(panel + 4 * (octet * kPanelColumns + 16 * chunk));
+        bf16* const at = out + (value / 2 + 4 * octet) * 2 * kPanelColumns + 32 * chunk;
+#pragma GCC unroll 4
+        for (int step = 0; step < 4; ++step) {
+          const Ints pairs = pairs_of_fp4(words, step);
+          store_ints(at + step * 2 * kPanelColumns, rounded_pairs(low_values(pairs) * scale, high_values(pairs) * scale));
+        }
+      }
+    }
+  }
+}
+
+// Calls multiply(start, num_values, panel, ahead) with a panel in E2M1, part by part in bfloat16. The bits are those of a weight
+// in bfloat16 with these values.
+template <class Multiply>
+inline void for_fp4_parts(const Weight& weight, const uint8_t* panel, int64_t turns, Pass pass, Multiply multiply) {
+  alignas(64) bf16 values[kFp4Values * kPanelColumns];
+  for_parts(weight.depth, kFp4Values, [&](int64_t start, int64_t num_values) {
+    unpack_fp4(panel, start, num_values, values);
+    const int64_t end = start + num_values, num_bytes = kFp4Values / kGroup * kGroupBytes;
+    multiply(start, num_values, values,
+             end == weight.depth ? pass.next_panel(num_bytes, turns)
+                                 : pass.next_part(panel + end / kGroup * kGroupBytes, num_bytes, turns));
+  });
+}
+
+// Rows with a panel in E2M1.
+inline void multiply_strip_fp4(const Rows<bf16>& x, int64_t first, int64_t num_rows, const Weight& weight,
+                               const uint8_t* panel, int64_t chunks, float* sums, Pass pass) {
+  for_fp4_parts(weight, panel, num_turns(num_rows, kFp4Values / 2), pass,
+                [&](int64_t start, int64_t num_values, const bf16* part, Ahead ahead) {
+                  const int64_t num_steps = (num_values + 1) / 2;
+#ifdef BATCHINFER_PAIR_PRODUCTS
+                  if (pairs_are_quick()) {
+                    const auto at = [&](int64_t row, int64_t) { return x.at(first + row) + start; };
+                    return multiply_rows<Pair>(at, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
+                  }
+#endif
+                  alignas(64) float rows[kTileRows * kFp4Values];
+                  const auto at = [&](int64_t row, int64_t place) {
+                    float* const out = rows + place * kFp4Values;
+                    widen(x.at(first + row) + start, 2 * num_steps, out);
+                    return out;
+                  };
+                  multiply_rows<WidePair<1>>(at, num_rows, part, num_steps, chunks, sums, start == 0, ahead);
+                });
+}
+
 #ifdef BATCHINFER_TILES
+// The same in tiles.
+inline void multiply_strip_fp4(TileRows rows, const Weight& weight, const uint8_t* panel, int64_t chunks, float* sums,
+                               Pass pass) {
+  for_fp4_parts(weight, panel, num_tile_turns(rows.count, chunks, kFp4Values / 2), pass,
+                [&](int64_t start, int64_t num_values, const bf16* part, Ahead ahead) {
+                  multiply_pair_tiles(rows.behind(start / 2), {part, 4 * kPanelColumns}, chunks, (num_values + 1) / 2,
+                                      start == 0, sums, kPanelColumns, ahead);
+                });
+}
+
 // The same in tiles. Rows beyond two tiles pass the panel part by part, for the first-level cache.
 inline void multiply_strip_in_tiles(TileRows rows, int64_t depth, const bf16* panel, int64_t chunks, float* sums,
                                     Pass pass) {
@@ -477,6 +546,14 @@ inline void multiply_strip(const Rows<Row>& x, int64_t first, int64_t num_rows, 
       if (pairs_are_quick()) return multiply_strip_by<Pair>(x, first, num_rows, depth, values, chunks, sums, pass);
 #endif
       return multiply_strip_widened(x, first, num_rows, depth, values, chunks, sums, pass);
+#endif
+    }
+    if (weight.kind == WeightKind::kFp4) {
+#ifdef BATCHINFER_TILES
+      const TileRows rows = TileRows::apart(x.at(first), x.stride * int64_t{sizeof(bf16)}, num_rows);
+      return multiply_strip_fp4(rows, weight, panel, chunks, sums, pass);
+#else
+      return multiply_strip_fp4(x, first, num_rows, weight, panel, chunks, sums, pass);
 #endif
     }
   }

@@ -18,8 +18,9 @@ namespace batchinfer {
 // Whether rows of a source and a weight are multiplied in tiles.
 template <class Source>
 inline bool meet_in_tiles(const Weight& weight) {
-  return kHasTiles && std::is_same_v<typename Source::Value, bf16> &&
-         weight.kind == (std::is_same_v<Source, ByteRows> ? WeightKind::kInt8 : WeightKind::kBfloat16);
+  if (!kHasTiles || !std::is_same_v<typename Source::Value, bf16>) return false;
+  if (std::is_same_v<Source, ByteRows>) return weight.kind == WeightKind::kInt8;
+  return weight.kind == WeightKind::kBfloat16 || weight.kind == WeightKind::kFp4;
 }
 
 // Panels of a task; more where it copies its rows first.
@@ -62,7 +63,9 @@ struct TiledByteRows {
 };
 inline void multiply_strip(const TiledRows& x, int64_t first, int64_t num_rows, const Weight& weight,
                            const uint8_t* panel, int64_t chunks, float* sums, Pass pass) {
-  multiply_strip_in_tiles(x.rows.from(first, num_rows), weight.depth, reinterpret_cast<const bf16*>(panel), chunks, sums,
+  const TileRows rows = x.rows.from(first, num_rows);
+  if (weight.kind == WeightKind::kFp4) return multiply_strip_fp4(rows, weight, panel, chunks, sums, pass);
+  multiply_strip_in_tiles(rows, weight.depth, reinterpret_cast<const bf16*>(panel), chunks, sums,
                           pass);
 }
 inline void multiply_strip(const TiledByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,

@@ -56,6 +56,15 @@ inline Floats sigmoid_divisor(Floats x) { return floats(1.0f) + exp_values(float
 
 inline Floats silu_values(Floats x) { return x / sigmoid_divisor(x); }
 
+// A limit passes what is no number on.
+inline Floats active_values(Floats gate, Floats up, const Activation& activation) {
+  if (activation.is_plain()) return silu_values(gate) * up;
+  const Floats limit = floats(activation.limit);
+  gate = smaller(limit, gate);
+  up = larger(floats(0.0f) - limit, smaller(limit, up));
+  return gate / sigmoid_divisor(floats(activation.alpha) * gate) * (up + floats(activation.shift));
+}
+
 inline Floats sigmoid_values(Floats x) { return floats(1.0f) / sigmoid_divisor(x); }
 
 // exp of float64, for x <= 0: 2^n * p(r), x = n ln 2 + r, |r| <= ln 2 / 2, p a Taylor sum to r^13 / 13!; below -708 it
