@@ -39,8 +39,6 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
     value_bytes = VALUE_BYTES[dtype]
     projected_bytes = _projected_bytes(dtype)
     expert_bytes = _EXPERTS_INT4 if dtype == "int4" else projected_bytes
-    if model.expert_clamp is not None:  # not packed
-        expert_bytes = value_bytes
     experts = model.num_moe_layers * routed * expert * expert_bytes
     return int(experts + (attention + mlps) * projected_bytes + others * value_bytes) + _SLACK_BYTES
 

@@ -193,9 +193,7 @@ class WeightLoader:
         self._stored = StoredWeights(checkpoint, config)
         self._format = ops.weight_format(dtype, device)  # of the head and the per-head maps; the other: of the rest
         self._narrow_format = ops.weight_format(dtype, device, eight_bit=True) if ops.eight_bit else self._format
-        # operations on packed weights have neither biases nor clamps
-        clamps = config.expert_clamp is not None
-        self._expert_format = format_of(self._empty((1, 1), dtype)) if clamps else ops.expert_format(dtype, device)
+        self._expert_format = ops.expert_format(dtype, device)
 
     @property
     def joins_products(self) -> bool:
@@ -250,7 +248,7 @@ class WeightLoader:
             gate_up_EFD=form.empty(num_held, 2 * width, hidden, is_paired=True, memory=self._empty),
             down_EDF=form.empty(num_held, hidden, width, memory=self._empty),
             shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
-            gate_up_bias_EF=self._empty((num_held, 2 * width), self.dtype) if has_biases else None,
+            gate_up_bias_EF=self._empty((num_held, 2 * width), self.dtype).zero_() if has_biases else None,
             down_bias_ED=self._empty((num_held, hidden), self.dtype) if has_biases else None,
         )
         for slot, expert in enumerate(expert_ids):
@@ -269,7 +267,8 @@ class WeightLoader:
             form.put(weight, slot, *parts)
             if bias is not None:
                 for room, name in zip(bias[slot].chunk(len(names)), names, strict=True):
-                    room.copy_(self._stored.read(f"{prefix}.experts.{expert}.{name}.bias", bias.dtype))
+                    stored = self._stored.read(f"{prefix}.experts.{expert}.{name}.bias", bias.dtype)
+                    room[: len(stored)] = stored
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
