@@ -10,7 +10,7 @@ import torch
 
 from batchinfer.model.attention_kind import LayerAttention
 from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
-from batchinfer.model.residual import PLAIN, Residual
+from batchinfer.model.residual import Residual
 from batchinfer.model.step import AttentionStep
 from batchinfer.parallel.spans import MicroBatchSpans
 
@@ -21,7 +21,7 @@ class DecoderLayer:
 
     attention: LayerAttention
     mlp: DenseMlp | MoeMlp
-    residual: Residual = PLAIN
+    residual: Residual
 
     def points(
         self,

@@ -61,6 +61,3 @@ class PlainResidual:
 
     def close(self, state: torch.Tensor) -> torch.Tensor:
         return state
-
-
-PLAIN = PlainResidual()

@@ -25,7 +25,7 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.packed_files import PackedExperts, map_weights
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_memory import empty_pages
-from batchinfer.model.residual import PLAIN as PLAIN_RESIDUAL
+from batchinfer.model.residual import PlainResidual, Residual
 from batchinfer.model.rotary_angles import RotaryAngles
 from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
@@ -55,9 +55,11 @@ class Transformer:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.num_moe_layers = config.num_moe_layers
+        self.residual: Residual = PlainResidual()
         of_layers = iter(dispatchers)
         self.layers = tuple(
-            _build_layer(config, ops, each, layer, of_layers) for layer, each in enumerate(weights.layers)
+            _build_layer(config, ops, each, layer, of_layers, self.residual)
+            for layer, each in enumerate(weights.layers)
         )
         self.moe_mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
         rope, width = config.attention.rope, config.attention.rotary_dim
@@ -65,7 +67,7 @@ class Transformer:
         self.mtp = None
         if weights.mtp is not None:
             own = iter([local_dispatcher(config, ops, self.device)])
-            layer = _build_layer(config, ops, weights.mtp.layer, config.num_hidden_layers, own)
+            layer = _build_layer(config, ops, weights.mtp.layer, config.num_hidden_layers, own, self.residual)
             self.mtp = Mtp(weights.mtp, layer)
 
     @classmethod
@@ -176,13 +178,13 @@ class Transformer:
             len(self.moe_mlps), self.config.n_routed_experts, dtype=torch.int64, device=self.device
         )
         rows_of_counts = iter(expert_counts)
-        state = PLAIN_RESIDUAL.open(self.ops.gather_rows(self.weights.embedding, step.tokens))
+        state = self.residual.open(self.ops.gather_rows(self.weights.embedding, step.tokens))
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             counts_E = next(rows_of_counts) if isinstance(layer.mlp, MoeMlp) else None
             of_layer = wanted if layer is self.layers[-1] else None
             state = yield from layer.points(state, attention_step, layer_pages, counts_E, spans, of_layer)
         with spans.compute("LOGITS"):
-            hidden_TD = PLAIN_RESIDUAL.close(state)
+            hidden_TD = self.residual.close(state)
             hidden_SD = hidden_TD if wanted is not None else self.ops.gather_rows(hidden_TD, step.logit_rows)
             hidden_SD = self.ops.rms_norm(hidden_SD, self.weights.norm, self.config.rms_norm_eps)
             return _output(self, hidden_SD, step, expert_counts)
@@ -197,7 +199,12 @@ class Transformer:
 
 
 def _build_layer(
-    config: ModelConfig, ops: Ops, weights: LayerWeights, layer: int, dispatchers: Iterator[Dispatcher]
+    config: ModelConfig,
+    ops: Ops,
+    weights: LayerWeights,
+    layer: int,
+    dispatchers: Iterator[Dispatcher],
+    residual: Residual,
 ) -> DecoderLayer:
     if isinstance(weights.mlp, MoeWeights):
         mlp: DenseMlp | MoeMlp = moe_of(ops, config, weights.mlp, weights.mlp_norm, next(dispatchers))
@@ -205,7 +212,7 @@ def _build_layer(
         mlp = DenseMlp(ops, config, weights.mlp, weights.mlp_norm)
     kind = kind_of(config.attention)
     norm = weights.input_norm, config.rms_norm_eps
-    return DecoderLayer(kind.build(ops, config.attention, weights.attention, *norm, layer), mlp)
+    return DecoderLayer(kind.build(ops, config.attention, weights.attention, *norm, layer), mlp, residual)
 
 
 def local_dispatcher(config: ModelConfig, ops: Ops, device: torch.device | str) -> Dispatcher:

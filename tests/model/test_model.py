@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -212,6 +213,44 @@ def test_a_layer_yields_after_each_exchange_and_two_steps_can_take_turns(models)
     assert seen[1] == seen[2] == [YieldPoint.DISPATCH, YieldPoint.COMBINE] * 2
     assert torch.equal(results[1], plain[0])
     assert torch.equal(results[2], plain[1])
+
+
+class TwoStreams:
+    """A residual of two streams of which sublayers see the sum: what they give goes to one or the other in turn."""
+
+    def open(self, embedded_TD):
+        return embedded_TD, torch.zeros_like(embedded_TD)
+
+    def enter(self, state):
+        return state[0] + state[1], state
+
+    def take(self, ops, past, rows_S):
+        return past[0][rows_S], past[1][rows_S]
+
+    def base(self, past):
+        return past[1]
+
+    def leave(self, past, sum_TD):
+        return sum_TD, past[0]
+
+    def close(self, state):
+        return state[0] + state[1]
+
+
+@pytest.mark.parametrize("name", ["v3", "qwen3"])
+def test_a_residual_of_another_kind_goes_around_every_sublayer(tmp_path, name):
+    make_checkpoint(tmp_path, name)
+    logits = []
+    for residual in (None, TwoStreams()):
+        model = Transformer.load(tmp_path, dtype=torch.float32)
+        if residual is not None:
+            model.residual = residual
+            model.layers = tuple(replace(layer, residual=residual) for layer in model.layers)
+        requests = PagedRequests(model, random_prompts((70, 3)), max_new_tokens=5)
+        requests.prefill(range(2), (40,))
+        requests.decode_greedily(range(2), 5)
+        logits.append(torch.cat([requests.all_logits(i) for i in range(2)]))
+    assert (logits[0] - logits[1]).abs().max() < TOLERANCE["float32"]
 
 
 def test_run_to_end_returns_what_the_generator_returns():
