@@ -115,7 +115,7 @@ GQA_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_siz
 GLM4_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 LLAMA3 = {
     "rope_type": "llama3",
-    "rope_theta": 500.0,  # so that pairs of each kind are among the few of a small head
+    "rope_theta": 1000.0,  # so that pairs of each kind are among the few of a small head
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
