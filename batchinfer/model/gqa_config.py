@@ -58,7 +58,7 @@ class GqaConfig(AttentionConfig):
 
     @property
     def products_per_key(self) -> int:
-        """As of the base class, as the mean over all layers; the few keys of windows are not counted."""
+        """Multiplications of a layer for each key, as the mean over all layers; keys of windows do not count."""
         return max(1, round(2 * self.query_width * self.full_share))
 
     def num_weights(self, hidden: int, num_layers: int) -> int:

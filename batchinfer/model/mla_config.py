@@ -59,7 +59,7 @@ class MlaConfig(AttentionConfig):
 
     @property
     def products_per_key(self) -> int:
-        """As of the base class; in the absorbed form."""
+        """Multiplications of a layer for each key, in the absorbed form."""
         return self.num_attention_heads * (self.latent_dim + self.kv_lora_rank)
 
     def num_weights(self, hidden: int, num_layers: int) -> int:
@@ -70,7 +70,7 @@ class MlaConfig(AttentionConfig):
         return queries + latents + self.output_width * hidden
 
     def matrices(self, hidden: int, layer: int) -> LayerMatrices:
-        """As of the base class; keys and values are made of latents by one map for prefill, by two for decode."""
+        """Return a layer's weights; one map makes keys and values of latents for prefill, two maps for decode."""
         query, heads, latent = self.query_width, self.num_attention_heads, self.kv_lora_rank
         down = self.q_lora_rank
         queries = ((hidden, query),) if down is None else ((hidden, down), (down, query))

@@ -43,7 +43,7 @@ def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
 
 
 def _llama3_frequencies(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Return slowed angles as Llama 3.1 has them: pairs are told apart by their turns in the original window."""
+    """Return the slowed angles of Llama 3.1: the turns of a pair in the original window decide how much."""
     turns = rope.original_max_positions * plain / (2 * math.pi)
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return (1 - kept) * plain / rope.factor + kept * plain
