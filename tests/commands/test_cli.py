@@ -341,16 +341,6 @@ def test_a_stream_that_another_program_has_made_one_that_does_not_wait_is_waited
         assert running.returncode == 2
 
 
-@pytest.mark.all  # make test: test_cpu_build
-def test_a_rank_compiles_its_operations_whether_or_not_it_can_say_so(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", "false")
-    write_questions(tmp_path / "prompts", (3,))
-    assert in_a_shell(["run", write_job(tmp_path)], "2> /dev/full").returncode == 0
-    (failed,) = (tmp_path / "cache").rglob("*.failed")
-    assert "false" in failed.read_text()
-
-
 def test_output_on_a_full_disk_is_one_sentence():
     done = in_a_shell(["schema"], "> /dev/full")
     assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device: 'standard output'\n")

@@ -157,27 +157,6 @@ def planned(computed):
         yield target, lambda *more: batchinfer("plan", job, "--set", f"output.dir={target}", *more)
 
 
-@pytest.mark.all  # make test: test_resume's refused settings
-@pytest.mark.parametrize(
-    "change", [("decode_requests = 2", "decode_requests = 6"), ("commit_seconds", "commit_second")]
-)
-def test_a_changed_setting_in_job_toml_is_named_and_the_jobs_own_file_repairs_it(planned, change):
-    run, plan = planned
-    path = run / "job.toml"
-    assert change[0] in path.read_text()
-    path.write_text(path.read_text().replace(*change))
-    verified = batchinfer("verify", run)
-    assert verified.code == 3
-    assert "job.toml: it is not what the plan wrote; `batchinfer plan` with the job's own .toml file" in verified.out
-    for command in ("work", "finish", "report", "peek"):
-        ended = batchinfer(command, run)
-        assert ended.code == 2
-        assert f"{path} is damaged: it is not what the plan wrote; `batchinfer plan` with the job's own" in ended.err
-    assert plan().code == 0
-    for command in ("finish", "report", "verify"):
-        assert batchinfer(command, run).code == 0
-
-
 @pytest.mark.all  # make test: a plan made again, above
 def test_settings_may_be_given_anew_and_an_earlier_version_vouches_for_none(planned):
     run, plan = planned

@@ -16,7 +16,6 @@ import yaml
 
 from batchinfer.rundir import RunDir, read_state
 from support.jobs import batchinfer, output_bytes, write_job, write_shard
-from support.s3_servers import SERVERS, running
 
 SYSTEM = 'Be "brief" | now.'
 DATA = [f"data/train-0000{place}-of-00002.parquet" for place in range(2)]
@@ -200,14 +199,3 @@ def test_a_partial_dataset_is_made_whole_by_the_next_finish(finished, tmp_path):
     assert "| rows with an answer | 8 |" in card_of(run)[1]
     for name in DATA:
         assert (run / "dataset" / name).read_bytes() == (finished / "dataset" / name).read_bytes()
-
-
-@pytest.mark.all  # make test: results of any kind, in test_object_stores
-@pytest.mark.parametrize("name", SERVERS)
-def test_it_is_published_with_the_outputs(run, tmp_path_factory, name):
-    with running(name, tmp_path_factory) as server:
-        server.make_bucket("results")
-        to = ("--set", "output.publish=s3://results/here", "--set", f"s3.endpoint={server.endpoint}")
-        assert batchinfer("finish", run, *to).code == 3
-        found = server.objects("results", "here")
-    assert {f"dataset/{name}": data for name, data in dataset_bytes(run).items()}.items() <= found.items()

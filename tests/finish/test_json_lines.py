@@ -7,7 +7,6 @@ import decimal
 import json
 import math
 import shutil
-import signal
 import subprocess
 import sys
 from typing import Any
@@ -20,11 +19,8 @@ import pytest
 from batchinfer.finish.json_lines import JsonLines
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, read_state
-from support.faults import finish_until_killed
 from support.jobs import batchinfer, output_bytes, outputs, write_job, write_questions, write_shard
 from support.openai_batches import chat, completion, read_lines, write_batch
-from support.rank_forge import Forked
-from support.s3_servers import SERVERS, running
 
 OPENAI = {"input": {"files": ["batch.jsonl"], "format": "openai", "prompt": None}, "output": {"format": "openai"}}
 
@@ -140,25 +136,6 @@ def computed(tmp_path_factory):
     return folder / "run", output_bytes(calm)
 
 
-@pytest.mark.all  # make test: test_killed_sessions, with Parquet files
-def test_finish_killed_at_any_step_loses_and_doubles_nothing(computed, tmp_path):
-    run, expected = computed
-    target = shutil.copytree(run, tmp_path / "run")
-    for step in range(100):
-        code = Forked(finish_until_killed, target, step).wait()
-        if code != -signal.SIGKILL:
-            break
-        there = output_bytes(target) if (target / "outputs").exists() else {}
-        assert there.items() <= expected.items()  # each file is whole or absent
-        if step % 3 == 0:
-            again = shutil.copytree(target, tmp_path / f"again {step}")
-            assert batchinfer("finish", again).code == 3
-            assert output_bytes(again) == expected
-    assert step > 5
-    assert code == 3
-    assert output_bytes(target) == expected
-
-
 @pytest.mark.parametrize("name", ["batch.jsonl", "batch.errors.jsonl", "batch.parquet"])
 def test_damage_to_a_file_of_lines_is_found_and_repaired(computed, tmp_path, name):
     run, expected = computed
@@ -209,22 +186,6 @@ def test_a_finished_run_gets_the_files_when_its_job_asks_for_them(tmp_path):
         assert batchinfer("finish", tmp_path / "run").code == 0
         assert (tmp_path / "run" / "outputs" / "a.jsonl").exists() is (form != "parquet")
     assert read_lines(tmp_path / "run" / "outputs" / "a.jsonl") == outputs(tmp_path / "run")["a.parquet"]
-
-
-@pytest.mark.all  # make test: test_object_stores, with Parquet files
-@pytest.mark.parametrize("name", SERVERS)
-def test_files_of_lines_are_published(computed, tmp_path, tmp_path_factory, name):
-    run, expected = computed
-    target = shutil.copytree(run, tmp_path / "run")
-    with running(name, tmp_path_factory) as server:
-        server.make_bucket("results")
-        to = ("--set", "output.publish=s3://results/here", "--set", f"s3.endpoint={server.endpoint}")
-        assert batchinfer("finish", target, *to).code == 3
-        found = server.objects("results", "here")
-    assert expected.items() <= found.items()
-    assert json.loads(found["_SUCCESS"])["objects"]["outputs/batch.errors.jsonl"] == len(
-        expected["outputs/batch.errors.jsonl"]
-    )
 
 
 def test_files_that_two_shards_would_share_are_refused(tmp_path):

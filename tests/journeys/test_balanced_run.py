@@ -6,9 +6,7 @@ import json
 import random
 import re
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.data.expert_tables import read_expert_tables
@@ -124,29 +122,6 @@ def test_a_plan_places_experts_by_the_loads_of_an_earlier_run(job, layout):
     assert output_bytes(run) == output_bytes(job / "one")
 
 
-@pytest.mark.all  # make test: test_spans, test_expert_balance
-def test_ranks_compute_the_rows_that_the_table_of_experts_gives_them(job):
-    """Measured rows equal those of the placement; each phase has its own placement, by the loads of the phase."""
-    run = job / "rows-of-experts"
-    path = write(job, run.name, **LAYOUTS["2+2"])
-    assert batchinfer("plan", path, "--expert-loads", job / "one").code == 0
-    assert batchinfer("run", path).code == 0
-    by_expert = (
-        "SELECT sum(tokens)::INT AS n FROM experts WHERE phase = '{}' GROUP BY layer, expert ORDER BY layer, expert"
-    )
-    by_rank = "SELECT sum(expert_rows)::INT AS n FROM steps WHERE kind = '{}' GROUP BY rank ORDER BY rank"
-    for phase, table in read_expert_tables(RunDir(run)).items():
-        known, counted = (
-            np.array([row["n"] for row in query(where, by_expert.format(phase))]).reshape(len(table.layers), -1)
-            for where in (job / "one", run)
-        )
-        assert (np.take_along_axis(known, table.expert_of_slot, axis=1) == table.load_of_slot).all()
-        rows_of_slot = np.take_along_axis(counted, table.expert_of_slot, axis=1)
-        assert (table.expert_of_slot != np.arange(rows_of_slot.shape[1])).any(), "all in order: nothing is shown"
-        expected = rows_of_slot.reshape(len(table.layers), 2, -1).sum(axis=(0, 2)).tolist()
-        assert [row["n"] for row in query(run, by_rank.format(phase))] == expected
-
-
 def test_expert_loads_of_no_run_or_of_another_model_are_refused(job, tmp_path):
     path = write(job, "refused", prefill_ranks=2)
     refused = batchinfer("plan", path, "--expert-loads", tmp_path)
@@ -157,15 +132,3 @@ def test_expert_loads_of_no_run_or_of_another_model_are_refused(job, tmp_path):
     counts = {"phase": ["prefill"], "layer": [1], "expert": [0], "tokens": [5]}
     write_shard(tmp_path / "stats" / "experts" / "a.parquet", counts)
     assert "run of the same model" in batchinfer("plan", path, "--expert-loads", tmp_path).err
-
-
-@pytest.mark.all  # make test: test_expert_placer
-def test_experts_stay_where_they_are_on_one_rank(job):
-    assert not RunDir(job / "one").experts.exists()
-
-
-@pytest.mark.all  # make test: test_expert_balance
-def test_the_table_of_experts_is_a_plain_parquet_file(job):
-    run = job / "rows-of-experts"
-    table = pq.read_table(run / "plan" / "experts.parquet")
-    assert table.schema.names == ["phase", "layer", "slot", "rank", "node", "expert", "share", "tokens", "bound"]

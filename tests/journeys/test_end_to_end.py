@@ -64,16 +64,6 @@ def test_messages_go_through_the_chat_template_and_bad_ones_do_not_stop_the_othe
     assert rows[0]["text"] == rows[4]["text"]
 
 
-@pytest.mark.all  # make test: tests/model/test_against_transformers.py
-def test_ready_token_ids_run_as_they_are(tmp_path):
-    token_ids = [[5, 6, 7], None, [5, 10**6], [], [5, 6, 7, 8]]
-    write_shard(tmp_path / "prompts" / "a.parquet", {"token_ids": pa.array(token_ids, pa.list_(pa.int64()))})
-    job = write_job(tmp_path, input={"prompt": None, "token_ids": "token_ids"})
-    assert batchinfer("run", job).code == 3
-    rows = outputs(tmp_path / "run")["a.parquet"]
-    assert [row["prompt_tokens"] for row in rows] == [3, 0, 0, 0, 4]
-
-
 def test_an_unreadable_shard_is_named_and_the_others_still_run(questions):
     whole = (questions / "prompts" / "part-1.parquet").read_bytes()
     (questions / "prompts" / "part-1.parquet").write_bytes(whole[: len(whole) // 2])
@@ -170,33 +160,6 @@ def test_samples_and_duplicates(tmp_path):
     assert len({tuple(row["token_ids"]) for row in rows if row["row"] != 1}) == 4
 
 
-@pytest.mark.all  # make test: test_bit_equality
-def test_a_rows_draws_do_not_depend_on_the_other_rows(tmp_path):
-    rows = {"id": ["a", "b", "c"], "prompt": [question(i) for i in range(3)]}
-    write_shard(tmp_path / "prompts" / "a.parquet", rows)
-    write_shard(tmp_path / "alone" / "a.parquet", {"id": ["b"], "prompt": [question(1)]})
-    sampling = {"temperature": 0.8, "top_p": 0.9, "seed": 5, "logprobs": 3}
-    assert batchinfer("run", write_job(tmp_path, sampling=sampling)).code == 0
-    alone = write_job(tmp_path, sampling=sampling, input={"files": ["alone/*"]}, output={"dir": "other"})
-    assert batchinfer("run", alone).code == 0
-    together, single = outputs(tmp_path / "run")["a.parquet"][1], outputs(tmp_path / "other")["a.parquet"][0]
-    for name in ("token_ids", "text", "logprobs"):
-        assert together[name] == single[name], name
-    assert all(len(item["top"]) == 3 for item in single["logprobs"])
-
-
-@pytest.mark.all  # make test: test_cluster, whose rows have settings of their own
-def test_rows_may_override_sampling(tmp_path):
-    kind = pa.struct([("max_tokens", pa.int32()), ("temperature", pa.float64()), ("stop", pa.list_(pa.string()))])
-    overrides = [{"max_tokens": 2}, None, {"temperature": -1.0}, {"temperature": 1.0, "max_tokens": 3}]
-    columns = {"prompt": [question(i) for i in range(4)], "how": pa.array(overrides, kind)}
-    write_shard(tmp_path / "prompts" / "a.parquet", columns)
-    assert batchinfer("run", write_job(tmp_path, input={"sampling": "how"})).code == 3
-    rows = outputs(tmp_path / "run")["a.parquet"]
-    assert [row["completion_tokens"] for row in rows] == [2, 8, 0, 3]
-    assert "temperature" in rows[2]["error"]
-
-
 def test_page_budget_prefill_size_and_batch_size_change_no_byte_of_the_outputs(questions):
     reference = write_job(questions, output={"dir": "reference"})
     assert batchinfer("run", reference).code == 0
@@ -219,35 +182,11 @@ def test_a_page_budget_below_the_largest_row_is_refused_while_planning(questions
     assert batchinfer("run", enough).code == 0
 
 
-@pytest.mark.all  # make test: test_cluster's ways to end
-def test_a_row_that_reaches_the_window_ends_with_length_and_a_warning(tmp_path):
-    write_shard(tmp_path / "prompts" / "a.parquet", {"token_ids": [[9] * 2040]})
-    job = write_job(
-        tmp_path,
-        input={"prompt": None, "token_ids": "token_ids"},
-        sampling={"max_tokens": 50, "ignore_eos": True},
-    )
-    ended = batchinfer("run", job)
-    assert ended.code == 0, ended.err
-    assert "warning: 1 rows" in ended.err
-    (row,) = outputs(tmp_path / "run")["a.parquet"]
-    assert (row["completion_tokens"], row["finish_reason"]) == (8, "length")
-
-
 def test_nothing_but_finished_parquet_files_stands_in_outputs(questions):
     assert batchinfer("run", write_job(questions)).code == 0
     names = [path.name for path in (questions / "run" / "outputs").rglob("*") if path.is_file()]
     assert sorted(names) == ["part-0.parquet", "part-1.parquet", "part-2.parquet"]
     assert not (questions / "run" / "work").exists()
-
-
-@pytest.mark.all  # make test: test_dataset_folder
-def test_shards_in_folders_keep_their_places(tmp_path):
-    write_shard(tmp_path / "prompts" / "x" / "a.parquet", {"prompt": [question(0)]})
-    write_shard(tmp_path / "prompts" / "y" / "a.parquet", {"prompt": [question(1)]})
-    job = write_job(tmp_path, input={"files": ["prompts/**/*.parquet"]})
-    assert batchinfer("run", job).code == 0
-    assert list(outputs(tmp_path / "run")) == ["x/a.parquet", "y/a.parquet"]
 
 
 def test_statistics_add_up_and_can_be_queried(questions):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import json
 import random
-import shutil
 
 import numpy as np
 import pytest
 
-from batchinfer.controller import expert_proposals
+from batchinfer.controller.experts import proposals
 from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.rundir import RunDir
 from support.jobs import batchinfer, output_bytes, write_job, write_shard
@@ -85,30 +84,10 @@ def unplaced(request, tmp_path_factory, skewed_model):
     folder = tmp_path_factory.mktemp("unplaced")
     model = SAMPLE_MODEL if request.param == "sample" else skewed_model
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_proposals, "START", 10.0)
+        patch.setattr(proposals, "START", 10.0)
         said, run = ran(job_of_sample(folder, "unplaced", model, prefill_ranks=2, redundant_experts=8))
     assert "experts placed by" not in said
     return folder, model, run
-
-
-@pytest.mark.all  # make test: the tables of tests/balance
-@pytest.mark.parametrize("num_redundant", [8, pytest.param(16, marks=pytest.mark.slow)])
-def test_ranks_of_a_job_of_one_unit_are_as_even_as_promised_and_more_even_than_before(unplaced, num_redundant):
-    folder, model, before = unplaced
-    _, run = ran(
-        job_of_sample(folder, f"placed-{num_redundant}", model, prefill_ranks=2, redundant_experts=num_redundant)
-    )
-    assert query(run, "SELECT count(*) AS n FROM units")[0]["n"] == 1
-    assert output_bytes(run) == output_bytes(before)
-    assert furthest_from_promise(run) <= 0.02
-    assert busiest_by_mean(run) < busiest_by_mean(before)
-    assert busiest_by_mean(run) <= 1.05
-    (node,) = query(run, "SELECT calibration_tokens, placements FROM nodes")
-    assert (
-        0
-        < node["calibration_tokens"]
-        <= 0.0625 * query(run, "SELECT sum(computed_tokens)::INT AS n FROM requests")[0]["n"]
-    )
 
 
 KINDS = ([11, 12, 13, 14, 15, 16], [900, 910, 920, 930, 940, 950])  # tokens of two kinds of prompts
@@ -195,20 +174,6 @@ def test_the_second_kind_of_prompts_is_balanced_again(run_of_layout):
     _, run = run_of_layout("2")
     last = query(run, "SELECT max(placement) AS n FROM placements")[0]["n"]
     assert busiest_by_mean(run, f"placement = {last} AND phase = 'prefill'") <= 1.1
-
-
-@pytest.mark.all  # make test: test_expert_placer
-def test_ranks_that_start_later_begin_with_the_table_and_without_a_calibration(two_kinds, run_of_layout):
-    folder, alone = two_kinds
-    _, run = run_of_layout("2+2")
-    (run / "stats" / "run.parquet").unlink()
-    shutil.rmtree(run / "units")
-    shutil.rmtree(run / "done")
-    said, _ = ran(folder / "kinds-2+2.toml")
-    assert "placed by a calibration" not in said
-    assert output_bytes(run) == output_bytes(alone)
-    (last,) = query(run, "SELECT calibration_tokens FROM nodes ORDER BY start_s DESC LIMIT 1")
-    assert last["calibration_tokens"] == 0
 
 
 def test_a_plan_keeps_copies_on_nodes_where_the_router_s_groups_divide(two_kinds):

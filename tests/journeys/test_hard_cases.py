@@ -20,7 +20,7 @@ from batchinfer.records import ConfigError, InterruptedRunError, ModelError
 from batchinfer.run.session import Session
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
-from support.jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
+from support.jobs import batchinfer, outputs, question, start, write_job, write_questions, write_shard
 
 
 @pytest.fixture(scope="module")
@@ -59,15 +59,6 @@ def test_a_file_with_glob_characters_in_an_odd_folder_is_found(tmp_path):
     assert len(json.loads((folder / "run" / "run.json").read_text())["shards"]) == 1
 
 
-@pytest.mark.all  # make test: test_job
-def test_a_job_reached_through_a_link_finds_its_files_where_it_really_is(tmp_path):
-    write_questions(tmp_path / "data" / "prompts", (2,))
-    (tmp_path / "data" / "jobs").mkdir()
-    write_job(tmp_path / "data" / "jobs", input={"files": ["../prompts/*.parquet"]})
-    (tmp_path / "link").symlink_to(tmp_path / "data" / "jobs")
-    assert batchinfer("plan", tmp_path / "link" / "job.toml").code == 0
-
-
 def test_damage_in_a_kept_column_is_found_before_anything_is_computed(tmp_path):
     first, second = write_questions(tmp_path / "prompts", (9, 4))
     place = pq.read_metadata(first).row_group(1).column(2).data_page_offset + 15
@@ -99,57 +90,6 @@ def test_a_kept_value_that_does_not_fit_is_found_before_anything_is_computed(tmp
     assert [row["extra"] for row in outputs(tmp_path / "run")["b.parquet"]] == [1.0, 2.0**53]
 
 
-@pytest.mark.all  # make test: test_kept_columns
-def test_kept_columns_of_several_types_end_in_one_that_holds_all(tmp_path):
-    texts = pa.array([{"t": ["x"]}, None], pa.struct([("t", pa.list_(pa.string_view()))]))
-    for name, numbers in (
-        ("a", pa.array([1, 2], pa.uint32())),
-        ("b", pa.array(["1.25", None]).cast(pa.decimal128(5, 2))),
-    ):
-        (tmp_path / "prompts").mkdir(exist_ok=True)
-        rows = pa.record_batch({"prompt": [question(0), question(1)], "extra": numbers, "texts": texts})
-        with pa.ipc.new_file(tmp_path / "prompts" / f"{name}.arrow", rows.schema) as file:
-            file.write_batch(rows)
-    job = write_job(tmp_path, input={"files": ["prompts/*.arrow"]}, output={"keep_columns": ["extra", "texts"]})
-    assert batchinfer("run", job).code == 0
-    found = outputs(tmp_path / "run").values()
-    assert [[str(row["extra"]) for row in rows] for rows in found] == [["1.00", "2.00"], ["1.25", "None"]]
-    assert [[row["texts"] for row in rows] for rows in found] == [[{"t": ["x"]}, None]] * 2
-
-
-@pytest.mark.all  # make test: test_row_prompts
-def test_chats_of_the_json_type_are_answered_and_kept(tmp_path):
-    chats = pa.array([json.dumps([{"role": "user", "content": question(0)}])] * 2).cast(pa.json_())
-    write_shard(tmp_path / "prompts" / "a.parquet", {"m": chats})
-    job = write_job(tmp_path, input={"prompt": None, "messages": "m"}, output={"keep_columns": ["m"]})
-    assert batchinfer("run", job).code == 0
-    assert pq.read_table(tmp_path / "run" / "outputs" / "a.parquet")["m"].combine_chunks().equals(chats)
-
-
-@pytest.mark.all  # make test: test_tables
-def test_doubles_that_pandas_made_of_integer_ids_are_these_integers_again(tmp_path):
-    """And no id is another one's: from 2^53 on several integers have one double."""
-    prompts = [question(row) for row in range(6)]
-    ids = [1.0, None, float((1 << 53) - 1), float((1 << 53) + 1), 2.5, float("nan")]
-    write_shard(tmp_path / "prompts" / "a.parquet", {"id": pa.array([7, 1 << 60]), "prompt": prompts[:2]})
-    write_shard(tmp_path / "prompts" / "b.parquet", {"id": pa.array(ids), "prompt": prompts})
-    job = write_job(tmp_path)
-    assert batchinfer("run", job).code == 3
-    whole, found = outputs(tmp_path / "run").values()
-    assert [row["id"] for row in whole] == [7, 1 << 60]
-    assert [row["id"] for row in found] == [1, None, (1 << 53) - 1, None, None, None]
-    assert [row["status"] for row in found] == ["ok"] * 3 + ["error"] * 3
-    assert found[3]["error"].startswith("id is 9007199254740992.0, a double that is no integer below 2^53; store")
-
-
-@pytest.mark.all  # make test: test_tables
-def test_doubles_as_ids_are_refused_where_no_shard_says_that_they_are_integers(tmp_path):
-    write_shard(tmp_path / "prompts" / "a.parquet", {"id": pa.array([1.0, None]), "prompt": [question(0)] * 2})
-    ended = batchinfer("plan", write_job(tmp_path))
-    assert ended.code == 2
-    assert "'id' is double, but must be text or integer; pandas makes doubles of integers with nulls" in ended.err
-
-
 def test_wide_kept_columns_come_in_parts_of_bounded_size(tmp_path, monkeypatch):
     columns = {"prompt": [question(row % 3) for row in range(20)], "extra": [f"{row:02}" * 500 for row in range(20)]}
     write_shard(tmp_path / "prompts" / "a.parquet", columns)
@@ -176,65 +116,12 @@ def test_more_kept_text_than_one_array_holds_is_handed_out(tmp_path):
     assert max(num_bytes for _, num_bytes in parts) < 2 * kept_columns.KEPT_BYTES
 
 
-@pytest.mark.all  # make test: test_end_to_end's strict plan that is run again
-def test_strict_also_refuses_a_plan_that_stands_already(tmp_path):
-    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(0), None]})
-    job = write_job(tmp_path)
-    assert batchinfer("run", job).code == 3
-    for command in ("plan", "run"):
-        assert batchinfer(command, job, "--strict").code == 2
-
-
-@pytest.mark.all  # make test: test_resume's refused settings
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("output.keep_columns=['extra']", "output.keep_columns"),
-        ("input.prompt=extra", "input columns.prompt"),
-        ("sampling.n=2", "sampling.n"),
-        ("model.dtype=bfloat16", "model.dtype"),
-    ],
-)
-def test_work_and_finish_refuse_other_settings_than_the_plans(tmp_path, override, named):
-    write_questions(tmp_path / "prompts", (2,))
-    job = write_job(tmp_path)
-    assert batchinfer("plan", job).code == 0
-    for _ in range(2):  # before and after the work is done
-        for command in ("work", "finish"):
-            refused = batchinfer(command, tmp_path / "run", "--set", override)
-            assert refused.code == 2
-            assert named in refused.err
-        assert batchinfer("work", job).code == 0
-
-
-@pytest.mark.all  # make test: test_price
-def test_new_prices_count_on_a_finished_run(tmp_path):
-    write_questions(tmp_path / "prompts", (2,))
-    costs = []
-    for price in (2.0, 4000.0):
-        assert batchinfer("run", write_job(tmp_path, pricing={"gpu_hour": price})).code == 0
-        costs.append(json.loads(batchinfer("report", tmp_path / "run", "--json").out)["cost_usd"])
-    assert costs[1] > 100 * costs[0]
-
-
 def test_a_misspelt_column_is_a_mistake_in_the_job(tmp_path):
     write_questions(tmp_path / "prompts", (2,))
     for override in ("input.prompt=promt", "input.sampling=how"):
         ended = batchinfer("plan", write_job(tmp_path), "--set", override)
         assert ended.code == 2
         assert "extra" in ended.err  # the columns that there are
-
-
-@pytest.mark.all  # make test: test_damage's interrupted plan
-def test_a_plan_killed_at_its_very_start_can_be_run_again(tmp_path):
-    write_questions(tmp_path / "prompts", (2,))
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "plan.lock").touch()
-    (run / ".run.json.abc.tmp").write_text("{")
-    assert batchinfer("plan", write_job(tmp_path)).code == 0
-    (run / "job.toml").unlink()  # killed between the first two files
-    assert batchinfer("plan", write_job(tmp_path)).code == 0
 
 
 def test_a_signal_inside_the_tokenizer_or_a_template_stops_the_plan(tmp_path):
@@ -283,35 +170,6 @@ def test_damage_in_the_run_folder_is_told_in_a_sentence(tmp_path, damaged):
         assert ended.code in (1, 2), ended.err
         assert "Traceback" not in ended.err
         assert str(path) in ended.err or command[0] == "finish"
-
-
-@pytest.mark.all  # make test: test_damage
-def test_results_that_are_gone_can_be_computed_again(tmp_path):
-    write_questions(tmp_path / "prompts", (3,))
-    job = write_job(tmp_path)
-    assert batchinfer("run", job, "--set", "output.dir=reference").code == 0
-    for command in ("plan", "work"):
-        assert batchinfer(command, job).code == 0
-    (part,) = (tmp_path / "run").glob("units/*/[0-9]*/part-*")
-    part.unlink()
-    told = batchinfer("finish", job)
-    assert told.code == 1
-    assert f"{part} is missing" in told.err
-    assert f"run `batchinfer work {tmp_path / 'run'}`" in told.err
-    assert batchinfer("run", job).code == 0
-    assert output_bytes(tmp_path / "run") == output_bytes(tmp_path / "reference")
-
-
-@pytest.mark.all  # make test: test_sampling
-def test_a_tiny_temperature_is_greedy_in_effect(tmp_path):
-    write_questions(tmp_path / "prompts", (2,))
-    for name, temperature in {"tiny": 1e-310, "greedy": 0.0}.items():
-        assert (
-            batchinfer("run", write_job(tmp_path, sampling={"temperature": temperature}, output={"dir": name})).code
-            == 0
-        )
-    tiny, greedy = (outputs(tmp_path / name)["part-0.parquet"] for name in ("tiny", "greedy"))
-    assert [row["token_ids"] for row in tiny] == [row["token_ids"] for row in greedy]
 
 
 def test_an_error_that_a_library_raises_because_of_a_signal_counts_as_an_interrupt(tmp_path):

@@ -261,29 +261,3 @@ def demo(tmp_path_factory) -> Path:
     ended = batchinfer("run", DEMO_JOB, "--set", f"output.dir={run}")
     assert ended.code == 3, ended.err
     return run
-
-
-@pytest.mark.all  # make test: test_balanced_run
-def test_the_demo_decodes_on_both_ranks_alike_in_the_steps_that_run(demo):
-    """Some 25 steps, in which whole prompt groups end at once; alone, the plan's deal leaves 1.4 times the mean."""
-    report = json.loads(batchinfer("report", demo, "--json").out)
-    assert report["decode_kv_max_over_mean"] <= 1.2
-    assert report["decode_requests_max_over_mean"] <= 1.2
-    balance = report["predictions"]["decode_balance"]
-    assert balance["planned"] == pytest.approx(balance["happened"], rel=0.1)
-
-
-@pytest.mark.all  # make demo prints them
-def test_the_demo_reports_accuracy_and_expert_load(demo):
-    def query(name: str) -> list[dict]:
-        return json.loads(batchinfer("report", demo, "--json", "--sql", f"@{ROOT / 'jobs' / name}").out)
-
-    accuracy = {row["task"]: row["percent"] for row in query("accuracy.sql")}
-    assert set(accuracy) == {*GENERATORS, "all tasks"}
-    assert accuracy["all tasks"] >= 100 * MIN_ACCURACY
-    assert min(accuracy.values()) >= 100 * MIN_TASK_ACCURACY
-    load = query("expert_load.sql")
-    assert [(row["phase"], row["layer"]) for row in load] == [
-        (phase, layer) for phase in ("prefill", "decode") for layer in (1, 2, 3)
-    ]
-    assert all(row["idlest"] < 1 < row["busiest"] < 16 for row in load)

@@ -8,8 +8,6 @@ import shutil
 import subprocess
 import sys
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -116,40 +114,6 @@ def test_a_generation_is_the_same_with_its_prompt_scored(tmp_path, model):
         assert (after.pop("prompt_logprobs") is None) == (after["sample"] == 1), "told once for all samples"
         del before["cached_tokens"], after["cached_tokens"]
         assert after == before
-
-
-@pytest.mark.all  # make test: tests/plan/test_scored.py
-def test_a_prompt_is_computed_once_for_rows_that_are_scored_and_rows_that_are_not(tmp_path):
-    """Scored rows are computed as a whole, in either order of the two; the other rows share their prefixes."""
-    documents = [some_tokens(150 + 7 * number, seed=number) for number in range(6)]
-    prompts, how = [], []
-    for number, document in enumerate(documents):
-        scored_token, other_token = (1, 2) if number % 2 else (2, 1)
-        prompts += [[*document, scored_token], [*document, other_token], [*document, 500]]
-        how += [{"max_tokens": 0, "prompt_logprobs": 0}, {"max_tokens": 3}, {"max_tokens": 8}]
-    kind = pa.struct([("max_tokens", pa.int64()), ("prompt_logprobs", pa.int64())])
-    columns = {"id": [*range(len(prompts))], "ids": prompts, "how": pa.array(how, kind)}
-    run(tmp_path, RANDOM_MODEL, "run", columns=columns, inputs={"sampling": "how"}, sampling={})
-    report = json.loads(batchinfer("report", tmp_path / "run", "--json").out)
-    computed = sum(len(document) + 3 for document in documents)
-    assert report["computed_tokens"] == report["needed_tokens"] == computed
-    assert (report["replicated_tokens"], report["recomputed_tokens"], report["wasted_prompt_tokens"]) == (0, 0, 0)
-    assert report["cached_tokens"] == sum(map(len, prompts)) - computed
-    assert read_summary(RunDir(tmp_path / "run"))["computed_tokens"] == computed
-
-
-@pytest.mark.all  # make test: tests/plan/test_scored.py
-def test_what_is_scored_is_in_the_least_that_a_plan_can_compute(tmp_path):
-    document = some_tokens(150)
-    prompts = [[*document, 1], [*document, 2], [*document, 3]]
-    how = [{"max_tokens": 0, "prompt_logprobs": 0}, {"max_tokens": 0, "prompt_logprobs": 0}, {"max_tokens": 3}]
-    kind = pa.struct([("max_tokens", pa.int64()), ("prompt_logprobs", pa.int64())])
-    columns = {"id": [*range(3)], "ids": prompts, "how": pa.array(how, kind)}
-    run(tmp_path, RANDOM_MODEL, "run", columns=columns, inputs={"sampling": "how"}, sampling={})
-    report = json.loads(batchinfer("report", tmp_path / "run", "--json").out)
-    assert report["cached_tokens"] == report["optimal_cached_tokens"] == 150
-    computed = report["predictions"]["computed_tokens"]
-    assert computed["planned"] == computed["happened"] == computed["at_best"] == 151 + 151 + 1
 
 
 def test_choices_are_scored_as_transformers_scores_them_and_each_prompt_is_computed_once(tmp_path, model, theirs):
@@ -282,16 +246,3 @@ def test_a_column_that_outputs_have_cannot_be_kept_too(tmp_path):
     ended = batchinfer("plan", job)
     assert ended.code == 2
     assert "'choice'" in ended.err
-
-
-@pytest.mark.all  # make test: test_long_answers
-def test_a_row_s_wish_for_prompt_logprobs_gives_the_column(tmp_path):
-    columns = {"prompt": ["one two", "three"], "how": [{"prompt_logprobs": None}, {"prompt_logprobs": 0}]}
-    write_shard(tmp_path / "prompts" / "a.parquet", columns)
-    assert batchinfer("run", write_job(tmp_path, input={"sampling": "how"})).code == 0
-    rows = pq.read_table(tmp_path / "run" / "outputs" / "a.parquet")["prompt_logprobs"].to_pylist()
-    assert rows[0] is None
-    first, *scored = rows[1]
-    assert first is None
-    assert scored
-    assert all(item["top"] == [] for item in scored)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.checkpoints import edit_config, read_tensors, write_tensors
-from support.faults import kill_the_command
 from support.jobs import Ended, batchinfer, output_bytes, toml, write_job
 from support.paths import SAMPLE_MODEL, SAMPLE_PROMPTS
 
@@ -80,39 +78,10 @@ def test_outputs_are_the_same_with_drafts_and_without(tmp_path, dtype, how):
     assert {key: without[key] for key in nothing} == nothing
 
 
-@pytest.mark.all  # make test: test_drafting, test_drafts_on_the_move
-def test_ranks_apart_and_a_kv_store_change_nothing(tmp_path):
-    job = make_job(tmp_path, sampling=HOW["drawn"], cluster=FEW)
-    off, _ = run(job, "off", **{"cluster.speculate": "off"})
-    apart = {"cluster.mode": "disaggregated", "cluster.prefill_ranks": 1, "cluster.decode_ranks": 1}
-    store = {"kv.dir": str(tmp_path / "store"), "kv.persist": "all", "kv.reuse": "always"}
-    for name, settings in {
-        "apart": apart,
-        "cold": store,
-        "warm": store,
-        "store of a job without drafts": store | {"cluster.speculate": "off"},
-    }.items():
-        folder, _ = run(job, name, **settings)
-        assert output_bytes(folder).keys() == output_bytes(off).keys()
-        assert answers_of(folder) == answers_of(off)
-        assert (figures(folder)["drafted_tokens"] > 0) == ("without" not in name)
-        assert name != "warm" or figures(folder)["disk_tokens"] > 0
-
-
 def answers_of(run_folder: Path) -> list[dict[str, Any]]:
     """All columns but the one that says where KV came from."""
     (file,) = (run_folder / "outputs").glob("*.parquet")
     return pq.read_table(file).drop_columns(["cached_tokens"]).to_pylist()
-
-
-@pytest.mark.all  # make test: test_resume, without drafts
-def test_killed_and_run_again_a_job_ends_with_the_same_files(tmp_path):
-    job = make_job(tmp_path, sampling=HOW["long"], cluster=FEW | {"commit_seconds": 0.05})
-    off, _ = run(job, "off", **{"cluster.speculate": "off"})
-    options = ("--set", f"output.dir={tmp_path / 'killed'}")
-    kill_the_command(job, options, random.Random(0), num_kills=3, longest_s=4.0)
-    assert batchinfer("run", job, *options).code == 0
-    assert output_bytes(tmp_path / "killed") == output_bytes(off)
 
 
 def test_several_ranks_draft_nothing_and_say_so(tmp_path):

@@ -6,15 +6,8 @@ import json
 from typing import Any
 
 import pytest
-import torch
 
-from batchinfer.config import SamplingConfig
-from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.model.transformer import Transformer
-from batchinfer.records import Request, RequestKey, sampling_key
-from support.drafted import Always, counts, everything, step_by_step, with_mtp
 from support.jobs import batchinfer, output_bytes, outputs, write_job
-from support.one_rank import run_rank
 from support.scripted_model import REROUTED, THINKING, write_scripted_model
 
 MOST_TOKENS = 20
@@ -200,30 +193,3 @@ def test_stop_strings_count_everywhere_where_thinking_is_text(folder, rows):
 def test_however_the_job_is_run(folder, rows, apart, name, cluster):
     assert run(folder, rows, name, **cluster) == apart
     assert output_bytes(folder / name) == output_bytes(folder / "apart")
-
-
-@pytest.mark.all  # make test: tests/rank/test_drafting.py
-@pytest.mark.parametrize("how", [with_mtp, step_by_step])
-def test_drafted_tokens_that_run_past_an_end_change_nothing(folder, ids, rows, how):
-    model = Transformer.load(folder / "model", dtype=torch.float32, mtp=True)
-    tokenizer = load_tokenizer(folder / "model")
-    requests = [
-        Request(
-            RequestKey(0, row, 0),
-            0,
-            tokenizer.encode_piece(prompt),
-            SamplingConfig(**{"max_tokens": MOST_TOKENS} | sampling).to_sampling(),
-            sampling_key(0, str(row), 0, 0),
-        )
-        for row, (prompt, sampling, *_) in enumerate(rows.values())
-    ]
-    plain, drafted = (
-        run_rank(model, tokenizer, requests, reasoning="auto", make_drafter=drafter)
-        for drafter in (None, how(Always(4)))
-    )
-    assert everything(drafted) == everything(plain)
-    assert counts(drafted)[1] > len(requests)
-    for one in (plain, drafted):
-        done = [one.done[request.key] for request in requests]
-        found = [(one.text, one.reasoning, one.finish_reason, one.stop_reason, len(one.token_ids)) for one in done]
-        assert found == [expected for _, _, expected, _ in rows.values()]

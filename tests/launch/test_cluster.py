@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from safetensors.torch import load_file, save_file
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.config import load_model_config
@@ -374,21 +373,6 @@ def test_a_plan_of_many_units_computes_no_prefix_more_often(job_of, monkeypatch,
     assert (computed, recomputed) == (needed, 0)
 
 
-@pytest.mark.all  # make test: test_many_ranks
-@pytest.mark.parametrize("ranks", [pytest.param("4", marks=SLOW), "2+2"])
-def test_more_ranks_than_requests(tmp_path, ranks):
-    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(1)]})
-    assert batchinfer("run", write_job(tmp_path)).code == 0
-    ended = batchinfer("run", write_job(tmp_path, cluster=LAYOUTS[ranks], output={"dir": "spread"}))
-    assert ended.code == 0, ended.err
-    assert output_bytes(tmp_path / "spread") == output_bytes(tmp_path / "run")
-    run = Run(tmp_path / "spread")
-    assert {row["rank"] for row in run.query("SELECT DISTINCT rank FROM steps")} == {0, 1, 2, 3}
-    metrics = run.metrics()
-    assert (metrics["wasted_tokens"], metrics["replicated_tokens"]) == (0, 0)
-    assert run.value("SELECT sum(new_tokens)::BIGINT FROM steps WHERE kind = 'prefill'") == metrics["input_tokens"]
-
-
 def test_kv_on_its_way_to_decode_ranks_is_no_more_than_their_pages(tmp_path, mark):
     # all prompts are one long prefix and a few tokens: all fit into one prefill step, but each travels whole
     rng = np.random.default_rng(0)
@@ -440,40 +424,6 @@ def test_an_exchange_that_needs_gpus_is_refused_without_one(job_of, mark):
     # a plan may be for another machine
     assert batchinfer("plan", path).code == 0
     assert "use 'auto'" in refused("work", path)
-    assert processes_with(mark) == []
-
-
-def truncate(weights: Path) -> None:
-    weights.write_bytes(weights.read_bytes()[:-1000])
-
-
-def drop_a_tensor(weights: Path) -> None:
-    tensors = load_file(weights)
-    del tensors["model.layers.1.mlp.experts.15.up_proj.weight"]
-    save_file(tensors, weights)
-
-
-def reshape_a_tensor(weights: Path) -> None:
-    tensors = load_file(weights)
-    name = "model.layers.2.mlp.experts.0.down_proj.weight"
-    save_file(tensors | {name: tensors[name].T.contiguous()}, weights)
-
-
-@pytest.mark.all  # make test: tests/model/test_refused_weights.py
-@pytest.mark.parametrize(
-    ("damage", "ranks"),
-    [pytest.param(truncate, "2", marks=SLOW), (drop_a_tensor, "1+1"), pytest.param(reshape_a_tensor, "2", marks=SLOW)],
-)
-def test_a_damaged_model_folder_is_refused(tmp_path, mark, damage, ranks):
-    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(1)]})
-    shutil.copytree(RANDOM_MODEL, tmp_path / "model")
-    job = write_job(tmp_path, model={"path": "model"}, cluster=LAYOUTS[ranks])
-    assert batchinfer("plan", job).code == 0
-    damage(tmp_path / "model" / "model.safetensors")
-    assert "model.weights" in refused("work", job)
-    # after the damage nothing is planned any more, and no rank is left of the attempt
-    assert str(tmp_path / "model") in refused("run", job, "--set", "output.dir=other")
-    assert not (tmp_path / "other").exists()
     assert processes_with(mark) == []
 
 

@@ -9,7 +9,7 @@ import pytest
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.run.units.claims import UnitClaims
 from batchinfer.rundir import RunDir
-from support.faults import LONG, descendants, ended, fail_some, plan_units, wait_until
+from support.faults import LONG, descendants, ended, plan_units, wait_until
 from support.jobs import batchinfer, output_bytes, start, write_job, write_questions
 
 SLOW = tuple(f"--set=cluster.{key}" for key in ("decode_requests=3", "commit_seconds=0.05", "backend=reference"))
@@ -95,20 +95,3 @@ def test_partial_results_while_a_group_works_leave_its_files_alone(reference, pl
     assert batchinfer("finish", planned.root).code == 0
     assert output_bytes(planned.root) == reference[1]
     assert not planned.work.exists(), "nobody works any more: what is left there belongs to nobody"
-
-
-@pytest.mark.all  # make test: test_open_units
-def test_a_living_controller_takes_up_units_that_are_opened_again(reference, planned):
-    units = unit_numbers(planned)
-    with UnitClaims(FolderStorage(planned)) as others:
-        assert others.try_claim(units[-1]) is not None
-        controller = waiting_controller(planned)
-        wait_until(lambda: all(planned.done(unit).exists() for unit in units[:-1]), controller)
-        assert len(fail_some(planned.root, 1)) == 1
-        retried = batchinfer("retry", planned.root)
-        assert "1 failed requests in 1 units" in retried.out
-        wait_until(lambda: all(planned.done(unit).exists() for unit in units[:-1]), controller)
-    found = ended(controller)
-    assert found.code == 0, found.err
-    assert batchinfer("finish", planned.root).code == 0
-    assert output_bytes(planned.root) == reference[1]

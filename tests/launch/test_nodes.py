@@ -13,7 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.launch import nodes
@@ -166,43 +165,6 @@ def test_a_rank_of_the_other_node_dies(reference):
     assert "starting this node's ranks again" in err
     assert batchinfer("finish", run).code == 0
     assert output_bytes(run) == reference[1]
-
-
-@pytest.mark.all  # make test: test_resume, on one node
-def test_a_signal_to_all_nodes_stops_them_and_the_work_goes_on_later(reference):
-    run = planned(reference, "stopped", {"prefill_ranks": 2})
-    processes = start_nodes(run, 2, other_hosts=False)
-    wait_for_parts(run, processes)
-    for process in processes:
-        process.send_signal(signal.SIGUSR1)
-    codes, err = ended(processes)
-    assert codes == [75, 75], err
-    codes, err = ended(start_nodes(run, 2, other_hosts=False))
-    assert codes == [0, 0], err
-    assert batchinfer("finish", run).code == 0
-    assert output_bytes(run) == reference[1]
-
-
-@pytest.mark.all  # make test: test_elastic
-def test_a_node_whose_group_finds_everything_done_by_others_does_not_wait_for_it(reference, monkeypatch):
-    run = RunDir(planned(reference, "done-by-others", {"prefill_ranks": 2}))
-    looks = []
-
-    def kept(storage, path):
-        """There is no meeting; once it was looked for, others do the units."""
-        looks.append(path)
-        run.done_marks.mkdir(exist_ok=True)
-        for row in pq.read_table(run.units).to_pylist():
-            run.done(row["unit"]).touch()
-
-    monkeypatch.setattr(FolderStorage, "get", kept)
-    monkeypatch.setattr(nodes, "ASK_S", 0.1)
-    monkeypatch.setattr(nodes, "MEET_S", 5.0)
-    for name, value in {"STEP_NUM_TASKS": "2", "PROCID": "1", "JOB_ID": "5"}.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    done = batchinfer("work", run.root)
-    assert done.code == 0, done.err
-    assert looks
 
 
 def torchrun(job, *options):

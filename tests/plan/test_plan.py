@@ -4,8 +4,6 @@ import itertools
 import json
 import random
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
@@ -264,33 +262,3 @@ def test_rows_that_spell_control_tokens_are_counted_and_treated_as_the_job_says(
     ended = batchinfer("work", job)
     assert ended.code == 2
     assert "input columns.control_tokens was parse and is now text" in ended.err
-
-
-@pytest.mark.all  # make test: test_prefix_stream's any memory
-@pytest.mark.parametrize(
-    ("num_rows", "most_bytes"), [(200_000, 0.5e9), pytest.param(1_000_000, 2e9, marks=pytest.mark.slow)]
-)
-def test_many_short_rows_are_planned_in_little_memory(tmp_path, capsys, num_rows, most_bytes):
-    num_shards = 4
-    for shard in range(num_shards):
-        numbers = range(shard, num_rows, num_shards)
-        columns = {"id": list(numbers), "prompt": [f"Row {i % 9973}: {i}" for i in numbers]}
-        write_shard(tmp_path / "prompts" / f"{shard}.parquet", columns, row_group_size=100_000)
-    job = write_job(tmp_path)
-    code = (
-        "import sys; from batchinfer import cli\n"
-        "try: cli.main()\n"
-        # not getrusage: its maximum begins with that of the process that started this one
-        "finally: print(open('/proc/self/status').read(), file=sys.stderr)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code, "plan", job], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    peak_bytes = int(re.search(r"VmHWM:\s+(\d+) kB", ended.stderr)[1]) * 1024
-    (summary,) = pq.read_table(tmp_path / "run" / "plan" / "summary.parquet").to_pylist()
-    assert summary["requests"] == num_rows
-    speed = f"{summary['rows_per_s']:,.0f} rows/s"
-    with capsys.disabled():
-        print(f"\n{num_rows:,} rows planned at {speed}, {peak_bytes / 2**20:,.0f} MiB at most")
-    assert speed in ended.stdout
-    assert peak_bytes < most_bytes
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "planned"

@@ -200,19 +200,6 @@ def test_long_answers_outlast_the_keys_of_the_layer(monkeypatch):
         assert everything(drafted) == everything(plain)
 
 
-@pytest.mark.all  # make test: tests/rank/test_may_draft.py
-def test_with_more_requests_than_slots_nothing_is_drafted_until_fewer_run(monkeypatch):
-    for room in (draft_states, __import__("batchinfer.rank.drafter", fromlist=["drafter"])):
-        monkeypatch.setattr(room, "MOST_REQUESTS", 4)
-    model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
-    plain = run_rank(model, TOKENIZER, sample_requests())
-    drafted = run_rank(model, TOKENIZER, sample_requests(), make_drafter=with_mtp(Always(2)))
-    assert everything(drafted) == everything(plain)
-    for record in drafted.records:
-        assert record.num_requests <= 4 or not record.drafted_tokens
-    assert counts(drafted)[0] > 0
-
-
 def test_rows_with_rules_are_not_drafted_for():
     model = Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
     sampling = SamplingConfig(max_tokens=20, repetition_penalty=1.1).to_sampling()

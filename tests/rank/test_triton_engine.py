@@ -52,24 +52,6 @@ def test_the_sample_model_answers_as_with_the_reference(tmp_path):
     assert answers(tmp_path / "triton") == answers(tmp_path / "reference")
 
 
-@pytest.mark.all  # make test: each operation, in tests/kernels/test_triton_*
-@needs_triton
-@interpreted
-def test_a_request_has_the_same_logits_alone_as_among_others(tmp_path):
-    make_checkpoint(tmp_path, num_hidden_layers=2)
-    model = Transformer.load(tmp_path, dtype=torch.bfloat16, backend="triton")
-    prompts = [
-        torch.randint(0, 96, (length,), generator=torch.Generator().manual_seed(length)) for length in (1, 65, 7)
-    ]
-    together = PagedRequests(model, prompts, max_new_tokens=1, garbage=1e10)
-    together.prefill([2, 0, 1], (64, 7, 64))
-    together.decode_greedily([2, 0, 1], 1)
-    alone = PagedRequests(model, [prompts[1]], max_new_tokens=1)
-    alone.prefill([0], [1000])
-    alone.decode_greedily([0], 1)
-    assert torch.equal(together.all_logits(1), alone.all_logits(0))
-
-
 @needs_triton
 @interpreted
 @pytest.mark.parametrize("eight_bit", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -119,22 +119,6 @@ def test_while_somebody_works(planned, monkeypatch):
     assert status(planned)["activity"] == "computed"
 
 
-@pytest.mark.all  # make test: test_damaged_statistics
-def test_statistics_that_are_damaged_or_have_just_gone_leave_a_status(reference, planned):
-    steps = planned / "stats" / "steps"
-    steps.mkdir(parents=True)
-    sound, *_ = (reference[0] / "run" / "stats" / "steps").glob("*.parquet")
-    (steps / "sound-00000.parquet").write_bytes(sound.read_bytes())
-    (steps / "cut-00000.parquet").write_bytes(sound.read_bytes()[:-9])
-    (steps / "gone-lost.parquet").symlink_to("nowhere")  # listed, and not there when it is read
-    with UnitClaims(FolderStorage(RunDir(planned))) as claims:
-        assert claims.try_claim(0) is not None
-        found = status(planned)
-    assert found["tokens_per_s"] > 0
-    (problem,) = found["problems"]
-    assert f"{steps}/cut-00000.parquet is damaged" in problem
-
-
 def test_a_killed_worker_of_this_host_is_no_worker(planned):
     worker = start("work", planned)
     try:

@@ -21,7 +21,7 @@ from batchinfer.submit.k8s.names import LABEL
 from batchinfer.submit.submission import run_name
 from support import sent_jobs
 from support.jobs import batchinfer, output_bytes, write_job, write_questions
-from support.kubelet import Pod, expanded
+from support.kubelet import expanded
 from support.kubernetes import JobSet, SimulatedKubernetes
 from support.paths import RANDOM_MODEL
 from support.real_kubernetes import NoKubernetesError, RealKubernetes
@@ -99,13 +99,6 @@ def is_in_the_middle(run: RunDir) -> bool:
     return len(list(run.root.glob("units/*/[0-9]*/part-*.parquet"))) > 1
 
 
-def busy_pod(run: RunDir, cluster: Cluster, *others: Pod) -> Pod | None:
-    """A pod that holds a unit now, from the status."""
-    running = json.loads(batchinfer("status", run.root, "--json").out)["running"]
-    names = {holder["task"] for holder in running} - {pod.task for pod in others}
-    return next((pod for pod in cluster.pods() if pod.task in names and not pod.is_deleted), None)
-
-
 def expect_outputs(run: RunDir, reference: Any, cluster: Cluster) -> None:
     """The outputs of one machine, and every request computed for them exactly once in what counts."""
     finish = next(name for name in cluster.jobs() if name.endswith("-finish"))
@@ -116,32 +109,6 @@ def expect_outputs(run: RunDir, reference: Any, cluster: Cluster) -> None:
 
 
 BOTH = pytest.mark.parametrize("cluster", ["simulated", pytest.param("real", marks=pytest.mark.slow)], indirect=True)
-
-
-@pytest.mark.all  # make test: manifests, below; test_resume's killed controllers
-@BOTH
-def test_pods_that_are_killed_or_drained_start_again_and_change_nothing(submit, reference, cluster):
-    run = submit("--array", "3")
-    (job,) = [name for name in cluster.jobs() if not name.endswith("-finish")]
-    again = ["--to", "k8s", "--image", "a/b", "--pvc", f"disk:{run.root.parent}", "--array", "1"]
-    refused = batchinfer("submit", run.root, *again)
-    assert (refused.code, "are pending or running already" in refused.err) == (2, True)
-    wait_for(lambda: is_in_the_middle(run), cluster)
-    killed = wait_for(lambda: busy_pod(run, cluster), cluster)
-    killed.kill()  # a failure: it counts
-    drained = wait_for(lambda: busy_pod(run, cluster, killed), cluster)
-    cluster.evict(drained)  # its node is drained: it does not
-    expect_outputs(run, reference, cluster)
-    assert wait_for(lambda: cluster.condition(job), cluster) == ("Complete", "CompletionsReached")
-    lives = {pod.task: [life for life in cluster.started if life.task == pod.task] for pod in (killed, drained)}
-    assert [pod.exit_code for pod in lives[killed.task]] == [137, 0]
-    assert [pod.counts for pod in lives[killed.task]] == [(0, 0), (1, 0)]
-    assert [pod.exit_code for pod in lives[drained.task]] == [75, 0]
-    assert [pod.counts for pod in lives[drained.task]] == [(0, 0), (0, 1)]
-    assert "stopped; " in drained.said  # it had time to commit
-    assert all("restart 1" in pods[1].said for pods in lives.values())
-    status = json.loads(batchinfer("status", run.root, "--json").out)
-    assert (status["activity"], status["launcher"], status["tasks_running"]) == ("finished", "Kubernetes", 0)
 
 
 @pytest.mark.slow
