@@ -1,8 +1,16 @@
-"""Values that a row may give as JSON text or as Arrow structs, in one Python form."""
+"""Values that a row may give as JSON text or as Arrow structs: tools, sampling, and their nulls that may be values."""
 
 import json
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchinfer.config import JobConfig
+from batchinfer.data.columns import is_text, list_lengths, without_dictionary
 from batchinfer.sanitize import error_text
 
 
@@ -45,3 +53,87 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+# keys of JSON Schema for which null is a value like any other
+VALUES = ("default", "const")
+_NAMES = ("properties", "patternProperties", "$defs", "definitions")  # whose keys are names of parameters and the like
+
+
+def first_lost_null(column: pa.Array, keys: Sequence[str] = VALUES) -> tuple[int, str] | None:
+    """Return the first row with a null that may be a value, and its key; None if there is none.
+
+    A struct with other fields, all of them null, does not count: the row probably does not have this struct.
+
+    Args:
+        column: structs, lists of structs, or texts, which cannot have such a null.
+        keys: the keys of VALUES that count.
+    """
+    found = [lost for lost in _lost_nulls(column, np.arange(len(column)), "") if lost[1] in keys]
+    return min(found, default=None)
+
+
+def _lost_nulls(values: pa.Array, rows: np.ndarray, name: str) -> Iterator[tuple[int, str]]:
+    """Yield the first row, for each key of each struct in `values`, that has null there.
+
+    Args:
+        rows: [len(values)] the row of the column that each value is in.
+        name: the key of the values.
+    """
+    kind = values.type
+    if hasattr(kind, "value_type") and not pa.types.is_dictionary(kind):
+        yield from _lost_nulls(values.flatten(), np.repeat(rows, list_lengths(values)), name)
+    if not pa.types.is_struct(kind):
+        return
+    is_there = values.is_valid()
+    rows, values = rows[is_there.to_numpy(zero_copy_only=False)], values.filter(is_there)
+    parts = {part.name: values.field(index) for index, part in enumerate(kind)}
+    has_value = {key: part.is_valid().to_numpy(zero_copy_only=False) for key, part in parts.items()}
+    others = [mask for key, mask in has_value.items() if key not in VALUES]
+    is_own = np.any(others, axis=0) if others else np.ones(len(rows), bool)
+    for key in VALUES if name not in _NAMES else ():
+        if key in parts and len(lost := rows[is_own & ~has_value[key]]):
+            yield int(lost[0]), key
+    for key, part in parts.items():
+        yield from _lost_nulls(part, rows, key)
+
+
+_NO_TOOLS = r"\A\s*(\[\s*\]|null)\s*\z"  # as JSON text, in the form of Arrow's expressions
+
+
+class _Request(msgspec.Struct):
+    """A request as the formats of OpenAI write it, read for its tools alone."""
+
+    tools: Any = None
+
+
+def tools_column(job: JobConfig) -> str | None:
+    """Return the input column that holds the tools of rows, None if rows have none of their own."""
+    if job.input.format == "openai":
+        return "request"
+    return job.input.tools if isinstance(job.input.tools, str) else None
+
+
+def rows_with_tools(job: JobConfig, batch: pa.RecordBatch, bad: Container[int]) -> int:
+    """Return the number of rows of a batch that have tools of their own, without bad rows."""
+    name = tools_column(job)
+    if name not in batch.schema.names:
+        return 0
+    found = have_tools(without_dictionary(batch[name]), are_requests=job.input.format == "openai").to_pylist()
+    return sum(has_tools and row not in bad for row, has_tools in enumerate(found))
+
+
+def have_tools(values: pa.Array | pa.ChunkedArray, *, are_requests: bool) -> pa.Array | pa.ChunkedArray:
+    """Return for each row whether it has tools.
+
+    Args:
+        values: a list of tools, a struct or JSON text of them; or requests.
+        are_requests: whether values are JSON of requests, for input.format = "openai".
+    """
+    if are_requests:
+        requests = (None if text is None else msgspec.json.decode(text, type=_Request) for text in values.to_pylist())
+        return pa.array([request is not None and request.tools is not None for request in requests], pa.bool_())
+    if is_text(values.type):
+        return pc.fill_null(pc.invert(pc.match_substring_regex(values, _NO_TOOLS)), False)
+    is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
+    return pc.fill_null(pc.greater(pc.list_value_length(values), 0), False) if is_list else pc.is_valid(values)

@@ -20,13 +20,11 @@ from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.formats.line_rows import bad_lines
 from batchinfer.data.inputs import read_batches
 from batchinfer.data.kept_fields import cast_kept_columns
-from batchinfer.data.lost_nulls import VALUES, first_lost_null
 from batchinfer.data.overrides import SamplingOverrides, warnings_of
 from batchinfer.data.parquet import own_parquet, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch
 from batchinfer.data.row_ids import IdColumn
-from batchinfer.data.row_tools import rows_with_tools
-from batchinfer.data.row_values import without_nulls
+from batchinfer.data.row_values import VALUES, first_lost_null, rows_with_tools, without_nulls
 from batchinfer.data.schemas.internal import TOKENS
 from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.wide_rows import BATCH_BYTES

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from batchinfer.config import JobConfig
 from batchinfer.data.columns import column_type
 from batchinfer.data.formats.openai_keys import CHAT, COMPLETIONS, RESPONSES
-from batchinfer.data.row_tools import have_tools
+from batchinfer.data.row_values import have_tools
 from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.finish.answers import Answer, AnswerReader
 from batchinfer.finish.join import NOT_COMPUTED

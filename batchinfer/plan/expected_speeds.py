@@ -5,7 +5,7 @@ import numpy as np
 from batchinfer.model.page_format import PageFormat
 from batchinfer.plan.earlier_run import Speeds
 from batchinfer.plan.forecast import PlannedWork
-from batchinfer.plan.prepared import Prepared
+from batchinfer.plan.inputs import Prepared
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
 

@@ -1,4 +1,6 @@
-"""The input of a job: its shards, and checks that the job's settings fit the shards."""
+"""The input of a job: its shards, checks that the settings fit them, and the common arguments of planning steps."""
+
+from dataclasses import dataclass
 
 import pyarrow as pa
 
@@ -6,13 +8,19 @@ from batchinfer.config import JobConfig
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.formats.values import column_roles
 from batchinfer.data.overrides import check_thinking, warnings_of
-from batchinfer.data.row_tools import tools_column
+from batchinfer.data.row_values import tools_column
 from batchinfer.data.shards import find_shards
+from batchinfer.manifest import Manifest
+from batchinfer.model.config import ModelConfig
+from batchinfer.plan.earlier_run import Learned
+from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.plan.input_columns import check_columns
 from batchinfer.plan.input_rows import check_rows
+from batchinfer.plan.reuse import EarlierAnswers
 from batchinfer.progress import Stage, note
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.run.store.open import storage_of
+from batchinfer.rundir import RunDir
 
 
 def find_inputs(job: JobConfig, encoders: Encoders, *, strict: bool) -> tuple[list[Shard], list[pa.Field]]:
@@ -75,3 +83,18 @@ def warn_of_tools(job: JobConfig) -> None:
         f"warning: the chat template of {job.model.path} does not write tools, so the model does not see {tools}; give "
         "the folder a template that writes tools"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Job, run folder, model, tokenizer and statistics of earlier runs that the steps of planning use."""
+
+    job: JobConfig
+    run: RunDir
+    manifest: Manifest  # checksums of the plan's files
+    encoders: Encoders
+    model: ModelConfig
+    learned: Learned
+    earlier: EarlierTokens
+    answers: EarlierAnswers | None  # of an earlier run
+    kept: list[pa.Field]  # kept input columns as fields of the outputs

@@ -30,11 +30,10 @@ from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import earlier_run, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
 from batchinfer.plan.expected_speeds import expected_speeds
-from batchinfer.plan.inputs import find_inputs, refuse_unreadable_input
+from batchinfer.plan.inputs import Prepared, find_inputs, refuse_unreadable_input
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.plan.preflight import check_job, check_names
-from batchinfer.plan.prepared import Prepared
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.reuse import EarlierAnswers, left_to_compute, reused_before
 from batchinfer.plan.rows import RowTable, load_rows

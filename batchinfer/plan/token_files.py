@@ -14,8 +14,7 @@ from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.validate import ShardRows, rows_found, tokenize_shard
 from batchinfer.manifest import Manifest
-from batchinfer.plan.inputs import warn_of_tools
-from batchinfer.plan.prepared import Prepared
+from batchinfer.plan.inputs import Prepared, warn_of_tools
 from batchinfer.progress import Progress, note
 from batchinfer.records import DamagedFileError, InputError, Shard
 from batchinfer.run.quarantine import set_aside

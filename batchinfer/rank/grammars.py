@@ -8,7 +8,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from batchinfer.config.structured_outputs import grammar_of, reason_of
-from batchinfer.config.structured_outputs.lark_text import lark_tokens
+from batchinfer.config.structured_outputs.endless import lark_tokens
 
 MOST_COMPILED = 1024  # grammars that stay compiled
 _MOST_CHARS = 200  # of a reason

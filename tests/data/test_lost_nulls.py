@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.data.lost_nulls import first_lost_null
+from batchinfer.data.row_values import first_lost_null
 from batchinfer.data.tokenizer import load_tokenizer
 from support.hostile import model_folder
 from support.jobs import batchinfer, write_job

@@ -15,9 +15,8 @@ from fractions import Fraction
 from typing import Any
 
 from batchinfer.config.exact_json import dumps
-from batchinfer.config.structured_outputs.schema_keywords import ASSERTIONS
 from batchinfer.config.structured_outputs.schema_numbers import BOUNDS, Literal, SchemaNumber, is_number, is_too_long
-from batchinfer.config.structured_outputs.schema_tree import DEFINITIONS, children, subschemas, target_of
+from batchinfer.config.structured_outputs.schema_tree import ASSERTIONS, DEFINITIONS, children, subschemas, target_of
 
 _MOST_DIGITS = 100  # of an integer that is written without an exponent
 _OTHER_NAME = r'/"[^"\\\x00-\x1F\x7F]*"/'

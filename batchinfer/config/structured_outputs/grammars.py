@@ -8,11 +8,9 @@ from llguidance import LLMatcher, grammar_from
 
 from batchinfer.config.exact_json import dumps, parse
 from batchinfer.config.structured_outputs.byte_matcher import byte_matcher, is_dead_end, is_stuck
-from batchinfer.config.structured_outputs.endless import exclude_endless, is_endless
+from batchinfer.config.structured_outputs.endless import Token, exclude_endless, is_endless, lark_tokens
 from batchinfer.config.structured_outputs.exact_grammar import CannotBeWrittenError, lark_of
-from batchinfer.config.structured_outputs.lark_text import Token, lark_tokens
 from batchinfer.config.structured_outputs.merged_multiples import misjudged_number
-from batchinfer.config.structured_outputs.schema_keywords import keyword_warnings, switched_at
 from batchinfer.config.structured_outputs.schema_numbers import (
     grammar_json,
     has_slow_multiples,
@@ -20,7 +18,7 @@ from batchinfer.config.structured_outputs.schema_numbers import (
     make_exact,
     refusal_of,
 )
-from batchinfer.config.structured_outputs.schema_tree import write_references_as_paths
+from batchinfer.config.structured_outputs.schema_tree import keyword_warnings, switched_at, write_references_as_paths
 from batchinfer.sanitize import error_text
 
 # between any two parts of JSON: enough to indent, and no model can go on with blanks for ever

@@ -6,9 +6,8 @@ from pathlib import Path
 from batchinfer.config import JobConfig
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
-from batchinfer.submit.group import check_group
 from batchinfer.submit.k8s import names
-from batchinfer.submit.submission import find_template
+from batchinfer.submit.submission import check_group, find_template
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from batchinfer.config import JobConfig
 from batchinfer.records import ConfigError
-from batchinfer.submit.group import check_group
+from batchinfer.submit.submission import check_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,12 @@ from batchinfer.records import ConfigError
 from batchinfer.run.store.interface import Storage, put_sent
 from batchinfer.run.store.lock import turn_to_send
 from batchinfer.rundir import RunDir
-from batchinfer.submit.group import check_group
 from batchinfer.submit.size import MOST_TASKS, ArraySize
 from batchinfer.submit.slurm import client
 from batchinfer.submit.slurm.client import Task
 from batchinfer.submit.slurm.environment import surprising_variables
 from batchinfer.submit.slurm.follower import check_follower, dismiss
-from batchinfer.submit.submission import find_template, how_to_follow, never_submitted, sent_records
+from batchinfer.submit.submission import check_group, find_template, how_to_follow, never_submitted, sent_records
 from batchinfer.whole_files import publish_text
 
 STOP_S = 120  # a task stops this long before its time limit, by --signal of jobs/array.sbatch
