@@ -52,7 +52,7 @@ class UnitQueue:
             after_tokens = rows[unit + 1]["shared_tokens"] if unit + 1 < len(rows) else 0
             requests = read_unit(self.run, self.manifest, row, self.default, after_tokens=after_tokens)
             missing = self.results.open_unit(claim, {request.key for request in requests})
-            self.progress.done_elsewhere(unit, row["num_requests"] - len(missing))
+            self.progress.opened(unit, len(missing))
             if missing:
                 self.dealer.add_unit(
                     unit,

@@ -41,7 +41,7 @@ from batchinfer.run.store.open import storage_of
 from batchinfer.run.trace import Tracer
 from batchinfer.run.units.claims import UnitClaims
 from batchinfer.run.units.damage import reopen_damaged_units
-from batchinfer.run.units.reused import REUSED
+from batchinfer.run.units.reused import REUSED, rows_to_compute
 from batchinfer.rundir import RunDir, read_state, shards_of_state
 from batchinfer.stop import StopSignal
 
@@ -70,7 +70,8 @@ def work_on(
     storage.fetch("state", "plan")
     if task_name() is None:  # not in each of many tasks: one check of the done units is enough
         reopen_damaged_units(storage)
-    manifest = Manifest(run.root, read_state(run).get("files"))
+    state = read_state(run)
+    manifest = Manifest(run.root, state.get("files"))
     units = OpenUnits(storage, read_rows(run.units, manifest), start=0 if task_name() is None else None)
     if not units.num_open:
         return
@@ -89,7 +90,7 @@ def work_on(
     with (
         UnitClaims(storage) as claims,
         WorkProgress(
-            units.all_rows, open_units, read_state(run)["counts"], job.cluster, started_s=session.start_s
+            rows_to_compute(units.all_rows, state), open_units, state["counts"], job.cluster, started_s=session.start_s
         ) as progress,
         _ranks(storage, job, session, stop, node, ranks_ahead) as ranks,
     ):

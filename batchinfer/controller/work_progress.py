@@ -73,7 +73,7 @@ class WorkProgress(Meter):
     """Progress of this controller, and of others by the units that they complete.
 
     Args:
-        rows: all units, rows of plan/units.
+        rows: all units, rows of plan/units, without reused answers.
         open_units: units that are not done.
         counts: counts of the plan.
         started_s: Unix time when the command started; None: now.
@@ -117,6 +117,12 @@ class WorkProgress(Meter):
         if num_requests is not None:
             self._earlier += tokens
         self.requests.advance(count)
+
+    def opened(self, unit: int, num_missing: int) -> None:
+        """Note that a unit is worked on here, of which earlier claims have left this number of requests."""
+        num_planned = int(self._requests_U[unit])
+        self.requests.extend(max(0, num_missing - num_planned))  # reused answers that are not accepted here
+        self.done_elsewhere(unit, max(0, num_planned - num_missing))
 
     def reopened(self, units: list[int]) -> None:
         """Count done units as open again."""

@@ -35,7 +35,7 @@ class WrittenPlan:
 
     work: PlannedWork
     requests: PlannedRequests
-    prefix_places: np.ndarray  # [Q] int64, each request's place in prefix order
+    prefix_places: np.ndarray | slice  # [Q] int64, each request's place in prefix order; a slice: the same order
     digests: pa.Array  # [Q] answer digests
 
 
@@ -107,12 +107,12 @@ def write_plan(
 
 def _in_units(
     planned: PlannedRequests, prompt_tokens: np.ndarray, max_tokens: np.ndarray, num_ranks: int
-) -> tuple[PlannedRequests, np.ndarray, np.ndarray]:
+) -> tuple[PlannedRequests, np.ndarray | slice, np.ndarray]:
     """Return the requests in the order of execution, [Q] their previous places, and [U + 1] units' first requests."""
     new_tokens = prompt_tokens - planned.cached_tokens
     starts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens, num_ranks=num_ranks)
     if not planned.score_from.any():
-        return planned, np.arange(len(prompt_tokens)), starts
+        return planned, slice(None), starts  # unchanged, without a copy
     # in parts as for one rank, so that outputs' cached_tokens do not depend on the number of ranks
     parts = cut_units(new_tokens, max_tokens, prompt_tokens=prompt_tokens)
     planned, order = scored_first(planned, prompt_tokens, parts)

@@ -82,7 +82,9 @@ class EarlierAnswers:
             raise self._refusal("it has no complete plan")
         self._check_same(state["fingerprint"], fingerprint)
         if self._run.uri is None:
-            check_folder(self._run.root, shared_with(self._run.root), setting="--reuse")
+            warning = check_folder(self._run.root, shared_with(self._run.root), setting="--reuse")
+            if warning is not None:
+                note(warning)
         storage.fetch("results", "claims")
         self._manifest = Manifest(self._run.root, state.get("files"))
         self._files = list(run_results(self._run, self._manifest))
@@ -133,7 +135,7 @@ class EarlierAnswers:
         record = {
             "run": self._run.shown,
             "token": token,
-            "requests": num_reused,
+            "requests_of_units": np.add.reduceat(has_answer, written.work.unit_starts[:-1], dtype=np.int64).tolist(),
             "is_all": bool(has_answer.all()),
             **asdict(self._equality),
         }

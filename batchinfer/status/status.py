@@ -17,6 +17,7 @@ from batchinfer.run.store.interface import Part, Storage
 from batchinfer.run.store.watch import HOLDER, LEASE_S, is_over
 from batchinfer.run.units.claims import CLAIM, done_mark, last_claim, lease_of, result_files
 from batchinfer.run.units.planned_tokens import planned_tokens
+from batchinfer.run.units.result_files import is_reused
 from batchinfer.rundir import RunDir, read_state
 from batchinfer.status.result_counts import (
     ResultFile,
@@ -127,8 +128,9 @@ class StatusReader:
             files = self._done_files(unit)
             if files is None:
                 claim = last_claim(self._run, unit)
-                was_begun = was_begun or claim is not None
                 files = [] if claim is None else result_files(claim)
+                is_offered = bool(files) and all(map(is_reused, files))  # by the plan
+                was_begun = was_begun or (claim is not None and not is_offered)
                 holder = None if claim is None else self._holder(row, claim, files, now_s)
                 if holder is not None:
                     (silent if holder.silent_s > LEASE_S else holders).append(holder)

@@ -13,6 +13,7 @@ from batchinfer.controller.work_progress import WorkProgress
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.units.planned_tokens import planned_tokens
+from batchinfer.run.units.reused import rows_to_compute
 
 # two units of two requests: 100 prompt tokens to compute and at most 40 output tokens each
 ROWS = [{"unit": unit, "num_requests": 2, "new_tokens": 100, "max_output_tokens": 40} for unit in range(2)]
@@ -84,6 +85,18 @@ def test_what_an_earlier_claim_has_done_is_nobodys_pace():
     progress.step(step("decode", 30, 30))
     assert progress.done.tolist() == [150, 54]
     assert progress.left_s() == pytest.approx(50 / 100 + 26 / 30)
+
+
+def test_reused_answers_are_no_work_unless_they_are_not_accepted():
+    state = {"reused": {"requests_of_units": [1, 2]}}
+    progress = WorkProgress(rows_to_compute(ROWS, state), [0, 1], NOT_KNOWN, ClusterConfig())
+    assert progress.planned.tolist() == [50, 20]
+    progress.opened(0, 1)
+    progress.opened(1, 0)
+    assert (progress.requests.count, progress.requests.total) == (0, 1)
+    progress.opened(1, 2)  # these ranks round differently
+    assert (progress.requests.count, progress.requests.total) == (0, 3)
+    assert rows_to_compute(ROWS, {}) == ROWS
 
 
 def test_time_left_is_measured_apart_for_prompts_and_outputs():

@@ -16,7 +16,9 @@ from batchinfer.run.units.result_files import REUSED_FOLDER, own_files
 from batchinfer.rundir import RunDir
 from batchinfer.whole_files import remove_folder
 
-REUSED = "reused"  # key of run.json: run, token, requests, is_all, and the fields of EqualRows
+# key of run.json: the earlier run, the token, the number of such requests by unit, whether these are all requests, and
+# the fields of EqualRows
+REUSED = "reused"
 
 
 def reused_folder(run: RunDir, unit: int, token: str) -> Path:
@@ -40,6 +42,22 @@ def offer_reused(storage: Storage, state: dict[str, Any]) -> None:
         claim = offer_first(storage, unit, files)
         if claim is not None and state[REUSED]["is_all"]:
             mark_done(storage, unit, claim, files)
+
+
+def rows_to_compute(rows: list[dict[str, Any]], state: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows of plan/units, with requests and tokens without those that have a reused answer.
+
+    Args:
+        state: content of run.json.
+    """
+    if REUSED not in state:
+        return rows
+    found = []
+    for row, num_reused in zip(rows, state[REUSED]["requests_of_units"], strict=True):
+        share = 1 - num_reused / row["num_requests"]
+        tokens = {name: round(row[name] * share) for name in ("new_tokens", "max_output_tokens")}
+        found.append({**row, **tokens, "num_requests": row["num_requests"] - num_reused})
+    return found
 
 
 def remove_stale_answers(run: RunDir, state: dict[str, Any]) -> None:
