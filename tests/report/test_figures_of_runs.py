@@ -1,7 +1,8 @@
 """Every published figure of real runs, computed a second time from the files that the run has written.
 
 Nothing of batchinfer/report/ is used here but the report itself: sums are over outputs/ and stats/, distinct prefixes
-are counted from the prompts. Runs are colocated, disaggregated, short of pages, and with a rank that is killed.
+are counted from the prompts. Runs are colocated, disaggregated, short of pages, with a rank that is killed, and with
+answers of an earlier run.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Case:
     prefill: int = 1  # ranks that run it
     decode: int = 1
     is_killed: bool = False
+    has_reused: bool = False
 
     @property
     def is_apart(self) -> bool:
@@ -66,6 +68,7 @@ CASES = [
     Case("apart 1 + 2", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 2}, 1, 2),
     Case("tight", {"page_bytes": "least"}),
     Case("killed", {"decode_requests": 3}, is_killed=True),
+    Case("reused", {}, has_reused=True),
 ]
 
 
@@ -84,22 +87,34 @@ def ran(request, tmp_path_factory):
     """A finished run and its report."""
     case, folder = request.param, tmp_path_factory.mktemp("run")
     prompts = [question(number, (OTHER, "", OTHER * 2)[number % 3]) for number in range(24)]
-    for shard, rows in enumerate((prompts[:13], [*prompts[13:], prompts[3], ""])):  # a duplicate, and a bad row
-        write_shard(folder / "prompts" / f"part-{shard}.parquet", {"prompt": rows})
+    _write_prompts(folder, prompts)
     cluster = {"backend": "reference", "decode_requests": 4, **case.cluster}
     if cluster.get("page_bytes") == "least":
         cluster["page_bytes"] = _least_pages(folder) * PAGE_BYTES
     job = write_job(folder, cluster=cluster, sampling={"max_tokens": 12, "logprobs": 0}, pricing=PRICES)
+    options: tuple[str, ...] = ()
+    if case.has_reused:
+        _write_prompts(
+            folder, [f"{prompt} Now?" if number % 4 == 0 else prompt for number, prompt in enumerate(prompts)]
+        )
+        assert batchinfer("run", job, "--set", "output.dir=earlier").code == 3
+        _write_prompts(folder, prompts)
+        options = ("--reuse", str(folder / "earlier"))
     with pytest.MonkeyPatch.context() as patch:
         if case.is_killed:
             (folder / "site").mkdir()
             code = textwrap.dedent(KILLED).format(mark=str(folder / "killed"))
             (folder / "site" / "sitecustomize.py").write_text(code)
             patch.setenv("PYTHONPATH", os.pathsep.join([str(folder / "site"), *_python_path()]))
-        done = batchinfer("run", job)
+        done = batchinfer("run", job, *options)
     assert done.code == 3, done.err
     report = json.loads(batchinfer("report", folder / "run", "--json").out)
     return case, folder / "run", report
+
+
+def _write_prompts(folder: Path, prompts: list[str]) -> None:
+    for shard, rows in enumerate((prompts[:13], [*prompts[13:], prompts[3], ""])):  # a duplicate, and a bad row
+        write_shard(folder / "prompts" / f"part-{shard}.parquet", {"prompt": rows})
 
 
 def _python_path() -> list[str]:
@@ -141,13 +156,25 @@ def figures_of_rows(run: Path) -> dict[str, Any]:
         count(*) FILTER (finish_reason = 'stop'), count(*) FILTER (finish_reason = 'length'),
         sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens) FROM outputs""",
     )
-    duplicates = one(run, "SELECT sum(prompt_tokens) FROM requests WHERE completion_tokens > generated_tokens")
+    reused, reused_inputs, reused_outputs = one(
+        run,
+        """SELECT count(*), coalesce(sum(prompt_tokens), 0), coalesce(sum(completion_tokens), 0)
+        FROM requests WHERE is_reused""",
+    )
+    duplicates = one(
+        run,
+        """SELECT coalesce(sum(prompt_tokens), 0) FROM requests
+        WHERE completion_tokens > generated_tokens AND NOT is_reused""",
+    )
     needed = one(
         run,
         """SELECT count(DISTINCT prefix) FROM (
             SELECT unnest(list_transform(range(1, len(token_ids) + 1), lambda i: token_ids[1:i])) AS prefix
-            FROM tokens WHERE error IS NULL)""",
+            FROM tokens JOIN requests USING (shard, row) WHERE error IS NULL AND NOT is_reused)""",
     )
+    inputs, outputs = inputs - reused_inputs, outputs - reused_outputs
+    if reused:  # outputs say what a run would have cached that computes all rows
+        cached = inputs - needed
     kv_tokens, generated = one(
         run,
         """SELECT sum(completion_tokens * prompt_tokens + completion_tokens * (completion_tokens - 1) // 2),
@@ -157,6 +184,9 @@ def figures_of_rows(run: Path) -> dict[str, Any]:
         "rows": rows,
         "rows_ok": ok,
         "rows_error": error,
+        "reused_rows": reused,
+        "reused_input_tokens": reused_inputs,
+        "reused_output_tokens": reused_outputs,
         "finish_reasons": {"stop": stop, "length": length, "error": error},
         "input_tokens": inputs,
         "cached_tokens": cached,
