@@ -129,9 +129,13 @@ class EarlierAnswers:
                     write_results(folder, num_parts[unit], part)
                     num_parts[unit] += 1
         num_reused = int(has_answer.sum())
-        note(f"{num_reused:,} of {len(has_answer):,} requests have an answer in {self._run.shown}, which is reused")
         if not num_reused:
+            note(
+                f"warning: no request of this job has an answer in {self._run.shown}: prompts, sampling or draws "
+                "differ; all rows are computed"
+            )
             return None
+        note(f"{num_reused:,} of {len(has_answer):,} requests have an answer in {self._run.shown}, which is reused")
         record = {
             "run": self._run.shown,
             "token": token,

@@ -151,7 +151,8 @@ def test_more_samples_and_another_order_keep_the_first_answers(tmp_path):
     run_job(job, "three", "--set", "sampling.n=3", "--reuse", tmp_path / "one")
     assert output_bytes(tmp_path / "three") == output_bytes(tmp_path / "full")
     assert figures(tmp_path / "three")["reused_rows"] == 6
-    run_job(job, "other", "--set", "sampling.seed=9", "--reuse", tmp_path / "one")
+    other = run_job(job, "other", "--set", "sampling.seed=9", "--reuse", tmp_path / "one")
+    assert "no request of this job has an answer in" in other.err
     assert figures(tmp_path / "other")["reused_rows"] == 0  # other draws
     run_job(job, "two", "--reuse", tmp_path / "three")  # a run that has reused answers itself
     assert figures(tmp_path / "two")["reused_rows"] == 6

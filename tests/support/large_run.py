@@ -85,6 +85,7 @@ def _requests(draw: np.random.Generator, shard: int, num: int) -> dict[str, obje
         "row": np.arange(num),
         "sample": zeros,
         "unit": np.arange(num, dtype=np.int32) // 1000,
+        "is_reused": np.zeros(num, dtype=bool),
         "status": pa.array(np.where(failed, "error", "ok")),
         "finish_reason": pa.array(np.where(failed, "error", "stop")),
         "prompt_tokens": prompt.astype(np.int32),
