@@ -66,7 +66,7 @@ class UnitQueue:
 
     @property
     def can_claim(self) -> bool:
-        """Whether it is known which results the ranks may share a run with: reused ones must round as theirs do."""
+        """Whether it is known if these ranks accept the run's reused answers: claims depend on that."""
         return self.claims.accepts_reused is not None
 
     def prompt_pieces(self) -> list[list[int]]:

@@ -27,7 +27,9 @@ def reused_folder(run: RunDir, unit: int, token: str) -> Path:
 
 
 def offer_reused(storage: Storage, state: dict[str, Any]) -> None:
-    """Offer the reused answers of each unit that nobody has claimed; mark the units done if no row is left to compute.
+    """Offer the reused answers of each unit without a claim.
+
+    If no row of the job is left to compute, the units are marked done.
 
     Args:
         state: content of run.json, whose plan is valid.
