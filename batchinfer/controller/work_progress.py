@@ -121,7 +121,8 @@ class WorkProgress(Meter):
     def opened(self, unit: int, num_missing: int) -> None:
         """Note that a unit is worked on here, of which earlier claims have left this number of requests."""
         num_planned = int(self._requests_U[unit])
-        self.requests.extend(max(0, num_missing - num_planned))  # reused answers that are not accepted here
+        not_accepted = max(0, num_missing - num_planned)  # reused answers
+        self.requests.set(self.requests.count, self.requests.total + not_accepted)
         self.done_elsewhere(unit, max(0, num_planned - num_missing))
 
     def reopened(self, units: list[int]) -> None:
