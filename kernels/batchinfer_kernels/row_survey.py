@@ -16,11 +16,13 @@ import torch
 from batchinfer_kernels import registry, row_check
 from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.gqa import GqaForm
 from batchinfer_kernels.row_check import AttentionShape, RowComputation
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16}
 _PRODUCTS = ((512, 2048), (2048, 512), (384, 192), (1024, 128), (16, 256), (96, 100), (33, 41))  # N, M
 _EXPERTS = ((4, 256, 128), (3, 96, 41))  # E, D, F
+_GROUPED = ((16, 4, 32), (16, 1, 80))  # query heads, key heads, head width
 _ATTENTION = AttentionShape(num_heads=16, nope_dim=32, rotary_dim=16, value_dim=32, latent_dim=128)
 
 
@@ -78,6 +80,10 @@ def _computations(dtype: str, choice: str) -> Iterator[RowComputation]:
     yield row_check.prefill_attention(
         _ATTENTION, kv_b_HZC, lambda q, keys, _, *rest, **options: mla_prefill(q, keys, kv_b, *rest, **options)
     )
+    gqa_prefill, gqa_decode = (registry.select(op, choice, kind) for op in ("gqa_prefill", "gqa_decode"))
+    for num_heads, num_kv_heads, head_dim in _GROUPED:
+        form = GqaForm(num_kv_heads, head_dim**-0.5)
+        yield from row_check.grouped_attention(num_heads, head_dim, form, kind, gqa_decode, gqa_prefill)
 
 
 def _with_weight(linear: Callable[..., torch.Tensor], packed: Any) -> Callable[..., torch.Tensor]:

@@ -96,7 +96,7 @@ def _attend_chunk(
 
 
 def _attend(
-    q_HTA: torch.Tensor, k_HXA: torch.Tensor, v_HXV: torch.Tensor, scale: float, **options: bool
+    q_HTA: torch.Tensor, k_HXA: torch.Tensor, v_HXV: torch.Tensor, scale: float, *, enable_gqa: bool = False
 ) -> torch.Tensor:
     """Attend with the last T of X tokens, [H, T, V]."""
     # these imports load torch's compiler: at the top of the file they would delay every rank's start by over a second
@@ -107,7 +107,7 @@ def _attend(
     if q_HTA.shape[1] == k_HXA.shape[1]:
         order = [getattr(SDPBackend, name) for name in _ORDER]
         with sdpa_kernel(order, set_priority=True) if q_HTA.is_cuda else contextlib.nullcontext():
-            return F.scaled_dot_product_attention(*operands, is_causal=True, scale=scale, **options)[0]
+            return F.scaled_dot_product_attention(*operands, is_causal=True, scale=scale, enable_gqa=enable_gqa)[0]
     # the last query sees the last key
     mask = causal_lower_right(q_HTA.shape[1], k_HXA.shape[1])
-    return F.scaled_dot_product_attention(*operands, attn_mask=mask, scale=scale, **options)[0]
+    return F.scaled_dot_product_attention(*operands, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)[0]

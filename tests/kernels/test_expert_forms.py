@@ -73,7 +73,9 @@ def test_experts_have_biases_and_other_activations_in_both_layouts(ops, dtype, h
     assert torch.equal(alone[0], y[5])
 
 
-@pytest.mark.parametrize("ops", [pytest.param(cpu, marks=needs_cpp), pytest.param(triton, marks=needs_interpreter)])
+@pytest.mark.parametrize(
+    "ops", [pytest.param(cpu, marks=needs_cpp, id="cpu"), pytest.param(triton, marks=needs_interpreter, id="triton")]
+)
 @pytest.mark.parametrize("num_experts", [4, 32, 40, 128])
 def test_the_gate_of_gpt_oss_is_that_of_the_reference(ops, num_experts):
     logits, bias = 5 * random(37, num_experts), random(num_experts, seed=1)

@@ -14,7 +14,15 @@ TESTS = Path(__file__).parents[1]
 # Tests that hold for all of them.
 OPERATIONS = [
     str(TESTS / "kernels" / name)
-    for name in ("test_cpu_kernels.py", "test_cpu_rows.py", "test_cpu_layers.py", "test_sparse.py", "test_int4.py")
+    for name in (
+        "test_cpu_kernels.py",
+        "test_cpu_rows.py",
+        "test_cpu_layers.py",
+        "test_sparse.py",
+        "test_int4.py",
+        "test_gqa.py",
+        "test_expert_forms.py",
+    )
 ]
 # Of test_cpu_layers all kinds of weights of one model: its layers are made of the operations that the other files test.
 # Of the vocabularies to draw from those of up to 4,097 tokens: an odd number of whole vectors and one value over.
