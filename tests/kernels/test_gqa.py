@@ -263,3 +263,14 @@ def test_no_rows_are_none(ops):
     assert ops("gqa_prefill")(q[:0], empty, nothing, how).shape == (0, 4, 16)
     held = torch.zeros(1, 64, fp8_pages.row_bytes(64, 0), dtype=torch.uint8)
     assert ops("gqa_decode_fp8")(q[:0], empty._replace(pages=held), how).shape == (0, 4, 16)
+
+
+def test_forms_that_cannot_be_are_refused(ops):
+    q, keys, how = case((4, 2, 16), (None, False), torch.bfloat16, [5])
+    with pytest.raises(ValueError, match="a window of 0 tokens: each token sees itself at least"):
+        ops("gqa_decode")(q, keys, how._replace(window=0))
+    if ops("gqa_decode").name == "cpu":
+        with pytest.raises(RuntimeError, match=r"pages must be \[pages, 64, keys and values of 1 heads\]"):
+            ops("gqa_decode")(q, keys, how._replace(num_kv_heads=1))
+        with pytest.raises(RuntimeError, match="one sink per query head"):
+            ops("gqa_prefill")(q, keys, torch.tensor([1]), how._replace(sinks_H=torch.zeros(3)))

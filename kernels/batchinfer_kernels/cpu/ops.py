@@ -470,7 +470,8 @@ def _biases(biases: ExpertBiases | None, down: Packed) -> tuple[torch.Tensor | N
 
 def _form(form: GqaForm) -> tuple[int, float, int, torch.Tensor | None]:
     """Return the form as C++ takes it: no window is 0, sinks are contiguous."""
-    return form.num_kv_heads, form.scale, form.window or 0, None if form.sinks_H is None else form.sinks_H.contiguous()
+    sinks_H = None if form.sinks_H is None else form.sinks_H.contiguous()
+    return form.num_kv_heads, form.scale, form.window_or_0, sinks_H
 
 
 def _experts(gate_up_EFD: Weight, down_EDF: Weight) -> tuple[Packed, Packed, int]:

@@ -41,6 +41,17 @@ class GqaForm(NamedTuple):
     window: int | None = None
     sinks_H: torch.Tensor | None = None
 
+    @property
+    def window_or_0(self) -> int:
+        """The window as kernels take it, 0 for none.
+
+        Raises:
+            ValueError: a token would not see itself.
+        """
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"a window of {self.window} tokens: each token sees itself at least")
+        return self.window or 0
+
 
 class NewHeads(NamedTuple):
     """How a step's projections become queries, and keys and values in the pages of one layer.
@@ -187,7 +198,7 @@ def _attend(
     form: GqaForm,
 ) -> torch.Tensor:
     """Attend with queries of some requests to these keys and values, [B, Q, H, A]."""
-    num_kv_heads, scale, window, sinks_H = form
+    num_kv_heads, scale, _, sinks_H = form
     num_requests, num_queries, num_heads, _ = q_BQHA.shape
     group = num_heads // num_kv_heads
 
@@ -197,7 +208,7 @@ def _attend(
 
     keys_X = torch.arange(kv_BXW.shape[1], device=kv_BXW.device)
     seen_BQX = keys_X <= positions_BQ[..., None]
-    if window is not None:
+    if window := form.window_or_0:
         seen_BQX &= keys_X > positions_BQ[..., None] - window
     seen_BLX = by_key_head(seen_BQX[:, :, None].expand(-1, -1, num_heads, -1))
     k_BXA, v_BXA = (

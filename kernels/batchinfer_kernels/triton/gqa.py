@@ -74,7 +74,7 @@ def gqa_prefill(q_THA: torch.Tensor, keys: PagedKeys, num_tokens_B: torch.Tensor
     page_table_BP = keys.page_table_BP.contiguous()
     _prefill_tile[(len(tiles_N5), form.num_kv_heads)](
         q_THA.contiguous(), keys.pages, page_table_BP, tiles_N5, keys.positions_T, form.sinks_H, out_THA,
-        num_heads, group, form.num_kv_heads, page_table_BP.shape[1], keys.pages.stride(1), form.window or 0,
+        num_heads, group, form.num_kv_heads, page_table_BP.shape[1], keys.pages.stride(1), form.window_or_0,
         form.scale * _LOG2_E, _LOG2_E,
         HEAD=head_dim,
         HEAD_TILE=max(16, triton.next_power_of_2(head_dim)),
@@ -121,7 +121,7 @@ def gqa_decode(q_THA: torch.Tensor, keys: PagedKeys, form: GqaForm) -> torch.Ten
         _decode_part[(row_tiles * form.num_kv_heads, num_parts, count)](
             q_THA, pages, page_table_BP, kv_tokens_B, positions_T, sums, peaks, totals,
             start, num_queries, num_heads, group, form.num_kv_heads, num_pages, num_parts, pages.stride(1),
-            form.window or 0, form.scale * _LOG2_E,
+            form.window_or_0, form.scale * _LOG2_E,
             HEAD=head_dim,
             HEAD_TILE=max(16, triton.next_power_of_2(head_dim)),
             ROWS=tile_rows,
@@ -132,7 +132,7 @@ def gqa_decode(q_THA: torch.Tensor, keys: PagedKeys, form: GqaForm) -> torch.Ten
         )  # fmt: skip
         _add_parts[(count * rows_each,)](
             sums, peaks, totals, kv_tokens_B, positions_T, form.sinks_H, out_THA,
-            start, num_queries, num_heads, num_parts, form.window or 0, _LOG2_E,
+            start, num_queries, num_heads, num_parts, form.window_or_0, _LOG2_E,
             HEAD=head_dim,
             HEAD_TILE=triton.next_power_of_2(head_dim),
             SPLIT=SPLIT_TOKENS,
