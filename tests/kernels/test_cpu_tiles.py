@@ -122,7 +122,7 @@ def plain_is_best(tmp_path, monkeypatch):
     sets = {known.name: known for known in build.INSTRUCTION_SETS}
     best, others = replace(sets[PLAIN], name=AMX, for_tests=False), replace(sets["avx2"], name="others")
     monkeypatch.setattr(build, "INSTRUCTION_SETS", (best, others))
-    monkeypatch.setattr(build, "_compile", lambda compiler, folder: written(folder / "kernels.so"))
+    monkeypatch.setattr(build, "_compile", lambda compiler, folder, chosen: written(folder / "kernels.so"))
     build.instructions.cache_clear()
     yield
     build.instructions.cache_clear()
@@ -178,7 +178,7 @@ def test_tiles_of_a_processor_that_did_not_build_the_library_are_tried_when_it_i
     ],
 )
 def test_instructions_that_came_after_the_compiler_are_left_and_asked_of_a_newer_one(plain_is_best, monkeypatch, said):
-    def compiled(compiler, folder):
+    def compiled(compiler, folder, chosen):
         if build.instructions().tiles:
             raise build.BuildError(f"g++ failed with code 1: {said}")
         return written(folder / "kernels.so")
@@ -198,7 +198,7 @@ def test_instructions_that_came_after_the_compiler_are_left_and_asked_of_a_newer
 
 
 def test_a_compiler_that_fails_for_another_reason_is_the_reason(plain_is_best, monkeypatch):
-    def failing(compiler, folder):
+    def failing(compiler, folder, chosen):
         raise build.BuildError("g++ failed with code 1: expected ';'")
 
     monkeypatch.setattr(build, "_compile", failing)
