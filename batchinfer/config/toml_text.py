@@ -47,7 +47,8 @@ def _reason(error: Exception, text: str) -> str:
     if bare is None or bare[3].startswith(("true", "false")):
         return said
     key, bracket, value, rest = bare.groups()
-    return f"{said}; texts need quotes: {key} = {bracket}{toml_value(value.strip())}{rest}"
+    value, mark, _ = value.partition("#")
+    return f"{said}; texts need quotes: {key} = {bracket}{toml_value(value.strip())}{'' if mark else rest}"
 
 
 def dump_parts(parts: dict[str, dict[str, Any]]) -> str:

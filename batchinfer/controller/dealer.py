@@ -182,7 +182,7 @@ class Suspects:
 
     @property
     def next(self) -> list[Request]:
-        """The list to run now, finished requests included."""
+        """The requests to run alone now, as one of them may have brought the ranks down; finished ones included."""
         return self._lists[-1]
 
     def ranks_died(self, running: list[Request]) -> Request | None:

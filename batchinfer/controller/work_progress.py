@@ -204,7 +204,7 @@ class WorkProgress(Meter):
     def line(self) -> str:
         done, total = self.rows_done, self.rows
         if self._phase is None and not self.has_counted:
-            return f"to come: {total - done:,} rows{self._left()}"
+            return f"to come: at most {total - done:,} rows{self._left()}"
         rows = f"{done / total if total else 1.0:.0%}, {done:,} of {total:,} rows"
         parts = [f"{'waiting' if self._phase is None else 'computing'}: {rows}", *self._details()]
         return "; ".join(parts) + self._left()

@@ -173,7 +173,7 @@ class HiddenMarks:
 
 
 def hide_marks(text: str) -> HiddenMarks:
-    """Hide the marks in an answer's JSON; text that is not JSON stays as it is."""
+    """Replace marks of calls and thinking inside an answer's JSON texts, so that no parser takes them for its own."""
     parts: list[str] = []
     place = done = num_failed = 0
     if _BEFORE_JSON.search(text) is None or not (there := _stand_ins(text)):

@@ -181,9 +181,10 @@ def _no_folder(folder: Path) -> str:
     sentence = f"there is no model folder {folder}; give the path of one with config.json and *.safetensors"
     if folder.parent.exists() or not folder.parent.parent.exists():
         return sentence
-    name = f"{folder.parent.name}/{folder.name}"
+    name, _, revision = f"{folder.parent.name}/{folder.name}".partition("@")
+    command = f"hf download {name} --revision {revision}" if revision else f"hf download {name}"
     return (
-        f"{sentence}; if {name} is a model of the Hugging Face hub, `hf download {name}` puts it into the cache, "
+        f"{sentence}; if {name} is a model of the Hugging Face hub, `{command}` puts it into the cache, "
         "where it is found by this name"
     )
 

@@ -21,7 +21,7 @@ class Indexer:
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """Differences between families with grouped-query attention."""
+    """The options of grouped-query attention in which families differ, by config.json."""
 
     qk_norm: Literal["head", "whole"] | None = None
     norm_key: str | None = None  # the key that turns the norm on; None: it is always there

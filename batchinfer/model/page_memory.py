@@ -62,7 +62,7 @@ def copy_in_pages(ops: Ops, step: AttentionStep, pages: torch.Tensor) -> None:
 
 
 def over_fp8_pages(op: Callable[..., torch.Tensor], held_dim: int) -> Callable[..., torch.Tensor]:
-    """Return attention over FP8 pages that takes bfloat16 pages and rounds them first.
+    """Return an operation on bfloat16 pages that rounds them to FP8 pages and calls `op`, attention over FP8 pages.
 
     Args:
         held_dim: first values of a row, which are held in FP8.

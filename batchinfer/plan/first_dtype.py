@@ -53,7 +53,7 @@ def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:
     if stored == "fp8" and not machine.is_quick_in_8_bits:
         order.insert(0, "bfloat16")
     chosen = next((dtype for dtype in order if needed[dtype] <= machine.free_bytes), order[-1])
-    takes = f"its weights take {_gb(needed[chosen])}, {_gb(machine.free_bytes)} of memory are free"
+    takes = f"a rank takes {_gb(needed[chosen])}, {_gb(machine.free_bytes)} of memory are free"
     if needed[chosen] > machine.free_bytes:
         return chosen, f"the smallest, but {takes}: free memory, or spread the ranks over several hosts"
     if chosen != order[0]:

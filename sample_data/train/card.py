@@ -21,7 +21,7 @@ _ABOUT = {
     "triage": "a message, to be given one of six desks and an urgency",
     "date": "a date written in one of five ways, to be written as year-month-day",
     "price": "a question about two rows of a price list, which stands in the instruction and is always the same",
-    "total": "two amounts of two digits, to be added",
+    "total": "two amounts from 10 to 49, to be added",
 }
 _TEXT = """\
 ---

@@ -256,6 +256,7 @@ def test_a_command_takes_a_job_file_or_a_run_folder_and_says_what_is_wrong_with_
 
 TEXTS = [
     ("path = models/tiny", "line 1 is 'path = models/tiny': invalid value; texts need quotes: path = \"models/tiny\""),
+    ("path = models/tiny  # a folder", 'texts need quotes: path = "models/tiny"'),
     ("files = [data/a.csv]", "texts need quotes: files = [\"data/a.csv\"]"),
     ("a = 1\nmax_tokens = 4 tokens", "line 2 is 'max_tokens = 4 tokens': expected newline"),
     ("a = true\nb = truly", "line 2 is 'b = truly'"),

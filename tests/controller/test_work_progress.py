@@ -122,7 +122,7 @@ def test_ranks_that_do_one_thing_only_do_it_at_the_same_time():
 def test_the_plans_time_counts_first_and_ever_less_as_more_is_measured():
     progress = progress_of(work_s=1000.0)
     assert progress.left_s() == 1000
-    assert progress.line() == "to come: 4 rows, 17 min left"
+    assert progress.line() == "to come: at most 4 rows, 17 min left"
     progress.step(step("prefill", 100, 0))
     progress.step(step("decode", 40, 40))
     # half is done: by the plan 500 s are left, as measured 1 + 1
@@ -161,7 +161,7 @@ def test_in_flight_is_what_is_not_durable_yet():
 
 def test_a_terminal_gets_one_bar_of_rows_whose_total_stays_the_same():
     progress = progress_of()
-    assert [bar.title for bar in progress.bars()] == ["to come: 4 rows"]
+    assert [bar.title for bar in progress.bars()] == ["to come: at most 4 rows"]
     shown = []
     for unit in (0, 0, 1, 1):
         progress.step(step("prefill", 70, 1))  # more than planned
@@ -194,4 +194,4 @@ def test_the_speed_is_of_all_tokens_over_the_whole_time_of_the_command(monkeypat
 def test_a_job_without_requests_is_all_done():
     progress = WorkProgress([], [], NOT_KNOWN | {"rows": 0, "max_output_tokens": 0}, ClusterConfig())
     assert np.array_equal(progress.done, progress.planned)
-    assert progress.line() == "to come: 0 rows"
+    assert progress.line() == "to come: at most 0 rows"

@@ -41,7 +41,7 @@ def model(tmp_path):
         ("F8_E4M3", "fp8", False, "fp8", "bfloat16 would take"),
         ("BF16", "int4", True, "int4", "bfloat16 would take"),
         ("F8_E4M3", "int4", True, "int4", "fp8 would take"),
-        ("BF16", None, True, "int4", "the smallest, but its weights take"),
+        ("BF16", None, True, "int4", "the smallest, but a rank takes"),
     ],
 )
 def test_without_a_gpu_it_is_the_first_that_fits(model, stored, fits, is_quick, dtype, why):

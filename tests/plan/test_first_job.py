@@ -148,7 +148,7 @@ def test_the_file_says_why_it_has_its_dtype(tmp_path, made):
     job = made({"prompt": ["Hello"]})
     text = (tmp_path / "job.toml").read_text()
     assert job.model.dtype == "bfloat16"
-    assert "# float32, bfloat16, fp8 or int4. Why bfloat16: the checkpoint's own; its weights take 0." in text
+    assert "# float32, bfloat16, fp8 or int4. Why bfloat16: the checkpoint's own; a rank takes 0." in text
 
 
 def test_the_first_line_names_the_schema_for_editors(tmp_path, made):

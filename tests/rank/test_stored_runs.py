@@ -166,7 +166,7 @@ def test_damaged_files_are_never_served(job_folder, copied_store):
     accounts_balance(run)
     details = read_report(run)
     assert 0 < details.values["store_damaged_files"] <= len(harmed)
-    assert "damaged" in ended.out
+    assert "damaged" in batchinfer("report", run).out
     # what was computed again is good again
     ended, run = run_job(job_folder.path, "healed", store=store, persist="all")
     assert read_report(run).values["store_damaged_files"] + details.values["store_damaged_files"] <= len(harmed)

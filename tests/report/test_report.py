@@ -245,6 +245,19 @@ def test_nodes_that_follow_one_another_are_not_held_together(tmp_path):
     assert metrics["mean_nodes"] == pytest.approx(1)
 
 
+def test_the_same_command_once_more_on_a_finished_run_takes_no_time_of_the_run(tmp_path):
+    """A session that computes later counts, and so does the finish after that session."""
+    nodes = [
+        session("plan", 0, 10, ranks=0, command="plan"),
+        session("work", 10, 40),
+        session("finish", 50, 55, ranks=0, command="finish"),
+        session("again", 60, 70, ranks=0, command="run"),
+    ]
+    assert read_report(write_run(tmp_path / "a", nodes=nodes)).values["wall_s"] == 45
+    nodes += [session("damage", 80, 90), session("second", 95, 99, ranks=0, command="finish")]
+    assert read_report(write_run(tmp_path / "b", nodes=nodes)).values["wall_s"] == 45 + 10 + 4
+
+
 def test_a_session_without_prefill_is_all_startup(tmp_path):
     metrics = read_report(write_run(tmp_path / "r", nodes=[session("a", 0, 30, state="failed")])).values
     assert (metrics["startup_s"], metrics["busy_s"], metrics["idle_s"]) == (30, 0, 0)

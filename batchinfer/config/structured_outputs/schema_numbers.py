@@ -38,10 +38,10 @@ class Literal(WrittenFloat):
 
 
 class SchemaNumber(NamedTuple):
-    """A number that decides what an answer may be.
+    """A number of a schema that limits answers: a bound, a multiple, a constant or a member of an enum.
 
-    schema: that has the number.
-    keyword: its key that holds the number, in it or below it.
+    schema: the part of the schema with the number.
+    keyword: the key of this part, such as "maximum", whose value is or contains the number.
     """
 
     place: Place

@@ -25,7 +25,7 @@ _MAX_RESULTS = 2  # dispatched rows not yet sent back; the library's results may
 
 
 class Receiver:
-    """The receiving half of a call, which runs once: on the first wait for it, or when the next call starts."""
+    """The receiving half of a dispatch or combine. It runs once: on the first wait, or when the next call starts."""
 
     def __init__(self, hook: Callable[[], None]):
         self._hook: Callable[[], None] | None = hook

@@ -1,11 +1,24 @@
 -- spans: the times covered by at least one session, overlapping sessions merged into one span, by scope.
---   'wall'  all sessions   'working'  sessions that hold ranks   'node'  the same, host by host
+--   'wall'  all sessions but repeats: the same command once more on a finished run, with nothing to compute
+--   'working'  sessions that hold ranks   'node'  the same, host by host
 --   'prefill', 'decode'  sessions that hold ranks of this kind, host by host
 --
 --   sessions  [-----)  [------)          spans  [-----)  [----------)
 --                         [-----)
-WITH intervals AS (
+WITH finishers AS (
+    SELECT sessions.end_s FROM sessions JOIN nodes USING (session)
+    WHERE nodes.command IN ('run', 'finish') AND nodes.state = 'done'
+),
+repeats AS (
+    SELECT late.session FROM sessions AS late JOIN finishers ON finishers.end_s <= late.start_s
+    WHERE late.num_ranks = 0 AND NOT EXISTS (
+        FROM sessions AS computing
+        WHERE computing.num_ranks > 0 AND computing.end_s > finishers.end_s AND computing.start_s < late.end_s
+    )
+),
+intervals AS (
     SELECT 'wall' AS scope, '' AS node, start_s, end_s FROM sessions
+    WHERE session NOT IN (SELECT session FROM repeats)
     UNION ALL
     SELECT 'working', '', start_s, end_s FROM sessions WHERE num_ranks > 0
     UNION ALL

@@ -1,5 +1,5 @@
 -- times: one row, the run's time by kind.
---   wall_s     seconds covered by the sessions of the run (plan and finish too); gaps between them do not count
+--   wall_s     seconds covered by the sessions of the run (plan and finish too, repeats not); gaps between them do not count
 --   busy_s     in a model step        }  of the time in which ranks were held, averaged over the ranks: rank-seconds
 --   startup_s  until the first step   }  divided by the mean number of ranks held; the three add up to held.working_s
 --   idle_s     the rest               }  (with one rank: to the time in which the rank was held)

@@ -15,7 +15,15 @@ _TILE_ROWS = 64
 
 
 def hadamard_fp8(x_NI: torch.Tensor, rows_M: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum in float32."""
+    """Rotate rows by a Hadamard matrix, summing in float32, and return them in FP8 with their scales.
+
+    Args:
+        x_NI: rows of index keys or queries.
+        rows_M: numbers of the rows to take; None: all.
+
+    Returns:
+        Values [M, I] in e4m3 and scales [M].
+    """
     width = x_NI.shape[-1]
     num_rows = len(x_NI) if rows_M is None else len(rows_M)
     values_MI = torch.empty(num_rows, width, dtype=torch.float8_e4m3fn, device=x_NI.device)

@@ -79,9 +79,10 @@ def mla_prefill_fp8(
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Give the bits of mla_prefill over the widened rows, which a separate kernel widens for the step's requests.
+    """Compute mla_prefill over FP8 pages: a kernel of its own widens the rows of the step's requests first.
 
-    Each row is read by all heads and many queries, and a product makes keys and values from it anyway.
+    The result has the bits of mla_prefill over the widened rows. All heads and many queries read each row, so widening
+    costs little beside the product that makes keys and values from it.
     """
     latent_dim = kv_b_HZC.shape[-1]
 
