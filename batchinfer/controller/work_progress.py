@@ -197,7 +197,7 @@ class WorkProgress(Meter):
         return self.rows * min(self.requests.count, self.requests.total) // self.requests.total
 
     @property
-    def tokens_per_s(self) -> float:
+    def _tokens_per_s(self) -> float:
         """Tokens of prompts and outputs per second since the command's start, end to end."""
         return self._delivered / max(time.time() - self._started_s, 1e-3)
 
@@ -214,7 +214,7 @@ class WorkProgress(Meter):
         is_alone = task_name() is None and np.array_equal(self._elsewhere, self._earlier)
         prompts, outputs = self._ran.tolist()
         ran = f"{prompts:,.0f} prompt and {outputs:,.0f} output tokens{'' if is_alone else ' by this task'}"
-        return f"{self.tokens_per_s:,.0f} tokens/s", ran
+        return f"{self._tokens_per_s:,.0f} tokens/s", ran
 
     def _left(self) -> str:
         seconds = self.left_s()

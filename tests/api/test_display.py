@@ -76,10 +76,10 @@ def test_elsewhere_a_line_of_progress_comes_now_and_then(capsys, clock):
     shown = display_of(True)
     for second in range(int(2.5 * LINE_S)):
         clock[0] = float(second)
-        shown.line(f"decode: {second}%")
+        shown.line(f"computing: {second}%")
         shown.line("something else")
         shown.count("work", second, 100)
-    expected = [f"decode: {int(times * LINE_S)}%" for times in (1, 2)]
+    expected = [f"computing: {int(times * LINE_S)}%" for times in (1, 2)]
     assert capsys.readouterr().err.splitlines() == expected
 
 

@@ -37,7 +37,7 @@ def test_a_unit_that_is_complete_when_the_ranks_die_is_done_without_new_ranks():
         commit_s=30.0,
         group=SimpleNamespace(receive=lambda: [(0, Steps([None]))], leave=list, end=nothing, is_resting=False),
         start_ranks=start_ranks,
-        units=SimpleNamespace(is_done=lambda: state.is_done, num_unfinished=1),
+        units=SimpleNamespace(is_done=lambda: state.is_done, num_unfinished=1, can_claim=False),
         sender=sender,
         reports=SimpleNamespace(take_step=take_step, commit=commit, ranks_died=nothing),
         deaths=deaths,
