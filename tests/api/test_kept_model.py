@@ -183,7 +183,7 @@ def test_a_process_that_somebody_ends_is_an_error_of_its_call_alone(model, tmp_p
     rows = model.generate(MANY, stream=True, output=tmp_path / "call", **LONG)
     next(rows)
     model._process._process.kill()
-    with pytest.raises(batchinfer.BatchinferError, match="batchinfer run ended by SIGKILL"):
+    with pytest.raises(batchinfer.BatchinferError, match="batchinfer run was ended by SIGKILL"):
         list(rows)
     assert len(list(model.generate(MANY, stream=True, output=tmp_path / "call", **LONG))) == len(MANY)
     same_as_own_run(tmp_path / "call", tmp_path / "own")

@@ -508,7 +508,7 @@ def test_a_mixture_of_experts_gives_the_same_over_deepep(kind, dtype):
     weights = SimpleNamespace(gate_up_EFD=gate_up, down_EDF=down, shared=None)
     x, ids, topk_weights = random_tokens(0)
     row_format = RowFormat(dtype)
-    config = SimpleNamespace(num_experts_per_tok=ids.shape[1], n_routed_experts=NUM_EXPERTS)
+    config = SimpleNamespace(num_experts_per_tok=ids.shape[1], n_routed_experts=NUM_EXPERTS, expert_clamp=None)
 
     def masked_mlp(x_ECD, *args, expected_rows, **options):
         # room for MAX_TOKENS or a little more; an even share of them, and a fifth more
