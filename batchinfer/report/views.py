@@ -55,6 +55,7 @@ def connect() -> duckdb.DuckDBPyConnection:
         }
     )
     connection.execute("SET TimeZone = 'UTC'")
+    connection.execute("SET enable_progress_bar = false")  # it is drawn on stdout, where `--json` writes its document
     return connection
 
 
