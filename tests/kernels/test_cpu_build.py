@@ -326,7 +326,7 @@ REFUSE = """
 import pathlib, sys, torch
 from batchinfer_kernels.cpu import build
 build.SOURCES = pathlib.Path(sys.argv[1])
-torch.ops.load_library(str(build._compile(build._compiler(), build.SOURCES)))
+torch.ops.load_library(str(build._compile(build._compiler(), build.SOURCES, build.instructions())))
 try:
     torch.ops.batchinfer_refusal.refuse(7)
 except RuntimeError as error:
