@@ -123,7 +123,7 @@ def answer_questions(person: Newcomer) -> None:
     assert "12 rows in 1 of 1 files" in said
     person.run("batchinfer", "plan", "job.toml")
     report = person.run("batchinfer", "run", "job.toml")
-    assert "output rows                          12" in report
+    assert "12 output rows: 12 ok, 0 error" in report
     peeked = json.loads(person.run("batchinfer", "peek", "job.toml", "--json"))
     assert {row["id"] for row in peeked} <= {row["id"] for row in QUESTIONS}
     (file,) = (person.folder / "runs" / "job" / "outputs").glob("*.parquet")
