@@ -149,7 +149,8 @@ def finish(
 
     JOB is a .toml file or a run folder. The command checks first that no row is missing or double.
     """
-    from batchinfer.finish.finish import wait_for_units
+    with stop.held():  # as in _finish
+        from batchinfer.finish.finish import wait_for_units
     from batchinfer.run.planned import planned_run
     from batchinfer.run.store.open import storage_of
     from batchinfer.rundir import check_no_bad_rows
