@@ -4,68 +4,53 @@
 
 import hashlib
 import json
+import struct
+from dataclasses import fields
 
 import numpy as np
 import pyarrow as pa
 
 from batchinfer.data.schemas.internal import ANSWER_DIGEST
-from batchinfer.plan.rows import NO_CODE, SamplingTexts
-from batchinfer.records import Sampling, sampling_to_json
+from batchinfer.records import Sampling
 
 _DIGEST_BYTES = ANSWER_DIGEST.byte_width
 # n changes no sample, and the seed acts through the sampling key alone; max_tokens counts as cut to the window
 _WITHOUT_EFFECT = ("n", "seed", "max_tokens")
+_SETTINGS = tuple(field.name for field in fields(Sampling) if field.name not in _WITHOUT_EFFECT)
 
 
-class AnswerDigests:
-    """Digests of a plan's requests over prompt tokens, sampling, scored tokens and sampling key.
+def sampling_digest(sampling: Sampling) -> tuple[int, int]:
+    """Return a 128-bit digest, in two halves, of the settings that decide an answer."""
+    settings = {name: getattr(sampling, name) for name in _SETTINGS}
+    digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16).digest()
+    first, second = struct.unpack("<QQ", digest)
+    return first, second
+
+
+def answer_digests(
+    token_ids: pa.ListArray,
+    sampling_digests: np.ndarray,
+    max_tokens: np.ndarray,
+    score_from: np.ndarray,
+    keys: np.ndarray,
+) -> pa.Array:
+    """Return [K] digests over prompt tokens, sampling, scored tokens and sampling key.
 
     Args:
-        texts: distinct sampling overrides of the rows.
-        default: the job's own sampling.
+        token_ids: [K] prompts.
+        sampling_digests: [K, 2] uint64, of sampling_digest.
+        max_tokens: [K] limits, cut to the model's window.
+        score_from: [K], see records.Request.
+        keys: [K] uint64 sampling keys, 0 for greedy requests.
     """
-
-    def __init__(self, texts: SamplingTexts, default: Sampling) -> None:
-        self._texts, self._default = texts, default
-        self._started: dict[int, hashlib.blake2b] = {}  # by sampling code
-
-    def of(
-        self,
-        token_ids: pa.ListArray,
-        sampling_codes: np.ndarray,
-        max_tokens: np.ndarray,
-        score_from: np.ndarray,
-        keys: np.ndarray,
-    ) -> pa.Array:
-        """Return [K] digests.
-
-        Args:
-            token_ids: [K] prompts.
-            sampling_codes: [K] indices into the overrides, or NO_CODE.
-            max_tokens: [K] limits, cut to the model's window.
-            score_from: [K], see records.Request.
-            keys: [K] uint64 sampling keys, 0 for greedy requests.
-        """
-        tokens = token_ids.flatten().to_numpy().astype("<i4", copy=False).tobytes()
-        ends = (4 * np.cumsum(token_ids.value_lengths().to_numpy())).tolist()
-        numbers = np.stack([column.astype(np.uint64) for column in (max_tokens, score_from, keys)], axis=1)
-        fixed, width = numbers.astype("<u8").tobytes(), 8 * numbers.shape[1]
-        digests, begin = [], 0
-        for place, (code, end) in enumerate(zip(sampling_codes.tolist(), ends, strict=True)):
-            hasher = self._of_sampling(code).copy()
-            hasher.update(fixed[place * width : (place + 1) * width])
-            hasher.update(tokens[begin:end])
-            digests.append(hasher.digest())
-            begin = end
-        return pa.array(digests, ANSWER_DIGEST)
-
-    def _of_sampling(self, code: int) -> hashlib.blake2b:
-        """Return the state of the hash after the sampling settings."""
-        if code not in self._started:
-            text = sampling_to_json(self._default) if code == NO_CODE else self._texts[code]
-            settings = {name: value for name, value in json.loads(text).items() if name not in _WITHOUT_EFFECT}
-            data = json.dumps(settings, sort_keys=True).encode()
-            started = hashlib.blake2b(len(data).to_bytes(8, "little"), digest_size=_DIGEST_BYTES)
-            started.update(data)
-            self._started[code] = started
-        return self._started[code]
+    tokens = token_ids.flatten().to_numpy().astype("<i4", copy=False).tobytes()
+    ends = (4 * np.cumsum(token_ids.value_lengths().to_numpy())).tolist()
+    numbers = np.stack([column.astype(np.uint64) for column in (max_tokens, score_from, keys)], axis=1)
+    fixed = np.concatenate([sampling_digests, numbers], axis=1).astype("<u8")
+    digests, begin = [], 0
+    for row, end in zip(fixed, ends, strict=True):
+        hasher = hashlib.blake2b(row.tobytes(), digest_size=_DIGEST_BYTES)
+        hasher.update(tokens[begin:end])
+        digests.append(hasher.digest())
+        begin = end
+    return pa.array(digests, ANSWER_DIGEST)

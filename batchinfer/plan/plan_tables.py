@@ -13,7 +13,7 @@ from batchinfer.data.parquet import table_writer
 from batchinfer.data.schemas.internal import ANSWER_DIGEST, DUPLICATES, PLAN_UNITS, REQUESTS
 from batchinfer.data.schemas.table import TOKEN_IDS
 from batchinfer.manifest import Manifest
-from batchinfer.plan.answer_digests import AnswerDigests
+from batchinfer.plan.answer_digests import answer_digests
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.packing import cut_units
 from batchinfer.plan.prefix.in_memory import last_units
@@ -22,7 +22,6 @@ from batchinfer.plan.prompt_groups import group_ids
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
 from batchinfer.plan.scored import scored_first
-from batchinfer.records import Sampling
 from batchinfer.rundir import RunDir
 
 ROW_GROUP_REQUESTS = 4096
@@ -50,7 +49,6 @@ def write_plan(
     num_ranks: int,
     block_tokens: int,
     answer_lengths: dict[int, float],
-    sampling: Sampling,
 ) -> WrittenPlan:
     """Write plan/{requests,units,duplicates}.parquet.
 
@@ -61,7 +59,6 @@ def write_plan(
         num_ranks: ranks of the group that works on a unit.
         block_tokens: tokens per block of the KV store.
         answer_lengths: known answer lengths by prompt group.
-        sampling: the job's own sampling.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -72,7 +69,7 @@ def write_plan(
     expected_tokens = np.full(len(prompt_tokens), np.nan, dtype=np.float32)
     last_units = _last_units(starts, planned.shared_tokens, prompt_tokens, block_tokens)
     cursor = _PromptCursor(prompts)
-    digests, found_digests = AnswerDigests(rows.sampling_texts, sampling), []
+    found_digests = []
     units = []
     num_row_groups = 0
     with table_writer(run.requests, REQUESTS.schema, plain="token_ids", manifest=manifest) as writer:
@@ -86,8 +83,8 @@ def write_plan(
                     planned.shared_tokens[part],
                     answer_lengths,
                 )
-                codes = rows.sampling_code[planned.row_index[part]]
-                found = digests.of(token_ids, codes, max_tokens[part], planned.score_from[part], keys[part])
+                samplings = rows.sampling_digest[rows.sampling_code[planned.row_index[part]]]
+                found = answer_digests(token_ids, samplings, max_tokens[part], planned.score_from[part], keys[part])
                 found_digests.append(found)
                 writer.write_table(
                     _request_table(

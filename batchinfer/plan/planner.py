@@ -250,7 +250,6 @@ def _plan(
             num_ranks=max(job.cluster.num_prefill_ranks, job.cluster.num_decode_ranks),
             block_tokens=job.kv.block_tokens,
             answer_lengths=prepared.learned.answer_lengths,
-            sampling=job.sampling.to_sampling(),
         )
     answers = prepared.answers
     reused = reused_before(run, written, rows, state) if answers is None else answers.take(written, rows, run)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pyarrow.compute as pc
 from batchinfer.data.columns import list_lengths
 from batchinfer.data.parquet import own_parquet
 from batchinfer.manifest import Manifest
+from batchinfer.plan.answer_digests import sampling_digest
 from batchinfer.plan.prefetch import prefetched
 from batchinfer.plan.prefix.prompt_parts import offsets_of
 from batchinfer.records import Sampling, Shard, sampling_from_json
@@ -60,6 +62,7 @@ class RowTable:
     sampling_texts: SamplingTexts  # distinct overrides, as JSON
     is_greedy: np.ndarray  # [C + 1] bool, by sampling_code of the C overrides; NO_CODE finds the job's own
     seed: np.ndarray  # [C + 1] int64, the same of seeds
+    sampling_digest: np.ndarray  # [C + 1, 2] uint64, the same of settings that decide an answer (answer_digests.py)
     num_tokens: np.ndarray  # [R] int64
     choice: np.ndarray  # [R] int32, the row's choice that ends this prompt; 0 for a row without choices
     score_from: np.ndarray  # [R] int64, see records.Request
@@ -113,7 +116,7 @@ def load_rows(
             parts["choice"].append(prompts.choice)
             parts["score_from"].append(prompts.score_from)
     columns = {name: np.concatenate(arrays) if arrays else np.zeros(0, np.int64) for name, arrays in parts.items()}
-    is_greedy, seed, scores_prompt = _by_code(texts, default)
+    is_greedy, seed, scores_prompt, *digest = _by_code(texts, default)
     return RowTable(
         shard=columns["shard"].astype(np.int32, copy=False),
         row=columns["row"],
@@ -123,6 +126,7 @@ def load_rows(
         sampling_texts=texts,
         is_greedy=is_greedy,
         seed=seed,
+        sampling_digest=np.stack(digest, axis=1),
         num_tokens=columns["length"],
         choice=columns["choice"].astype(np.int32, copy=False),
         # from the choice on, or from the second token on where the prompt's log-probabilities are wanted
@@ -134,12 +138,15 @@ def load_rows(
 
 
 def _by_code(texts: SamplingTexts, default: Sampling) -> Iterator[np.ndarray]:
-    """Return by sampling code, [C + 1] each: is it greedy, the seed, are the prompt's log-probabilities wanted."""
+    """Return by sampling code, [C + 1] each: is it greedy, the seed, are the prompt's log-probabilities wanted, digest.
+
+    The digest is in two halves. Each text is parsed once.
+    """
     asked = (
-        (sampling.is_greedy, sampling.seed, sampling.prompt_logprobs is not None)
-        for sampling in (*map(sampling_from_json, texts), default)
+        (sampling.is_greedy, sampling.seed, sampling.prompt_logprobs is not None, *sampling_digest(sampling))
+        for sampling in chain(map(sampling_from_json, texts), (default,))
     )
-    found = np.fromiter(asked, dtype="bool,i8,bool")
+    found = np.fromiter(asked, dtype="bool,i8,bool,u8,u8")
     return (found[name] for name in found.dtype.names or ())
 
 

@@ -48,7 +48,6 @@ def main(folder: Path, memory_bytes: int) -> None:
             num_ranks=1,
             block_tokens=PAGE_TOKENS,
             answer_lengths={},
-            sampling=sampling,
         )
         seconds["merge and write"] = time.monotonic() - started - sum(seconds.values())
     # not getrusage: its maximum begins with that of the process that started this one
