@@ -46,7 +46,7 @@ def marked(mark: str) -> dict[int, str]:
 
 def wait_until_ranks_run(pytest_process: subprocess.Popen[str], folder: Path) -> None:
     deadline_s = time.monotonic() + TIMEOUT_S
-    while not list(folder.rglob("units/*/[0-9]*/lease.json")):
+    while not list(folder.rglob("units/*/[0-9]*/claim.json")):
         assert pytest_process.poll() is None, pytest_process.communicate()[0]
         assert time.monotonic() < deadline_s
         time.sleep(0.05)

@@ -240,8 +240,8 @@ def processes_with(mark: str) -> list[Path]:
     return found
 
 
-def kv_under_way(mark: str) -> int:
-    """Bytes of the KV transfers that these processes hold now."""
+def kv_transfers(mark: str) -> dict[int, int]:
+    """Return the bytes of each KV transfer that these processes hold, by inode; looks at one process after the other."""
     transfers = {}
     for folder in processes_with(mark):
         with contextlib.suppress(OSError):
@@ -249,7 +249,13 @@ def kv_under_way(mark: str) -> int:
                 if "batchinfer-kv" in os.readlink(descriptor):
                     status = os.stat(descriptor)
                     transfers[status.st_ino] = status.st_size
-    return sum(transfers.values())
+    return transfers
+
+
+def kv_under_way(mark: str) -> int:
+    """Return the bytes of the KV transfers that were held at one moment: those that two looks in a row both saw."""
+    first, second = kv_transfers(mark), kv_transfers(mark)
+    return sum(size for inode, size in first.items() if inode in second)
 
 
 def refused(*arguments: str | Path) -> str:
