@@ -78,8 +78,8 @@ class OutputKeys(TypedDict, total=False):
     publish: str | None
     """URI such as s3://bucket/folder: `finish` copies outputs/ and stats/ there, too"""
     reasoning: Literal["none", "auto", "deepseek_r1"]
-    """separate columns for a model's thinking up to </think>; deepseek_r1: an answer begins with thinking unless its
-    prompt ends it; auto: only if the prompt or the answer begins it"""
+    """separate columns for a model's thinking up to </think>, or in gpt-oss's channel analysis; deepseek_r1: an
+    answer begins with thinking unless its prompt ends it; auto: only if the prompt or the answer begins it"""
     token_texts: bool
     """logprobs have the text of each token in addition to its id"""
     shared_group: str | None

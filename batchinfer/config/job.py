@@ -50,8 +50,9 @@ class OutputConfig(Part):
     )
     reasoning: Literal["none", "auto", "deepseek_r1"] = Field(
         "none",
-        description="separate columns for a model's thinking up to </think>; deepseek_r1: an answer begins with "
-        "thinking unless its prompt ends it; auto: only if the prompt or the answer begins it",
+        description="separate columns for a model's thinking up to </think>, or in gpt-oss's channel analysis; "
+        "deepseek_r1: an answer begins with thinking unless its prompt ends it; auto: only if the prompt "
+        "or the answer begins it",
     )
     token_texts: bool = Field(False, description="logprobs have the text of each token in addition to its id")
     shared_group: Text | None = Field(
