@@ -92,9 +92,9 @@ class ModelKeys(TypedDict, total=False):
     path: str | Path
     """owner/name[@revision] in the Hugging Face cache, or a folder with config.json (or params.json), *.safetensors,
     tokenizer.json (or tiktoken.model, tekken.json), tokenizer_config.json"""
-    dtype: Literal["float32", "bfloat16", "fp8", "int4"]
+    dtype: Literal["float32", "bfloat16", "fp8", "int4", "fp4"]
     """precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16; int4: as fp8, with routed
-    experts in 4 bits (on CPUs)"""
+    experts in 4 bits (on CPUs); fp4: as fp8, with routed experts as stored in MXFP4 (on CPUs)"""
 
 
 class SamplingKeys(TypedDict, total=False):

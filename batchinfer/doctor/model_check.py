@@ -27,7 +27,7 @@ from batchinfer.model.weight_bytes import rank_bytes, weight_bytes
 from batchinfer.plan.first_dtype import choose_dtype, this_machine
 from batchinfer.rank.kv_budget import MEMORY_SHARE, RESERVE_SHARE
 from batchinfer.rank.load import BITS, DTYPES
-from batchinfer.records import ModelError
+from batchinfer.records import BatchinferError
 
 REQUEST_TOKENS = 4096  # prompt and output of the request whose KV is counted; less where the model's window is less
 
@@ -99,7 +99,7 @@ def check_model(folder: Path) -> ModelCheck:
     dtypes = {}
     for dtype in VALUE_BYTES:
         needed = rank_bytes(config, dtype)
-        cannot_run = None if packed is None else _reason(packed.check, dtype)
+        cannot_run = _reason(config.check_dtype if packed is None else packed.check, dtype)
         cannot_run = cannot_run or _reason(_check_kernels, dtype, device)
         reason, ranks = cannot_run, None
         if cannot_run is None and needed > free:
@@ -184,14 +184,16 @@ def _check_tokenizer(folder: Path, config: ModelConfig) -> bool:
 
 
 def _check_kernels(dtype: str, device: torch.device) -> None:
-    Ops.select("auto", DTYPES[dtype], device=device, **BITS.get(dtype, {})).holds_fp8(device)  # packs a value
+    Ops.select("auto", DTYPES[dtype], device=device, **BITS.get(dtype, {})).expert_format(
+        torch.bfloat16, device
+    )  # packs
 
 
 def _reason(check: Any, *arguments: Any) -> str | None:
     """Return the error sentence of a check, None if it finds nothing."""
     try:
         check(*arguments)
-    except (ModelError, RuntimeError) as error:
+    except (BatchinferError, RuntimeError) as error:
         return str(error)
     return None
 

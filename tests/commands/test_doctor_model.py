@@ -45,6 +45,7 @@ def test_each_dtype_comes_with_its_memory_or_with_what_is_short(folder, monkeypa
     for name, fit in found["dtypes"].items():
         assert fit["weight_bytes"] == weight_bytes(model, name)
         assert fit["kv_bytes_per_token"] == KV_BYTES * (2 if name == "float32" else 1)
+    assert "not stored in FP4" in found["dtypes"]["fp4"]["reason"]
     wide, narrow = found["dtypes"]["bfloat16"], found["dtypes"]["fp8"]
     assert "needs 31.7 GB, but 20.0 GB is free" in wide["reason"]
     assert (wide["kv_tokens"], wide["requests_at_once"], wide["ranks_needed"]) == (0, 0, 2)
