@@ -236,11 +236,13 @@ def _read_family(reader: ConfigReader) -> str:
     if not model_type:  # the first family of an architecture is whose the later ones took over
         by_name = (name for name, family in FAMILIES.items() if set(architectures) & set(family.architectures))
         model_type = next(by_name, "")
-    if model_type not in FAMILIES:
-        reason = f"; {NOT_IMPLEMENTED[model_type]}" if model_type in NOT_IMPLEMENTED else ""
-        raise reader.unsupported(
-            "model_type", model_type or None, f"one of {', '.join([*FAMILIES, *CARRIERS])}{reason}"
+    if model_type in NOT_IMPLEMENTED:
+        raise ModelError(
+            f'{reader.path}: model_type is "{model_type}", which does not run here: {NOT_IMPLEMENTED[model_type]}; '
+            f"use a model of another type ({', '.join([*FAMILIES, *CARRIERS])})."
         )
+    if model_type not in FAMILIES:
+        raise reader.unsupported("model_type", model_type or None, f"one of {', '.join([*FAMILIES, *CARRIERS])}")
     if not set(architectures) & known <= set(FAMILIES[model_type].architectures):
         raise reader.unsupported(
             "model_type", model_type, f"one that agrees with architectures, which is {architectures}"
