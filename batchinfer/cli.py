@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,7 +17,7 @@ from batchinfer.commands.convert import convert
 from batchinfer.commands.options import EXIT_CODES, Process
 from batchinfer.commands.submit import submit
 from batchinfer.host_info import set_up_matrix_library
-from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
+from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError, ModelError
 from batchinfer.resource_errors import explain_resource_error
 from batchinfer.sanitize import clip, sanitize
 from batchinfer.stop import StopSignal
@@ -67,15 +68,47 @@ def schema(stats: bool, as_json: bool) -> None:
     help="Also measure this machine: products, memory, and one rank with all threads against one per core.",
 )
 @click.option("--all", "every_kernel", is_flag=True, help="Every operation: what runs it and why others do not.")
-def doctor(bench: bool, every_kernel: bool) -> None:
+@click.option(
+    "--model",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Instead: whether this model runs here; a folder, or owner/name of one in the Hugging Face cache.",
+)
+@click.option("--json", "as_json", is_flag=True, help="With --model: one JSON document on stdout.")
+def doctor(bench: bool, every_kernel: bool, model: Path | None, as_json: bool) -> None:
     """Report what this machine can run, and with which kernels.
 
-    The report also says whether answers are equal bit for bit.
+    The report also says whether answers are equal bit for bit. With --model it says whether a model folder runs here,
+    in which dtypes and with how much memory; exit code 2 if it does not run.
     """
+    if model is not None and (bench or every_kernel):
+        raise click.UsageError("--model is a report of its own; leave out --bench and --all")
+    if model is None and as_json:
+        raise click.UsageError("--json is for --model; name a model folder")
     set_up_matrix_library()  # with the settings of ranks
-    from batchinfer.doctor.machine import examine
+    if model is None:
+        from batchinfer.doctor.machine import examine
 
-    click.echo(examine(bench=bench, every_kernel=every_kernel))
+        click.echo(examine(bench=bench, every_kernel=every_kernel))
+        return
+    _report_model(model, as_json=as_json)
+
+
+def _report_model(model: Path, *, as_json: bool) -> None:
+    from batchinfer.config.model_folder import model_folder
+    from batchinfer.doctor.model_check import check_model, model_text
+
+    folder = Path(model_folder(Path.cwd(), str(model)))
+    try:
+        found = check_model(folder)
+    except ModelError as error:
+        if not as_json:
+            raise
+        click.echo(json.dumps({"runs": False, "reason": str(error), "model": str(folder)}, indent=1))
+        sys.exit(ExitCode.BAD_JOB)
+    click.echo(json.dumps(found.as_json(), indent=1) if as_json else sanitize(model_text(found)))
+    if not found.runs:
+        sys.exit(ExitCode.BAD_JOB)
 
 
 FIRST = (first.init, first.ask)

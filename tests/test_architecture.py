@@ -49,7 +49,7 @@ ROOMS: dict[str, set[str]] = {
     "submit": {"data", "run"},
     "status": {"data", "run", "submit"},
     "pace": {"balance", "data", "report", "run", "status", "submit"},
-    "doctor": {"launch", "parallel"},
+    "doctor": {"data", "kv", "launch", "model", "parallel", "plan", "rank"},
     "commands": {
         *(
             "controller",

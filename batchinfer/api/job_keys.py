@@ -78,8 +78,8 @@ class OutputKeys(TypedDict, total=False):
     publish: str | None
     """URI such as s3://bucket/folder: `finish` copies outputs/ and stats/ there, too"""
     reasoning: Literal["none", "auto", "deepseek_r1"]
-    """separate columns for a model's thinking up to </think>; deepseek_r1: an answer begins with thinking unless its
-    prompt ends it; auto: only if the prompt or the answer begins it"""
+    """separate columns for a model's thinking up to </think>, or in gpt-oss's channel analysis; deepseek_r1: an
+    answer begins with thinking unless its prompt ends it; auto: only if the prompt or the answer begins it"""
     token_texts: bool
     """logprobs have the text of each token in addition to its id"""
     shared_group: str | None
@@ -92,9 +92,9 @@ class ModelKeys(TypedDict, total=False):
     path: str | Path
     """owner/name[@revision] in the Hugging Face cache, or a folder with config.json (or params.json), *.safetensors,
     tokenizer.json (or tiktoken.model, tekken.json), tokenizer_config.json"""
-    dtype: Literal["float32", "bfloat16", "fp8", "int4"]
+    dtype: Literal["float32", "bfloat16", "fp8", "int4", "fp4"]
     """precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16; int4: as fp8, with routed
-    experts in 4 bits (on CPUs)"""
+    experts in 4 bits (on CPUs); fp4: as fp8, with routed experts as stored in MXFP4 (on CPUs)"""
 
 
 class SamplingKeys(TypedDict, total=False):

@@ -7,7 +7,7 @@ _CHOSEN = "this is chosen from the model folder; leave it out"
 _MEMORY = 'memory is measured; cluster={"page_bytes": N} limits the KV of a rank'
 _KWARGS = 'write input={"chat_template_kwargs": {"enable_thinking": True}}, or what the model\'s template reads'
 _TEXT = "the text is always without control tokens; token_ids has all of them"
-_DTYPE = 'write dtype="float32", "bfloat16", "fp8" or "int4"'
+_DTYPE = 'write dtype="float32", "bfloat16", "fp8", "int4" or "fp4"'
 _NOT_HERE = "batchinfer has nothing of the kind; leave it out"
 _BARS = 'write progress=True, False or "tqdm"'
 

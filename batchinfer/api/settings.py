@@ -35,7 +35,7 @@ _ARGUMENTS = ("dtype", "raw", "stream", "progress", *KINDS)  # by their bare nam
 class ModelSettings(TypedDict, total=False):
     """Settings of a Model."""
 
-    dtype: Literal["float32", "bfloat16", "fp8", "int4"]
+    dtype: Literal["float32", "bfloat16", "fp8", "int4", "fp4"]
     cluster: ClusterKeys
     kv: KvKeys
 

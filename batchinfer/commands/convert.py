@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.argument("target", metavar="DIR", type=click.Path(path_type=Path))
 @click.option(
     "--dtype",
-    type=click.Choice(["float32", "bfloat16", "fp8", "int4"]),
+    type=click.Choice(["float32", "bfloat16", "fp8", "int4", "fp4"]),
     required=True,
     help="The model.dtype of the jobs that will use DIR.",
 )

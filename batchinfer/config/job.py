@@ -15,7 +15,7 @@ from batchinfer.config.uris import is_uri
 
 PAGE_TOKENS = 64  # tokens in one page of device KV
 # Bytes of a value of KV, and of weights that are never in 8 or 4 bits, by model.dtype.
-VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2, "int4": 2}
+VALUE_BYTES = {"float32": 4, "bfloat16": 2, "fp8": 2, "int4": 2, "fp4": 2}
 
 Price = Annotated[float, Field(ge=0)]
 
@@ -50,8 +50,9 @@ class OutputConfig(Part):
     )
     reasoning: Literal["none", "auto", "deepseek_r1"] = Field(
         "none",
-        description="separate columns for a model's thinking up to </think>; deepseek_r1: an answer begins with "
-        "thinking unless its prompt ends it; auto: only if the prompt or the answer begins it",
+        description="separate columns for a model's thinking up to </think>, or in gpt-oss's channel analysis; "
+        "deepseek_r1: an answer begins with thinking unless its prompt ends it; auto: only if the prompt "
+        "or the answer begins it",
     )
     token_texts: bool = Field(False, description="logprobs have the text of each token in addition to its id")
     shared_group: Text | None = Field(
@@ -95,10 +96,11 @@ class ModelPart(Part):
         description="owner/name[@revision] in the Hugging Face cache, or a folder with config.json (or params.json), "
         "*.safetensors, tokenizer.json (or tiktoken.model, tekken.json), tokenizer_config.json"
     )
-    dtype: Literal["float32", "bfloat16", "fp8", "int4"] = Field(
+    dtype: Literal["float32", "bfloat16", "fp8", "int4", "fp4"] = Field(
         "bfloat16",
         description="precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16; "
-        "int4: as fp8, with routed experts in 4 bits (on CPUs)",
+        "int4: as fp8, with routed experts in 4 bits (on CPUs); "
+        "fp4: as fp8, with routed experts as stored in MXFP4 (on CPUs)",
     )
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 # Tokens that begin and end thinking: of DeepSeek and most other models, and of Mistral.
 THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+# In harmony (gpt-oss) an answer is a row of messages, each with a header; thinking is messages of the channel analysis.
+ANALYSIS_MARKS = ("<|channel|>analysis<|message|>", "<|end|>")
+HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 # byte-level vocabularies (GPT-2) write printable bytes as themselves and the others as characters from U+0100 on
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
@@ -195,6 +198,14 @@ def thinking_tokens(tokenizer: PromptTokenizer) -> tuple[int | None, int] | None
         if (end_id := tokenizer.token_id(end)) is not None:
             return tokenizer.token_id(begin), end_id
     return None
+
+
+def harmony_tokens(tokenizer: PromptTokenizer) -> tuple[int, int, int, int] | None:
+    """Return the ids of HARMONY_MARKS, None for a tokenizer of another format."""
+    start, channel, message, end = map(tokenizer.token_id, HARMONY_MARKS)
+    if start is None or channel is None or message is None or end is None:
+        return None
+    return start, channel, message, end
 
 
 def token_bytes(tokenizer: PromptTokenizer, token_id: int) -> bytes | None:

@@ -13,8 +13,12 @@ from batchinfer.records import ModelError
 from batchinfer.sanitize import error_text
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Mistral's marks of tool calls are special tokens, which decoding leaves out; answers need these marks.
-SHOWN_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+# These marks of tool calls and channels are special tokens, which decoding leaves out; answers need the marks.
+_MISTRAL_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+_MINIMAX_MARKS = ("<minimax:tool_call>", "</minimax:tool_call>")
+_HARMONY_CHANNEL = "<|channel|>"
+_HARMONY_MARKS = (_HARMONY_CHANNEL, "<|start|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
+SHOWN_MARKS = (*_MISTRAL_MARKS, *_MINIMAX_MARKS)  # in any vocabulary
 OWN_TEMPLATES = Path(__file__).with_name("chat_templates")
 HAVE_OWN_TEMPLATE = ("deepseek_v32",)  # model types whose folders have no chat template (at most a program instead)
 
@@ -116,12 +120,13 @@ def _read_text(file: Path) -> str:
 
 
 def _with_marks_shown(text: str) -> str:
-    """Return the text of tokenizer.json with SHOWN_MARKS as ordinary added tokens, so that decoding keeps them."""
-    if not any(json.dumps(mark) in text for mark in SHOWN_MARKS):
+    """Return the text of tokenizer.json with the marks that answers need as ordinary tokens: decoding keeps these."""
+    shown = [*SHOWN_MARKS, *(_HARMONY_MARKS if json.dumps(_HARMONY_CHANNEL) in text else ())]
+    if not any(json.dumps(mark) in text for mark in shown):
         return text
     file = json.loads(text)
     for token in file.get("added_tokens") or []:
-        token["special"] = token.get("special") and token.get("content") not in SHOWN_MARKS
+        token["special"] = token.get("special") and token.get("content") not in shown
     return json.dumps(file)
 
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from batchinfer import own_process
 from batchinfer.data import chat  # noqa: F401  (the template engine, before it is asked for)
-from batchinfer.data.prompt_tokenizer import thinking_tokens
+from batchinfer.data.prompt_tokenizer import harmony_tokens, thinking_tokens
 from batchinfer.data.row_encoder import RowEncoder
 from batchinfer.data.row_prompts import RowPrompts
 from batchinfer.data.text_loss import check_round_trip
@@ -94,7 +94,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
         "writes_tools": not prompts.may_make_chats
         or tokenizer.template_text is None
         or "tools" in tokenizer.chat_template().names,
-        "ends_thinking": thinking_tokens(tokenizer) is not None,
+        "ends_thinking": (thinking_tokens(tokenizer) or harmony_tokens(tokenizer)) is not None,
         "tool_forms": forms_of_model(tokenizer.template_text, lambda mark: tokenizer.token_id(mark) is not None),
     }
 
@@ -173,6 +173,8 @@ _MARKS = {
     "kimi_k2": "<|tool_calls_section_begin|>",
     "glm": "<arg_key>",
     "hermes": "<tool_call>",
+    "minimax": "<minimax:tool_call>",
+    "harmony": "<|channel|>",
     "mistral": "[TOOL_CALLS]",
 }
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from batchinfer.data.prompt_tokenizer import THINKING_MARKS
+from batchinfer.data.prompt_tokenizer import ANALYSIS_MARKS, THINKING_MARKS
 from batchinfer.finish.call_forms import FORMS, CallForm, WrittenCall
 
 _BLANKS = re.compile(r"\s*")
@@ -99,7 +99,7 @@ def _end_of_thinking(text: str) -> tuple[int, bool]:
     """
     blanks = _BLANKS.match(text)
     start = blanks.end() if blanks else 0
-    for begin, end in THINKING_MARKS:
+    for begin, end in (*THINKING_MARKS, ANALYSIS_MARKS):
         if text.startswith(begin, start):
             place = text.find(end)
             return (place + len(end) if place >= 0 else len(text)), True
@@ -116,7 +116,7 @@ def _end_of_later_thinking(text: str, start: int, place: int, is_cut: bool) -> i
 
     A mark that begins thinking without an end does so only in an answer that is cut off: else prose quotes the mark.
     """
-    for begin, end in THINKING_MARKS:
+    for begin, end in (*THINKING_MARKS, ANALYSIS_MARKS):
         first = text.rfind(begin, start, place)
         if first < 0 or text.find(end, first, place) >= 0:
             continue
@@ -143,7 +143,7 @@ def _calls(form: CallForm, text: str, is_cut: bool) -> list[WrittenCall] | None:
 
 # what stands before the JSON of a call, in any form
 _BEFORE_JSON = re.compile(
-    r"(?:<｜tool▁sep｜>(?:[^\n<]*\n```json\n)?|<\|tool_call_argument_begin\|>|<tool_call>|\[ARGS\]|\[TOOL_CALLS\])"
+    r"(?:<｜tool▁sep｜>(?:[^\n<]*\n```json\n)?|<\|tool_call_argument_begin\|>|<tool_call>|<\|message\|>|\[ARGS\]|\[TOOL_CALLS\])"
     r"\s*+(?=[\[{\"])"
 )
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)

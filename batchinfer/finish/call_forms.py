@@ -19,6 +19,13 @@ GLM      <tool_call>NAME
          <arg_value>Rome</arg_value>
          </tool_call>
 Hermes   <tool_call>{"name": "NAME", "arguments": {"city": "Rome"}}</tool_call>   (Youtu, too)
+MiniMax  <minimax:tool_call>
+         <invoke name="NAME">
+         <parameter name="city">Rome</parameter>
+         </invoke>
+         </minimax:tool_call>
+harmony  <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{"city": "Rome"}<|call|>   (in one line)
+         <|start|>assistant to=functions.NAME<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>
 Mistral  [TOOL_CALLS]NAME[ARGS]{"city": "Rome"}   each call; before [ARGS] there may be [CALL_ID]abcdefghi
          [TOOL_CALLS][{"name": "NAME", "arguments": {"city": "Rome"}}]   (older)
 
@@ -178,6 +185,36 @@ def _calls_of_glm(block: str) -> list[WrittenCall] | None:
     return [WrittenCall(name, texts)] if len(texts) == len(found) else None
 
 
+# ---- MiniMax
+
+_MINIMAX_INVOKE = re.compile(r'\s*<invoke name="([^"\n]+)">')
+_MINIMAX_PARAMETER = re.compile(r'\s*<parameter name="([^"\n]+)">')
+
+
+def _calls_of_minimax(block: str) -> list[WrittenCall] | None:
+    invokes = _pieces(block, _MINIMAX_INVOKE, "</invoke>") or []
+    return _all_read([_call_of_minimax(invoke[1], inside) for invoke, inside in invokes])
+
+
+def _call_of_minimax(name: str, inside: str) -> WrittenCall | None:
+    parameters = _pieces(inside, _MINIMAX_PARAMETER, "</parameter>")
+    if parameters is None:
+        return None
+    texts = {parameter[1]: text for parameter, text in parameters}
+    return WrittenCall(name, texts) if len(texts) == len(parameters) else None
+
+
+# ---- harmony, of gpt-oss
+
+_HARMONY_HEAD = r"([\w.-]++)\s*+(?:<\|channel\|>commentary\s*+)?(?:<\|constrain\|>\s*+)?(?:json\s*+)?"
+_HARMONY_CALL = re.compile(rf"{_HARMONY_HEAD}<\|message\|>(.*)", re.DOTALL)
+
+
+def _calls_of_harmony(block: str) -> list[WrittenCall] | None:
+    call = _HARMONY_CALL.fullmatch(block)
+    return [WrittenCall(call[1], call[2].strip())] if call and is_object(call[2]) else None
+
+
 # ---- Hermes, and Mistral's older form
 
 
@@ -274,6 +311,28 @@ FORMS = (
         opening='{"',
         inner=None,
         needs_end=True,
+    ),
+    CallForm(
+        "minimax",
+        begin=re.compile("<minimax:tool_call>"),
+        end=re.compile("</minimax:tool_call>"),
+        read=_calls_of_minimax,
+        opens=re.compile(r"\s*+<invoke"),
+        opening='<invoke name="',
+        inner='<invoke name="',
+    ),
+    CallForm(
+        "harmony",
+        # the recipient may be in front of the channel or behind it
+        begin=re.compile(
+            r"(?:<\|end\|>)?(?:<\|start\|>assistant)?"
+            r"(?:<\|channel\|>commentary to=functions\.| to=functions\.(?=[\w.-]{1,128}+<\|channel\|>))"
+        ),
+        end=re.compile(r"<\|(?:call|end|return)\|>"),
+        read=_calls_of_harmony,
+        opens=re.compile(rf"{_HARMONY_HEAD}(?:<\|message\|>|\Z)"),
+        opening="",
+        inner=None,
     ),
     CallForm(
         "mistral",

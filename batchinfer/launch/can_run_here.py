@@ -39,7 +39,9 @@ def _depends_on_machine(job: JobConfig) -> bool:
     if cluster.backend not in ("auto", "reference") or (cluster.exchange != "auto" and cluster.num_ranks > 1):
         return True
     # a GPU for each rank, and one that multiplies in FP8
-    return has_gpu() and cluster.backend == "auto" and (cluster.num_ranks > 1 or job.model.dtype in ("fp8", "int4"))
+    return (
+        has_gpu() and cluster.backend == "auto" and (cluster.num_ranks > 1 or job.model.dtype in ("fp8", "int4", "fp4"))
+    )
 
 
 def _is_planned(job: JobConfig) -> bool:

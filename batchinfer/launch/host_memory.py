@@ -13,7 +13,7 @@ from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.records import ConfigError
 
-_DTYPES = ("bfloat16", "fp8", "int4")  # smaller than float32
+_DTYPES = ("bfloat16", "fp8", "int4", "fp4")  # smaller than float32
 
 
 def refuse_too_large(job: JobConfig, ranks: Iterable[int]) -> None:
@@ -30,7 +30,7 @@ def refuse_too_large(job: JobConfig, ranks: Iterable[int]) -> None:
     needed = _bytes_of(job, model, places, job.model.dtype)
     if needed <= free:
         return
-    others = {dtype: _bytes_of(job, model, places, dtype) for dtype in _DTYPES}
+    others = {dtype: _bytes_of(job, model, places, dtype) for dtype in _DTYPES if model.may_run_in(dtype)}
     fitting = [f'model.dtype = "{dtype}" ({_gb(size)})' for dtype, size in others.items() if size < min(needed, free)]
     raise ConfigError(
         f"{job.model.path} in {job.model.dtype} takes {_gb(needed)} of memory for {len(places)} "

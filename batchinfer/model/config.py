@@ -18,7 +18,7 @@ from batchinfer.model.mistral_format import CARRIER_OF_PARAMS, read_params
 from batchinfer.model.mla_config import read_flag, read_mla
 from batchinfer.model.moe_config import Clamp, read_moe
 from batchinfer.model.quantization import read_quantization
-from batchinfer.records import ModelError
+from batchinfer.records import ConfigError, ModelError
 
 _MAX_LAYERS = 1000  # as MAX_EXPERTS
 # Of more tokens draws could not add up the weights exactly: MAX_TOKENS of the kernels. Published models have 163,840.
@@ -76,6 +76,22 @@ class ModelConfig:
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer routes to experts (otherwise it has one dense MLP)."""
         return self.n_routed_experts > 0 and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
+
+    def may_run_in(self, dtype: str) -> bool:
+        """Return whether the stored weights can be held in a job's model.dtype."""
+        return dtype != "fp4" or self.has_fp4_experts
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raise if a job's model.dtype is FP4 and the routed experts are not stored so.
+
+        Raises:
+            ConfigError: names the dtypes to use instead.
+        """
+        if not self.may_run_in(dtype):
+            raise ConfigError(
+                'model.dtype is "fp4", but the routed experts of this model are not stored in FP4 (quant_method "mxfp4"'
+                ' in config.json); use "fp8", or "int4" on a CPU'
+            )
 
     @property
     def moe_layers(self) -> list[int]:
@@ -221,11 +237,13 @@ def _read_family(reader: ConfigReader) -> str:
     if not model_type:  # the first family of an architecture is whose the later ones took over
         by_name = (name for name, family in FAMILIES.items() if set(architectures) & set(family.architectures))
         model_type = next(by_name, "")
-    if model_type not in FAMILIES:
-        reason = f"; {NOT_IMPLEMENTED[model_type]}" if model_type in NOT_IMPLEMENTED else ""
-        raise reader.unsupported(
-            "model_type", model_type or None, f"one of {', '.join([*FAMILIES, *CARRIERS])}{reason}"
+    if model_type in NOT_IMPLEMENTED:
+        raise ModelError(
+            f'{reader.path}: model_type is "{model_type}", which does not run here: {NOT_IMPLEMENTED[model_type]}; '
+            f"use a model of another type ({', '.join([*FAMILIES, *CARRIERS])})."
         )
+    if model_type not in FAMILIES:
+        raise reader.unsupported("model_type", model_type or None, f"one of {', '.join([*FAMILIES, *CARRIERS])}")
     if not set(architectures) & known <= set(FAMILIES[model_type].architectures):
         raise reader.unsupported(
             "model_type", model_type, f"one that agrees with architectures, which is {architectures}"

@@ -44,6 +44,7 @@ def convert_model(
     config = load_model_config(source)
     if read_packed(source) is not None:
         raise ConfigError(f"{source} is converted already; give the folder that it was made from")
+    config.check_dtype(name)
     if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} is there already; name another folder or delete it")
     folder = target.parent / f".{target.name}.{secrets.token_hex(4)}{TEMPORARY}"

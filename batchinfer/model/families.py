@@ -166,10 +166,19 @@ CARRIERS: dict[str, Carrier] = {
 NOT_IMPLEMENTED = {
     "deepseek_v4": "its attention has shared keys and values and compressed caches instead of latents",
     "mistral_large4": "its layers share latents and differ in positions, and softmax scales are learned",
-    "kimi_linear": "most of its layers keep a linear-attention state instead of latents",
+    "kimi_linear": "most of its layers keep a linear-attention state (KDA) instead of latents",
     **dict.fromkeys(
         ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_6", "qwen3_6_moe"),
         "three of four layers keep a linear-attention state (gated delta-net), which no pages hold",
     ),
+    **dict.fromkeys(
+        ("minimax", "minimax_text_01", "minimax_m1"),
+        "most of its layers keep a linear-attention state (lightning attention), which no pages hold",
+    ),
+    **dict.fromkeys(
+        ("nemotron_h", "granitemoehybrid", "falcon_h1", "jamba", "bamba", "zamba2"),
+        "many of its layers keep a state of Mamba, which no pages hold",
+    ),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "its convolution layers keep a state, which no pages hold"),
     "longcat_flash": "its layers have two attentions and experts that compute nothing",
 }

@@ -12,7 +12,7 @@ from batchinfer_kernels import registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.registry import Operation
-from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
+from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of, fp4_format_beside
 
 # of one attention kind alone
 LATENT = ("rope_and_cache", "mla_prefill", "mla_decode", "index_cache", "choose_keys", "mla_sparse")
@@ -56,6 +56,7 @@ class Ops:
     most_likely: Operation
     eight_bit: bool = False  # projections and experts are packed in 8 bits with a scale per block, and multiplied so
     four_bit: bool = False  # routed experts are packed in 4 bits with a scale per group instead
+    fp4_experts: bool = False  # routed experts are held in FP4, as they are stored
     fp8_pages: bool = False  # pages hold latents in FP8, as reference/fp8_pages.py of the kernels lays them out
     unused: tuple[str, ...] = GROUPED  # operations that the model's attention never calls
 
@@ -80,7 +81,8 @@ class Ops:
     @property
     def bits(self) -> str:
         """Names of products and pages that are in fewer bits than the model's dtype."""
-        held = {"8-bit products": self.eight_bit, "4-bit experts": self.four_bit, "KV in FP8": self.fp8_pages}
+        held = {"8-bit products": self.eight_bit, "4-bit experts": self.four_bit, "FP4 experts": self.fp4_experts}
+        held |= {"KV in FP8": self.fp8_pages}
         return "".join(f", {words}" for words, holds in held.items() if holds)
 
     @property
@@ -100,6 +102,7 @@ class Ops:
         *,
         eight_bit: bool = False,
         four_bit: bool = False,
+        fp4_experts: bool = False,
         fp8_pages: bool = False,
         device: torch.device | str = "cpu",
         unused: tuple[str, ...] = GROUPED,
@@ -116,7 +119,14 @@ class Ops:
             }
         except registry.BackendError as error:
             raise ModelError(f"backend {choice!r}: {error}") from error
-        return cls(**chosen, eight_bit=eight_bit, four_bit=four_bit, fp8_pages=fp8_pages, unused=unused)
+        return cls(
+            **chosen,
+            eight_bit=eight_bit,
+            four_bit=four_bit,
+            fp4_experts=fp4_experts,
+            fp8_pages=fp8_pages,
+            unused=unused,
+        )
 
     def page_format(self, dtype: torch.dtype) -> PageFormat:
         """Return the format of pages of a model in this dtype."""
@@ -129,6 +139,8 @@ class Ops:
 
     def expert_format(self, dtype: torch.dtype, device: torch.device | str) -> WeightFormat:
         """Return the form of routed experts' weights on this device."""
+        if self.fp4_experts:
+            return fp4_format_beside(self.pack(torch.zeros(1, 1, dtype=torch.bfloat16, device=device)))
         bits = {"four_bit": True} if self.four_bit else {"eight_bit": True} if self.eight_bit else {}
         return self.weight_format(dtype, device, **bits)
 
@@ -152,6 +164,9 @@ def meets_fp8(x: torch.Tensor, weight: Weight) -> bool:
     return isinstance(weight, BlockScaled) and x.dtype is torch.bfloat16
 
 
+_NO_OPS = ("eight_bit", "four_bit", "fp4_experts", "fp8_pages", "unused")
+
+
 def op_names() -> list[str]:
     """Return the operations among the fields of Ops."""
-    return [field.name for field in fields(Ops) if field.name not in ("eight_bit", "four_bit", "fp8_pages", "unused")]
+    return [field.name for field in fields(Ops) if field.name not in _NO_OPS]

@@ -96,7 +96,8 @@ def map_weights(
     Raises:
         ModelError: the folder is not made for these operations or this dtype, or a file is damaged.
     """
-    packed.check("int4" if ops.four_bit else "fp8" if ops.eight_bit else str(dtype).removeprefix("torch."))
+    narrow = "fp4" if ops.fp4_experts else "int4" if ops.four_bit else "fp8"
+    packed.check(narrow if ops.eight_bit else str(dtype).removeprefix("torch."))
     if torch.device(device).type != "cpu" or not ops.weight_format(dtype, device).copies:
         raise ModelError(
             f"{packed.folder} is converted for the C++ operations on a CPU, which this job does not use; "

@@ -12,10 +12,10 @@ from batchinfer.model.tensor_names import FP4_GROUP, FP4_SCALES, FP4_VALUES, SCA
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 
-_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-_E8M0_ONE, _E8M0_NAN = 127, 255
+_E8M0_NAN = 255
 
 
 class StoredWeights:
@@ -58,7 +58,7 @@ class StoredWeights:
         if form is not None:
             return self._integers(form, name).widened(dtype)
         if name + FP4_VALUES in self._checkpoint:
-            return self._fp4(name, dtype)
+            return self.read_fp4(name).plain(dtype)
         stored = self._checkpoint.read(name)
         if stored.dtype == torch.float8_e4m3fn:
             return self._dequantize(stored, self._block_scale(name), dtype, self._fp8_block)
@@ -70,6 +70,19 @@ class StoredWeights:
             return None
         return BlockScaled(self._checkpoint.read(name), self._block_scale(name))
 
+    def read_fp4(self, name: str) -> Fp4Scaled:
+        """Return a weight that is stored in MXFP4, bit for bit.
+
+        Raises:
+            ModelError: the weight is stored otherwise, or a scale is not finite.
+        """
+        if name + FP4_VALUES not in self._checkpoint:
+            raise self._wrong(name, 'is not stored in FP4, which model.dtype = "fp4" needs')
+        pairs, exponents = self._checkpoint.read(name + FP4_VALUES), self._checkpoint.read(name + FP4_SCALES)
+        if (exponents == _E8M0_NAN).any():
+            raise self._wrong(name + FP4_SCALES, "holds a scale that is not finite; fetch the file again")
+        return Fp4Scaled(pairs.flatten(1), exponents)
+
     def read_groups(self, name: str) -> GroupScaled | None:
         """Return a weight in groups of 32 with its stored integers; None if it is not stored as integers that fit.
 
@@ -77,14 +90,6 @@ class StoredWeights:
         """
         form = self._form_of(name)
         return None if form is None else self._integers(form, name).in_groups()
-
-    def _fp4(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a weight in MXFP4: pairs of E2M1 values, the first in the lower half, with a power of two per 32."""
-        pairs, exponents = self._checkpoint.read(name + FP4_VALUES), self._checkpoint.read(name + FP4_SCALES)
-        if (exponents == _E8M0_NAN).any():
-            raise self._wrong(name + FP4_SCALES, "holds a scale that is not finite; fetch the file again")
-        values = _E2M1[torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).long()]
-        return torch.ldexp(values, exponents[..., None].int() - _E8M0_ONE).flatten(1).to(dtype)
 
     def _form_of(self, name: str) -> IntegerForm | None:
         return self._form if self._form is not None and self._form.is_stored(name, self._checkpoint) else None

@@ -78,6 +78,7 @@ class Transformer:
         dtype: torch.dtype,
         eight_bit: bool = False,
         four_bit: bool = False,
+        fp4_experts: bool = False,
         fp8_pages: bool = False,
         dispatchers: Sequence[Dispatcher] | None = None,
         expert_ids: Sequence[Sequence[int]] | None = None,
@@ -90,7 +91,7 @@ class Transformer:
 
         Args:
             dtype: of weights, activations and pages.
-            eight_bit, four_bit, fp8_pages: see Ops.
+            eight_bit, four_bit, fp4_experts, fp8_pages: see Ops.
             dispatchers: the expert exchange of each MoE layer; None keeps all rows here.
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
@@ -105,6 +106,7 @@ class Transformer:
             dtype,
             eight_bit=eight_bit,
             four_bit=four_bit,
+            fp4_experts=fp4_experts,
             fp8_pages=fp8_pages,
             device=device,
             unused=kind_of(config.attention).unused_ops,

@@ -6,7 +6,7 @@ from batchinfer.config import VALUE_BYTES
 from batchinfer.model.config import ModelConfig
 
 _PROJECTED_FP8 = 1.04  # bytes of a weight in 8 bits, with its share of the scales
-_EXPERTS_INT4 = 18 / 32  # of one in 4 bits, where 32 share a scale
+_EXPERTS_4_BITS = 18 / 32  # of one in 4 bits, where 32 share a scale
 _COLUMNS = 64  # results of a packed weight are filled up to a multiple
 _SLACK_BYTES = 1 << 20  # for the alignment of tensors
 # Least memory of a rank's process without weights and KV pages (167-220 MB measured for 8 ranks of a tiny model).
@@ -38,7 +38,7 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
     others = maps + norms + vocabulary + hidden
     value_bytes = VALUE_BYTES[dtype]
     projected_bytes = _projected_bytes(dtype)
-    expert_bytes = _EXPERTS_INT4 if dtype == "int4" else projected_bytes
+    expert_bytes = _EXPERTS_4_BITS if dtype in ("int4", "fp4") else projected_bytes
     experts = model.num_moe_layers * routed * expert * expert_bytes
     return int(experts + (attention + mlps) * projected_bytes + others * value_bytes) + _SLACK_BYTES
 
@@ -51,7 +51,7 @@ def mtp_bytes(model: ModelConfig, dtype: str) -> int:
 
 
 def _projected_bytes(dtype: str) -> float:
-    return _PROJECTED_FP8 if dtype in ("fp8", "int4") else VALUE_BYTES[dtype]
+    return _PROJECTED_FP8 if dtype in ("fp8", "int4", "fp4") else VALUE_BYTES[dtype]
 
 
 def _mlp(hidden: int, intermediate: int) -> int:

@@ -38,6 +38,7 @@ from batchinfer.model.weights import (
 )
 from batchinfer.records import ModelError
 from batchinfer_kernels.reference.block_scaled import BlockScaled, stack
+from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.registry import HOPPER, TRITON
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
@@ -320,8 +321,10 @@ class WeightLoader:
         biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
         return Projection(held[0], torch.cat(biases) if biases else None)
 
-    def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled | GroupScaled:
+    def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled:
         """Return a weight to put into this form; do not keep it, as it may be a view of the mapped file."""
+        if form.keeps_fp4:
+            return self._stored.read_fp4(name)
         kept: BlockScaled | GroupScaled | None = None
         if form.keeps_fp8 or form.keeps_int4:
             kept = self._stored.read_blocks(name) if form.keeps_fp8 else self._stored.read_groups(name)

@@ -48,7 +48,9 @@ def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:
     if machine.has_gpu:
         return stored, "the dtype in which the checkpoint is stored"
     config = load_model_config(model)
-    needed = {dtype: rank_bytes(config, dtype) for dtype in VALUE_BYTES}
+    needed = {dtype: rank_bytes(config, dtype) for dtype in VALUE_BYTES if config.may_run_in(dtype)}
+    if config.has_fp4_experts:
+        del needed["int4"]  # as small, but rounded again
     order = list(needed)[list(needed).index(stored) :]
     if stored == "fp8" and not machine.is_quick_in_8_bits:
         order.insert(0, "bfloat16")

@@ -40,6 +40,7 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
     else:
         check_tensors(read_headers(folder, model.carrier), model)
     PageFormat.of(job).check(model)
+    model.check_dtype(job.model.dtype)
     _check_experts(job.cluster, model)
     device_type = DEVICE_OF_BACKEND.get(job.cluster.backend)
     groups = {(place.exchange(job.cluster), place.group_size) for place in rank_places(job.cluster)}

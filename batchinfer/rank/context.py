@@ -18,7 +18,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.logit_rules import RuleMaker
-from batchinfer.rank.thinking import Mode, Thinking, ThinkingTokens
+from batchinfer.rank.thinking import AnyThinking, HarmonyThinking, HarmonyTokens, Mode, Thinking, ThinkingTokens
 from batchinfer.records import Request
 
 ALONE = RankPlace(rank=0, role="both", group_rank=0, group_size=1)
@@ -96,17 +96,19 @@ class RankContext:
         """Factory of the rules of requests that change the model's logits."""
         return RuleMaker(self.tokenizer, self.model.config.vocab_size)
 
-    def thinking(self, request: Request) -> Thinking | None:
+    def thinking(self, request: Request) -> AnyThinking | None:
         """Return the thinking of a request's answer; None if the job and the request do not look for it."""
         if self.reasoning == "none" and request.sampling.thinking_budget is None:
             return None
         tokens = self._thinking_tokens
         mode: Mode = "auto" if self.reasoning == "none" else self.reasoning
+        if isinstance(tokens, HarmonyTokens):
+            return HarmonyThinking(tokens, request.token_ids)
         return None if tokens is None else Thinking(tokens, request.token_ids, mode, continues=self.continues)
 
     @cached_property
-    def _thinking_tokens(self) -> ThinkingTokens | None:
-        return ThinkingTokens.of(self.tokenizer)
+    def _thinking_tokens(self) -> ThinkingTokens | HarmonyTokens | None:
+        return HarmonyTokens.of(self.tokenizer) or ThinkingTokens.of(self.tokenizer)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

@@ -7,7 +7,7 @@ from typing import TypedDict
 
 import torch
 
-from batchinfer.config import JobConfig
+from batchinfer.config import VALUE_BYTES, JobConfig
 from batchinfer.config.rank_layout import RankPlace
 from batchinfer.data.bucket import Bucket
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
@@ -38,10 +38,15 @@ class Bits(TypedDict, total=False):
 
     eight_bit: bool
     four_bit: bool
+    fp4_experts: bool
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "fp8": torch.bfloat16, "int4": torch.bfloat16}
-BITS: dict[str, Bits] = {"fp8": {"eight_bit": True}, "int4": {"eight_bit": True, "four_bit": True}}
+DTYPES = {name: torch.float32 if name == "float32" else torch.bfloat16 for name in VALUE_BYTES}
+BITS: dict[str, Bits] = {
+    "fp8": {"eight_bit": True},
+    "int4": {"eight_bit": True, "four_bit": True},
+    "fp4": {"eight_bit": True, "fp4_experts": True},
+}
 
 
 def load_model(
@@ -72,6 +77,7 @@ def load_model(
     bits = BITS.get(job.model.dtype, {})
     config = load_model_config(folder)
     PageFormat.of(job).check(config)
+    config.check_dtype(job.model.dtype)
     assert config.attention.cuts_anywhere, "ranks share prefixes up to any token, and keep nothing but pages"
     _check_ops(job, device)
     dispatchers = expert_ids = None
@@ -120,7 +126,7 @@ def _check_ops(job: JobConfig, device: torch.device) -> None:
     backend, dtype = job.cluster.backend, job.model.dtype
     ops = Ops.select(backend, DTYPES[dtype], device=device, **BITS.get(dtype, {}))
     try:
-        ops.holds_fp8(device)  # packs a value
+        ops.expert_format(torch.bfloat16, device)  # packs a value
     except RuntimeError as error:
         raise ConfigError(f"model.dtype is {dtype!r}, but backend {backend!r} cannot run it here: {error}") from error
 

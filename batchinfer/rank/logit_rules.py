@@ -19,7 +19,7 @@ import torch
 
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.model.sampling import Changes
-from batchinfer.rank.thinking import Thinking
+from batchinfer.rank.thinking import AnyThinking
 from batchinfer.records import Request, Sampling
 from batchinfer_kernels.reference.fp8 import divided
 from batchinfer_kernels.transfer import to_device
@@ -52,7 +52,7 @@ class LogitRules:
         ends: frozenset[int],
         bad_words: list[list[int]],
         grammar: GrammarMatcher | None,
-        thinking: Thinking | None = None,
+        thinking: AnyThinking | None = None,
     ) -> None:
         self._sampling, self._bad_words = sampling, bad_words
         self._grammar, self._thinking = grammar, thinking
@@ -147,7 +147,7 @@ class RuleMaker:
         self._ends = frozenset(token for token in tokenizer.eos_token_ids if token < vocab_size)
         self._bad_words = functools.lru_cache(1024)(functools.partial(bad_word_tokens, tokenizer=tokenizer))
 
-    def make(self, request: Request, thinking: Thinking | None) -> LogitRules | None:
+    def make(self, request: Request, thinking: AnyThinking | None) -> LogitRules | None:
         """Return a request's rules; None if it takes the model's logits unchanged."""
         sampling = request.sampling
         if not sampling.changes_logits:

@@ -6,7 +6,7 @@ from batchinfer.data.prompt_tokenizer import PromptTokenizer, TextStream
 from batchinfer.kv.pages import pages_for
 from batchinfer.protocol.messages import CachedTokens
 from batchinfer.rank.logit_rules import LogitRules
-from batchinfer.rank.thinking import Thinking, answer_text
+from batchinfer.rank.thinking import AnyThinking, answer_text
 from batchinfer.records import Completion, Request, RequestTimes, Sampling, TokenLogprob
 
 
@@ -19,7 +19,7 @@ class StopSearch:
         thinking: the answer's thinking, which is no part of the text, None if it is.
     """
 
-    def __init__(self, sampling: Sampling, stream: TextStream, thinking: Thinking | None) -> None:
+    def __init__(self, sampling: Sampling, stream: TextStream, thinking: AnyThinking | None) -> None:
         self._sampling, self._stream, self._thinking = sampling, stream, thinking
         self._num_read = 0  # tokens
         self._text = ""
@@ -33,7 +33,7 @@ class StopSearch:
     def read(self, token_ids: list[int], num_tokens: int, *, is_whole: bool) -> tuple[str, int] | None:
         """Read new tokens; return the stop string and the number of tokens up to its end, None if there is none.
 
-        White space at the start waits while thinking may still begin behind it.
+        Tokens wait while the next ones decide whether they belong to the thinking.
 
         Args:
             token_ids: all generated tokens.
@@ -41,7 +41,7 @@ class StopSearch:
             is_whole: no further tokens will come.
         """
         thinking = self._thinking
-        if thinking is not None and thinking.may_begin_with is not None and not is_whole:
+        if thinking is not None and thinking.may_still_begin and not is_whole:
             return None
         is_apart = thinking is not None and thinking.has_begun
         if thinking is not None:
@@ -90,7 +90,7 @@ class Sequence:
     times: RequestTimes
     stream: TextStream | None  # only for requests with stop strings
     rules: LogitRules | None = None  # only for requests that change the model's logits
-    thinking: Thinking | None = None  # only if the end of thinking matters
+    thinking: AnyThinking | None = None  # only if the end of thinking matters
     separates_reasoning: bool = False  # thinking is kept apart from the text
     num_prefill_steps: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)

@@ -204,7 +204,7 @@ def test_all_problems_are_told_each_in_a_sentence_of_its_own(tmp_path):
         load_job(path)
     assert [sentence.removeprefix(f"{path}: ") for sentence in failure.value.sentences] == [
         "the part output is missing; add it as [output] with dir",
-        "model.dtype is 'int3', but it should be 'float32', 'bfloat16', 'fp8' or 'int4'; did you mean int4?",
+        "model.dtype is 'int3', but it should be 'float32', 'bfloat16', 'fp8', 'int4' or 'fp4'; did you mean int4?",
         "the key sampling.max_tokens is missing; add it",
         "sampling.max_token is not a known key; did you mean max_tokens?",
         "outptu is not a known part; did you mean output?",

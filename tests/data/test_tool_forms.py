@@ -17,6 +17,8 @@ V3 = "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.type +
 KIMI = "<|tool_calls_section_begin|>{% for call in message.tool_calls %}<|tool_call_begin|>{{ call.id }}{% endfor %}"
 GLM = "{{- '<tool_call>' + call.name }}{% for k, v in args.items() %}<arg_key>{{ k }}</arg_key>{% endfor %}"
 YOUTU = "{{ '<tool_call>' }}{{ call | tojson }}{{ '</tool_call>' }}"
+MINIMAX = "{% set begin = '<minimax:tool_call>' %}{{ begin }}"
+HARMONY = """{{ "<|start|>assistant to=functions." ~ call.name ~ "<|channel|>commentary json<|message|>" }}"""
 MISTRAL = '{{ "[TOOL_CALLS]" + name + "[ARGS]" }}'
 V3_TOKENS = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]
 
@@ -30,6 +32,9 @@ V3_TOKENS = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]
         (GLM, ["<tool_call>", "<arg_key>"], ["glm"]),
         (YOUTU, [], ["hermes"]),
         (MISTRAL, [], ["mistral"]),
+        (MINIMAX, [], ["minimax"]),
+        (HARMONY, [], ["harmony"]),
+        (None, ["<|channel|>"], ["harmony"]),
         # the tokens decide where the template writes no calls
         ("{{ messages[0].content }}", V3_TOKENS, ["deepseek_v3"]),
         (None, ["[TOOL_CALLS]", "[ARGS]"], ["mistral"]),

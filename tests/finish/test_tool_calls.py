@@ -13,7 +13,7 @@ from support.jobs import batchinfer, outputs, write_job, write_shard
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, CALLED = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-OWN_FORMS = ["deepseek_v3", "deepseek_v32", "kimi_k2", "glm", "hermes", "mistral"]
+OWN_FORMS = ["deepseek_v3", "deepseek_v32", "kimi_k2", "glm", "hermes", "minimax", "harmony", "mistral"]
 ROME = {"name": "weather", "arguments": '{"city": "Rome"}'}
 LATER = {"name": "wait", "arguments": '{"for": {"s": 5}}'}
 
@@ -77,6 +77,34 @@ def glm(*calls):
     return "\n".join(texts)
 
 
+def minimax(*calls):
+    texts = [
+        f'<invoke name="{call["name"]}">\n'
+        + "".join(
+            f'<parameter name="{name}">{written(value)}</parameter>\n'
+            for name, value in json.loads(call["arguments"]).items()
+        )
+        + "</invoke>\n"
+        for call in calls
+    ]
+    return "<minimax:tool_call>\n" + "".join(texts) + "</minimax:tool_call>"
+
+
+def harmony(*calls):
+    return "".join(
+        f"<|channel|>commentary to=functions.{call['name']} <|constrain|>json<|message|>{call['arguments']}<|call|>"
+        for call in calls
+    )
+
+
+def harmony_role(*calls):
+    return "".join(
+        f"<|start|>assistant to=functions.{call['name']}<|channel|>commentary json"
+        f"<|message|>{call['arguments']}<|call|>"
+        for call in calls
+    )
+
+
 def youtu(*calls):
     listed = [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in calls]
     return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in listed)
@@ -99,20 +127,20 @@ def test_calls_of_mistral_are_read_up_to_the_end_of_the_text(form):
     assert calls_of(form(ROME).replace("[ARGS]", "[CALL_ID]abcdefghi[ARGS]")) == [ROME]
 
 
-@pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm, youtu])
+@pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm, youtu, minimax, harmony, harmony_role])
 def test_calls_are_read_in_every_form(form):
     assert calls_of(form(ROME)) == [ROME]
     assert calls_of(f"I look it up.\n{form(ROME, LATER)}<｜end▁of▁sentence｜>") == [ROME, LATER]
     assert content_of(f"I look it up.\n{form(ROME)}") == "I look it up.\n"
 
 
-@pytest.mark.parametrize("form", [v32, kimi, glm, youtu, mistral])
+@pytest.mark.parametrize("form", [v32, kimi, glm, youtu, minimax, harmony, harmony_role, mistral])
 def test_a_call_without_arguments_and_with_tricky_texts(form):
     calls = [{"name": "now", "arguments": "{}"}, {"name": "a.b-c", "arguments": '{"x": "<b>\\n</b>", "y": [1, null]}'}]
     assert calls_of(form(*calls)) == calls
 
 
-@pytest.mark.parametrize("form", [v3, v31, v32, kimi])
+@pytest.mark.parametrize("form", [v3, v31, v32, kimi, minimax])
 def test_a_stop_string_may_cut_off_the_end_of_the_calls_but_of_no_call(form):
     text = form(ROME, LATER)
     begin = text.index(form(ROME)[:30])
@@ -175,7 +203,7 @@ def test_arguments_of_mistral_as_json_text_are_unwrapped():
     assert calls_of(text) == [{"name": "f", "arguments": '{"n": 1}'}]
 
 
-@pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm, youtu])
+@pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm, youtu, minimax])
 def test_calls_inside_later_thinking_are_none(form):
     call = form(ROME)
     assert calls_of(f"<think>a</think>text<think>maybe {call} no</think>final") == []
@@ -183,6 +211,19 @@ def test_calls_inside_later_thinking_are_none(form):
     assert calls_of(f"Hello <think>maybe {call}", is_cut=True) == []
     assert calls_of(f"The mark <think> begins it.{call}") == [ROME]
     assert calls_of(f"ok {call}<think>x</think>") == [ROME]
+
+
+def test_harmony_calls_in_analysis_are_none_and_marks_in_strings_are_text():
+    analysis = f"<|channel|>analysis<|message|>Or {harmony(ROME).removesuffix('<|call|>')}?<|end|>"
+    assert calls_of(f"{analysis}<|start|>assistant<|channel|>final<|message|>No.") == []
+    assert calls_of(analysis + harmony(LATER)) == [LATER]
+    assert calls_of(analysis.removesuffix("<|end|>"), is_cut=True) == []
+    preamble = "<|channel|>commentary<|message|>I look."
+    found = AnswerReader(["harmony"]).read(f"{preamble}<|end|>{harmony_role(ROME)}")
+    assert (OfferedTools().calls(found), found.content) == ([ROME], preamble)
+    marks = {"name": "f", "arguments": '{"a": "<|end|><|channel|>commentary to=functions.g<|message|>{}<|call|>"}'}
+    assert calls_of(harmony(marks)) == [marks]
+    assert calls_of(harmony(ROME).removeprefix("<|channel|>commentary")) == []
 
 
 def test_fences_in_a_text_are_no_end():
@@ -236,6 +277,14 @@ def test_an_answer_that_calls_nothing_has_no_calls():
         ("hermes", youtu(ROME).removesuffix("</tool_call>")),
         ("hermes", youtu(ROME).replace("}}", "}")),
         ("hermes", youtu(ROME).replace('"arguments"', '"parameters"')),
+        ("minimax", minimax(ROME).replace("</invoke>", "")),
+        ("minimax", minimax(ROME).replace("</parameter>", "")),
+        ("minimax", minimax(ROME).replace("<minimax:tool_call>", "")),
+        ("minimax", minimax(ROME).replace("</invoke>", "and</invoke>")),
+        ("harmony", harmony(ROME).replace("}<|call|>", "")),
+        ("harmony", harmony(ROME).replace("<|message|>", "")),
+        ("harmony", harmony(ROME).replace("to=functions.weather", "to=functions.")),
+        ("harmony", harmony_role({"name": "weather", "arguments": "Rome"})),
         ("mistral", mistral(ROME)[:-1]),
         ("mistral", mistral(ROME) + "and then"),
         ("mistral", mistral(ROME).replace("weather", "")),
@@ -276,6 +325,13 @@ def test_any_pieces_in_any_order_give_calls_or_none(seed):
         (f"{BEGIN}{CALL}function{SEP}f\n```json\n", "```"),
         (BEGIN, f"{CALL}function{SEP}"),
         ("", "[TOOL_CALLS]f[ARGS]"),
+        ("<minimax:tool_call>", '<invoke name="f">'),
+        ('<minimax:tool_call><invoke name="f">', '<parameter name="a">'),
+        ("", " to=functions.f"),
+        ("", "<|channel|>commentary to=functions.f"),
+        ("<|channel|>commentary to=functions.", "f"),
+        ("<|channel|>commentary to=functions.f", "<|message|>"),
+        ("<|channel|>analysis<|message|>", "<|end|>"),
         ("[TOOL_CALLS]f", "[ARGS]"),
     ],
 )

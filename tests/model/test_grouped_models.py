@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from batchinfer.model.config import load_model_config
+from batchinfer.model.ops import Ops
 from batchinfer.model.page_format import PageFormat
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.plan.first_dtype import Machine, choose_dtype
+from batchinfer.rank.load import BITS
 from batchinfer.records import ModelError
 from support.checkpoints import GROUPED_MODELS, edit_config, make_checkpoint, read_tensors, write_tensors
 from support.jobs import batchinfer, outputs, write_job, write_shard
@@ -149,9 +152,10 @@ def test_a_token_takes_its_keys_and_values_in_all_layers(folders):
     PageFormat("fp8").check(model)
 
 
-def test_experts_in_fp4_are_widened_value_by_value(tmp_path):
-    theirs = make_checkpoint(tmp_path, "gpt-oss", intermediate_size=64)
-    tensors, generator = read_tensors(tmp_path), torch.Generator().manual_seed(4)
+def make_fp4_checkpoint(folder):
+    """A gpt-oss with experts in MXFP4; returns transformers' model of the same values."""
+    theirs = make_checkpoint(folder, "gpt-oss", intermediate_size=64)
+    tensors, generator = read_tensors(folder), torch.Generator().manual_seed(4)
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         num_experts, num_in, num_out = tensors.pop(name).shape
@@ -162,20 +166,86 @@ def test_experts_in_fp4_are_widened_value_by_value(tmp_path):
         pairs = codes.unflatten(-1, (-1, 16, 2))
         tensors[f"{name}_blocks"] = (pairs[..., 0] | pairs[..., 1] << 4).byte()
         tensors[f"{name}_scales"] = scales.byte()
-    write_tensors(tmp_path, tensors)
-    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    ours = Transformer.load(tmp_path, dtype=torch.float32)
-    prompt = torch.randint(0, 96, (70,), generator=generator)
-    requests = PagedRequests(ours, [prompt], max_new_tokens=8)
+    write_tensors(folder, tensors)
+    edit_config(folder, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return theirs
+
+
+def logits_after(model, prompt, num_new=8):
+    """The model's logits of a prompt and a greedy answer, and all of these tokens."""
+    requests = PagedRequests(model, [prompt], max_new_tokens=num_new)
     requests.prefill([0], (1000,))
-    requests.decode_greedily([0], 8)
+    requests.decode_greedily([0], num_new)
+    return requests.all_logits(0), requests.tokens[0]
+
+
+PROMPT = torch.randint(0, 96, (70,), generator=torch.Generator().manual_seed(5))
+
+
+def test_experts_in_fp4_are_widened_value_by_value(tmp_path):
+    theirs = make_fp4_checkpoint(tmp_path)
+    ours, tokens = logits_after(Transformer.load(tmp_path, dtype=torch.float32), PROMPT)
     with torch.no_grad():
-        logits = theirs(torch.tensor([requests.tokens[0]])).logits[0]
-    assert (requests.all_logits(0) - logits).abs().max() < 1e-4
+        logits = theirs(torch.tensor([tokens])).logits[0]
+    assert (ours - logits).abs().max() < 1e-4
     name = "model.layers.0.mlp.experts.down_proj_scales"
+    tensors = read_tensors(tmp_path)
     write_tensors(tmp_path, tensors | {name: torch.full_like(tensors[name], 255)})
     with pytest.raises(ModelError, match="holds a scale that is not finite"):
         Transformer.load(tmp_path, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["reference", "auto"])
+def test_experts_held_in_fp4_give_the_bits_of_their_widened_values(tmp_path, monkeypatch, backend):
+    make_fp4_checkpoint(tmp_path)
+    held = Transformer.load(tmp_path, dtype=torch.bfloat16, backend=backend, **BITS["fp4"])
+    assert "FP4 experts" in held.kernels
+    found = logits_after(held, PROMPT)
+    sizes = [
+        sum(part.nbytes for part in held.ops.expert_format(torch.bfloat16, "cpu").slots(layer.mlp.down_EDF))
+        for layer in held.weights.layers
+    ]
+    assert all(size <= 8 * 64 * 64 * 18 // 32 for size in sizes)
+    # the twin: everything else as fp8 has it, experts in bfloat16
+    monkeypatch.setattr(Ops, "expert_format", lambda ops, dtype, device: ops.weight_format(dtype, device))
+    twin = logits_after(Transformer.load(tmp_path, dtype=torch.bfloat16, backend=backend, **BITS["fp8"]), PROMPT)
+    assert torch.equal(found[0], twin[0])
+    assert found[1] == twin[1]
+
+
+def test_jobs_in_fp4_run_on_any_ranks_and_from_a_converted_folder(tmp_path):
+    make_fp4_checkpoint(tmp_path / "model")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RANDOM_MODEL / file, tmp_path / "model" / file)
+    prompts = pa.array([PROMPT.tolist(), [5, 6, 7]], pa.list_(pa.int32()))
+    write_shard(tmp_path / "prompts" / "a.parquet", {"ids": prompts})
+    fp4 = {"dtype": "fp4"}
+    one, _ = run(tmp_path, "one", model=fp4)
+    two, _ = run(tmp_path, "two", model=fp4, cluster={"prefill_ranks": 2})
+    ended = batchinfer("convert", tmp_path / "model", tmp_path / "converted", "--dtype", "fp4")
+    assert ended.code == 0, ended.err
+    mapped, _ = run(tmp_path, "mapped", model=fp4 | {"path": "converted"})
+    assert one == two == mapped
+
+
+def test_the_smallest_dtype_of_fp4_experts_is_fp4(tmp_path):
+    make_fp4_checkpoint(tmp_path)
+    assert choose_dtype(tmp_path, Machine(1, has_gpu=False, is_quick_in_8_bits=True))[0] == "fp4"
+    config = load_model_config(tmp_path)
+    assert weight_bytes(config, "fp4") == weight_bytes(config, "int4") < weight_bytes(config, "fp8")
+
+
+def test_fp4_is_refused_where_experts_are_not_stored_so(folders, tmp_path):
+    folder = folders("gpt-oss")
+    ids = {"prompt": None, "token_ids": "ids"}
+    job = write_job(folder, model={"path": "model", "dtype": "fp4"}, input=ids, output={"dir": "refused"})
+    for ended in (
+        batchinfer("plan", job),
+        batchinfer("convert", folder / "model", tmp_path / "made", "--dtype", "fp4"),
+    ):
+        assert ended.code == 2
+        assert "not stored in FP4" in ended.err
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("name", GROUPED_MODELS)

@@ -117,6 +117,19 @@ def hermes(name: str, arguments: Arguments, rng: random.Random) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {as_object(arguments, rng)}}}\n</tool_call>'
 
 
+def minimax(name: str, arguments: Arguments, rng: random.Random) -> str:
+    parameters = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, (text, _) in arguments.items())
+    return f'<minimax:tool_call>\n<invoke name="{name}">\n{parameters}</invoke>\n</minimax:tool_call>'
+
+
+def harmony(name: str, arguments: Arguments, rng: random.Random) -> str:
+    heads = (
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json",
+        f"<|start|>assistant to=functions.{name}<|channel|>commentary json",
+    )
+    return f"{rng.choice(heads)}<|message|>{as_object(arguments, rng)}{rng.choice(['<|call|>', ''])}"
+
+
 def mistral(name: str, arguments: Arguments, rng: random.Random) -> str:
     return f"[TOOL_CALLS]{name}[ARGS]{as_object(arguments, rng)}"
 
@@ -131,5 +144,7 @@ WRITERS = {
     "kimi_k2": (kimi_k2,),
     "glm": (glm,),
     "hermes": (hermes,),
+    "minimax": (minimax,),
+    "harmony": (harmony,),
     "mistral": (mistral, old_mistral),
 }

@@ -45,7 +45,7 @@ class ExpertPlacer:
         least, most = LEAST_TOKENS * self._num_ranks, MOST_TOKENS * self._num_ranks
         self._interval = min(max(job_tokens / NUM_CHECKS, least), most)
         self._loads = ExpertLoads(history.groups, self._interval, model.num_experts_per_tok)
-        value_bytes = {"fp8": 1, "int4": 0.5}.get(job.model.dtype, VALUE_BYTES[job.model.dtype])
+        value_bytes = {"fp8": 1, "int4": 0.5, "fp4": 0.5}.get(job.model.dtype, VALUE_BYTES[job.model.dtype])
         self._costs = MoveCosts(int(3 * model.hidden_size * model.moe_intermediate_size * value_bytes))
         self._num_tokens, self._next_check = 0, self._interval
         self._first_step_s: float | None = None

@@ -10,6 +10,7 @@ not rounded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,30 @@ class Fp4Scaled:
 
     values: torch.Tensor  # [(B,) N, G * 16] uint8: two values in each, the first in the lower half
     scales: torch.Tensor  # [(B,) N, G] uint8, E8M0
+
+    @classmethod
+    def empty(
+        cls,
+        count: int,
+        num_rows: int,
+        num_columns: int,
+        *,
+        is_paired: bool = False,
+        memory: Callable[..., torch.Tensor] = torch.empty,
+    ) -> Fp4Scaled:
+        """Allocate room for `count` weights [N, M], M a multiple of 32, by `memory(shape, dtype=...)`."""
+        values = memory((count, num_rows, num_columns // 2), dtype=torch.uint8)
+        return cls(values, memory((count, num_rows, num_columns // GROUP), dtype=torch.uint8))
+
+    def put(self, slot: int, *parts: Fp4Scaled) -> None:
+        """Put a weight into a slot, in one part or in equal parts above each other."""
+        for place, part in enumerate(parts):
+            self.values[slot].chunk(len(parts))[place].copy_(part.values)
+            self.scales[slot].chunk(len(parts))[place].copy_(part.scales)
+
+    def slots(self) -> list[torch.Tensor]:
+        """Return the tensors that can be indexed by weight, which an expert that moves takes along."""
+        return [self.values, self.scales]
 
     def __getitem__(self, slot: int) -> Fp4Scaled:
         """Return one of B weights, sharing its memory."""

@@ -1,0 +1,215 @@
+"""The check of `doctor --model`: whether a model folder runs on this machine, in which dtypes, with how much memory.
+
+The folder is checked as a job checks it: config.json, names and shapes of all tensors, tokenizer and chat template. No
+weight is read. Memory is computed for one rank on the host's processor, or on its first GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, ClusterConfig, JobConfig
+from batchinfer.data.encoders import Encoders
+from batchinfer.data.tokenizer import has_chat_template
+from batchinfer.host_info import free_memory_bytes
+from batchinfer.kv.pages import pages_for
+from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.headers import read_headers
+from batchinfer.model.ops import Ops
+from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.page_format import PageFormat
+from batchinfer.model.tensor_names import check_tensors
+from batchinfer.model.weight_bytes import rank_bytes, weight_bytes
+from batchinfer.plan.first_dtype import choose_dtype, this_machine
+from batchinfer.rank.kv_budget import MEMORY_SHARE, RESERVE_SHARE
+from batchinfer.rank.load import BITS, DTYPES
+from batchinfer.records import BatchinferError
+
+REQUEST_TOKENS = 4096  # prompt and output of the request whose KV is counted; less where the model's window is less
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeFit:
+    """A dtype of a model on this machine.
+
+    reason: why no rank here can run the model in this dtype; None: one can.
+    ranks_needed: the least number of ranks, on machines like this one, whose shares of the experts fit; None where one
+        suffices or experts are not what is too large.
+    requests_at_once: requests of `request_tokens` that fit into KV memory, at most as many as a rank decodes together.
+    """
+
+    reason: str | None
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_tokens: int
+    requests_at_once: int
+    ranks_needed: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """A model folder that can be read, on this machine. `dtypes` has every dtype of a job."""
+
+    model: str
+    model_type: str
+    layers: int
+    routed_experts: int
+    window_tokens: int
+    has_chat_template: bool
+    unknown_keys: tuple[str, ...]
+    device: str
+    free_bytes: int
+    request_tokens: int
+    dtypes: dict[str, DtypeFit]
+    dtype: str
+    dtype_reason: str
+
+    @property
+    def runs(self) -> bool:
+        """Whether the model runs here in one dtype at least."""
+        return any(fit.reason is None for fit in self.dtypes.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the check as an object for --json."""
+        reason = None if self.runs else "no dtype runs on this machine"
+        return {"runs": self.runs, "reason": reason, **asdict(self)}
+
+
+def check_model(folder: Path) -> ModelCheck:
+    """Check a model folder on this machine.
+
+    Raises:
+        ModelError: the folder cannot be used at all, with the reason.
+    """
+    config, packed = load_model_config(folder), read_packed(folder)
+    if packed is None:
+        check_tensors(read_headers(folder, config.carrier), config)
+    has_template = _check_tokenizer(folder, config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        free, for_kv = free_memory_bytes(), MEMORY_SHARE
+    else:
+        free, total = torch.cuda.mem_get_info(device)
+        free, for_kv = free - int(total * RESERVE_SHARE), 1.0
+    request_tokens = min(REQUEST_TOKENS, config.max_position_embeddings)
+    dtypes = {}
+    for dtype in VALUE_BYTES:
+        needed = rank_bytes(config, dtype)
+        cannot_run = _reason(config.check_dtype if packed is None else packed.check, dtype)
+        cannot_run = cannot_run or _reason(_check_kernels, dtype, device)
+        reason, ranks = cannot_run, None
+        if cannot_run is None and needed > free:
+            reason = f"one rank needs {_gb(needed)}, but {_gb(free)} is free"
+            ranks = _ranks_needed(config, dtype, free)
+        kv_bytes = PageFormat("float32" if dtype == "float32" else "bfloat16").bytes_per_token(config)
+        num_pages = int(max(0, free - needed) * for_kv) // (kv_bytes * PAGE_TOKENS)
+        most = ClusterConfig.model_fields["decode_requests"].default
+        dtypes[dtype] = DtypeFit(
+            reason=reason,
+            weight_bytes=weight_bytes(config, dtype),
+            kv_bytes_per_token=kv_bytes,
+            kv_tokens=num_pages * PAGE_TOKENS if reason is None else 0,
+            requests_at_once=min(most, num_pages // pages_for(request_tokens)) if reason is None else 0,
+            ranks_needed=ranks,
+        )
+    dtype, why = choose_dtype(folder, replace(this_machine(), free_bytes=free))
+    if dtypes[dtype].reason is not None and (running := [name for name, fit in dtypes.items() if fit.reason is None]):
+        dtype, why = running[0], "the widest that runs here"
+    return ModelCheck(
+        model=str(folder),
+        model_type=config.family,
+        layers=config.num_hidden_layers,
+        routed_experts=config.n_routed_experts,
+        window_tokens=config.max_position_embeddings,
+        has_chat_template=has_template,
+        unknown_keys=config.unknown_keys,
+        device=device.type,
+        free_bytes=free,
+        request_tokens=request_tokens,
+        dtypes=dtypes,
+        dtype=dtype,
+        dtype_reason=why,
+    )
+
+
+def model_text(check: ModelCheck) -> str:
+    """Return the check in sentences."""
+    experts = f"{check.routed_experts} routed experts" if check.routed_experts else "no experts"
+    where = "on this host" if check.device == "cpu" else "on the first GPU"
+    template = "a chat template" if check.has_chat_template else "no chat template, so it takes prompts but no messages"
+    lines = [
+        f"{check.model} {'runs' if check.runs else 'does not run'} here.",
+        f"It is a model of type {check.model_type} with {check.layers} layers, {experts}, a window of "
+        f"{check.window_tokens:,} tokens, and {template}.",
+        f"{_gb(check.free_bytes)} is free {where}; requests are counted with {check.request_tokens:,} tokens each.",
+        "",
+        *(f"  {name:<9} {_sentence(fit, check.device)}" for name, fit in check.dtypes.items()),
+    ]
+    if check.runs:
+        lines += ["", f'Use model.dtype = "{check.dtype}": {check.dtype_reason}.']
+    if check.unknown_keys:
+        lines += ["", f"Keys of config.json that are not known and not used: {', '.join(check.unknown_keys)}."]
+    return "\n".join(lines)
+
+
+def _sentence(fit: DtypeFit, device: str) -> str:
+    sizes = f"weights {_gb(fit.weight_bytes)}, KV {fit.kv_bytes_per_token:,} bytes per token"
+    if fit.reason is None:
+        return f"runs: {sizes}, memory for {fit.kv_tokens:,} tokens, {fit.requests_at_once} requests at once"
+    spread = ""
+    if fit.ranks_needed is not None:
+        spread = f"; it fits on {fit.ranks_needed} {'hosts' if device == 'cpu' else 'GPUs'} like this one"
+    return f"does not run: {fit.reason} ({sizes}){spread}"
+
+
+def _check_tokenizer(folder: Path, config: ModelConfig) -> bool:
+    """Check tokenizer and chat template with trial rows, as a job does; return whether there is a template.
+
+    Raises:
+        ModelError: a file is missing or not valid, or the trial rows cannot be encoded.
+    """
+    source = "user" if has_chat_template(folder) else "prompt"
+    parts: dict[str, Any] = {
+        "input": {"files": ["rows.parquet"], source: "text"},
+        "output": {"dir": "run"},
+        "model": {"path": str(folder)},
+        "sampling": {"max_tokens": 1},
+    }
+    with Encoders(JobConfig.model_validate(parts), window=config.max_position_embeddings) as encoders:
+        return encoders.has_chat_template
+
+
+def _check_kernels(dtype: str, device: torch.device) -> None:
+    Ops.select("auto", DTYPES[dtype], device=device, **BITS.get(dtype, {})).expert_format(
+        torch.bfloat16, device
+    )  # packs
+
+
+def _reason(check: Any, *arguments: Any) -> str | None:
+    """Return the error sentence of a check, None if it finds nothing."""
+    try:
+        check(*arguments)
+    except (BatchinferError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def _ranks_needed(config: ModelConfig, dtype: str, free: int) -> int | None:
+    """Return the least number of ranks that share the experts evenly and fit into `free` bytes each."""
+    num_experts = config.n_routed_experts
+    return next(
+        (
+            count
+            for count in range(2, num_experts + 1)
+            if num_experts % count == 0 and rank_bytes(config, dtype, num_experts=num_experts // count) <= free
+        ),
+        None,
+    )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 10**8 else f"{num_bytes / 1e6:,.1f} MB"
