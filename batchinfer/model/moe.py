@@ -195,12 +195,13 @@ class MoeMlp:
 
 def _expert_form(config: ModelConfig, weights: MoeWeights) -> dict[str, Any]:
     """Return the activation and biases of experts that have others than plain SwiGLU."""
-    if config.expert_clamp is None:
-        return {}
-    assert weights.gate_up_bias_EF is not None
-    assert weights.down_bias_ED is not None
-    biases = ExpertBiases(weights.gate_up_bias_EF, weights.down_bias_ED)
-    return {"activation": Activation(*config.expert_clamp), "biases": biases}
+    form: dict[str, Any] = {}
+    if config.expert_clamp is not None:
+        form["activation"] = Activation(*config.expert_clamp)
+    if weights.gate_up_bias_EF is not None:
+        assert weights.down_bias_ED is not None
+        form["biases"] = ExpertBiases(weights.gate_up_bias_EF, weights.down_bias_ED)
+    return form
 
 
 def gate_rule(config: ModelConfig) -> GateRule:

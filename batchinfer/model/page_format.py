@@ -38,6 +38,8 @@ class PageFormat:
         Raises:
             ConfigError: with the reason of the model's attention.
         """
+        if not model.attention.cuts_anywhere:
+            raise ConfigError("requests of this model keep a state besides their pages, which no rank holds yet")
         if not self.is_fp8:
             return
         reason = model.attention.why_no_fp8_pages

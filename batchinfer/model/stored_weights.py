@@ -80,11 +80,12 @@ class StoredWeights:
 
     def _fp4(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a weight in MXFP4: pairs of E2M1 values, the first in the lower half, with a power of two per 32."""
-        pairs, exponents = self._checkpoint.read(name + FP4_VALUES), self._checkpoint.read(name + FP4_SCALES)
+        pairs, exponents = (self._checkpoint.read(name + part).view(torch.uint8) for part in (FP4_VALUES, FP4_SCALES))
         if (exponents == _E8M0_NAN).any():
             raise self._wrong(name + FP4_SCALES, "holds a scale that is not finite; fetch the file again")
         values = _E2M1[torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).long()]
-        return torch.ldexp(values, exponents[..., None].int() - _E8M0_ONE).flatten(1).to(dtype)
+        grouped = values.view(*exponents.shape, FP4_GROUP)
+        return torch.ldexp(grouped, exponents[..., None].int() - _E8M0_ONE).flatten(1).to(dtype)
 
     def _form_of(self, name: str) -> IntegerForm | None:
         return self._form if self._form is not None and self._form.is_stored(name, self._checkpoint) else None

@@ -241,7 +241,7 @@ class WeightLoader:
         num_held, hidden, form = len(expert_ids), self.config.hidden_size, self._expert_format
         width = _filled(self.config.moe_intermediate_size, form)
         bias = next((name for name in (f"{prefix}.gate.{one}" for one in _BIASES) if name in self.checkpoint), None)
-        has_biases = self.config.expert_clamp is not None
+        has_biases = self.config.has_expert_biases
         mlp = MoeWeights(
             router_ED=self.router(f"{prefix}.gate.weight"),
             router_bias_E=None if bias is None else self.tensor(bias, torch.float32),
