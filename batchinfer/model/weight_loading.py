@@ -29,12 +29,14 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, num_bytes_to_read
 from batchinfer.model.weights import (
+    Ends,
     LayerWeights,
     MlpWeights,
     ModelWeights,
     MoeWeights,
     MtpWeights,
     Projection,
+    StreamWeights,
 )
 from batchinfer.records import ModelError
 from batchinfer_kernels.reference.block_scaled import BlockScaled, stack
@@ -73,10 +75,10 @@ def load_weights(
     loader = open_loader(
         folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, mtp=mtp, on_read=on_read
     )
-    embedding, norm, lm_head = read_ends(loader)
+    ends = read_ends(loader)
     layers = tuple(loader.layer(layer) for layer in range(config.num_hidden_layers))
     of_mtp = read_mtp(loader) if mtp else None
-    return ModelWeights(embedding, layers, norm, lm_head, loader.expert_ids, of_mtp)
+    return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, loader.expert_ids, of_mtp, ends.streams)
 
 
 def open_loader(
@@ -105,11 +107,11 @@ def open_loader(
     return WeightLoader(checkpoint, config, dtype, torch.device(device), held, ops)
 
 
-def read_ends(loader: WeightLoader) -> tuple[torch.Tensor, torch.Tensor, Weight]:
-    """Read embedding, last norm and output head."""
+def read_ends(loader: WeightLoader) -> Ends:
+    """Read what is before and after the layers."""
     embedding = loader.tensor("model.embed_tokens.weight")
     lm_head = loader.pack(embedding if loader.config.tie_word_embeddings else loader.source("lm_head.weight"))
-    return embedding, loader.tensor("model.norm.weight"), lm_head
+    return Ends(embedding, loader.tensor("model.norm.weight"), lm_head, loader.streams("model.hc_head"))
 
 
 def read_mtp(loader: WeightLoader) -> MtpWeights:
@@ -233,7 +235,16 @@ class WeightLoader:
             attention=kind_of(attention).load(self, attention, f"{prefix}.self_attn", layer),
             mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
             mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
+            attention_streams=self.streams(f"{prefix}.hc_attn"),
+            mlp_streams=self.streams(f"{prefix}.hc_ffn"),
         )
+
+    def streams(self, prefix: str) -> StreamWeights | None:
+        """Read the weights of hyper-connections; None if the model has none."""
+        if self.config.hyper is None:
+            return None
+        scale, base = (self.tensor(f"{prefix}_{name}", torch.float32) for name in ("scale", "base"))
+        return StreamWeights(self.router(f"{prefix}_fn"), scale, base)
 
     def _moe(self, prefix: str) -> MoeWeights:
         """Read a layer's experts; routed ones are packed one by one, so that each is in memory once."""

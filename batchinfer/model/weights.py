@@ -104,6 +104,15 @@ class MoeWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """The weights of hyper-connections around one sublayer, or before the output head; all in float32."""
+
+    mixing: Any  # from a token's N * D values to its factors
+    scale: torch.Tensor
+    base: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One decoder layer."""
 
@@ -111,6 +120,8 @@ class LayerWeights:
     attention: Any  # of its kind
     mlp_norm: torch.Tensor
     mlp: MlpWeights | MoeWeights
+    attention_streams: StreamWeights | None = None  # None: a plain residual
+    mlp_streams: StreamWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +135,15 @@ class MtpWeights:
     norm: torch.Tensor
 
 
+class Ends(NamedTuple):
+    """The tensors before and after the layers."""
+
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    lm_head: Weight
+    streams: StreamWeights | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """All weights of a rank; `expert_ids` are the experts of each MoE layer's E dim."""
@@ -134,4 +154,5 @@ class ModelWeights:
     lm_head: Weight  # [vocabulary, D]
     expert_ids: tuple[tuple[int, ...], ...]
     mtp: MtpWeights | None = None
+    streams: StreamWeights | None = None  # before the output head
     mapped_bytes: int = 0  # of files that are its memory
