@@ -27,7 +27,7 @@ class DecoderLayer:
         self,
         state: Any,
         step: AttentionStep,
-        pages: torch.Tensor,
+        pages: Any,
         expert_counts_E: torch.Tensor | None,
         spans: MicroBatchSpans,
         wanted: AttentionStep | None = None,
@@ -36,7 +36,8 @@ class DecoderLayer:
 
         Args:
             state: of the residual, by its kind.
-            pages: [num_pages, 64, row] of this layer; what is kept of the step's tokens is written to them.
+            pages: [num_pages, 64, row] of this layer, or its memory by the attention kind; what is kept of the step's
+                tokens is written there.
             expert_counts_E: [E] int64, to which the tokens per expert are added; None for a dense layer.
             wanted: the rows to finish, `step.logit_rows` alone; None: all.
 
@@ -57,17 +58,17 @@ class DecoderLayer:
             with spans.compute("ATTN-1"):
                 sum_TD = self.attention.attend(before.base(past), queries, step, pages)
                 x_TD, past = after.enter(before.leave(past, sum_TD))
-                routing = self.mlp.route(x_TD, expert_counts_E, step.is_counted)
+                routing = self.mlp.route(x_TD, step.tokens, expert_counts_E, step.is_counted)
             hidden_by = YieldPoint.DISPATCH
         else:
             with spans.compute("ATTN"):
                 x_TD, past = after.enter(self._attended(state, step, pages, wanted))
-                routing = self.mlp.route(x_TD, expert_counts_E)
+                routing = self.mlp.route(x_TD, (wanted or step).tokens, expert_counts_E)
             hidden_by = YieldPoint.COMBINE
         sum_TD = yield from self.mlp.points(after.base(past), routing, spans, shared_under=hidden_by)
         return after.leave(past, sum_TD)
 
-    def _attended(self, state: Any, step: AttentionStep, pages: torch.Tensor, wanted: AttentionStep | None) -> Any:
+    def _attended(self, state: Any, step: AttentionStep, pages: Any, wanted: AttentionStep | None) -> Any:
         """Return the residual's state after attention, of the wanted rows; rows of all tokens go to the pages."""
         residual, attention = self.residuals[0], self.attention
         x_TD, past = residual.enter(state)

@@ -24,8 +24,10 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import ENDS, MTP, PackedFolder
 from batchinfer.model.weights import (
+    CompressorWeights,
     Ends,
     IndexerWeights,
+    IndexWeights,
     LayerWeights,
     MlpWeights,
     ModelWeights,
@@ -38,7 +40,7 @@ from batchinfer.records import ModelError
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind
 
 _ALIGNMENT = 64
-_DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32}
+_DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # fields of MoeWeights of which a rank may hold a part
 _OF_EXPERTS = ("gate_up_EFD", "down_EDF", "gate_up_bias_EF", "down_bias_ED")
@@ -46,6 +48,7 @@ _EXPERTS = tuple(f"mlp.{field}" for field in _OF_EXPERTS)
 _KINDS: dict[str, type[Any]] = {
     **{"layer": LayerWeights, "indexer": IndexerWeights},
     **{"mlp": MlpWeights, "shared": MlpWeights},
+    **{"entries": CompressorWeights, "keys": CompressorWeights, "index": IndexWeights},
     **dict.fromkeys(("streams", "attention_streams", "mlp_streams"), StreamWeights),
 }
 

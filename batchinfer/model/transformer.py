@@ -149,8 +149,15 @@ class Transformer:
         """Origins of the operations' implementations, and the bits of their products."""
         return self.ops.names(self.dtype) + self.ops.bits
 
-    def new_pages(self, num_pages: int) -> torch.Tensor:
-        """Return empty pages, see page_memory.empty_pages."""
+    def new_pages(self, num_pages: int, num_slots: int = 0) -> Any:
+        """Return empty pages, see page_memory.empty_pages, or what the attention kind has as the memory of each layer.
+
+        Args:
+            num_slots: of requests' states, for a kind that has them.
+        """
+        memory = kind_of(self.config.attention).memory
+        if memory is not None:
+            return memory(self.config.attention, num_pages, num_slots, self.dtype, self.device)
         return empty_pages(self.config, num_pages, self.ops.page_format(self.dtype), self.device)
 
     def forward(

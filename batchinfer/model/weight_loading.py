@@ -261,10 +261,28 @@ class WeightLoader:
             shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
             gate_up_bias_EF=self._empty((num_held, 2 * width), self.dtype).zero_() if has_biases else None,
             down_bias_ED=self._empty((num_held, hidden), self.dtype) if has_biases else None,
+            experts_VK=self._experts_by_token(f"{prefix}.gate.tid2eid"),
         )
         for slot, expert in enumerate(expert_ids):
             self.expert(prefix, expert, mlp, slot)
         return mlp
+
+    def _experts_by_token(self, name: str) -> torch.Tensor | None:
+        """Read a layer's table of experts by token; None if the layer has none.
+
+        Raises:
+            ModelError: a number is of no expert.
+        """
+        if name not in self.checkpoint:
+            return None
+        experts_VK = self.tensor(name, torch.int64)
+        lowest, highest = (bound.item() for bound in experts_VK.aminmax())
+        if lowest < 0 or highest >= self.config.n_routed_experts:
+            raise ModelError(
+                f"{self.checkpoint.info(name).path}: {name} is from {lowest} to {highest}, "
+                f"but there are {self.config.n_routed_experts} experts"
+            )
+        return experts_VK
 
     def expert(self, prefix: str, expert: int, mlp: MoeWeights, slot: int) -> None:
         """Read one routed expert of the layer `prefix` into a slot."""
@@ -288,8 +306,9 @@ class WeightLoader:
         width = _filled(self._stored.shape(f"{prefix}.gate_proj.weight")[0], self._narrow_format)
         gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
         has_bias = any(f"{name}.bias" in self.checkpoint for name in (gate, up, down))
+        is_plain = not has_bias and self.config.expert_clamp is None
         return MlpWeights(
-            gate_up=self.projection(gate, up, num_rows=width, is_paired=not has_bias),
+            gate_up=self.projection(gate, up, num_rows=width, is_paired=is_plain),
             down=self.projection(down, num_columns=width),
         )
 

@@ -5,6 +5,7 @@ transformers' save_pretrained writes other names, and leaves out keys of config.
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ _DRAWN = {"scale": (0.5, 0.3), "norm.weight": (1.0, 0.3), "ape": (0.0, 0.7), "si
 
 def random_model(seed: int = 0, **changes: Any) -> DeepseekV4ForCausalLM:
     """A model of transformers in float32, in which each part counts."""
-    config = DeepseekV4Config(**{**TINY, **changes})
+    config = DeepseekV4Config(**copy.deepcopy(TINY | changes))  # it changes what it is given
     model = DeepseekV4ForCausalLM._from_config(config, attn_implementation="eager").float().eval()
     draw = torch.Generator().manual_seed(seed)
     for name, values in [*model.named_parameters(), *model.named_buffers()]:

@@ -78,7 +78,11 @@ class FusedMoe(MoeMlp):
         return self._kernel if self._stays_here else None
 
     def route(
-        self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None
+        self,
+        hidden_TD: torch.Tensor,
+        tokens_T: torch.Tensor,
+        expert_counts_E: torch.Tensor,
+        is_counted_T: torch.Tensor | None = None,
     ) -> Routing:
         """See MoeMlp."""
         assert is_counted_T is None, "on a CPU no batch is filled up"
