@@ -104,7 +104,9 @@ class CompressedAttention:
         parts = [self._parts(x_TD, step.positions, one, weights_of) for one, weights_of in pools]
         chunks = chunks_of(step)
         keys = [self._keep(chunk, rows_TC, parts, step, memory) for chunk in chunks]
-        chunks_T = torch.repeat_interleave(torch.tensor([chunk.end - chunk.start for chunk in chunks]))
+        chunks_T = torch.repeat_interleave(
+            torch.tensor([chunk.end - chunk.start for chunk in chunks], dtype=torch.int64)
+        )
         positions = step.positions
         if rows_S is not None:
             x_TD, cos, sin, positions, chunks_T = (one[rows_S] for one in (x_TD, cos, sin, positions, chunks_T))
@@ -236,7 +238,9 @@ class CompressedAttention:
 
 def chunks_of(step: AttentionStep) -> list[Chunk]:
     """Return the chunks of a step in the order of their rows; in decode each request has equally many."""
-    assert step.state_slots is not None, "requests have slots for their state"
+    if step.state_slots is None:
+        assert len(step.positions) == 0, "requests have slots for their state"
+        return []
     slots = step.state_slots.tolist()
     if step.chunk_tokens is not None:
         sizes = step.chunk_tokens.tolist()

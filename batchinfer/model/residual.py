@@ -144,5 +144,5 @@ def ends_of(ops: Ops, config: ModelConfig, weights: ModelWeights) -> ResidualEnd
 def _mixed(ops: Ops, streams_TND: torch.Tensor, weights: StreamWeights, eps: float) -> torch.Tensor:
     """Return the products of a token's streams, normed together, in float32."""
     flat = streams_TND.flatten(1).float()
-    mixed: torch.Tensor = ops.router(ops.rms_norm(flat, torch.ones_like(flat[0]), eps), weights.mixing)
+    mixed: torch.Tensor = ops.router(ops.rms_norm(flat, flat.new_ones(flat.shape[1]), eps), weights.mixing)
     return mixed

@@ -11,11 +11,10 @@ from batchinfer.model.checkpoint import open_checkpoint
 from batchinfer.model.compressed_config import CompressedConfig
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
-from batchinfer.model.page_format import BFLOAT16
 from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, expected_tensors, why_no_mtp
 from batchinfer.model.weight_bytes import weight_bytes
-from batchinfer.records import ConfigError, ModelError
+from batchinfer.records import ModelError
 from support.compressed_models import TINY, published_tensors, random_model, write_compressed
 
 FP8 = {
@@ -116,11 +115,6 @@ def test_a_config_that_cannot_be_is_refused(tmp_path, changes, words):
 
 def test_keys_of_a_drafter_are_passed_over(tmp_path):
     assert load(tmp_path, TINY | {"dspark_block_size": 16}).unknown_keys == ()
-
-
-def test_no_job_runs_on_it_yet(tmp_path):
-    with pytest.raises(ConfigError, match="keep a state besides their pages"):
-        BFLOAT16.check(load(tmp_path, TINY))
 
 
 def test_published_names_are_those_that_are_expected(tmp_path):

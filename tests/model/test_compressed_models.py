@@ -100,6 +100,10 @@ def test_the_last_layer_finishes_the_wanted_rows_alone(models):
     assert torch.equal(
         logits, torch.stack([whole.all_logits(0)[149], whole.all_logits(0)[131], whole.all_logits(1)[6]])
     )
+    nothing = torch.tensor([], dtype=torch.int64)
+    again = PagedRequests(model, [prompt(150, 4), prompt(7, 4)], max_new_tokens=0)
+    assert model.forward(replace(step, logit_rows=nothing), again.pages).logits.shape == (0, 96)
+    assert all(torch.equal(one.window, other.window) for one, other in zip(some.pages, again.pages, strict=True))
 
 
 CHANGES = {

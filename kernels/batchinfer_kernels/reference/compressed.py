@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from batchinfer_kernels.reference.mla import PAGE_TOKENS, attend_pages
+from batchinfer_kernels.reference.mla import MAX_SCORES, PAGE_TOKENS, attend_pages
 from batchinfer_kernels.reference.pointwise import rope
 from batchinfer_kernels.reference.sparse import index_scores
 
@@ -59,10 +59,15 @@ def choose_entries(
     Args:
         num_visible_T: [T] int64, number of entries that a query sees; the first ones.
     """
-    scores_TE = index_scores(q_THI, weights_TH, keys_EI, 1.0)
-    unseen_TE = torch.arange(len(keys_EI), device=keys_EI.device) >= num_visible_T[:, None]
-    order_TE = scores_TE.masked_fill(unseen_TE, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
-    ids_TK = order_TE[:, :topk].sort(dim=-1).values
+    keys_EI, numbers_E = keys_EI.float(), torch.arange(len(keys_EI), device=keys_EI.device)
+    ids_TK = numbers_E.new_empty(len(q_THI), min(topk, len(keys_EI)))
+    piece = max(1, MAX_SCORES // max(1, len(keys_EI) * q_THI.shape[1]))
+    for start in range(0, len(q_THI), piece):
+        rows = slice(start, start + piece)
+        scores_TE = index_scores(q_THI[rows], weights_TH[rows], keys_EI, 1.0)
+        scores_TE.masked_fill_(numbers_E >= num_visible_T[rows, None], -torch.inf)
+        order_TE = scores_TE.sort(dim=-1, descending=True, stable=True).indices
+        ids_TK[rows] = order_TE[:, :topk].sort(dim=-1).values
     return ChosenEntries(ids_TK, ids_TK < num_visible_T[:, None])
 
 
