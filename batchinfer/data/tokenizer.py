@@ -16,7 +16,10 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 # Mistral's marks of tool calls are special tokens, which decoding leaves out; answers need these marks.
 SHOWN_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 OWN_TEMPLATES = Path(__file__).with_name("chat_templates")
-HAVE_OWN_TEMPLATE = ("deepseek_v32",)  # model types whose folders have no chat template (at most a program instead)
+HAVE_OWN_TEMPLATE = (
+    "deepseek_v32",
+    "deepseek_v4",
+)  # model types whose folders have no chat template (at most a program instead)
 
 
 def load_tokenizer(folder: Path) -> PromptTokenizer:
