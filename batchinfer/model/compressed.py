@@ -51,7 +51,7 @@ class Chunk(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """What the tokens of a chunk attend to; `end` is the position behind its last token.
+    """Rows and entries for the queries of a chunk; `end` is the position behind its last token.
 
     rows: [up to W - 1 + tokens, C], the window's, the chunk's own last.
     entries: [E, C]; None in a layer without entries.
@@ -97,13 +97,13 @@ class CompressedAttention:
         """Return all or some queries with their keys; keep the step's rows and entries."""
         ops, config, weights, eps = self.ops, self.config, self.weights, self.eps
         x_TD = ops.rms_norm(hidden_TD, self.norm_D, eps)
-        cos, sin = self._cos_sin(step)
+        cos, sin, angles = self._cos_sin(step)
         rows_TC = ops.rms_norm(ops.linear(x_TD, *weights.kv), weights.kv_norm, eps)
         rows_TC = rotated(rows_TC, cos, sin)
         pools = zip(self._compressors, self._pools, strict=True)
         parts = [self._parts(x_TD, step.positions, one, weights_of) for one, weights_of in pools]
         chunks = chunks_of(step)
-        keys = [self._keep(chunk, rows_TC, parts, step, memory) for chunk in chunks]
+        keys = [self._keep(chunk, rows_TC, parts, angles, memory) for chunk in chunks]
         chunks_T = torch.repeat_interleave(
             torch.tensor([chunk.end - chunk.start for chunk in chunks], dtype=torch.int64)
         )
@@ -148,14 +148,17 @@ class CompressedAttention:
         pools = [weights.entries, None if weights.index is None else weights.index.keys]
         return [pool for pool in pools if pool is not None]
 
-    def _cos_sin(self, step: AttentionStep) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the angles of the step's tokens; layers with entries have others, which they share."""
+    def _cos_sin(self, step: AttentionStep) -> tuple[torch.Tensor, torch.Tensor, RotaryAngles | None]:
+        """Return the angles of the step's tokens, and in a layer with entries the angles of all positions.
+
+        All layers with entries use those of the first one, so that one table of angles grows.
+        """
         if self.angles is None:
-            return step.cos, step.sin
+            return step.cos, step.sin, None
         if _ANGLES not in step.schedule:
-            step.schedule[_ANGLES] = self.angles.at(step.positions)
-        of_step = step.schedule[_ANGLES]
-        return of_step.cos, of_step.sin
+            step.schedule[_ANGLES] = self.angles.at(step.positions), self.angles
+        of_step, angles = step.schedule[_ANGLES]
+        return of_step.cos, of_step.sin, angles
 
     def _parts(
         self, x_TD: torch.Tensor, positions_T: torch.Tensor, one: Compressor, weights: CompressorWeights
@@ -165,7 +168,12 @@ class CompressedAttention:
         return torch.stack([values_TV, gates_TV + weights.bias[positions_T % one.ratio]], dim=1)
 
     def _keep(
-        self, chunk: Chunk, rows_TC: torch.Tensor, parts: list[torch.Tensor], step: AttentionStep, memory: LayerMemory
+        self,
+        chunk: Chunk,
+        rows_TC: torch.Tensor,
+        parts: list[torch.Tensor],
+        angles: RotaryAngles | None,
+        memory: LayerMemory,
     ) -> Keys:
         """Write a chunk's rows and entries to the memory; return what its tokens attend to."""
         own, window = slice(chunk.start, chunk.end), self.config.window
@@ -177,7 +185,8 @@ class CompressedAttention:
             pages, waiting = memory.entries[number], memory.waiting[number]
             entries = self._entries(chunk, parts[number][own], waiting, one, weights)
             if len(entries):
-                write_entries(pages, chunk.page_ids, chunk.first // one.ratio, entries)
+                assert angles is not None, "layers with entries have angles"
+                write_entries(pages, chunk.page_ids, chunk.first // one.ratio, _placed(chunk, entries, one, angles))
             keep_rows(waiting, chunk.slot, chunk.last, parts[number][own])
             found.append(read_entries(pages, chunk.page_ids, chunk.last // one.ratio, one.width))
         return Keys(chunk.last, rows, *found)
@@ -190,7 +199,7 @@ class CompressedAttention:
         one: Compressor,
         weights: CompressorWeights,
     ) -> torch.Tensor:
-        """Return the entries that a chunk completes, [entries, width] float32, normed and rotated."""
+        """Return the entries that a chunk completes, [entries, width] float32, normed."""
         first, last = chunk.first // one.ratio, chunk.last // one.ratio
         if first == last:
             return parts_TV.new_zeros(0, one.width)
@@ -204,10 +213,8 @@ class CompressedAttention:
             values, gates = overlapping(values), overlapping(gates)
         if begin < 0:
             gates[0, : one.ratio] = -math.inf  # no tokens are before the first entry
-        entries = self.ops.rms_norm(pooled(values, gates), weights.norm, self.eps)
-        assert self.angles is not None, "layers with entries have angles"
-        angles = self.angles.at(torch.arange(first, last, device=entries.device) * one.ratio)
-        return rotated(entries, angles.cos, angles.sin)
+        entries: torch.Tensor = self.ops.rms_norm(pooled(values, gates), weights.norm, self.eps)
+        return entries
 
     def _core(self, queries: Queries, keys: Keys, rows: torch.Tensor) -> torch.Tensor:
         """Return core attention of some rows of one chunk, [rows, H, C]."""
@@ -234,6 +241,13 @@ class CompressedAttention:
         return attend_rows(
             q, keys.rows[places.clamp(min=0)], in_window, entries, chosen, self.weights.sinks_H, config.head_dim**-0.5
         )
+
+
+def _placed(chunk: Chunk, entries: torch.Tensor, one: Compressor, angles: RotaryAngles) -> torch.Tensor:
+    """Return the entries that a chunk completes, rotated to the position of the first token of each."""
+    first = chunk.first // one.ratio
+    cos, sin, _ = angles.at(torch.arange(first, first + len(entries), device=entries.device) * one.ratio)
+    return rotated(entries, cos, sin)
 
 
 def chunks_of(step: AttentionStep) -> list[Chunk]:
@@ -313,5 +327,5 @@ def products(weights: CompressedWeights) -> Iterator[tuple[str, object]]:
 
 
 def computations(ops: Ops, config: CompressedConfig, weights: Any, dtype: torch.dtype) -> Iterator[RowComputation]:
-    """Yield nothing: attention to rows is computed row by row."""
+    """Yield nothing: each row attends in products of its own."""
     yield from ()
