@@ -20,7 +20,10 @@ _HARMONY_CHANNEL = "<|channel|>"
 _HARMONY_MARKS = (_HARMONY_CHANNEL, "<|start|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>")
 SHOWN_MARKS = (*_MISTRAL_MARKS, *_MINIMAX_MARKS)  # in any vocabulary
 OWN_TEMPLATES = Path(__file__).with_name("chat_templates")
-HAVE_OWN_TEMPLATE = ("deepseek_v32",)  # model types whose folders have no chat template (at most a program instead)
+HAVE_OWN_TEMPLATE = (
+    "deepseek_v32",
+    "deepseek_v4",
+)  # model types whose folders have no chat template (at most a program instead)
 
 
 def load_tokenizer(folder: Path) -> PromptTokenizer:

@@ -11,7 +11,7 @@ V3.2     (behind an empty line)
          <｜DSML｜invoke name="NAME">
          <｜DSML｜parameter name="city" string="true">Rome</｜DSML｜parameter>
          </｜DSML｜invoke>
-         </｜DSML｜function_calls>
+         </｜DSML｜function_calls>   (V4: tool_calls)
 Kimi-K2  <|tool_calls_section_begin|><|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"city": "Rome"}
          <|tool_call_end|><|tool_calls_section_end|>   (in one line; also tool_call_section)
 GLM      <tool_call>NAME
@@ -273,8 +273,8 @@ FORMS = (
     ),
     CallForm(
         "deepseek_v32",
-        begin=re.compile("<｜DSML｜function_calls>"),
-        end=re.compile("</｜DSML｜function_calls>"),
+        begin=re.compile("<｜DSML｜(?:function|tool)_calls>"),
+        end=re.compile("</｜DSML｜(?:function|tool)_calls>"),
         read=_calls_of_v32,
         opens=re.compile(r"\s*+<｜DSML｜invoke"),
         opening='<｜DSML｜invoke name="',

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from batchinfer.model.rope_config import RopeConfig
 
@@ -25,25 +25,29 @@ class LayerMatrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig(ABC):
-    """Attention of one model. All layers of a model have rows of one width, in pages of 64 tokens (PAGE_TOKENS)."""
+    """Attention of one model, whose tokens have rows in pages of 64 tokens (PAGE_TOKENS)."""
 
+    why_no_drafts: ClassVar[str | None] = None  # reason why the layer for multi-token prediction cannot draft
     num_attention_heads: int
     rope: RopeConfig
 
     @property
     @abstractmethod
     def row_width(self) -> int:
-        """Values kept per token and layer."""
+        """Values kept per token and layer; the mean where layers differ."""
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes that a request keeps apart from its rows; none in a kind whose state is rows alone."""
+    def values_per_token(self, num_layers: int) -> int:
+        """Return the values kept per token over all layers."""
+        return num_layers * self.row_width
+
+    def state_bytes(self, bytes_per_value: int) -> int:
+        """Return the bytes that a request keeps apart from its rows; none in a kind whose state is rows alone."""
         return 0
 
     @property
     def cuts_anywhere(self) -> bool:
         """Whether a prompt can go on after any token of a shared prefix, by the rows of that prefix alone."""
-        return self.state_bytes == 0
+        return self.state_bytes(1) == 0
 
     @property
     @abstractmethod
@@ -92,14 +96,9 @@ class AttentionConfig(ABC):
         """Reason why pages cannot hold rows in FP8, to go on a sentence; None if they can."""
 
     @property
-    @abstractmethod
     def fp8_row_bytes(self) -> int:
         """Bytes of a row in FP8, if pages can hold that."""
-
-    @property
-    @abstractmethod
-    def why_no_drafts(self) -> str | None:
-        """Reason why the layer for multi-token prediction cannot draft; None if it can."""
+        raise NotImplementedError
 
 
 def linear_tensors(prefix: str, num_out: int, num_in: int, *, bias: bool) -> Tensors:

@@ -5,7 +5,7 @@ The first half, sizes and costs, has no torch (attention_config.py). attention_k
 
 # T tokens, S wanted rows, D hidden
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,12 +25,10 @@ class LayerAttention(Protocol):
     """
 
     def project(
-        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
+        self, hidden_TD: torch.Tensor, step: AttentionStep, pages: Any, rows_S: torch.Tensor | None = None
     ) -> Any: ...
 
-    def attend(
-        self, hidden_TD: torch.Tensor, queries: Any, step: AttentionStep, pages: torch.Tensor, /
-    ) -> torch.Tensor: ...
+    def attend(self, hidden_TD: torch.Tensor, queries: Any, step: AttentionStep, pages: Any, /) -> torch.Tensor: ...
 
 
 class LayerReader(Protocol):
@@ -56,6 +54,7 @@ class AttentionKind:
     build: (ops, config, weights, weight [D] and epsilon of the norm before it, layer) to attention.
     products: weights to ("linear", "batched" or "router", weight) of each product of rows.
     computations: (ops, config, the first layer's weights, dtype) to attention itself, for the check of its rows.
+    memory: (config, pages, slots of requests, dtype, device) to the memory of each layer; None: pages alone.
     """
 
     weights: type[Any]
@@ -64,3 +63,4 @@ class AttentionKind:
     build: Callable[[Ops, Any, Any, torch.Tensor, float, int], LayerAttention]
     products: Callable[[Any], Iterator[tuple[str, object]]]
     computations: Callable[[Ops, Any, Any, torch.dtype], Iterator[RowComputation]]
+    memory: Callable[[Any, int, int, torch.dtype, torch.device], Sequence[Any]] | None = None

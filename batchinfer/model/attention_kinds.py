@@ -1,13 +1,15 @@
 """The table of attention kinds."""
 
-from batchinfer.model import gqa, mla, sparse_attention
+from batchinfer.model import compressed, gqa, mla, sparse_attention
 from batchinfer.model.attention_config import AttentionConfig
 from batchinfer.model.attention_kind import AttentionKind
+from batchinfer.model.compressed_config import CompressedConfig
+from batchinfer.model.compressed_memory import empty_memory
 from batchinfer.model.fused import layers as fused
 from batchinfer.model.gqa_config import GqaConfig
 from batchinfer.model.mla_config import DsaConfig, MlaConfig
 from batchinfer.model.ops import GROUPED, LATENT
-from batchinfer.model.weights import GqaWeights, MlaWeights
+from batchinfer.model.weights import CompressedWeights, GqaWeights, MlaWeights
 
 _KINDS: dict[type[AttentionConfig], AttentionKind] = {
     MlaConfig: AttentionKind(
@@ -33,6 +35,15 @@ _KINDS: dict[type[AttentionConfig], AttentionKind] = {
         build=gqa.GroupedAttention,
         products=gqa.products,
         computations=gqa.computations,
+    ),
+    CompressedConfig: AttentionKind(
+        weights=CompressedWeights,
+        unused_ops=(*LATENT, *GROUPED),
+        load=compressed.load,
+        build=compressed.build,
+        products=compressed.products,
+        computations=compressed.computations,
+        memory=empty_memory,
     ),
 }
 

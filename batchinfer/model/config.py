@@ -9,10 +9,12 @@ from pathlib import Path
 
 from batchinfer.config.model_folder import MISTRAL, config_file
 from batchinfer.model.attention_config import AttentionConfig
+from batchinfer.model.compressed_config import read_compressed
 from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader, read_json_object
 from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family
 from batchinfer.model.gqa_config import read_gqa
+from batchinfer.model.hyper_config import HyperConnections, read_hyper
 from batchinfer.model.integer_forms import IntegerForm
 from batchinfer.model.mistral_format import CARRIER_OF_PARAMS, read_params
 from batchinfer.model.mla_config import read_flag, read_mla
@@ -53,7 +55,10 @@ class ModelConfig:
     topk_group: int
     norm_topk_prob: bool
     routed_scaling_factor: float
-    expert_clamp: Clamp | None  # of experts that also have biases, as their router does; None: plain SwiGLU
+    expert_clamp: Clamp | None  # None: plain SwiGLU
+    has_expert_biases: bool  # and those of their router
+    num_hash_layers: int  # first layers, whose experts a table gives by token
+    hyper: HyperConnections | None  # streams between sublayers; None: one, to which each adds its result
     # layers after the last one that predict further tokens; their weights are not read
     num_mtp_layers: int
     fp8_block: tuple[int, int] | None  # rows and columns of one FP8 scale, None when no weights are stored in FP8
@@ -105,7 +110,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Return the page bytes of one token over all layers (70,272 for the 671B model at 2 bytes per value)."""
-        return self.num_hidden_layers * self.attention.row_width * bytes_per_value
+        return self.attention.values_per_token(self.num_hidden_layers) * bytes_per_value
 
     @property
     def attention_weights(self) -> int:
@@ -162,12 +167,16 @@ def load_model_config(folder: Path) -> ModelConfig:
     vocab_size = reader.size("vocab_size", maximum=MAX_VOCABULARY)
     max_positions = reader.size("max_position_embeddings")
     quantization = reader.section("quantization_config")
+    stored = read_quantization(quantization)
+    if family.compressed and quantization is not None:
+        reader.expect("expert_dtype", "fp4", "fp8", supported='"fp4" or "fp8"')
+        stored["has_fp4_experts"] = True  # the headers of the files say which ones
     config = ModelConfig(
         family=name,
         carrier=carrier,
         vocab_size=vocab_size,
         hidden_size=reader.size("hidden_size"),
-        intermediate_size=reader.size("intermediate_size"),
+        intermediate_size=reader.size("intermediate_size", default=0 if family.compressed else None),
         num_hidden_layers=layers,
         attention=_read_attention(reader, family, layers, max_positions),
         max_position_embeddings=max_positions,
@@ -176,10 +185,11 @@ def load_model_config(folder: Path) -> ModelConfig:
         tie_word_embeddings=reader.flag("tie_word_embeddings", default=family.ties_embeddings),
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
         **moe,
+        hyper=read_hyper(reader) if family.compressed else None,
         num_mtp_layers=reader.size(
             "num_nextn_predict_layers", "num_mtp_layers", default=0, minimum=0, maximum=_MAX_LAYERS
         ),
-        **read_quantization(quantization),
+        **stored,
     )
     _check_mlp_types(reader, config)
     parts = [reader, *([outer] if outer is not reader else []), *([quantization] if quantization is not None else [])]
@@ -187,6 +197,8 @@ def load_model_config(folder: Path) -> ModelConfig:
 
 
 def _read_attention(reader: ConfigReader, family: Family, num_layers: int, max_positions: int) -> AttentionConfig:
+    if family.compressed:
+        return read_compressed(reader, family, num_layers, max_positions)
     if family.grouped is not None:
         return read_gqa(reader, family, family.grouped, num_layers, max_positions)
     return read_mla(reader, family, num_layers, max_positions)

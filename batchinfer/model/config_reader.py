@@ -114,9 +114,14 @@ class ConfigReader:
             return default
         return self._whole(key, value, minimum, maximum)
 
-    def optional_size(self, key: str) -> int | None:
-        """Return a whole number of at least 1, or None when the key is missing or null."""
-        return self.size(key) if self.has(key) else None
+    def whole_numbers(self, key: str) -> list[int]:
+        """Return a list of whole numbers; empty when the key is missing."""
+        value = self._value(key)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise self.unsupported(key, value, "a list of whole numbers")
+        return value
 
     def number(self, key: str, default: float | None = None, **bounds: float) -> float:
         """Return a finite number within bounds (see `Bounds`); without a default it is needed."""

@@ -13,7 +13,7 @@ from batchinfer.checked_json import json_text
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
 from batchinfer.model.ops import Ops
-from batchinfer.model.packed_files import Ends, write_parts
+from batchinfer.model.packed_files import write_parts
 from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, MTP, layer_name, read_packed
 from batchinfer.model.tensor_names import why_no_mtp
 from batchinfer.model.weight_bytes import mtp_bytes, weight_bytes
@@ -59,7 +59,7 @@ def convert_model(
                 "free space or choose another folder"
             )
         loader = open_loader(source, config, dtype=dtype, ops=ops, mtp=has_mtp, on_read=on_read)
-        files = {ENDS: write_parts(folder / ENDS, Ends(*read_ends(loader)))}
+        files = {ENDS: write_parts(folder / ENDS, read_ends(loader))}
         for layer in range(config.num_hidden_layers):
             files[layer_name(layer)] = write_parts(folder / layer_name(layer), loader.layer(layer))
         if has_mtp:

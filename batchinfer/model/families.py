@@ -46,12 +46,13 @@ class Family:
     scoring_func: str = "sigmoid"
     norm_topk_prob: bool = True
     routed_scaling_factor: float | None = None  # None: config.json must say it
-    clamps_experts: bool = False  # clamped SwiGLU, and biases of experts and router
+    has_expert_biases: bool = False  # of experts and router, and clamped SwiGLU
     expert_width: str = "moe_intermediate_size"  # the key of the experts' width
     num_dense_layers: int = 0  # first_k_dense_replace
     has_experts: bool = True
     ties_embeddings: bool = False  # tie_word_embeddings
     grouped: Grouped | None = None  # None: latent attention
+    compressed: bool = False  # a window and compressed entries instead; hyper-connections, hash layers, clamped experts
     indexer: Indexer | None = None  # of latent attention; None: a query attends to all keys before it
     scales_queries: bool = False  # by position; its rope_parameters say how
     fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that must have this value
@@ -130,8 +131,11 @@ FAMILIES: dict[str, Family] = {
         scoring_func="softmax",
         routed_scaling_factor=1.0,
         expert_width="intermediate_size",
-        clamps_experts=True,
+        has_expert_biases=True,
         grouped=Grouped(attention_bias=True, has_sinks=True, windows="alternate"),
+    ),
+    "deepseek_v4": Family(
+        ("DeepseekV4ForCausalLM",), scoring_func="sqrtsoftplus", compressed=True, fixed={"mlp_bias": False}
     ),
     "llama": Family(("LlamaForCausalLM",), has_experts=False, grouped=Grouped(), fixed={}),
 }
@@ -164,7 +168,6 @@ CARRIERS: dict[str, Carrier] = {
 }
 # Types that are asked for and not there, and what they compute beyond the families above.
 NOT_IMPLEMENTED = {
-    "deepseek_v4": "its attention has shared keys and values and compressed caches instead of latents",
     "mistral_large4": "its layers share latents and differ in positions, and softmax scales are learned",
     "kimi_linear": "most of its layers keep a linear-attention state (KDA) instead of latents",
     **dict.fromkeys(

@@ -1,7 +1,7 @@
 """Grouped-query attention by config.json (GQA, arXiv 2305.13245): several heads of queries share a head of keys."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from batchinfer.model.attention_config import AttentionConfig, LayerMatrices, Tensors, linear_tensors
 from batchinfer.model.config_reader import ConfigReader
@@ -15,6 +15,8 @@ _SCALE_BYTES, _TILE = 4, 128  # of pages in FP8: bytes of a scale, and values th
 @dataclass(frozen=True, slots=True)
 class GqaConfig(AttentionConfig):
     """A row is the keys of all KV heads, then their values."""
+
+    why_no_drafts: ClassVar[str | None] = "drafts are computed for latent attention alone"
 
     num_key_value_heads: int
     head_dim: int
@@ -90,10 +92,6 @@ class GqaConfig(AttentionConfig):
     @property
     def fp8_row_bytes(self) -> int:
         return self.row_width + _SCALE_BYTES * -(-self.row_width // _TILE)
-
-    @property
-    def why_no_drafts(self) -> str | None:
-        return "drafts are computed for latent attention alone"
 
     @property
     def _norm_widths(self) -> tuple[int, int]:

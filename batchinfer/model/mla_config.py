@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from batchinfer.model.attention_config import AttentionConfig, LayerMatrices, Tensors, linear_tensors
 from batchinfer.model.config_reader import ConfigReader
@@ -108,10 +108,6 @@ class MlaConfig(AttentionConfig):
         num_tiles = -(-self.kv_lora_rank // _TILE)
         return self.kv_lora_rank + _SCALE_BYTES * num_tiles + _ROTARY_BYTES * self.qk_rope_head_dim
 
-    @property
-    def why_no_drafts(self) -> str | None:
-        return None
-
 
 @dataclass(frozen=True, slots=True)
 class DsaConfig(MlaConfig):
@@ -119,6 +115,8 @@ class DsaConfig(MlaConfig):
 
     Layers that share an indexer keep room for its key, too: all pages have one shape.
     """
+
+    why_no_drafts: ClassVar[str | None] = "the layer's attention is sparse, which drafts do not compute"
 
     indexer: IndexerConfig
 
@@ -156,10 +154,6 @@ class DsaConfig(MlaConfig):
     def why_no_fp8_pages(self) -> str | None:
         return "the model has an indexer (sparse attention), whose keys pages in FP8 do not hold"
 
-    @property
-    def why_no_drafts(self) -> str | None:
-        return "the layer's attention is sparse, which drafts do not compute"
-
     def _indexer_weights(self, hidden: int) -> int:
         assert self.q_lora_rank is not None
         return self.indexer.num_weights(hidden, self.q_lora_rank)
@@ -188,7 +182,7 @@ def read_mla(reader: ConfigReader, family: Family, num_layers: int, max_position
     reader.expect("qk_head_dim", nope_dim + rope_dim, supported="qk_nope_head_dim + qk_rope_head_dim")
     fields: dict[str, Any] = {
         "num_attention_heads": heads,
-        "q_lora_rank": reader.optional_size("q_lora_rank"),
+        "q_lora_rank": reader.size("q_lora_rank") if reader.has("q_lora_rank") else None,
         "kv_lora_rank": reader.size("kv_lora_rank"),
         "qk_nope_head_dim": nope_dim,
         "qk_rope_head_dim": rope_dim,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from batchinfer.model.config import ModelConfig
+from batchinfer.model.moe_config import SQRT_SOFTPLUS
 from batchinfer.model.ops import Ops, meets_fp8, normed
 from batchinfer.model.weights import MlpWeights, MoeWeights
 from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, LocalDispatcher
@@ -22,9 +23,9 @@ from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed
 from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.fp8 import ScaledRows
-from batchinfer_kernels.reference.gating import GateRule
+from batchinfer_kernels.reference.gating import GateRule, gate
 from batchinfer_kernels.reference.places import ExpertRows
-from batchinfer_kernels.reference.pointwise import Activation
+from batchinfer_kernels.reference.pointwise import SWIGLU, Activation
 
 
 class YieldPoint(Enum):
@@ -123,18 +124,28 @@ class MoeMlp:
         return self.ops.add_sums(hidden_TD, routed_TD, shared_TD)
 
     def route(
-        self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None
+        self,
+        hidden_TD: torch.Tensor,
+        tokens_T: torch.Tensor,
+        expert_counts_E: torch.Tensor,
+        is_counted_T: torch.Tensor | None = None,
     ) -> Routing:
         """Norm the residual and choose the experts of each token; logits are float32 in any dtype.
 
         Args:
+            tokens_T: [T] int64, by which some layers choose.
             expert_counts_E: [E] int64, to which is added how many of these tokens each expert got.
             is_counted_T: [T] int64, 0 for tokens that it leaves out; None: all count.
         """
         x_TD, rounded = self._normed(hidden_TD)
         logits_TE = self.ops.router(x_TD, self.weights.router_ED)
-        counted = expert_counts_E, is_counted_T
-        ids_TK, weights_TK = self.ops.gate(logits_TE, self.weights.router_bias_E, gate_rule(self.config), *counted)
+        counted, rule = (expert_counts_E, is_counted_T), gate_rule(self.config)
+        if rule.method == SQRT_SOFTPLUS:
+            table_VK = self.weights.experts_VK
+            of_token = None if table_VK is None else table_VK[tokens_T]
+            ids_TK, weights_TK = gate(logits_TE, self.weights.router_bias_E, rule, *counted, of_token)
+        else:
+            ids_TK, weights_TK = self.ops.gate(logits_TE, self.weights.router_bias_E, rule, *counted)
         return Routing(x_TD, ids_TK, weights_TK, rounded, is_counted_T)
 
     def _sent(self, routing: Routing) -> Any:
@@ -190,17 +201,18 @@ class MoeMlp:
         if self.weights.shared is None:
             return None
         with spans.compute("SHARED"):
-            return swiglu(self.ops, x_TD, self.weights.shared)
+            return swiglu(self.ops, x_TD, self.weights.shared, activation=self._form.get("activation", SWIGLU))
 
 
 def _expert_form(config: ModelConfig, weights: MoeWeights) -> dict[str, Any]:
     """Return the activation and biases of experts that have others than plain SwiGLU."""
-    if config.expert_clamp is None:
-        return {}
-    assert weights.gate_up_bias_EF is not None
-    assert weights.down_bias_ED is not None
-    biases = ExpertBiases(weights.gate_up_bias_EF, weights.down_bias_ED)
-    return {"activation": Activation(*config.expert_clamp), "biases": biases}
+    form: dict[str, Any] = {}
+    if config.expert_clamp is not None:
+        form["activation"] = Activation(*config.expert_clamp)
+    if weights.gate_up_bias_EF is not None:
+        assert weights.down_bias_ED is not None
+        form["biases"] = ExpertBiases(weights.gate_up_bias_EF, weights.down_bias_ED)
+    return form
 
 
 def gate_rule(config: ModelConfig) -> GateRule:
@@ -216,17 +228,22 @@ def gate_rule(config: ModelConfig) -> GateRule:
 
 
 def swiglu(
-    ops: Ops, x_TD: torch.Tensor | ScaledRows, weights: MlpWeights, *, residual: torch.Tensor | None = None
+    ops: Ops,
+    x_TD: torch.Tensor | ScaledRows,
+    weights: MlpWeights,
+    *,
+    residual: torch.Tensor | None = None,
+    activation: Activation = SWIGLU,
 ) -> torch.Tensor:
-    """Return down(silu(gate(x)) × up(x)), [T, D] to [T, D], added to the residual if there is one."""
+    """Return down(activation(gate(x), up(x))), [T, D] to [T, D], added to the residual if there is one."""
     gate_up, down = weights.gate_up, weights.down
     if isinstance(gate_up.weight, Packed) and gate_up.weight.is_paired:
         assert isinstance(down.weight, Packed)
         assert isinstance(x_TD, torch.Tensor)
         return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, residual=residual)
     gate_up_TF = ops.linear(x_TD, *gate_up)
-    if meets_fp8(gate_up_TF, down.weight):
+    if meets_fp8(gate_up_TF, down.weight) and activation == SWIGLU:
         values, scales = ops.silu_mul_blocks(gate_up_TF[None], fp8=True)
         return ops.linear(ScaledRows(values[0], scales[0]), *down, residual=residual)
     gate_TF, up_TF = gate_up_TF.chunk(2, dim=-1)
-    return ops.linear(ops.silu_mul(gate_TF, up_TF), *down, residual=residual)
+    return ops.linear(ops.silu_mul(gate_TF, up_TF, activation), *down, residual=residual)

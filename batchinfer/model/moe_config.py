@@ -8,6 +8,8 @@ from batchinfer.model.families import FAMILIES
 # The tensors of a checkpoint are listed before they are read: this keeps that list finite for any config.json.
 MAX_EXPERTS = 4096
 
+SQRT_SOFTPLUS = "sqrtsoftplus"  # a method of the gate: noaux_tc with other scores
+
 # They say nothing where all layers are dense.
 _MOE_KEYS = (
     "n_shared_experts",
@@ -23,8 +25,8 @@ class Clamp(NamedTuple):
     """Clamped SwiGLU (Activation of the kernels): values are at most `limit`, up values have `shift` added."""
 
     limit: float
-    alpha: float
-    shift: float = 1.0
+    alpha: float = 1.0
+    shift: float = 0.0
 
 
 def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[str, Any]:
@@ -64,10 +66,15 @@ def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[st
         "norm_topk_prob": reader.flag("norm_topk_prob", default=family.norm_topk_prob),
         "routed_scaling_factor": 1.0,
         "expert_clamp": None,
+        "has_expert_biases": family.has_expert_biases,
+        "num_hash_layers": reader.size("num_hash_layers", minimum=0, maximum=num_layers) if family.compressed else 0,
     }
-    if family.clamps_experts:
+    if family.compressed:
+        fields["expert_clamp"] = Clamp(reader.number("swiglu_limit", above=0.0))
+        reader.expect("norm_topk_prob", True, supported="true")
+    if family.has_expert_biases:
         limit = reader.number("swiglu_limit", 7.0, above=0.0)
-        fields["expert_clamp"] = Clamp(limit, reader.number("swiglu_alpha", 1.702, above=0.0))
+        fields["expert_clamp"] = Clamp(limit, reader.number("swiglu_alpha", 1.702, above=0.0), shift=1.0)
     if fields["n_routed_experts"]:
         fields |= {
             "n_shared_experts": reader.size("n_shared_experts", default=0, minimum=0, maximum=MAX_EXPERTS),
@@ -96,7 +103,7 @@ def _read_gate(reader: ConfigReader, family_name: str) -> str:
     if scoring_func != family.scoring_func:
         supported = f"{family.scoring_func} for {family_name} with topk_method {topk_method}"
         raise reader.unsupported("scoring_func", scoring_func, supported)
-    return topk_method
+    return scoring_func if scoring_func == SQRT_SOFTPLUS else topk_method
 
 
 def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> dict[str, int]:
@@ -113,7 +120,7 @@ def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> di
     if topk_method in ("noaux_tc", "group_top2") and num_groups > 1 and group_size < 2:
         supported = f"groups of at least 2 of the {num_experts} experts, since a group scores by its best two"
         raise reader.unsupported("n_group", num_groups, supported)
-    choosable = num_experts if topk_method in ("greedy", "topk_softmax") else topk_group * group_size
+    choosable = num_experts if topk_method in ("greedy", "topk_softmax", SQRT_SOFTPLUS) else topk_group * group_size
     if topk > choosable:
         supported = f"at most the {choosable} experts that can be chosen from"
         raise reader.unsupported("num_experts_per_tok", topk, supported)

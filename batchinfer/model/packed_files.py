@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from xxhash import xxh3_128
@@ -24,20 +24,23 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import ENDS, MTP, PackedFolder
 from batchinfer.model.weights import (
+    CompressorWeights,
+    Ends,
     IndexerWeights,
+    IndexWeights,
     LayerWeights,
     MlpWeights,
     ModelWeights,
     MoeWeights,
     MtpWeights,
     Projection,
+    StreamWeights,
 )
 from batchinfer.records import ModelError
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind
-from batchinfer_kernels.weight_format import Weight
 
 _ALIGNMENT = 64
-_DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32}
+_DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 # fields of MoeWeights of which a rank may hold a part
 _OF_EXPERTS = ("gate_up_EFD", "down_EDF", "gate_up_bias_EF", "down_bias_ED")
@@ -45,15 +48,9 @@ _EXPERTS = tuple(f"mlp.{field}" for field in _OF_EXPERTS)
 _KINDS: dict[str, type[Any]] = {
     **{"layer": LayerWeights, "indexer": IndexerWeights},
     **{"mlp": MlpWeights, "shared": MlpWeights},
+    **{"entries": CompressorWeights, "keys": CompressorWeights, "index": IndexWeights},
+    **dict.fromkeys(("streams", "attention_streams", "mlp_streams"), StreamWeights),
 }
-
-
-class Ends(NamedTuple):
-    """The tensors before and after the layers."""
-
-    embedding: torch.Tensor
-    norm: torch.Tensor
-    lm_head: Weight
 
 
 def write_parts(path: Path, weights: Ends | LayerWeights | MtpWeights) -> str:
@@ -114,7 +111,8 @@ def map_weights(
     )
     of_mtp = MappedParts(packed.folder / MTP).take(MtpWeights, kinds) if mtp else None
     num_bytes = sum(tensor.nbytes for part in (ends, *layers, of_mtp) for _, tensor, _ in _parts_of(part))
-    return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, held, of_mtp, mapped_bytes=num_bytes)
+    of_ends = {"embedding": ends.embedding, "norm": ends.norm, "lm_head": ends.lm_head, "streams": ends.streams}
+    return ModelWeights(layers=layers, expert_ids=held, mtp=of_mtp, mapped_bytes=num_bytes, **of_ends)
 
 
 class PackedExperts:

@@ -55,4 +55,20 @@ class PageFormat:
         return model.num_hidden_layers * self.row_width(model)
 
 
+def check_kv(job: JobConfig, model: ModelConfig) -> None:
+    """Raise if the KV of a model cannot be held as the job asks.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    PageFormat.of(job).check(model)
+    if model.attention.cuts_anywhere:
+        return
+    state = "requests of this model keep a state besides their KV pages, which"
+    if job.kv.dir is not None:
+        raise ConfigError(f"kv.dir is set, but {state} the KV store does not hold; leave kv.dir out")
+    if job.cluster.mode == "disaggregated":
+        raise ConfigError(f'cluster.mode is "disaggregated", but {state} does not travel between ranks; leave it out')
+
+
 BFLOAT16 = PageFormat("bfloat16")

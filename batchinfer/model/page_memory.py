@@ -42,6 +42,15 @@ def empty_pages(config: ModelConfig, num_pages: int, form: PageFormat, device: t
     """
     dtype = _DTYPES[form.dtype]
     shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, form.row_width(config))
+    return zeros(shape, dtype, device)
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU they take memory when they are used.
+
+    Raises:
+        ConfigError: the address space does not suffice.
+    """
     num_values = math.prod(shape)
     if device.type != "cpu" or num_values == 0:
         return torch.zeros(shape, dtype=dtype, device=device)

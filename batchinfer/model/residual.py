@@ -1,23 +1,24 @@
 """Residual kinds: how a sublayer (attention, MLP) takes its input from the state between layers, and changes that."""
 
-# T tokens, S of these rows, D hidden
+# T tokens, S of these rows, D hidden, N streams
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
+from batchinfer.model.weights import LayerWeights, ModelWeights, StreamWeights
+from batchinfer_kernels.reference import hyper
+from batchinfer_kernels.reference.hyper import StreamMix, StreamRule
 
 
 class Residual(Protocol):
-    """The state between sublayers, in plain models the sum of all results so far.
+    """The way of the state around one sublayer.
 
     A sublayer adds its result to the tensor that `base` returns, in its last product.
     """
-
-    def open(self, embedded_TD: torch.Tensor) -> Any:
-        """Return the state before the first layer."""
-        ...
 
     def enter(self, state: Any) -> tuple[torch.Tensor, Any]:
         """Return a sublayer's input before its norm, and the part of the state that goes past the sublayer."""
@@ -33,6 +34,14 @@ class Residual(Protocol):
 
     def leave(self, past: Any, sum_TD: torch.Tensor) -> Any:
         """Return the state after a sublayer, whose result was added to the base."""
+        ...
+
+
+class ResidualEnds(Protocol):
+    """The state before the first layer and after the last one."""
+
+    def open(self, embedded_TD: torch.Tensor) -> Any:
+        """Return the state before the first layer."""
         ...
 
     def close(self, state: Any) -> torch.Tensor:
@@ -61,3 +70,79 @@ class PlainResidual:
 
     def close(self, state: torch.Tensor) -> torch.Tensor:
         return state
+
+
+Past = tuple[torch.Tensor, StreamMix]  # the streams [T, N, D] before a sublayer, and its factors
+
+
+@dataclass(frozen=True, slots=True)
+class StreamResidual:
+    """Several streams per token; by factors of the token a sublayer joins them, and they mix past it (mHC)."""
+
+    ops: Ops
+    weights: StreamWeights
+    rule: StreamRule
+    eps: float  # of the norm
+
+    def enter(self, state: torch.Tensor) -> tuple[torch.Tensor, Past]:
+        mixed_TX = _mixed(self.ops, state, self.weights, self.eps)
+        mix = hyper.stream_mix(mixed_TX, self.weights.scale, self.weights.base, self.rule)
+        return hyper.joined(state, mix.before_TN), (state, mix)
+
+    def take(self, ops: Ops, past: Past, rows_S: torch.Tensor) -> Past:
+        streams, mix = past
+        return streams[rows_S], StreamMix(*(factors[rows_S] for factors in mix))
+
+    def base(self, past: Past) -> torch.Tensor:
+        return torch.zeros_like(past[0][:, 0])
+
+    def leave(self, past: Past, sum_TD: torch.Tensor) -> torch.Tensor:
+        return hyper.past(*past, sum_TD)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnds:
+    """Streams that begin alike, and are joined before the last norm."""
+
+    ops: Ops
+    weights: StreamWeights
+    rule: StreamRule
+    eps: float
+    num_streams: int
+
+    def open(self, embedded_TD: torch.Tensor) -> torch.Tensor:
+        return embedded_TD[:, None].expand(-1, self.num_streams, -1)
+
+    def close(self, state: torch.Tensor) -> torch.Tensor:
+        mixed_TN = _mixed(self.ops, state, self.weights, self.eps)
+        return hyper.joined(state, hyper.end_mix(mixed_TN, self.weights.scale, self.weights.base, self.rule))
+
+
+def residuals_of(ops: Ops, config: ModelConfig, weights: LayerWeights) -> tuple[Residual, Residual]:
+    """Return what is around a layer's attention, and around its MLP."""
+    if config.hyper is None:
+        return PlainResidual(), PlainResidual()
+    assert weights.attention_streams is not None
+    assert weights.mlp_streams is not None
+    rule = StreamRule(config.hyper.num_rounds, config.hyper.eps)
+    attention, mlp = weights.attention_streams, weights.mlp_streams
+    return (
+        StreamResidual(ops, attention, rule, config.rms_norm_eps),
+        StreamResidual(ops, mlp, rule, config.rms_norm_eps),
+    )
+
+
+def ends_of(ops: Ops, config: ModelConfig, weights: ModelWeights) -> ResidualEnds:
+    """Return what is before the first layer and after the last one."""
+    if config.hyper is None:
+        return PlainResidual()
+    assert weights.streams is not None
+    rule = StreamRule(config.hyper.num_rounds, config.hyper.eps)
+    return StreamEnds(ops, weights.streams, rule, config.rms_norm_eps, config.hyper.num_streams)
+
+
+def _mixed(ops: Ops, streams_TND: torch.Tensor, weights: StreamWeights, eps: float) -> torch.Tensor:
+    """Return the products of a token's streams, normed together, in float32."""
+    flat = streams_TND.flatten(1).float()
+    mixed: torch.Tensor = ops.router(ops.rms_norm(flat, flat.new_ones(flat.shape[1]), eps), weights.mixing)
+    return mixed

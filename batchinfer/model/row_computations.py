@@ -34,8 +34,11 @@ def plain_computations(model: Transformer) -> Iterator[RowComputation]:
 def _products(kind: AttentionKind, weights: ModelWeights) -> Iterator[tuple[str, object]]:
     """Yield ("linear", "batched" or "router", weight) of all products of rows."""
     yield "linear", weights.lm_head
+    if weights.streams is not None:
+        yield "router", weights.streams.mixing
     for layer in weights.layers:
         mlp = layer.mlp
+        yield from (("router", one.mixing) for one in (layer.attention_streams, layer.mlp_streams) if one is not None)
         yield from kind.products(layer.attention)
         if isinstance(mlp, MoeWeights):
             yield "router", mlp.router_ED

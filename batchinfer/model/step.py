@@ -44,6 +44,7 @@ class StepInput:
     kv_tokens: torch.Tensor | None = None  # [B] int64, tokens in the pages, the new ones included; T = B * q
     copy_from: torch.Tensor | None = None  # [N] int64 slots to copy latents from, this step's own among them
     copy_to: torch.Tensor | None = None  # [N] int64 slots to copy them to, before attention reads the pages
+    state_slots: torch.Tensor | None = None  # [B] int64, slot of each request's state, in attention kinds with one
     scored: torch.Tensor | None = None  # [N] int64, prefill only: the next tokens of the last N of logit_rows
     num_alternatives: int = 0  # most likely tokens to report with each scored token
     num_states: int = 0  # prefill only: number of last logit_rows that return their state and nothing else
@@ -102,6 +103,7 @@ class StepTensors:
     chunk_of_row: torch.Tensor | None = None  # prefill only: [S] the chunk of each wanted row
     copy_from: torch.Tensor | None = None  # [N]
     copy_to: torch.Tensor | None = None  # [N]
+    state_slots: torch.Tensor | None = None  # [B]
     scored: torch.Tensor | None = None  # [N]
     num_alternatives: int = 0
     num_states: int = 0
@@ -112,7 +114,7 @@ class StepTensors:
     def of(cls, step: StepInput, device: torch.device) -> StepTensors:
         """Return the tensors on a device, moved in one copy without a wait of the host; unchanged on the CPU."""
         values: dict[str, Any] = {name: getattr(step, name) for name in ("tokens", "positions", "slots", "logit_rows")}
-        optional = {name: getattr(step, name) for name in ("copy_from", "copy_to", "scored")}
+        optional = {name: getattr(step, name) for name in ("copy_from", "copy_to", "state_slots", "scored")}
         values |= {name: value for name, value in optional.items() if value is not None}
         on_host = {}
         if step.page_table is None:
@@ -195,6 +197,7 @@ class AttentionStep(StepTensors):
             cos=self.cos[self.logit_rows],
             sin=self.sin[self.logit_rows],
             query_scale=None if self.query_scale is None else self.query_scale[self.logit_rows],
+            tokens=self.tokens[self.logit_rows],
             positions=positions_S,
             slots=self.slots[self.logit_rows],
             page_table=self.page_table[self.chunk_of_row],

@@ -5,6 +5,9 @@
     compressed-tensors      … q_a_proj.weight_scale (of FP8)        … q_a_proj.weight_scale_inv
     MiniMax-M2              … block_sparse_moe.gate.weight          … mlp.gate.weight
                             … block_sparse_moe.experts.7.w1.weight  … mlp.experts.7.gate_proj.weight
+    DeepSeek-V4             layers.3.attn.wq_a.weight (names kept)  model.layers.3.self_attn.wq_a.weight
+                            layers.3.ffn.experts.7.w1.weight        … mlp.experts.7.gate_proj.weight
+                            … .scale of FP8 and of FP4              … .weight_scale_inv, .weight_scales
     transformers, stacked   … mlp.experts.gate_up_proj [E, 2F, D]   … mlp.experts.7.gate_proj.weight [F, D], then up
 
     gpt-oss                 … mlp.router.weight                     … mlp.gate.weight
@@ -67,6 +70,17 @@ _EXPERT_VALUES = {
     "_blocks": _Stacked("weight_blocks", 4),
     "_scales": _Stacked("weight_scales", 3),
 }
+_OF_STREAMS = "hc_head_fn"  # no other family has it
+_IN_V4_LAYERS = (
+    ("attn_norm.", "input_layernorm."),
+    ("ffn_norm.", "post_attention_layernorm."),
+    ("attn.", "self_attn."),
+    ("ffn.gate.bias", "mlp.gate.e_score_correction_bias"),
+    ("ffn.", "mlp."),
+)
+_OUTSIDE_V4 = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
+_OF_V4_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_V4_EXPERT = re.compile(r"(mlp\.(?:experts\.\d+|shared_experts)\.)(w[123])\.")
 _STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)(_scale_inv)?")
 
 
@@ -100,6 +114,8 @@ def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return the same tensors by the names used here; unknown tensors keep their names."""
     if "tok_embeddings.weight" in infos:
         infos = {_of_mistral(name): info for name, info in infos.items()}
+    if _OF_STREAMS in infos:
+        infos = {_of_v4(name, infos): info for name, info in infos.items()}
     infos = {_SPARSE_MOE.sub(_of_sparse_moe, name): info for name, info in infos.items()}
     infos = {name.replace(".mlp.router.", ".mlp.gate."): info for name, info in infos.items()}
     interleaved = {name.removesuffix(_OF_BOTH) for name in infos if name.endswith(_OF_BOTH)}
@@ -139,6 +155,30 @@ def _of_mistral(name: str) -> str:
     else:
         return name
     return f"model.layers.{layer}.{module}.{_VALUES.get(value, value)}"
+
+
+def _of_v4(name: str, infos: dict[str, TensorInfo]) -> str:
+    """Convert a name of DeepSeek-V4's files; those of layers for multi-token prediction stay."""
+    in_layer = _OF_V4_LAYER.fullmatch(name)
+    if in_layer is not None:
+        number, rest = in_layer.groups()
+        for old, new in _IN_V4_LAYERS:
+            if rest.startswith(old):
+                rest = new + rest.removeprefix(old)
+                break
+        rest = _V4_EXPERT.sub(lambda found: f"{found[1]}{_PROJECTIONS[found[2]]}.", rest)
+        own = f"model.layers.{number}.{rest}"
+    elif name in _OUTSIDE_V4:
+        own = _OUTSIDE_V4[name]
+    elif name == "norm.weight" or name.startswith("hc_head_"):
+        own = f"model.{name}"
+    else:
+        return name
+    weight = infos.get(name.removesuffix("scale") + "weight") if name.endswith(".scale") else infos[name]
+    is_fp4 = weight is not None and weight.dtype == "I8"
+    if weight is not None and name.endswith(".scale"):
+        return own.removesuffix("scale") + ("weight_scales" if is_fp4 else "weight_scale_inv")
+    return f"{own}_blocks" if is_fp4 else own
 
 
 def _taken_apart(name: str, info: TensorInfo, infos: dict[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:

@@ -78,7 +78,7 @@ class StoredWeights:
         """
         if name + FP4_VALUES not in self._checkpoint:
             raise self._wrong(name, 'is not stored in FP4, which model.dtype = "fp4" needs')
-        pairs, exponents = self._checkpoint.read(name + FP4_VALUES), self._checkpoint.read(name + FP4_SCALES)
+        pairs, exponents = (self._checkpoint.read(name + part).view(torch.uint8) for part in (FP4_VALUES, FP4_SCALES))
         if (exponents == _E8M0_NAN).any():
             raise self._wrong(name + FP4_SCALES, "holds a scale that is not finite; fetch the file again")
         return Fp4Scaled(pairs.flatten(1), exponents)

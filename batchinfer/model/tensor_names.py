@@ -12,17 +12,20 @@ from batchinfer.model.attention_config import Tensors, linear_tensors
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import TensorHeaders
 from batchinfer.model.integer_forms import PER_WORD, StoredPart
+from batchinfer.model.moe_config import SQRT_SOFTPLUS
 from batchinfer.records import ModelError
 
 SCALE_SUFFIX = "_scale_inv"
 FP4_VALUES, FP4_SCALES = "_blocks", "_scales"  # of MXFP4
 FP4_GROUP = 32  # values that share a scale
 
-_FP8 = "F8_E4M3"
-_FP8_SCALES = ("F32", "BF16", "F8_E8M0")
+_FP8, _E8M0 = "F8_E4M3", "F8_E8M0"
+_FP8_SCALES = ("F32", "BF16", _E8M0)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Left in some checkpoints by the code that saved them; computed from config.json instead.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+_MTP_PREFIX = "mtp."  # of layers for multi-token prediction in DeepSeek-V4's files
+_HASHED = ".gate.tid2eid"  # table of experts by token
 # Scales of activations, stored next to weights with one scale each; here activations are rounded by their own values.
 _INPUT_SCALE_SUFFIXES = (".activation_scale", "_proj_activation_scale")
 _MAX_LISTED = 10
@@ -116,6 +119,8 @@ def expected_tensors(config: ModelConfig) -> Tensors:
     yield "model.norm.weight", (hidden,)
     if not config.tie_word_embeddings:
         yield "lm_head.weight", (config.vocab_size, hidden)
+    if config.hyper is not None:
+        yield from config.hyper.end_tensors(hidden)
     for layer in range(config.num_hidden_layers):
         yield from _expected_layer(config, layer)
 
@@ -134,18 +139,22 @@ def _expected_layer(config: ModelConfig, layer: int) -> Tensors:
     yield f"{prefix}.input_layernorm.weight", (hidden,)
     yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
     yield from config.attention.tensors(f"{prefix}.self_attn", hidden, layer)
+    if config.hyper is not None:
+        yield from config.hyper.tensors(prefix, hidden)
     if config.is_moe_layer(layer):
-        yield from _expected_moe(config, f"{prefix}.mlp")
+        yield from _expected_moe(config, f"{prefix}.mlp", layer)
     else:
         yield from _expected_mlp(f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias)
 
 
-def _expected_moe(config: ModelConfig, prefix: str) -> Tensors:
+def _expected_moe(config: ModelConfig, prefix: str, layer: int) -> Tensors:
     hidden, width = config.hidden_size, config.moe_intermediate_size
     yield f"{prefix}.gate.weight", (config.n_routed_experts, hidden)
-    if config.topk_method == "noaux_tc":
+    if layer < config.num_hash_layers:
+        yield f"{prefix}{_HASHED}", (config.vocab_size, config.num_experts_per_tok)
+    elif config.topk_method in ("noaux_tc", SQRT_SOFTPLUS):
         yield f"{prefix}.gate.e_score_correction_bias", (config.n_routed_experts,)
-    has_biases = config.expert_clamp is not None
+    has_biases = config.has_expert_biases
     if has_biases:
         yield f"{prefix}.gate.bias", (config.n_routed_experts,)
     for expert in range(config.n_routed_experts):
@@ -167,15 +176,19 @@ def _as_stored(
 ) -> dict[str, StoredPart]:
     """Return the stored tensors of a weight by name."""
     form = config.integers
+    if name.endswith(_HASHED):
+        return {name: StoredPart(shape, ("I64", "I32"))}
     if config.has_fp4_experts and name + FP4_VALUES in checkpoint:
         num_out, num_in = shape
         num_groups = num_in // FP4_GROUP
         if num_in % FP4_GROUP:
             path = checkpoint.info(name + FP4_VALUES).path
             raise ModelError(f"{path}: {name} is in FP4, but {FP4_GROUP} does not divide its {num_in} columns.")
+        by_group = checkpoint.info(name + FP4_VALUES).dtype == "U8"
+        values = (num_out, num_groups, FP4_GROUP // 2) if by_group else (num_out, num_in // 2)
         return {
-            name + FP4_VALUES: StoredPart((num_out, num_groups, FP4_GROUP // 2), ("U8",)),
-            name + FP4_SCALES: StoredPart((num_out, num_groups), ("U8",)),
+            name + FP4_VALUES: StoredPart(values, ("U8", "I8")),
+            name + FP4_SCALES: StoredPart((num_out, num_groups), ("U8",) if by_group else (_E8M0,)),
         }
     if form is None:
         packed = (name + "_packed", name.removesuffix(".weight") + ".qweight")
@@ -198,6 +211,8 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
     if name.endswith(_IGNORED_SUFFIXES) or (config.tie_word_embeddings and name == "lm_head.weight"):
         return True
     if config.fp8_per_tensor and name.endswith(_INPUT_SCALE_SUFFIXES):
+        return True
+    if config.num_mtp_layers and name.startswith(_MTP_PREFIX):
         return True
     parts = name.split(".")
     first = config.num_hidden_layers

@@ -25,7 +25,7 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.packed_files import PackedExperts, map_weights
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_memory import empty_pages
-from batchinfer.model.residual import PlainResidual, Residual
+from batchinfer.model.residual import ends_of, residuals_of
 from batchinfer.model.rotary_angles import RotaryAngles
 from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
@@ -55,11 +55,10 @@ class Transformer:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self.num_moe_layers = config.num_moe_layers
-        self.residual: Residual = PlainResidual()
+        self.residual = ends_of(ops, config, weights)
         of_layers = iter(dispatchers)
         self.layers = tuple(
-            _build_layer(config, ops, each, layer, of_layers, self.residual)
-            for layer, each in enumerate(weights.layers)
+            _build_layer(config, ops, each, layer, of_layers) for layer, each in enumerate(weights.layers)
         )
         self.moe_mlps = [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeMlp)]
         rope, width = config.attention.rope, config.attention.rotary_dim
@@ -67,7 +66,7 @@ class Transformer:
         self.mtp = None
         if weights.mtp is not None:
             own = iter([local_dispatcher(config, ops, self.device)])
-            layer = _build_layer(config, ops, weights.mtp.layer, config.num_hidden_layers, own, self.residual)
+            layer = _build_layer(config, ops, weights.mtp.layer, config.num_hidden_layers, own)
             self.mtp = Mtp(weights.mtp, layer)
 
     @classmethod
@@ -152,8 +151,15 @@ class Transformer:
         """Origins of the operations' implementations, and the bits of their products."""
         return self.ops.names(self.dtype) + self.ops.bits
 
-    def new_pages(self, num_pages: int) -> torch.Tensor:
-        """Return empty pages, see page_memory.empty_pages."""
+    def new_pages(self, num_pages: int, num_slots: int = 0) -> Any:
+        """Return empty pages, see page_memory.empty_pages, or what the attention kind has as the memory of each layer.
+
+        Args:
+            num_slots: of requests' states, for a kind that has them.
+        """
+        memory = kind_of(self.config.attention).memory
+        if memory is not None:
+            return memory(self.config.attention, num_pages, num_slots, self.dtype, self.device)
         return empty_pages(self.config, num_pages, self.ops.page_format(self.dtype), self.device)
 
     def forward(
@@ -206,7 +212,6 @@ def _build_layer(
     weights: LayerWeights,
     layer: int,
     dispatchers: Iterator[Dispatcher],
-    residual: Residual,
 ) -> DecoderLayer:
     if isinstance(weights.mlp, MoeWeights):
         mlp: DenseMlp | MoeMlp = moe_of(ops, config, weights.mlp, weights.mlp_norm, next(dispatchers))
@@ -214,7 +219,8 @@ def _build_layer(
         mlp = DenseMlp(ops, config, weights.mlp, weights.mlp_norm)
     kind = kind_of(config.attention)
     norm = weights.input_norm, config.rms_norm_eps
-    return DecoderLayer(kind.build(ops, config.attention, weights.attention, *norm, layer), mlp, residual)
+    attention = kind.build(ops, config.attention, weights.attention, *norm, layer)
+    return DecoderLayer(attention, mlp, residuals_of(ops, config, weights))
 
 
 def local_dispatcher(config: ModelConfig, ops: Ops, device: torch.device | str) -> Dispatcher:

@@ -35,6 +35,8 @@ def weight_bytes(model: ModelConfig, dtype: str, *, num_experts: int | None = No
     maps = sum(num_in * _filled(num_out) for one in matrices for num_in, num_out in one.wide)
     norms = sum(one.num_others for one in matrices) + layers * 2 * hidden
     vocabulary = (1 + (not model.tie_word_embeddings)) * _filled(model.vocab_size) * hidden
+    if model.hyper is not None:
+        norms += model.hyper.num_values(hidden, layers)
     others = maps + norms + vocabulary + hidden
     value_bytes = VALUE_BYTES[dtype]
     projected_bytes = _projected_bytes(dtype)

@@ -29,12 +29,14 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, num_bytes_to_read
 from batchinfer.model.weights import (
+    Ends,
     LayerWeights,
     MlpWeights,
     ModelWeights,
     MoeWeights,
     MtpWeights,
     Projection,
+    StreamWeights,
 )
 from batchinfer.records import ModelError
 from batchinfer_kernels.reference.block_scaled import BlockScaled, stack
@@ -74,10 +76,10 @@ def load_weights(
     loader = open_loader(
         folder, config, dtype=dtype, expert_ids=expert_ids, device=device, ops=ops, mtp=mtp, on_read=on_read
     )
-    embedding, norm, lm_head = read_ends(loader)
+    ends = read_ends(loader)
     layers = tuple(loader.layer(layer) for layer in range(config.num_hidden_layers))
     of_mtp = read_mtp(loader) if mtp else None
-    return ModelWeights(embedding, layers, norm, lm_head, loader.expert_ids, of_mtp)
+    return ModelWeights(ends.embedding, layers, ends.norm, ends.lm_head, loader.expert_ids, of_mtp, ends.streams)
 
 
 def open_loader(
@@ -106,11 +108,11 @@ def open_loader(
     return WeightLoader(checkpoint, config, dtype, torch.device(device), held, ops)
 
 
-def read_ends(loader: WeightLoader) -> tuple[torch.Tensor, torch.Tensor, Weight]:
-    """Read embedding, last norm and output head."""
+def read_ends(loader: WeightLoader) -> Ends:
+    """Read what is before and after the layers."""
     embedding = loader.tensor("model.embed_tokens.weight")
     lm_head = loader.pack(embedding if loader.config.tie_word_embeddings else loader.source("lm_head.weight"))
-    return embedding, loader.tensor("model.norm.weight"), lm_head
+    return Ends(embedding, loader.tensor("model.norm.weight"), lm_head, loader.streams("model.hc_head"))
 
 
 def read_mtp(loader: WeightLoader) -> MtpWeights:
@@ -234,7 +236,16 @@ class WeightLoader:
             attention=kind_of(attention).load(self, attention, f"{prefix}.self_attn", layer),
             mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
             mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
+            attention_streams=self.streams(f"{prefix}.hc_attn"),
+            mlp_streams=self.streams(f"{prefix}.hc_ffn"),
         )
+
+    def streams(self, prefix: str) -> StreamWeights | None:
+        """Read the weights of hyper-connections; None if the model has none."""
+        if self.config.hyper is None:
+            return None
+        scale, base = (self.tensor(f"{prefix}_{name}", torch.float32) for name in ("scale", "base"))
+        return StreamWeights(self.router(f"{prefix}_fn"), scale, base)
 
     def _moe(self, prefix: str) -> MoeWeights:
         """Read a layer's experts; routed ones are packed one by one, so that each is in memory once."""
@@ -242,7 +253,7 @@ class WeightLoader:
         num_held, hidden, form = len(expert_ids), self.config.hidden_size, self._expert_format
         width = _filled(self.config.moe_intermediate_size, form)
         bias = next((name for name in (f"{prefix}.gate.{one}" for one in _BIASES) if name in self.checkpoint), None)
-        has_biases = self.config.expert_clamp is not None
+        has_biases = self.config.has_expert_biases
         mlp = MoeWeights(
             router_ED=self.router(f"{prefix}.gate.weight"),
             router_bias_E=None if bias is None else self.tensor(bias, torch.float32),
@@ -251,10 +262,28 @@ class WeightLoader:
             shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
             gate_up_bias_EF=self._empty((num_held, 2 * width), self.dtype).zero_() if has_biases else None,
             down_bias_ED=self._empty((num_held, hidden), self.dtype) if has_biases else None,
+            experts_VK=self._experts_by_token(f"{prefix}.gate.tid2eid"),
         )
         for slot, expert in enumerate(expert_ids):
             self.expert(prefix, expert, mlp, slot)
         return mlp
+
+    def _experts_by_token(self, name: str) -> torch.Tensor | None:
+        """Read a layer's table of experts by token; None if the layer has none.
+
+        Raises:
+            ModelError: a number is of no expert.
+        """
+        if name not in self.checkpoint:
+            return None
+        experts_VK = self.tensor(name, torch.int64)
+        lowest, highest = (bound.item() for bound in experts_VK.aminmax())
+        if lowest < 0 or highest >= self.config.n_routed_experts:
+            raise ModelError(
+                f"{self.checkpoint.info(name).path}: {name} is from {lowest} to {highest}, "
+                f"but there are {self.config.n_routed_experts} experts"
+            )
+        return experts_VK
 
     def expert(self, prefix: str, expert: int, mlp: MoeWeights, slot: int) -> None:
         """Read one routed expert of the layer `prefix` into a slot."""
@@ -278,8 +307,9 @@ class WeightLoader:
         width = _filled(self._stored.shape(f"{prefix}.gate_proj.weight")[0], self._narrow_format)
         gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
         has_bias = any(f"{name}.bias" in self.checkpoint for name in (gate, up, down))
+        is_plain = not has_bias and self.config.expert_clamp is None
         return MlpWeights(
-            gate_up=self.projection(gate, up, num_rows=width, is_paired=not has_bias),
+            gate_up=self.projection(gate, up, num_rows=width, is_paired=is_plain),
             down=self.projection(down, num_columns=width),
         )
 

@@ -83,6 +83,41 @@ class GqaWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class CompressorWeights:
+    """What makes entries of tokens; products, bias and norm are in float32."""
+
+    values: Any  # [V, D]
+    gates: Any  # [V, D]
+    bias: torch.Tensor  # [tokens of an entry, V], of the gates
+    norm: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexWeights:
+    """An indexer of entries; `heads` in float32."""
+
+    q: Projection  # [heads * width, q_lora_rank]
+    heads: Any  # [heads, D], for the weight of each head by token
+    keys: CompressorWeights
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedWeights:
+    """Attention to a window and to compressed entries of one layer."""
+
+    q_down: Projection  # [q_lora_rank, D]
+    q_norm: torch.Tensor
+    q: Projection  # [H * C, q_lora_rank]
+    kv: Projection  # [C, D]
+    kv_norm: torch.Tensor
+    sinks_H: torch.Tensor  # float32
+    out_down: Weight  # [groups, o_lora_rank, H / groups * C]
+    out: Projection  # [D, groups * o_lora_rank]
+    entries: CompressorWeights | None
+    index: IndexWeights | None
+
+
+@dataclass(frozen=True, slots=True)
 class MlpWeights:
     """SwiGLU: `gate_up` [2 * F, D] has the gate projection above the up projection, `down` is [D, F]."""
 
@@ -101,6 +136,16 @@ class MoeWeights:
     shared: MlpWeights | None
     gate_up_bias_EF: torch.Tensor | None = None  # [held, 2 * F]
     down_bias_ED: torch.Tensor | None = None  # [held, D]
+    experts_VK: torch.Tensor | None = None  # [vocabulary, experts per token] int64 of a layer that chooses by token
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWeights:
+    """The weights of hyper-connections around one sublayer, or before the output head; all in float32."""
+
+    mixing: Any  # from a token's N * D values to its factors
+    scale: torch.Tensor
+    base: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +156,8 @@ class LayerWeights:
     attention: Any  # of its kind
     mlp_norm: torch.Tensor
     mlp: MlpWeights | MoeWeights
+    attention_streams: StreamWeights | None = None  # None: a plain residual
+    mlp_streams: StreamWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +171,15 @@ class MtpWeights:
     norm: torch.Tensor
 
 
+class Ends(NamedTuple):
+    """The tensors before and after the layers."""
+
+    embedding: torch.Tensor
+    norm: torch.Tensor
+    lm_head: Weight
+    streams: StreamWeights | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """All weights of a rank; `expert_ids` are the experts of each MoE layer's E dim."""
@@ -134,4 +190,5 @@ class ModelWeights:
     lm_head: Weight  # [vocabulary, D]
     expert_ids: tuple[tuple[int, ...], ...]
     mtp: MtpWeights | None = None
+    streams: StreamWeights | None = None  # before the output head
     mapped_bytes: int = 0  # of files that are its memory

@@ -12,7 +12,7 @@ from batchinfer.data.overrides import check_token_ids
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import read_headers
 from batchinfer.model.packed_folder import read_packed
-from batchinfer.model.page_format import PageFormat
+from batchinfer.model.page_format import check_kv
 from batchinfer.model.tensor_names import check_tensors
 from batchinfer.parallel.exchange_rules import check_device, check_group, check_rows
 from batchinfer.records import ConfigError, Shard, slots_per_rank
@@ -39,7 +39,7 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
         packed.check(job.model.dtype)
     else:
         check_tensors(read_headers(folder, model.carrier), model)
-    PageFormat.of(job).check(model)
+    check_kv(job, model)
     model.check_dtype(job.model.dtype)
     _check_experts(job.cluster, model)
     device_type = DEVICE_OF_BACKEND.get(job.cluster.backend)

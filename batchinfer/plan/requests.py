@@ -29,12 +29,15 @@ class PlannedRequests:
     distinct_tokens: int
 
 
-def plan_requests(rows: RowTable, prefixes: PrefixPlan) -> PlannedRequests:
+def plan_requests(rows: RowTable, prefixes: PrefixPlan, *, shares: bool = True) -> PlannedRequests:
     """Expand the ordered rows to requests; compute equal greedy requests once.
 
     Greedy requests are equal if prompt, max_tokens, sampling and scored tokens are equal. The first in input order is
     computed, with sample 0, and its answer is that of all others and of all further samples. Sampled requests are never
     merged, because each has its own random draws.
+
+    Args:
+        shares: whether prompts share the KV of a common beginning; otherwise each prompt is computed whole.
     """
     order, lengths = prefixes.order, rows.num_tokens
     greedy = rows.is_greedy[rows.sampling_code]
@@ -48,16 +51,17 @@ def plan_requests(rows: RowTable, prefixes: PrefixPlan) -> PlannedRequests:
     cached = np.where(sample == 0, prefixes.cached_tokens[row_index], lengths[row_index] - 1)
     score_from = np.where(sample == 0, rows.score_from[row_index], 0)
     cached = np.where(score_from > 0, np.minimum(cached, score_from - 1), cached)  # the others give logits
+    shared = np.where(sample == 0, prefixes.shared_tokens[row_index], lengths[row_index])
     num_copies = np.where(greedy, rows.n - is_computed, 0)
     duplicate_row = np.repeat(np.arange(len(lengths)), num_copies)
     return PlannedRequests(
         row_index=row_index,
         place=place,
         sample=sample + rows.choice[row_index],
-        cached_tokens=cached,
+        cached_tokens=cached * shares,
         score_from=score_from,
-        shared_tokens=np.where(sample == 0, prefixes.shared_tokens[row_index], lengths[row_index]),
-        group_depth=group_depths(prefixes.shared_tokens[order])[place],
+        shared_tokens=shared * shares,
+        group_depth=group_depths(prefixes.shared_tokens[order] * shares)[place],
         duplicate_row=duplicate_row,
         duplicate_sample=(_ranges(num_copies) + (is_computed + rows.choice)[duplicate_row]).astype(np.int32),
         original_row=original[duplicate_row],

@@ -110,6 +110,7 @@ def prefill_step(
         prefill=spans,
         copy_from=torch.tensor(list(copies.values()), dtype=torch.int64),
         copy_to=torch.tensor(list(copies), dtype=torch.int64),
+        state_slots=_state_slots([chunk.sequence.state_slot for chunk in chunks]),
     )
 
 
@@ -178,6 +179,12 @@ def take_scores(chunks: list[Chunk], scores: Scores) -> None:
             top = zip(top_tokens[:wanted], top_logprobs[:wanted], strict=True)
             sequence.prompt_logprobs.append(TokenLogprob(token, logprob, tuple(top)))
         place += len(tokens)
+
+
+def _state_slots(slots: list[int | None]) -> torch.Tensor | None:
+    """Return the slots of a step's requests; None if they have no state."""
+    held = [slot for slot in slots if slot is not None]
+    return torch.tensor(held) if held else None
 
 
 def _scored_rows(chunk: Chunk, end: int) -> np.ndarray:

@@ -5,8 +5,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from batchinfer.config.rank_layout import RankPlace
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.model.fused.graph_size import num_filler_pages
@@ -33,6 +31,7 @@ class RankContext:
     num_pages: int
     prefill_tokens: int  # most of a prefill step
     decode_requests: int  # most of a decode step
+    num_slots: int = 0  # of requests' states; 0: the model's requests have none
     place: RankPlace = ALONE
     mesh: Mesh = field(default_factory=Mesh.alone)
     transfer_bytes: int = 0  # no prompt is admitted while other ranks have more KV than this still to read
@@ -51,10 +50,13 @@ class RankContext:
         _ = self.pages, self.schedule, self.graphs
 
     @cached_property
-    def pages(self) -> torch.Tensor:
-        """[L, P, 64, W], the page pool, followed by the filler pages of graphs, which no request uses."""
+    def pages(self) -> Any:
+        """[L, P, 64, W], the page pool, followed by the filler pages of graphs, which no request uses.
+
+        Attention kinds with a state have their own memory instead, of as many pages and slots.
+        """
         num_filler = 0 if self.no_graphs else num_filler_pages(self.decode_requests, self.mesh.size)
-        return self.model.new_pages(self.num_pages + num_filler)
+        return self.model.new_pages(self.num_pages + num_filler, self.num_slots)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -49,6 +49,7 @@ class DecodeTable:
         self._stop_tokens = np.zeros(0, dtype=np.int64)  # stop tokens of any sequence
         self._rows = np.zeros(0, ROW)
         self._pages = np.zeros((0, 1), dtype=np.int64)  # [S, P]
+        self._state_slots = np.zeros(0, dtype=np.int64)  # [S], if the model's requests have a state
         self._held = np.zeros((0, HELD_STEPS), dtype=np.int64)  # [S, HELD_STEPS] new tokens
         self._num_held = 0  # filled columns of _held
         self._num_first: int | None = None  # sequences of micro-batch 0; None if one joined or left since halving
@@ -94,6 +95,8 @@ class DecodeTable:
         self.sequences += sequences
         self._rows = np.concatenate([self._rows, rows])
         self._pages = pages
+        slots = [sequence.state_slot for sequence in sequences if sequence.state_slot is not None]
+        self._state_slots = np.concatenate([self._state_slots, np.array(slots, dtype=np.int64)])
         self._held = np.concatenate([self._held, np.zeros((len(sequences), HELD_STEPS), dtype=np.int64)])
         self.sampling = self.sampling.and_also(sampling_rows(sequences))
         self._num_first, self._is_arranged = None, False
@@ -125,7 +128,8 @@ class DecodeTable:
     def next_step(self, rows: slice = _ALL) -> StepInput:
         """Return the step that runs the last generated token of each sequence of `rows`, at the end of its KV."""
         table = self._rows[rows]
-        return decode_rows(table["last_token"].copy(), table["kv_tokens"].copy(), self._pages[rows])
+        slots = self._state_slots[rows] if len(self._state_slots) else None
+        return decode_rows(table["last_token"].copy(), table["kv_tokens"].copy(), self._pages[rows], slots)
 
     def accept(self, sampled: Sampled) -> list[Sequence]:
         """Give every sequence one more token; remove and return the sequences that end with it."""
@@ -166,10 +170,14 @@ class DecodeTable:
         """Keep only these rows, in this order."""
         self.sequences = [self.sequences[row] for row in rows.tolist()]
         self._rows, self._pages, self._held = self._rows[rows], self._pages[rows], self._held[rows]
+        if len(self._state_slots):
+            self._state_slots = self._state_slots[rows]
         self.sampling = self.sampling.take(rows)
 
 
-def decode_rows(tokens: np.ndarray, kv_tokens: np.ndarray, pages: np.ndarray) -> StepInput:
+def decode_rows(
+    tokens: np.ndarray, kv_tokens: np.ndarray, pages: np.ndarray, state_slots: np.ndarray | None = None
+) -> StepInput:
     """Return a decode step with a row per token, each at the end of its sequence's KV."""
     positions = kv_tokens - 1
     page = pages[np.arange(len(positions)), positions // PAGE_TOKENS]
@@ -181,6 +189,7 @@ def decode_rows(tokens: np.ndarray, kv_tokens: np.ndarray, pages: np.ndarray) ->
         logit_rows=torch.arange(len(positions)),
         page_table=torch.from_numpy(pages[:, :used_pages]),
         kv_tokens=torch.from_numpy(kv_tokens),
+        state_slots=None if state_slots is None else torch.from_numpy(state_slots),
     )
 
 

@@ -33,6 +33,7 @@ class KvBudget:
     """KV memory of one rank."""
 
     num_pages: int
+    num_slots: int  # of requests' states; 0: they have none
     transfer_bytes: int  # largest number of bytes on their way to other ranks
 
 
@@ -52,6 +53,8 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     # mapped weights count as free memory, but must not be displaced by pages; the host's ranks share some of them
     free_bytes = max(0, free_memory_bytes() - num_local_ranks * model.weights.mapped_bytes)
     host_share = int(free_bytes * MEMORY_SHARE) // num_shares
+    state_bytes = model.config.attention.state_bytes(model.dtype.itemsize)
+    num_slots = cluster.decode_requests if state_bytes else 0
     useful_tokens = start.most_tokens
     if cluster.page_bytes:
         num_bytes = cluster.page_bytes
@@ -60,10 +63,12 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
         useful_tokens = min(useful_tokens, 2 * cluster.decode_requests * start.largest_tokens)
         scores = any(item is not None for item in (job.input.choices, job.input.sampling, job.sampling.prompt_logprobs))
         num_bytes = (
-            host_share if on_cpu else measured_budget(model, cluster, place, start.largest_tokens, scores=scores)
+            max(0, host_share - num_slots * state_bytes)
+            if on_cpu
+            else measured_budget(model, cluster, place, start.largest_tokens, scores=scores)
         )
     num_pages = min(num_bytes // page_bytes, pages_for(useful_tokens))
-    pages_of_host = num_pages * page_bytes * num_local_ranks
+    pages_of_host = (num_pages * page_bytes + num_slots * state_bytes) * num_local_ranks
     if on_cpu and pages_of_host > free_bytes:
         # pages take memory when they are used: the kernel would end this process in the middle of the job
         raise ConfigError(
@@ -77,7 +82,7 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
         )
     transfer_bytes = num_pages * page_bytes * cluster.num_decode_ranks // cluster.num_prefill_ranks
     # transfers are in the host's memory, which may be smaller than the GPU's
-    return KvBudget(num_pages, transfer_bytes if on_cpu else min(transfer_bytes, host_share))
+    return KvBudget(num_pages, num_slots, transfer_bytes if on_cpu else min(transfer_bytes, host_share))
 
 
 def measured_budget(

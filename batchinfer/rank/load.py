@@ -17,7 +17,7 @@ from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.second_tier import ATTEMPTS as TIER_ATTEMPTS
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.ops import Ops
-from batchinfer.model.page_format import PageFormat
+from batchinfer.model.page_format import PageFormat, check_kv
 from batchinfer.model.transformer import Transformer
 from batchinfer.ownership import group_id
 from batchinfer.parallel.mesh import Mesh
@@ -76,9 +76,10 @@ def load_model(
     folder, backend, dtype = Path(job.model.path), job.cluster.backend, DTYPES[job.model.dtype]
     bits = BITS.get(job.model.dtype, {})
     config = load_model_config(folder)
-    PageFormat.of(job).check(config)
+    check_kv(job, config)
     config.check_dtype(job.model.dtype)
-    assert config.attention.cuts_anywhere, "ranks share prefixes up to any token, and keep nothing but pages"
+    if not config.attention.cuts_anywhere and device.type != "cpu":
+        raise ConfigError(f"{config.family} models run on CPUs alone; use ranks without a GPU")
     _check_ops(job, device)
     dispatchers = expert_ids = None
     if mesh.size > 1:
@@ -178,6 +179,8 @@ def make_worker(
         model,
         rank.tokenizer,
         num_pages=budget.num_pages,
+        num_slots=budget.num_slots,
+        share_prefixes=model.config.attention.cuts_anywhere,
         prefill_tokens=cluster.prefill_tokens,
         decode_requests=cluster.decode_requests,
         place=rank.place,

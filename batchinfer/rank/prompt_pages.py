@@ -20,6 +20,8 @@ class PromptPages:
         self._share_prefixes = context.share_prefixes
         self._prompt_only = not context.place.runs_decode  # another rank decodes
         self._copied_pages: list[int] = []  # held until the step that copies from them is over
+        self._free_slots = list(range(context.num_slots - 1, -1, -1))  # for states of requests
+        self._has_slots = context.num_slots > 0
         self.num_running = 0  # sequences that hold pages
 
     def can_fit(self, request: Request) -> bool:
@@ -32,6 +34,8 @@ class PromptPages:
         Args:
             with_branch: also look for a page whose first tokens the request can copy.
         """
+        if self._has_slots and not self._free_slots:
+            return None
         found = self._tree.match(request.token_ids, request.most_cached_tokens) if self._share_prefixes else NO_MATCH
         without_branch = Match(found.full, None, 0)
         if with_branch and self._make_room(request, found):
@@ -48,6 +52,7 @@ class PromptPages:
         return Sequence(
             request=request,
             pages=held + self.pool.reserve(self._num_pages(request) - len(held)),
+            state_slot=self._free_slots.pop() if self._has_slots else None,
             num_computed=match.num_tokens,
             times=times,
             stream=self._context.tokenizer.stream() if request.sampling.stop else None,
@@ -80,6 +85,8 @@ class PromptPages:
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's pages; pages in the prefix tree stay until their room is needed."""
         self._tree.release(sequence.pages)
+        if sequence.state_slot is not None:
+            self._free_slots.append(sequence.state_slot)
         self.num_running -= 1
 
     def _num_pages(self, request: Request) -> int:

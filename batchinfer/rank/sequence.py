@@ -92,6 +92,7 @@ class Sequence:
     rules: LogitRules | None = None  # only for requests that change the model's logits
     thinking: AnyThinking | None = None  # only if the end of thinking matters
     separates_reasoning: bool = False  # thinking is kept apart from the text
+    state_slot: int | None = None  # of its state, if the model's requests have one
     num_prefill_steps: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
     token_ids: list[int] = field(default_factory=list)

@@ -26,7 +26,7 @@ def warm_up(model: Transformer, most_tokens: int) -> None:
     while True:
         started_s = time.monotonic()
         step, num_pages = _idle_step(num_tokens)
-        model.forward(step, model.new_pages(num_pages))
+        model.forward(step, model.new_pages(num_pages, len(step.prefill)))
         took_s = time.monotonic() - started_s
         if num_tokens == most_tokens or _GROWTH * took_s > MOST_S:
             return
@@ -56,5 +56,6 @@ def _idle_step(num_tokens: int) -> tuple[StepInput, int]:
         slots=torch.arange(num_tokens),
         logit_rows=torch.tensor([num_tokens - 1]),
         prefill=tuple(spans),
+        state_slots=torch.arange(len(spans)),
     )
     return step, first_page

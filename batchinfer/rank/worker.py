@@ -199,6 +199,8 @@ def count_experts(context: RankContext, pieces: list[list[int]]) -> tuple[int, l
         num_pages = pages_for(len(piece))
         if len(tokens) + len(piece) > context.prefill_tokens or first_page + num_pages > context.num_pages:
             break
+        if context.num_slots and len(spans) == context.num_slots:
+            break
         page_ids = torch.arange(first_page, first_page + num_pages)
         spans.append(PrefillSpan(len(tokens), len(piece), len(piece), page_ids))
         slots += range(first_page * PAGE_TOKENS, first_page * PAGE_TOKENS + len(piece))
@@ -210,6 +212,7 @@ def count_experts(context: RankContext, pieces: list[list[int]]) -> tuple[int, l
         slots=torch.tensor(slots, dtype=torch.int64),
         logit_rows=torch.arange(len(tokens)),
         prefill=tuple(spans),
+        state_slots=torch.arange(len(spans)) if context.num_slots else None,
     )
     output = context.model.forward(step, context.pages, context.schedule)
     return len(tokens), output.expert_counts.tolist()

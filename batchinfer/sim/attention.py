@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from batchinfer.model.attention_config import AttentionConfig
+from batchinfer.model.compressed_config import INDEXED, CompressedConfig
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.gqa_config import GqaConfig
 from batchinfer.model.mla_config import DsaConfig, MlaConfig
@@ -162,6 +163,57 @@ def _grouped_query_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_sh
     return product_s(tokens, width, hidden, gpu, sms_share=sms_share) + stream_s(tokens * moved, gpu)
 
 
+def _compressed_prefill(
+    work: AttentionWork, model: ModelConfig, gpu: Accelerator, sms_share: float
+) -> AttentionSeconds:
+    attention = _compressed(model)
+    shape = attention.num_attention_heads, attention.head_dim, attention.head_dim
+    core = decode_attention_s(_entries_and_window(work, attention), *shape, gpu) / sms_share  # keys differ by query
+    scored = _scored_entries(work, attention)
+    core += prefill_attention_s(scored, attention.index_heads, attention.index_dim, 0, gpu, sms_share)
+    return AttentionSeconds(_compressed_query_s(work.tokens, model, gpu, sms_share), core)
+
+
+def _compressed_decode(
+    work: AttentionWork, model: ModelConfig, gpu: Accelerator, row_bytes: int | None
+) -> AttentionSeconds:
+    attention = _compressed(model)
+    shape = attention.num_attention_heads, attention.head_dim, attention.head_dim
+    core = decode_attention_s(_entries_and_window(work, attention), *shape, gpu, row_bytes=BF16 * attention.head_dim)
+    core += decode_attention_s(_scored_entries(work, attention), attention.index_heads, attention.index_dim, 0, gpu)
+    return AttentionSeconds(_compressed_query_s(work.tokens, model, gpu, 1.0), core)
+
+
+def _compressed(model: ModelConfig) -> CompressedConfig:
+    assert isinstance(model.attention, CompressedConfig)
+    return model.attention
+
+
+def _entries_and_window(work: AttentionWork, attention: CompressedConfig) -> float:
+    """Return the (query, key) pairs of a layer, as the mean over layers and as if every query saw as many tokens."""
+    total = 0.0
+    for ratio in attention.ratios:
+        total += min(work.kv_pairs, work.tokens * attention.window)
+        if ratio:
+            most = work.tokens * attention.index_topk if ratio == INDEXED else work.kv_pairs
+            total += min(work.kv_pairs / ratio, most)
+    return total / len(attention.ratios)
+
+
+def _scored_entries(work: AttentionWork, attention: CompressedConfig) -> float:
+    """Return the (query, index key) pairs that are scored, as the mean over layers."""
+    return work.kv_pairs / INDEXED * attention.ratios.count(INDEXED) / len(attention.ratios)
+
+
+def _compressed_query_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: float) -> float:
+    """Return the seconds of all projections but the last, as the mean over layers, and of their rows."""
+    attention, hidden = _compressed(model), model.hidden_size
+    output = attention.output_width * hidden
+    width = (attention.num_weights(hidden, model.num_hidden_layers) - output) // hidden
+    moved = hidden * (BF16 + FP8) + attention.query_width * 2 * BF16
+    return product_s(tokens, width, hidden, gpu, sms_share=sms_share) + stream_s(tokens * moved, gpu)
+
+
 class _Times(NamedTuple):
     """Functions of one attention kind."""
 
@@ -174,4 +226,5 @@ _TIMES: dict[type[AttentionConfig], _Times] = {
     MlaConfig: _LATENT,
     DsaConfig: _LATENT,
     GqaConfig: _Times(_grouped_prefill, _grouped_decode),
+    CompressedConfig: _Times(_compressed_prefill, _compressed_decode),
 }

@@ -268,3 +268,58 @@ def test_a_folder_of_v32_needs_no_template_and_one_of_its_own_goes_first(folder_
     assert load_tokenizer(folder_of_model).template_text == (OWN_TEMPLATES / "deepseek_v32.jinja").read_text()
     (folder_of_model / "chat_template.jinja").write_text("{{ messages }}")
     assert load_tokenizer(folder_of_model).template_text == "{{ messages }}"
+
+
+@pytest.fixture(scope="module")
+def v4():
+    return ChatTemplate((OWN_TEMPLATES / "deepseek_v4.jinja").read_text(), {})
+
+
+def test_v4_thinks_unless_it_is_told_not_to_and_has_a_text_for_high_efforts(v4):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    words = f"Be brief.{USER}1+1?{ASSISTANT}"
+    assert v4.render(chat) == f"{BEGIN}{words}<think>"
+    assert v4.render(chat, {"reasoning_effort": "low"}) == f"{BEGIN}{words}<think>"
+    for name in ("thinking", "enable_thinking"):
+        assert v4.render(chat, {name: False, "reasoning_effort": "max"}) == f"{BEGIN}{words}</think>"
+    for effort, text in (("high", "Absolute maximum with"), ("xhigh", "Absolute maximum with"), ("max", "Beyond max")):
+        prompt = v4.render(chat, {"reasoning_effort": effort})
+        assert prompt.startswith(f"{BEGIN}Reasoning Effort: {text}")
+        assert prompt.endswith(f".\n\n{words}<think>")
+
+
+def test_v4_joins_what_users_and_tools_say_and_keeps_reasoning_only_where_there_are_tools(v4):
+    chat = [
+        {"role": "user", "content": "Tides?"},
+        {"role": "user", "content": "Soon."},
+        {"role": "assistant", "content": "", "reasoning_content": "two", "tool_calls": [call(at="now"), call(at=1.5)]},
+        {"role": "tool", "content": "high"},
+        {"role": "tool", "content": "low"},
+        {"role": "user", "content": "Thanks."},
+        {"role": "latest_reminder", "content": "Friday"},
+    ]
+    written = "\n".join(invoked(one) for one in (("at", "true", "now"), ("at", "false", "1.5")))
+    calls = f"\n\n<｜DSML｜tool_calls>\n{written}\n</｜DSML｜tool_calls>{END}"
+    users = f"{USER}<tool_result>high</tool_result>\n\n<tool_result>low</tool_result>\n\nThanks."
+    end = f"{users}<｜latest_reminder｜>Friday{ASSISTANT}<think>"
+    begin = f"{USER}Tides?\n\nSoon.{ASSISTANT}"
+    assert v4.render(chat) == f"{BEGIN}{begin}</think>{calls}{end}"
+    with_tools = v4.render(chat, {"tools": [TOOL]})
+    assert with_tools.startswith(f"{BEGIN}\n\n## Tools\n\nYou have access to a set of tools to help answer")
+    schema = '{"name": "tide", "parameters": {"type": "object", "ü": [1, null]}}'
+    told = "You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.\n"
+    assert with_tools.endswith(f"Schemas\n\n{schema}\n\n{told}{begin}<think>two</think>{calls}{end}")
+
+
+def test_v4_writes_the_format_of_answers_behind_the_system_message_and_refuses_unknown_roles(v4):
+    system = {"role": "system", "content": "S", "response_format": {"type": "object"}}
+    told = "You MUST strictly adhere to the following schema to reply:"
+    expected = f'{BEGIN}S\n\n## Response Format:\n\n{told}\n{{"type": "object"}}{USER}a{ASSISTANT}<think>'
+    assert v4.render([system, {"role": "user", "content": "a"}]) == expected
+    with pytest.raises(ChatError, match="the role critic is not known"):
+        v4.render([{"role": "critic", "content": "a"}])
+
+
+def test_a_folder_of_v4_needs_no_template(folder_of_model):
+    (folder_of_model / "config.json").write_text('{"model_type": "deepseek_v4"}')
+    assert load_tokenizer(folder_of_model).template_text == (OWN_TEMPLATES / "deepseek_v4.jinja").read_text()

@@ -28,6 +28,7 @@ V3_TOKENS = ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"]
     [
         (V3, V3_TOKENS, ["deepseek_v3"]),
         ((OWN_TEMPLATES / "deepseek_v32.jinja").read_text(), [*V3_TOKENS, "｜DSML｜"], ["deepseek_v32"]),
+        ((OWN_TEMPLATES / "deepseek_v4.jinja").read_text(), [*V3_TOKENS, "｜DSML｜"], ["deepseek_v32"]),
         (KIMI, [], ["kimi_k2"]),
         (GLM, ["<tool_call>", "<arg_key>"], ["glm"]),
         (YOUTU, [], ["hermes"]),

@@ -55,6 +55,10 @@ def v32(*calls):
     return "<｜DSML｜function_calls>\n" + "".join(texts) + "</｜DSML｜function_calls>"
 
 
+def v4(*calls):
+    return v32(*calls).replace("function_calls", "tool_calls")
+
+
 def kimi(*calls):
     texts = [
         f"<|tool_call_begin|>functions.{call['name']}:{place}<|tool_call_argument_begin|>{call['arguments']}"
@@ -127,7 +131,7 @@ def test_calls_of_mistral_are_read_up_to_the_end_of_the_text(form):
     assert calls_of(form(ROME).replace("[ARGS]", "[CALL_ID]abcdefghi[ARGS]")) == [ROME]
 
 
-@pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm, youtu, minimax, harmony, harmony_role])
+@pytest.mark.parametrize("form", [v3, v31, v32, v4, kimi, glm, youtu, minimax, harmony, harmony_role])
 def test_calls_are_read_in_every_form(form):
     assert calls_of(form(ROME)) == [ROME]
     assert calls_of(f"I look it up.\n{form(ROME, LATER)}<｜end▁of▁sentence｜>") == [ROME, LATER]
@@ -203,7 +207,7 @@ def test_arguments_of_mistral_as_json_text_are_unwrapped():
     assert calls_of(text) == [{"name": "f", "arguments": '{"n": 1}'}]
 
 
-@pytest.mark.parametrize("form", [v3, v31, v32, kimi, glm, youtu, minimax])
+@pytest.mark.parametrize("form", [v3, v31, v32, v4, kimi, glm, youtu, minimax])
 def test_calls_inside_later_thinking_are_none(form):
     call = form(ROME)
     assert calls_of(f"<think>a</think>text<think>maybe {call} no</think>final") == []

@@ -276,7 +276,7 @@ REFUSED = {
     ),
     "glm-5-shares-from-nobody": (GLM_5 | {"indexer_types": ["shared"] * 78}, ["indexer_types", "the first one"]),
     "glm-5-pattern-of-others": (GLM_5 | {"index_topk_pattern": "FX" * 39}, ["indexer_types", '"X"']),
-    "v4": (V3 | {"model_type": "deepseek_v4"}, ["deepseek_v4", "compressed caches"]),
+    "v3-as-v4": (V3 | {"model_type": "deepseek_v4", "architectures": None}, ["scoring_func", "sqrtsoftplus"]),
     "mistral-large-4": (V3 | {"model_type": "mistral_large4"}, ["mistral_large4", "share latents"]),
     "mistral-small-3": (
         SMALL_4 | {"text_config": {"model_type": "mistral", "hidden_size": 5120}},

@@ -245,7 +245,7 @@ def test_a_residual_of_another_kind_goes_around_every_sublayer(tmp_path, name):
         model = Transformer.load(tmp_path, dtype=torch.float32)
         if residual is not None:
             model.residual = residual
-            model.layers = tuple(replace(layer, residual=residual) for layer in model.layers)
+            model.layers = tuple(replace(layer, residuals=(residual, residual)) for layer in model.layers)
         requests = PagedRequests(model, random_prompts((70, 3)), max_new_tokens=5)
         requests.prefill(range(2), (40,))
         requests.decode_greedily(range(2), 5)

@@ -32,7 +32,8 @@ class PagedRequests:
         generator = torch.Generator().manual_seed(seed)
         shuffled = torch.randperm(sum(num_pages) + 3, generator=generator)
         self.page_ids = list(shuffled[: sum(num_pages)].split(num_pages))
-        self.pages = model.new_pages(len(shuffled))
+        self.slots = torch.randperm(len(prompts), generator=generator)  # of the requests' states
+        self.pages = model.new_pages(len(shuffled), len(prompts))
         if garbage:
             self.pages.normal_(generator=generator).mul_(garbage)
 
@@ -48,15 +49,19 @@ class PagedRequests:
 
     def prefill_step(self, order: Sequence[int], sizes: dict[int, int]) -> StepOutput:
         """One step that computes the next `sizes[i]` tokens of each request in `order`."""
+        output = self.model.forward(self.prefill_input(order, sizes), self.pages)
+        self._keep(order, sizes, output)
+        return output
+
+    def prefill_input(self, order: Sequence[int], sizes: dict[int, int]) -> StepInput:
+        """The input of that step."""
         spans, rows, start = [], [], 0
         for i in order:
             context = self.num_done[i] + sizes[i]
             spans.append(PrefillSpan(start, sizes[i], context, self.page_ids[i][: -(-context // PAGE_TOKENS)]))
             rows += [(i, position) for position in range(self.num_done[i], context)]
             start += sizes[i]
-        output = self.model.forward(self._step(rows, prefill=tuple(spans)), self.pages)
-        self._keep(order, sizes, output)
-        return output
+        return self._step(rows, prefill=tuple(spans), state_slots=self.slots[list(order)])
 
     def decode_step(self, order: Sequence[int], num_queries: int = 1) -> StepOutput:
         """One step that computes the next `num_queries` tokens (already in `tokens`) of each request in `order`."""
@@ -72,7 +77,7 @@ class PagedRequests:
         for row, i in enumerate(order):
             table[row, : len(self.page_ids[i])] = self.page_ids[i]
         kv_tokens = torch.tensor([self.num_done[i] + num_queries for i in order], dtype=torch.int64)
-        return self._step(rows, page_table=table, kv_tokens=kv_tokens)
+        return self._step(rows, page_table=table, kv_tokens=kv_tokens, state_slots=self.slots[list(order)])
 
     def decode_greedily(self, order: Sequence[int], num_tokens: int) -> None:
         """Append the best token and compute it, `num_tokens` times for all requests in `order`."""

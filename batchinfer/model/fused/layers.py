@@ -78,7 +78,11 @@ class FusedMoe(MoeMlp):
         return self._kernel if self._stays_here else None
 
     def route(
-        self, hidden_TD: torch.Tensor, expert_counts_E: torch.Tensor, is_counted_T: torch.Tensor | None = None
+        self,
+        hidden_TD: torch.Tensor,
+        tokens_T: torch.Tensor,
+        expert_counts_E: torch.Tensor,
+        is_counted_T: torch.Tensor | None = None,
     ) -> Routing:
         """See MoeMlp."""
         assert is_counted_T is None, "on a CPU no batch is filled up"
@@ -121,7 +125,7 @@ def attention_of(
 
 def moe_of(ops: Ops, config: ModelConfig, weights: MoeWeights, norm_D: torch.Tensor, dispatcher: Dispatcher) -> MoeMlp:
     """Return a fused MoE if all weights are packed, none has a bias, and rows are whole steps of a product."""
-    if config.expert_clamp is not None:  # and biases
+    if config.expert_clamp is not None:
         return MoeMlp(ops, config, weights, norm_D, dispatcher)
     shared = weights.shared
     of_shared = () if shared is None else (plain_weight(shared.gate_up), plain_weight(shared.down))

@@ -26,7 +26,7 @@ class GateRule(NamedTuple):
     @property
     def always_scales(self) -> bool:
         """Whether normalised weights are scaled, too."""
-        return self.method in ("noaux_tc", "group_top2", "topk_softmax")
+        return self.method in ("noaux_tc", "group_top2", "topk_softmax", "sqrtsoftplus")
 
 
 def gate(
@@ -35,6 +35,7 @@ def gate(
     rule: GateRule,
     counts_E: torch.Tensor | None = None,
     is_counted_T: torch.Tensor | None = None,
+    chosen_TK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose the experts of each token and their weights. Equal scores: the lower index goes first.
 
@@ -47,12 +48,14 @@ def gate(
     weights are divided by their sum when `normalize`, times `scale`.
     "topk_softmax" (gpt-oss, transformers' modeling_gpt_oss): the bias is a part of the logits; the largest logits are
     chosen, without groups; weights are the softmax over the chosen logits alone, times `scale`. `normalize` is on.
+    "sqrtsoftplus" (DeepSeek-V4): as "noaux_tc" without groups, with the root of softplus as score.
 
     Args:
         logits_TE: [T, E] float32.
         bias_E: [E] float32, for "noaux_tc" and "topk_softmax".
         counts_E: [E] int64, increased by the number of these tokens that each expert gets; None: no counting.
         is_counted_T: [T] int64, 0 for tokens that are not counted; None: all count.
+        chosen_TK: [T, topk] int64, experts that are chosen already; only their weights are computed then.
 
     Returns:
         ids [T, topk] int64 by descending score, weights [T, topk] float32. All weights of a token are NaN if one of its
@@ -65,6 +68,10 @@ def gate(
         scores_TE = scores_TE.masked_fill(~choice_TE.isfinite().all(-1, keepdim=True), torch.nan)
         allowed_TE = _groups_allowed(choice_TE, rule, best=2)
         choice_TE = choice_TE.masked_fill(~allowed_TE, -torch.inf)
+    elif rule.method == "sqrtsoftplus":
+        scores_TE = (logits64_TE.clamp(min=0) + torch.exp(-logits64_TE.abs()).log1p()).sqrt().float()
+        choice_TE = scores_TE if bias_E is None else scores_TE + bias_E
+        scores_TE = scores_TE.masked_fill(~choice_TE.isfinite().all(-1, keepdim=True), torch.nan)
     elif rule.method == "topk_softmax":
         choice_TE = logits_TE if bias_E is None else logits_TE + bias_E
         scores_TE = torch.exp(choice_TE.double() - choice_TE.double().amax(-1, keepdim=True))
@@ -74,7 +81,7 @@ def gate(
         if rule.method != "greedy":
             best = 2 if rule.method == "group_top2" else 1
             choice_TE = choice_TE.masked_fill(~_groups_allowed(choice_TE, rule, best=best), 0.0)
-    ids_TK = _top_indices(choice_TE, rule.topk)
+    ids_TK = _top_indices(choice_TE, rule.topk) if chosen_TK is None else chosen_TK
     weights_TK = scores_TE.gather(1, ids_TK).double()
     if rule.normalize:
         weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)

@@ -109,7 +109,7 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
         piece = max(1, MAX_SCORES // (len(keys_XI) * q_THI.shape[1]))
         for first in range(start, start + count, piece):
             some = slice(first, min(first + piece, start + count))
-            scores_TX = _scores(q_THI[some], queries.weights_TH[some], keys_XI, scale)
+            scores_TX = index_scores(q_THI[some], queries.weights_TH[some], keys_XI, scale)
             chosen_TK = _best(scores_TX, keys.positions_T[some], topk)
             slots_TK[some] = (pages_P[chosen_TK // PAGE_TOKENS] * PAGE_TOKENS + chosen_TK % PAGE_TOKENS).int()
         start += count
@@ -173,7 +173,7 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved:
     return torch.cat([rope(turned, cos, sin, interleaved=interleaved), plain], dim=-1)
 
 
-def _scores(q_THI: torch.Tensor, weights_TH: torch.Tensor, keys_XI: torch.Tensor, scale: float) -> torch.Tensor:
+def index_scores(q_THI: torch.Tensor, weights_TH: torch.Tensor, keys_XI: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the scores of queries of one request, [T, X] float32."""
     products_LX = batched_matmul(q_THI.float().flatten(0, 1)[None], keys_XI.T[None])[0]
     scores_THX = products_LX.mul_(scale).relu_().unflatten(0, (len(q_THI), -1))

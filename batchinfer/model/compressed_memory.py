@@ -1,0 +1,83 @@
+"""Memory of compressed attention in one layer: entries in pages, and what waits of each request in slots.
+
+A page of 64 tokens has the entries of its tokens; an entry of 128 tokens is in two pages, half of its values in each.
+A slot has the last rows of its request, and the parts of tokens whose entry is not made yet, or that the next entry
+needs again. Both are rings by position: a later token takes the place of one that is no longer needed, so that a slot
+needs no clearing.
+"""
+
+# B requests, P pages of a request, W rows of the window, C width of a row, E entries
+
+from typing import NamedTuple
+
+import torch
+
+from batchinfer.config import PAGE_TOKENS
+from batchinfer.model.compressed_config import CompressedConfig
+from batchinfer.model.page_memory import zeros
+
+
+class LayerMemory(NamedTuple):
+    """The memory of one layer.
+
+    window: [num_slots, W, C].
+    entries: of each compressor [num_pages, values of a page].
+    waiting: of each compressor [num_slots, tokens, 2, raw width] float32, values above gates.
+    """
+
+    window: torch.Tensor
+    entries: tuple[torch.Tensor, ...]
+    waiting: tuple[torch.Tensor, ...]
+
+
+def empty_memory(
+    config: CompressedConfig, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device
+) -> list[LayerMemory]:
+    """Return the memory of each layer; on a CPU it takes memory when it is used.
+
+    Raises:
+        ConfigError: the address space does not suffice.
+    """
+    sizes = num_pages, num_slots, dtype, device
+    return [_empty_layer(config, layer, *sizes) for layer in range(len(config.ratios))]
+
+
+def _empty_layer(
+    config: CompressedConfig, layer: int, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device
+) -> LayerMemory:
+    compressors = config.compressors(layer)
+    return LayerMemory(
+        window=zeros((num_slots, config.window, config.head_dim), dtype, device),
+        entries=tuple(zeros((num_pages, PAGE_TOKENS * one.width // one.ratio), dtype, device) for one in compressors),
+        waiting=tuple(
+            zeros((num_slots, one.num_waiting, 2, one.raw_width), torch.float32, device) for one in compressors
+        ),
+    )
+
+
+def write_entries(pages: torch.Tensor, page_ids_P: torch.Tensor, first: int, entries_NC: torch.Tensor) -> None:
+    """Write entries of one request, from this number on, to its pages."""
+    width = min(entries_NC.shape[1], pages.shape[1])  # of the part of an entry in one page
+    parts = entries_NC.reshape(-1, width)
+    begin = first * (entries_NC.shape[1] // width)
+    places = torch.arange(begin, begin + len(parts), device=pages.device)
+    per_page = pages.shape[1] // width
+    rows = page_ids_P[places // per_page] * per_page + places % per_page
+    pages.view(-1, width)[rows] = parts.to(pages.dtype)
+
+
+def read_entries(pages: torch.Tensor, page_ids_P: torch.Tensor, count: int, width: int) -> torch.Tensor:
+    """Return the first entries of one request, [E, C]."""
+    num_pages = -(-count * width // pages.shape[1])
+    return pages[page_ids_P[:num_pages]].flatten()[: count * width].view(count, width)
+
+
+def ring_rows(ring: torch.Tensor, slot: int, first: int, end: int) -> torch.Tensor:
+    """Return the rows of a slot at these positions, which are not more than the ring has."""
+    return ring[slot, torch.arange(first, end, device=ring.device) % ring.shape[1]]
+
+
+def keep_rows(ring: torch.Tensor, slot: int, end: int, rows: torch.Tensor) -> None:
+    """Put rows, the last at position end - 1, into a slot, as far as the ring has room."""
+    kept = rows[-ring.shape[1] :]
+    ring[slot, torch.arange(end - len(kept), end, device=ring.device) % ring.shape[1]] = kept.to(ring.dtype)

@@ -1,0 +1,98 @@
+"""Jobs with a model whose requests keep a state besides their pages: window rows and unfinished entries."""
+
+import shutil
+
+import pyarrow as pa
+import pytest
+import torch
+
+from support.compressed_models import published_tensors, random_model, write_compressed
+from support.jobs import answers, batchinfer, write_job, write_shard
+from support.paths import RANDOM_MODEL
+
+NUM_NEW = 12
+LENGTHS = (1, 3, 5, 127, 131, 300, 2, 64, 129)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, prompts some of which begin alike, and the answers of one rank."""
+    folder = tmp_path_factory.mktemp("compressed")
+    changes = {"sliding_window": 8, "index_topk": 3, "num_nextn_predict_layers": 1}
+    write_compressed(folder / "model", published_tensors(random_model(**changes)), **changes)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(RANDOM_MODEL / file, folder / "model" / file)
+    draw = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(2, 96, (length,), generator=draw).tolist() for length in LENGTHS]
+    prompts += [prompts[5] + one for one in prompts[:5]]
+    write_shard(folder / "prompts" / "a.parquet", {"ids": pa.array(prompts, pa.list_(pa.int32()))})
+    ended = run(folder, "one")
+    assert ended.code == 0, ended.err
+    return folder, prompts
+
+
+def run(folder, name, **parts):
+    given = {
+        "input": {"prompt": None, "token_ids": "ids"},
+        "model": {"path": "model"},
+        "output": {"dir": name},
+        "sampling": {"max_tokens": NUM_NEW, "ignore_eos": True, "logprobs": 2},
+    }
+    return batchinfer("run", write_job(folder, name=f"{name}.toml", **(given | parts)))
+
+
+def test_answers_are_those_of_transformers(folder):
+    root, prompts = folder
+    theirs = random_model(sliding_window=8, index_topk=3)
+    rows = answers(root / "one")
+    for row, prompt in list(zip(rows, prompts, strict=True))[:7]:
+        tokens = list(prompt)
+        for token in row["token_ids"]:
+            with torch.no_grad():
+                logprobs = theirs(torch.tensor([tokens]), use_cache=False).logits[0, -1].log_softmax(-1)
+            place = len(tokens) - len(prompt)
+            assert int(logprobs.argmax()) == token
+            assert row["logprobs"][place]["logprob"] == pytest.approx(float(logprobs[token]), abs=1e-4)
+            tokens.append(token)
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [{"prefill_tokens": 64, "decode_requests": 3}, {"prefill_ranks": 2, "decode_ranks": 2, "prefill_tokens": 100}],
+    ids=["few-slots-and-small-chunks", "two-ranks"],
+)
+def test_answers_do_not_depend_on_steps_and_ranks(folder, cluster, request):
+    root, _ = folder
+    name = request.node.callspec.id
+    ended = run(root, name, cluster=cluster)
+    assert ended.code == 0, ended.err
+    assert answers(root / name) == answers(root / "one")
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"kv": {"dir": "kv"}}, "kv.dir is set, but requests of this model keep a state"),
+        (
+            {"kv": {"dtype": "fp8"}, "model": {"path": "model", "dtype": "bfloat16"}},
+            'kv.dtype is "fp8", but pages of compressed entries',
+        ),
+        (
+            {"cluster": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}},
+            "does not travel between ranks",
+        ),
+    ],
+)
+def test_what_a_state_cannot_do_yet_is_refused(folder, parts, words):
+    ended = run(folder[0], "refused", **parts)
+    assert ended.code == 2
+    assert words in ended.err
+
+
+def test_a_converted_folder_gives_the_same_answers(folder):
+    root, _ = folder
+    ended = batchinfer("convert", root / "model", root / "converted", "--dtype", "float32")
+    assert ended.code == 0, ended.err
+    ended = run(root, "of-converted", model={"path": "converted"})
+    assert ended.code == 0, ended.err
+    assert answers(root / "of-converted") == answers(root / "one")

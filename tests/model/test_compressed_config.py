@@ -1,0 +1,157 @@
+"""Models with a window and compressed entries: config.json, sizes, and the tensors of their files."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from batchinfer.model.checkpoint import open_checkpoint
+from batchinfer.model.compressed_config import CompressedConfig
+from batchinfer.model.config import load_model_config
+from batchinfer.model.headers import read_headers
+from batchinfer.model.stored_weights import StoredWeights
+from batchinfer.model.tensor_names import check_tensors, expected_tensors, why_no_mtp
+from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.records import ModelError
+from support.compressed_models import TINY, published_tensors, random_model, write_compressed
+
+FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}
+FLASH = TINY | {
+    "vocab_size": 129280,
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_groups": 8,
+    "o_lora_rank": 1024,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "num_experts_per_tok": 6,
+    "num_hash_layers": 3,
+    "swiglu_limit": 10.0,
+    "compress_ratios": [0, 0] + [4, 128] * 20 + [4, 0],
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "rope_scaling": TINY["rope_scaling"] | {"original_max_position_embeddings": 65536},
+    "max_position_embeddings": 1048576,
+    "quantization_config": FP8,
+    "expert_dtype": "fp4",
+}
+PRO = FLASH | {
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "q_lora_rank": 1536,
+    "o_groups": 16,
+    "moe_intermediate_size": 3072,
+    "n_routed_experts": 384,
+    "routed_scaling_factor": 2.5,
+    "compress_ratios": [128, 128] + [4, 128] * 29 + [4, 0],
+    "index_topk": 1024,
+}
+
+
+def load(folder, values):
+    (folder / "config.json").write_text(json.dumps(values))
+    return load_model_config(folder)
+
+
+@pytest.mark.parametrize(("values", "kv_bytes", "weights"), [(FLASH, 6880, 284.3e9), (PRO, 9848, 1573e9)])
+def test_a_published_config_has_the_published_sizes(tmp_path, values, kv_bytes, weights):
+    config = load(tmp_path, values)
+    assert config.unknown_keys == ()
+    assert config.kv_bytes_per_token(2) == kv_bytes
+    assert sum(math.prod(shape) for _, shape in expected_tensors(config)) == pytest.approx(weights, rel=1e-3)
+    assert weight_bytes(config, "bfloat16") == pytest.approx(2 * weights, rel=1e-3)
+    assert config.num_moe_layers == config.num_hidden_layers
+    assert (config.num_hash_layers, config.expert_clamp.limit, config.hyper.num_streams) == (3, 10.0, 4)
+
+
+def test_a_request_keeps_a_state_of_fixed_size(tmp_path):
+    attention = load(tmp_path, FLASH).attention
+    assert isinstance(attention, CompressedConfig)
+    assert not attention.cuts_anywhere
+    windows, indexed, wide = 43 * 128 * 512 * 2, 21 * 8 * (4 * 512 + 4 * 128) * 4, 20 * 128 * 2 * 512 * 4
+    assert attention.state_bytes(2) == windows + indexed + wide  # 17.8 MB
+    assert attention.rope.theta == 10_000
+    assert (attention.compressed_rope.theta, attention.compressed_rope.cos_sin_scale) == (160_000, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"compress_ratios": [0, 4, 128]}, ["compress_ratios", "each of 6 layers"]),
+        ({"compress_ratios": [0, 4, 64, 4, 128, 0, 0]}, ["compress_ratios", "0 or 4 or 128"]),
+        ({"compress_ratios": None}, ["compress_ratios is null"]),
+        ({"compress_ratios": [True] * 6}, ["compress_ratios", "whole numbers"]),
+        ({"o_groups": 3}, ["o_groups is 3", "num_attention_heads = 4"]),
+        ({"num_key_value_heads": 4}, ["num_key_value_heads is 4"]),
+        ({"qk_rope_head_dim": 7}, ["qk_rope_head_dim is 7", "even"]),
+        ({"index_head_dim": 4}, ["index_head_dim is 4", "from 8"]),
+        ({"scoring_func": "sigmoid"}, ["scoring_func", "sqrtsoftplus"]),
+        ({"hc_mult": None}, ["hc_mult is missing"]),
+        ({"swiglu_limit": None}, ["swiglu_limit is missing"]),
+        ({"num_hash_layers": 7}, ["num_hash_layers is 7", "from 0 to 6"]),
+        ({"rope_scaling": TINY["rope_scaling"] | {"mscale": 1.0}}, ["rope_scaling", "without any mscale"]),
+        ({"expert_dtype": "int3", "quantization_config": FP8}, ["expert_dtype", '"fp4" or "fp8"']),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(tmp_path, changes, words):
+    with pytest.raises(ModelError) as error:
+        load(tmp_path, TINY | changes)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_keys_of_a_drafter_are_passed_over(tmp_path):
+    assert load(tmp_path, TINY | {"dspark_block_size": 16}).unknown_keys == ()
+
+
+def test_published_names_are_those_that_are_expected(tmp_path):
+    tensors = published_tensors(random_model())
+    folder = write_compressed(tmp_path, tensors | {"mtp.0.e_proj.weight": torch.zeros(2, 2)})
+    config, headers = load_model_config(folder), read_headers(folder)
+    check_tensors(headers, config)
+    assert "mtp.*" in why_no_mtp(headers, config)
+    lost = dict(tensors)
+    del lost["layers.0.ffn.gate.tid2eid"]
+    save_file(lost, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"1 missing: model.layers.0.mlp.gate.tid2eid"):
+        check_tensors(read_headers(folder), config)
+
+
+def test_fp8_and_fp4_weights_are_read_as_they_are_published(tmp_path):
+    tensors = published_tensors(random_model(moe_intermediate_size=32))
+    draw = torch.Generator().manual_seed(0)
+    wide = torch.randn(32, 20, generator=draw).to(torch.float8_e4m3fn)
+    packed = torch.randint(0, 256, (32, 16), generator=draw, dtype=torch.uint8)
+    exponents = torch.randint(120, 134, (32, 1), generator=draw, dtype=torch.uint8)
+    expert = "layers.3.ffn.experts.5.w1"
+    e8m0 = torch.float8_e8m0fnu
+    tensors["layers.2.attn.wq_b.weight"] = torch.cat([wide] * 4)
+    tensors["layers.2.attn.wq_b.scale"] = torch.full((1, 1), 129, dtype=torch.uint8).view(e8m0)
+    tensors |= {f"{expert}.weight": packed.view(torch.int8), f"{expert}.scale": exponents.view(e8m0)}
+    changes = {"quantization_config": FP8, "moe_intermediate_size": 32}
+    folder = write_compressed(tmp_path, tensors, **changes)
+    config = load_model_config(folder)
+    checkpoint = open_checkpoint(folder)
+    check_tensors(checkpoint, config)
+    stored = StoredWeights(checkpoint, config)
+    assert stored.read("model.layers.2.self_attn.wq_b.weight", torch.float32).equal(torch.cat([wide] * 4).float() * 4)
+    name = "model.layers.3.mlp.experts.5.gate_proj.weight"
+    assert stored.shape(name) == (32, 32)
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    for row, column in ((0, 0), (3, 7), (31, 30), (9, 31)):
+        nibble = int(packed[row, column // 2]) >> (4 * (column % 2)) & 15
+        value = (-1 if nibble & 8 else 1) * magnitudes[nibble & 7] * 2.0 ** (int(exponents[row, 0]) - 127)
+        assert stored.read(name, torch.float32)[row, column] == value
