@@ -241,7 +241,7 @@ def processes_with(mark: str) -> list[Path]:
 
 
 def kv_transfers(mark: str) -> dict[int, int]:
-    """Return the bytes of each KV transfer that these processes hold, by inode; looks at one process after the other."""
+    """Return the bytes of each KV transfer that these processes hold, by inode, one process after the other."""
     transfers = {}
     for folder in processes_with(mark):
         with contextlib.suppress(OSError):
