@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,6 +13,7 @@ import pyarrow.compute as pc
 
 from batchinfer.api.settings import KINDS
 from batchinfer.api.tables import BATCH_ROWS, NOT_ARROW, column_of, is_column, reason_of
+from batchinfer.data.formats.names import is_data_file
 from batchinfer.records import InputError
 
 
@@ -21,8 +23,11 @@ def usual_form(data: Any) -> Any:
         one text or chat → a list of it      rows as dicts → columns      splits → the only split      array → list
 
     Raises:
-        InputError: data is a message or a row alone, has several splits, or has columns that do not fit together.
+        InputError: data is a message or a row alone, names a file, has several splits, or has columns that do not fit
+            together.
     """
+    if isinstance(data, str):
+        _refuse_file_name(data)
     if isinstance(data, str) or is_chat(data):
         return [data]
     if isinstance(data, list | tuple) and any(isinstance(row, Mapping) for row in data):
@@ -31,6 +36,15 @@ def usual_form(data: Any) -> Any:
         return _of_mapping(data)
     is_arrow = hasattr(data, "__arrow_c_stream__") or hasattr(data, "__arrow_c_array__")
     return data.tolist() if hasattr(data, "tolist") and not is_arrow else data
+
+
+def _refuse_file_name(text: str) -> None:
+    """Raise InputError if a text alone is the name of a data file: it would be answered as a question."""
+    if "\n" not in text and is_data_file(os.path.basename(text)) and os.path.isfile(text):
+        raise InputError(
+            f"data is {text!r}, the name of a file; give its rows, such as pandas.read_csv({text!r}), or a job with "
+            f"input.files to batchinfer.run; for an answer to this text itself, give [{text!r}]"
+        )
 
 
 def is_chat(value: Any) -> bool:

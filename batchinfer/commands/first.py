@@ -36,7 +36,8 @@ _model_option = click.option(
     type=click.Path(path_type=Path),
     help="The job file to write; an existing file is not changed.",
 )
-def init(data: str, model: Path, target: Path) -> None:
+@click.option("--system", metavar="TEXT", help="The same system message for every row, of texts sent to a chat model.")
+def init(data: str, model: Path, target: Path, system: str | None) -> None:
     """Write a job file for DATA, a file, a folder or a glob.
 
     The columns of prompts and ids are chosen by types and names, model.dtype by the checkpoint and this machine's
@@ -48,7 +49,7 @@ def init(data: str, model: Path, target: Path) -> None:
     taken = click.UsageError(f"{target} exists already; name another file with -o")
     if target.exists():
         raise taken
-    made = first_job(data, model, target)
+    made = first_job(data, model, target, system)
     if not create_exclusively(target, made.text):
         raise taken
     for what, choice in made.choices:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from batchinfer.commands.goals import GOAL_OPTIONS, GoalOptions, follow_run, submit_with_goal
-from batchinfer.commands.options import job_options, pass_stop, tracer_of
+from batchinfer.commands.options import earlier_run_options, job_options, pass_stop, tracer_of
 from batchinfer.commands.target import Target
 from batchinfer.rundir import LAUNCHERS
 from batchinfer.stop import StopSignal
@@ -118,6 +118,7 @@ def _other_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Slurm: resize a submitted RUN by its slurm.schedule, or by its latest --finish-by and --max-cost, "
     "until it is finished.",
 )
+@earlier_run_options
 @job_options
 @pass_stop
 def submit(
@@ -131,6 +132,9 @@ def submit(
     overrides: tuple[str, ...],
     strict: bool,
     trace: bool,
+    learn_from: Path | None,
+    expert_loads: Path | None,
+    reuse: Path | None,
     **shape: Any,
 ) -> None:
     """Plan JOB here, compute it on Slurm, Kubernetes or Ray.
@@ -156,7 +160,10 @@ def submit(
     for name in ("template", "finish_template"):
         shape[name] = None if shape[name] is None else str(shape[name].absolute())
     options = {name: value for name, value in shape.items() if to in ONLY_OF.get(name, (to,))}
-    job = Target(target, overrides, stop, tracer_of(trace), strict=strict, dry_run=dry_run)
+    earlier_runs = {"learn_from": learn_from, "expert_loads": expert_loads, "reuse": reuse}
+    job = Target(target, overrides, stop, tracer_of(trace), strict=strict, dry_run=dry_run, earlier_runs=earlier_runs)
+    if job.is_run and any(earlier_runs.values()):
+        raise click.UsageError("--learn-from, --expert-loads and --reuse count when a plan is made; a run has its plan")
     if array is None or goals.has_goal:
         submit_with_goal(job, goals, options)
     else:

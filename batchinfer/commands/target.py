@@ -29,6 +29,7 @@ class Target:
     tracer: Tracer = field(repr=False)
     strict: bool
     dry_run: bool
+    earlier_runs: dict[str, Path | None]  # by the names of `plan_here`
 
     @cached_property
     def run_and_job(self) -> tuple[RunDir, JobConfig]:
@@ -62,7 +63,7 @@ class Target:
         _, job = self.run_and_job
         if not self.is_run:
             with alone("plan", self.stop) as session:
-                plan_here(job, session, self.tracer, strict=self.strict, learn_from=None, expert_loads=None)
+                plan_here(job, session, self.tracer, strict=self.strict, **self.earlier_runs)
 
     def print_expected(self, tasks: int, nodes: int) -> None:
         """Print the plan's expectation on stderr; stdout is for the submission itself."""

@@ -36,6 +36,13 @@ def model_folder(base: Path, text: str) -> str:
     return _snapshot(folder, hub_name["revision"] or _DEFAULT_REVISION) or local
 
 
+def cached_names() -> list[str]:
+    """Return owner/name of the models in the Hugging Face cache."""
+    return [
+        path.name.removeprefix("models--").replace("--", "/", 1) for path in sorted(hub_cache().glob("models--*--*"))
+    ]
+
+
 def hub_cache() -> Path:
     """Return the folder in which `huggingface_hub` keeps models."""
     if given := os.environ.get("HF_HUB_CACHE"):

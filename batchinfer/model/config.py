@@ -7,7 +7,8 @@ The families of families.py are understood, each as written by the original rele
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from batchinfer.config.model_folder import MISTRAL, config_file
+from batchinfer.config.model_folder import MISTRAL, cached_names, config_file
+from batchinfer.config.spelling import did_you_mean
 from batchinfer.model.attention_config import AttentionConfig
 from batchinfer.model.compressed_config import read_compressed
 from batchinfer.model.config_keys import judge_unread_keys
@@ -210,6 +211,8 @@ def _no_folder(folder: Path) -> str:
     if folder.parent.exists() or not folder.parent.parent.exists():
         return sentence
     name, _, revision = f"{folder.parent.name}/{folder.name}".partition("@")
+    if meant := did_you_mean(name, cached_names()):
+        sentence += f"; {name} is not in the Hugging Face cache: {meant}"
     command = f"hf download {name} --revision {revision}" if revision else f"hf download {name}"
     return (
         f"{sentence}; if {name} is a model of the Hugging Face hub, `{command}` puts it into the cache, "

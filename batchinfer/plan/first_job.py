@@ -34,7 +34,7 @@ from batchinfer.data.shards import find_shards
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.first_dtype import choose_dtype, this_machine
-from batchinfer.plan.input_columns import why_no_rows
+from batchinfer.plan.input_columns import other_delimiter, why_no_rows
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.whole_files import publish_text
 
@@ -61,15 +61,16 @@ class FirstJob:
     choices: list[tuple[str, str]]
 
 
-def first_job(data: str, model: Path, target: Path) -> FirstJob:
+def first_job(data: str, model: Path, target: Path, system: str | None = None) -> FirstJob:
     """Return the job file for `target`, checked by the schema.
 
     Args:
         data: a file of any format, a folder, a glob, or a URI of these.
         model: the model folder.
+        system: the system message of every row.
 
     Raises:
-        ConfigError: no file matches, or no column holds prompts.
+        ConfigError: no file matches, no column holds prompts, or `system` does not go with the prompts found.
         InputError: no shard can be read.
         ModelError: the model cannot be used.
     """
@@ -85,7 +86,13 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     if not schema.names or why_no_row(schema) is not None:
         raise ConfigError(why_no_rows(readable[0], schema))
     is_batch = readable[0].format == "jsonl" and are_requests(schema)
-    inputs, of_inputs, others = (*_OF_BATCH, []) if is_batch else _of_columns(_Columns(readable[0]), model)
+    if readable[0].format == "csv" and (advice := other_delimiter(schema)):
+        raise ConfigError(f"{readable[0].path} has one column, {schema.names[0]!r}; {advice}")
+    if is_batch and system is not None:
+        raise ConfigError(
+            f"--system goes with a column of texts, but {data} has lines of an OpenAI batch; leave it out"
+        )
+    inputs, of_inputs, others = (*_OF_BATCH, []) if is_batch else _of_columns(_Columns(readable[0]), model, system)
     run = _free_folder(folder, target.stem)
     (dtype, why), max_tokens = choose_dtype(model, this_machine()), min(MAX_TOKENS, max(1, window // 2))
     text = _TEMPLATE.format(
@@ -113,18 +120,24 @@ def first_job(data: str, model: Path, target: Path) -> FirstJob:
     return FirstJob(text, choices)
 
 
-def _of_columns(columns: _Columns, model: Path) -> tuple[str, list[tuple[str, str]], list[str]]:
+def _of_columns(columns: _Columns, model: Path, system: str | None) -> tuple[str, list[tuple[str, str]], list[str]]:
     """Return the lines of [input] for prompts and ids, the choices that were made, and columns that can be kept.
 
     Raises:
-        ConfigError: no column holds prompts.
+        ConfigError: no column holds prompts, or they are no user's messages, with which `system` goes.
     """
     keys, name, words = columns.prompts()
     if "prompt" in keys and has_chat_template(model):
         keys, words = {"user": name}, f"{words}, put through the chat template as the user's message"
+    if system is not None and "user" not in keys:
+        raise ConfigError(
+            f"--system goes with texts for a model with a chat template; column {name!r} holds {words}; leave it out"
+        )
     ids = columns.ids(name)
     lines = [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     lines[-1] += f"    # {words}"
+    if system is not None:
+        lines.append(f"system = {toml_value(system)}")
     lines.append(f'id = {toml_value(ids or NO_IDS)}    # a column of text or integers; "none": rows have no ids')
     chosen = [
         ("prompts", f"column {name!r}, {words}"),

@@ -74,6 +74,14 @@ def why_no_rows(shard: Shard, schema: pa.Schema, s3: S3Config = DEFAULT_S3) -> s
     return f"no row of the input can be read; the first of {shard.path}: {reason or 'it has no columns'}{hint}"
 
 
+def other_delimiter(schema: pa.Schema) -> str:
+    """Return what to do with a table whose only column's name holds semicolons or bars; "" for other tables."""
+    for delimiter, words in ((";", "semicolons"), ("|", "bars"), ("\t", "tabs")):
+        if len(schema.names) == 1 and delimiter in schema.names[0]:
+            return f"its fields seem to be separated by {words}: write it with commas, or with tabs as *.tsv"
+    return ""
+
+
 def _kept(job: JobConfig, shards: list[Shard]) -> list[pa.Field]:
     kept = kept_fields(shards, job.output.keep_columns)
     if job.output.format == "jsonl":
@@ -98,6 +106,7 @@ def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
         hint = did_you_mean(column.name, first.names, no_ids if column.key == "id" else "")
         if are_requests(first):
             hint = _OF_BATCH
+        hint = other_delimiter(first) or hint
         sentence = f"input.{column.key} names {column.name!r}, which no input shard has; the first shard has {have}"
         return f"{sentence}; {hint}" if hint else sentence
     problems = [column.problem(schema) for schema in schemas]

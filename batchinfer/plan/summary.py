@@ -142,8 +142,8 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
 def _time_lines(summary: dict[str, Any]) -> list[str]:
     if summary["work_s"] is None:
         return [
-            f"time        {'-':>14} not known; plan with --learn-from and a finished run of this model, or name "
-            "cluster.gpu"
+            f"time        {'-':>14} not known before a first run of this model is finished (--learn-from RUN); "
+            "cluster.gpu gives an estimate"
         ]
     done = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + summary["work_s"]))
     cost = summary["cost_usd"]

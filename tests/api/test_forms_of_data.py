@@ -144,3 +144,11 @@ def test_all_forms_have_the_answers_of_a_list():
             assert model.generate(data, max_tokens=6)["text"].to_pylist() == expected
         raw = model.generate(pa.table({"messages": [chat]}), raw=True, max_tokens=6)
         assert raw.equals(model.generate([chat], raw=True, max_tokens=6).set_column(0, "id", raw["id"]))
+
+
+def test_the_name_of_a_file_is_no_question(tmp_path):
+    file = tmp_path / "questions.csv"
+    assert read(str(file))[1][0]["prompt"] == str(file)  # no such file: a text like others
+    file.write_text("id,question\n1,Why?\n")
+    assert "questions.csv', the name of a file; give its rows, such as pandas.read_csv" in refusal(str(file))
+    assert read([str(file)])[1][0]["prompt"] == str(file)

@@ -182,6 +182,8 @@ def test_set_takes_toml_values_and_bare_words(tmp_path):
         ("sampling.xyzzy=1", "remove it or use one of max_tokens, temperature"),
         ("input.max_tokens=1", "input.max_tokens is not a known key; it belongs into [sampling]"),
         ("model.dtype=bf16", "did you mean bfloat16?"),
+        ("model.dtype=int8", "did you mean fp8?"),
+        ("model.dtype=half", "did you mean bfloat16?"),
         ("cluster.mode=Colocated", "did you mean colocated?"),
         ("input.files=a.parquet", 'it should be a valid list; write ["a.parquet"]'),
         ("sampling.n='4'", "it should be a valid integer; write it without quotes"),

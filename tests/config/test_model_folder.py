@@ -89,6 +89,9 @@ def test_a_job_runs_a_model_by_its_name(hub, tmp_path):
     ended = batchinfer("plan", jobs[0], "--set", "model.path=acme/none", "--set", "output.dir=none")
     assert ended.code == 2
     assert "`hf download acme/none` puts it into the cache" in ended.err
+    ended = batchinfer("plan", jobs[0], "--set", "model.path=acme/tinny", "--set", "output.dir=none")
+    assert ended.code == 2
+    assert "acme/tinny is not in the Hugging Face cache: did you mean acme/tiny?; if acme/tinny is" in ended.err
 
 
 def test_home_and_variables_of_paths_are_replaced(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from batchinfer.config import load_job
 from support.jobs import batchinfer, output_bytes, outputs, write_job, write_shard
 from support.paths import RANDOM_MODEL
 
@@ -81,3 +82,35 @@ def test_init_asks_a_model_that_chats_by_its_template(tmp_path):
     assert ended.code == 0, ended.err
     assert 'user = "question"' in (tmp_path / "job.toml").read_text()
     assert batchinfer("plan", tmp_path / "job.toml").code == 0
+
+
+def test_init_takes_a_system_message_for_all_rows(tmp_path):
+    write_shard(tmp_path / "a.parquet", {"question": QUESTIONS})
+    system = 'Answer in "one" word.'
+    ended = batchinfer(
+        "init", tmp_path / "a.parquet", "--model", RANDOM_MODEL, "-o", tmp_path / "job.toml", "--system", system
+    )
+    assert ended.code == 0, ended.err
+    assert load_job(tmp_path / "job.toml").input.system == system
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.jsonl", '{"prompt_token_ids": [1, 2]}', "column 'prompt_token_ids' holds"),
+        (
+            "b.jsonl",
+            '{"custom_id": "1", "url": "/v1/completions", "body": {"prompt": "x"}}',
+            "lines of",
+        ),
+    ],
+)
+def test_init_refuses_a_system_message_for_other_prompts(tmp_path, name, content, told):
+    (tmp_path / name).write_text(content + "\n")
+    ended = batchinfer(
+        "init", tmp_path / name, "--model", RANDOM_MODEL, "-o", tmp_path / "job.toml", "--system", "Be brief."
+    )
+    assert ended.code == 2
+    assert "--system goes with" in ended.err
+    assert told in ended.err
+    assert not (tmp_path / "job.toml").exists()

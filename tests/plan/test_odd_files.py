@@ -240,3 +240,13 @@ def test_the_value_of_a_folder_is_its_text(folder, value, tmp_path):
         str(tmp_path / folder / "a.jsonl"): [value],
         str(tmp_path / "part=other" / "a.parquet"): ["its own"],
     }
+
+
+@pytest.mark.parametrize(("delimiter", "words"), [(";", "semicolons"), ("|", "bars"), ("\t", "tabs")])
+def test_fields_with_another_delimiter_are_told_as_such(tmp_path, delimiter, words):
+    (tmp_path / "in.csv").write_text(f"id{delimiter}prompt\n1{delimiter}Hello\n")
+    told = f"its fields seem to be separated by {words}: write it with commas, or with tabs as *.tsv"
+    assert told in batchinfer("plan", write_job(tmp_path, input={"files": ["in.csv"]})).err
+    made = batchinfer("init", tmp_path / "in.csv", "--model", RANDOM_MODEL, "-o", tmp_path / "new.toml")
+    assert (made.code, made.out) == (2, "")
+    assert told in made.err

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.checked_json import publish_json
+from batchinfer.plan.summary import read_summary
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir
 from batchinfer.submit.size import ArraySize, parse_size
@@ -334,6 +335,22 @@ def test_two_submits_at_a_time_send_tasks_once(job, tmp_path, fake_program, monk
     assert "1 tasks of" in said[1]
     assert len(sent.read_text().split()) == 2  # the array, and the job that finishes
     assert len(submissions(RunDir(run))) == 1
+
+
+def test_a_submitted_job_reuses_answers_of_an_earlier_run(tmp_path, fake_program):
+    fake_program("echo MaxArraySize = 1001", "scontrol")
+    fake_program("echo 5", "sbatch")
+    fake_program("true")
+    write_questions(tmp_path / "prompts", (4,))
+    job = write_job(tmp_path)
+    assert batchinfer("run", job).code == 0
+    sent = batchinfer("submit", job, "--array", "1", "--set", "output.dir=next", "--reuse", tmp_path / "run")
+    assert sent.code == 0, sent.err
+    summary = read_summary(RunDir(tmp_path / "next"))
+    assert (summary["reused_requests"], summary["requests"]) == (4, 0)
+    refused = batchinfer("submit", tmp_path / "next", "--array", "1", "--reuse", tmp_path / "run")
+    assert refused.code == 2
+    assert "count when a plan is made; a run has its plan" in refused.err
 
 
 def test_tasks_are_cancelled_when_the_job_that_finishes_is_refused(job, tmp_path, fake_program):
