@@ -32,6 +32,8 @@ def convert(stop: StopSignal, model: Path, target: Path, dtype: str) -> None:
     the tokenizer and config.json, too. DIR is for CPUs, any that have the C++ operations. Exit code 2 if the disk has
     no room for it.
     """
+    from tqdm import tqdm
+
     from batchinfer.model.convert import convert_model
     from batchinfer.model.ops import Ops
     from batchinfer.progress import Progress
@@ -47,4 +49,4 @@ def convert(stop: StopSignal, model: Path, target: Path, dtype: str) -> None:
             progress.set(num_read, num_bytes)
 
         num_bytes = convert_model(model, target, ops, dtype=DTYPES[dtype], name=dtype, on_read=told)
-    click.echo(f"{target}: {num_bytes / 1e9:.2f} GB of weights in {dtype}; give it as model.path")
+    click.echo(f"{target}: {tqdm.format_sizeof(num_bytes, 'B')} of weights in {dtype}; give it as model.path")

@@ -141,4 +141,6 @@ def assignments(keys: dict[str, str], name: str) -> str:
 
 
 def _instead(name: str, schema: pa.Schema) -> str:
+    if name == "*":
+        return f"write the names of the columns: {', '.join(schema.names[:NAMED_COLUMNS])}"
     return did_you_mean(name, schema.names, "remove it or correct the name")

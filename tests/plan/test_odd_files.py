@@ -250,3 +250,11 @@ def test_fields_with_another_delimiter_are_told_as_such(tmp_path, delimiter, wor
     made = batchinfer("init", tmp_path / "in.csv", "--model", RANDOM_MODEL, "-o", tmp_path / "new.toml")
     assert (made.code, made.out) == (2, "")
     assert told in made.err
+
+
+def test_a_star_names_no_columns(tmp_path):
+    (tmp_path / "in.csv").write_text("id,prompt,note\n1,Hello,x\n")
+    with pytest.raises(
+        ConfigErrors, match=r"names '\*', which no shard has; write the names of the columns: id, prompt"
+    ):
+        check(tmp_path, keep=["*"])
