@@ -141,10 +141,7 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
 
 def _time_lines(summary: dict[str, Any]) -> list[str]:
     if summary["work_s"] is None:
-        return [
-            f"time        {'-':>14} not known before a first run of this model is finished (--learn-from RUN); "
-            "cluster.gpu gives an estimate"
-        ]
+        return [f"time        {'-':>14} not known (an earlier run, --learn-from RUN, or cluster.gpu tells)"]
     done = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + summary["work_s"]))
     cost = summary["cost_usd"]
     lines = [

@@ -88,7 +88,7 @@ def earlier(tmp_path_factory):
     write_tasks(folder / "prompts" / "a.parquet", range(NUM_ROWS))
     ended = batchinfer("run", job_of(folder, "first"))
     assert ended.code == 0, ended.err
-    assert "not known before a first run of this model is finished (--learn-from RUN)" in ended.err
+    assert "not known (an earlier run, --learn-from RUN, or cluster.gpu tells)" in ended.err
     return folder
 
 
