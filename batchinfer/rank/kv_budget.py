@@ -60,7 +60,8 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
         num_bytes = cluster.page_bytes
     else:
         # no more than two full decode batches of the largest request, which leaves room for shared prefixes
-        useful_tokens = min(useful_tokens, 2 * cluster.decode_requests * start.largest_tokens)
+        largest = pages_for(start.largest_tokens) * PAGE_TOKENS  # requests share no page that they write
+        useful_tokens = min(useful_tokens, 2 * cluster.decode_requests * largest)
         scores = any(item is not None for item in (job.input.choices, job.input.sampling, job.sampling.prompt_logprobs))
         num_bytes = (
             max(0, host_share - num_slots * state_bytes)

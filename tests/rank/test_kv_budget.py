@@ -59,3 +59,10 @@ def test_pages_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path, mo
         ConfigError, match=r"\(0\.1 GB\) do not fit into its free memory \(0\.1 GB\); lower cluster\.page"
     ):
         kv_budget.kv_budget(job, model, place, start, 1)
+
+
+def test_two_batches_of_short_requests_have_a_page_each(tmp_path):
+    job = job_of(RANDOM_MODEL, tmp_path, decode_requests=100)
+    model, place = Transformer.load(RANDOM_MODEL, dtype=torch.float32), rank_places(job.cluster)[0]
+    start = Start(job="", most_tokens=10**9, largest_tokens=19, transfer_folder="", traced=False, model_digests={})
+    assert kv_budget.kv_budget(job, model, place, start, 1).num_pages == 2 * 100
