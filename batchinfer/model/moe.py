@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from batchinfer.model.config import ModelConfig
-from batchinfer.model.moe_config import SQRT_SOFTPLUS
 from batchinfer.model.ops import Ops, meets_fp8, normed
 from batchinfer.model.weights import MlpWeights, MoeWeights
 from batchinfer.parallel.dispatch import Dispatcher, ExpertInput, LocalDispatcher
@@ -23,7 +22,7 @@ from batchinfer_kernels.cpu import ops as cpu_ops
 from batchinfer_kernels.cpu.packed import Packed
 from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.fp8 import ScaledRows
-from batchinfer_kernels.reference.gating import GateRule, gate
+from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.places import ExpertRows
 from batchinfer_kernels.reference.pointwise import SWIGLU, Activation
 
@@ -139,13 +138,9 @@ class MoeMlp:
         """
         x_TD, rounded = self._normed(hidden_TD)
         logits_TE = self.ops.router(x_TD, self.weights.router_ED)
-        counted, rule = (expert_counts_E, is_counted_T), gate_rule(self.config)
-        if rule.method == SQRT_SOFTPLUS:
-            table_VK = self.weights.experts_VK
-            of_token = None if table_VK is None else table_VK[tokens_T]
-            ids_TK, weights_TK = gate(logits_TE, self.weights.router_bias_E, rule, *counted, of_token)
-        else:
-            ids_TK, weights_TK = self.ops.gate(logits_TE, self.weights.router_bias_E, rule, *counted)
+        bias_E, table_VK, rule = self.weights.router_bias_E, self.weights.experts_VK, gate_rule(self.config)
+        chosen = () if table_VK is None else (table_VK[tokens_T],)
+        ids_TK, weights_TK = self.ops.gate(logits_TE, bias_E, rule, expert_counts_E, is_counted_T, *chosen)
         return Routing(x_TD, ids_TK, weights_TK, rounded, is_counted_T)
 
     def _sent(self, routing: Routing) -> Any:

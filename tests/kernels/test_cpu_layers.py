@@ -53,8 +53,8 @@ def test_fused_layers_have_the_bits_of_composed_ones(name, dtype, tmp_path, monk
     last = fused.layers[-1]
     assert isinstance(last.attention, FusedAttention)
     assert isinstance(last.mlp, FusedMoe) == (name not in BIASED_MOE | NO_EXPERTS)
-    composed = {"build": lambda *given: Attention(*given[:-1])}  # without the layer's number
-    monkeypatch.setattr(transformer, "kind_of", lambda config: replace(kind_of(config), **composed))
+    plain = {"build": lambda *given: Attention(*given[:-1])}  # without the layer's number
+    monkeypatch.setattr(transformer, "kind_of", lambda config: replace(kind_of(config), **plain))
     monkeypatch.setattr(transformer, "moe_of", MoeMlp)
     composed = Transformer.load(tmp_path, **DTYPES[dtype], backend="cpu")
 

@@ -505,7 +505,8 @@ def test_a_mixture_of_experts_gives_the_same_over_deepep(kind, dtype):
     down = 0.1 * torch.randn(NUM_EXPERTS, HIDDEN, 32, generator=generator)
     dtype, _, in_fp8 = dtype.partition(",")
     gate_up, down = (reference.pack(weight.bfloat16(), eight_bit=bool(in_fp8)) for weight in (gate_up, down))
-    weights = SimpleNamespace(gate_up_EFD=gate_up, down_EDF=down, shared=None)
+    biases = {"gate_up_bias_EF": None, "down_bias_ED": None}
+    weights = SimpleNamespace(gate_up_EFD=gate_up, down_EDF=down, shared=None, **biases)
     x, ids, topk_weights = random_tokens(0)
     row_format = RowFormat(dtype)
     config = SimpleNamespace(num_experts_per_tok=ids.shape[1], n_routed_experts=NUM_EXPERTS, expert_clamp=None)

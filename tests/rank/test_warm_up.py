@@ -24,8 +24,8 @@ class Watched:
         self.model, self.sizes = model, []
         self.config, self.dtype = model.config, model.dtype
 
-    def new_pages(self, num_pages):
-        return self.model.new_pages(num_pages)
+    def new_pages(self, *sizes):
+        return self.model.new_pages(*sizes)
 
     def forward(self, step, pages):
         self.sizes.append(len(step.tokens))

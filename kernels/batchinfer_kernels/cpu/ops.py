@@ -21,7 +21,7 @@ from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
-from batchinfer_kernels.reference.gating import GateRule, count_experts
+from batchinfer_kernels.reference.gating import GATE_METHODS, GateRule, count_experts
 from batchinfer_kernels.reference.gqa import GqaForm, NewHeads
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.reference.mla import PagedKeys
@@ -32,13 +32,6 @@ from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIn
 
 Weight = torch.Tensor | Packed
 
-GATE_METHODS = (
-    "noaux_tc",
-    "greedy",
-    "group_limited_greedy",
-    "group_top2",
-    "topk_softmax",
-)  # numbers as in csrc/kernels.h
 _BIASED = ("noaux_tc", "topk_softmax")
 
 
@@ -74,8 +67,10 @@ def _float32(x: torch.Tensor, *_: Any) -> str | None:
     return None if x.is_cpu and x.dtype is torch.float32 else "values are not in float32 on the CPU"
 
 
-def _gated(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, *_: Any, **__: Any) -> str | None:
-    """Logits or biases that are not in float32 on the CPU."""
+def _gated(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule, *_: Any, **__: Any) -> str | None:
+    """Logits or biases that are not in float32 on the CPU, or a method without C++."""
+    if rule.method not in GATE_METHODS:
+        return f"the gate's method {rule.method} is computed in plain PyTorch"
     return _float32(logits_TE) or (None if bias_E is None else _float32(bias_E))
 
 
@@ -250,7 +245,9 @@ def gate(
     rule: GateRule,
     counts_E: torch.Tensor | None = None,
     is_counted_T: torch.Tensor | None = None,
+    chosen_TK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    assert chosen_TK is None, "only a method that _gated rejects has chosen experts"
     bias_E = bias_E.contiguous() if bias_E is not None and rule.method in _BIASED else None
     ids_TK, weights_TK = library().gate(logits_TE.contiguous(), bias_E, GATE_METHODS.index(rule.method), *rule[1:])
     if counts_E is not None:

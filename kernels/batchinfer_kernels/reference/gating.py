@@ -8,6 +8,9 @@ import torch
 
 from batchinfer_kernels.reference.pointwise import sigmoid
 
+# methods that kernels compute, numbered as in cpu/csrc/kernels.h; others are computed in plain PyTorch
+GATE_METHODS = ("noaux_tc", "greedy", "group_limited_greedy", "group_top2", "topk_softmax")
+
 
 class GateRule(NamedTuple):
     """The rule by which experts are chosen and weighed; `gate` documents the methods.

@@ -20,8 +20,10 @@ def gate(
     rule: GateRule,
     counts_E: torch.Tensor | None = None,
     is_counted_T: torch.Tensor | None = None,
+    chosen_TK: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts in one kernel."""
+    assert chosen_TK is None, "only methods without a kernel have chosen experts"
     num_tokens, num_experts = logits_TE.shape
     is_v3, is_chosen = rule.method == "noaux_tc", rule.method == "topk_softmax"
     is_limited = rule.topk_groups < rule.num_groups and rule.method not in ("greedy", "topk_softmax")

@@ -16,6 +16,7 @@ import torch
 from batchinfer_kernels.implementation import Implementation, accepts_all, implementation, on_args
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.fp8 import ScaledRows
+from batchinfer_kernels.reference.gating import GATE_METHODS, GateRule
 from batchinfer_kernels.reference.gqa import NewHeads
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
@@ -32,6 +33,13 @@ Weight = torch.Tensor | BlockScaled
 def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
     """Tensors on the CPU, unless Triton's interpreter is on."""
     return None if _runs_on(x) else "tensors are on the CPU"
+
+
+def _gated(logits_TE: torch.Tensor, _: Any, rule: GateRule, *__: Any, **___: Any) -> str | None:
+    """Tensors on the CPU, or a method without a kernel."""
+    if rule.method not in GATE_METHODS:
+        return f"the gate's method {rule.method} is computed in plain PyTorch"
+    return _foreign(logits_TE)
 
 
 def _grouped(
@@ -184,7 +192,7 @@ rms_norm = _kernel("rows", "rms_norm", on_args(_mismatch, 0, 1))
 rms_norm_fp8 = _kernel("rows", "rms_norm_fp8", on_args(_mismatch, 0, 1))
 silu_mul = _kernel("silu", "silu_mul", on_args(_mismatch, 0, 1))
 silu_mul_blocks = _kernel("silu", "silu_mul_blocks", on_args(_mismatch, 0))
-gate = _kernel("gate", "gate", _foreign)
+gate = _kernel("gate", "gate", _gated)
 rope_and_cache = _kernel("rows", "rope_and_cache", _rotation)
 grouped_mlp = _kernel("experts", "grouped_mlp", _grouped)
 masked_mlp = _kernel("experts", "masked_mlp", _masked)
