@@ -45,7 +45,8 @@ test: $(VENV)/.installed-dev
 test-system: $(VENV)/.installed-dev
 	$(PYTEST) -n 3 -m 'system and not slow'
 
-# What `make test` leaves out: more layouts, dtypes, models and instruction sets, and `make test-system`.
+# What `make test` leaves out: more layouts, dtypes, models and instruction sets, tests/long.txt (tests of seconds, whose
+# mechanism a shorter one shows), and `make test-system`.
 test-rest: $(VENV)/.installed-dev
 	$(PYTEST) -n 3 -m '(all or system) and not slow'
 

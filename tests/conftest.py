@@ -39,6 +39,7 @@ from support.browser import Browser, NoBrowserError, install
 from support.kv_stores import open_store
 from support.open_encoders import close_all
 from support.other_user import open_folder
+from support.paths import ROOT
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 HANDLE_SIGNAL = StopSignal._handle
@@ -261,7 +262,12 @@ def kill_orphans() -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, for `pytest -n`."""
+    """Leave the tests of tests/long.txt to `make test-rest`; long files first, for `pytest -n`."""
+    left = set((ROOT / "tests" / "long.txt").read_text().splitlines())
+    for item in items:
+        if not left.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
+            item.add_marker(pytest.mark.all)
     place = {name: number for number, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG_FILES)))
