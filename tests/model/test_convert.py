@@ -266,7 +266,7 @@ def test_a_disk_without_the_room_leaves_nothing(small_disk):
 
 
 @pytest.mark.all  # make test: every part with drafts, above
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "fp4"])  # experts of this model are not in FP4
 def test_the_layer_for_multi_token_prediction_takes_what_is_foretold(tmp_path, dtype):
     ops = Ops.select("cpu", DTYPES[dtype], **BITS.get(dtype, {}))
     convert_model(SAMPLE_MODEL, tmp_path / "made", ops, dtype=DTYPES[dtype], name=dtype, on_read=None)
