@@ -31,6 +31,7 @@ class WorkSender:
     _adoptions: dict[int, list[Adoption]] = field(default_factory=dict)  # by rank, sent at the end of the round
     _needs_work: set[int] = field(default_factory=set)  # ranks that ask for requests
     _has_noted_pages: bool = False
+    _deal: int = 0  # number of the round
     _has_begun: bool = False  # whether requests were sent since the ranks' start
 
     def ranks_started(self) -> None:
@@ -96,6 +97,7 @@ class WorkSender:
             return
         # ranks begin together: the first to get requests would run a step, in which the others take part idly
         self._has_begun = self._has_begun or len(self._needs_work) == self.cluster.num_prefill_ranks
+        self._deal += 1
         fed: set[int] = set()
         is_all_dealt = self.dealer.is_isolating  # for this round
         for rank in sorted(self._needs_work) if self._has_begun else []:
@@ -105,12 +107,12 @@ class WorkSender:
                 work = self._take_for(rank)
             if work.pieces:
                 self._needs_work.discard(rank)
-                self.group.send(rank, messages.Requests(work.requests, work.pieces))
+                self.group.send(rank, messages.Requests(work.requests, work.pieces, self._deal))
                 fed.add(rank)
         for key, rank in self.loads.assign_ready():
             self._adopt(key, rank)
         for rank, adoptions in self._adoptions.items():
-            self.group.send(rank, messages.Adopt(adoptions))
+            self.group.send(rank, messages.Adopt(adoptions, self._deal))
         self._wake_others(fed | self._adoptions.keys())
         self._adoptions.clear()
         asked: dict[int, list[RequestKey]] = {}
@@ -142,4 +144,4 @@ class WorkSender:
         leaders = {self.group.places[rank].leader for rank in ranks}
         for place in self.group.places:
             if place.leader in leaders and place.rank not in ranks:
-                self.group.send(place.rank, messages.Wake())
+                self.group.send(place.rank, messages.Wake(self._deal))

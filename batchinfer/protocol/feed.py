@@ -66,6 +66,7 @@ class Feed:
         self._steps: list[StepReport] = []  # not reported yet
         self._last_steps_s = self._last_experts_s = time.monotonic()
         self._num_running = self._num_running_told = 0
+        self.deal = 0  # number of the latest deal of work of which a message has come
 
     def receive(self, wait_s: float = 0.0) -> Inbox:
         """Return all messages that have come; wait at most `wait_s` for the first one."""
@@ -144,6 +145,8 @@ class Feed:
         self._channel.send(messages.KvRead(keys))
 
     def _sort_in(self, message: FromController, inbox: Inbox) -> None:
+        if isinstance(message, messages.Requests | messages.Adopt | messages.Wake):
+            self.deal = message.deal
         match message:
             case messages.Requests():
                 self._has_asked = False

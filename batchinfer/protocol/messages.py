@@ -275,17 +275,20 @@ class PromptPiece(Struct, frozen=True, array_like=True):
 class Requests(Message, frozen=True):
     """Requests in the order of their prompts' first pieces, and pieces of prompts in the order of running.
 
-    Pieces may belong to requests of earlier messages.
+    Pieces may belong to requests of earlier messages. deal: number of this round of messages, in which every rank of a
+    group gets one if any does.
     """
 
     requests: list[Request]
     pieces: list[PromptPiece]
+    deal: int = 0
 
 
 class Adopt(Message, frozen=True):
     """Go on with these requests of other ranks."""
 
     adoptions: list[Adoption]
+    deal: int = 0
 
 
 class FreeKv(Message, frozen=True):
@@ -318,6 +321,8 @@ class PlaceExperts(Message, frozen=True):
 
 class Wake(Message, frozen=True):
     """Another rank of the group has work: take part in its step."""
+
+    deal: int = 0
 
 
 class Leave(Message, frozen=True):

@@ -50,7 +50,7 @@ class Admission:
             and len(queue.waiting) < context.decode_requests
         )
 
-    def vote(self, *, leave: bool, place: bool, calibrate: bool = False) -> StepVote:
+    def vote(self, *, leave: bool, place: bool, calibrate: bool = False, deal: int = 0) -> StepVote:
         """Return this rank's vote for the next step."""
         num_running = len(self._running.sequences)
         prefill = self._should_prefill()
@@ -62,6 +62,7 @@ class Admission:
             fills_both_halves=both_halves,
             place=place,
             calibrate=calibrate,
+            deal=deal,
             batch=self._batch(),
         )
 

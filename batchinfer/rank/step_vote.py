@@ -30,6 +30,7 @@ class Kind(Enum):
     PLACE = "place"
     PREFILL = "prefill"
     DECODE = "decode"
+    LATE = "late"  # look for messages again: a rank has not read its part of the work that others have begun to read
     WAIT = "wait"
 
 
@@ -43,6 +44,7 @@ class StepVote:
     fills_both_halves: bool = False  # has at least two tokens to run in this step
     place: bool = False  # has received a new placement of the experts
     calibrate: bool = False  # has received its part of the calibration
+    deal: int = 0  # number of the latest deal of work that it knows of
     batch: DecodeBatch = NO_BATCH
     latest: StepTime = NO_STEP  # measured of the step before, for `cluster.overlap = "auto"`
 
@@ -53,12 +55,11 @@ class StepVote:
     @classmethod
     def of_ints(cls, values: Sequence[int]) -> StepVote:
         """Return the vote that another rank has sent."""
-        num_flags = len(fields(cls)) - 2
+        num_flags = len(fields(cls)) - 3
         leave, prefill, decode, fills_both_halves, place, calibrate = map(bool, values[:num_flags])
-        batch = DecodeBatch(*values[num_flags : -len(NO_STEP)])
-        return cls(
-            leave, prefill, decode, fills_both_halves, place, calibrate, batch, StepTime(*values[-len(NO_STEP) :])
-        )
+        batch = DecodeBatch(*values[num_flags + 1 : -len(NO_STEP)])
+        latest = StepTime(*values[-len(NO_STEP) :])
+        return cls(leave, prefill, decode, fills_both_halves, place, calibrate, values[num_flags], batch, latest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +77,11 @@ def agree(mesh: Mesh, vote: StepVote, *, overlap: bool | MeasuredOverlap, graphs
     """Exchange votes with all ranks of the group and return the next step.
 
     Leaving goes before prefill, prefill before decode: a rank asks for prefill only when it has room for many new
-    requests. Experts move once all ranks know where to; likewise with the calibration. Two micro-batches are run when
-    some rank can fill both, and `overlap` is on or finds that they are quicker. A decode step runs as a graph when all
-    ranks have that one or all can record it, but never while both ways are tried.
+    requests. A rank without new requests may have some of the deal that others know of already: prefill waits until it
+    has read them, since steps are planned to be even. Experts move once all ranks know where to; likewise with the
+    calibration. Two micro-batches are run when some rank can fill both, and `overlap` is on or finds that they are
+    quicker. A decode step runs as a graph when all ranks have that one or all can record it, but never while both ways
+    are tried.
 
     Args:
         overlap: fixed, or by measurement: this rank's measurements go into its vote, and it learns from all votes.
@@ -96,7 +99,8 @@ def agree(mesh: Mesh, vote: StepVote, *, overlap: bool | MeasuredOverlap, graphs
     elif all(vote.place for vote in votes):
         kind = Kind.PLACE
     elif any(vote.prefill for vote in votes):
-        kind = Kind.PREFILL
+        latest = max(vote.deal for vote in votes)
+        kind = Kind.PREFILL if all(vote.prefill or vote.deal == latest for vote in votes) else Kind.LATE
     elif any(vote.decode for vote in votes):
         kind = Kind.DECODE
     else:

@@ -27,7 +27,10 @@ from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.rank.telemetry import Telemetry
 from batchinfer.records import Completion
 
-WAIT_S = 0.5  # between votes of idle ranks; messages are read at once
+# between votes; messages are read at once
+WAIT_S = 0.5  # of idle ranks
+LATE_S = 0.001  # of ranks of which one is about to get its work
+WAITS_S = {Kind.WAIT: WAIT_S, Kind.LATE: LATE_S}
 
 
 class RankWorker:
@@ -75,7 +78,10 @@ class RankWorker:
         while True:
             self._take_in(feed, wait_s)
             vote = self._admission.vote(
-                leave=self._leave, place=self._expert_slots is not None, calibrate=self._pieces is not None
+                leave=self._leave,
+                place=self._expert_slots is not None,
+                calibrate=self._pieces is not None,
+                deal=feed.deal,
             )
             context = self._context
             agreed = agree(context.mesh, vote, overlap=self._overlap, graphs=context.graphs)
@@ -85,9 +91,9 @@ class RankWorker:
                 self._calibrate(feed)
             elif agreed.kind is Kind.PLACE:
                 self._move_experts(feed)
-            elif agreed.kind is not Kind.WAIT:
+            elif agreed.kind not in WAITS_S:
                 self._step(agreed, feed)
-            wait_s = WAIT_S if agreed.kind is Kind.WAIT else 0.0
+            wait_s = WAITS_S.get(agreed.kind, 0.0)
         self._migration.close()
         if self._stored is not None:
             self._stored.close()

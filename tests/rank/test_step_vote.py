@@ -29,6 +29,9 @@ CALIBRATE = StepVote(calibrate=True)
         ([StepVote(), StepVote(), StepVote()], Kind.WAIT),
         ([StepVote(), DECODE, StepVote()], Kind.DECODE),
         ([DECODE, PREFILL, DECODE], Kind.PREFILL),
+        ([StepVote(prefill=True, deal=2), StepVote(deal=1), DECODE], Kind.LATE),  # some may get work that is on its way
+        ([StepVote(prefill=True, deal=2), StepVote(deal=2), StepVote(prefill=True, deal=1)], Kind.PREFILL),
+        ([StepVote(decode=True, deal=2), StepVote(deal=1)], Kind.DECODE),
         ([PLACE, PLACE, StepVote()], Kind.WAIT),  # one does not know yet
         ([PLACE, PLACE, DECODE], Kind.DECODE),
         ([PLACE, StepVote(place=True, prefill=True), PLACE], Kind.PLACE),
