@@ -100,10 +100,11 @@ class WorkSender:
         self._deal += 1
         fed: set[int] = set()
         is_all_dealt = self.dealer.is_isolating  # for this round
-        for rank in sorted(self._needs_work) if self._has_begun else []:
+        asking = sorted(self._needs_work)
+        for rank in asking if self._has_begun else []:
             work = self._take_for(rank)
             if not work.pieces and not is_all_dealt:
-                is_all_dealt = not self.units.open_next() and not self.dealer.take_over(rank)
+                is_all_dealt = not self.units.open_next() and not self._take_over(rank, asking)
                 work = self._take_for(rank)
             if work.pieces:
                 self._needs_work.discard(rank)
@@ -134,6 +135,20 @@ class WorkSender:
     def _take_for(self, rank: int) -> TakenWork:
         """Return two prefill steps for a rank, enough until it asks again."""
         return self.dealer.take(rank, self.cluster.decode_requests, 2 * self.cluster.prefill_tokens)
+
+    def _take_over(self, rank: int, asking: list[int]) -> bool:
+        """Give a rank without work some of the busiest rank's; return False if there is none.
+
+        Ranks ask one after the other, and their steps are planned to be even: nothing is taken over before all ranks
+        with waiting work ask for it, too.
+
+        Args:
+            asking: the ranks that ask in this round.
+        """
+        ranks = [place.rank for place in self.group.places if place.runs_prefill]
+        if any(self.dealer.has_waiting(other) and other not in asking for other in ranks):
+            return False
+        return self.dealer.take_over(rank)
 
     def _adopt(self, key: RequestKey, rank: int) -> None:
         adoption = Adoption(self.dealer.running_request(key), self._handovers[key][1])

@@ -118,3 +118,28 @@ def test_the_next_unit_is_opened_while_a_rank_runs_the_last_that_waited_for_it()
         sender.deal()
         assert sent.take()["Requests", 0] == 1
         assert units.num_asked == num_asked
+
+
+def test_work_is_taken_over_only_when_those_who_have_it_ask_too():
+    sender, sent, _ = make_sender(2, 1)
+    # of long requests a rank gets fewer in a round than wait for it
+    long = [Request(RequestKey(0, row, 0), 0, [row] * 10_000, GREEDY, 0) for row in range(32)]
+    sender.dealer.add_unit(0, long)
+    while sender.dealer.has_waiting(1):
+        sender.dealer.take(1, 64)
+    assert sender.dealer.has_waiting(0)
+    sender.needs_work(0, NUM_PAGES)
+    sender.needs_work(1, NUM_PAGES)
+    sender.deal()
+    first = sent.take()
+    assert first["Requests", 0] == 1
+    assert first["Requests", 1] == 1  # both ask: half of what waits goes to the idle one
+    while sender.dealer.has_waiting(1):
+        sender.dealer.take(1, 64)
+    assert sender.dealer.has_waiting(0)
+    sender.needs_work(1, NUM_PAGES)
+    sender.deal()
+    assert sent.take()["Requests", 1] == 0  # the other one has enough to do and will ask for its own
+    sender.needs_work(0, NUM_PAGES)
+    sender.deal()
+    assert sent.take()["Requests", 1] == 1
