@@ -93,27 +93,25 @@ def test_the_rehearsal_runs_compares_and_goes_on(tmp_path, capsys, monkeypatch):
 
     def run(self, name, prompts, **options):
         parts.append(name)
-        if len(parts) == 2:
+        if len(parts) == 1:
             raise job.NotDoneError("batchinfer run ended with code 1: no memory")
         return real(self, name, prompts, **options)
 
     monkeypatch.setattr(job.Runs, "run", run)
-    monkeypatch.setattr(job, "PARTS", ("limits", job.FIRST))
-    assert job.main(arguments) == job.OK
-    assert not scratch.exists()
-    monkeypatch.setattr(job, "PARTS", ("limits", job.FIRST, job.JOB))
+    monkeypatch.setattr(job, "PARTS", ("limits", job.JOB))
     assert job.main(arguments) == job.FAILED
     assert "job: FAILED NotDoneError: batchinfer run ended with code 1: no memory" in capsys.readouterr().out
     assert "FAILED job: NotDoneError" in summary(tmp_path)
     monkeypatch.setattr("supervised.sources", lambda: "others")
-    monkeypatch.setattr(job, "PARTS", ("limits", job.FIRST, job.JOB, job.ORDER))
+    monkeypatch.setattr(job, "PARTS", ("limits", job.JOB, job.ORDER))
     assert job.main(arguments) == job.OK
+    assert not scratch.exists()
     said = capsys.readouterr().out
-    assert parts == ["first-run", "job-run", "job-run", "order-run"]
+    assert parts == ["job-run", "job-run", "order-run"]
     assert "12 of 12 answers are those of the job, to the byte" in said
     assert "profile of 2 decode steps" in said
     summed_up = summary(tmp_path)
-    assert "first start: 2 rows" in summed_up
+    assert "job: 24 rows" in summed_up
     assert "% of" not in summed_up, "a CPU's times say nothing of a card"
 
 
