@@ -16,6 +16,7 @@ import cProfile
 import pstats
 import sys
 import time
+from collections.abc import Generator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,9 @@ from batchinfer.config import SamplingConfig  # noqa: E402
 from batchinfer.data.tokenizer import load_tokenizer  # noqa: E402
 from batchinfer.kv.pages import pages_for  # noqa: E402
 from batchinfer.model.fused.graphs import DecodeGraphs, Work  # noqa: E402
+from batchinfer.model.moe import YieldPoint  # noqa: E402
 from batchinfer.model.sampling import LogitOps  # noqa: E402
-from batchinfer.model.step import StepInput, StepOutput  # noqa: E402
+from batchinfer.model.step import StepOutput, StepTensors  # noqa: E402
 from batchinfer.model.transformer import Transformer  # noqa: E402
 from batchinfer.rank.context import RankContext  # noqa: E402
 from batchinfer.rank.worker import RankWorker  # noqa: E402
@@ -48,16 +50,11 @@ def replayed(work: Work) -> Work:
     return lambda: output
 
 
-def at_once(real: Any) -> Any:
-    """Return a `forward` that computes decode steps as graphs do, and gives prompts any logits."""
-
-    def forward(model: Transformer, step: StepInput, *args: Any) -> StepOutput:
-        if not step.prefill:
-            return real(model, step, *args)
-        counts = torch.zeros(model.num_moe_layers, model.config.n_routed_experts, dtype=torch.int64)
-        return StepOutput(torch.zeros(len(step.logit_rows), model.config.vocab_size), counts)
-
-    return forward
+def points(model: Transformer, step: StepTensors, *_: Any) -> Generator[YieldPoint, None, StepOutput]:
+    """Give the results of a step without computing it, in place of Transformer.points."""
+    yield from ()
+    counts = torch.zeros(model.num_moe_layers, model.config.n_routed_experts, dtype=torch.int64)
+    return StepOutput(torch.zeros(len(step.logit_rows), model.config.vocab_size), counts)
 
 
 LOGIT_OPS = LogitOps(
@@ -108,10 +105,11 @@ def step_ms(num_requests: int, prompt_tokens: int, num_steps: int, *, profiles: 
     num_pages = num_requests * (pages_for(prompt_tokens + sampling.max_tokens) + 1)
     feed = TimedFeed(requests, profiles=profiles)
     with (
-        patch.object(Transformer, "forward", at_once(Transformer.forward)),
+        patch.object(Transformer, "points", points),
         patch.object(Transformer, "logit_ops", PropertyMock(return_value=LOGIT_OPS)),
     ):
-        context = Context(model, load_tokenizer(MODEL), num_pages, prefill_tokens=4096, decode_requests=num_requests)
+        tokens = num_requests * prompt_tokens  # all prompts in one step
+        context = Context(model, load_tokenizer(MODEL), num_pages, prefill_tokens=tokens, decode_requests=num_requests)
         RankWorker(context).run(feed)  # type: ignore[arg-type]
     times_s = feed.times_s[_WARM_STEPS:]
     return 1e3 * (times_s[-1] - times_s[0]) / (len(times_s) - 1), feed.profile

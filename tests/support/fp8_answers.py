@@ -126,6 +126,7 @@ class Float64Model:
             if isinstance(layer.mlp, MoeWeights):
                 logits_TE = x_TD @ self._weight(layer.mlp.router_ED).T
                 own.append(gate(logits_TE, layer.mlp.router_bias_E, gate_rule(self._config))[0])
+                assert layer.mlp.router_bias_E is not None
                 scores.append(torch.sigmoid(logits_TE) + layer.mlp.router_bias_E)
                 part_TD = self._experts(x_TD, logits_TE, layer.mlp, next(left), rounding)
             else:
