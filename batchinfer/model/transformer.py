@@ -37,6 +37,7 @@ from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
+from batchinfer_kernels.transfer import to_host
 
 
 class Transformer:
@@ -200,10 +201,15 @@ class Transformer:
     @property
     def expert_rows(self) -> np.ndarray:
         """[L] int64, (token, expert) rows that this rank's experts of each MoE layer have computed so far."""
+        return self.read_rows()[0]
+
+    def read_rows(self, *others: torch.Tensor) -> list[np.ndarray]:
+        """Return `expert_rows`, then these tensors; all are read from the device in one wait."""
         rows_L = np.array([mlp.num_local_rows for mlp in self.moe_mlps], dtype=np.int64)
-        if any(mlp.counts_on_device for mlp in self.moe_mlps):
-            rows_L += torch.stack([mlp.num_device_rows for mlp in self.moe_mlps]).cpu().numpy()
-        return rows_L
+        on_device = any(mlp.counts_on_device for mlp in self.moe_mlps)
+        device_rows = [torch.stack([mlp.num_device_rows for mlp in self.moe_mlps])] if on_device else []
+        arrays = [tensor.numpy() for tensor in to_host(*device_rows, *others)]
+        return [rows_L + arrays[0], *arrays[1:]] if on_device else [rows_L, *arrays]
 
 
 def _build_layer(

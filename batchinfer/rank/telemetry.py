@@ -56,9 +56,10 @@ class Telemetry:
     def record(self, agreed: Agreed, ran: StepResult, log: SpanLog, *, start_s: float, pages_used: int) -> StepRecord:
         """Return the record of the step that has just run, and add its expert counts."""
         kind = agreed.kind.value
-        before_L, self._rows_L = self._rows_L, self._model.expert_rows
+        before_L = self._rows_L
+        self._rows_L, counts_LE = self._model.read_rows(ran.expert_counts)
         fallbacks_before, self._num_fallbacks = self._num_fallbacks, registry.num_fallbacks()
-        self._tokens_LE[kind] += ran.expert_counts.cpu().numpy()
+        self._tokens_LE[kind] += counts_LE
         self._new_rows_L[kind] += self._rows_L - before_L
         return StepRecord(
             kind=kind,

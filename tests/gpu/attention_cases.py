@@ -61,28 +61,28 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
     ]
 
 
-def _pages(dims: Dims, num_requests: int, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def pages_of(width: int, num_requests: int, num_tokens: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return pages of one layer in any order, and the pages of each request, [B, P]."""
     per_request = -(-num_tokens // exact.PAGE)
-    pages = normal(num_requests * per_request, exact.PAGE, dims.width, device=device, seed=3)
+    pages = normal(num_requests * per_request, exact.PAGE, width, device=device, seed=3)
     order = torch.randperm(len(pages), generator=torch.Generator().manual_seed(4)).to(device)
     return pages, order.view(num_requests, per_request)
 
 
-def _held(pages: torch.Tensor, dims: Dims, is_fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def held_pages(pages: torch.Tensor, latent_dim: int, is_fp8: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Pages as an operation gets them, and the bfloat16 values that it is to find there."""
     if not is_fp8:
         return pages, pages
-    held = fp8_pages.narrow(pages.flatten(0, 1), dims.latent).unflatten(0, pages.shape[:2])
-    return held, fp8_pages.widen(held, dims.latent)
+    held = fp8_pages.narrow(pages.flatten(0, 1), latent_dim).unflatten(0, pages.shape[:2])
+    return held, fp8_pages.widen(held, latent_dim)
 
 
 def _decode(
     dims: Dims, num_requests: int, kv_tokens: int, is_mixed: bool, device: torch.device, *, is_fp8: bool = False
 ) -> Work:
-    lengths = _mixed(num_requests, kv_tokens) if is_mixed else [kv_tokens] * num_requests
-    pages, table = _pages(dims, num_requests, kv_tokens, device)
-    held, pages = _held(pages, dims, is_fp8)
+    lengths = mixed_lengths(num_requests, kv_tokens) if is_mixed else [kv_tokens] * num_requests
+    pages, table = pages_of(dims.width, num_requests, kv_tokens, device)
+    held, pages = held_pages(pages, dims.latent, is_fp8)
     q = normal(num_requests, dims.heads, dims.width, device=device)
     kv_tokens_B = torch.tensor(lengths, device=device)
     positions = kv_tokens_B - 1
@@ -107,14 +107,14 @@ def _decode(
     )
 
 
-def _mixed(num_requests: int, kv_tokens: int) -> list[int]:
+def mixed_lengths(num_requests: int, kv_tokens: int) -> list[int]:
     return [max(1, kv_tokens * (place + 1) // num_requests) for place in range(num_requests)]
 
 
 def _pieces(num_requests: int, kv_tokens: int, device: torch.device) -> cuts.Pieces:
     """Cut requests as for a GPU with 66 parts."""
     table = torch.zeros(num_requests, -(-kv_tokens // exact.PAGE), dtype=torch.int64, device=device)
-    return cuts.cut_into_pieces(torch.tensor(_mixed(num_requests, kv_tokens), device=device), table, 66)
+    return cuts.cut_into_pieces(torch.tensor(mixed_lengths(num_requests, kv_tokens), device=device), table, 66)
 
 
 def _spread(dims: Dims, num_requests: int, kv_tokens: int, device: torch.device) -> Work:
@@ -149,8 +149,8 @@ def _merge(dims: Dims, num_requests: int, kv_tokens: int, device: torch.device) 
 
 
 def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device, *, is_fp8: bool = False) -> Work:
-    pages, table = _pages(dims, num_prompts, num_tokens, device)
-    held, pages = _held(pages, dims, is_fp8)
+    pages, table = pages_of(dims.width, num_prompts, num_tokens, device)
+    held, pages = held_pages(pages, dims.latent, is_fp8)
     q = normal(num_prompts * num_tokens, dims.heads, dims.nope + dims.rotary, device=device)
     kv_b = weight(dims.heads, dims.nope + dims.value, dims.latent, device=device, fp8=False)
     assert isinstance(kv_b, torch.Tensor)
@@ -197,7 +197,7 @@ def _positions(dims: Dims, num_tokens: int, device: torch.device, *, is_fp8: boo
     slots = torch.randperm(num_pages * exact.PAGE, generator=torch.Generator().manual_seed(4))[:num_tokens].to(device)
     pages = torch.zeros(num_pages, exact.PAGE, dims.width, dtype=torch.bfloat16, device=device)
     if is_fp8:
-        pages = _held(pages, dims, is_fp8)[0]
+        pages = held_pages(pages, dims.latent, is_fp8)[0]
 
     def call(function: Function, turned: torch.Tensor, rows: slice) -> torch.Tensor:
         return function(turned, NewKeys(latents[rows], norm, 1e-6, cos[rows], sin[rows], pages, slots[rows], True))

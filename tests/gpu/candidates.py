@@ -22,8 +22,6 @@ from batchinfer_kernels.triton import probe
 NAMES = (registry.INVARIANT, "hopper", "triton")
 # A few values per token, or rows moved: plain PyTorch on GPUs, too.
 PLAIN = {"cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely"}
-# Grouped-query attention: no GPU has run it yet, and its kernels are compared in Triton's interpreter only.
-NEVER_RUN = {f"gqa_{name}{pages}" for name in ("decode", "prefill", "rope_and_cache") for pages in ("", "_fp8")}
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
 _HOPPER_PROBES = {
     "linear": libraries.why_not_deep_gemm,

@@ -1,4 +1,4 @@
-"""The results of check.py and slice.py in a folder, as Markdown: the tables that docs/gpu-checks.md explains.
+"""The results of check.py, slice.py and job.py in a folder, as Markdown: the tables that docs/gpu-checks.md explains.
 
 python tests/gpu/summary.py RESULTS
 """
@@ -16,8 +16,8 @@ from supervised import Record, read_record
 
 def summary(folder: Path) -> str:
     """All that is known so far."""
-    check, one_share = read_record(folder / "check.jsonl"), read_record(folder / "slice.jsonl")
-    return "\n".join([*_machine(check, one_share), *_check(check), *_slice(one_share)]) + "\n"
+    check, one_share, job = (read_record(folder / f"{name}.jsonl") for name in ("check", "slice", "job"))
+    return "\n".join([*_machine(check, one_share, job), *_check(check), *_slice(one_share), *_job(job)]) + "\n"
 
 
 def _machine(*records: Record) -> Iterator[str]:
@@ -98,6 +98,14 @@ def _slice(record: Record) -> Iterator[str]:
             cells = [_rate(figures["unit"], figures["tokens"] / one) for one in seconds]
             cells.append(f"{100 * (1 - figures['exposed_s'] / figures['exchange_s']):.0f} %")
         yield "| " + " | ".join([figures["unit"], f"{figures['tokens']:,}", *cells]) + " |"
+
+
+def _job(record: Record) -> Iterator[str]:
+    """The lines that job.py prints."""
+    for part, result in record.done.items():
+        row = result["row"]
+        failure = f"FAILED {part}: {row['failure']}\n" if row["failure"] else ""
+        yield f"\n{failure}```\n{row.get('text', part)}\n```"
 
 
 def _rate(unit: str, rate: float) -> str:

@@ -24,7 +24,8 @@ import check
 import exact
 import supervised as supervised_module
 from accelerator import Limits
-from cases import TINY, Case, Dims, Work, normal
+from cases import ALL, TINY, Case, Dims, Work, normal
+from gqa_cases import gqa_cases
 from summary import summary
 from supervised import read_record, supervise, write_line
 from wheels import WheelError, unpack_wheels
@@ -48,9 +49,7 @@ def test_the_rehearsal_checks_every_operation_of_both_candidates(hopper_librarie
     assert check.main(["--rehearse", "--json"]) == check.OK
     document = json.loads(capsys.readouterr().out)
     rows = document["rows"]
-    assert {row["op"] for row in rows if row["candidate"] == "triton"} >= set(
-        registry.ops()
-    ) - candidates.PLAIN - candidates.NEVER_RUN
+    assert {row["op"] for row in rows if row["candidate"] == "triton"} >= set(registry.ops()) - candidates.PLAIN
     assert {row["op"] for row in rows if row["candidate"] == "hopper"} == set(candidates._HOPPER_PROBES)
     assert not document["not_run"]
     for row in rows:
@@ -107,6 +106,30 @@ def test_a_wrong_operation_fails_its_row(monkeypatch, capsys, function, sentence
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("silu_mul"))
     assert "FAILED" in line
     assert sentence in line
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda form: form._replace(window=form.window and form.window + 1),
+        lambda form: form._replace(sinks_H=None),
+        lambda form: form._replace(scale=1.05 * form.scale),
+    ],
+    ids=["window", "sinks", "scale"],
+)
+@pytest.mark.parametrize("op", ["gqa_decode", "gqa_prefill", "gqa_decode_fp8", "gqa_prefill_fp8"])
+def test_grouped_query_attention_of_another_form_is_not_taken_for_right(op, wrong):
+    right = registry.bind(op, (registry.REFERENCE,))
+    cases = [
+        case for case in gqa_cases(TINY, is_tiny=True, is_quick=False) if case.op == op and "gpt-oss" in case.shape
+    ]
+    for work in (case.make(CPU) for case in cases):
+        expected, bound = work.expected(), exact.TOLERANCE[work.measure]
+        result, other = (
+            work.run(lambda *args, change=change: right(*args[:-1], change(args[-1])), ALL)
+            for change in (lambda form: form, wrong)
+        )
+        assert exact.error(work.measure, result, expected) <= bound < exact.error(work.measure, other, expected)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -287,7 +310,7 @@ def test_the_shapes_are_those_of_the_published_table():
     quick = check.all_cases(Dims(), is_quick=True)
     assert {case.op for case in quick} == {case.op for case in cases}
     assert len(quick) < len(cases)
-    assert {case.op for case in cases} >= set(registry.ops()) - candidates.PLAIN - candidates.NEVER_RUN
+    assert {case.op for case in cases} >= set(registry.ops()) - candidates.PLAIN
     assert not any(case.published for case in check.all_cases(TINY, is_tiny=True))
 
 

@@ -51,7 +51,7 @@ def test_options_that_are_wrong_are_named(tmp_path):
     for arguments, sentence in (
         (["--only", "slices"], "there is no section 'slices'"),
         (["--minutes", "soon"], "--minutes takes a number above 0"),
-        (["--call", "4"], "--call takes 1, 2 or 3"),
+        (["--call", "4"], "--call takes 1, 2, 3 or job"),
         (["--fast"], "there is no option --fast"),
     ):
         done = bash("run.sh", *arguments)
@@ -67,7 +67,7 @@ def test_options_that_are_wrong_are_named(tmp_path):
 def test_it_says_what_time_did_not_allow_and_packs_what_there_is(tmp_path):
     done = bash("run.sh", "--rehearse", "--minutes", "0.1", tmp_path / "results")
     assert done.returncode == UNFINISHED, done.stderr
-    for section in ("compile", "tests-operations", "slice", "check", "tests-engine", "profile", "counters"):
+    for section in ("compile", "tests-operations", "slice", "check", "tests-engine", "profile", "counters", "job"):
         assert f"== {section}: not run, time is up" in done.stdout
     assert (tmp_path / "results" / "rehearsal" / "summary.md").read_text() == "Nothing has been measured.\n"
     parcel.unpack(tmp_path / "results.tar.xz", tmp_path / "back")
@@ -110,6 +110,33 @@ def test_all_three_calls_go_on_from_each_other(tmp_path):
         "trace-decode.json.gz",
         "trace-prefill.json.gz",
     }
+
+
+@pytest.mark.slow  # make test: test_gpu_job
+@needs_interpreter
+def test_the_call_of_a_job_runs_from_a_bare_copy_and_keeps_what_is_done(tmp_path):
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    for name in filter(None, files):
+        (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / name).write_bytes((ROOT / name).read_bytes())
+    command = ["bash", "tests/gpu/run.sh", "--rehearse", "--call", "job", str(tmp_path / "results")]
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for turn in range(2):
+        done = subprocess.run(
+            command,
+            cwd=tmp_path / "tree",
+            env=environment | nowhere | {"PYTHON": sys.executable},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == OK, done.stdout + done.stderr
+        assert ("of weights written" in done.stdout) is (turn == 0)
+        assert "12 of 12 answers are those of the job, to the byte" in done.stdout
+    model = tmp_path / "results" / "rehearsal"
+    assert "12 of 12 answers" in (model / "summary.md").read_text()
+    assert sum(path.stat().st_size for path in model.iterdir()) < 200_000
 
 
 def test_every_gpu_model_has_a_folder_of_its_own():

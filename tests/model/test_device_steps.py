@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from batchinfer.config import SamplingConfig
-from batchinfer.model import sampling
+from batchinfer.model import sampling, transformer
 from batchinfer.model.fused.graphs import DecodeGraphs
 from batchinfer.model.ops import Ops
 from batchinfer.model.sampling import SamplingRows
@@ -157,6 +157,24 @@ def test_greedy_and_drawn_tokens_are_read_together(monkeypatch):
         rows.num_logprobs[1] = 4
         sampling.sample(torch.zeros(3, 40, device=META), rows, np.arange(3), logit_ops)
         assert (calls.waits, reads) == ([], [3, 3, 3])
+
+
+def test_all_counts_of_a_step_are_read_together(folder, monkeypatch):
+    reads = []
+
+    def to_host(*tensors):
+        reads.append(len(tensors))
+        return [torch.full(tensor.shape, 3, dtype=tensor.dtype) for tensor in tensors]
+
+    monkeypatch.setattr(transformer, "to_host", to_host)
+    with device_calls.counted_calls(with_hopper=True) as calls:
+        model = Transformer.load(folder, dtype=torch.bfloat16, eight_bit=True, device=META)
+        model.moe_mlps[0].num_local_rows = 4
+        calls.clear()
+        rows_L, counts_LE = model.read_rows(torch.zeros(model.num_moe_layers, 5, dtype=torch.int64, device=META))
+        assert (calls.waits, reads) == ([], [2])
+    assert rows_L.tolist() == [7, *[3] * (model.num_moe_layers - 1)]
+    assert counts_LE.tolist() == [[3] * 5] * model.num_moe_layers
 
 
 WAITS = {
