@@ -27,7 +27,7 @@ from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.host_info import task_name
 from batchinfer.launch.agent import serve_node
-from batchinfer.launch.host_memory import refuse_too_large
+from batchinfer.launch.host_memory import decided, with_weights
 from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
 from batchinfer.launch.rank_loader import RankLoader, open_ranks
 from batchinfer.manifest import Manifest
@@ -80,8 +80,7 @@ def work_on(
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
     node = this_node(job.cluster.num_ranks)
-    if ranks_ahead is None:
-        refuse_too_large(job, node.ranks)
+    job = with_weights(job, node.ranks) if ranks_ahead is None else decided(job, ranks_ahead.weights)
     session.hold_ranks(job.cluster, node.ranks)
     if node.index > 0:
         serve_node(storage, session, stop, node, lambda: not OpenUnits(storage, units.all_rows).num_open)
@@ -157,7 +156,7 @@ def _controller(
     loads: DecodeLoads[RequestKey] = DecodeLoads(
         [place.rank for place in group.places if place.runs_decode],
         lengths,
-        max_requests=cluster.decode_requests,
+        max_requests=cluster.running_requests,
         request_load=RequestLoad(*model.decode_loads),
         move_steps=MOVE_STEPS if group.local.one_host else MOVE_STEPS_BETWEEN_HOSTS,
     )

@@ -130,8 +130,8 @@ class WorkSender:
         self.session.placements = self.experts.history.num_placed
 
     def _take_for(self, rank: int) -> TakenWork:
-        """Return two prefill steps for a rank, enough until it asks again."""
-        return self.dealer.take(rank, self.cluster.decode_requests, 2 * self.cluster.prefill_tokens)
+        """Return two prefill steps for a rank, or two sweeps, enough until it asks again."""
+        return self.dealer.take(rank, self.cluster.running_requests, self.cluster.waiting_tokens)
 
     def _adopt(self, key: RequestKey, rank: int) -> None:
         adoption = Adoption(self.dealer.running_request(key), self._handovers[key][1])

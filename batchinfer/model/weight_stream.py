@@ -100,11 +100,8 @@ class WeightStream:
                 layer = number % num_layers
                 slot = slots[layer]
                 with self._changed:
-                    self._changed.wait_for(
-                        lambda slot=slot, number=number: (
-                            self._is_closed or held[slot] < self._num_used > number - num_layers
-                        )
-                    )
+                    while not self._is_closed and not held[slot] < self._num_used > number - num_layers:
+                        self._changed.wait()
                     if self._is_closed:
                         return
                     is_needed = number >= self._num_used

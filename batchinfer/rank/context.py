@@ -5,6 +5,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from batchinfer.config.cluster import SWEEP_STEPS
 from batchinfer.config.rank_layout import RankPlace
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.model.fused.graph_size import num_filler_pages
@@ -61,7 +62,18 @@ class RankContext:
     @cached_property
     def schedule(self) -> Schedule:
         """The fastest schedule of steps that are not recorded as graphs: decode in one call if possible, else plain."""
-        return Schedule(decode=FusedDecode.of(self.model) or plain)
+        fused = None if self.model.stream is not None else FusedDecode.of(self.model)
+        return Schedule(decode=fused or plain)
+
+    @property
+    def num_sweep_steps(self) -> int:
+        """Most prefill steps, and most decode steps, that pass through the model together."""
+        return 1 if self.model.stream is None else SWEEP_STEPS
+
+    @property
+    def running_requests(self) -> int:
+        """Most requests that decode at once."""
+        return self.decode_requests * self.num_sweep_steps
 
     @cached_property
     def no_graphs(self) -> str | None:
