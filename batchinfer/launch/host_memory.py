@@ -3,14 +3,16 @@
 Without this check the kernel kills the ranks one by one, after minutes of reading, and again after each restart.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.stream_forecast import StreamForecast, disk_speed, forecast
 from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.model.weight_mode import check_streaming, kv_bytes_per_token, runs_on_gpus, split_for, why_not_streamed
 from batchinfer.records import ConfigError
@@ -64,6 +66,26 @@ def with_weights(job: JobConfig, ranks: Iterable[int]) -> JobConfig:
         + ("; or free memory, or spread its ranks over more hosts" if model.num_moe_layers else "; or free memory")
         + ("" if why_not is None else f"; or read weights from disk again and again: {why_not}")
     )
+
+
+def stream_forecast(job: JobConfig, units: Sequence[Mapping[str, Any]]) -> StreamForecast:
+    """Return the forecast of a planned job that streams its weights on this host; its disk is measured.
+
+    Args:
+        units: rows of plan/units.
+
+    Raises:
+        ConfigError, ModelError: memory is too small, or a layer cannot be read.
+    """
+    folder = Path(job.model.path)
+    model, packed = load_model_config(folder), read_packed(folder)
+    assert packed is not None, "with_weights has checked it"
+    most = sum(unit["kv_tokens"] for unit in units)
+    largest = max((unit["largest_kv_tokens"] for unit in units), default=1)
+    free = free_memory_bytes()
+    split = split_for(job, model, packed, free_bytes=free, most_tokens=most, largest_tokens=largest)
+    files = [packed.layer(layer) for layer in range(model.num_hidden_layers)]
+    return forecast(job, model, split, units, disk_bytes_per_s=disk_speed(files))
 
 
 def decided(job: JobConfig, weights: str) -> JobConfig:

@@ -130,6 +130,26 @@ class WeightStream:
         return True
 
 
+def read_speed(path: Path, most_bytes: int = 256 << 20) -> float:
+    """Return the bytes per second at which the first bytes of a file are read, as a stream reads them.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    file = _LayerFile(path)
+    num_bytes = min(file.size, most_bytes)
+    memory = _slot_memory(-(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
+    started_s = time.monotonic()
+    try:
+        with ThreadPoolExecutor(NUM_READERS, "read weights") as readers:
+            list(readers.map(lambda start: file.read(memory, start), range(0, num_bytes, BLOCK_BYTES)))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    finally:
+        file.close()
+    return num_bytes / max(time.monotonic() - started_s, 1e-6)
+
+
 class _LayerFile:
     """An open file of one layer."""
 

@@ -176,6 +176,18 @@ def test_what_cannot_be_streamed_is_refused_by_the_plan(folder, converted, clust
     assert not (folder / "refused" / "plan").exists()
 
 
+def test_plan_and_run_say_what_streaming_takes(folder, converted):
+    job = job_of(folder, converted("bfloat16"), "said", "stream", sampling=DRAWN)
+    planned = batchinfer("plan", job)
+    assert planned.code == 0
+    layers = sum(path.stat().st_size for path in converted("bfloat16").glob("layer-*"))
+    (line,) = (line for line in planned.err.splitlines() if "weights are streamed" in line)
+    assert line.startswith(f"on this host weights are streamed: {layers / 1e9:.2f} GB per sweep, ")
+    assert "20 requests at once, at most 12 sweeps: " in line
+    assert "an answer of 12 tokens alone takes" in line
+    assert "weights are streamed" in batchinfer("run", job).err
+
+
 def test_memory_beyond_what_is_free_is_refused(folder, converted):
     most = free_memory_bytes() * 2
     job = job_of(folder, converted("bfloat16"), "much", "stream", sampling=DRAWN, cluster={"memory_bytes": most})
