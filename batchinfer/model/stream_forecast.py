@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.config import JobConfig
+from batchinfer.config.cluster import SWEEP_STEPS
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.memory_split import MemorySplit, sweep_seconds
-from batchinfer.model.weight_mode import kv_bytes_per_token
+from batchinfer.model.weight_mode import computes_prompts_alone, kv_bytes_per_token
 from batchinfer.model.weight_stream import read_speed
 from batchinfer.records import ConfigError
 
@@ -47,8 +48,13 @@ class StreamForecast:
             + (f" ({stay} of {len(self.split.slot_of_layer)} layers stay in memory)" if stay else "")
             + f", {self.sweep_s:,.1f} s at {self.disk_bytes_per_s / 1e9:,.2f} GB/s, as measured; "
             f"{self.num_requests_at_once:,} requests at once, at most {self.num_sweeps:,} sweeps: "
-            f"{_duration(self.seconds)} of reading, done at {done} or later if products take longer; an answer of "
-            f"{self.answer_tokens:,.0f} tokens alone takes {_duration(self.answer_tokens * self.sweep_s)}"
+            f"{_duration(self.seconds)} of reading, done at {done} or later if products take longer"
+            + (
+                f"; an answer of {self.answer_tokens:,.0f} tokens alone takes "
+                f"{_duration(self.answer_tokens * self.sweep_s)}"
+                if self.answer_tokens > 1
+                else ""
+            )
         )
 
 
@@ -69,8 +75,12 @@ def forecast(
         sum(unit[name] for unit in units) for name in ("num_requests", "max_output_tokens", "kv_tokens")
     )
     num_requests = max(1, num_requests)
-    per_request = max(1.0, kv_tokens / num_requests) * kv_bytes_per_token(job, model)
-    at_once = max(1, min(num_requests, job.cluster.running_requests, int(split.kv_bytes / per_request)))
+    mean_tokens = max(1.0, kv_tokens / num_requests)
+    most = job.cluster.running_requests
+    if computes_prompts_alone(job, model):
+        most = int(SWEEP_STEPS * job.cluster.prefill_tokens / mean_tokens)
+    in_memory = int(split.kv_bytes / (mean_tokens * kv_bytes_per_token(job, model)))
+    at_once = max(1, min(num_requests, most, in_memory))
     answer = output / num_requests
     num_sweeps = max(1, ceil(answer), ceil(output / at_once), ceil(num_requests / at_once))
     return StreamForecast(split, at_once, num_sweeps, answer, disk_bytes_per_s)

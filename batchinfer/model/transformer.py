@@ -159,16 +159,18 @@ class Transformer:
         """Origins of the operations' implementations, and the bits of their products."""
         return self.ops.names(self.dtype) + self.ops.bits
 
-    def new_pages(self, num_pages: int, num_slots: int = 0) -> Any:
+    def new_pages(self, num_pages: int, num_slots: int = 0, *, one_layer: bool = False) -> Any:
         """Return empty pages, see page_memory.empty_pages, or what the attention kind has as the memory of each layer.
 
         Args:
             num_slots: of requests' states, for a kind that has them.
+            one_layer: see page_memory.empty_pages; only for sweeps.
         """
         memory = kind_of(self.config.attention).memory
         if memory is not None:
             return memory(self.config.attention, num_pages, num_slots, self.dtype, self.device)
-        return empty_pages(self.config, num_pages, self.ops.page_format(self.dtype), self.device)
+        form = self.ops.page_format(self.dtype)
+        return empty_pages(self.config, num_pages, form, self.device, one_layer=one_layer)
 
     def forward(
         self,

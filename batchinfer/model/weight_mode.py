@@ -48,9 +48,25 @@ def check_streaming(job: JobConfig) -> None:
         raise ConfigError(f"cluster.weights is 'stream', but {reason}")
 
 
+def computes_prompts_alone(job: JobConfig, model: ModelConfig) -> bool:
+    """Return whether no request of a streamed job takes a second token and no KV is stored.
+
+    Then KV of a layer is of no use once all prompts of a sweep have passed the layer, and pages of one layer serve all.
+    """
+    return (
+        job.cluster.weights == "stream"
+        and job.sampling.max_tokens <= 1
+        and job.input.sampling is None
+        and job.input.format != "openai"
+        and job.kv.dir is None
+        and model.attention.cuts_anywhere
+    )
+
+
 def kv_bytes_per_token(job: JobConfig, model: ModelConfig) -> int:
-    """Return the bytes of a token's KV in all layers."""
-    return PageFormat.of(job).bytes_per_token(model)
+    """Return the bytes of a token's KV, in all layers for which pages are kept."""
+    num_layers = model.num_hidden_layers if computes_prompts_alone(job, model) else 1
+    return PageFormat.of(job).bytes_per_token(model) // num_layers
 
 
 def split_for(
@@ -89,6 +105,8 @@ def split_for(
         useful = None
         if most_tokens is not None:
             tokens = min(_whole_pages(most_tokens), 2 * cluster.running_requests * _whole_pages(largest_tokens))
+            if computes_prompts_alone(job, model):
+                tokens = min(tokens, 2 * SWEEP_STEPS * cluster.prefill_tokens + _whole_pages(largest_tokens))
             useful = tokens * per_token + states
     try:
         return split_memory(

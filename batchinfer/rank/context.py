@@ -44,6 +44,7 @@ class RankContext:
     traced: bool = False  # report the spans of the first steps
     reasoning: Mode = "none"  # how thinking is separated from answers
     continues: bool = False  # answers go on with the last message of their prompt
+    prompts_alone: bool = False  # see weight_mode.computes_prompts_alone
     placement: int = 0  # number of the placement with which the experts were loaded
 
     def __post_init__(self) -> None:
@@ -57,7 +58,7 @@ class RankContext:
         Attention kinds with a state have their own memory instead, of as many pages and slots.
         """
         num_filler = 0 if self.no_graphs else num_filler_pages(self.decode_requests, self.mesh.size)
-        return self.model.new_pages(self.num_pages + num_filler, self.num_slots)
+        return self.model.new_pages(self.num_pages + num_filler, self.num_slots, one_layer=self.prompts_alone)
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -18,6 +18,7 @@ from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import rank_bytes
+from batchinfer.model.weight_mode import computes_prompts_alone
 from batchinfer.protocol.messages import Start
 from batchinfer.records import ConfigError
 
@@ -49,6 +50,8 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     """
     cluster, on_cpu = job.cluster, model.device.type == "cpu"
     page_bytes = PAGE_TOKENS * model.ops.page_format(model.dtype).bytes_per_token(model.config)
+    if computes_prompts_alone(job, model.config):
+        page_bytes //= model.config.num_hidden_layers
     # KV on its way takes as much as the decode ranks' pages at most
     num_shares = num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
     # mapped weights count as free memory, but must not be displaced by pages; the host's ranks share some of them

@@ -20,7 +20,7 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import PageFormat, check_kv
 from batchinfer.model.transformer import Transformer
-from batchinfer.model.weight_mode import split_for
+from batchinfer.model.weight_mode import computes_prompts_alone, split_for
 from batchinfer.ownership import group_id
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
@@ -205,6 +205,7 @@ def make_worker(
         traced=start.traced,
         reasoning=job.output.reasoning,
         continues=bool(job.input.continue_final_message),
+        prompts_alone=computes_prompts_alone(job, model.config),
         placement=rank.placement,
     )
 

@@ -84,13 +84,18 @@ class Prefill:
             chunks, copies = self._queue.next_step(num_free)
             if not chunks:
                 break
-            step, chunks = self._built(chunks, copies, in_pairs=False)
-            assert isinstance(step, StepInput)
-            parts.append(PrefillPart(step, chunks))
+            parts.append(self._part(chunks, copies))
             num_going_on += sum(
                 chunk.completes_prompt and chunk.sequence.request.goes_on_after_prefill for chunk in chunks
             )
+        while self._context.prompts_alone and (chunks := self._queue.end_open()):
+            parts.append(self._part(chunks, {}))
         return parts
+
+    def _part(self, chunks: list[Chunk], copies: dict[int, int]) -> PrefillPart:
+        step, chunks = self._built(chunks, copies, in_pairs=False)
+        assert isinstance(step, StepInput)
+        return PrefillPart(step, chunks)
 
     def end(self, part: PrefillPart, swept: SweptStep) -> StepResult:
         """Give the sequences of a step of a sweep their results."""

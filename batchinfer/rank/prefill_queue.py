@@ -88,6 +88,12 @@ class PrefillQueue:
                 break
         return list(chunks.values()), copies
 
+    def end_open(self) -> list[Chunk]:
+        """Pack a step of partly computed prompts alone, up to their ends if they fit; empty if there are none."""
+        chunks: dict[RequestKey, Chunk] = {}
+        self._go_on(chunks)
+        return list(chunks.values())
+
     def _run(self, key: RequestKey, end: int, chunks: dict[RequestKey, Chunk], budget: int) -> tuple[bool, int]:
         """Add a prompt up to token `end` to the step's chunks, as far as the budget of tokens allows.
 

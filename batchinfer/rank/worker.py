@@ -175,6 +175,9 @@ class RankWorker:
             of_part = SweepShare(part.seconds * share, num_bytes, wait_s)
             self._deliver(Agreed(part.kind, in_pairs=False), part.ran, part.log, feed, start_s=start_s, share=of_part)
             start_s, num_bytes, wait_s = start_s + of_part.duration_s, 0, 0.0
+        if self._context.prompts_alone and parts:
+            assert not self._running.sequences, "no request goes on after its prompt"
+            self._prompt_pages.drop_known()  # their KV is that of the last layer
 
     def _deliver(
         self,

@@ -21,14 +21,17 @@ DTYPES = ("bfloat16", "int4", "float32", "fp8")
 # several steps of either kind in a sweep; prompts are cut between them
 SMALL_STEPS = {"prefill_tokens": 90, "decode_requests": 3}
 DRAWN = {"max_tokens": 12, "temperature": 0.8, "logprobs": 2, "ignore_eos": True}
+# 120 requests, of which 16 run at once
+LONG, WAVES = DRAWN | {"max_tokens": 60, "n": 6}, {"decode_requests": 1, "commit_seconds": 0.05}
 JOURNEYS = {
     "samples": {"sampling": DRAWN | {"n": 3}},
     "penalties": {"sampling": DRAWN | {"presence_penalty": 0.7, "min_tokens": 3, "logit_bias": {"40": 2.0}}},
     "structured": {"sampling": {"max_tokens": 12, "structured_outputs": {"regex": "[a-c]{2,9}x"}}},
     "scores": {"sampling": DRAWN | {"prompt_logprobs": 2}},
     "choices": {"input": {"choices": "options"}, "sampling": {"max_tokens": 0}},
-    "one token": {"sampling": {"max_tokens": 1, "logprobs": 3}},
-    "nothing shared": {"sampling": DRAWN, "cluster": {"page_bytes": 700_000}},
+    "one token": {"sampling": {"max_tokens": 1, "logprobs": 3}, "cluster": {"prefill_tokens": 10}},
+    "scores alone": {"sampling": {"max_tokens": 0, "prompt_logprobs": 3}, "cluster": {"prefill_tokens": 10}},
+    "few pages": {"sampling": DRAWN, "cluster": {"page_bytes": 700_000}},
     "drafts asked for": {"sampling": DRAWN, "cluster": {"speculate": "auto"}},
 }
 
@@ -97,6 +100,21 @@ def test_outputs_are_those_of_resident_weights_to_the_byte(folder, converted, jo
     assert found[0] == found[1]
 
 
+def test_prompts_alone_keep_the_kv_of_one_layer_and_are_ended_in_their_sweep(folder, converted):
+    model = converted("bfloat16")
+    run(folder, model, "alone", "stream", **JOURNEYS["one token"])
+    steps = folder / "alone" / "stats" / "steps"
+    ((sweeps, decode, prefill, computed, most_pages),) = duckdb.sql(
+        "SELECT count(*) FILTER (streamed_bytes > 0), count(*) FILTER (kind = 'decode'), count(*), sum(new_tokens), "
+        f"max(pages_used) FROM '{steps}/*.parquet'"
+    ).fetchall()
+    assert sweeps > 1
+    assert decode == 0
+    assert prefill > sweeps
+    assert computed > 435  # each sweep computes what it shares with the one before again
+    assert most_pages < 20 * 3  # nothing is kept from sweep to sweep
+
+
 @pytest.mark.parametrize("dtype", first_in_make_test(DTYPES))
 def test_a_kv_store_serves_streamed_and_resident_runs_alike(folder, converted, dtype):
     model = converted(dtype)
@@ -112,9 +130,8 @@ def test_a_kv_store_serves_streamed_and_resident_runs_alike(folder, converted, d
 @pytest.mark.parametrize("deed", ["kill the run", "kill the rank", "stop"])
 def test_a_run_that_is_hit_in_the_middle_ends_with_the_same_outputs(folder, converted, deed):
     model, name = converted("fp8"), deed.replace(" ", "-")
-    long = {"sampling": DRAWN | {"max_tokens": 120}, "cluster": {"commit_seconds": 0.05}}
-    calm = run(folder, model, "calm", "resident", **long)
-    job = job_of(folder, model, name, "stream", **long)
+    calm = run(folder, model, f"calm-{name}", "resident", sampling=LONG)
+    job = job_of(folder, model, name, "stream", sampling=LONG, cluster=WAVES)
     process = start("run", job)
     try:
         _wait_for_results(folder / name, process)
@@ -135,9 +152,8 @@ def test_a_run_that_is_hit_in_the_middle_ends_with_the_same_outputs(folder, conv
 
 def test_a_file_that_ends_early_is_one_sentence_and_the_run_goes_on_when_it_is_whole_again(folder, converted):
     model = converted("float32")
-    long = {"sampling": DRAWN | {"max_tokens": 120}, "cluster": {"commit_seconds": 0.05}}
-    calm = run(folder, model, "calm-float32", "resident", **long)
-    job = job_of(folder, model, "damaged", "stream", **long)
+    calm = run(folder, model, "calm-float32", "resident", sampling=LONG)
+    job = job_of(folder, model, "damaged", "stream", sampling=LONG, cluster=WAVES)
     layer = model / "layer-00002.safetensors"
     content = layer.read_bytes()
     process = start("run", job)

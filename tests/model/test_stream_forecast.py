@@ -56,3 +56,14 @@ def test_more_than_a_day_has_to_be_asked_for(tmp_path):
 def test_a_disk_has_a_speed(tmp_path):
     (tmp_path / "layer").write_bytes(bytes(5_000_000))
     assert disk_speed([tmp_path / "layer"]) > 0
+
+
+def test_prompts_alone_share_a_sweep_as_far_as_its_steps_go(tmp_path):
+    units = [{"num_requests": 2000, "max_output_tokens": 2000, "kv_tokens": 2000 * 1280}]
+    job = load_job(write_job(tmp_path, cluster={"weights": "stream"}, sampling={"max_tokens": 1}))
+    model = load_model_config(Path(job.model.path))
+    memory = {"memory_bytes": 7 * GB, "fixed_bytes": GB, "least_kv_bytes": 0, "useful_kv_bytes": GB}
+    found = forecast(job, model, split_memory([GB] * 27, **memory), units, disk_bytes_per_s=GB)
+    assert found.num_requests_at_once == 16 * 4096 // 1280
+    assert found.num_sweeps == 40
+    assert "alone takes" not in str(found)
