@@ -186,7 +186,7 @@ SPEED = Group(
                "bytes of weights read from disk in all sweeps (cluster.weights), the first sweep's among them",
                note=_of_sweeps, only_if_any=True),
         Figure("weights_wait_s", "  waited for them", forms.seconds, "s", "seconds in which ranks waited for weights",
-               note=lambda values: f"{forms.percent(values['weights_wait_share'] or 0)} % of the steps' time",
+               note=lambda values: f"{forms.percent(values.get('weights_wait_share') or 0)} % of the steps' time",
                only_if_any=True),
         Figure("sweeps", "", forms.count, "", "passes of steps through all layers that read weights"),
         Figure("graph_share", "decode as CUDA graphs", forms.percent, "%",
