@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from batchinfer.config import SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.convert import convert_model
 from batchinfer.model.memory_split import split_memory
@@ -14,7 +16,7 @@ from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.feed import Inbox
 from batchinfer.rank.load import BITS, DTYPES
-from batchinfer.records import Request, RequestKey, Sampling
+from batchinfer.records import Request, RequestKey
 from support.one_rank import Feed, run_rank, whole_prompts
 from support.paths import RANDOM_MODEL
 from support.tiers import first_in_make_test
@@ -22,9 +24,9 @@ from support.tiers import first_in_make_test
 pytestmark = pytest.mark.usefixtures("cpp")
 
 SMALL = {"prefill_tokens": 20, "decode_requests": 3}  # most of a sweep: 320 prompt tokens, 48 rows
-ANSWERS = Sampling(max_tokens=9, temperature=0.9, ignore_eos=True, logprobs=2)
-FIRST_TOKENS = Sampling(max_tokens=1, logprobs=2)
-SCORES = Sampling(max_tokens=0, prompt_logprobs=2)
+ANSWERS = SamplingConfig(max_tokens=9, temperature=0.9, ignore_eos=True, logprobs=2).to_sampling()
+FIRST_TOKENS = replace(ANSWERS, max_tokens=1)
+SCORES = replace(ANSWERS, max_tokens=0, logprobs=None, prompt_logprobs=2)
 
 
 @pytest.fixture(scope="module", params=first_in_make_test(["bfloat16", "int4", "float32", "fp8"]))
