@@ -88,7 +88,7 @@ def plan(
         raise click.UsageError("--again repairs a plan and keeps the answers that it reuses; leave --reuse out")
     with alone("plan", process.stop) as session:
         config = job_of(job, overrides)
-        plan_here(
+        run_dir = plan_here(
             config,
             session,
             tracer_of(trace),
@@ -100,6 +100,7 @@ def plan(
             tokenizer=process.tokenizer,
             has_caller=process.has_caller,
         )
+        _note_stream(config, run_dir)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -343,6 +344,23 @@ def plan_here(
     if warning is not None:
         note(warning)
     return run_dir
+
+
+def _note_stream(config: JobConfig, run_dir: RunDir) -> None:
+    """Say what streaming takes if this host's memory is too small for the weights; other hosts may have more."""
+    from batchinfer.data.parquet import read_rows
+    from batchinfer.launch.host_memory import stream_forecast, with_weights
+    from batchinfer.launch.nodes import this_node
+    from batchinfer.manifest import Manifest
+    from batchinfer.progress import note
+    from batchinfer.records import ConfigError
+    from batchinfer.rundir import read_state
+
+    with suppress(ConfigError):  # work tells it where it matters
+        config = with_weights(config, this_node(config.cluster.num_ranks).ranks)
+        if config.cluster.weights == "stream":
+            units = read_rows(run_dir.units, Manifest(run_dir.root, read_state(run_dir).get("files")))
+            note(f"on this host {stream_forecast(config, units)}")
 
 
 def _work(

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from batchinfer.config.part import Count, Part
 
+SWEEP_STEPS = 16  # most steps of either kind that pass a streamed layer before the next layer
 FREE_SHARE = 8  # prefill waits until this fraction (1/8) of the decode slots is free, so that its steps are not tiny
 RankCount = Annotated[int, Field(ge=1, le=4096)]
 
@@ -53,6 +54,15 @@ class ClusterConfig(Part):
         300.0, gt=0, le=86400, description="a rank that does not answer for this long has failed"
     )
     page_bytes: Count | None = Field(None, description="KV page budget per rank in bytes; measured when unset")
+    weights: Literal["auto", "resident", "stream"] = Field(
+        "auto",
+        description="stream: read the layers of a converted folder from its disk again for each sweep of many steps, "
+        "for models larger than memory (one rank on a CPU); results stay the same to the byte; auto: only if they do "
+        "not fit",
+    )
+    memory_bytes: Count | None = Field(
+        None, description="most memory of a rank on a CPU: weights, KV pages and steps; unset: what is free"
+    )
     commit_seconds: float = Field(30.0, gt=0, le=86400, description="a finished request is durable within this time")
     prefill_tokens: int = Field(
         4096, ge=1, le=2**20, description="prompt tokens per prefill step and rank (long prompts are cut)"
@@ -87,6 +97,16 @@ class ClusterConfig(Part):
     @property
     def num_decode_ranks(self) -> int:
         return self.decode_ranks or self.prefill_ranks or 1
+
+    @property
+    def running_requests(self) -> int:
+        """Number of requests that decode on one rank; streamed weights pass several decode steps in each sweep."""
+        return self.decode_requests * (SWEEP_STEPS if self.weights == "stream" else 1)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Number of prompt tokens that a rank is sent in advance: two steps, or two sweeps."""
+        return 2 * self.prefill_tokens * (SWEEP_STEPS if self.weights == "stream" else 1)
 
     @property
     def expert_groups(self) -> dict[str, int]:

@@ -70,7 +70,8 @@ class RankStart:
         group = self._ranks.group
         with self._tracer.span("load", "controller"):
             slots = {str(place.role): self._experts.slots(place.role) for place in group.places}
-            ready = self._ranks.load(join_message(self._job, slots))
+            most, largest = self._start.most_tokens, self._start.largest_tokens
+            ready = self._ranks.load(join_message(self._job, slots, most_tokens=most, largest_tokens=largest))
             group.send_to_all(self._start)
         self._tracer.add("start and load", "ranks", self._ranks.started_s, self._ranks.loaded_s)
         hosts = group.connections.hosts

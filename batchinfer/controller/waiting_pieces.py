@@ -49,7 +49,7 @@ class RankRoom:
     @classmethod
     def of(cls, cluster: ClusterConfig) -> "RankRoom":
         """Return the room of a rank that runs prefill."""
-        return cls(cluster.prefill_tokens, cluster.decode_requests if cluster.mode == "colocated" else None)
+        return cls(cluster.prefill_tokens, cluster.running_requests if cluster.mode == "colocated" else None)
 
     @property
     def with_decode(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from batchinfer.balance.decode_loads import MOVE_STEPS, MOVE_STEPS_BETWEEN_HOSTS, DecodeLoads
 from batchinfer.balance.output_lengths import OutputLengths
@@ -27,11 +28,12 @@ from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.host_info import task_name
 from batchinfer.launch.agent import serve_node
-from batchinfer.launch.host_memory import refuse_too_large
+from batchinfer.launch.host_memory import decided, stream_forecast, with_weights
 from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
 from batchinfer.launch.rank_loader import RankLoader, open_ranks
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
+from batchinfer.model.stream_forecast import check_hours
 from batchinfer.progress import note
 from batchinfer.records import InputError, InterruptedRunError, RequestKey, StoreError
 from batchinfer.run.fingerprint import check_same, model_fingerprint
@@ -80,8 +82,10 @@ def work_on(
     tokenizer = load_tokenizer(Path(job.model.path))
     _check_model(run, job, tokenizer.digest)
     node = this_node(job.cluster.num_ranks)
-    if ranks_ahead is None:
-        refuse_too_large(job, node.ranks)
+    is_asked = job.cluster.weights == "stream"
+    job = with_weights(job, node.ranks) if ranks_ahead is None else decided(job, ranks_ahead.weights)
+    if job.cluster.weights == "stream" and ranks_ahead is None:
+        _announce_stream(job, units.rows, is_asked=is_asked)
     session.hold_ranks(job.cluster, node.ranks)
     if node.index > 0:
         serve_node(storage, session, stop, node, lambda: not OpenUnits(storage, units.all_rows).num_open)
@@ -157,7 +161,7 @@ def _controller(
     loads: DecodeLoads[RequestKey] = DecodeLoads(
         [place.rank for place in group.places if place.runs_decode],
         lengths,
-        max_requests=cluster.decode_requests,
+        max_requests=cluster.running_requests,
         request_load=RequestLoad(*model.decode_loads),
         move_steps=MOVE_STEPS if group.local.one_host else MOVE_STEPS_BETWEEN_HOSTS,
     )
@@ -177,6 +181,13 @@ def _controller(
         Reports(session, tracer, progress, results, dealer, loads, lengths, experts, statistics),
         RankFailures(dealer, cluster.collective_seconds),
     )
+
+
+def _announce_stream(job: JobConfig, units: list[dict[str, Any]], *, is_asked: bool) -> None:
+    """Say how long the disk takes; refuse a long run that did not ask for it."""
+    found = stream_forecast(job, units)
+    note(str(found))
+    check_hours(found, is_asked=is_asked)
 
 
 def _check_inputs(run: RunDir, job: JobConfig) -> None:

@@ -133,8 +133,8 @@ class WorkSender:
         self.session.placements = self.experts.history.num_placed
 
     def _take_for(self, rank: int) -> TakenWork:
-        """Return two prefill steps for a rank, enough until it asks again."""
-        return self.dealer.take(rank, self.cluster.decode_requests, 2 * self.cluster.prefill_tokens)
+        """Return two prefill steps for a rank, or two sweeps, enough until it asks again."""
+        return self.dealer.take(rank, self.cluster.running_requests, self.cluster.waiting_tokens)
 
     def _take_over(self, rank: int, asking: list[int]) -> bool:
         """Give a rank without work some of the busiest rank's; return False if there is none.

@@ -19,15 +19,17 @@ from batchinfer.host_info import free_memory_bytes
 from batchinfer.kv.pages import pages_for
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.headers import read_headers
+from batchinfer.model.memory_split import MemorySplit
 from batchinfer.model.ops import Ops
-from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.packed_folder import PackedFolder, read_packed
 from batchinfer.model.page_format import PageFormat
 from batchinfer.model.tensor_names import check_tensors
 from batchinfer.model.weight_bytes import rank_bytes, weight_bytes
+from batchinfer.model.weight_mode import split_for
 from batchinfer.plan.first_dtype import choose_dtype, this_machine
 from batchinfer.rank.kv_budget import MEMORY_SHARE, RESERVE_SHARE
 from batchinfer.rank.load import BITS, DTYPES
-from batchinfer.records import BatchinferError
+from batchinfer.records import BatchinferError, ConfigError
 
 REQUEST_TOKENS = 4096  # prompt and output of the request whose KV is counted; less where the model's window is less
 
@@ -40,6 +42,7 @@ class DtypeFit:
     ranks_needed: the least number of ranks, on machines like this one, whose shares of the experts fit; None where one
         suffices or experts are not what is too large.
     requests_at_once: requests of `request_tokens` that fit into KV memory, at most as many as a rank decodes together.
+    sweep_bytes: of a converted folder that does not fit: weights that are read from its disk for each sweep; else 0.
     """
 
     reason: str | None
@@ -48,6 +51,7 @@ class DtypeFit:
     kv_tokens: int
     requests_at_once: int
     ranks_needed: int | None
+    sweep_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +105,16 @@ def check_model(folder: Path) -> ModelCheck:
         needed = rank_bytes(config, dtype)
         cannot_run = _reason(config.check_dtype if packed is None else packed.check, dtype)
         cannot_run = cannot_run or _reason(_check_kernels, dtype, device)
-        reason, ranks = cannot_run, None
-        if cannot_run is None and needed > free:
+        reason, ranks, split = cannot_run, None, None
+        if cannot_run is None and needed > free and packed is not None and device.type == "cpu":
+            split = _split(folder, dtype, config, packed, free, request_tokens)
+        if cannot_run is None and needed > free and split is None:
             reason = f"one rank needs {_gb(needed)}, but {_gb(free)} is free"
             ranks = _ranks_needed(config, dtype, free)
         kv_bytes = PageFormat("float32" if dtype == "float32" else "bfloat16").bytes_per_token(config)
-        num_pages = int(max(0, free - needed) * for_kv) // (kv_bytes * PAGE_TOKENS)
-        most = ClusterConfig.model_fields["decode_requests"].default
+        bytes_for_kv = int(max(0, free - needed) * for_kv) if split is None else split.kv_bytes
+        num_pages = bytes_for_kv // (kv_bytes * PAGE_TOKENS)
+        most = ClusterConfig(weights="resident" if split is None else "stream").running_requests
         dtypes[dtype] = DtypeFit(
             reason=reason,
             weight_bytes=weight_bytes(config, dtype),
@@ -115,6 +122,7 @@ def check_model(folder: Path) -> ModelCheck:
             kv_tokens=num_pages * PAGE_TOKENS if reason is None else 0,
             requests_at_once=min(most, num_pages // pages_for(request_tokens)) if reason is None else 0,
             ranks_needed=ranks,
+            sweep_bytes=0 if split is None else split.sweep_bytes,
         )
     dtype, why = choose_dtype(folder, replace(this_machine(), free_bytes=free))
     if dtypes[dtype].reason is not None and (running := [name for name, fit in dtypes.items() if fit.reason is None]):
@@ -158,6 +166,10 @@ def model_text(check: ModelCheck) -> str:
 
 def _sentence(fit: DtypeFit, device: str) -> str:
     sizes = f"weights {_gb(fit.weight_bytes)}, KV {fit.kv_bytes_per_token:,} bytes per token"
+    if fit.sweep_bytes:
+        sizes += (
+            f", of which {_gb(fit.sweep_bytes)} are read from disk for each token of all requests (cluster.weights)"
+        )
     if fit.reason is None:
         return f"runs: {sizes}, memory for {fit.kv_tokens:,} tokens, {fit.requests_at_once} requests at once"
     spread = ""
@@ -173,14 +185,31 @@ def _check_tokenizer(folder: Path, config: ModelConfig) -> bool:
         ModelError: a file is missing or not valid, or the trial rows cannot be encoded.
     """
     source = "user" if has_chat_template(folder) else "prompt"
-    parts: dict[str, Any] = {
+    with Encoders(_trial_job(folder, source), window=config.max_position_embeddings) as encoders:
+        return encoders.has_chat_template
+
+
+def _trial_job(folder: Path, source: str, *, max_tokens: int = 1, **parts: dict[str, Any]) -> JobConfig:
+    """Return a job over the model; `source` is the key of the input column."""
+    job: dict[str, Any] = {
         "input": {"files": ["rows.parquet"], source: "text"},
         "output": {"dir": "run"},
-        "model": {"path": str(folder)},
-        "sampling": {"max_tokens": 1},
+        "model": {"path": str(folder), **parts.pop("model", {})},
+        "sampling": {"max_tokens": max_tokens},
     }
-    with Encoders(JobConfig.model_validate(parts), window=config.max_position_embeddings) as encoders:
-        return encoders.has_chat_template
+    return JobConfig.model_validate(job | parts)
+
+
+def _split(
+    folder: Path, dtype: str, config: ModelConfig, packed: PackedFolder, free: int, request_tokens: int
+) -> MemorySplit | None:
+    """Return the memory of a rank that streams the weights of a converted folder; None if it does not suffice."""
+    parts = {"model": {"dtype": dtype}, "cluster": {"weights": "stream"}}
+    job = _trial_job(folder, "prompt", max_tokens=REQUEST_TOKENS, **parts)
+    try:
+        return split_for(job, config, packed, free_bytes=free, largest_tokens=request_tokens)
+    except ConfigError:
+        return None
 
 
 def _check_kernels(dtype: str, device: torch.device) -> None:

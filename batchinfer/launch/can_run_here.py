@@ -2,7 +2,7 @@
 
 from batchinfer.config import JobConfig
 from batchinfer.host_info import has_gpu
-from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
+from batchinfer.launch.rank_loader import RankLoader, decide_weights, join_message, open_local_ranks
 from batchinfer.records import ConfigError
 from batchinfer.run.store.open import storage_of
 from batchinfer.rundir import read_state
@@ -26,6 +26,7 @@ def refuse_if_job_cannot_run(job: JobConfig, ranks: RankLoader | None, stop: Sto
     if ranks is not None:
         ranks.wait_until_can_run()
         return
+    job = decide_weights(job)
     asked = open_local_ranks(job, stop)
     try:
         asked.load_ahead(join_message(job, {}))

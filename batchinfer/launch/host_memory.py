@@ -1,43 +1,96 @@
-"""The check that the weights of a host's ranks fit into its memory, before any weight is read.
+"""The check that the weights of a host's ranks fit into its memory or can be streamed, before any weight is read.
 
 Without this check the kernel kills the ranks one by one, after minutes of reading, and again after each restart.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
-from batchinfer.host_info import free_memory_bytes, has_gpu
+from batchinfer.host_info import free_memory_bytes
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.stream_forecast import StreamForecast, disk_speed, forecast
 from batchinfer.model.weight_bytes import rank_bytes
+from batchinfer.model.weight_mode import check_streaming, kv_bytes_per_token, runs_on_gpus, split_for, why_not_streamed
 from batchinfer.records import ConfigError
 
 _DTYPES = ("bfloat16", "fp8", "int4", "fp4")  # smaller than float32
 
 
-def refuse_too_large(job: JobConfig, ranks: Iterable[int]) -> None:
-    """Raise unless the weights of these ranks of this host fit into its free memory; ranks on GPUs are not checked.
+def with_weights(job: JobConfig, ranks: Iterable[int]) -> JobConfig:
+    """Return the job with its `cluster.weights` decided: "resident", or "stream".
+
+    "auto" streams where the weights of these ranks, and KV for a step of prompts, do not fit into this host's memory.
+    Memory of GPUs is not checked.
 
     Raises:
-        ConfigError: names the bytes of the weights, the free bytes, and the dtypes in which they would fit.
+        ConfigError: the weights do not fit and cannot be streamed. Names the bytes of the weights, the free bytes, and
+            the dtypes in which they would fit.
         ModelError: config.json cannot be used.
     """
-    if has_gpu() and job.cluster.backend not in ("cpu", "reference"):
-        return
-    model, free = load_model_config(Path(job.model.path)), free_memory_bytes()
+    check_streaming(job)
+    if runs_on_gpus(job):
+        if job.cluster.weights == "stream":
+            raise ConfigError(
+                "cluster.weights is 'stream', but weights are streamed on CPUs alone; set cluster.backend = 'cpu'"
+            )
+        return decided(job, "resident")
+    folder = Path(job.model.path)
+    model, free = load_model_config(folder), free_memory_bytes()
     places = [place for place in rank_places(job.cluster) if place.rank in set(ranks)]
-    needed = _bytes_of(job, model, places, job.model.dtype)
-    if needed <= free:
-        return
+    needed, allowed = _bytes_of(job, model, places, job.model.dtype), free
+    if job.cluster.memory_bytes is not None:
+        allowed = min(free, len(places) * job.cluster.memory_bytes)
+    for_kv = job.cluster.prefill_tokens * kv_bytes_per_token(job, model)
+    packed, why_not = read_packed(folder), why_not_streamed(job)
+    if job.cluster.weights == "stream" or (job.cluster.weights == "auto" and packed is not None and why_not is None):
+        assert packed is not None
+        if job.cluster.weights == "stream" or needed + for_kv > allowed:
+            split_for(job, model, packed, free_bytes=free)  # raises if this does not fit, either
+            return decided(job, "stream")
+    if needed <= allowed:
+        return decided(job, "resident")
     others = {dtype: _bytes_of(job, model, places, dtype) for dtype in _DTYPES if model.may_run_in(dtype)}
-    fitting = [f'model.dtype = "{dtype}" ({_gb(size)})' for dtype, size in others.items() if size < min(needed, free)]
+    fitting = [
+        f'model.dtype = "{dtype}" ({_gb(size)})' for dtype, size in others.items() if size < min(needed, allowed)
+    ]
     raise ConfigError(
         f"{job.model.path} in {job.model.dtype} takes {_gb(needed)} of memory for {len(places)} "
-        f"{'rank' if len(places) == 1 else 'ranks'} on this host, and {_gb(free)} is free; "
+        f"{'rank' if len(places) == 1 else 'ranks'} on this host, and {_gb(free)} is free"
+        + ("" if allowed == free else f", of which cluster.memory_bytes allows {_gb(allowed)}")
+        + "; "
         + (f"use {' or '.join(fitting)}" if fitting else "it fits in no dtype")
         + ("; or free memory, or spread its ranks over more hosts" if model.num_moe_layers else "; or free memory")
+        + ("" if why_not is None else f"; or read weights from disk again and again: {why_not}")
     )
+
+
+def stream_forecast(job: JobConfig, units: Sequence[Mapping[str, Any]]) -> StreamForecast:
+    """Return the forecast of a planned job that streams its weights on this host; its disk is measured.
+
+    Args:
+        units: rows of plan/units.
+
+    Raises:
+        ConfigError, ModelError: memory is too small, or a layer cannot be read.
+    """
+    folder = Path(job.model.path)
+    model, packed = load_model_config(folder), read_packed(folder)
+    assert packed is not None, "with_weights has checked it"
+    most = sum(unit["kv_tokens"] for unit in units)
+    largest = max((unit["largest_kv_tokens"] for unit in units), default=1)
+    free = free_memory_bytes()
+    split = split_for(job, model, packed, free_bytes=free, most_tokens=most, largest_tokens=largest)
+    files = [packed.layer(layer) for layer in range(model.num_hidden_layers)]
+    return forecast(job, model, split, units, disk_bytes_per_s=disk_speed(files))
+
+
+def decided(job: JobConfig, weights: str) -> JobConfig:
+    """Return the job with these weights: "resident" or "stream"."""
+    return job.model_copy(update={"cluster": job.cluster.model_copy(update={"weights": weights})})
 
 
 def _bytes_of(job: JobConfig, model: ModelConfig, places: list[RankPlace], dtype: str) -> int:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from batchinfer.config import ClusterConfig, JobConfig, ModelPart
 from batchinfer.data.folder_state import FolderState, folder_state
-from batchinfer.launch.rank_loader import RankLoader, join_message, open_local_ranks
+from batchinfer.launch.host_memory import decided
+from batchinfer.launch.rank_loader import RankLoader, decide_weights, join_message, open_local_ranks
 from batchinfer.stop import StopSignal
 
 
@@ -20,10 +21,10 @@ class KeptRanks:
         wanted = (job.model, job.kv.dtype, job.cluster, folder_state(Path(job.model.path)))
         if self._ranks is None or wanted != self._of:
             self.end()
-            self._ranks, self._of = open_local_ranks(job, stop), wanted
+            self._ranks, self._of = open_local_ranks(decide_weights(job), stop), wanted
             self._ranks.group.keeps_ranks = True
         self._ranks.stop = stop
-        self._ranks.load_ahead(join_message(job, {}))
+        self._ranks.load_ahead(join_message(decided(job, self._ranks.weights), {}))
         return self._ranks
 
     def end(self) -> None:

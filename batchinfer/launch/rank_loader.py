@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
-from batchinfer.launch.host_memory import refuse_too_large
+from batchinfer.launch.host_memory import with_weights
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
 from batchinfer.launch.rank_watcher import LocalRanks
@@ -31,10 +31,12 @@ class RankLoader:
 
     Args:
         stop: checked while waiting.
+        weights: of the job, as decided: "resident" or "stream".
     """
 
-    def __init__(self, group: RankGroup, stop: StopSignal) -> None:
+    def __init__(self, group: RankGroup, stop: StopSignal, weights: str = "resident") -> None:
         self.group = group
+        self.weights = weights
         self.started_s = 0.0  # Unix time when the ranks' processes were started
         self.loaded_s = 0.0  # and when all of them had loaded
         self.stop = stop
@@ -181,30 +183,38 @@ def open_ranks(
         one_host: whether all ranks of the job are on this host.
     """
     local = LocalRanks(ranks, one_host=one_host)
-    return RankLoader(RankGroup(rank_places(job.cluster), local, host), stop)
+    return RankLoader(RankGroup(rank_places(job.cluster), local, host), stop, job.cluster.weights)
 
 
 def open_local_ranks(job: JobConfig, stop: StopSignal) -> RankLoader:
     """Return the loader of a job whose ranks all run on this host; none is started yet.
 
-    Raises:
-        ConfigError: the ranks' weights do not fit into the host's memory.
+    Args:
+        job: with its weights decided, see host_memory.with_weights.
     """
-    ranks = this_node(job.cluster.num_ranks).ranks
-    refuse_too_large(job, ranks)
-    return open_ranks(job, ranks, stop)
+    return open_ranks(job, this_node(job.cluster.num_ranks).ranks, stop)
+
+
+def decide_weights(job: JobConfig) -> JobConfig:
+    """Return the job with its weights decided for ranks that all run on this host; see host_memory.with_weights."""
+    return with_weights(job, this_node(job.cluster.num_ranks).ranks)
 
 
 @contextmanager
 def ranks_ahead(job: JobConfig, stop: StopSignal, *, know_experts: bool) -> Iterator[RankLoader | None]:
     """Load the ranks of a job while it is planned; the job's controller takes them over.
 
-    Yield None for a job with a run folder (there may be nothing left to compute), or if the plan will place experts.
+    Yield None for a job with a run folder (there may be nothing left to compute), if the plan will place experts, or if
+    weights are streamed.
 
     Args:
         know_experts: whether the plan will place experts.
     """
     if know_experts or _is_begun(job):
+        yield None
+        return
+    job = decide_weights(job)
+    if job.cluster.weights == "stream":  # its memory is split by what is planned
         yield None
         return
     ranks = open_local_ranks(job, stop)
@@ -221,9 +231,15 @@ def _is_begun(job: JobConfig) -> bool:
     return storage.run.run_json.exists()
 
 
-def join_message(job: JobConfig, slots_of_role: dict[str, ExpertSlots | None]) -> Join:
-    """Return the Join message of a job; RankLoader adds each rank's host and address."""
-    return Join(job.model_dump_json(), slots_of_role)
+def join_message(
+    job: JobConfig, slots_of_role: dict[str, ExpertSlots | None], *, most_tokens: int = 0, largest_tokens: int = 0
+) -> Join:
+    """Return the Join message of a job; RankLoader adds each rank's host and address.
+
+    Args:
+        most_tokens, largest_tokens: see Join.
+    """
+    return Join(job.model_dump_json(), slots_of_role, most_tokens=most_tokens, largest_tokens=largest_tokens)
 
 
 def _placed(join: Join) -> dict[str, ExpertSlots]:

@@ -33,6 +33,7 @@ class YieldPoint(Enum):
     QUERIES = "queries"  # decode only: projections are done, core attention is next
     DISPATCH = "dispatch"  # rows are on their way to the experts
     COMBINE = "combine"  # results are on their way back
+    LAYER = "layer"  # sweeps only: the next layer's weights, or after the last one the head
 
 
 class Routing(NamedTuple):

@@ -23,6 +23,7 @@ from batchinfer.model.attention_kinds import kind_of
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import ENDS, MTP, PackedFolder
+from batchinfer.model.weight_stream import WeightStream
 from batchinfer.model.weights import (
     CompressorWeights,
     Ends,
@@ -87,8 +88,12 @@ def map_weights(
     device: torch.device | str,
     expert_ids: Sequence[Sequence[int]] | None,
     mtp: bool = False,
+    stream: WeightStream | None = None,
 ) -> ModelWeights:
     """Return the weights of a converted folder, mapped; arguments as of `load_weights`.
+
+    Args:
+        stream: reads the layers into slots, where their tensors are; None: all layers are mapped, too.
 
     Raises:
         ModelError: the folder is not made for these operations or this dtype, or a file is damaged.
@@ -106,13 +111,16 @@ def map_weights(
     kinds = _KINDS | {"attention": kind_of(config.attention).weights}
     ends = MappedParts(packed.folder / ENDS).take(Ends, kinds)
     layers = tuple(
-        MappedParts(packed.layer(number), of_layer.get(number)).take(LayerWeights, kinds)
+        MappedParts(
+            packed.layer(number), of_layer.get(number), None if stream is None else stream.memory_of(number)
+        ).take(LayerWeights, kinds)
         for number in range(config.num_hidden_layers)
     )
     of_mtp = MappedParts(packed.folder / MTP).take(MtpWeights, kinds) if mtp else None
-    num_bytes = sum(tensor.nbytes for part in (ends, *layers, of_mtp) for _, tensor, _ in _parts_of(part))
+    mapped = (ends, *(layers if stream is None else ()), of_mtp)
+    num_bytes = sum(tensor.nbytes for part in mapped for _, tensor, _ in _parts_of(part))
     of_ends = {"embedding": ends.embedding, "norm": ends.norm, "lm_head": ends.lm_head, "streams": ends.streams}
-    return ModelWeights(layers=layers, expert_ids=held, mtp=of_mtp, mapped_bytes=num_bytes, **of_ends)
+    return ModelWeights(layers=layers, expert_ids=held, mtp=of_mtp, mapped_bytes=num_bytes, stream=stream, **of_ends)
 
 
 class PackedExperts:
@@ -133,18 +141,21 @@ class PackedExperts:
 class MappedParts:
     """One mapped file; of routed experts only these numbers (None: all).
 
+    Args:
+        memory: where the file's bytes will be when a layer computes; its header is read now. None: the file is mapped.
+
     Raises:
         ModelError: the file cannot be read, or is damaged.
     """
 
-    def __init__(self, path: Path, expert_ids: Sequence[int] | None = None):
+    def __init__(self, path: Path, expert_ids: Sequence[int] | None = None, memory: memoryview | None = None):
         self._path, self._expert_ids = path, expert_ids
         try:
             with open(path, "rb") as file:
                 access = mmap.PROT_READ | mmap.PROT_WRITE
-                self._memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=access)
-            self._start = 8 + int.from_bytes(self._memory[:8], "little")
-            header = json.loads(self._memory[8 : self._start])
+                self._memory = memory or mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=access)
+                self._start = 8 + int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(self._start - 8))
             self._forms: dict[str, dict[str, int]] = json.loads(header.pop("__metadata__")["forms"])
             self._header: dict[str, Any] = header
         except (OSError, ValueError, KeyError, TypeError) as error:

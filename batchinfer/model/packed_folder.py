@@ -40,6 +40,10 @@ class PackedFolder:
         """Return the file of a layer."""
         return self.folder / layer_name(number)
 
+    def layer_bytes(self, number: int) -> int:
+        """Return the size of a layer's file."""
+        return self.sizes[layer_name(number)]
+
     def check(self, dtype: str) -> None:
         """Raise if a job of this dtype cannot map the folder.
 

@@ -32,17 +32,23 @@ def zeroed(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def empty_pages(config: ModelConfig, num_pages: int, form: PageFormat, device: torch.device) -> torch.Tensor:
+def empty_pages(
+    config: ModelConfig, num_pages: int, form: PageFormat, device: torch.device, *, one_layer: bool = False
+) -> torch.Tensor:
     """Return empty KV pages [L, num_pages, 64, row]; on a CPU they take memory when they are used.
 
     A row is values, or bytes in FP8.
+
+    Args:
+        one_layer: all layers have the same pages.
 
     Raises:
         ConfigError: the address space does not suffice.
     """
     dtype = _DTYPES[form.dtype]
-    shape = (config.num_hidden_layers, num_pages, PAGE_TOKENS, form.row_width(config))
-    return zeros(shape, dtype, device)
+    num_layers = config.num_hidden_layers
+    shape = (1 if one_layer else num_layers, num_pages, PAGE_TOKENS, form.row_width(config))
+    return zeros(shape, dtype, device).expand(num_layers, -1, -1, -1)
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -81,6 +81,22 @@ class Sampled:
     top_tokens: list[list[int]] | None = None  # S x num_logprobs, most likely first
     top_logprobs: list[list[float]] | None = None
 
+    @classmethod
+    def joined(cls, parts: Sequence[Sampled]) -> Sampled:
+        """Return the rows of all parts; rows of parts without log-probabilities have none that mean anything."""
+        tokens, is_finite = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "is_finite")
+        )
+        if all(part.logprobs is None for part in parts):
+            return cls(tokens, is_finite)
+        logprobs, top_tokens, top_logprobs = [], [], []
+        for part in parts:
+            count = len(part.tokens)
+            logprobs += [0.0] * count if part.logprobs is None else part.logprobs
+            top_tokens += [[]] * count if part.top_tokens is None else part.top_tokens
+            top_logprobs += [[]] * count if part.top_logprobs is None else part.top_logprobs
+        return cls(tokens, is_finite, logprobs, top_tokens, top_logprobs)
+
 
 def sample(
     logits_SV: torch.Tensor,

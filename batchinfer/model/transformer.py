@@ -19,6 +19,7 @@ from batchinfer.model.attention_kinds import kind_of
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fused.layers import moe_of
 from batchinfer.model.layer import DecoderLayer
+from batchinfer.model.memory_split import MemorySplit
 from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
 from batchinfer.model.mtp import Mtp
 from batchinfer.model.ops import Ops
@@ -31,7 +32,9 @@ from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
 from batchinfer.model.scores import score
 from batchinfer.model.step import AttentionStep, StepHalves, StepInput, StepOutput, StepTensors
+from batchinfer.model.sweeps import run_sweep
 from batchinfer.model.weight_loading import exchange_experts, load_weights
+from batchinfer.model.weight_stream import WeightStream
 from batchinfer.model.weights import LayerWeights, ModelWeights, MoeWeights
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.placement import Placement
@@ -86,6 +89,7 @@ class Transformer:
         backend: str = "auto",
         mtp: bool = False,
         on_read: Callable[[int, int], None] | None = None,
+        memory: MemorySplit | None = None,
     ) -> Transformer:
         """Read a model folder (config.json and *.safetensors), or map a converted one.
 
@@ -96,6 +100,7 @@ class Transformer:
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
             mtp, on_read: as of load_weights.
+            memory: stream the layers of a converted folder through these slots; None: all weights stay in memory.
 
         Raises:
             ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
@@ -116,7 +121,10 @@ class Transformer:
             dispatchers = [local_dispatcher(config, ops, device)] * config.num_moe_layers
         wanted: dict[str, Any] = {"dtype": dtype, "device": device, "expert_ids": expert_ids, "mtp": mtp}
         if (packed := read_packed(folder)) is not None:
-            weights = map_weights(packed, config, ops, **wanted)
+            stream = None
+            if memory is not None:
+                stream = WeightStream([packed.layer(number) for number in range(config.num_hidden_layers)], memory)
+            weights = map_weights(packed, config, ops, stream=stream, **wanted)
         else:
             weights = load_weights(folder, config, ops=ops, on_read=on_read, **wanted)
         return cls(config, weights, dispatchers, ops)
@@ -152,16 +160,18 @@ class Transformer:
         """Origins of the operations' implementations, and the bits of their products."""
         return self.ops.names(self.dtype) + self.ops.bits
 
-    def new_pages(self, num_pages: int, num_slots: int = 0) -> Any:
+    def new_pages(self, num_pages: int, num_slots: int = 0, *, one_layer: bool = False) -> Any:
         """Return empty pages, see page_memory.empty_pages, or what the attention kind has as the memory of each layer.
 
         Args:
             num_slots: of requests' states, for a kind that has them.
+            one_layer: see page_memory.empty_pages; only for sweeps.
         """
         memory = kind_of(self.config.attention).memory
         if memory is not None:
             return memory(self.config.attention, num_pages, num_slots, self.dtype, self.device)
-        return empty_pages(self.config, num_pages, self.ops.page_format(self.dtype), self.device)
+        form = self.ops.page_format(self.dtype)
+        return empty_pages(self.config, num_pages, form, self.device, one_layer=one_layer)
 
     def forward(
         self,
@@ -175,12 +185,26 @@ class Transformer:
         Args:
             log: receives the spans of the step.
         """
-        return schedule.run(self, step, pages, SpanLog() if log is None else log)
+        log = SpanLog() if log is None else log
+        if self.stream is not None:
+            assert isinstance(step, StepInput), "streamed weights run on one rank, whose rows do not travel"
+            (swept,) = run_sweep(self, self.stream, [step], pages, [log])
+            return swept.output
+        return schedule.run(self, step, pages, log)
+
+    @property
+    def stream(self) -> WeightStream | None:
+        """The stream of the layers' weights; None if all weights are in memory."""
+        return self.weights.stream
 
     def points(
-        self, step: StepTensors, pages: torch.Tensor, spans: MicroBatchSpans
+        self, step: StepTensors, pages: torch.Tensor, spans: MicroBatchSpans, *, by_layer: bool = False
     ) -> Generator[YieldPoint, None, StepOutput]:
-        """Run one step operation by operation, as a generator over the yield points of all layers."""
+        """Run one step operation by operation, as a generator over the yield points of all layers.
+
+        Args:
+            by_layer: yield YieldPoint.LAYER before each layer and after the last one, too.
+        """
         attention_step = AttentionStep.with_angles(step, *self.angles.at(step.positions))
         wanted = attention_step.of_wanted_rows()
         expert_counts = torch.zeros(
@@ -191,7 +215,11 @@ class Transformer:
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             counts_E = next(rows_of_counts) if isinstance(layer.mlp, MoeMlp) else None
             of_layer = wanted if layer is self.layers[-1] else None
+            if by_layer:
+                yield YieldPoint.LAYER
             state = yield from layer.points(state, attention_step, layer_pages, counts_E, spans, of_layer)
+        if by_layer:
+            yield YieldPoint.LAYER
         with spans.compute("LOGITS"):
             hidden_TD = self.residual.close(state)
             hidden_SD = hidden_TD if wanted is not None else self.ops.gather_rows(hidden_TD, step.logit_rows)

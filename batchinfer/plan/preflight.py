@@ -14,6 +14,7 @@ from batchinfer.model.headers import read_headers
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import check_kv
 from batchinfer.model.tensor_names import check_tensors
+from batchinfer.model.weight_mode import check_streaming
 from batchinfer.parallel.exchange_rules import check_device, check_group, check_rows
 from batchinfer.records import ConfigError, Shard, slots_per_rank
 from batchinfer.rundir import RunDir, output_files
@@ -39,6 +40,7 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
         packed.check(job.model.dtype)
     else:
         check_tensors(read_headers(folder, model.carrier), model)
+    check_streaming(job)
     check_kv(job, model)
     model.check_dtype(job.model.dtype)
     _check_experts(job.cluster, model)

@@ -3,6 +3,7 @@
 import queue
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from batchinfer.protocol import messages
@@ -63,6 +64,7 @@ class Feed:
         self._has_asked = False
         self._leave: messages.Leave | None = None
         self._steps_s = max(STEPS_S, STEPS_S_PER_RANK * num_ranks)
+        self._inbox = Inbox()  # messages that `take_in` has read
         self._steps: list[StepReport] = []  # not reported yet
         self._last_steps_s = self._last_experts_s = time.monotonic()
         self._num_running = self._num_running_told = 0
@@ -70,15 +72,20 @@ class Feed:
 
     def receive(self, wait_s: float = 0.0) -> Inbox:
         """Return all messages that have come; wait at most `wait_s` for the first one."""
-        inbox = Inbox()
+        inbox, self._inbox = self._inbox, Inbox()
         if wait_s > 0:
             self.send_steps()
-        try:
+        with suppress(queue.Empty):
             self._sort_in(self._received.get(wait_s > 0, wait_s or None), inbox)
-            while True:
-                self._sort_in(self._received.get_nowait(), inbox)
-        except queue.Empty:
-            return inbox
+        self._take_all(inbox)
+        return inbox
+
+    def goes_on(self) -> bool:
+        """Show in the middle of a long step that this rank lives; return whether the job goes on after it."""
+        if time.monotonic() - self._last_experts_s >= EXPERTS_S:
+            self.send_experts()
+        self._take_all(self._inbox)
+        return not self._inbox.leave
 
     def wait_for_leave(self) -> messages.Leave:
         """Wait for the last message of a job and return it; another rank of the group may get its own earlier."""
@@ -143,6 +150,12 @@ class Feed:
         """Report that the KV of these requests has been read, so that its holder may free it."""
         self.send_steps()
         self._channel.send(messages.KvRead(keys))
+
+    def _take_all(self, inbox: Inbox) -> None:
+        """Sort in all messages that have come."""
+        with suppress(queue.Empty):
+            while True:
+                self._sort_in(self._received.get_nowait(), inbox)
 
     def _sort_in(self, message: FromController, inbox: Inbox) -> None:
         if isinstance(message, messages.Requests | messages.Adopt | messages.Wake):

@@ -49,6 +49,8 @@ class StepRecord(Struct, frozen=True, array_like=True):
     graph_rows: int = 0
     no_graph: str | None = None
     attention_work: float = 0.0  # of prefill: (query, key) pairs of the new tokens
+    streamed_bytes: int = 0  # weights read from disk in its sweep, in the first of the sweep's steps
+    weights_wait_s: float = 0.0  # seconds in which that sweep waited for them, likewise
 
 
 class StepReport(Struct, frozen=True):
@@ -230,6 +232,7 @@ class Join(Message, frozen=True):
     slots_of_role: the expert of each slot, by role; missing or None: in order.
     host, credentials: address to listen at for ranks of other hosts, and the group's credentials; "": no other hosts.
     num_local_ranks: number of ranks on this host.
+    most_tokens, largest_tokens: as of Start, for memory that is split while loading; 0: not known yet.
     """
 
     job: str
@@ -239,6 +242,8 @@ class Join(Message, frozen=True):
     num_local_ranks: int = 1
     group_on_one_host: bool = True
     all_on_one_host: bool = True
+    most_tokens: int = 0
+    largest_tokens: int = 0
 
 
 class Start(Message, frozen=True):

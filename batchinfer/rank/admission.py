@@ -29,7 +29,7 @@ class Admission:
     @property
     def num_free_slots(self) -> int:
         """Number of sequences that decode has room for."""
-        return self._context.decode_requests - len(self._running.sequences) - self._queue.num_kept_slots
+        return self._context.running_requests - len(self._running.sequences) - self._queue.num_kept_slots
 
     @property
     def num_to_admit(self) -> int | None:
@@ -42,12 +42,12 @@ class Admission:
 
     @property
     def needs_work(self) -> bool:
-        """Whether less than two prefill steps are waiting: one step runs while further requests arrive."""
+        """Whether less than two prefill steps, or sweeps, are waiting: one runs while further requests arrive."""
         context, queue = self._context, self._queue
         return (
             context.place.runs_prefill
-            and queue.waiting_tokens < 2 * context.prefill_tokens
-            and len(queue.waiting) < context.decode_requests
+            and queue.waiting_tokens < 2 * context.prefill_tokens * context.num_sweep_steps
+            and len(queue.waiting) < context.running_requests
         )
 
     def vote(self, *, leave: bool, place: bool, calibrate: bool = False, deal: int = 0) -> StepVote:

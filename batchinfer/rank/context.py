@@ -5,6 +5,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
+from batchinfer.config.cluster import SWEEP_STEPS
 from batchinfer.config.rank_layout import RankPlace
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.model.fused.graph_size import num_filler_pages
@@ -43,6 +44,7 @@ class RankContext:
     traced: bool = False  # report the spans of the first steps
     reasoning: Mode = "none"  # how thinking is separated from answers
     continues: bool = False  # answers go on with the last message of their prompt
+    prompts_alone: bool = False  # see weight_mode.computes_prompts_alone
     placement: int = 0  # number of the placement with which the experts were loaded
 
     def __post_init__(self) -> None:
@@ -56,12 +58,23 @@ class RankContext:
         Attention kinds with a state have their own memory instead, of as many pages and slots.
         """
         num_filler = 0 if self.no_graphs else num_filler_pages(self.decode_requests, self.mesh.size)
-        return self.model.new_pages(self.num_pages + num_filler, self.num_slots)
+        return self.model.new_pages(self.num_pages + num_filler, self.num_slots, one_layer=self.prompts_alone)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The fastest schedule of steps that are not recorded as graphs: decode in one call if possible, else plain."""
-        return Schedule(decode=FusedDecode.of(self.model) or plain)
+        fused = None if self.model.stream is not None else FusedDecode.of(self.model)
+        return Schedule(decode=fused or plain)
+
+    @property
+    def num_sweep_steps(self) -> int:
+        """Most prefill steps, and most decode steps, that pass through the model together."""
+        return 1 if self.model.stream is None else SWEEP_STEPS
+
+    @property
+    def running_requests(self) -> int:
+        """Most requests that decode at once."""
+        return self.decode_requests * self.num_sweep_steps
 
     @cached_property
     def no_graphs(self) -> str | None:

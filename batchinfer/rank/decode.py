@@ -2,12 +2,13 @@
 
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from batchinfer.model.fused.graph_size import GraphSize
-from batchinfer.model.sampling import SamplingRows, sample
+from batchinfer.model.sampling import LogitOps, Sampled, SamplingRows, sample
 from batchinfer.model.step import StepHalves, StepInput
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.rank.batch import StepResult
@@ -15,7 +16,7 @@ from batchinfer.rank.context import RankContext
 from batchinfer.rank.drafted_table import DraftedTable
 from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.drafts import Drafts
-from batchinfer.rank.logit_rules import LogitRules
+from batchinfer.rank.logit_rules import LogitRules, StepRules
 from batchinfer.rank.sequence import Sequence
 
 
@@ -72,6 +73,41 @@ def decode_step(
             drafter.drop(finished)
     num_drafted = 0 if drafts is None else int(drafts.counts.sum())
     return _result(output.expert_counts, finished, kv_lengths, taken, num_drafted)
+
+
+class DecodePart(NamedTuple):
+    """A step of a sweep for some rows of the table."""
+
+    step: StepInput
+    sampling: SamplingRows
+    num_new: np.ndarray
+    rules: StepRules
+
+    def sample(self, logits: torch.Tensor, ops: LogitOps) -> Sampled:
+        """Return the next token of each row."""
+        return sample(logits, self.sampling, self.num_new, ops, self.rules.changes())
+
+
+def decode_parts(context: RankContext, table: DraftedTable) -> list[DecodePart]:
+    """Return the next step of all running sequences as steps of at most `decode_requests` rows."""
+    parts = []
+    for first in range(0, len(table.sequences), context.decode_requests):
+        rows = slice(first, first + context.decode_requests)
+        numbers = np.arange(len(table.sequences))[rows]
+        rules = [(row - first, rules) for row, rules in table.rules if first <= row < rows.stop]
+        parts.append(
+            DecodePart(
+                table.next_step(rows), table.sampling.take(numbers), table.num_new[rows], context.rules.begin(rules)
+            )
+        )
+    return parts
+
+
+def end_parts(table: DraftedTable, sampled: list[Sampled], expert_counts: torch.Tensor) -> StepResult:
+    """Give all running sequences their tokens, sampled part by part; together the parts count as one step."""
+    kv_lengths = table.kv_lengths.copy()
+    finished = table.accept(Sampled.joined(sampled))
+    return _result(expert_counts, finished, kv_lengths, np.ones(len(kv_lengths), dtype=np.int64), 0)
 
 
 def _speculate(

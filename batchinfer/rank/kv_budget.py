@@ -17,6 +17,8 @@ from batchinfer.kv.pages import pages_for
 from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
+from batchinfer.model.weight_bytes import rank_bytes
+from batchinfer.model.weight_mode import computes_prompts_alone
 from batchinfer.protocol.messages import Start
 from batchinfer.records import ConfigError
 
@@ -48,6 +50,8 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     """
     cluster, on_cpu = job.cluster, model.device.type == "cpu"
     page_bytes = PAGE_TOKENS * model.ops.page_format(model.dtype).bytes_per_token(model.config)
+    if computes_prompts_alone(job, model.config):
+        page_bytes //= model.config.num_hidden_layers
     # KV on its way takes as much as the decode ranks' pages at most
     num_shares = num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
     # mapped weights count as free memory, but must not be displaced by pages; the host's ranks share some of them
@@ -56,12 +60,17 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     state_bytes = model.config.attention.state_bytes(model.dtype.itemsize)
     num_slots = cluster.decode_requests if state_bytes else 0
     useful_tokens = start.most_tokens
+    if model.stream is not None:
+        host_share = model.stream.split.kv_bytes
+    elif on_cpu and cluster.memory_bytes is not None:
+        held = rank_bytes(model.config, job.model.dtype, num_experts=experts_held(model))
+        host_share = min(host_share, max(0, cluster.memory_bytes - held))
     if cluster.page_bytes:
         num_bytes = cluster.page_bytes
     else:
         # no more than two full decode batches of the largest request, which leaves room for shared prefixes
         largest = pages_for(start.largest_tokens) * PAGE_TOKENS  # requests share no page that they write
-        useful_tokens = min(useful_tokens, 2 * cluster.decode_requests * largest)
+        useful_tokens = min(useful_tokens, 2 * cluster.running_requests * largest)
         scores = any(item is not None for item in (job.input.choices, job.input.sampling, job.sampling.prompt_logprobs))
         num_bytes = (
             max(0, host_share - num_slots * state_bytes)
@@ -84,6 +93,11 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     transfer_bytes = num_pages * page_bytes * cluster.num_decode_ranks // cluster.num_prefill_ranks
     # transfers are in the host's memory, which may be smaller than the GPU's
     return KvBudget(num_pages, num_slots, transfer_bytes if on_cpu else min(transfer_bytes, host_share))
+
+
+def experts_held(model: Transformer) -> int:
+    """Return the routed experts that a rank holds of each MoE layer, 0 without any."""
+    return max((len(ids) for ids in model.weights.expert_ids), default=0)
 
 
 def measured_budget(

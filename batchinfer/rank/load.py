@@ -11,14 +11,16 @@ from batchinfer.config import VALUE_BYTES, JobConfig
 from batchinfer.config.rank_layout import RankPlace
 from batchinfer.data.bucket import Bucket
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
-from batchinfer.host_info import matrix_library_mode, processor_kind
+from batchinfer.host_info import free_memory_bytes, matrix_library_mode, processor_kind
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.second_tier import ATTEMPTS as TIER_ATTEMPTS
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.ops import Ops
+from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import PageFormat, check_kv
 from batchinfer.model.transformer import Transformer
+from batchinfer.model.weight_mode import computes_prompts_alone, split_for
 from batchinfer.ownership import group_id
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
@@ -57,6 +59,8 @@ def load_model(
     device: torch.device,
     *,
     mtp: bool = False,
+    most_tokens: int = 0,
+    largest_tokens: int = 0,
     before_weights: Callable[[], None] | None = None,
     on_read: Callable[[int, int], None] | None = None,
 ) -> Transformer:
@@ -66,6 +70,7 @@ def load_model(
         place: the rank's place; its role gives the largest number of rows that it sends at once.
         slots: the expert of each slot; None: in order.
         mtp: load the layer for multi-token prediction, too; only for a rank that holds all experts.
+        most_tokens, largest_tokens: see Join; they split the memory of a rank that streams its weights.
         before_weights: called once backend, dtype and exchange are known to run here, before weights are read.
         on_read: called with the bytes of weights that were read so far, and with all bytes to read.
 
@@ -94,6 +99,12 @@ def load_model(
         )
     if before_weights is not None:
         before_weights()
+    memory = None
+    if job.cluster.weights == "stream":
+        packed = read_packed(folder)
+        assert packed is not None, "checked before ranks start"
+        known = {"most_tokens": most_tokens, "largest_tokens": largest_tokens} if most_tokens else {}
+        memory = split_for(job, config, packed, free_bytes=free_memory_bytes(), **known)
     return Transformer.load(
         folder,
         dtype=dtype,
@@ -104,6 +115,7 @@ def load_model(
         mtp=mtp,
         on_read=on_read,
         fp8_pages=PageFormat.of(job).is_fp8,
+        memory=memory,
         **bits,
     )
 
@@ -193,6 +205,7 @@ def make_worker(
         traced=start.traced,
         reasoning=job.output.reasoning,
         continues=bool(job.input.continue_final_message),
+        prompts_alone=computes_prompts_alone(job, model.config),
         placement=rank.placement,
     )
 

@@ -167,10 +167,13 @@ def _work(
         slots,
         device,
         mtp=asked and no_drafts is None,
+        most_tokens=join.most_tokens,
+        largest_tokens=join.largest_tokens,
         before_weights=lambda: channel.send(messages.CanRun()),
         on_read=_load_reports(channel),
     )
-    if mesh.size == 1 and device.type == "cpu":  # on a GPU the measuring of the KV budget does it
+    # on a GPU the measuring of the KV budget does it
+    if mesh.size == 1 and device.type == "cpu" and model.stream is None:
         warm_up(model, place.most_tokens(job.cluster))
     tokenizer = load_tokenizer(Path(job.model.path))
     equality = equal_rows(model, job.cluster.backend)

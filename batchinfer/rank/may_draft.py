@@ -29,6 +29,8 @@ def why_not(job: JobConfig, place: RankPlace, device: torch.device) -> str | Non
         return f"experts are spread over {place.group_size} ranks"
     if device.type != "cpu":
         return "decode steps on a GPU are run without drafts"
+    if job.cluster.weights == "stream":
+        return "its weights would have to be streamed, too"
     if PageFormat.of(job).is_fp8:
         return "KV is in fp8, which the steps that check drafts cannot read"
     folder, dtype = Path(job.model.path), job.model.dtype

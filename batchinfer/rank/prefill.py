@@ -1,12 +1,15 @@
 """Prefill steps: run the tokens that the queue has packed, and sample the first token of each complete prompt."""
 
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import sample
 from batchinfer.model.step import StepHalves, StepInput, StepOutput
+from batchinfer.model.sweeps import SweptStep
 from batchinfer.parallel.spans import SpanLog
 from batchinfer.rank.batch import (
     Chunk,
@@ -25,6 +28,13 @@ from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
 from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer_kernels.transfer import wait_for
+
+
+class PrefillPart(NamedTuple):
+    """A step of a sweep, and its chunks in the order of its rows."""
+
+    step: StepInput
+    chunks: list[Chunk]
 
 
 class Prefill:
@@ -51,10 +61,53 @@ class Prefill:
             self._drafter.pause()
         chunks, copies = self._queue.next_step(num_slots) if num_slots is not None else ([], {})
         computing_s = time.time()
-        output, complete = self._run(chunks, copies, log, in_pairs=in_pairs)
+        step, chunks = self._built(chunks, copies, in_pairs=in_pairs)
+        output = self._context.model.forward(step, self._context.pages, self._context.schedule, log)
         if self._stored is not None:
             wait_for(self._context.model.device)
-            self._stored.note_step(chunks, time.time() - computing_s)
+        return self._end(chunks, output, time.time() - computing_s)
+
+    def take_steps(self, num_slots: Callable[[], int], *, is_idle: bool, most: int) -> list[PrefillPart]:
+        """Take the next steps, all to run in one sweep.
+
+        Args:
+            num_slots: returns the number of prompts that may begin, those that these steps complete not counted.
+            is_idle: nothing else runs that could make room.
+            most: number of steps.
+        """
+        parts: list[PrefillPart] = []
+        num_going_on = 0
+        while len(parts) < most:
+            num_free = num_slots() - num_going_on
+            if not self._queue.can_run(num_free, must_go_on=is_idle and not parts):
+                break
+            chunks, copies = self._queue.next_step(num_free)
+            if not chunks:
+                break
+            parts.append(self._part(chunks, copies))
+            num_going_on += sum(
+                chunk.completes_prompt and chunk.sequence.request.goes_on_after_prefill for chunk in chunks
+            )
+        while self._context.prompts_alone and (chunks := self._queue.end_open()):
+            parts.append(self._part(chunks, {}))
+        return parts
+
+    def _part(self, chunks: list[Chunk], copies: dict[int, int]) -> PrefillPart:
+        step, chunks = self._built(chunks, copies, in_pairs=False)
+        assert isinstance(step, StepInput)
+        return PrefillPart(step, chunks)
+
+    def end(self, part: PrefillPart, swept: SweptStep) -> StepResult:
+        """Give the sequences of a step of a sweep their results."""
+        return self._end(part.chunks, swept.output, swept.seconds)
+
+    def _end(self, chunks: list[Chunk], output: StepOutput, compute_s: float) -> StepResult:
+        """Keep blocks and scores of a step, and sample the first token of each complete prompt."""
+        if output.scores is not None:
+            take_scores(chunks, output.scores)
+        complete = [chunk.sequence for chunk in chunks if chunk.completes_prompt]
+        if self._stored is not None:
+            self._stored.note_step(chunks, compute_s)
         self._pages.end_step()
         answering = [sequence for sequence in complete if sequence.request.sampling.max_tokens]
         if answering:
@@ -85,24 +138,17 @@ class Prefill:
             attention_work=sum(chunk.attention_work for chunk in chunks),
         )
 
-    def _run(
-        self, chunks: list[Chunk], copies: dict[int, int], log: SpanLog, *, in_pairs: bool
-    ) -> tuple[StepOutput, list[Sequence]]:
-        """Run the chunks; return the output, and the sequences with a complete prompt in the order of its logits."""
-        step: StepInput | StepHalves
+    def _built(
+        self, chunks: list[Chunk], copies: dict[int, int], *, in_pairs: bool
+    ) -> tuple[StepInput | StepHalves, list[Chunk]]:
+        """Return the step of these chunks, and the chunks in the order of its rows."""
         requests = [chunk.sequence.request for chunk in chunks]
         most = max((request.num_alternatives for request in requests if request.score_from), default=0)
         if in_pairs:
             first, second = _halve_chunks(chunks)
-            chunks = first + second
             halves = zip((first, second), _halve_copies(copies, first), strict=True)
-            step = StepHalves(*(prefill_step(*half, num_alternatives=most) for half in halves))
-        else:
-            step = prefill_step(chunks, copies, num_alternatives=most, num_states=self._num_states)
-        output = self._context.model.forward(step, self._context.pages, self._context.schedule, log)
-        if output.scores is not None:
-            take_scores(chunks, output.scores)
-        return output, [chunk.sequence for chunk in chunks if chunk.completes_prompt]
+            return StepHalves(*(prefill_step(*half, num_alternatives=most) for half in halves)), first + second
+        return prefill_step(chunks, copies, num_alternatives=most, num_states=self._num_states), chunks
 
     @property
     def _num_states(self) -> int:

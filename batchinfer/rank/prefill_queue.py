@@ -88,6 +88,16 @@ class PrefillQueue:
                 break
         return list(chunks.values()), copies
 
+    def end_open(self) -> list[Chunk]:
+        """Pack a step of partly computed prompts alone, up to their ends if they fit; empty if there are none."""
+        chunks: dict[RequestKey, Chunk] = {}
+        # the first piece may have run in part; others of prompts that end here begin none, see `_drop_done`
+        was_open = bool(self._pieces) and self._pieces[0].key in self._open
+        self._go_on(chunks)
+        if was_open and self._pieces[0].key not in self._open:
+            self._drop_first()
+        return list(chunks.values())
+
     def _run(self, key: RequestKey, end: int, chunks: dict[RequestKey, Chunk], budget: int) -> tuple[bool, int]:
         """Add a prompt up to token `end` to the step's chunks, as far as the budget of tokens allows.
 

@@ -89,6 +89,11 @@ class PromptPages:
             self._free_slots.append(sequence.state_slot)
         self.num_running -= 1
 
+    def drop_known(self) -> None:
+        """Free all pages of prompts that ended, so that no later prompt shares them; none may be running."""
+        assert self.num_running == 0, "pages of running prompts stay"
+        self._tree.make_room(self.pool.num_pages)
+
     def _num_pages(self, request: Request) -> int:
         return pages_needed(request, prompt_only=self._prompt_only)
 

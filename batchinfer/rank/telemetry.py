@@ -4,6 +4,7 @@
 
 import time
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,6 +20,14 @@ from batchinfer_kernels import registry
 
 STORE_S = 5.0  # between reports of the KV store's counters
 TRACED_STEPS = 50  # of each kind; enough to see the order of spans, and a bound for the file
+
+
+class SweepShare(NamedTuple):
+    """A step's share of a sweep: seconds by the time that it computed; bytes and waiting in the first step alone."""
+
+    duration_s: float
+    streamed_bytes: int
+    wait_s: float
 
 
 class Telemetry:
@@ -53,18 +62,32 @@ class Telemetry:
         tokens = {phase: counts.tolist() for phase, counts in self._tokens_LE.items()}
         return ExpertCounts(self.placement, tokens, {phase: rows.tolist() for phase, rows in self._new_rows_L.items()})
 
-    def record(self, agreed: Agreed, ran: StepResult, log: SpanLog, *, start_s: float, pages_used: int) -> StepRecord:
-        """Return the record of the step that has just run, and add its expert counts."""
+    def record(
+        self,
+        agreed: Agreed,
+        ran: StepResult,
+        log: SpanLog,
+        *,
+        start_s: float,
+        pages_used: int,
+        share: SweepShare | None = None,
+    ) -> StepRecord:
+        """Return the record of the step that has just run, and add its expert counts.
+
+        Args:
+            share: of a step in a sweep; its lone rank computes the experts of all its tokens.
+        """
         kind = agreed.kind.value
         before_L = self._rows_L
         self._rows_L, counts_LE = self._model.read_rows(ran.expert_counts)
         fallbacks_before, self._num_fallbacks = self._num_fallbacks, registry.num_fallbacks()
         self._tokens_LE[kind] += counts_LE
-        self._new_rows_L[kind] += self._rows_L - before_L
+        rows_L = self._rows_L - before_L if share is None else counts_LE.sum(1)
+        self._new_rows_L[kind] += rows_L
         return StepRecord(
             kind=kind,
             start_s=start_s,
-            duration_s=time.time() - start_s,
+            duration_s=time.time() - start_s if share is None else share.duration_s,
             num_requests=ran.num_requests,
             new_tokens=ran.new_tokens,
             cached_tokens=ran.cached_tokens,
@@ -74,7 +97,7 @@ class Telemetry:
             pages_used=pages_used,
             micro_batches=2 if agreed.in_pairs else 1,
             placement=self.placement,
-            expert_rows=int((self._rows_L - before_L).sum()),
+            expert_rows=int(rows_L.sum()),
             comm_s=log.communication_s() if self._exchanges_rows else 0.0,
             wait_comm_s=log.waiting_s() if self._exchanges_rows else 0.0,
             hidden_comm_s=log.hidden_communication_s() if self._exchanges_rows else 0.0,
@@ -83,6 +106,8 @@ class Telemetry:
             drafted_tokens=ran.drafted_tokens,
             accepted_tokens=ran.accepted_tokens,
             attention_work=ran.attention_work,
+            streamed_bytes=0 if share is None else share.streamed_bytes,
+            weights_wait_s=0.0 if share is None else share.wait_s,
             graph=None if agreed.graph is None else "recorded" if agreed.records else "replayed",
             graph_rows=0 if agreed.graph is None else agreed.graph.num_rows,
             no_graph=agreed.no_graph and (self._no_graphs or agreed.no_graph),

@@ -7,12 +7,12 @@ import torch
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
+from batchinfer.model.weight_bytes import step_bytes
 
 MOST_S = 0.25  # longest expected duration of a warm-up step
 _GROWTH = 8
 _CHUNK_TOKENS = 8 * PAGE_TOKENS
 _MOST_TOUCHED_TOKENS = 8192  # the memory of larger steps is touched when they run
-_KEPT_SHARE = 1.5  # peak memory of a step ÷ values between its layers; 1.25 and 1.35 on two models
 
 
 def warm_up(model: Transformer, most_tokens: int) -> None:
@@ -21,7 +21,8 @@ def warm_up(model: Transformer, most_tokens: int) -> None:
     Their results are dropped. Ranks that exchange rows would have to run these steps together.
     """
     # each thread touches another part, once; the memory goes back to the allocator, which keeps it (rank_process.py)
-    torch.empty(_step_bytes(model, min(most_tokens, _MOST_TOUCHED_TOKENS)), dtype=torch.uint8).fill_(1)
+    num_bytes = step_bytes(model.config, min(most_tokens, _MOST_TOUCHED_TOKENS), model.dtype.itemsize)
+    torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
     num_tokens = min(PAGE_TOKENS, most_tokens)
     while True:
         started_s = time.monotonic()
@@ -31,15 +32,6 @@ def warm_up(model: Transformer, most_tokens: int) -> None:
         if num_tokens == most_tokens or _GROWTH * took_s > MOST_S:
             return
         num_tokens = min(_GROWTH * num_tokens, most_tokens)
-
-
-def _step_bytes(model: Transformer, num_tokens: int) -> int:
-    """Return the rough bytes of a prefill step: residual, queries, attention and rows of the chosen experts."""
-    config = model.config
-    heads = config.attention.query_width + config.attention.output_width
-    per_expert = config.hidden_size + config.moe_intermediate_size
-    values = 4 * config.hidden_size + heads + config.num_experts_per_tok * per_expert
-    return int(_KEPT_SHARE * num_tokens * values * model.dtype.itemsize)
 
 
 def _idle_step(num_tokens: int) -> tuple[StepInput, int]:

@@ -12,6 +12,7 @@ from batchinfer.parallel.spans import SpanLog
 from batchinfer.protocol.feed import Feed
 from batchinfer.protocol.messages import ExpertSlots, StepReport
 from batchinfer.rank.admission import Admission
+from batchinfer.rank.batch import StepResult
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.decode import decode_step
 from batchinfer.rank.drafted_table import DraftedTable
@@ -24,7 +25,8 @@ from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
 from batchinfer.rank.step_vote import Agreed, Kind, agree
 from batchinfer.rank.stored_prefixes import StoredPrefixes
-from batchinfer.rank.telemetry import Telemetry
+from batchinfer.rank.sweep import run_parts
+from batchinfer.rank.telemetry import SweepShare, Telemetry
 from batchinfer.records import Completion
 
 # between votes; messages are read at once
@@ -91,6 +93,8 @@ class RankWorker:
                 self._calibrate(feed)
             elif agreed.kind is Kind.PLACE:
                 self._move_experts(feed)
+            elif agreed.kind not in WAITS_S and context.model.stream is not None:
+                self._sweep(feed)
             elif agreed.kind not in WAITS_S:
                 self._step(agreed, feed)
             wait_s = WAITS_S.get(agreed.kind, 0.0)
@@ -163,6 +167,35 @@ class RankWorker:
             )
         if isinstance(self._overlap, MeasuredOverlap):
             self._overlap.measure(ran.new_tokens, time.time() - start_s, log)
+        self._deliver(agreed, ran, log, feed, start_s=start_s)
+
+    def _sweep(self, feed: Feed) -> None:
+        """Run one step of every running sequence, and all prompts that can run, through the layers together."""
+        stream = self._context.model.stream
+        assert stream is not None
+        start_s, num_bytes, wait_s = time.time(), stream.num_bytes, stream.wait_s
+        parts = run_parts(self._context, self._prefill, self._running, self._admission, feed.goes_on)
+        share = (time.time() - start_s) / (sum(part.seconds for part in parts) or 1.0)
+        num_bytes, wait_s = stream.num_bytes - num_bytes, stream.wait_s - wait_s
+        for part in parts:
+            of_part = SweepShare(part.seconds * share, num_bytes, wait_s)
+            self._deliver(Agreed(part.kind, in_pairs=False), part.ran, part.log, feed, start_s=start_s, share=of_part)
+            start_s, num_bytes, wait_s = start_s + of_part.duration_s, 0, 0.0
+        if self._context.prompts_alone and parts:
+            assert not self._running.sequences, "no request goes on after its prompt"
+            self._prompt_pages.drop_known()  # their KV is that of the last layer
+
+    def _deliver(
+        self,
+        agreed: Agreed,
+        ran: StepResult,
+        log: SpanLog,
+        feed: Feed,
+        *,
+        start_s: float,
+        share: SweepShare | None = None,
+    ) -> None:
+        """Let sequences go on that a step has started, and report it."""
         started, handovers = [], []
         if self._context.place.runs_decode:
             self._running.add(ran.started)
@@ -171,7 +204,7 @@ class RankWorker:
             handovers = self._migration.migrate_out(ran.started, log)
         completions = self._finish(ran.finished, ran.done_s)
         pages_used = self._prompt_pages.pool.num_used
-        record = self.telemetry.record(agreed, ran, log, start_s=start_s, pages_used=pages_used)
+        record = self.telemetry.record(agreed, ran, log, start_s=start_s, pages_used=pages_used, share=share)
         report = StepReport(record, completions, started, self.telemetry.traced(agreed.kind.value, log))
         feed.send(report, num_running=len(self._running.sequences))
         if handovers:

@@ -43,6 +43,10 @@ def _such_ranks(values: Values, kind: str) -> str:
     return f"{ranks:.3g} x {forms.rate(rate)}" if ranks and ranks != 1 else ""
 
 
+def _of_sweeps(values: Values) -> str:
+    return f"in {forms.count(values['sweeps'])} sweeps"
+
+
 def _overlap(kind: str) -> tuple[Figure, Figure]:
     """Return two figures of a phase: the share of steps in two micro-batches, and the hidden share of communication."""
     hidden = f"hidden_comm_{kind}"
@@ -178,6 +182,13 @@ SPEED = Group(
                "seconds that decode steps with guesses would have taken at the pace of this run's steps without, as "
                "many requests running, by the seconds that they took; null when there were none to compare",
                note="in steps with drafts", why_empty=""),
+        Figure("weights_streamed_bytes", "weights read again", forms.megabytes, "MB",
+               "bytes of weights read from disk in all sweeps (cluster.weights), the first sweep's among them",
+               note=_of_sweeps, only_if_any=True),
+        Figure("weights_wait_s", "  waited for them", forms.seconds, "s", "seconds in which ranks waited for weights",
+               note=lambda values: f"{forms.percent(values.get('weights_wait_share') or 0)} % of the steps' time",
+               only_if_any=True),
+        Figure("sweeps", "", forms.count, "", "passes of steps through all layers that read weights"),
         Figure("graph_share", "decode as CUDA graphs", forms.percent, "%",
                "decode steps that ran as CUDA graphs; null when all ranks compute on CPUs",
                note=lambda values: f"others: {reason}" if (reason := values.get("no_graph")) else "", why_empty=""),

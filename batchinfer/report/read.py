@@ -22,7 +22,7 @@ DECODE_STRETCHES = 8  # most stretches into which the time with decode steps is 
 # tables of one row; each column is a value, the figures by their keys
 ONE_ROW_TABLES = (
     "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "answers", "balance",
-    "decode_balance", "trouble", "store", "expert_balance", "speculation", "graphs",
+    "decode_balance", "trouble", "store", "expert_balance", "speculation", "graphs", "weights",
 )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ LATER_COLUMNS = {
     },
     "steps": {
         "drafted_tokens": "INTEGER", "accepted_tokens": "INTEGER", "graph": "VARCHAR", "graph_rows": "INTEGER",
-        "no_graph": "VARCHAR", "attention_work": "DOUBLE",
+        "no_graph": "VARCHAR", "attention_work": "DOUBLE", "streamed_bytes": "BIGINT", "weights_wait_s": "DOUBLE",
     },
     "run": {
         "predicted_prefill_tokens_max_over_mean": "DOUBLE", "predicted_prefill_attention_max_over_mean": "DOUBLE",

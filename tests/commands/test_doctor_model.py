@@ -5,9 +5,11 @@ import shutil
 
 import pytest
 
+from batchinfer.checked_json import json_text
 from batchinfer.config import VALUE_BYTES
 from batchinfer.doctor import model_check
 from batchinfer.model.config import load_model_config
+from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, PackedFolder, layer_name
 from batchinfer.model.weight_bytes import rank_bytes, weight_bytes
 from support.checkpoints import edit_config
 from support.hollow_weights import write_hollow_weights
@@ -56,6 +58,20 @@ def test_each_dtype_comes_with_its_memory_or_with_what_is_short(folder, monkeypa
     assert f"{tokens // 4096} requests at once" in text
     assert "it fits on 2 hosts like this one" in text
     assert 'Use model.dtype = "fp8"' in text
+
+
+def test_a_converted_folder_that_does_not_fit_is_streamed(folder, monkeypatch):
+    monkeypatch.setattr(model_check, "free_memory_bytes", lambda: 20_000_000_000)
+    monkeypatch.setattr(model_check.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(PackedFolder, "check", lambda packed, dtype: None)  # the files are not there
+    names = [ENDS, *(layer_name(number) for number in range(27))]
+    files = {name: {"bytes": 1_120_000_000} for name in names}
+    manifest = {"dtype": "bfloat16", "layout": LAYOUT, "source": "original", "files": files}
+    (folder / MANIFEST).write_text(json_text(manifest))
+    fit = found_in(folder)["dtypes"]["bfloat16"]
+    assert (fit["reason"], fit["sweep_bytes"]) == (None, 27 * 1_120_000_000)
+    assert 50 < fit["requests_at_once"] < 100  # in 18 GB without three layers, ends and steps
+    assert "of which 30.2 GB are read from disk in each sweep" in batchinfer("doctor", "--model", folder).out
 
 
 def test_a_model_too_large_for_this_machine_does_not_run(folder, monkeypatch):

@@ -5,10 +5,12 @@ import shutil
 
 import pytest
 
+from batchinfer.checked_json import json_text
 from batchinfer.config import load_job
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.launch import host_memory
 from batchinfer.model.config import load_model_config
+from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, layer_name
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.records import ConfigError
 from support.hollow_weights import write_hollow_weights
@@ -66,7 +68,7 @@ def test_the_sentence_says_what_it_takes_and_what_would_fit(folder, monkeypatch,
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * GB)
     job = load_job(job_of(folder, dtype, cluster))
     with pytest.raises(ConfigError) as refused:
-        host_memory.refuse_too_large(job, range(job.cluster.num_ranks))
+        host_memory.with_weights(job, range(job.cluster.num_ranks))
     for word in (str(folder / "model"), dtype, *words):
         assert word in str(refused.value)
 
@@ -77,7 +79,68 @@ def test_the_sentence_says_what_it_takes_and_what_would_fit(folder, monkeypatch,
 )
 def test_what_fits_passes(folder, monkeypatch, free_gb, dtype, cluster, ranks):
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * GB)
-    host_memory.refuse_too_large(load_job(job_of(folder, dtype, cluster)), ranks)
+    host_memory.with_weights(load_job(job_of(folder, dtype, cluster)), ranks)
+
+
+def write_manifest(folder, dtype):
+    """As if the model were converted; nothing of its files is read."""
+    model = load_model_config(folder / "model")
+    names = [ENDS, *(layer_name(number) for number in range(27))]
+    size = weight_bytes(model, dtype) // len(names)
+    manifest = {
+        "dtype": dtype,
+        "layout": LAYOUT,
+        "source": "original",
+        "files": {name: {"bytes": size} for name in names},
+    }
+    (folder / "model" / MANIFEST).write_text(json_text(manifest))
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "memory_gb", "asked", "given"),
+    [
+        (24, None, "auto", "stream"),
+        (40, None, "auto", "resident"),
+        (40, 8, "auto", "stream"),
+        (31.75, None, "auto", "stream"),  # no room for KV
+        (31.75, None, "resident", "resident"),
+        (40, None, "stream", "stream"),
+    ],
+)
+def test_a_converted_folder_is_streamed_where_it_does_not_fit(folder, monkeypatch, free_gb, memory_gb, asked, given):
+    write_manifest(folder, "bfloat16")
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: int(free_gb * GB))
+    cluster = {"weights": asked} | ({} if memory_gb is None else {"memory_bytes": memory_gb * GB})
+    job = load_job(job_of(folder, "bfloat16", cluster))
+    assert host_memory.with_weights(job, range(1)).cluster.weights == given
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "cluster", "words"),
+    [
+        (3, {}, ["cannot be streamed in 2.70 GB of memory", "GB for 2 of 27 layers at a time"]),
+        (24, {"weights": "resident"}, ["24.0 GB is free", "it fits in no dtype"]),
+        (40, {"weights": "resident", "memory_bytes": 8 * GB}, ["of which cluster.memory_bytes allows 8.0 GB"]),
+        (24, {"prefill_ranks": 2}, ["weights are streamed by one rank, and the job has 2"]),
+    ],
+)
+def test_what_neither_fits_nor_streams_is_refused(folder, monkeypatch, free_gb, cluster, words):
+    write_manifest(folder, "bfloat16")
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * GB)
+    job = load_job(job_of(folder, "bfloat16", cluster))
+    with pytest.raises(ConfigError) as refused:
+        host_memory.with_weights(job, range(job.cluster.num_ranks))
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_checkpoint_that_is_not_converted_is_told_how_to_stream(folder, monkeypatch):
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: 8 * GB)
+    job = load_job(job_of(folder, "bfloat16", ONE_RANK))
+    with pytest.raises(
+        ConfigError, match=r"run `batchinfer convert .* DIR --dtype bfloat16` and set model.path to DIR"
+    ):
+        host_memory.with_weights(job, range(1))
 
 
 @pytest.mark.parametrize("is_planned", [False, True], ids=["run", "plan, then work"])

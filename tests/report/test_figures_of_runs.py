@@ -288,6 +288,13 @@ def figures_of_graphs(run: Path) -> dict[str, Any]:
     return {"graph_share": None, "recorded_graphs": 0}
 
 
+def figures_of_weights(run: Path) -> dict[str, Any]:
+    """Compute the weights that were read again; here all stay in memory."""
+    names = ("weights_streamed_bytes", "weights_wait_s", "sweeps")
+    sums = "sum(streamed_bytes)::BIGINT, sum(weights_wait_s), count(*) FILTER (streamed_bytes > 0)"
+    return dict(zip(names, one(run, f"SELECT {sums} FROM steps"), strict=True))
+
+
 def figures_of_prefill(run: Path, case: Case) -> dict[str, Any]:
     """Compute the balance of prefill from the steps of each rank."""
     names = [f"prefill_{name}_max_over_mean" for name in ("tokens", "attention")]
@@ -427,6 +434,7 @@ def test_every_published_figure_is_what_the_files_of_the_run_say(ran):
         | figures_of_steps(run, case)
         | figures_of_drafts(run)
         | figures_of_graphs(run)
+        | figures_of_weights(run)
         | figures_of_prefill(run, case)
         | figures_of_decode(run, case)
         | figures_of_experts(run, case)

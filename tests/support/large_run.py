@@ -164,6 +164,8 @@ def _write_steps(path: Path, draw: np.random.Generator, node: int) -> None:
         "graph": pa.nulls(num, pa.string()),
         "graph_rows": np.zeros(num, dtype=np.int32),
         "attention_work": np.where(is_prefill, 1e6, 0.0),
+        "streamed_bytes": np.zeros(num, dtype=np.int64),
+        "weights_wait_s": np.zeros(num),
         "no_graph": pa.array(np.full(num, "the rank computes on a CPU"), mask=is_prefill),
     }
     pq.write_table(pa.table(columns, schema=SCHEMAS["steps"]), _made(path))

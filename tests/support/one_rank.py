@@ -30,6 +30,9 @@ class Feed:
         handed, self.requests = self.requests, []
         return Inbox(requests=handed, pieces=whole_prompts(handed), leave=len(self.done) == self.num_requests)
 
+    def goes_on(self) -> bool:
+        return True
+
     def ask_for_requests(self, num_pages: int) -> None:
         pass
 

@@ -1,0 +1,137 @@
+"""Whether a job's weights can be streamed, and the memory of a rank that streams them; no torch here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig
+from batchinfer.config.cluster import SWEEP_STEPS
+from batchinfer.host_info import has_gpu
+from batchinfer.model.config import ModelConfig
+from batchinfer.model.memory_split import MemorySplit, SplitError, split_memory
+from batchinfer.model.packed_folder import ENDS, PackedFolder, read_packed
+from batchinfer.model.page_format import PageFormat
+from batchinfer.model.weight_bytes import PROCESS_BYTES, step_bytes
+from batchinfer.records import ConfigError
+
+FREE_SHARE = 0.9  # of free memory that a rank without cluster.memory_bytes takes
+_STATE_SHARE = 1.25  # memory of the steps between two layers / their hidden states and angles
+
+
+def runs_on_gpus(job: JobConfig) -> bool:
+    """Return whether the ranks of this host will probably compute on GPUs."""
+    return has_gpu() and job.cluster.backend not in ("cpu", "reference")
+
+
+def why_not_streamed(job: JobConfig) -> str | None:
+    """Return why the weights of a job cannot be streamed on any CPU, with the remedy; None if they can."""
+    cluster, model = job.cluster, job.model
+    if cluster.num_ranks > 1:
+        return f"weights are streamed by one rank, and the job has {cluster.num_ranks}; set cluster.prefill_ranks = 1"
+    if cluster.backend not in ("auto", "cpu"):
+        return f"weights are streamed for the C++ operations on a CPU, not for backend {cluster.backend!r}"
+    if read_packed(Path(model.path)) is None:
+        return (
+            f"weights are streamed from a converted folder; run `batchinfer convert {model.path} DIR --dtype "
+            f"{model.dtype}` and set model.path to DIR"
+        )
+    return None
+
+
+def check_streaming(job: JobConfig) -> None:
+    """Refuse weights = "stream" where weights cannot be streamed.
+
+    Raises:
+        ConfigError: says why, and what can be done.
+    """
+    if job.cluster.weights == "stream" and (reason := why_not_streamed(job)) is not None:
+        raise ConfigError(f"cluster.weights is 'stream', but {reason}")
+
+
+def computes_prompts_alone(job: JobConfig, model: ModelConfig) -> bool:
+    """Return whether no request of a streamed job takes a second token and no KV is stored.
+
+    Then KV of a layer is of no use once all prompts of a sweep have passed the layer, and pages of one layer serve all.
+    """
+    return (
+        job.cluster.weights == "stream"
+        and job.sampling.max_tokens <= 1
+        and job.input.sampling is None
+        and job.input.format != "openai"
+        and job.kv.dir is None
+        and model.attention.cuts_anywhere
+    )
+
+
+def kv_bytes_per_token(job: JobConfig, model: ModelConfig) -> int:
+    """Return the bytes of a token's KV, in all layers for which pages are kept."""
+    num_layers = model.num_hidden_layers if computes_prompts_alone(job, model) else 1
+    return PageFormat.of(job).bytes_per_token(model) // num_layers
+
+
+def split_for(
+    job: JobConfig,
+    model: ModelConfig,
+    packed: PackedFolder,
+    *,
+    free_bytes: int,
+    most_tokens: int | None = None,
+    largest_tokens: int = PAGE_TOKENS,
+) -> MemorySplit:
+    """Return the memory of a rank that streams the layers of a converted folder.
+
+    Args:
+        free_bytes: of the host.
+        most_tokens: KV tokens of all requests; None: not known.
+        largest_tokens: KV tokens of the largest request.
+
+    Raises:
+        ConfigError: memory is too small, or cluster.memory_bytes is more than is free.
+    """
+    cluster = job.cluster
+    memory = cluster.memory_bytes or int(free_bytes * FREE_SHARE)
+    if memory > free_bytes:
+        raise ConfigError(
+            f"cluster.memory_bytes is {memory / 1e9:.2f} GB, and {free_bytes / 1e9:.2f} GB is free; lower it or free "
+            "memory"
+        )
+    item_bytes = VALUE_BYTES[job.model.dtype]
+    states = model.attention.state_bytes(item_bytes) * cluster.decode_requests
+    if cluster.page_bytes is not None:
+        least = useful = cluster.page_bytes + states
+    else:
+        per_token = kv_bytes_per_token(job, model)
+        least = _whole_pages(largest_tokens) * per_token + states
+        useful = None
+        if most_tokens is not None:
+            tokens = min(_whole_pages(most_tokens), 2 * cluster.running_requests * _whole_pages(largest_tokens))
+            if computes_prompts_alone(job, model):
+                tokens = min(tokens, 2 * SWEEP_STEPS * cluster.prefill_tokens + _whole_pages(largest_tokens))
+            useful = tokens * per_token + states
+    try:
+        return split_memory(
+            [packed.layer_bytes(layer) for layer in range(model.num_hidden_layers)],
+            memory_bytes=memory,
+            fixed_bytes=PROCESS_BYTES + packed.sizes[ENDS] + _step_bytes(job, model, item_bytes),
+            least_kv_bytes=least,
+            useful_kv_bytes=useful,
+        )
+    except SplitError as error:
+        raise ConfigError(
+            f"{job.model.path} cannot be streamed in {memory / 1e9:.2f} GB of memory: {error}; lower "
+            "cluster.prefill_tokens or cluster.decode_requests, use a smaller dtype, or free memory"
+        ) from None
+
+
+def _step_bytes(job: JobConfig, model: ModelConfig, item_bytes: int) -> int:
+    """Return the rough bytes of the largest step, of logits, and of all steps of a sweep between two layers."""
+    cluster = job.cluster
+    num_streams = 1 if model.hyper is None else model.hyper.num_streams
+    per_token = model.hidden_size * num_streams * item_bytes + 8 * model.attention.rotary_dim
+    between_layers = _STATE_SHARE * SWEEP_STEPS * (cluster.prefill_tokens + cluster.decode_requests) * per_token
+    logits = 2 * cluster.decode_requests * model.vocab_size * 4
+    return int(between_layers) + logits + step_bytes(model, cluster.prefill_tokens, item_bytes)
+
+
+def _whole_pages(num_tokens: int) -> int:
+    return -(-num_tokens // PAGE_TOKENS) * PAGE_TOKENS

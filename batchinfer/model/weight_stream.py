@@ -1,0 +1,213 @@
+"""Layers of a converted folder, read from its disk into slots, in order, sweep after sweep.
+
+layers of the sweeps  0 1 2 3 4 … L-1 0 1 2 …
+slots                 0 1 2 0 1 …              layer 3 is read into slot 0 once layer 0 has computed
+
+Slots are made once and used again: fresh memory is slow to come by. Files are read past the page cache (O_DIRECT),
+several blocks at a time. On a file system without it they are read through the cache, and dropped from there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from batchinfer.model.memory_split import SLOT_ALIGNMENT, MemorySplit
+from batchinfer.records import ModelError
+
+BLOCK_BYTES = 4 << 20  # of one read
+NUM_READERS = 8  # reads at a time
+_DIRECT_BYTES = 4096  # direct reads begin and end at multiples, in the file and in memory
+
+
+class WeightStream:
+    """Reader of layers into slots, on threads that begin at once.
+
+    Layers are used in order: `wait`, compute, `release`, then the next one; the first follows the last.
+
+    Args:
+        files: [L] the layers' files.
+    """
+
+    def __init__(self, files: Sequence[Path], split: MemorySplit) -> None:
+        self.split = split
+        self.num_bytes = 0  # read so far
+        self.read_s = 0.0  # seconds in which something was being read
+        self.wait_s = 0.0  # seconds in which a layer was waited for
+        self._files = [_LayerFile(path) for path in files]
+        self._slots = [_slot_memory(size) for size in split.slot_bytes]
+        self._changed = threading.Condition()
+        # layers are counted on over all sweeps
+        self._num_used = 0  # layers that were released
+        self._num_ready = 0  # layers that were read, or were in their slot already
+        self._error: str | None = None
+        self._is_closed = False
+        self._reader = threading.Thread(target=self._read_layers, name="read weights", daemon=True)
+        self._reader.start()
+
+    def memory_of(self, layer: int) -> memoryview:
+        """Return the memory into which a layer's file is read, from its first byte on."""
+        return self._slots[self.split.slot_of_layer[layer]]
+
+    def wait(self) -> None:
+        """Wait until the next layer is in its slot.
+
+        Raises:
+            ModelError: its file cannot be read, or is shorter than it was.
+        """
+        started_s = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_ready > self._num_used or self._error is not None)
+            if self._num_ready <= self._num_used:
+                raise ModelError(f"{self._error}; results are kept: run the same command to go on")
+        self.wait_s += time.monotonic() - started_s
+
+    def release(self) -> None:
+        """Give the slot of the layer that was waited for to the next reads."""
+        with self._changed:
+            self._num_used += 1
+            self._changed.notify_all()
+
+    def skip_sweep(self) -> None:
+        """Leave out the rest of this sweep."""
+        with self._changed:
+            self._num_used = -(-self._num_used // len(self._files)) * len(self._files)
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the threads and close the files."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._reader.join()
+        for file in self._files:
+            file.close()
+
+    def _read_layers(self) -> None:
+        """Read one layer after the other; a layer that is alone in its slot is read once."""
+        slots, num_layers = self.split.slot_of_layer, len(self._files)
+        held = [-1] * len(self._slots)  # number of the layer in each slot, counted on
+        number = 0
+        with ThreadPoolExecutor(NUM_READERS, "read weights") as readers:
+            while True:
+                layer = number % num_layers
+                slot = slots[layer]
+                with self._changed:
+                    while not self._is_closed and not held[slot] < self._num_used > number - num_layers:
+                        self._changed.wait()
+                    if self._is_closed:
+                        return
+                    is_needed = number >= self._num_used
+                is_there = held[slot] >= 0 and held[slot] % num_layers == layer
+                if is_needed and not is_there and not self._read(readers, layer):
+                    return
+                with self._changed:
+                    if is_needed or is_there:
+                        held[slot] = number
+                    number += 1
+                    self._num_ready = number
+                    self._changed.notify_all()
+
+    def _read(self, readers: ThreadPoolExecutor, layer: int) -> bool:
+        """Read a layer's file into its slot; return whether that worked, and keep the reason."""
+        file, memory, started_s = self._files[layer], self.memory_of(layer), time.monotonic()
+        try:
+            list(readers.map(lambda start: file.read(memory, start), range(0, file.size, BLOCK_BYTES)))
+        except OSError as error:
+            with self._changed:
+                self._error = f"{file.path} cannot be read: {error.strerror or error}"
+                self._changed.notify_all()
+            return False
+        self.num_bytes += file.size
+        self.read_s += time.monotonic() - started_s
+        return True
+
+
+def read_speed(path: Path, most_bytes: int = 256 << 20) -> float:
+    """Return the bytes per second at which the first bytes of a file are read, as a stream reads them.
+
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    file = _LayerFile(path)
+    num_bytes = min(file.size, most_bytes)
+    memory = _slot_memory(-(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
+    started_s = time.monotonic()
+    try:
+        with ThreadPoolExecutor(NUM_READERS, "read weights") as readers:
+            list(readers.map(lambda start: file.read(memory, start), range(0, num_bytes, BLOCK_BYTES)))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+    finally:
+        file.close()
+    return num_bytes / max(time.monotonic() - started_s, 1e-6)
+
+
+class _LayerFile:
+    """An open file of one layer."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.size = path.stat().st_size
+            self._file, self._is_direct = _open(path)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+
+    def read(self, memory: memoryview, start: int) -> None:
+        """Read one block into the same place of `memory`.
+
+        Raises:
+            OSError: the disk fails, or the file ends early.
+        """
+        end = min(start + BLOCK_BYTES, self.size)
+        room = -(-end // _DIRECT_BYTES) * _DIRECT_BYTES  # beyond the file's end nothing is read
+        place = start
+        while place < end:
+            got = os.preadv(self._file, [memory[place:room]], place)
+            if got <= 0 or (self._is_direct and place + got < end and got % _DIRECT_BYTES):
+                raise OSError(f"it ends after {place + got:,} of {self.size:,} bytes")
+            place += got
+        if not self._is_direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file, start, end - start, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """Open a file past the page cache if its file system can do so; return whether it can, too."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    except (AttributeError, OSError) as error:  # no such flag on this system, or on this file system
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:
+            raise
+        return os.open(path, os.O_RDONLY), False
+    try:
+        with mmap.mmap(-1, _DIRECT_BYTES) as memory:
+            os.preadv(file, [memory], 0)
+    except OSError as error:
+        os.close(file)
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, os.O_RDONLY), False
+    return file, True
+
+
+def _slot_memory(num_bytes: int) -> memoryview:
+    """Return memory of this size at a multiple of SLOT_ALIGNMENT, each page touched once."""
+    memory = mmap.mmap(-1, num_bytes + SLOT_ALIGNMENT)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % SLOT_ALIGNMENT
+    view = memoryview(memory)[start : start + num_bytes]
+    for page in range(0, num_bytes, mmap.PAGESIZE):
+        view[page] = 0
+    return view

@@ -1,0 +1,226 @@
+"""Jobs whose weights are streamed from disk: the bytes of resident runs, whatever is asked for and whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from batchinfer.host_info import free_memory_bytes
+from support.jobs import batchinfer, output_bytes, question, start, write_job, write_questions, write_shard
+from support.paths import RANDOM_MODEL
+from support.tiers import first_in_make_test
+
+pytestmark = pytest.mark.usefixtures("cpp")
+
+DTYPES = ("bfloat16", "int4", "float32", "fp8")
+# several steps of either kind in a sweep; prompts are cut between them
+SMALL_STEPS = {"prefill_tokens": 90, "decode_requests": 3}
+DRAWN = {"max_tokens": 12, "temperature": 0.8, "logprobs": 2, "ignore_eos": True}
+# 120 requests, of which 16 run at once
+LONG, WAVES = DRAWN | {"max_tokens": 60, "n": 6}, {"decode_requests": 1, "commit_seconds": 0.05}
+JOURNEYS = {
+    "samples": {"sampling": DRAWN | {"n": 3}},
+    "penalties": {"sampling": DRAWN | {"presence_penalty": 0.7, "min_tokens": 3, "logit_bias": {"40": 2.0}}},
+    "structured": {"sampling": {"max_tokens": 12, "structured_outputs": {"regex": "[a-c]{2,9}x"}}},
+    "scores": {"sampling": DRAWN | {"prompt_logprobs": 2}},
+    "choices": {"input": {"choices": "options"}, "sampling": {"max_tokens": 0}},
+    "one token": {"sampling": {"max_tokens": 1, "logprobs": 3}, "cluster": {"prefill_tokens": 10}},
+    "scores alone": {"sampling": {"max_tokens": 0, "prompt_logprobs": 3}, "cluster": {"prefill_tokens": 10}},
+    "few pages": {"sampling": DRAWN, "cluster": {"page_bytes": 700_000}},
+    "drafts asked for": {"sampling": DRAWN, "cluster": {"speculate": "auto"}},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("streamed")
+    write_questions(folder / "plain", (9, 4, 7))
+    numbers = list(range(6))
+    options = [[f" {number}", " none at all", f" {number} {number}"] for number in numbers]
+    prompts = [question(number) for number in numbers]
+    write_shard(folder / "choices" / "a.parquet", {"id": numbers, "prompt": prompts, "options": options})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def converted(folder):
+    """A function that returns the model converted to a dtype."""
+
+    def of(dtype):
+        if not (folder / dtype).exists():
+            assert batchinfer("convert", RANDOM_MODEL, folder / dtype, "--dtype", dtype).code == 0
+        return folder / dtype
+
+    return of
+
+
+def job_of(folder, model, name, weights, **parts):
+    given = {
+        "input": {"files": ["choices/*" if "choices" in parts.get("input", {}) else "plain/*"]}
+        | parts.get("input", {}),
+        "cluster": SMALL_STEPS | {"weights": weights} | parts.get("cluster", {}),
+    }
+    model = {"path": str(model), "dtype": model.name}
+    return write_job(folder, name=f"{name}.toml", output={"dir": name}, model=model, **(parts | given))
+
+
+def run(folder, model, name, weights, **parts):
+    ended = batchinfer("run", job_of(folder, model, name, weights, **parts))
+    assert ended.code == 0, ended.err
+    return output_bytes(folder / name)
+
+
+def test_there_are_several_steps_of_each_kind_in_a_sweep_and_bytes_are_counted(folder, converted):
+    model = converted("bfloat16")
+    run(folder, model, "counted", "stream", sampling=DRAWN)
+    steps = folder / "counted" / "stats" / "steps"
+    ((sweeps, prefill, decode, num_bytes),) = duckdb.sql(
+        "SELECT count(*) FILTER (streamed_bytes > 0), count(*) FILTER (kind = 'prefill'), "
+        f"count(*) FILTER (kind = 'decode'), sum(streamed_bytes)::BIGINT FROM '{steps}/*.parquet'"
+    ).fetchall()
+    layers = sum(path.stat().st_size for path in model.glob("layer-*"))
+    assert 12 <= sweeps <= decode + 1  # one token each; prompts ride along
+    assert prefill > 1
+    assert (sweeps - 1) * layers <= num_bytes <= (sweeps + 1) * layers
+
+
+@pytest.mark.parametrize("dtype", first_in_make_test(DTYPES, 2))
+@pytest.mark.parametrize("journey", first_in_make_test(JOURNEYS, 5))
+def test_outputs_are_those_of_resident_weights_to_the_byte(folder, converted, journey, dtype):
+    model = converted(dtype)
+    found = [
+        run(folder, model, f"{journey} {dtype} {weights}".replace(" ", "-"), weights, **JOURNEYS[journey])
+        for weights in ("resident", "stream")
+    ]
+    assert found[0] == found[1]
+
+
+def test_prompts_alone_keep_the_kv_of_one_layer_and_are_ended_in_their_sweep(folder, converted):
+    model = converted("bfloat16")
+    run(folder, model, "alone", "stream", **JOURNEYS["one token"])
+    steps = folder / "alone" / "stats" / "steps"
+    ((sweeps, decode, prefill, computed, most_pages),) = duckdb.sql(
+        "SELECT count(*) FILTER (streamed_bytes > 0), count(*) FILTER (kind = 'decode'), count(*), sum(new_tokens), "
+        f"max(pages_used) FROM '{steps}/*.parquet'"
+    ).fetchall()
+    assert sweeps > 1
+    assert decode == 0
+    assert prefill > sweeps
+    assert computed > 435  # each sweep computes what it shares with the one before again
+    assert most_pages < 20 * 3  # nothing is kept from sweep to sweep
+
+
+@pytest.mark.parametrize("dtype", first_in_make_test(DTYPES))
+def test_a_kv_store_serves_streamed_and_resident_runs_alike(folder, converted, dtype):
+    model = converted(dtype)
+    found = []
+    for name, weights, store in [("r-c", "resident", "a"), ("s-c", "stream", "b"), ("s-w", "stream", "a")]:
+        kv = {"dir": f"store-{dtype}-{store}", "persist": "all"}
+        found.append(run(folder, model, f"kv-{dtype}-{name}", weights, sampling=DRAWN, kv=kv))
+    assert found[0] == found[1]
+    found.append(run(folder, model, f"kv-{dtype}-r-w", "resident", sampling=DRAWN, kv=kv))
+    assert found[2] == found[3]
+
+
+@pytest.mark.parametrize("deed", ["kill the run", "kill the rank", "stop"])
+def test_a_run_that_is_hit_in_the_middle_ends_with_the_same_outputs(folder, converted, deed):
+    model, name = converted("fp8"), deed.replace(" ", "-")
+    calm = run(folder, model, f"calm-{name}", "resident", sampling=LONG)
+    job = job_of(folder, model, name, "stream", sampling=LONG, cluster=WAVES)
+    process = start("run", job)
+    try:
+        _wait_for_results(folder / name, process)
+        if deed == "kill the rank":
+            rank = next(child for child in _children(process.pid) if "batchinfer.rank.main" in _command(child))
+            os.kill(rank, signal.SIGKILL)
+        else:
+            process.send_signal(signal.SIGKILL if deed == "kill the run" else signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert "Traceback" not in err
+    assert process.returncode in ((0,) if deed == "kill the rank" else (-signal.SIGKILL, 75, 0))
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    assert output_bytes(folder / name) == calm
+
+
+def test_a_file_that_ends_early_is_one_sentence_and_the_run_goes_on_when_it_is_whole_again(folder, converted):
+    model = converted("float32")
+    calm = run(folder, model, "calm-float32", "resident", sampling=LONG)
+    job = job_of(folder, model, "damaged", "stream", sampling=LONG, cluster=WAVES)
+    layer = model / "layer-00002.safetensors"
+    content = layer.read_bytes()
+    process = start("run", job)
+    try:
+        _wait_for_results(folder / "damaged", process)
+        os.truncate(layer, 4096)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        layer.write_bytes(content)
+    assert process.returncode == 2, err
+    (sentence,) = (line for line in err.splitlines() if line.startswith("error: "))
+    assert f"{layer} cannot be read: it ends after" in sentence
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    assert output_bytes(folder / "damaged") == calm
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ({"prefill_ranks": 2}, "weights are streamed by one rank, and the job has 2"),
+        ({"backend": "reference"}, "not for backend 'reference'"),
+        ({"model": "plain"}, "run `batchinfer convert"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_by_the_plan(folder, converted, cluster, words):
+    model = RANDOM_MODEL if cluster.pop("model", None) else converted("bfloat16")
+    parts = {"model": {"path": str(model), "dtype": "bfloat16"}, "output": {"dir": "refused"}}
+    job = write_job(folder, input={"files": ["plain/*"]}, cluster={"weights": "stream", **cluster}, **parts)
+    ended = batchinfer("plan", job)
+    assert ended.code == 2
+    (sentence,) = (line for line in ended.err.splitlines() if line.startswith("error: "))
+    assert sentence.startswith("error: cluster.weights is 'stream', but ")
+    assert words in sentence
+    assert not (folder / "refused" / "plan").exists()
+
+
+def test_plan_and_run_say_what_streaming_takes(folder, converted):
+    job = job_of(folder, converted("bfloat16"), "said", "stream", sampling=DRAWN)
+    planned = batchinfer("plan", job)
+    assert planned.code == 0
+    layers = sum(path.stat().st_size for path in converted("bfloat16").glob("layer-*"))
+    (line,) = (line for line in planned.err.splitlines() if "weights are streamed" in line)
+    assert line.startswith(f"on this host weights are streamed: {layers / 1e9:.2f} GB per sweep, ")
+    assert "20 requests at once, at most 12 sweeps: " in line
+    assert "an answer of 12 tokens alone takes" in line
+    assert "weights are streamed" in batchinfer("run", job).err
+
+
+def test_memory_beyond_what_is_free_is_refused(folder, converted):
+    most = free_memory_bytes() * 2
+    job = job_of(folder, converted("bfloat16"), "much", "stream", sampling=DRAWN, cluster={"memory_bytes": most})
+    ended = batchinfer("run", job)
+    assert ended.code == 2
+    assert "cluster.memory_bytes is" in ended.err
+
+
+def _wait_for_results(run, process):
+    while process.poll() is None and not list(run.glob("units/*/*/*.parquet")):
+        time.sleep(0.02)
+
+
+def _children(pid):
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+
+
+def _command(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text()

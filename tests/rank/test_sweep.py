@@ -1,0 +1,114 @@
+"""Sweeps of one rank: completions of streamed weights are those of resident ones, for answers and for prompts alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from batchinfer.config import SamplingConfig
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.model.convert import convert_model
+from batchinfer.model.memory_split import split_memory
+from batchinfer.model.ops import Ops
+from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.transformer import Transformer
+from batchinfer.protocol.feed import Inbox
+from batchinfer.rank.load import BITS, DTYPES
+from batchinfer.records import Request, RequestKey
+from support.one_rank import Feed, run_rank, whole_prompts
+from support.paths import RANDOM_MODEL
+from support.tiers import first_in_make_test
+
+pytestmark = pytest.mark.usefixtures("cpp")
+
+SMALL = {"prefill_tokens": 20, "decode_requests": 3}  # most of a sweep: 320 prompt tokens, 48 rows
+ANSWERS = SamplingConfig(max_tokens=9, temperature=0.9, ignore_eos=True, logprobs=2).to_sampling()
+FIRST_TOKENS = replace(ANSWERS, max_tokens=1)
+SCORES = replace(ANSWERS, max_tokens=0, logprobs=None, prompt_logprobs=2)
+
+
+@pytest.fixture(scope="module", params=first_in_make_test(["bfloat16", "int4", "float32", "fp8"]))
+def models(request, tmp_path_factory):
+    """The same model with resident and with streamed weights."""
+    dtype, folder = request.param, tmp_path_factory.mktemp("sweep") / "model"
+    bits = BITS.get(dtype, {})
+    ops = Ops.select("cpu", DTYPES[dtype], **bits)
+    convert_model(RANDOM_MODEL, folder, ops, dtype=DTYPES[dtype], name=dtype, on_read=lambda done, total: None)
+    packed = read_packed(folder)
+    sizes = [packed.layer_bytes(layer) for layer in range(4)]
+    memory = split_memory(sizes, memory_bytes=1 << 30, fixed_bytes=0, least_kv_bytes=0, useful_kv_bytes=None)
+    resident, streamed = (
+        Transformer.load(folder, dtype=DTYPES[dtype], memory=split, **bits) for split in (None, memory)
+    )
+    yield resident, streamed
+    streamed.stream.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(RANDOM_MODEL)
+
+
+def requests_with(sampling, count=40):
+    """Prompts that begin alike and branch inside pages, some longer than a step."""
+    rng = random.Random(4)
+    starts = [[rng.randrange(8, 300) for _ in range(length)] for length in (150, 64, 7)]
+    made = []
+    for row in range(count):
+        tokens = starts[row * 3 // count] + [rng.randrange(8, 300) for _ in range(1 + row % 5)]
+        score_from = 1 if sampling is SCORES else 0
+        made.append(Request(RequestKey(0, row, 0), 0, tokens, sampling, row, score_from=score_from))
+    return made
+
+
+def found_in(feed):
+    done = [feed.done[key] for key in sorted(feed.done, key=lambda key: key.row)]
+    return [(one.text, one.token_ids, one.finish_reason, one.error, one.logprobs, one.prompt_logprobs) for one in done]
+
+
+@pytest.mark.parametrize("num_pages", [400, 12])
+@pytest.mark.parametrize("sampling", [ANSWERS, FIRST_TOKENS, SCORES], ids=["answers", "first tokens", "scores"])
+def test_completions_are_those_of_resident_weights(models, tokenizer, sampling, num_pages):
+    resident, streamed = models
+    requests = requests_with(sampling)
+    expected = found_in(run_rank(resident, tokenizer, requests))
+    feed = run_rank(streamed, tokenizer, requests, num_pages=num_pages, **SMALL)
+    assert found_in(feed) == expected
+    sweeps = sum(record.streamed_bytes > 0 for record in feed.records)
+    assert 1 < sweeps < len(feed.records)
+    if sampling is not ANSWERS:
+        alone = run_rank(streamed, tokenizer, requests, num_pages=num_pages, prompts_alone=True, **SMALL)
+        assert found_in(alone) == expected
+        assert sum(record.new_tokens for record in alone.records) >= sum(record.new_tokens for record in feed.records)
+
+
+def test_pages_of_prompts_alone_are_those_of_one_layer(models):
+    pages = models[1].new_pages(5, one_layer=True)
+    assert pages.shape[:2] == (4, 5)
+    assert pages.stride(0) == 0
+
+
+def test_a_sweep_that_is_left_delivers_nothing(models, tokenizer):
+    class Leaving(Feed):
+        """A feed whose job ends in the middle of the third sweep."""
+
+        num_asked = 0
+
+        def goes_on(self):
+            self.num_asked += 1
+            return self.num_asked < 10
+
+        def receive(self, wait_s=0.0):
+            handed, self.requests = self.requests, []
+            return Inbox(requests=handed, pieces=whole_prompts(handed), leave=self.num_asked >= 10)
+
+    requests = requests_with(ANSWERS, count=4)
+    feed = Leaving(requests)
+    with pytest.raises(AssertionError):  # not all are done
+        run_rank(models[1], tokenizer, requests, feed=feed)
+    assert feed.num_asked == 10
+    assert not feed.done
+    assert sum(record.output_tokens for record in feed.records) == 2 * 4
+    assert found_in(run_rank(models[1], tokenizer, requests)) == found_in(run_rank(models[0], tokenizer, requests))
