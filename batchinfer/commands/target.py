@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from batchinfer.rundir import RunDir
 
 
+class EarlierRuns(NamedTuple):
+    """Earlier runs that a plan uses, see the options of `plan`."""
+
+    learn_from: Path | None
+    expert_loads: Path | None
+    reuse: Path | None
+
+
 @dataclass(frozen=True)
 class Target:
     """A job file or a run folder to submit, with the options for its plan."""
@@ -29,7 +37,7 @@ class Target:
     tracer: Tracer = field(repr=False)
     strict: bool
     dry_run: bool
-    earlier_runs: dict[str, Path | None]  # by the names of `plan_here`
+    earlier_runs: EarlierRuns
 
     @cached_property
     def run_and_job(self) -> tuple[RunDir, JobConfig]:
@@ -63,7 +71,16 @@ class Target:
         _, job = self.run_and_job
         if not self.is_run:
             with alone("plan", self.stop) as session:
-                plan_here(job, session, self.tracer, strict=self.strict, **self.earlier_runs)
+                learn_from, expert_loads, reuse = self.earlier_runs
+                plan_here(
+                    job,
+                    session,
+                    self.tracer,
+                    strict=self.strict,
+                    learn_from=learn_from,
+                    expert_loads=expert_loads,
+                    reuse=reuse,
+                )
 
     def print_expected(self, tasks: int, nodes: int) -> None:
         """Print the plan's expectation on stderr; stdout is for the submission itself."""

@@ -38,6 +38,7 @@ class Inbox:
     give_away: list[RequestKey] = field(default_factory=list)  # running requests to hand over to another rank
     calibrate: list[list[int]] | None = None  # run these pieces of prompts, as soon as all ranks know
     expert_slots: ExpertSlots | None = None  # the experts' next placement, as soon as all ranks know
+    deal: int = 0  # number of the latest deal of work of which a message has come; 0: none has
     count_experts: bool = False  # report the tokens per expert now
     leave: bool = False  # end after this step; unfinished requests are dropped and run again later
 
@@ -68,7 +69,6 @@ class Feed:
         self._steps: list[StepReport] = []  # not reported yet
         self._last_steps_s = self._last_experts_s = time.monotonic()
         self._num_running = self._num_running_told = 0
-        self.deal = 0  # number of the latest deal of work of which a message has come
 
     def receive(self, wait_s: float = 0.0) -> Inbox:
         """Return all messages that have come; wait at most `wait_s` for the first one."""
@@ -159,7 +159,7 @@ class Feed:
 
     def _sort_in(self, message: FromController, inbox: Inbox) -> None:
         if isinstance(message, messages.Requests | messages.Adopt | messages.Wake):
-            self.deal = message.deal
+            inbox.deal = message.deal
         match message:
             case messages.Requests():
                 self._has_asked = False

@@ -67,6 +67,7 @@ class RankWorker:
         self._expert_slots: ExpertSlots | None = None  # to be placed
         self._pieces: list[list[int]] | None = None  # of the calibration
         self._leave = False
+        self._deal = 0  # number of the latest deal of work that it knows of
         self._overlap = MeasuredOverlap() if context.overlap == "auto" else context.overlap
 
     def run(self, feed: Feed) -> None:
@@ -83,7 +84,7 @@ class RankWorker:
                 leave=self._leave,
                 place=self._expert_slots is not None,
                 calibrate=self._pieces is not None,
-                deal=feed.deal,
+                deal=self._deal,
             )
             context = self._context
             agreed = agree(context.mesh, vote, overlap=self._overlap, graphs=context.graphs)
@@ -106,7 +107,7 @@ class RankWorker:
     def _take_in(self, feed: Feed, wait_s: float) -> None:
         """Read messages, ask for further requests, and give pages to requests from other ranks."""
         inbox, migration, log = feed.receive(wait_s), self._migration, self.telemetry.between_steps
-        self._leave = self._leave or inbox.leave
+        self._leave, self._deal = self._leave or inbox.leave, inbox.deal or self._deal
         self._expert_slots = inbox.expert_slots or self._expert_slots
         self._pieces = self._pieces if inbox.calibrate is None else inbox.calibrate
         if inbox.count_experts:
