@@ -167,9 +167,7 @@ def model_text(check: ModelCheck) -> str:
 def _sentence(fit: DtypeFit, device: str) -> str:
     sizes = f"weights {_gb(fit.weight_bytes)}, KV {fit.kv_bytes_per_token:,} bytes per token"
     if fit.sweep_bytes:
-        sizes += (
-            f", of which {_gb(fit.sweep_bytes)} are read from disk for each token of all requests (cluster.weights)"
-        )
+        sizes += f", of which {_gb(fit.sweep_bytes)} are read from disk in each sweep (cluster.weights)"
     if fit.reason is None:
         return f"runs: {sizes}, memory for {fit.kv_tokens:,} tokens, {fit.requests_at_once} requests at once"
     spread = ""

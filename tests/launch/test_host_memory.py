@@ -119,7 +119,7 @@ def test_a_converted_folder_is_streamed_where_it_does_not_fit(folder, monkeypatc
     ("free_gb", "cluster", "words"),
     [
         (3, {}, ["cannot be streamed in 2.70 GB of memory", "GB for 2 of 27 layers at a time"]),
-        (24, {"weights": "resident"}, ["24.0 GB is free", "it fits in no dtype"]),
+        (24, {"weights": "resident"}, ["24.0 GB is free", 'use model.dtype = "fp8"']),
         (40, {"weights": "resident", "memory_bytes": 8 * GB}, ["of which cluster.memory_bytes allows 8.0 GB"]),
         (24, {"prefill_ranks": 2}, ["weights are streamed by one rank, and the job has 2"]),
     ],
