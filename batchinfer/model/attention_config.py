@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.rope_config import RopeConfig
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]  # names and shapes
@@ -48,6 +49,11 @@ class AttentionConfig(ABC):
     def cuts_anywhere(self) -> bool:
         """Whether a prompt can go on after any token of a shared prefix, by the rows of that prefix alone."""
         return self.state_bytes(1) == 0
+
+    @property
+    def unit_tokens(self) -> int:
+        """Tokens whose pages nothing changes that follows them, from each multiple of this number on."""
+        return PAGE_TOKENS
 
     @property
     @abstractmethod

@@ -98,6 +98,10 @@ class CompressedConfig(AttentionConfig):
             WIDE // one.ratio * one.width for layer in range(len(self.ratios)) for one in self.compressors(layer)
         )
 
+    @property
+    def unit_tokens(self) -> int:
+        return WIDE  # an entry of so many tokens is in both of their pages
+
     def compressors(self, layer: int) -> tuple[Compressor, ...]:
         """Return what makes a layer's entries, and then what makes its index keys, if it has them."""
         ratio = self.ratios[layer]
