@@ -28,6 +28,7 @@ class LayerMatrices(NamedTuple):
 class AttentionConfig(ABC):
     """Attention of one model, whose tokens have rows in pages of 64 tokens (PAGE_TOKENS)."""
 
+    unit_tokens: ClassVar[int] = PAGE_TOKENS  # tokens that follow a multiple of it change no page before it
     why_no_drafts: ClassVar[str | None] = None  # reason why the layer for multi-token prediction cannot draft
     num_attention_heads: int
     rope: RopeConfig
@@ -49,11 +50,6 @@ class AttentionConfig(ABC):
     def cuts_anywhere(self) -> bool:
         """Whether a prompt can go on after any token of a shared prefix, by the rows of that prefix alone."""
         return self.state_bytes(1) == 0
-
-    @property
-    def unit_tokens(self) -> int:
-        """Tokens whose pages nothing changes that follows them, from each multiple of this number on."""
-        return PAGE_TOKENS
 
     @property
     @abstractmethod

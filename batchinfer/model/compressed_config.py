@@ -67,6 +67,7 @@ class Compressor:
 class CompressedConfig(AttentionConfig):
     """Attention to a window and to compressed entries; `rope` is of the layers without entries."""
 
+    unit_tokens: ClassVar[int] = WIDE  # an entry of so many tokens is in both of their pages
     why_no_drafts: ClassVar[str | None] = (
         "the layer for multi-token prediction, mtp.*, is not read for models of compressed entries"
     )
@@ -97,10 +98,6 @@ class CompressedConfig(AttentionConfig):
         return sum(
             WIDE // one.ratio * one.width for layer in range(len(self.ratios)) for one in self.compressors(layer)
         )
-
-    @property
-    def unit_tokens(self) -> int:
-        return WIDE  # an entry of so many tokens is in both of their pages
 
     def compressors(self, layer: int) -> tuple[Compressor, ...]:
         """Return what makes a layer's entries, and then what makes its index keys, if it has them."""
