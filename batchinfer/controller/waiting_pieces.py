@@ -122,11 +122,11 @@ class WaitingPieces:
             after_tokens: tokens that the last request shares with the next unit; None: as known before.
         """
         if after_tokens is not None:
-            of_rank: dict[int, int] = {}
+            after: dict[int, int] = {}
             for request, index in zip(reversed(requests), reversed(index_of_rank.tolist()), strict=True):
-                of_rank.setdefault(index, after_tokens)
+                after.setdefault(index, after_tokens)
                 after_tokens = min(after_tokens, request.shared_tokens)
-            self._after_of_rank = [of_rank.get(index, 0) for index in range(len(self._ranks))]
+            self._after_of_rank = [after.get(index, 0) for index in range(len(self._ranks))]
         pieces, are_even = cut_into_pieces(
             requests,
             index_of_rank,
