@@ -207,6 +207,8 @@ class Request:
     prompt_group: int = 0  # equal for prompts with a long common start: their answers are expected to be alike
     expected_tokens: float | None = None  # output tokens of this group in an earlier run
     score_from: int = 0  # the prompt's tokens from this index on are scored; 0: none is
+    # numbers of leading tokens after which later prompts of its rank branch off; for models with states of requests
+    branch_points: tuple[int, ...] = ()
 
     @property
     def most_cached_tokens(self) -> int:

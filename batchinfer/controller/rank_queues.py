@@ -113,7 +113,7 @@ class RankQueues:
             if self.counts_as_dealt:
                 changed = replace(changed, cached_tokens=shared_tokens)
             dealt.append(self._give(changed, self._ranks[index]))
-        self._append(dealt, choices)
+        self._append(dealt, choices, after_tokens)
         return dealt
 
     def take(self, rank: int, count: int, num_tokens: int | None = None) -> TakenWork:
@@ -142,8 +142,9 @@ class RankQueues:
         self._append(taken, np.full(len(taken), self._ranks.index(rank)))
         return taken
 
-    def _append(self, requests: list[Request], index_of_rank: np.ndarray) -> None:
-        self._waiting.append(requests, index_of_rank, np.array([self._expected(request) for request in requests]))
+    def _append(self, requests: list[Request], index_of_rank: np.ndarray, after_tokens: int | None = None) -> None:
+        expected = np.array([self._expected(request) for request in requests])
+        self._waiting.append(requests, index_of_rank, expected, after_tokens=after_tokens)
 
     def _give(self, request: Request, rank: int) -> Request:
         """Return the request with the tokens that the rank has to compute again, and note it as the rank's last one."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from batchinfer.balance.branch_points import branch_points
 from batchinfer.balance.prefill_steps import MOST_OPEN, PrefillSteps, plan_rank_steps
 from batchinfer.balance.prefix_groups import request_sizes
 from batchinfer.config import PAGE_TOKENS, ClusterConfig
@@ -40,16 +41,19 @@ class RankRoom:
     prefill_tokens: prompt tokens per step.
     decode_requests: requests that decode at once; None: the rank does not decode.
     num_pages: KV pages; None: not known yet.
+    keeps_states: the model's requests have states, which are kept where prompts branch.
     """
 
     prefill_tokens: int
     decode_requests: int | None
     num_pages: int | None = None
+    keeps_states: bool = False
 
     @classmethod
-    def of(cls, cluster: ClusterConfig) -> "RankRoom":
+    def of(cls, cluster: ClusterConfig, *, keeps_states: bool = False) -> "RankRoom":
         """Return the room of a rank that runs prefill."""
-        return cls(cluster.prefill_tokens, cluster.running_requests if cluster.mode == "colocated" else None)
+        decode_requests = cluster.running_requests if cluster.mode == "colocated" else None
+        return cls(cluster.prefill_tokens, decode_requests, keeps_states=keeps_states)
 
     @property
     def with_decode(self) -> bool:
@@ -91,6 +95,7 @@ class WaitingPieces:
         self._ranks = ranks
         self._of_rank: dict[int, deque[WaitingPiece]] = {rank: deque() for rank in ranks}
         self._num_placed = 0
+        self._after_of_rank = [0] * len(ranks)  # tokens that its last prompt shares with the next unit
 
     def __getitem__(self, rank: int) -> deque[WaitingPiece]:
         return self._of_rank[rank]
@@ -100,14 +105,28 @@ class WaitingPieces:
         for waiting in self._of_rank.values():
             waiting.clear()
 
-    def append(self, requests: list[Request], index_of_rank: np.ndarray, expected_tokens: np.ndarray) -> None:
+    def append(
+        self,
+        requests: list[Request],
+        index_of_rank: np.ndarray,
+        expected_tokens: np.ndarray,
+        *,
+        after_tokens: int | None = None,
+    ) -> None:
         """Cut the prompts of each rank into steps and append their pieces to the queues.
 
         Args:
             requests: in the order of the prefix tree.
             index_of_rank: [number of requests] place of each request's rank in the list of ranks.
             expected_tokens: [number of requests] expected output tokens.
+            after_tokens: tokens that the last request shares with the next unit; None: as known before.
         """
+        if after_tokens is not None:
+            after: dict[int, int] = {}
+            for request, index in zip(reversed(requests), reversed(index_of_rank.tolist()), strict=True):
+                after.setdefault(index, after_tokens)
+                after_tokens = min(after_tokens, request.shared_tokens)
+            self._after_of_rank = [after.get(index, 0) for index in range(len(self._ranks))]
         pieces, are_even = cut_into_pieces(
             requests,
             index_of_rank,
@@ -115,6 +134,7 @@ class WaitingPieces:
             room=self.room,
             answer_tokens=expected_tokens if expected_tokens.min() < expected_tokens.max() else None,
             first_place=self._num_placed,
+            after_of_rank=self._after_of_rank,
         )
         self.has_uneven_steps = self.has_uneven_steps or not are_even
         for rank, of_rank in zip(self._ranks, pieces, strict=True):
@@ -157,6 +177,7 @@ def cut_into_pieces(
     room: RankRoom,
     answer_tokens: np.ndarray | None,
     first_place: int,
+    after_of_rank: list[int],
 ) -> tuple[list[list[WaitingPiece]], bool]:
     """Cut the prompts of each rank into steps (balance/prefill_steps.py).
 
@@ -168,6 +189,7 @@ def cut_into_pieces(
         index_of_rank: [number of requests] rank of each, from 0.
         answer_tokens: [number of requests] expected output tokens; None: equal for all.
         first_place: place of the first request in the order of all requests.
+        after_of_rank: tokens that the last request of each rank shares with the next unit.
 
     Returns:
         The pieces of each rank in the order in which they run, and whether they fill steps evenly.
@@ -180,7 +202,7 @@ def cut_into_pieces(
             start, end = int(shared_N[place]), len(request.token_ids)
             piece = PromptPiece(request.key, end, end - start, begins=True, ends_step=False)
             pieces[index].append(WaitingPiece(request, first_place + place, start, piece))
-        return pieces, False
+        return (_with_branch_points(pieces, after_of_rank) if room.keeps_states else pieces), False
     for of_rank, steps in zip(pieces, plans, strict=True):
         ends_step_P = np.diff(steps.step_P, append=steps.num_steps) > 0
         columns = (steps.prompt_P, steps.start_P, steps.end_P, ends_step_P)
@@ -188,7 +210,28 @@ def cut_into_pieces(
             begins = start == own_shared(requests[prompt])
             piece = PromptPiece(requests[prompt].key, end, end - start, begins, ends_step)
             of_rank.append(WaitingPiece(requests[prompt], first_place + prompt, start, piece))
-    return pieces, True
+    return (_with_branch_points(pieces, after_of_rank) if room.keeps_states else pieces), True
+
+
+def _with_branch_points(pieces: list[list[WaitingPiece]], after_of_rank: list[int]) -> list[list[WaitingPiece]]:
+    """Add to the requests where later ones of their rank branch off."""
+    return [_branched(of_rank, after) for of_rank, after in zip(pieces, after_of_rank, strict=True)]
+
+
+def _branched(pieces: list[WaitingPiece], after_tokens: int) -> list[WaitingPiece]:
+    in_tree = sorted((item.place, begin) for begin, item in enumerate(pieces) if item.piece.begins)
+    requests = [pieces[begin].request for _, begin in in_tree]
+    if not requests:
+        return pieces
+    points = branch_points(
+        np.array([own_shared(request) for request in requests]),
+        np.argsort(np.argsort([begin for _, begin in in_tree])),
+        after_tokens=after_tokens,
+    )
+    by_key = {
+        request.key: replace(request, branch_points=found) for request, found in zip(requests, points, strict=True)
+    }
+    return [replace(item, request=by_key[item.request.key]) for item in pieces]
 
 
 def _plan_within(

@@ -154,7 +154,7 @@ def _controller(
     dealer = Dealer(
         (place.rank for place in group.places if place.runs_prefill),
         lengths,
-        room=RankRoom.of(cluster),
+        room=RankRoom.of(cluster, keeps_states=not model.attention.cuts_anywhere),
         with_store=job.kv.dir is not None,
         counts_as_dealt=reuses,
     )

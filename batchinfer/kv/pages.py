@@ -50,3 +50,6 @@ class PagePool:
 
     def has_one_holder(self, page: int) -> bool:
         return self._holders[page] == 1
+
+    def num_holders(self, page: int) -> int:
+        return self._holders[page]

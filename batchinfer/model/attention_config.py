@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.rope_config import RopeConfig
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]  # names and shapes
@@ -27,6 +28,7 @@ class LayerMatrices(NamedTuple):
 class AttentionConfig(ABC):
     """Attention of one model, whose tokens have rows in pages of 64 tokens (PAGE_TOKENS)."""
 
+    unit_tokens: ClassVar[int] = PAGE_TOKENS  # tokens that follow a multiple of it change no page before it
     why_no_drafts: ClassVar[str | None] = None  # reason why the layer for multi-token prediction cannot draft
     num_attention_heads: int
     rope: RopeConfig

@@ -17,10 +17,18 @@ import torch
 
 from batchinfer.model.attention_kind import LayerReader
 from batchinfer.model.compressed_config import INDEXED, CompressedConfig, Compressor
-from batchinfer.model.compressed_memory import LayerMemory, keep_rows, read_entries, ring_rows, write_entries
+from batchinfer.model.compressed_memory import (
+    LayerMemory,
+    copy_entries,
+    copy_state,
+    keep_rows,
+    read_entries,
+    ring_rows,
+    write_entries,
+)
 from batchinfer.model.ops import Ops
 from batchinfer.model.rotary_angles import RotaryAngles
-from batchinfer.model.step import AttentionStep
+from batchinfer.model.step import AttentionStep, StateMoves
 from batchinfer.model.weights import CompressedWeights, CompressorWeights, IndexWeights
 from batchinfer_kernels.reference.compressed import (
     ChosenEntries,
@@ -43,6 +51,7 @@ class Chunk(NamedTuple):
     first: int
     slot: int
     page_ids: torch.Tensor
+    moves: StateMoves | None = None
 
     @property
     def last(self) -> int:
@@ -177,6 +186,11 @@ class CompressedAttention:
     ) -> Keys:
         """Write a chunk's rows and entries to the memory; return what its tokens attend to."""
         own, window = slice(chunk.start, chunk.end), self.config.window
+        moves = chunk.moves or StateMoves()
+        if moves.begin_from is not None:
+            copy_state(memory, moves.begin_from, chunk.slot)
+        for pair in moves.page_copies:
+            copy_entries(memory, *pair)
         before = ring_rows(memory.window, chunk.slot, max(0, chunk.first - window + 1), chunk.first)
         rows = torch.cat([before, rows_TC[own].to(before.dtype)])
         keep_rows(memory.window, chunk.slot, chunk.last, rows_TC[own])
@@ -189,6 +203,8 @@ class CompressedAttention:
                 write_entries(pages, chunk.page_ids, chunk.first // one.ratio, _placed(chunk, entries, one, angles))
             keep_rows(waiting, chunk.slot, chunk.last, parts[number][own])
             found.append(read_entries(pages, chunk.page_ids, chunk.last // one.ratio, one.width))
+        if moves.keep_in is not None:
+            copy_state(memory, chunk.slot, moves.keep_in)
         return Keys(chunk.last, rows, *found)
 
     def _entries(
@@ -261,8 +277,9 @@ def chunks_of(step: AttentionStep) -> list[Chunk]:
     else:
         sizes = [len(step.positions) // max(1, len(slots))] * len(slots)
     chunks, start = [], 0
-    for size, context, slot, page_ids in zip(sizes, step.kv_tokens.tolist(), slots, step.page_table, strict=True):
-        chunks.append(Chunk(start, start + size, context - size, slot, page_ids))
+    of_each = sizes, step.kv_tokens.tolist(), slots, step.page_table, step.moves or [None] * len(sizes)
+    for size, context, slot, page_ids, moves in zip(*of_each, strict=True):
+        chunks.append(Chunk(start, start + size, context - size, slot, page_ids, moves))
         start += size
     return chunks
 

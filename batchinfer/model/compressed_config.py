@@ -67,6 +67,7 @@ class Compressor:
 class CompressedConfig(AttentionConfig):
     """Attention to a window and to compressed entries; `rope` is of the layers without entries."""
 
+    unit_tokens: ClassVar[int] = WIDE  # an entry of so many tokens is in both of their pages
     why_no_drafts: ClassVar[str | None] = (
         "the layer for multi-token prediction, mtp.*, is not read for models of compressed entries"
     )

@@ -55,6 +55,18 @@ def _empty_layer(
     )
 
 
+def copy_state(memory: LayerMemory, source: int, target: int) -> None:
+    """Copy the state in a slot to another one."""
+    for ring in (memory.window, *memory.waiting):
+        ring[target] = ring[source]
+
+
+def copy_entries(memory: LayerMemory, source: int, target: int) -> None:
+    """Copy the entries in a page to another one."""
+    for pages in memory.entries:
+        pages[target] = pages[source]
+
+
 def write_entries(pages: torch.Tensor, page_ids_P: torch.Tensor, first: int, entries_NC: torch.Tensor) -> None:
     """Write entries of one request, from this number on, to its pages."""
     width = min(entries_NC.shape[1], pages.shape[1])  # of the part of an entry in one page

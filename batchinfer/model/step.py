@@ -18,6 +18,19 @@ from batchinfer_kernels.transfer import in_one_copy, refill
 _OF_DECODE = ("tokens", "positions", "slots", "logit_rows", "page_table", "kv_tokens", "is_counted")
 
 
+class StateMoves(NamedTuple):
+    """Copies of states and pages around one span, in attention kinds with a state; spans run in their order.
+
+    begin_from: slot of the state that its request begins with; None: the state in its own slot.
+    page_copies: (from, to) before the span: pages in which its request leaves the prefix that it shares.
+    keep_in: slot that gets the state after the span; None: nobody needs it.
+    """
+
+    begin_from: int | None = None
+    page_copies: tuple[tuple[int, int], ...] = ()
+    keep_in: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillSpan:
     """One request's chunk inside a prefill step."""
@@ -26,6 +39,7 @@ class PrefillSpan:
     num_tokens: int  # rows
     context_tokens: int  # tokens in the pages after this chunk: position of its last token + 1
     page_ids: torch.Tensor  # [ceil(context_tokens / 64)] int64, the request's pages in order
+    moves: StateMoves | None = None  # None: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +115,7 @@ class StepTensors:
     kv_tokens: torch.Tensor  # [B]; of prefill chunks on the host
     chunk_tokens: torch.Tensor | None = None  # prefill only: [B] rows of each chunk, on the host
     chunk_of_row: torch.Tensor | None = None  # prefill only: [S] the chunk of each wanted row
+    moves: tuple[StateMoves | None, ...] = ()  # prefill only: of each chunk
     copy_from: torch.Tensor | None = None  # [N]
     copy_to: torch.Tensor | None = None  # [N]
     state_slots: torch.Tensor | None = None  # [B]
@@ -132,6 +147,7 @@ class StepTensors:
         return cls(
             **values,
             **on_host,
+            moves=tuple(span.moves for span in step.prefill),
             num_alternatives=step.num_alternatives,
             num_states=step.num_states,
             position_range=step.position_range(),

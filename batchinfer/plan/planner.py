@@ -226,10 +226,6 @@ def _plan(
         )
     if job.kv.dtype == FP8:
         note("KV is stored in FP8 (kv.dtype): answers differ from those with KV in bfloat16")
-    if not model.attention.cuts_anywhere:
-        note(
-            "prompts that begin alike are computed whole: this model's requests keep a state that they do not share yet"
-        )
     _plan_experts(prepared)
     _remove_leftovers(run)
     remove_stale_answers(run, state)
@@ -242,7 +238,7 @@ def _plan(
     ):
         rows = load_rows(run, manifest, shards, job.sampling.to_sampling(), prefixes.add)
         _check_memory(job, model, rows, shards)
-        requests = plan_requests(rows, prefixes.plan(), shares=model.attention.cuts_anywhere)
+        requests = plan_requests(rows, prefixes.plan())
         keys = sampling_keys(run, manifest, shards, rows, requests)
         written = write_plan(
             run,

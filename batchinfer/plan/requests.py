@@ -29,15 +29,12 @@ class PlannedRequests:
     distinct_tokens: int
 
 
-def plan_requests(rows: RowTable, prefixes: PrefixPlan, *, shares: bool = True) -> PlannedRequests:
+def plan_requests(rows: RowTable, prefixes: PrefixPlan) -> PlannedRequests:
     """Expand the ordered rows to requests; compute equal greedy requests once.
 
     Greedy requests are equal if prompt, max_tokens, sampling and scored tokens are equal. The first in input order is
     computed, with sample 0, and its answer is that of all others and of all further samples. Sampled requests are never
     merged, because each has its own random draws.
-
-    Args:
-        shares: whether prompts share the KV of a common beginning; otherwise each prompt is computed whole.
     """
     order, lengths = prefixes.order, rows.num_tokens
     greedy = rows.is_greedy[rows.sampling_code]
@@ -58,10 +55,10 @@ def plan_requests(rows: RowTable, prefixes: PrefixPlan, *, shares: bool = True) 
         row_index=row_index,
         place=place,
         sample=sample + rows.choice[row_index],
-        cached_tokens=cached * shares,
+        cached_tokens=cached,
         score_from=score_from,
-        shared_tokens=shared * shares,
-        group_depth=group_depths(prefixes.shared_tokens[order] * shares)[place],
+        shared_tokens=shared,
+        group_depth=group_depths(prefixes.shared_tokens[order])[place],
         duplicate_row=duplicate_row,
         duplicate_sample=(_ranges(num_copies) + (is_computed + rows.choice)[duplicate_row]).astype(np.int32),
         original_row=original[duplicate_row],

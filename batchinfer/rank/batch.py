@@ -1,6 +1,7 @@
 """Inputs and results of a model step: chunks of prompts as tensors, new tokens for sequences."""
 
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from math import isfinite
 
 import numpy as np
@@ -10,7 +11,7 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.pages import pages_for
 from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.scores import Scores
-from batchinfer.model.step import PrefillSpan, StepInput
+from batchinfer.model.step import PrefillSpan, StateMoves, StepInput
 from batchinfer.rank.drafts import depths_of
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import TokenLogprob
@@ -85,15 +86,7 @@ def prefill_step(
     positions = _joined([np.arange(chunk.start, chunk.end) for chunk in chunks])
     slots = _joined([_slots(chunk.sequence.pages, chunk.start, chunk.end) for chunk in chunks])
     ends = np.cumsum([chunk.num_tokens for chunk in chunks], dtype=np.int64)
-    spans = tuple(
-        PrefillSpan(
-            start=int(end) - chunk.num_tokens,
-            num_tokens=chunk.num_tokens,
-            context_tokens=chunk.end,
-            page_ids=torch.tensor(chunk.sequence.pages[: pages_for(chunk.end)]),
-        )
-        for chunk, end in zip(chunks, ends, strict=True)
-    )
+    of_chunks = [_spans(chunk, int(end) - chunk.num_tokens) for chunk, end in zip(chunks, ends, strict=True)]
     last_rows = [int(end) - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_sampled]
     scored_rows = _joined([_scored_rows(chunk, int(end)) for chunk, end in zip(chunks, ends, strict=True)])
     scored = [token for chunk in chunks for token in chunk.scored_tokens]
@@ -107,11 +100,25 @@ def prefill_step(
         scored=torch.tensor(scored, dtype=torch.int64) if scored else None,
         num_alternatives=num_alternatives,
         num_states=len(state_rows),
-        prefill=spans,
+        prefill=tuple(chain.from_iterable(of_chunks)),
         copy_from=torch.tensor(list(copies.values()), dtype=torch.int64),
         copy_to=torch.tensor(list(copies), dtype=torch.int64),
-        state_slots=_state_slots([chunk.sequence.state_slot for chunk in chunks]),
+        state_slots=_state_slots(
+            [chunk.sequence.state_slot for chunk, spans in zip(chunks, of_chunks, strict=True) for _ in spans]
+        ),
     )
+
+
+def _spans(chunk: Chunk, row: int) -> list[PrefillSpan]:
+    """Return a chunk's spans, cut where a state is kept; the first one begins in this row of the step."""
+    sequence = chunk.sequence
+    cuts = sorted(place for place in sequence.kept_slots if chunk.start < place < chunk.end)
+    spans = []
+    for start, end in pairwise([chunk.start, *cuts, chunk.end]):
+        moves = sequence.moves.get(start, StateMoves())._replace(keep_in=sequence.kept_slots.get(end))
+        page_ids = torch.tensor(sequence.pages[: pages_for(end)])
+        spans.append(PrefillSpan(row + start - chunk.start, end - start, end, page_ids, moves))
+    return spans
 
 
 def state_counts(chunks: list[Chunk], most: int) -> np.ndarray:

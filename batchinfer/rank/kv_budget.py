@@ -26,6 +26,8 @@ from batchinfer.records import ConfigError
 # steps in which this rank's experts get more rows than in the measured steps.
 RESERVE_SHARE = 0.08
 MEMORY_SHARE = 0.5  # largest share of the memory free after loading that KV pages may take
+MOST_KEPT = 128  # states kept where prompts branch, beside those of running requests
+KEPT_SHARE = 0.125  # largest share of the memory for KV pages that they may take
 _ALTERNATIVES = 20  # alternatives that rows report with a token
 _STRIDE = 7919  # between the tokens of the steps, so that they go to many experts
 
@@ -35,7 +37,7 @@ class KvBudget:
     """KV memory of one rank."""
 
     num_pages: int
-    num_slots: int  # of requests' states; 0: they have none
+    num_slots: int  # of requests' states, those kept for shared prefixes among them; 0: requests have none
     transfer_bytes: int  # largest number of bytes on their way to other ranks
 
 
@@ -58,7 +60,9 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     free_bytes = max(0, free_memory_bytes() - num_local_ranks * model.weights.mapped_bytes)
     host_share = int(free_bytes * MEMORY_SHARE) // num_shares
     state_bytes = model.config.attention.state_bytes(model.dtype.itemsize)
-    num_slots = cluster.decode_requests if state_bytes else 0
+    num_slots = 0
+    if state_bytes:
+        num_slots = cluster.decode_requests + min(MOST_KEPT, int(host_share * KEPT_SHARE) // state_bytes)
     useful_tokens = start.most_tokens
     if model.stream is not None:
         host_share = model.stream.split.kv_bytes

@@ -192,7 +192,6 @@ def make_worker(
         rank.tokenizer,
         num_pages=budget.num_pages,
         num_slots=budget.num_slots,
-        share_prefixes=model.config.attention.cuts_anywhere,
         prefill_tokens=cluster.prefill_tokens,
         decode_requests=cluster.decode_requests,
         place=rank.place,

@@ -106,6 +106,8 @@ class PrefillQueue:
         """
         sequence = self._open[key]
         before = chunks.get(key)
+        if before is not None and self._pages.runs_in_order and next(reversed(chunks)) != key:
+            return False, 0  # its tokens would run before chunks that began earlier: the next step has them
         start = sequence.num_computed if before is None else before.start
         wanted, end = end, min(end, sequence.num_computed + budget)
         num_tokens = max(0, end - sequence.num_computed)

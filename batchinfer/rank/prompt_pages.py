@@ -13,6 +13,8 @@ NO_MATCH = Match((), None, 0)
 class PromptPages:
     """The page pool of a rank and the prefix tree of the prompts in it."""
 
+    runs_in_order = False  # whether what a step does to pages depends on the order of its chunks
+
     def __init__(self, context: RankContext) -> None:
         self.pool = PagePool(context.num_pages)
         self._tree = PrefixTree(self.pool)
@@ -20,8 +22,6 @@ class PromptPages:
         self._share_prefixes = context.share_prefixes
         self._prompt_only = not context.place.runs_decode  # another rank decodes
         self._copied_pages: list[int] = []  # held until the step that copies from them is over
-        self._free_slots = list(range(context.num_slots - 1, -1, -1))  # for states of requests
-        self._has_slots = context.num_slots > 0
         self.num_running = 0  # sequences that hold pages
 
     def can_fit(self, request: Request) -> bool:
@@ -34,8 +34,6 @@ class PromptPages:
         Args:
             with_branch: also look for a page whose first tokens the request can copy.
         """
-        if self._has_slots and not self._free_slots:
-            return None
         found = self._tree.match(request.token_ids, request.most_cached_tokens) if self._share_prefixes else NO_MATCH
         without_branch = Match(found.full, None, 0)
         if with_branch and self._make_room(request, found):
@@ -46,20 +44,7 @@ class PromptPages:
 
     def open(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
         """Start a request on the pages that `match` found and made free."""
-        held = self._tree.hold(match)
-        self.num_running += 1
-        thinking = self._context.thinking(request)
-        return Sequence(
-            request=request,
-            pages=held + self.pool.reserve(self._num_pages(request) - len(held)),
-            state_slot=self._free_slots.pop() if self._has_slots else None,
-            num_computed=match.num_tokens,
-            times=times,
-            stream=self._context.tokenizer.stream() if request.sampling.stop else None,
-            rules=self._context.rules.make(request, thinking),
-            thinking=thinking,
-            separates_reasoning=self._context.reasoning != "none",
-        )
+        return self._sequence(request, self._tree.hold(match), match.num_tokens, times)
 
     def make_known(self, sequence: Sequence, num_tokens: int) -> None:
         """Let later prompts share the pages of a prompt's first tokens."""
@@ -85,14 +70,27 @@ class PromptPages:
     def release(self, sequence: Sequence) -> None:
         """Release a sequence's pages; pages in the prefix tree stay until their room is needed."""
         self._tree.release(sequence.pages)
-        if sequence.state_slot is not None:
-            self._free_slots.append(sequence.state_slot)
         self.num_running -= 1
 
     def drop_known(self) -> None:
         """Free all pages of prompts that ended, so that no later prompt shares them; none may be running."""
         assert self.num_running == 0, "pages of running prompts stay"
         self._tree.make_room(self.pool.num_pages)
+
+    def _sequence(self, request: Request, held: list[int], num_computed: int, times: RequestTimes) -> Sequence:
+        """Start a request on these pages of its beginning, and free ones for the rest."""
+        self.num_running += 1
+        thinking = self._context.thinking(request)
+        return Sequence(
+            request=request,
+            pages=held + self.pool.reserve(self._num_pages(request) - len(held)),
+            num_computed=num_computed,
+            times=times,
+            stream=self._context.tokenizer.stream() if request.sampling.stop else None,
+            rules=self._context.rules.make(request, thinking),
+            thinking=thinking,
+            separates_reasoning=self._context.reasoning != "none",
+        )
 
     def _num_pages(self, request: Request) -> int:
         return pages_needed(request, prompt_only=self._prompt_only)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from batchinfer.data.prompt_tokenizer import PromptTokenizer, TextStream
 from batchinfer.kv.pages import pages_for
+from batchinfer.model.step import StateMoves
 from batchinfer.protocol.messages import CachedTokens
 from batchinfer.rank.logit_rules import LogitRules
 from batchinfer.rank.thinking import AnyThinking, answer_text
@@ -93,6 +94,10 @@ class Sequence:
     thinking: AnyThinking | None = None  # only if the end of thinking matters
     separates_reasoning: bool = False  # thinking is kept apart from the text
     state_slot: int | None = None  # of its state, if the model's requests have one
+    # in these models, by prompt tokens before it: how the state begins, and the slots in which states are kept
+    moves: dict[int, StateMoves] = field(default_factory=dict)
+    kept_slots: dict[int, int] = field(default_factory=dict)
+    num_branched: int = 0  # prompt tokens up to which states were kept
     num_prefill_steps: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
     token_ids: list[int] = field(default_factory=list)

@@ -23,6 +23,7 @@ from batchinfer.rank.prefill import Prefill
 from batchinfer.rank.prefill_queue import PrefillQueue
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
+from batchinfer.rank.state_pages import StatePages
 from batchinfer.rank.step_vote import Agreed, Kind, agree
 from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.rank.sweep import run_parts
@@ -56,7 +57,7 @@ class RankWorker:
         self._stored = (
             open_prefixes(context.pages) if open_prefixes is not None and context.place.runs_prefill else None
         )
-        self._prompt_pages = PromptPages(context)
+        self._prompt_pages = StatePages(context) if context.num_slots else PromptPages(context)
         self._queue = PrefillQueue(self._prompt_pages, self._stored, context.prefill_tokens)
         self._prefill = Prefill(context, self._queue, self._prompt_pages, self._stored, drafter)
         self._running = DraftedTable(context.eos_token_ids)

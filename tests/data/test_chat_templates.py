@@ -1,5 +1,6 @@
 """Chats of models whose folder has no template, compared with the text that the model's own program writes."""
 
+import hashlib
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from batchinfer.data.chat import ChatError, ChatTemplate
 from batchinfer.data.tokenizer import OWN_TEMPLATES, load_tokenizer
 from support.paths import SAMPLE_MODEL
+from support.v4_conversations import DIGESTS, NUM_CONVERSATIONS, conversation
 
 BEGIN, END, USER, ASSISTANT = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"
 TOOL = {"type": "function", "function": {"name": "tide", "parameters": {"type": "object", "ü": [1, None]}}}
@@ -323,3 +325,15 @@ def test_v4_writes_the_format_of_answers_behind_the_system_message_and_refuses_u
 def test_a_folder_of_v4_needs_no_template(folder_of_model):
     (folder_of_model / "config.json").write_text('{"model_type": "deepseek_v4"}')
     assert load_tokenizer(folder_of_model).template_text == (OWN_TEMPLATES / "deepseek_v4.jinja").read_text()
+
+
+def test_v4_renders_300_conversations_as_deepseek_recipe_does(v4):
+    different = []
+    for number, digest in enumerate(json.loads(DIGESTS.read_text())):
+        chat = conversation(number)
+        messages, tools = chat.pop("messages"), chat.pop("tools")
+        prompt = v4.render(messages, chat | ({"tools": tools} if tools else {}))
+        if hashlib.sha256(prompt.encode()).hexdigest()[:16] != digest:
+            different.append(number)
+    assert number == NUM_CONVERSATIONS - 1
+    assert different == []

@@ -7,6 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from batchinfer.config import load_job
+from batchinfer.launch import host_memory
 from batchinfer.model.checkpoint import open_checkpoint
 from batchinfer.model.compressed_config import CompressedConfig
 from batchinfer.model.config import load_model_config
@@ -14,8 +16,9 @@ from batchinfer.model.headers import read_headers
 from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, expected_tensors, why_no_mtp
 from batchinfer.model.weight_bytes import weight_bytes
-from batchinfer.records import ModelError
+from batchinfer.records import ConfigError, ModelError
 from support.compressed_models import TINY, published_tensors, random_model, write_compressed
+from support.jobs import write_job
 
 FP8 = {
     "activation_scheme": "dynamic",
@@ -155,3 +158,24 @@ def test_fp8_and_fp4_weights_are_read_as_they_are_published(tmp_path):
         nibble = int(packed[row, column // 2]) >> (4 * (column % 2)) & 15
         value = (-1 if nibble & 8 else 1) * magnitudes[nibble & 7] * 2.0 ** (int(exponents[row, 0]) - 127)
         assert stored.read(name, torch.float32)[row, column] == value
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "dtype", "words"),
+    [
+        (24, "fp4", ["fp4 takes 166.3 GB", "24.0 GB is free; it fits in no dtype"]),
+        (200, "bfloat16", ["bfloat16 takes 568.7 GB", 'model.dtype = "fp4" (166.3 GB)']),
+        (200, "fp4", []),
+    ],
+)
+def test_flash_is_refused_with_sizes_where_it_does_not_fit(tmp_path, monkeypatch, free_gb, dtype, words):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(FLASH))
+    job = load_job(write_job(tmp_path, model={"path": "model", "dtype": dtype}, cluster={"backend": "cpu"}))
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * 10**9)
+    if not words:
+        host_memory.refuse_too_large(job, range(1))
+        return
+    with pytest.raises(ConfigError) as refused:
+        host_memory.refuse_too_large(job, range(1))
+    assert all(word in str(refused.value) for word in words)

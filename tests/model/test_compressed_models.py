@@ -108,11 +108,13 @@ def test_the_last_layer_finishes_the_wanted_rows_alone(models):
 
 CHANGES = {
     "window": {"sliding_window": 127},
+    "larger-window": {"sliding_window": 129},
     "topk": {"index_topk": 8},
+    "lower-topk": {"index_topk": 6},
     "theta": {"rope_theta": 10100},
     "compressed-theta": {"compress_rope_theta": 200000},
     "clamp": {"swiglu_limit": 0.5},
-    "rounds": {"hc_sinkhorn_iters": 1},
+    "rounds": {"hc_sinkhorn_iters": 19},
     "scale": {"routed_scaling_factor": 1.6},
 }
 

@@ -91,6 +91,7 @@ _PUBLISHED = {
     "lm_head.": "head.",
     "hc_head.hc_": "hc_head_",
 }
+_BELOW_DIAGONAL = 6.0  # less than others, before the softmax
 _DRAWN = {"scale": (0.5, 0.3), "norm.weight": (1.0, 0.3), "ape": (0.0, 0.7), "sink": (0.0, 0.7), "base": (0.0, 0.7)}
 
 
@@ -118,6 +119,10 @@ def random_model(seed: int = 0, **changes: Any) -> DeepseekV4ForCausalLM:
             )
         else:
             values.data.copy_(mean + spread * noise.abs() if published.endswith("scale") else mean + spread * noise)
+        if published.endswith(
+            ("hc_attn_base", "hc_ffn_base")
+        ):  # a nearly triangular mixture, so that each round counts
+            values.data[8:] -= _BELOW_DIAGONAL * torch.ones(4, 4).tril(-1).flatten()
     return model
 
 

@@ -1,0 +1,92 @@
+"""KV pages of running requests of models whose requests keep a state: a prefix is taken over where a state was kept.
+
+Spans of a step run in the order in which their chunks were added. So a slot that one of them gives back can be used by
+the next one, and a prompt may go on from a state that this very step keeps.
+"""
+
+from dataclasses import dataclass
+
+from batchinfer.kv.kept_states import KeptState, KeptStates
+from batchinfer.kv.pages import pages_for
+from batchinfer.kv.prefix_tree import Match
+from batchinfer.model.step import StateMoves
+from batchinfer.rank.context import RankContext
+from batchinfer.rank.prompt_pages import PromptPages
+from batchinfer.rank.sequence import Sequence
+from batchinfer.records import Request, RequestTimes
+
+
+@dataclass(frozen=True, slots=True)
+class StateMatch(Match):
+    """The kept state after which a prompt goes on; None: it begins with its first token."""
+
+    state: KeptState | None
+
+    @property
+    def num_tokens(self) -> int:
+        return 0 if self.state is None else len(self.state.tokens)
+
+
+class StatePages(PromptPages):
+    """The page pool of a rank and the states of its requests."""
+
+    runs_in_order = True
+
+    def __init__(self, context: RankContext) -> None:
+        super().__init__(context)
+        self._states = KeptStates(self.pool, context.num_slots)
+        self._unit_tokens = context.model.config.attention.unit_tokens
+
+    def match(self, request: Request, *, with_branch: bool = True) -> StateMatch | None:
+        """Find the state after which a request goes on and free its pages; return None if the request has to wait.
+
+        It takes over no more than the plan expects, so that its first planned piece has a token to compute.
+        """
+        if not self._states.has_slot:
+            return None
+        limit = min(request.shared_tokens - request.replicated_tokens, request.most_cached_tokens)
+        found = self._states.find(request.token_ids, limit) if self._share_prefixes else None
+        if self._states.make_room(self._num_pages(request) - len(self._shared_pages(found)), keep=found):
+            return StateMatch((), None, 0, found)
+        # if nothing runs no page will become free: do without the state and its pages
+        may_do_without = self.num_running == 0 and found is not None
+        if may_do_without and self._states.make_room(self._num_pages(request), keep=None):
+            return StateMatch((), None, 0, None)
+        return None
+
+    def open(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
+        """Start a request where `match` found a state, with pages that it made free."""
+        assert isinstance(match, StateMatch), "a match of this object"
+        state, held = match.state, self._shared_pages(match.state)
+        copied = [] if state is None else state.pages[len(held) :]
+        for page in (*held, *copied):
+            self.pool.share(page)
+        self._copied_pages += copied
+        self._states.begin(request.token_ids, request.branch_points)
+        sequence = self._sequence(request, held, match.num_tokens, times)
+        sequence.state_slot, sequence.num_branched = self._states.take_slot(), match.num_tokens
+        if state is not None:
+            copies = tuple(zip(copied, sequence.pages[len(held) :], strict=False))
+            sequence.moves[match.num_tokens] = StateMoves(state.slot, copies)
+        return sequence
+
+    def make_known(self, sequence: Sequence, num_tokens: int) -> None:
+        """Keep states where later prompts branch off among the tokens that the sequence runs now."""
+        for place in sorted(sequence.request.branch_points) if self._share_prefixes else ():
+            if sequence.num_branched < place <= sequence.num_computed:
+                slot = self._states.keep(sequence.request.token_ids[:place], sequence.pages[: pages_for(place)])
+                if slot is not None:
+                    sequence.kept_slots[place] = slot
+        sequence.num_branched = sequence.num_computed
+
+    def release(self, sequence: Sequence) -> None:
+        """Release a sequence's pages and its slot; those of kept states stay until they are not needed any more."""
+        super().release(sequence)
+        assert sequence.state_slot is not None, "a sequence of this object has a slot"
+        self._states.free_slot(sequence.state_slot)
+
+    def _shared_pages(self, state: KeptState | None) -> list[int]:
+        """Return the pages of a kept prefix that the prompt behind it does not change."""
+        if state is None:
+            return []
+        return state.pages[: pages_for(len(state.tokens) // self._unit_tokens * self._unit_tokens)]
