@@ -12,6 +12,7 @@ from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.page_format import check_kv
 from batchinfer.model.stream_forecast import StreamForecast, disk_speed, forecast
 from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.model.weight_mode import check_streaming, kv_bytes_per_token, runs_on_gpus, split_for, why_not_streamed
@@ -31,21 +32,22 @@ def with_weights(job: JobConfig, ranks: Iterable[int]) -> JobConfig:
             the dtypes in which they would fit.
         ModelError: config.json cannot be used.
     """
-    check_streaming(job)
+    folder = Path(job.model.path)
+    model, free = load_model_config(folder), free_memory_bytes()
+    check_kv(job, model)
+    check_streaming(job, model)
     if runs_on_gpus(job):
         if job.cluster.weights == "stream":
             raise ConfigError(
                 "cluster.weights is 'stream', but weights are streamed on CPUs alone; set cluster.backend = 'cpu'"
             )
         return decided(job, "resident")
-    folder = Path(job.model.path)
-    model, free = load_model_config(folder), free_memory_bytes()
     places = [place for place in rank_places(job.cluster) if place.rank in set(ranks)]
     needed, allowed = _bytes_of(job, model, places, job.model.dtype), free
     if job.cluster.memory_bytes is not None:
         allowed = min(free, len(places) * job.cluster.memory_bytes)
     for_kv = job.cluster.prefill_tokens * kv_bytes_per_token(job, model)
-    packed, why_not = read_packed(folder), why_not_streamed(job)
+    packed, why_not = read_packed(folder), why_not_streamed(job, model)
     if job.cluster.weights == "stream" or (job.cluster.weights == "auto" and packed is not None and why_not is None):
         assert packed is not None
         if job.cluster.weights == "stream" or needed + for_kv > allowed:

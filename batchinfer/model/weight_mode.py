@@ -23,13 +23,15 @@ def runs_on_gpus(job: JobConfig) -> bool:
     return has_gpu() and job.cluster.backend not in ("cpu", "reference")
 
 
-def why_not_streamed(job: JobConfig) -> str | None:
+def why_not_streamed(job: JobConfig, config: ModelConfig) -> str | None:
     """Return why the weights of a job cannot be streamed on any CPU, with the remedy; None if they can."""
     cluster, model = job.cluster, job.model
     if cluster.num_ranks > 1:
         return f"weights are streamed by one rank, and the job has {cluster.num_ranks}; set cluster.prefill_ranks = 1"
     if cluster.backend not in ("auto", "cpu"):
         return f"weights are streamed for the C++ operations on a CPU, not for backend {cluster.backend!r}"
+    if not config.attention.cuts_anywhere:
+        return "requests of this model keep a state besides their KV, which sweeps do not carry; set it to 'resident'"
     if read_packed(Path(model.path)) is None:
         return (
             f"weights are streamed from a converted folder; run `batchinfer convert {model.path} DIR --dtype "
@@ -38,13 +40,13 @@ def why_not_streamed(job: JobConfig) -> str | None:
     return None
 
 
-def check_streaming(job: JobConfig) -> None:
+def check_streaming(job: JobConfig, config: ModelConfig) -> None:
     """Refuse weights = "stream" where weights cannot be streamed.
 
     Raises:
         ConfigError: says why, and what can be done.
     """
-    if job.cluster.weights == "stream" and (reason := why_not_streamed(job)) is not None:
+    if job.cluster.weights == "stream" and (reason := why_not_streamed(job, config)) is not None:
         raise ConfigError(f"cluster.weights is 'stream', but {reason}")
 
 

@@ -40,8 +40,8 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
         packed.check(job.model.dtype)
     else:
         check_tensors(read_headers(folder, model.carrier), model)
-    check_streaming(job)
     check_kv(job, model)
+    check_streaming(job, model)
     model.check_dtype(job.model.dtype)
     _check_experts(job.cluster, model)
     device_type = DEVICE_OF_BACKEND.get(job.cluster.backend)

@@ -83,6 +83,7 @@ def test_answers_do_not_depend_on_steps_and_ranks(folder, cluster, request):
             {"cluster": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}},
             "does not travel between ranks",
         ),
+        ({"cluster": {"weights": "stream"}}, "cluster.weights is 'stream', but requests of this model keep a state"),
     ],
 )
 def test_what_a_state_cannot_do_yet_is_refused(folder, parts, words):
