@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -146,24 +146,43 @@ def price(
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path))
+@click.argument("spec", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--against", type=click.Path(path_type=Path), help="Predict the measurements of this silicon_sample.csv instead."
+)
+@click.option("--model", type=click.Path(path_type=Path), help="With --against: folder with the config.json.")
+@click.option(
+    "--rows", type=click.Choice(["all", "even", "odd"]), default="all", show_default=True, help="With --against: of it."
+)
 @json_option
-def simulate(spec: Path, as_json: bool) -> None:
+def simulate(
+    spec: Path | None, against: Path | None, model: Path | None, rows: Literal["all", "even", "odd"], as_json: bool
+) -> None:
     """Simulate the job of SPEC on a cluster of GPUs, without one.
 
     SPEC is a .toml file. Printed are tokens/s per node, the bottleneck of each stage, nodes over time, cost and margin,
     the cheapest EP sizes and batch, and nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
     """
     from batchinfer.report.terminal import show
-    from batchinfer.sim.answer import answer
-    from batchinfer.sim.spec import load_spec
-    from batchinfer.sim.table import answer_table
+    from batchinfer.sim.table import against_table, answer_table
 
-    figures = answer(load_spec(spec))
+    if (spec is None) == (against is None) or (against is None) != (model is None):
+        raise click.UsageError("give a SPEC, or --against silicon_sample.csv with --model")
+    if against is not None and model is not None:
+        from batchinfer.model.config import load_model_config
+        from batchinfer.sim.against import compared
+
+        figures, table = compared(against, load_model_config(model), rows), against_table
+    else:
+        from batchinfer.sim.answer import answer
+        from batchinfer.sim.spec import load_spec
+
+        assert spec is not None
+        figures, table = answer(load_spec(spec)), answer_table
     if as_json:
         click.echo(json.dumps(figures, indent=1))
     else:
-        show(*answer_table(figures))
+        show(*table(figures))
 
 
 def print_report(runs: list[Path], *, as_json: bool, together: bool = False, compare: bool = False) -> None:

@@ -54,7 +54,7 @@ def answer(spec: Spec) -> dict[str, Any]:
     started = time.perf_counter()
     job = _resolve(spec)
     happened = _requests_one_by_one(job) if spec.day is None else _whole_day(job, spec.day)
-    figures = {"gpu": job.gpu.name, **happened, "cheapest": _cheapest(job)}
+    figures = {"gpu": job.gpu.name, "rates": job.gpu.rates_source, **happened, "cheapest": _cheapest(job)}
     return figures | {"simulated_in_s": time.perf_counter() - started}
 
 
@@ -121,7 +121,7 @@ def _tokens(job: _Job, times: float) -> dict[str, int]:
 
 
 def _resolve(spec: Spec) -> _Job:
-    model, gpu = load_model_config(Path(spec.model.path)), accelerator(spec.cluster.gpu)
+    model, gpu = load_model_config(Path(spec.model.path)), accelerator(spec.cluster.gpu, spec.cluster.rates)
     prices = PriceList() if spec.pricing is None else read_prices(Path(spec.pricing.file))
     workload = make_workload(spec.workload, part_tokens=spec.prefill.part_tokens)
     rater = Rater(

@@ -1,7 +1,7 @@
-"""Times of single operations from published kernel tables.
+"""Times of single operations: measured on the accelerator itself (aiconfigurator.py), or from published kernel tables.
 
-All tables are of an H800. Another accelerator is assumed to reach the same share of its own peaks: a table row nearer
-to the memory limit scales with the memory rate, the others with the arithmetic peak.
+The published tables are of an H800. Another accelerator is assumed to reach the same share of its own peaks: a table
+row nearer to the memory limit scales with the memory rate, the others with the arithmetic peak.
 """
 
 # M rows, N x K weight, G groups (experts)
@@ -62,6 +62,10 @@ def product_s(rows: float, n: int, k: int, gpu: Accelerator, *, sms_share: float
         rows: tokens; 0 takes no time.
         sms_share: share of the SMs that compute; arithmetic slows down with it, reading memory does not.
     """
+    if gpu.rates is not None and rows > 0:
+        seconds = gpu.rates.product_s(rows, n, k)
+        if seconds is not None:
+            return _on_some_sms(seconds, 2.0 * rows * n * k, _product_bytes(rows, n, k), gpu, sms_share)
     return _table_s("dense", rows, n, k, _product_bytes(rows, n, k), gpu, 1, sms_share)
 
 
@@ -77,6 +81,10 @@ def grouped_product_s(
 def bf16_product_s(rows: float, n: int, k: int, gpu: Accelerator, *, batch: int = 1, sms_share: float = 1.0) -> float:
     """Return the seconds of `batch` BF16 products: the FP8 table's share of the peak, twice the bytes."""
     flops = 2.0 * batch * rows * n * k
+    if gpu.rates is not None and rows > 0 and batch == 1:
+        seconds = gpu.rates.product_s(rows, n, k, dtype="bfloat16")
+        if seconds is not None:
+            return _on_some_sms(seconds, 2 * flops, 2 * _product_bytes(rows, n, k), gpu, sms_share)
     share = _point("dense", max(rows, 4096.0), n, k).flops / REFERENCE.fp8_flops
     num_bytes = 2.0 * batch * (rows * k + n * k + rows * n)
     return max(flops / (share * gpu.bf16_flops * sms_share), num_bytes / stream_rate(gpu))
@@ -103,9 +111,23 @@ def decode_attention_s(
     return max(by_arithmetic, num_bytes / stream_rate(gpu, MLA_DECODE_BYTES_PER_S))
 
 
-def stream_s(num_bytes: float, gpu: Accelerator) -> float:
-    """Return the seconds to read and write `num_bytes` in all."""
-    return num_bytes / stream_rate(gpu)
+def stream_s(num_bytes: float, gpu: Accelerator, *, kernels: int = 0) -> float:
+    """Return the seconds to read and write `num_bytes` in all.
+
+    Args:
+        kernels: that share this work; each takes at least the shortest time measured, if there are measurements.
+    """
+    least_s = 0.0 if gpu.rates is None or not num_bytes else kernels * gpu.rates.kernel_s
+    return num_bytes / stream_rate(gpu) + least_s
+
+
+def _on_some_sms(seconds: float, flops: float, num_bytes: float, gpu: Accelerator, sms_share: float) -> float:
+    """Return the seconds of a measured operation on a share of the SMs; reading memory does not slow down.
+
+    Args:
+        flops: as many as FP8 ones would take this long.
+    """
+    return seconds / sms_share if flops / gpu.fp8_flops > num_bytes / gpu.hbm_bytes_per_s else seconds
 
 
 def stream_rate(gpu: Accelerator, on_reference: float = STREAM_BYTES_PER_S) -> float:

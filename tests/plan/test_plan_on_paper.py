@@ -65,7 +65,7 @@ def test_a_job_that_names_a_gpu_is_predicted_without_an_earlier_run(folder):
     assert summary["gpu_hours"] == pytest.approx(176 * summary["work_s"] / 3600)
     assert summary["cost_usd"] == pytest.approx(2 * summary["gpu_hours"])
     assert summary["nodes_to_finish"] == 22
-    assert "by published figures of cluster.gpu" in ended.out
+    assert "by tables of cluster.gpu" in ended.out
     assert "22 finish within cluster.finish_hours" in ended.out
 
 
