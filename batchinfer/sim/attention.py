@@ -13,7 +13,14 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.gqa_config import GqaConfig
 from batchinfer.model.mla_config import DsaConfig, MlaConfig
 from batchinfer.sim.hardware import Accelerator
-from batchinfer.sim.kernels import bf16_product_s, decode_attention_s, prefill_attention_s, product_s, stream_s
+from batchinfer.sim.kernels import (
+    MLA_FP8_SHARE,
+    bf16_product_s,
+    decode_attention_s,
+    prefill_attention_s,
+    product_s,
+    stream_s,
+)
 
 BF16, FP8 = 2, 1
 # small kernels: norm, rounding; norm of query and latent, rounding; rotary part and the KV row
@@ -83,7 +90,9 @@ def _latent_decode(
     absorb_query = bf16_product_s(tokens, latent, attention.qk_nope_head_dim, gpu, batch=heads)
     expand_value = bf16_product_s(tokens, attention.v_head_dim, latent, gpu, batch=heads)
     attended = _attended(work, attention)
-    core = decode_attention_s(attended, heads, attention.latent_dim, latent, gpu, row_bytes=row_bytes)
+    rate_share = 1.0 if row_bytes is None else MLA_FP8_SHARE
+    shape = heads, attention.latent_dim, latent
+    core = decode_attention_s(attended, *shape, gpu, row_bytes=row_bytes, rate_share=rate_share)
     if gpu.rates is not None and tokens:
         absorb_query, expand_value = gpu.rates.absorb_s(tokens, heads) or (absorb_query, expand_value)
         if attended == work.kv_pairs:

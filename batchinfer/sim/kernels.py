@@ -38,6 +38,8 @@ TABLES = {"dense": DENSE, "contiguous": GROUPED_CONTIGUOUS, "masked": GROUPED_MA
 # FlashMLA (github.com/deepseek-ai/FlashMLA, README, April 2025; H800): dense decode over BF16 latents
 MLA_DECODE_FLOPS = 660e12
 MLA_DECODE_BYTES_PER_S = 3000e9
+# docs/hopper.md, H100: flash_mla over FP8 pages by that over BF16 ones, 128 requests of 4,989 tokens (H200: 435 / 636)
+MLA_FP8_SHARE = 441 / 594
 # DeepSeek's training trace (github.com/deepseek-ai/profile-data, train.json; H800): causal attention forward, 128
 # heads, query 192, value 128, 4,096 tokens, 1.24 ms while 20 of 132 SMs communicate
 TRACE_ATTENTION_FLOPS = 128 * (192 + 128) * 4096**2 / 1.24e-3
@@ -98,15 +100,23 @@ def prefill_attention_s(pairs: float, heads: int, qk_dim: int, v_dim: int, gpu: 
 
 
 def decode_attention_s(
-    kv_tokens: float, heads: int, latent_dim: int, value_dim: int, gpu: Accelerator, *, row_bytes: int | None = None
+    kv_tokens: float,
+    heads: int,
+    latent_dim: int,
+    value_dim: int,
+    gpu: Accelerator,
+    *,
+    row_bytes: int | None = None,
+    rate_share: float = 1.0,
 ) -> float:
     """Return the seconds of core attention in its absorbed form over `kv_tokens` in all, of one query token each.
 
     Args:
         row_bytes: read of a KV token; None: those of `latent_dim` values in BF16. Arithmetic is in BF16 in any case.
+        rate_share: of arithmetic over BF16 values that is left next to widening others.
     """
     flops = 2.0 * kv_tokens * heads * (latent_dim + value_dim)
-    by_arithmetic = flops / (MLA_DECODE_FLOPS * gpu.bf16_flops / REFERENCE.bf16_flops)
+    by_arithmetic = flops / (MLA_DECODE_FLOPS * rate_share * gpu.bf16_flops / REFERENCE.bf16_flops)
     num_bytes = kv_tokens * (2.0 * latent_dim if row_bytes is None else row_bytes)
     return max(by_arithmetic, num_bytes / stream_rate(gpu, MLA_DECODE_BYTES_PER_S))
 

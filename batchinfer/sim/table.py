@@ -82,6 +82,12 @@ def answer_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
     yield from figure_table(figures["cheapest"], [Group("", CHEAPEST.figures)])
 
 
+def suggestion_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield the changes from the spec's layout to the cheapest one, each with its share."""
+    yield text(f"GPU-hours of a million requests on {figures['gpu']}, by {figures['rates']}")
+    yield table(figures["lines"], "lwrr", ("change", "", "GPU-hours", "better"))
+
+
 def against_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
     """Yield the errors of predictions by model, GPU and engine, with the rows that were left out."""
     yield text(f"{len(figures['predicted'])} predicted rows ({figures['rows']}) of {figures['file']}")
