@@ -55,7 +55,8 @@ def planned_and_happened(runs: Sequence[tuple[str, Sequence[Prediction]]]) -> Re
     """
     rows: list[list[str | Text]] = []
     for name, (label, form) in PREDICTIONS.items():
-        lines, errors = [], []
+        lines: list[list[str | Text]] = []
+        errors: list[float] = []
         for run, predictions in runs:
             for found in predictions:
                 if found.name == name and found.planned is not None and found.happened is not None:

@@ -208,7 +208,9 @@ def _errors(pairs: list[tuple[Speed, Speed]]) -> dict[str, Any] | None:
     if not pairs:
         return None
     tpot = np.array([own.token_s / real.token_s - 1 for own, real in pairs])
-    rates = np.array([own.tokens_per_s / real.tokens_per_s - 1 for own, real in pairs if own.tokens_per_s])
+    rates = np.array(
+        [own.tokens_per_s / real.tokens_per_s - 1 for own, real in pairs if own.tokens_per_s and real.tokens_per_s]
+    )
     return {"rows": len(pairs), "tpot": _distribution(tpot), "throughput": _distribution(rates)}
 
 

@@ -210,8 +210,8 @@ class Later:
     has_indexer: bool = False
 
 
-# InferenceMAX, rows of silicon_sample.csv of aiconfigurator-core 0.12.0 (closed loop: batch / TPOT; lengths 0.9 of those
-# named; rows 536, 540, 538, 682, 650, 652, 626 and 272). SGLang on GB200: "Deploying DeepSeek on GB200 NVL72 with PD
+# InferenceMAX, rows of silicon_sample.csv of aiconfigurator-core 0.12.0 (closed loop: batch / TPOT; lengths 0.9 of what
+# is named; rows 536, 540, 538, 682, 650, 652, 626 and 272). SGLang on GB200: "Deploying DeepSeek on GB200 NVL72 with PD
 # and Large Scale EP (Part II)" (lmsys.org, 25 September 2025), BF16 attention and FP8 experts. DeepSeek-V3.2: SGLang's
 # nightly run of 8 January 2026 on eight B200 (github.com/sgl-project/sglang/issues/15025), 64 requests of 4,096 tokens:
 # 2,392.6 tokens/s, time of prefill included.
