@@ -14,6 +14,7 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.page_format import BFLOAT16, FP8, PageFormat
 from batchinfer.records import ConfigError
 from batchinfer.sim.dealing import Deals
+from batchinfer.sim.exchange import LATEST
 from batchinfer.sim.hardware import accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.search import EP_SIZES, Rated, Rater
@@ -65,6 +66,11 @@ def changes(rater: Rater, prefill: Unit, prefill_tokens: int, decode: Unit, requ
     add("EP size of decode", "fewer GPUs: more experts each, shorter ways", found[-1].prefill, rated)
     rated = rater.cheapest("prefill", replace(prefill, pages=pages))
     add("EP size and step of prefill", "steps as even as the known prompts allow", rated, found[-1].decode)
+    if decode.release != LATEST:
+        newer = replace(decode, pages=pages, release=LATEST)
+        newer_prefill = replace(prefill, pages=pages, release=LATEST)
+        reason = "not a layout: newer kernels, and the sizes that are best with them"
+        add(f"DeepEP of {LATEST}", reason, rater.cheapest("prefill", newer_prefill), rater.cheapest("decode", newer))
     return found
 
 

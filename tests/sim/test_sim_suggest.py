@@ -1,5 +1,6 @@
 """The layout that an offline job may choose."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from batchinfer.sim.search import Rater
 from batchinfer.sim.steps import Unit
 from batchinfer.sim.suggest import changes, changes_table, job_layouts, with_layout
 from batchinfer.sim.workload import Workload
-from support.jobs import write_job
+from support.jobs import batchinfer, write_job
 
-V3 = load_model_config(Path(__file__).parents[2] / "jobs" / "models" / "deepseek-v3")
+V3_FOLDER = Path(__file__).parents[2] / "jobs" / "models" / "deepseek-v3"
+V3 = load_model_config(V3_FOLDER)
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +68,18 @@ def test_a_job_gets_the_cheapest_of_all_layouts_that_fit(rater, tmp_path):
     assert with_layout(job, plain, output="x").cluster.decode_requests == plain.decode.batch
     with pytest.raises(ConfigError, match="leaves room"):
         job_layouts(replace(rater, gpu=replace(rater.gpu, hbm_bytes=8e9)), most_gpus=64)
+
+
+def test_simulate_suggests_a_layout_for_a_spec(tmp_path):
+    spec = tmp_path / "spec.toml"
+    spec.write_text(
+        f'model.path = "{V3_FOLDER}"\nworkload = {{requests = 500, prompt_tokens = 4000, output_tokens = 1000}}\n'
+        'cluster = {gpu = "H800", nodes = 22, exchange = "2025-02"}\ndecode = {requests_per_gpu = 88}\n'
+    )
+    ended = batchinfer("simulate", spec, "--suggest", "--json")
+    assert ended.code == 0, ended.err
+    found = json.loads(ended.out)
+    hours = [change["gpu_hours_per_million_requests"] for change in found["changes"]]
+    assert hours == sorted(hours, reverse=True)
+    assert found["changes"][-1]["change"] == "DeepEP of 2025-06"
+    assert found["rates"].startswith("published tables")
