@@ -191,8 +191,8 @@ class ClusterKeys(TypedDict, total=False):
     """prompt tokens per prefill step and rank (long prompts are cut)"""
     decode_requests: int
     """requests that decode together on one rank"""
-    gpu: Literal["H800", "H100", "H200", "B200"] | None
-    """accelerator of each rank, in nodes of eight; the plan then predicts without an earlier run"""
+    gpu: Literal["H800", "H100", "H200", "B200", "B300", "GB200", "GB300"] | None
+    """accelerator of each rank; the plan then predicts without an earlier run"""
     finish_hours: float | None
     """with gpu: the plan also reports the number of nodes that finish within this time"""
 

@@ -54,6 +54,12 @@ Result = TypeVar("Result")
     help="Make a damaged plan again; results of work units with the same rows are kept.",
 )
 @click.option("--show", metavar="ROW", help="Print one prompt as the model gets it, by id or number; plan nothing.")
+@click.option(
+    "--suggest",
+    metavar="FILE",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Then search the layout with the fewest GPU-hours on cluster.gpu and write this job file with it.",
+)
 @earlier_run_options
 @job_options
 @click.pass_obj
@@ -62,6 +68,7 @@ def plan(
     job: Path,
     again: bool,
     show: str | None,
+    suggest: Path | None,
     overrides: tuple[str, ...],
     strict: bool,
     trace: bool,
@@ -78,7 +85,7 @@ def plan(
     from batchinfer.run.planned import job_of
 
     if show is not None:
-        flags = {"--again": again, "--strict": strict, "--trace": trace}
+        flags = {"--again": again, "--strict": strict, "--trace": trace, "--suggest": suggest}
         given = {**flags, "--learn-from": learn_from, "--expert-loads": expert_loads, "--reuse": reuse}
         if useless := [option for option, value in given.items() if value]:
             raise click.UsageError(f"--show prints a prompt and plans nothing; leave {', '.join(useless)} out")
@@ -88,6 +95,8 @@ def plan(
         raise click.UsageError("--again repairs a plan and keeps the answers that it reuses; leave --reuse out")
     with alone("plan", process.stop) as session:
         config = job_of(job, overrides)
+        if suggest is not None and config.cluster.gpu is None:
+            raise click.UsageError("--suggest searches for a GPU: name it, for example with --set cluster.gpu=H200")
         run_dir = plan_here(
             config,
             session,
@@ -101,6 +110,28 @@ def plan(
             has_caller=process.has_caller,
         )
         _note_stream(config, run_dir)
+    if suggest is not None:
+        _suggest(run_dir, config, suggest)
+
+
+def _suggest(run_dir: RunDir, config: JobConfig, target: Path) -> None:
+    """Write a job with the cheapest layout for the planned requests, and print its keys."""
+    from batchinfer.config import dump_job
+    from batchinfer.config.toml_text import toml_value
+    from batchinfer.model.config import load_model_config
+    from batchinfer.sim.suggest import planned_layouts, with_layout
+    from batchinfer.whole_files import publish_text
+
+    best, *others = planned_layouts(run_dir.root, config, load_model_config(Path(config.model.path)))
+    job = with_layout(config, best, output=f"{config.output.dir}-suggested")
+    publish_text(target, dump_job(job))
+    click.echo(f"\nFewest GPU-hours on {config.cluster.gpu}, simulated: {best.gpu_hours:,.4f} h; in {target}:")
+    for table, keys in best.keys().items():
+        click.echo(f"[{table}]")
+        for key, value in keys.items():
+            click.echo(f"{key} = {toml_value(value)}")
+    for other in others[:3]:
+        click.echo(f"  next: {other.sizes}: {other.gpu_hours:,.4f} h")
 
 
 @click.command(epilog=EXIT_CODES)

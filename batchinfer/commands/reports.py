@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -26,7 +26,8 @@ def _number_option(name: str, text: str) -> Callable[[Callable[..., None]], Call
 @click.option(
     "--compare",
     is_flag=True,
-    help="Two runs side by side, with what changed from the first to the second; with --html, too.",
+    help="Two runs side by side, with what changed from the first to the second; with --html, too. More runs: what "
+    "each plan predicted, and what happened.",
 )
 @json_option
 @click.option(
@@ -70,7 +71,7 @@ def report(
         raise click.UsageError(f"{' and '.join(chosen)} are different reports; ask for one at a time")
     if as_json and (html is not None or parquet is not None):
         raise click.UsageError(f"--json prints figures and {chosen[-1]} writes files; ask for one at a time")
-    if compare and len(runs) != 2:
+    if compare and (len(runs) < 2 or (len(runs) > 2 and html is not None)):
         raise click.UsageError(f"--compare takes two runs, but got {len(runs)}; name the earlier one first")
     folders = _run_folders(runs)
     if sql is not None:
@@ -146,30 +147,58 @@ def price(
 
 
 @click.command()
-@click.argument("spec", type=click.Path(path_type=Path))
+@click.argument("spec", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--against", type=click.Path(path_type=Path), help="Predict the measurements of this silicon_sample.csv instead."
+)
+@click.option("--model", type=click.Path(path_type=Path), help="With --against: folder with the config.json.")
+@click.option(
+    "--rows", type=click.Choice(["all", "even", "odd"]), default="all", show_default=True, help="With --against: of it."
+)
+@click.option(
+    "--suggest", is_flag=True, help="Search the cheapest layout without a latency target; explain its factors."
+)
 @json_option
-def simulate(spec: Path, as_json: bool) -> None:
+def simulate(
+    spec: Path | None,
+    against: Path | None,
+    model: Path | None,
+    rows: Literal["all", "even", "odd"],
+    suggest: bool,
+    as_json: bool,
+) -> None:
     """Simulate the job of SPEC on a cluster of GPUs, without one.
 
     SPEC is a .toml file. Printed are tokens/s per node, the bottleneck of each stage, nodes over time, cost and margin,
     the cheapest EP sizes and batch, and nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
     """
     from batchinfer.report.terminal import show
-    from batchinfer.sim.answer import answer
-    from batchinfer.sim.spec import load_spec
-    from batchinfer.sim.table import answer_table
+    from batchinfer.sim.table import against_table, answer_table, suggestion_table
 
-    figures = answer(load_spec(spec))
+    if (spec is None) == (against is None) or (against is None) != (model is None) or (suggest and spec is None):
+        raise click.UsageError("give a SPEC, or --against silicon_sample.csv with --model")
+    if against is not None and model is not None:
+        from batchinfer.model.config import load_model_config
+        from batchinfer.sim.against import compared
+
+        figures, table = compared(against, load_model_config(model), rows), against_table
+    else:
+        from batchinfer.sim.answer import answer, suggestion
+        from batchinfer.sim.spec import load_spec
+
+        assert spec is not None
+        loaded = load_spec(spec)
+        figures, table = (suggestion(loaded), suggestion_table) if suggest else (answer(loaded), answer_table)
     if as_json:
         click.echo(json.dumps(figures, indent=1))
     else:
-        show(*answer_table(figures))
+        show(*table(figures))
 
 
 def print_report(runs: list[Path], *, as_json: bool, together: bool = False, compare: bool = False) -> None:
     """Print the report of one or several runs on stdout: one run, side by side, together, or two compared."""
     from batchinfer.commands.so_far import is_unfinished, readable
-    from batchinfer.report.compare import Column, changed, run_names, side_by_side
+    from batchinfer.report.compare import Column, changed, planned_and_happened, run_names, side_by_side
     from batchinfer.report.panel import panel
     from batchinfer.report.read import as_document, changes_between, read_report, read_together
     from batchinfer.report.terminal import WARNING, show, text
@@ -183,7 +212,8 @@ def print_report(runs: list[Path], *, as_json: bool, together: bool = False, com
     columns = [Column(name, one.values) for name, one in zip(run_names(runs), found, strict=False)]
     if as_json:
         documents = [as_document(one) for one in found]
-        shown = changes_between(*found) if compare else documents if len(found) > 1 else documents[0]
+        is_pair = compare and len(found) == 2
+        shown = changes_between(*found) if is_pair else documents if len(found) > 1 else documents[0]
         click.echo(json.dumps(shown, indent=1))
     elif len(found) == 1:
         show(*panel(found[0]))
@@ -191,8 +221,16 @@ def print_report(runs: list[Path], *, as_json: bool, together: bool = False, com
         for column, one in zip(columns, found, strict=True):
             if one.unfinished is not None:
                 show(text(f"{column.name} is {one.unfinished.sentence()}", WARNING))
-        both = [changed(*columns)] if compare else side_by_side([*columns, Column("together", summed[0].values)])
-        show(*both)
+        if compare and len(found) > 2:
+            show(
+                planned_and_happened(
+                    [(column.name, one.predictions) for column, one in zip(columns, found, strict=True)]
+                )
+            )
+        elif compare:
+            show(changed(*columns))
+        else:
+            show(*side_by_side([*columns, Column("together", summed[0].values)]))
     for folder in filter(is_unfinished, () if as_json else runs):
         click.echo(
             f"not finished: `batchinfer status {folder}` shows its workers, `batchinfer run {folder}` continues it, "

@@ -68,8 +68,8 @@ class ClusterConfig(Part):
         4096, ge=1, le=2**20, description="prompt tokens per prefill step and rank (long prompts are cut)"
     )
     decode_requests: int = Field(256, ge=1, le=2**16, description="requests that decode together on one rank")
-    gpu: Literal["H800", "H100", "H200", "B200"] | None = Field(
-        None, description="accelerator of each rank, in nodes of eight; the plan then predicts without an earlier run"
+    gpu: Literal["H800", "H100", "H200", "B200", "B300", "GB200", "GB300"] | None = Field(
+        None, description="accelerator of each rank; the plan then predicts without an earlier run"
     )
     finish_hours: float | None = Field(
         None, gt=0, description="with gpu: the plan also reports the number of nodes that finish within this time"

@@ -22,7 +22,8 @@ def expected_speeds(prepared: Prepared, work: PlannedWork) -> tuple[Speeds | Non
     from batchinfer.sim.hardware import accelerator
     from batchinfer.sim.speeds import Ranks, paper_speeds
 
-    gpus_per_node = accelerator(cluster.gpu).gpus_per_node
+    gpu = accelerator(cluster.gpu, None)
+    gpus_per_node = gpu.gpus_per_node
     if learned is not None or len(work.prompt_tokens) == 0:
         return learned, gpus_per_node
     if prepared.job.model.dtype != "fp8":
@@ -46,6 +47,7 @@ def expected_speeds(prepared: Prepared, work: PlannedWork) -> tuple[Speeds | Non
     except ConfigError as error:
         note(f"warning: no time is predicted for {cluster.gpu}: {error}")
         return None, gpus_per_node
+    note(f"time and cost on {gpu.name} are predicted by {gpu.rates_source}")
     speeds = Speeds(
         found.prefill_tokens_per_s,
         found.decode_tokens_per_s,

@@ -151,7 +151,7 @@ def _time_lines(summary: dict[str, Any]) -> list[str]:
     if summary["nodes_to_finish"] is not None:
         lines.append(f"nodes       {summary['nodes_to_finish']:>14,} finish within cluster.finish_hours")
     if summary["is_simulated"]:
-        lines.append(f"on paper    {'':>14} by published figures of cluster.gpu, start-up left out")
+        lines.append(f"on paper    {'':>14} by tables of cluster.gpu, start-up left out")
     return lines
 
 

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from rich.console import RenderableType
 from rich.text import Text
 
+from batchinfer.report import forms
 from batchinfer.report.figure import Figure, Values, groups_of
-from batchinfer.report.figures import GROUPS
+from batchinfer.report.figures import GROUPS, PREDICTIONS
+from batchinfer.report.read import Prediction
 from batchinfer.report.terminal import HEADING, NOTE, table, text
 from batchinfer.sanitize import fit
 
@@ -42,6 +45,29 @@ def side_by_side(columns: Sequence[Column]) -> Iterator[RenderableType]:
 def changed(before: Column, after: Column) -> RenderableType:
     """Return a table of two runs with the change of each figure from the first to the second."""
     return _table([before, after], lambda figure: figure.change(before.values[figure.key], after.values[figure.key]))
+
+
+def planned_and_happened(runs: Sequence[tuple[str, Sequence[Prediction]]]) -> RenderableType:
+    """Return a table of what each run's plan predicted and what happened, figure by figure, with the median error.
+
+    Args:
+        runs: name and predictions of each run.
+    """
+    rows: list[list[str | Text]] = []
+    for name, (label, form) in PREDICTIONS.items():
+        lines: list[list[str | Text]] = []
+        errors: list[float] = []
+        for run, predictions in runs:
+            for found in predictions:
+                if found.name == name and found.planned is not None and found.happened is not None:
+                    off = found.planned / found.happened - 1 if found.happened else None
+                    errors += [] if off is None else [off]
+                    shown = fit(run, NAME_WIDTH, keep_end=True)
+                    lines.append([f"  {shown}", form(found.planned), form(found.happened), forms.signed_percent(off)])
+        if lines:
+            middle = f"median {forms.signed_percent(median(errors))}" if errors else ""
+            rows += [[text(label, HEADING), "", "", text(middle, NOTE)], *lines]
+    return table(rows, "lrrr", ("planned, happened", "planned", "happened", "planned by happened"))
 
 
 def _table(columns: Sequence[Column], change: Callable[[Figure], str] | None = None) -> RenderableType:

@@ -21,6 +21,7 @@ seconds = _known(lambda value: f"{value:,.1f}" if value >= 0.1 else f"{value:.2g
 megabytes = _known(lambda value: f"{value / 1e6:,.1f}")
 ratio = _known(lambda value: f"{value:,.3f}")
 share = _known(lambda value: f"{value:.1%}" if value not in (0, 1) else f"{value:.0%}")
+signed_percent = _known(lambda value: f"{value:+.1%}")
 usd = _known(lambda value: f"${dollars(value)}")
 
 

@@ -21,6 +21,7 @@ from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.search import LARGEST_BATCH, Rated, Rater
 from batchinfer.sim.spec import DaySpec, Spec
 from batchinfer.sim.steps import Unit, decode_step
+from batchinfer.sim.suggest import changes, changes_table
 from batchinfer.sim.workload import Workload, make_workload
 
 MAX_TRIES = 8  # to find the nodes that finish in time
@@ -54,8 +55,29 @@ def answer(spec: Spec) -> dict[str, Any]:
     started = time.perf_counter()
     job = _resolve(spec)
     happened = _requests_one_by_one(job) if spec.day is None else _whole_day(job, spec.day)
-    figures = {"gpu": job.gpu.name, **happened, "cheapest": _cheapest(job)}
+    figures = {"gpu": job.gpu.name, "rates": job.gpu.rates_source, **happened, "cheapest": _cheapest(job)}
     return figures | {"simulated_in_s": time.perf_counter() - started}
+
+
+def suggestion(spec: Spec) -> dict[str, Any]:
+    """Return the changes that lead from a spec's layout to the cheapest one without a latency target.
+
+    Raises:
+        ConfigError: as for `answer`.
+    """
+    started = time.perf_counter()
+    job = _resolve(spec)
+    found = changes(job.rater, job.prefill, spec.prefill.tokens_per_gpu, job.decode, job.requests_per_gpu)
+    return {
+        "gpu": job.gpu.name,
+        "rates": job.gpu.rates_source,
+        "changes": [
+            {"change": change.name, "reason": change.reason, "gpu_hours_per_million_requests": change.gpu_hours}
+            for change in found
+        ],
+        "lines": changes_table(found),
+        "simulated_in_s": time.perf_counter() - started,
+    }
 
 
 def _requests_one_by_one(job: _Job) -> dict[str, Any]:
@@ -121,7 +143,7 @@ def _tokens(job: _Job, times: float) -> dict[str, int]:
 
 
 def _resolve(spec: Spec) -> _Job:
-    model, gpu = load_model_config(Path(spec.model.path)), accelerator(spec.cluster.gpu)
+    model, gpu = load_model_config(Path(spec.model.path)), accelerator(spec.cluster.gpu, spec.cluster.rates)
     prices = PriceList() if spec.pricing is None else read_prices(Path(spec.pricing.file))
     workload = make_workload(spec.workload, part_tokens=spec.prefill.part_tokens)
     rater = Rater(

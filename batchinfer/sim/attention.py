@@ -13,9 +13,18 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.gqa_config import GqaConfig
 from batchinfer.model.mla_config import DsaConfig, MlaConfig
 from batchinfer.sim.hardware import Accelerator
-from batchinfer.sim.kernels import bf16_product_s, decode_attention_s, prefill_attention_s, product_s, stream_s
+from batchinfer.sim.kernels import (
+    MLA_FP8_SHARE,
+    bf16_product_s,
+    decode_attention_s,
+    prefill_attention_s,
+    product_s,
+    stream_s,
+)
 
 BF16, FP8 = 2, 1
+# small kernels: norm, rounding; norm of query and latent, rounding; rotary part and the KV row
+QUERY_KERNELS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,10 @@ def _latent_prefill(work: AttentionWork, model: ModelConfig, gpu: Accelerator, s
     keys_and_values = heads * (attention.qk_nope_head_dim + attention.v_head_dim)
     attended = _attended(work, attention)
     core = prefill_attention_s(attended, heads, attention.qk_head_dim, attention.v_head_dim, gpu, sms_share)
-    if attended < work.kv_pairs:  # each query has different keys: in the absorbed form, as in decode
+    measured = _measured_prefill_s(work, heads, gpu) if type(attention) is MlaConfig else None
+    if measured is not None:
+        core = measured / sms_share
+    elif attended < work.kv_pairs:  # each query has different keys: in the absorbed form, as in decode
         core = decode_attention_s(attended, heads, attention.latent_dim, attention.kv_lora_rank, gpu) / sms_share
     before = (
         _latent_query_s(tokens, model, gpu, sms_share)
@@ -78,9 +90,25 @@ def _latent_decode(
     absorb_query = bf16_product_s(tokens, latent, attention.qk_nope_head_dim, gpu, batch=heads)
     expand_value = bf16_product_s(tokens, attention.v_head_dim, latent, gpu, batch=heads)
     attended = _attended(work, attention)
-    core = decode_attention_s(attended, heads, attention.latent_dim, latent, gpu, row_bytes=row_bytes)
+    rate_share = 1.0 if row_bytes is None else MLA_FP8_SHARE
+    shape = heads, attention.latent_dim, latent
+    core = decode_attention_s(attended, *shape, gpu, row_bytes=row_bytes, rate_share=rate_share)
+    if gpu.rates is not None and tokens:
+        absorb_query, expand_value = gpu.rates.absorb_s(tokens, heads) or (absorb_query, expand_value)
+        if attended == work.kv_pairs:
+            per_request = work.kv_pairs / tokens
+            core = gpu.rates.decode_attention_s(tokens, per_request, heads, is_fp8=row_bytes is not None) or core
     queries = _latent_query_s(tokens, model, gpu, 1.0) + _indexer_s(work, model, gpu, 1.0, is_decode=True)
     return AttentionSeconds(queries + absorb_query, core + expand_value)
+
+
+def _measured_prefill_s(work: AttentionWork, heads: int, gpu: Accelerator) -> float | None:
+    """Return the seconds of prompts without hits that have as many pairs per token; None: not measured."""
+    if gpu.rates is None or not work.tokens:
+        return None
+    prompt_tokens = 2 * work.kv_pairs / work.tokens
+    seconds = gpu.rates.prefill_attention_s(prompt_tokens, heads)
+    return None if seconds is None else seconds * work.kv_pairs / (prompt_tokens**2 / 2)
 
 
 def _latent(model: ModelConfig) -> MlaConfig:
@@ -124,7 +152,7 @@ def _latent_query_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_sha
     if attention.q_lora_rank:
         products += product_s(tokens, query, attention.q_lora_rank, gpu, sms_share=sms_share)
     moved = hidden * (BF16 + FP8) + down * (2 * BF16 + FP8) + query * 2 * BF16
-    return products + stream_s(tokens * moved, gpu)
+    return products + stream_s(tokens * moved, gpu, kernels=QUERY_KERNELS)
 
 
 def _grouped_prefill(work: AttentionWork, model: ModelConfig, gpu: Accelerator, sms_share: float) -> AttentionSeconds:

@@ -98,7 +98,7 @@ def prefill_exchange(
     """
     if ep_size == 1:
         return ExchangeTimes(0.0, 0.0)
-    num_nodes = ceil(ep_size / gpu.gpus_per_node)
+    num_nodes = ceil(ep_size / gpu.nvlink_gpus)
     if num_nodes == 1:
         rates = np.array(NORMAL_NVLINK_GB_PER_S) * 1e9 * gpu.nvlink_bytes_per_s / REFERENCE.nvlink_bytes_per_s
         copies = min(float(ep_size), _touched(ep_size, model.num_experts_per_tok, model.n_routed_experts / ep_size))
@@ -120,15 +120,21 @@ def decode_exchange(
 ) -> ExchangeTimes:
     """Return the seconds of dispatch and combine of one micro-batch of decode.
 
-    The table's time for 128 tokens is split into bytes at the rate of the link and a constant part.
+    The published table's time for 128 tokens is split into bytes at the rate of the link and a constant part.
     """
     if ep_size == 1:
         return ExchangeTimes(0.0, 0.0)
-    table_s = _by_ways(TABLES[release].low_latency, ep_size) * 1e-6
+    if gpu.rates is not None:
+        shape = model.hidden_size, model.num_experts_per_tok, model.n_routed_experts
+        measured = gpu.rates.exchange_s(tokens * receive_skew, *shape, ep_size)
+        if measured is not None:
+            return ExchangeTimes(*measured)
+    # all GPUs of one NVLink are as far as those of a node
+    is_one_node = ep_size <= gpu.nvlink_gpus
+    table_s = _by_ways(TABLES[release].low_latency, min(ep_size, 8) if is_one_node else ep_size) * 1e-6
     table_bytes = LOW_LATENCY_TOKENS * LOW_LATENCY_TOPK * _row_bytes(LOW_LATENCY_HIDDEN)
     own_bytes = tokens * model.num_experts_per_tok * _row_bytes(model.hidden_size)
     # up to one node the rows go over NVLink, beyond it most go over the network
-    is_one_node = ep_size <= gpu.gpus_per_node
     table_rate = table_bytes / table_s if is_one_node else REFERENCE.network_bytes_per_s
     rate = table_rate * (1.0 if is_one_node else gpu.network_bytes_per_s / REFERENCE.network_bytes_per_s)
     fixed_s = np.maximum(0.0, table_s - table_bytes / table_rate)

@@ -1,7 +1,7 @@
-"""Times of single operations from published kernel tables.
+"""Times of single operations: measured on the accelerator itself (aiconfigurator.py), or from published kernel tables.
 
-All tables are of an H800. Another accelerator is assumed to reach the same share of its own peaks: a table row nearer
-to the memory limit scales with the memory rate, the others with the arithmetic peak.
+The published tables are of an H800. Another accelerator is assumed to reach the same share of its own peaks: a table
+row nearer to the memory limit scales with the memory rate, the others with the arithmetic peak.
 """
 
 # M rows, N x K weight, G groups (experts)
@@ -38,6 +38,8 @@ TABLES = {"dense": DENSE, "contiguous": GROUPED_CONTIGUOUS, "masked": GROUPED_MA
 # FlashMLA (github.com/deepseek-ai/FlashMLA, README, April 2025; H800): dense decode over BF16 latents
 MLA_DECODE_FLOPS = 660e12
 MLA_DECODE_BYTES_PER_S = 3000e9
+# docs/hopper.md, H100: flash_mla over FP8 pages by that over BF16 ones, 128 requests of 4,989 tokens (H200: 435 / 636)
+MLA_FP8_SHARE = 441 / 594
 # DeepSeek's training trace (github.com/deepseek-ai/profile-data, train.json; H800): causal attention forward, 128
 # heads, query 192, value 128, 4,096 tokens, 1.24 ms while 20 of 132 SMs communicate
 TRACE_ATTENTION_FLOPS = 128 * (192 + 128) * 4096**2 / 1.24e-3
@@ -62,6 +64,10 @@ def product_s(rows: float, n: int, k: int, gpu: Accelerator, *, sms_share: float
         rows: tokens; 0 takes no time.
         sms_share: share of the SMs that compute; arithmetic slows down with it, reading memory does not.
     """
+    if gpu.rates is not None and rows > 0:
+        seconds = gpu.rates.product_s(rows, n, k)
+        if seconds is not None:
+            return _on_some_sms(seconds, 2.0 * rows * n * k, _product_bytes(rows, n, k), gpu, sms_share)
     return _table_s("dense", rows, n, k, _product_bytes(rows, n, k), gpu, 1, sms_share)
 
 
@@ -77,6 +83,10 @@ def grouped_product_s(
 def bf16_product_s(rows: float, n: int, k: int, gpu: Accelerator, *, batch: int = 1, sms_share: float = 1.0) -> float:
     """Return the seconds of `batch` BF16 products: the FP8 table's share of the peak, twice the bytes."""
     flops = 2.0 * batch * rows * n * k
+    if gpu.rates is not None and rows > 0 and batch == 1:
+        seconds = gpu.rates.product_s(rows, n, k, dtype="bfloat16")
+        if seconds is not None:
+            return _on_some_sms(seconds, 2 * flops, 2 * _product_bytes(rows, n, k), gpu, sms_share)
     share = _point("dense", max(rows, 4096.0), n, k).flops / REFERENCE.fp8_flops
     num_bytes = 2.0 * batch * (rows * k + n * k + rows * n)
     return max(flops / (share * gpu.bf16_flops * sms_share), num_bytes / stream_rate(gpu))
@@ -90,22 +100,44 @@ def prefill_attention_s(pairs: float, heads: int, qk_dim: int, v_dim: int, gpu: 
 
 
 def decode_attention_s(
-    kv_tokens: float, heads: int, latent_dim: int, value_dim: int, gpu: Accelerator, *, row_bytes: int | None = None
+    kv_tokens: float,
+    heads: int,
+    latent_dim: int,
+    value_dim: int,
+    gpu: Accelerator,
+    *,
+    row_bytes: int | None = None,
+    rate_share: float = 1.0,
 ) -> float:
     """Return the seconds of core attention in its absorbed form over `kv_tokens` in all, of one query token each.
 
     Args:
         row_bytes: read of a KV token; None: those of `latent_dim` values in BF16. Arithmetic is in BF16 in any case.
+        rate_share: of arithmetic over BF16 values that is left next to widening others.
     """
     flops = 2.0 * kv_tokens * heads * (latent_dim + value_dim)
-    by_arithmetic = flops / (MLA_DECODE_FLOPS * gpu.bf16_flops / REFERENCE.bf16_flops)
+    by_arithmetic = flops / (MLA_DECODE_FLOPS * rate_share * gpu.bf16_flops / REFERENCE.bf16_flops)
     num_bytes = kv_tokens * (2.0 * latent_dim if row_bytes is None else row_bytes)
     return max(by_arithmetic, num_bytes / stream_rate(gpu, MLA_DECODE_BYTES_PER_S))
 
 
-def stream_s(num_bytes: float, gpu: Accelerator) -> float:
-    """Return the seconds to read and write `num_bytes` in all."""
-    return num_bytes / stream_rate(gpu)
+def stream_s(num_bytes: float, gpu: Accelerator, *, kernels: int = 0) -> float:
+    """Return the seconds to read and write `num_bytes` in all.
+
+    Args:
+        kernels: that share this work; each takes at least the shortest time measured, if there are measurements.
+    """
+    least_s = 0.0 if gpu.rates is None or not num_bytes else kernels * gpu.rates.kernel_s
+    return num_bytes / stream_rate(gpu) + least_s
+
+
+def _on_some_sms(seconds: float, flops: float, num_bytes: float, gpu: Accelerator, sms_share: float) -> float:
+    """Return the seconds of a measured operation on a share of the SMs; reading memory does not slow down.
+
+    Args:
+        flops: as many as FP8 ones would take this long.
+    """
+    return seconds / sms_share if flops / gpu.fp8_flops > num_bytes / gpu.hbm_bytes_per_s else seconds
 
 
 def stream_rate(gpu: Accelerator, on_reference: float = STREAM_BYTES_PER_S) -> float:

@@ -15,6 +15,10 @@ from batchinfer.sim.kernels import bf16_product_s, grouped_product_s, product_s,
 from batchinfer.sim.overlap import Stages
 
 FP32 = 4
+# small kernels of a layer: rounding of the attended values, residual and norm, rounding, gate scores, choice of experts
+OUTPUT_KERNELS = 5
+MLP_KERNELS = 2  # activation, rounding
+COMPUTE_BOUND_ROWS = 256  # rows of an expert from which its products are bound by arithmetic
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ def _output_and_gate_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_
     if is_moe:
         seconds += bf16_product_s(tokens, model.n_routed_experts, hidden, gpu, sms_share=sms_share)
         moved += model.n_routed_experts * 2 * FP32
-    return seconds + stream_s(tokens * moved, gpu)
+    return seconds + stream_s(tokens * moved, gpu, kernels=OUTPUT_KERNELS)
 
 
 def _shared_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: float) -> float:
@@ -88,7 +92,7 @@ def _mlp_s(tokens: float, width: int, model: ModelConfig, gpu: Accelerator, sms_
         return 0.0
     up = product_s(tokens, 2 * width, hidden, gpu, sms_share=sms_share)
     down = product_s(tokens, hidden, width, gpu, sms_share=sms_share)
-    return up + down + stream_s(tokens * width * (2 * BF16 + FP8), gpu)
+    return up + down + stream_s(tokens * width * (2 * BF16 + FP8), gpu, kernels=MLP_KERNELS)
 
 
 def _routed_s(work: LayerWork, model: ModelConfig, gpu: Accelerator, sms_share: float, *, masked: bool) -> float:
@@ -97,6 +101,11 @@ def _routed_s(work: LayerWork, model: ModelConfig, gpu: Accelerator, sms_share: 
         return 0.0
     hidden, width, rows = model.hidden_size, model.moe_intermediate_size, work.expert_rows
     per_expert = rows / work.experts
+    if gpu.rates is not None and per_expert:
+        shape = {"experts": model.n_routed_experts, "topk": model.num_experts_per_tok}
+        seconds = gpu.rates.experts_s(per_expert, work.experts, hidden, width, masked=masked, **shape)
+        if seconds is not None:
+            return seconds / sms_share if per_expert > COMPUTE_BOUND_ROWS else seconds
     up = grouped_product_s(per_expert, work.experts, 2 * width, hidden, gpu, masked=masked, sms_share=sms_share)
     down = grouped_product_s(per_expert, work.experts, hidden, width, gpu, masked=masked, sms_share=sms_share)
     moved = rows * width * (2 * BF16 + FP8)

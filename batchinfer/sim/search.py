@@ -4,7 +4,7 @@ Steady state: every unit is full. Prefill and decode are searched separately, si
 GPU-seconds.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import sqrt
@@ -117,16 +117,24 @@ class Rater:
         Raises:
             ConfigError: no EP size fits.
         """
-        found = [
-            self.rate(stage, self.with_skew(unit, batch), batch)
-            for unit, kv_tokens in self._fitting(base)
-            for batch in self._batches(stage, kv_tokens)
-        ]
+        return min(self.by_size(stage, base, EP_SIZES).values(), key=lambda rated: rated.gpu_seconds)
+
+    def by_size(self, stage: Stage, base: Unit, sizes: Sequence[int]) -> dict[int, Rated]:
+        """Return the fewest GPU-seconds of each EP size that fits, over batches.
+
+        Raises:
+            ConfigError: no EP size fits.
+        """
+        found: dict[int, Rated] = {}
+        for unit, kv_tokens in self._fitting(base, sizes):
+            rated = [self.rate(stage, self.with_skew(unit, batch), batch) for batch in self._batches(stage, kv_tokens)]
+            if rated:
+                found[unit.ep_size] = min(rated, key=lambda rated: rated.gpu_seconds)
         if not found:
             raise ConfigError(
-                f"no EP size up to {EP_SIZES[-1]} leaves room for this workload on an {self.gpu.name}; use another gpu"
+                f"no EP size up to {max(sizes)} leaves room for this workload on an {self.gpu.name}; use another gpu"
             )
-        return min(found, key=lambda rated: rated.gpu_seconds)
+        return found
 
     def requests_that_fit(self, kv_tokens: float) -> int:
         """Return the requests per GPU whose whole KV fits: a request keeps room for its longest."""
@@ -160,9 +168,9 @@ class Rater:
         tokens = float(self.workload.output_tokens.sum() - len(self.workload))
         return step, step.seconds * tokens / requests_per_gpu
 
-    def _fitting(self, base: Unit) -> Iterator[tuple[Unit, float]]:
+    def _fitting(self, base: Unit, sizes: Sequence[int]) -> Iterator[tuple[Unit, float]]:
         """Yield EP sizes whose weights fit, with redundant experts that fill their slots, and the KV tokens per GPU."""
-        for ep_size in EP_SIZES:
+        for ep_size in sizes:
             if 0 < 2 * self.model.n_routed_experts < ep_size:
                 continue
             unit = replace(base, ep_size=ep_size, redundant_experts=-self.model.n_routed_experts % ep_size)

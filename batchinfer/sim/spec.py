@@ -12,6 +12,7 @@ from batchinfer.config import checked, read_toml
 from batchinfer.config.part import Part
 from batchinfer.records import ConfigError
 from batchinfer.sim.exchange import LATEST, Release
+from batchinfer.sim.hardware import Rates
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -71,7 +72,10 @@ class DecodeSpec(Part):
 
 
 class ClusterSpec(Part):
-    gpu: str = Field("H800", description="H800, H100, H200 or B200")
+    gpu: str = Field("H800", description="H800, H100, H200, B200, B300, GB200 or GB300")
+    rates: Rates | None = Field(
+        None, description="of operations; unset: measured ones where batchinfer[tables] has them, else published ones"
+    )
     nodes: Count | None = Field(None, description="nodes there are; unset: as many as finish_hours asks for")
     finish_hours: Positive | None = Field(None, description="also say how many nodes finish by then")
     exchange: Release = Field(LATEST, description="release of DeepEP whose table counts")

@@ -55,7 +55,7 @@ def paper_speeds(
     Raises:
         ConfigError: the model cannot be simulated, or it does not fit onto the GPUs.
     """
-    gpu = accelerator(ranks.gpu)
+    gpu = accelerator(ranks.gpu, None)
     prefill, decode = (
         Unit(size, ranks.redundant_experts, overlap=ranks.overlap, pages=ranks.pages)
         for size in (ranks.prefill_ranks, ranks.decode_ranks)

@@ -68,6 +68,7 @@ CHEAPEST = Group(
 def answer_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
     """Yield the figures under headings, with units."""
     yield text(f"{figures['requests']:,} requests on {figures['gpu']}, simulated in {figures['simulated_in_s']:.1f} s")
+    yield text(f"Rates of operations: {figures['rates']}")
     needed = figures["nodes_to_finish"]
     finish = [] if needed is None else [line(f"nodes to finish in {figures['finish_hours']:g} h", forms.count(needed))]
     day = [] if figures["nodes_per_group"] is None else [DAY]
@@ -79,6 +80,37 @@ def answer_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
     yield from figure_table(figures, [MONEY])
     yield text(CHEAPEST.title, HEADING)
     yield from figure_table(figures["cheapest"], [Group("", CHEAPEST.figures)])
+
+
+def suggestion_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield the changes from the spec's layout to the cheapest one, each with its share."""
+    yield text(f"GPU-hours of a million requests on {figures['gpu']}, by {figures['rates']}")
+    yield table(figures["lines"], "lwrr", ("change", "", "GPU-hours", "better"))
+
+
+def against_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield the errors of predictions by model, GPU and engine, with the rows that were left out."""
+    yield text(f"{len(figures['predicted'])} predicted rows ({figures['rows']}) of {figures['file']}")
+    yield text(
+        "Errors in %: median, median size, rows within 25 %; of seconds per token (TPOT) and of tokens/s per GPU"
+    )
+    header = ("", "rows", "TPOT", "size", "in 25", "tokens/s", "size", "in 25")
+    cells = []
+    for name, group in figures["groups"].items():
+        for whose, errors in group.items():
+            if errors is not None:
+                parts = [_three(errors[kind]) for kind in ("tpot", "throughput")]
+                label = name if whose == "own" else "  aiconfigurator"
+                cells.append([label, f"{errors['rows']}", *parts[0], *parts[1]])
+    yield table(cells, "lrrrrrrr", header)
+    yield text("Left out", HEADING)
+    yield table([[f"    {reason}", f"{num:,}"] for reason, num in figures["left_out"].items()], "lr")
+
+
+def _three(errors: dict[str, float] | None) -> list[str]:
+    if errors is None:
+        return ["-"] * 3
+    return [f"{100 * errors[name]:.0f}" for name in ("median", "median_absolute", "within_25_percent")]
 
 
 def _by_hour(nodes: list[float]) -> Iterator[RenderableType]:

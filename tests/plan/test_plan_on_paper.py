@@ -65,7 +65,7 @@ def test_a_job_that_names_a_gpu_is_predicted_without_an_earlier_run(folder):
     assert summary["gpu_hours"] == pytest.approx(176 * summary["work_s"] / 3600)
     assert summary["cost_usd"] == pytest.approx(2 * summary["gpu_hours"])
     assert summary["nodes_to_finish"] == 22
-    assert "by published figures of cluster.gpu" in ended.out
+    assert "by tables of cluster.gpu" in ended.out
     assert "22 finish within cluster.finish_hours" in ended.out
 
 
@@ -166,3 +166,32 @@ def test_planning_loads_the_simulator_only_when_asked():
         "import sys, batchinfer.plan.planner; sys.exit(any(name.startswith('batchinfer.sim') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_suggested_layout_is_a_job_that_plan_takes(folder):
+    job = write_job(
+        folder,
+        name="suggest.toml",
+        output={"dir": "suggest"},
+        model={"path": str(folder / "v3"), "dtype": "fp8"},
+        sampling={"max_tokens": 30},
+        cluster={"gpu": "H200", "nodes": 4},
+    )
+    ended = batchinfer("plan", job, "--suggest", folder / "better.toml")
+    assert ended.code == 0, ended.err
+    assert "decode_requests = " in ended.out
+    again = batchinfer("plan", folder / "better.toml")
+    assert again.code == 0, again.err
+    hours = [
+        pq.read_table(folder / name / "plan" / "summary.parquet").to_pylist()[0]["gpu_hours"]
+        for name in ("suggest", "suggest-suggested")
+    ]
+    assert hours[0] is None or hours[1] < hours[0]
+
+
+def test_a_suggestion_needs_a_gpu(folder):
+    job = write_job(
+        folder, name="none.toml", output={"dir": "none"}, model={"path": str(folder / "v3"), "dtype": "fp8"}
+    )
+    ended = batchinfer("plan", job, "--suggest", folder / "x.toml")
+    assert (ended.code, "--set cluster.gpu" in ended.err) == (2, True)

@@ -6,7 +6,7 @@ System Overview" (github.com/deepseek-ai/open-infra-index, Day 6). All are from 
 with its table of February 2025. What is known of the workloads stands below; all else are the defaults of a spec.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log, sqrt
 from pathlib import Path
 
@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 
 from batchinfer.model.config import load_model_config
+from batchinfer.model.indexer_config import IndexerConfig
+from batchinfer.model.page_format import BFLOAT16, PageFormat
 from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import ACCELERATORS
-from batchinfer.sim.search import Rater
+from batchinfer.sim.search import Rater, routing_skew
 from batchinfer.sim.spec import ClusterSpec, WorkloadSpec
-from batchinfer.sim.steps import Unit
+from batchinfer.sim.steps import Unit, decode_step, prefill_step
 from batchinfer.sim.workload import Workload, make_workload
+from support.model_configs import with_indexer
 
 ROOT = Path(__file__).parents[2]
 V3 = load_model_config(ROOT / "jobs" / "models" / "deepseek-v3")
@@ -189,3 +192,69 @@ def test_the_prompts_of_the_published_day_have_its_sums():
     assert work.prompt_tokens.sum() / work.output_tokens.sum() == pytest.approx(DAY_INPUT / DAY_OUTPUT, rel=0.02)
     assert work.mean_kv_tokens == pytest.approx(DAY_KV, rel=0.02)
     assert work.prompt_tokens.max() <= LONGEST_PROMPT
+
+
+@dataclass(frozen=True)
+class Later:
+    """A figure of other GPUs and later software, simulated by tables of the H800 and data sheets alone."""
+
+    name: str
+    gpu: str
+    ep_size: int
+    redundant: int
+    batch: int  # prefill: new tokens per GPU; decode: requests per GPU
+    kv_tokens: float  # prefill: prompt length; decode: KV length
+    tokens_per_s_per_gpu: float
+    is_prefill: bool = False
+    is_fp8: bool = True  # KV
+    has_indexer: bool = False
+
+
+# InferenceMAX, rows of silicon_sample.csv of aiconfigurator-core 0.12.0 (closed loop: batch / TPOT; lengths 0.9 of what
+# is named; rows 536, 540, 538, 682, 650, 652, 626 and 272). SGLang on GB200: "Deploying DeepSeek on GB200 NVL72 with PD
+# and Large Scale EP (Part II)" (lmsys.org, 25 September 2025), BF16 attention and FP8 experts. DeepSeek-V3.2: SGLang's
+# nightly run of 8 January 2026 on eight B200 (github.com/sgl-project/sglang/issues/15025), 64 requests of 4,096 tokens:
+# 2,392.6 tokens/s, time of prefill included.
+LATER = [
+    Later("TensorRT-LLM, decode EP8, batch 16, KV 1,382", "H200", 8, 0, 16, 1382, 16 / 34.82e-3),
+    Later("TensorRT-LLM, decode EP8, batch 32, KV 1,382", "H200", 8, 0, 32, 1382, 32 / 39.90e-3),
+    Later("TensorRT-LLM, decode EP8, batch 64, KV 1,382", "H200", 8, 0, 64, 1382, 64 / 48.59e-3),
+    Later("TensorRT-LLM, decode EP8, batch 48, KV 1,382", "B200", 8, 0, 48, 1382, 48 / 31.99e-3),
+    Later("SGLang, decode EP32, batch 64, KV 1,382", "GB200", 32, 0, 64, 1382, 64 / 20.90e-3),
+    Later("SGLang, decode EP32, batch 128, KV 1,382", "GB200", 32, 0, 128, 1382, 128 / 26.64e-3),
+    Later("TensorRT-LLM, decode EP16, batch 256, KV 4,608", "GB300", 16, 0, 256, 4608, 256 / 45.48e-3),
+    Later("SGLang, decode EP32, batch 16, KV 7,834", "GB300", 32, 0, 16, 7834, 16 / 16.76e-3),
+    Later("SGLang, prefill EP8, 2K prompts", "GB200", 8, 0, 16384, 2000, 18_471, is_prefill=True, is_fp8=False),
+    Later("SGLang, V3.2, decode EP8, batch 8, KV 4,352", "B200", 8, 0, 8, 4352, 2392.6 / 8, has_indexer=True),
+]
+V32 = with_indexer(V3, IndexerConfig(64, 128, 2048, rope_interleave=False, sharing_layers=frozenset()))
+
+
+def simulated_later(figure: Later) -> float:
+    """Return tokens per second and GPU of equal requests, in the better of one and two micro-batches per step."""
+    return max(simulated_schedule(figure, overlap=overlap) for overlap in (False, True))
+
+
+def simulated_schedule(figure: Later, *, overlap: bool) -> float:
+    model = V32 if figure.has_indexer else V3
+    pages = PageFormat("fp8") if figure.is_fp8 else BFLOAT16
+    plain = Unit(figure.ep_size, figure.redundant, overlap=overlap, pages=pages)
+    rows = figure.batch / plain.micro_batches(model) * model.num_experts_per_tok
+    unit = replace(plain, skew=routing_skew(rows, plain.slots_per_gpu(model), figure.ep_size))
+    gpu, batch = ACCELERATORS[figure.gpu], float(figure.batch)
+    if figure.is_prefill:
+        step = prefill_step(batch, batch * figure.kv_tokens / 2, batch, batch / figure.kv_tokens, model, gpu, unit)
+    else:
+        step = decode_step(batch, batch * figure.kv_tokens, model, gpu, unit)
+    return figure.batch / step.seconds
+
+
+def test_later_published_figures_of_other_gpus_by_data_sheets_alone():
+    text = (ROOT / "docs" / "simulate.md").read_text()
+    print()
+    for figure in LATER:
+        own = simulated_later(figure)
+        off = own / figure.tokens_per_s_per_gpu - 1
+        print(f"{figure.name:50} published {figure.tokens_per_s_per_gpu:7,.0f}  simulated {own:9,.0f}  {off:+6.1%}")
+        row = f"| {figure.name} | {figure.gpu} | {figure.tokens_per_s_per_gpu:,.0f} | {own:,.0f} | {100 * off:+.0f} % |"
+        assert row in text

@@ -89,7 +89,7 @@ PREDICTIONS = (
     ("decode_max_over_mean", pa.float64(), "KV tokens of the busiest decode rank, by the mean, over all steps"),
     ("decode_bound", pa.float64(), "what decode_max_over_mean cannot be below, with what runs in each step"),
     ("work_s", pa.float64(), "seconds from the ranks' start to the last step, on one group"),
-    ("is_simulated", pa.bool_(), "whether at the speed of cluster.gpu by published figures, not of an earlier run"),
+    ("is_simulated", pa.bool_(), "whether at the speed of cluster.gpu by tables, not of an earlier run"),
     ("gpu_hours", pa.float64(), "accelerator-hours held in that time"),
     ("cost_usd", pa.float64(), "their price"),
     ("nodes_to_finish", pa.int64(), "nodes of cluster.gpu that finish within cluster.finish_hours"),

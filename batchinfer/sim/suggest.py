@@ -1,0 +1,205 @@
+"""A layout for an offline job: found by search, each change explained by the GPU-hours that it saves.
+
+Nobody waits for a single answer, so that only GPU-hours count: batches as large as memory, KV in FP8 if that pays, and
+EP sizes by the work. Steps are assumed to be full, and all requests to be known.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from batchinfer.balance.request_load import RequestLoad
+from batchinfer.config import JobConfig, checked
+from batchinfer.model.config import ModelConfig
+from batchinfer.model.page_format import BFLOAT16, FP8, PageFormat
+from batchinfer.records import ConfigError
+from batchinfer.sim.dealing import Deals
+from batchinfer.sim.exchange import LATEST
+from batchinfer.sim.hardware import accelerator
+from batchinfer.sim.memory import kv_tokens_per_gpu
+from batchinfer.sim.search import EP_SIZES, Rated, Rater
+from batchinfer.sim.spec import WorkloadSpec
+from batchinfer.sim.speeds import DEFAULTS
+from batchinfer.sim.steps import Unit
+from batchinfer.sim.workload import make_workload
+
+HOUR_S, MILLION = 3600.0, 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change of the layout, and the GPU-hours of a million requests with it and all changes before."""
+
+    name: str
+    reason: str
+    prefill: Rated
+    decode: Rated
+    gpu_hours: float
+
+
+def changes(rater: Rater, prefill: Unit, prefill_tokens: int, decode: Unit, requests_per_gpu: int) -> list[Change]:
+    """Return the way from a layout to the cheapest one: the layout itself first, then each change that pays.
+
+    Raises:
+        ConfigError: the layout does not fit onto the GPUs.
+    """
+    at = _rated(rater, "prefill", prefill, prefill_tokens), _rated(rater, "decode", decode, requests_per_gpu)
+    found = [_change(rater, "as given", _sizes(*at), *at)]
+
+    def add(name: str, reason: str, prefill: Rated, decode: Rated) -> None:
+        """Append the change if it saves something."""
+        change = _change(rater, name, reason, prefill, decode)
+        if change.gpu_hours < found[-1].gpu_hours:
+            found.append(change)
+
+    pages = BFLOAT16
+    for name, next_pages, reason in (
+        ("no latency target", BFLOAT16, "as many requests per GPU as KV memory holds"),
+        ("KV in FP8", PageFormat(FP8), "more requests per GPU, slower attention"),
+    ):
+        unit = replace(decode, pages=next_pages)
+        most = rater.requests_that_fit(kv_tokens_per_gpu(rater.model, unit, rater.gpu, rater.memory_reserve))
+        rated = _rated(rater, "decode", unit, most)
+        add(name, f"{reason}: {most}", found[-1].prefill, rated)
+        pages = next_pages if found[-1].decode == rated else pages
+    rated = rater.cheapest("decode", replace(decode, pages=pages))
+    add("EP size of decode", "fewer GPUs: more experts each, shorter ways", found[-1].prefill, rated)
+    rated = rater.cheapest("prefill", replace(prefill, pages=pages))
+    add("EP size and step of prefill", "steps as even as the known prompts allow", rated, found[-1].decode)
+    if decode.release != LATEST:
+        newer = replace(decode, pages=pages, release=LATEST)
+        newer_prefill = replace(prefill, pages=pages, release=LATEST)
+        reason = "not a layout: newer kernels, and the sizes that are best with them"
+        add(f"DeepEP of {LATEST}", reason, rater.cheapest("prefill", newer_prefill), rater.cheapest("decode", newer))
+    return found
+
+
+def changes_table(found: list[Change]) -> list[list[str]]:
+    """Return the lines of a table: change, layout or reason, GPU-hours of a million requests, factor of this change."""
+    lines = []
+    for before, change in zip([found[0], *found], found, strict=False):
+        lines.append(
+            [change.name, change.reason, f"{change.gpu_hours:.1f}", f"{before.gpu_hours / change.gpu_hours:.2f}x"]
+        )
+    last = found[-1]
+    all_together = f"{found[0].gpu_hours / last.gpu_hours:.2f}x"
+    lines.append(["all", _sizes(last.prefill, last.decode), f"{last.gpu_hours:.1f}", all_together])
+    return lines
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The keys of a job's [cluster] and [kv] that a search proposes."""
+
+    mode: str
+    prefill: Rated
+    decode: Rated
+    pages: PageFormat
+    gpu_hours: float  # of the job
+
+    @property
+    def sizes(self) -> str:
+        """The layout in words."""
+        kv = "FP8" if self.pages.is_fp8 else "BF16"
+        return f"{self.mode}, {_sizes(self.prefill, self.decode)}, KV in {kv}"
+
+    def keys(self) -> dict[str, dict[str, Any]]:
+        """Return the job file's keys by table."""
+        cluster = {
+            "mode": self.mode,
+            "prefill_ranks": self.prefill.ep_size,
+            "decode_ranks": self.decode.ep_size,
+            "redundant_experts": 0,
+            "prefill_tokens": self.prefill.batch,
+            "decode_requests": self.decode.batch,
+        }
+        return {"cluster": cluster} | ({"kv": {"dtype": FP8}} if self.pages.is_fp8 else {})
+
+
+def job_layouts(rater: Rater, *, most_gpus: int | None) -> list[Layout]:
+    """Return a job's layouts, the fewest GPU-hours first: one group of ranks, for both phases or apart.
+
+    Apart, the phase with less work waits for the other one, which is counted.
+
+    Args:
+        most_gpus: of a group; None: as many as there are EP sizes.
+
+    Raises:
+        ConfigError: no layout fits.
+    """
+    experts = rater.model.n_routed_experts
+    sizes = [
+        size
+        for size in (1, 2, 4, *EP_SIZES)
+        if (most_gpus is None or size <= most_gpus) and (experts % size == 0 if experts else size == 1)
+    ]
+    formats = [BFLOAT16] + ([] if rater.model.attention.why_no_fp8_pages else [PageFormat(FP8)])
+    found: list[Layout] = []
+    for pages in formats:
+        base = Unit(1, pages=pages)
+        prefills, decodes = rater.by_size("prefill", base, sizes), rater.by_size("decode", base, sizes)
+        for num_prefill, prefill in prefills.items():
+            for num_decode, decode in decodes.items():
+                seconds = prefill.gpu_seconds / num_prefill, decode.gpu_seconds / num_decode
+                if num_prefill == num_decode:
+                    hours = sum(seconds) * num_prefill / HOUR_S
+                    found.append(Layout("colocated", prefill, decode, pages, hours))
+                if most_gpus is None or num_prefill + num_decode <= most_gpus:
+                    hours = max(seconds) * (num_prefill + num_decode) / HOUR_S
+                    found.append(Layout("disaggregated", prefill, decode, pages, hours))
+    if not found:
+        raise ConfigError(f"no layout of at most {most_gpus} GPUs holds the model; give more nodes")
+    return sorted(found, key=lambda layout: layout.gpu_hours)
+
+
+def planned_layouts(run_folder: Path, job: JobConfig, model: ModelConfig) -> list[Layout]:
+    """Return the layouts for a planned job's requests on its cluster.gpu, the fewest GPU-hours first.
+
+    Raises:
+        ConfigError: no layout fits, or the model cannot be simulated.
+    """
+    assert job.cluster.gpu is not None
+    if job.model.dtype != "fp8":
+        raise ConfigError(f"model.dtype is {job.model.dtype!r}, but only fp8 can be simulated; leave --suggest out")
+    gpu = accelerator(job.cluster.gpu, None)
+    work = make_workload(WorkloadSpec(plan=str(run_folder)), part_tokens=job.cluster.prefill_tokens)
+    rater = Rater(
+        workload=work,
+        deals=Deals(work, request_load=RequestLoad(*model.decode_loads)),
+        model=model,
+        gpu=gpu,
+        memory_reserve=DEFAULTS.memory_reserve,
+        disk_bytes_per_s=DEFAULTS.disk_bytes_per_s,
+        expert_spread=0.0,
+        seed=0,
+    )
+    nodes = job.cluster.nodes
+    return job_layouts(rater, most_gpus=None if nodes is None else nodes * gpu.gpus_per_node)
+
+
+def with_layout(job: JobConfig, layout: Layout, *, output: str) -> JobConfig:
+    """Return the job with the layout's keys and another output folder, checked like any job.
+
+    Raises:
+        ConfigError: the job's other keys do not allow the layout.
+    """
+    document = job.model_dump(exclude_unset=True)
+    for table, keys in {**layout.keys(), "output": {"dir": output}}.items():
+        document[table] = {**document.get(table, {}), **keys}
+    return checked(JobConfig, document, Path(output))
+
+
+def _rated(rater: Rater, stage: Any, unit: Unit, batch: int) -> Rated:
+    return rater.rate(stage, rater.with_skew(unit, batch), batch)
+
+
+def _change(rater: Rater, name: str, reason: str, prefill: Rated, decode: Rated) -> Change:
+    seconds = (prefill.gpu_seconds + decode.gpu_seconds) / len(rater.workload)
+    return Change(name, reason, prefill, decode, seconds * MILLION / HOUR_S)
+
+
+def _sizes(prefill: Rated, decode: Rated) -> str:
+    return (
+        f"prefill EP{prefill.ep_size}, {prefill.batch:,} tokens per GPU; decode EP{decode.ep_size}, "
+        f"{decode.batch} requests per GPU"
+    )
