@@ -1,13 +1,16 @@
 """Jobs with a model whose requests keep a state besides their pages: window rows and unfinished entries."""
 
+import os
 import shutil
+import signal
 
 import pyarrow as pa
 import pytest
 import torch
 
 from support.compressed_models import published_tensors, random_model, write_compressed
-from support.jobs import answers, batchinfer, outputs, write_job, write_shard
+from support.faults import descendants, wait_until
+from support.jobs import answers, batchinfer, outputs, start, write_job, write_shard
 from support.paths import RANDOM_MODEL
 
 NUM_NEW = 12
@@ -31,14 +34,18 @@ def folder(tmp_path_factory):
     return folder, prompts
 
 
-def run(folder, name, **parts):
+def job_of(folder, name, **parts):
     given = {
         "input": {"prompt": None, "token_ids": "ids"},
         "model": {"path": "model"},
         "output": {"dir": name},
         "sampling": {"max_tokens": NUM_NEW, "ignore_eos": True, "logprobs": 2},
     }
-    return batchinfer("run", write_job(folder, name=f"{name}.toml", **(given | parts)))
+    return write_job(folder, name=f"{name}.toml", **(given | parts))
+
+
+def run(folder, name, **parts):
+    return batchinfer("run", job_of(folder, name, **parts))
 
 
 def test_answers_are_those_of_transformers(folder):
@@ -69,6 +76,22 @@ def test_answers_do_not_depend_on_steps_and_ranks(folder, cluster, request):
     ended = run(root, name, cluster=cluster)
     assert ended.code == 0, ended.err
     assert answers(root / name) == answers(root / "one")
+
+
+def test_a_job_that_was_killed_goes_on_and_gives_the_same_answers(folder):
+    root, _ = folder
+    given = {"cluster": {"prefill_tokens": 64, "decode_requests": 3, "commit_seconds": 0.05}}
+    process = start("run", job_of(root, "killed", **given))
+    wait_until(lambda: list((root / "killed").glob("units/*/[0-9]*/part-*.parquet")), process)
+    ranks = descendants(process.pid)
+    process.kill()
+    for rank in ranks:
+        os.kill(rank, signal.SIGKILL)
+    process.communicate()
+    assert not (root / "killed" / "outputs").exists(), "it had ended"
+    ended = run(root, "killed", **given)
+    assert ended.code == 0, ended.err
+    assert answers(root / "killed") == answers(root / "one")
 
 
 @pytest.mark.parametrize(
