@@ -1,5 +1,6 @@
 """The simulator's figures as tables for a terminal."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from batchinfer.report.figures import FIGURES, known
 from batchinfer.report.terminal import HEADING, LINED_UP, figure_table, line, table, text
 
 BAR_WIDTH = 40
-MAX_HOURS = 24
+MAX_LINES = 24  # of hours
 
 TOKENS = Group("Tokens", known("input_tokens", "cached_tokens", "output_tokens", "mean_kv_tokens_per_output_token"))
 TIME = Group(
@@ -114,15 +115,18 @@ def _three(errors: dict[str, float] | None) -> list[str]:
 
 
 def _by_hour(nodes: list[float]) -> Iterator[RenderableType]:
-    """Yield a bar for each of the first hours, if there are several to compare."""
+    """Yield a bar for the hours that have the same number of nodes, if there are several to compare."""
     most = max(nodes, default=0)
     if len(nodes) > 1 and most:
-        bars = ["#" * round(BAR_WIDTH * num / most) for num in nodes]
-        yield table(
-            [[f"    hour {hour:2d}", f"{num:.1f}", bars[hour]] for hour, num in enumerate(nodes[:MAX_HOURS])], "lrl"
-        )
-        if len(nodes) > MAX_HOURS:
-            yield text(f"    and {len(nodes) - MAX_HOURS} more hours")
+        cells, first = [], 0
+        for shown, same in itertools.groupby(nodes, key=lambda num: f"{num:.1f}"):
+            last = first + len(list(same)) - 1
+            hours = f"hour {first}" if first == last else f"hours {first} to {last}"
+            cells.append([f"    {hours}", shown, "#" * round(BAR_WIDTH * nodes[first] / most)])
+            first = last + 1
+        yield table(cells[:MAX_LINES], "lrl")
+        if len(cells) > MAX_LINES:
+            yield text(f"    and {len(cells) - MAX_LINES} more changes")
 
 
 def _stage(name: str, stage: dict[str, Any], batch: str, unit: str) -> Iterator[RenderableType]:

@@ -1,5 +1,6 @@
 """The cluster on paper: kernel tables, schedules, memory, events, the command."""
 
+import io
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from rich.console import Console
 
 from batchinfer.balance.decode_series import EVEN
 from batchinfer.model.config import load_model_config
@@ -41,6 +43,7 @@ from batchinfer.sim.search import (
 )
 from batchinfer.sim.spec import WorkloadSpec, load_spec
 from batchinfer.sim.steps import Batch, Unit, decode_step, prefill_batch, prefill_step
+from batchinfer.sim.table import _by_hour
 from batchinfer.sim.workload import Workload, make_workload
 from support.jobs import batchinfer, question, write_job, write_questions, write_shard
 from support.model_configs import with_attention, with_indexer
@@ -509,3 +512,12 @@ def test_index_keys_take_memory_and_layers_that_share_compute_none():
     indexers, fewer = (weight_bytes(model, Unit(32)) - weight_bytes(V3, Unit(32)) for model in (V32, half))
     assert fewer == pytest.approx(indexers * 31 / 61, rel=1e-6)
     assert half.attention.row_width == V32.attention.row_width
+
+
+def test_hours_with_the_same_number_of_nodes_are_one_line():
+    console = Console(width=100, file=io.StringIO())
+    for part in _by_hour([21.6, *[22.0] * 23, 3.0]):
+        console.print(part)
+    lines = [line.split() for line in console.file.getvalue().splitlines()]
+    assert [" ".join(line[:-1]) for line in lines] == ["hour 0 21.6", "hours 1 to 23 22.0", "hour 24 3.0"]
+    assert [len(line[-1]) for line in lines] == [39, 40, 5]
