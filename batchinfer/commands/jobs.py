@@ -125,13 +125,13 @@ def _suggest(run_dir: RunDir, config: JobConfig, target: Path) -> None:
     best, *others = planned_layouts(run_dir.root, config, load_model_config(Path(config.model.path)))
     job = with_layout(config, best, output=f"{config.output.dir}-suggested")
     publish_text(target, dump_job(job))
-    click.echo(f"\nFewest GPU-hours on {config.cluster.gpu}, simulated: {best.gpu_hours:,.4f} h; in {target}:")
+    click.echo(f"\nFewest GPU-hours on {config.cluster.gpu}, simulated: {best.gpu_hours:.3g} h; in {target}:")
     for table, keys in best.keys().items():
         click.echo(f"[{table}]")
         for key, value in keys.items():
             click.echo(f"{key} = {toml_value(value)}")
     for other in others[:3]:
-        click.echo(f"  next: {other.sizes}: {other.gpu_hours:,.4f} h")
+        click.echo(f"  next: {other.sizes}: {other.gpu_hours:.3g} h")
 
 
 @click.command(epilog=EXIT_CODES)
