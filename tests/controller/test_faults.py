@@ -111,12 +111,12 @@ TRAP = """
 import os, signal
 if "BATCHINFER_RANK_NUMBER" in os.environ:
     from batchinfer.rank import prefill
-    plain = prefill.Prefill._run
+    plain = prefill.Prefill._built
     def trapped(self, chunks, *rest, **options):
         if any((chunk.sequence.request.key.shard, chunk.sequence.request.key.row) in ROWS for chunk in chunks):
             ACTION
         return plain(self, chunks, *rest, **options)
-    prefill.Prefill._run = trapped
+    prefill.Prefill._built = trapped
 """
 
 

@@ -174,8 +174,8 @@ def test_flash_is_refused_with_sizes_where_it_does_not_fit(tmp_path, monkeypatch
     job = load_job(write_job(tmp_path, model={"path": "model", "dtype": dtype}, cluster={"backend": "cpu"}))
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * 10**9)
     if not words:
-        host_memory.refuse_too_large(job, range(1))
+        host_memory.with_weights(job, range(1))
         return
     with pytest.raises(ConfigError) as refused:
-        host_memory.refuse_too_large(job, range(1))
+        host_memory.with_weights(job, range(1))
     assert all(word in str(refused.value) for word in words)

@@ -24,14 +24,14 @@ STUMBLING = """
 import os, time
 if "BATCHINFER_RANK_NUMBER" in os.environ:
     from batchinfer.rank import prefill
-    plain = prefill.Prefill._run
+    plain = prefill.Prefill._built
     def stumbling(self, chunks, *rest, **options):
         time.sleep(float(os.environ["STEP_S"]))
         keys = {(chunk.sequence.request.key.shard, chunk.sequence.request.key.row) for chunk in chunks}
         if keys & FAILING:
             raise RuntimeError("no luck with this row")
         return plain(self, chunks, *rest, **options)
-    prefill.Prefill._run = stumbling
+    prefill.Prefill._built = stumbling
 """
 
 
