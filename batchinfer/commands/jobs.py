@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -56,9 +57,9 @@ Result = TypeVar("Result")
 @click.option("--show", metavar="ROW", help="Print one prompt as the model gets it, by id or number; plan nothing.")
 @click.option(
     "--suggest",
-    metavar="FILE",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Then search the layout with the fewest GPU-hours on cluster.gpu and write this job file with it.",
+    is_flag=True,
+    help="Then search the layout with the fewest GPU-hours on cluster.gpu (default: H800), in FP8, print its keys, and "
+    "write a job file with it beside JOB.",
 )
 @earlier_run_options
 @job_options
@@ -68,7 +69,7 @@ def plan(
     job: Path,
     again: bool,
     show: str | None,
-    suggest: Path | None,
+    suggest: bool,
     overrides: tuple[str, ...],
     strict: bool,
     trace: bool,
@@ -95,8 +96,6 @@ def plan(
         raise click.UsageError("--again repairs a plan and keeps the answers that it reuses; leave --reuse out")
     with alone("plan", process.stop) as session:
         config = job_of(job, overrides)
-        if suggest is not None and config.cluster.gpu is None:
-            raise click.UsageError("--suggest searches for a GPU: name it, for example with --set cluster.gpu=H200")
         run_dir = plan_here(
             config,
             session,
@@ -110,23 +109,28 @@ def plan(
             has_caller=process.has_caller,
         )
         _note_stream(config, run_dir)
-    if suggest is not None:
-        _suggest(run_dir, config, suggest)
+    if suggest:
+        _suggest(run_dir, config, job)
 
 
-def _suggest(run_dir: RunDir, config: JobConfig, target: Path) -> None:
-    """Write a job with the cheapest layout for the planned requests, and print its keys."""
+def _suggest(run_dir: RunDir, config: JobConfig, source: Path) -> None:
+    """Write a job with the cheapest layout for the planned requests beside its source, and print its keys."""
     from batchinfer.config import dump_job
     from batchinfer.config.toml_text import toml_value
     from batchinfer.model.config import load_model_config
-    from batchinfer.sim.suggest import planned_layouts, with_layout
-    from batchinfer.whole_files import publish_text
+    from batchinfer.sim.suggest import planned_layouts, simulated_job, with_layout
+    from batchinfer.whole_files import create_exclusively
 
-    best, *others = planned_layouts(run_dir.root, config, load_model_config(Path(config.model.path)))
-    job = with_layout(config, best, output=f"{config.output.dir}-suggested")
-    publish_text(target, dump_job(job))
-    click.echo(f"\nFewest GPU-hours on {config.cluster.gpu}, simulated: {best.gpu_hours:.3g} h; in {target}:")
-    for table, keys in best.keys().items():
+    simulated = simulated_job(config)
+    best, *others = planned_layouts(run_dir.root, simulated, load_model_config(Path(config.model.path)))
+    text = dump_job(with_layout(simulated, best, output=f"{config.output.dir}-suggested"))
+    folder = source.absolute().parent if source.exists() else Path.cwd()  # a run folder may be in a bucket
+    stem = source.stem if source.suffix == ".toml" else source.name
+    names = (f"{stem}-suggested{number}.toml" for number in ("", *(f"-{number}" for number in itertools.count(2))))
+    target = next(target for name in names if create_exclusively(target := folder / name, text))
+    click.echo(f"\nFewest GPU-hours on {simulated.cluster.gpu}, simulated: {best.gpu_hours:.3g} h; in {target}:")
+    changed = {"model": {"dtype": simulated.model.dtype}} if simulated.model.dtype != config.model.dtype else {}
+    for table, keys in {**changed, **best.keys()}.items():
         click.echo(f"[{table}]")
         for key, value in keys.items():
             click.echo(f"{key} = {toml_value(value)}")

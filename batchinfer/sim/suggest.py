@@ -152,15 +152,22 @@ def job_layouts(rater: Rater, *, most_gpus: int | None) -> list[Layout]:
     return sorted(found, key=lambda layout: layout.gpu_hours)
 
 
+def simulated_job(job: JobConfig) -> JobConfig:
+    """Return the job as the search takes it: in FP8, of which there are rates, on cluster.gpu or the published one."""
+    cluster = job.cluster if job.cluster.gpu is not None else job.cluster.model_copy(update={"gpu": DEFAULTS.gpu})
+    return job.model_copy(update={"cluster": cluster, "model": job.model.model_copy(update={"dtype": "fp8"})})
+
+
 def planned_layouts(run_folder: Path, job: JobConfig, model: ModelConfig) -> list[Layout]:
     """Return the layouts for a planned job's requests on its cluster.gpu, the fewest GPU-hours first.
+
+    Args:
+        job: see `simulated_job`.
 
     Raises:
         ConfigError: no layout fits, or the model cannot be simulated.
     """
     assert job.cluster.gpu is not None
-    if job.model.dtype != "fp8":
-        raise ConfigError(f"model.dtype is {job.model.dtype!r}, but only fp8 can be simulated; leave --suggest out")
     gpu = accelerator(job.cluster.gpu, None)
     work = make_workload(WorkloadSpec(plan=str(run_folder)), part_tokens=job.cluster.prefill_tokens)
     rater = Rater(

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.config import ClusterConfig
+from batchinfer.config import ClusterConfig, load_job
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.earlier_run import Speeds
 from batchinfer.plan.forecast import PlannedWork, nodes_to_finish, work_seconds
@@ -177,10 +177,10 @@ def test_a_suggested_layout_is_a_job_that_plan_takes(folder):
         sampling={"max_tokens": 30},
         cluster={"gpu": "H200", "nodes": 4},
     )
-    ended = batchinfer("plan", job, "--suggest", folder / "better.toml")
+    ended = batchinfer("plan", job, "--suggest")
     assert ended.code == 0, ended.err
     assert "decode_requests = " in ended.out
-    again = batchinfer("plan", folder / "better.toml")
+    again = batchinfer("plan", folder / "suggest-suggested.toml")
     assert again.code == 0, again.err
     hours = [
         pq.read_table(folder / name / "plan" / "summary.parquet").to_pylist()[0]["gpu_hours"]
@@ -189,9 +189,11 @@ def test_a_suggested_layout_is_a_job_that_plan_takes(folder):
     assert hours[0] is None or hours[1] < hours[0]
 
 
-def test_a_suggestion_needs_a_gpu(folder):
-    job = write_job(
-        folder, name="none.toml", output={"dir": "none"}, model={"path": str(folder / "v3"), "dtype": "fp8"}
-    )
-    ended = batchinfer("plan", job, "--suggest", folder / "x.toml")
-    assert (ended.code, "--set cluster.gpu" in ended.err) == (2, True)
+def test_a_suggestion_for_a_job_of_another_dtype_is_in_fp8_on_the_published_gpu(folder):
+    job = write_job(folder, name="none.toml", output={"dir": "none"}, model={"path": str(folder / "v3")})
+    for name in ("none-suggested.toml", "none-suggested-2.toml"):
+        ended = batchinfer("plan", job, "--suggest")
+        assert ended.code == 0, ended.err
+        assert "Fewest GPU-hours on H800, simulated: " in ended.out
+        assert '[model]\ndtype = "fp8"\n[cluster]' in ended.out
+        assert (load_job(folder / name).model.dtype, load_job(folder / name).cluster.gpu) == ("fp8", "H800")
