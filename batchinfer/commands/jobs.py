@@ -126,7 +126,7 @@ def _suggest(run_dir: RunDir, config: JobConfig, source: Path) -> None:
     text = dump_job(with_layout(simulated, best, output=f"{config.output.dir}-suggested"))
     folder = source.absolute().parent if source.exists() else Path.cwd()  # a run folder may be in a bucket
     stem = source.stem if source.suffix == ".toml" else source.name
-    names = (f"{stem}-suggested{number}.toml" for number in ("", *(f"-{number}" for number in itertools.count(2))))
+    names = (f"{stem}-suggested{'' if number == 1 else f'-{number}'}.toml" for number in itertools.count(1))
     target = next(target for name in names if create_exclusively(target := folder / name, text))
     click.echo(f"\nFewest GPU-hours on {simulated.cluster.gpu}, simulated: {best.gpu_hours:.3g} h; in {target}:")
     changed = {"model": {"dtype": simulated.model.dtype}} if simulated.model.dtype != config.model.dtype else {}
