@@ -117,7 +117,7 @@ class WorkSender:
         self._wake_others(fed | self._adoptions.keys())
         self._adoptions.clear()
         asked: dict[int, list[RequestKey]] = {}
-        for key, rank in self.loads.moves():
+        for key, rank in self._moves():
             asked.setdefault(rank, []).append(key)
         for rank, keys in asked.items():
             self.group.send(rank, messages.GiveAway(keys))
@@ -135,6 +135,14 @@ class WorkSender:
     def _take_for(self, rank: int) -> TakenWork:
         """Return two prefill steps for a rank, or two sweeps, enough until it asks again."""
         return self.dealer.take(rank, self.cluster.running_requests, self.cluster.waiting_tokens)
+
+    def _moves(self) -> list[tuple[RequestKey, int]]:
+        """Return running requests to move, with the rank that has each; none where pages are few.
+
+        There, a request that comes to a rank would displace a prefix that the rank's next prompts share.
+        """
+        is_short = self.cluster.mode == "colocated" and self.dealer.has_uneven_steps
+        return [] if is_short else self.loads.moves()
 
     def _take_over(self, rank: int, asking: list[int]) -> bool:
         """Give a rank without work some of the busiest rank's; return False if there is none.

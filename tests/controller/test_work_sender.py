@@ -143,3 +143,27 @@ def test_work_is_taken_over_only_when_those_who_have_it_ask_too():
     sender.needs_work(0, NUM_PAGES)
     sender.deal()
     assert sent.take()["Requests", 1] == 1
+
+
+class AlwaysMoving:
+    """Wants to move a request in every round."""
+
+    def assign_ready(self) -> list[tuple[RequestKey, int]]:
+        return []
+
+    def moves(self) -> list[tuple[RequestKey, int]]:
+        return [(RequestKey(0, 0, 0), 0)]
+
+
+@pytest.mark.parametrize(("num_pages", "num_moves"), [(NUM_PAGES, 1), (160, 0)])
+def test_running_requests_move_only_where_pages_are_not_short(num_pages, num_moves):
+    sender, sent, _ = make_sender(2, 1)
+    sender.cluster = ClusterConfig(prefill_ranks=2)
+    sender.loads = AlwaysMoving()
+    # each prompt has 157 pages: of two under way 160 hold only one
+    long = [Request(RequestKey(0, row, 0), 0, [row] * 10_000, GREEDY, 0) for row in range(8)]
+    sender.dealer.add_unit(0, long)
+    for rank in range(2):
+        sender.needs_work(rank, num_pages)
+    sender.deal()
+    assert sum(count for (kind, _), count in sent.take().items() if kind == "GiveAway") == num_moves
