@@ -1,4 +1,6 @@
-"""Where later prompts of a rank leave a prompt: the places at which a model with states of requests has to keep them.
+"""Branch points of prompts: how many leading tokens of a prompt later prompts of its rank share.
+
+A model whose requests keep a state has to keep it there.
 
 prompt 0    a b c d e f g          state kept after   c, e
 prompt 1    a b c d e x            goes on after e;   c
@@ -24,7 +26,7 @@ def branch_points(shared_tokens: np.ndarray, begins: np.ndarray, *, after_tokens
     shared = [*np.asarray(shared_tokens).tolist(), after_tokens]
     count = len(shared) - 1
     first_of, end_of = _stretches(shared)
-    # a prefix is told by its first prompt and its length; the last beginning of a prompt that goes on after it
+    # by prefix, which is (its first prompt, its length): when the last prompt that shares it begins
     last_use: dict[tuple[int, int], int] = {}
     for prompt, begin in enumerate(np.asarray(begins).tolist()):
         prefix = first_of[prompt], shared[prompt]

@@ -114,7 +114,7 @@ def plan(
 
 
 def _suggest(run_dir: RunDir, config: JobConfig, source: Path) -> None:
-    """Write a job with the cheapest layout for the planned requests beside its source, and print its keys."""
+    """Search the cheapest layout for the planned requests, write a job file with it and print its keys."""
     from batchinfer.config import dump_job
     from batchinfer.config.toml_text import toml_value
     from batchinfer.model.config import load_model_config

@@ -15,7 +15,7 @@ from batchinfer.kv.pages import PagePool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptState:
-    """The state after a prefix, in a slot that nobody writes, and the pages of the prefix."""
+    """A prefix with its pages and the read-only slot that holds the state after its last token."""
 
     tokens: list[int]
     pages: list[int]

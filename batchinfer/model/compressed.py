@@ -344,5 +344,5 @@ def products(weights: CompressedWeights) -> Iterator[tuple[str, object]]:
 
 
 def computations(ops: Ops, config: CompressedConfig, weights: Any, dtype: torch.dtype) -> Iterator[RowComputation]:
-    """Yield nothing: each row attends in products of its own."""
+    """Yield nothing: attention to compressed entries has no batched operation whose rows need a check."""
     yield from ()

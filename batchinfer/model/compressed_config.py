@@ -43,7 +43,7 @@ class Compressor:
 
     @property
     def num_waiting(self) -> int:
-        """Tokens whose parts are kept: those of an entry, and those before them if entries overlap."""
+        """Number of tokens kept in the state: one entry's, or two entries' if entries overlap."""
         return self.ratio * (1 + self.overlaps)
 
     @property
@@ -67,7 +67,7 @@ class Compressor:
 class CompressedConfig(AttentionConfig):
     """Attention to a window and to compressed entries; `rope` is of the layers without entries."""
 
-    unit_tokens: ClassVar[int] = WIDE  # an entry of so many tokens is in both of their pages
+    unit_tokens: ClassVar[int] = WIDE  # tokens of the largest entry, which lies in two pages
     why_no_drafts: ClassVar[str | None] = (
         "the layer for multi-token prediction, mtp.*, is not read for models of compressed entries"
     )
@@ -100,7 +100,7 @@ class CompressedConfig(AttentionConfig):
         )
 
     def compressors(self, layer: int) -> tuple[Compressor, ...]:
-        """Return what makes a layer's entries, and then what makes its index keys, if it has them."""
+        """Return a layer's compressors: of its entries, then of its index keys; either may be missing."""
         ratio = self.ratios[layer]
         if ratio == 0:
             return ()
@@ -241,7 +241,7 @@ def _read_ratios(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
 
 
 def _read_ropes(reader: ConfigReader, family: Family, max_positions: int) -> tuple[RopeConfig, RopeConfig]:
-    """Return the positions of layers without entries, and of the others, which have another base and rope_scaling."""
+    """Return the rotary settings of layers without entries, and of layers with entries (own base, rope_scaling)."""
     theta = reader.number("rope_theta", above=1.0)
     base = reader.number("compress_rope_theta", above=1.0)
     scaled = read_rope(reader, family, max_positions, 1.0)

@@ -96,7 +96,7 @@ class _Running:
         self._seconds += time.monotonic() - started_s
 
     def to_end(self) -> SweptStep:
-        """Run the rest of the step, and let go of its tensors."""
+        """Run the rest of the step and free its tensors."""
         assert self._points is not None
         started_s = time.monotonic()
         try:

@@ -100,7 +100,9 @@ class WeightStream:
                 layer = number % num_layers
                 slot = slots[layer]
                 with self._changed:
-                    while not self._is_closed and not held[slot] < self._num_used > number - num_layers:
+                    # the layer in the slot has computed, and no layer is a whole sweep ahead
+                    most_behind = max(held[slot], number - num_layers)
+                    while not self._is_closed and self._num_used <= most_behind:
                         self._changed.wait()
                     if self._is_closed:
                         return
@@ -120,9 +122,10 @@ class WeightStream:
         file, memory, started_s = self._files[layer], self.memory_of(layer), time.monotonic()
         try:
             list(readers.map(lambda start: file.read(memory, start), range(0, file.size, BLOCK_BYTES)))
-        except OSError as error:
+        except Exception as error:  # of any kind: whoever waits for this layer must learn of it
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
             with self._changed:
-                self._error = f"{file.path} cannot be read: {error.strerror or error}"
+                self._error = f"{file.path} cannot be read: {reason}"
                 self._changed.notify_all()
             return False
         self.num_bytes += file.size

@@ -85,7 +85,7 @@ class GqaWeights:
 
 @dataclass(frozen=True, slots=True)
 class CompressorWeights:
-    """What makes entries of tokens; products, bias and norm are in float32."""
+    """Weights that compress tokens to entries; products, bias and norm are in float32."""
 
     values: Any  # [V, D]
     gates: Any  # [V, D]

@@ -10,7 +10,7 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.page_format import BFLOAT16, PageFormat
 from batchinfer.records import ConfigError
 from batchinfer.sim.dealing import Deals
-from batchinfer.sim.hardware import accelerator
+from batchinfer.sim.hardware import Accelerator, accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.search import Rater
 from batchinfer.sim.spec import ClusterSpec
@@ -63,16 +63,7 @@ def paper_speeds(
     work = Workload(
         prompt_tokens, cached_tokens, output_tokens, np.zeros(len(prompt_tokens)), part_tokens=ranks.prefill_tokens
     )
-    rater = Rater(
-        workload=work,
-        deals=Deals(work, request_load=RequestLoad(*model.decode_loads)),
-        model=model,
-        gpu=gpu,
-        memory_reserve=DEFAULTS.memory_reserve,
-        disk_bytes_per_s=DEFAULTS.disk_bytes_per_s,
-        expert_spread=0.0,
-        seed=0,
-    )
+    rater = rater_of(work, model, gpu)
     kv_tokens_per_gpu(model, prefill, gpu, rater.memory_reserve)  # only whether the weights fit
     kv_tokens = kv_tokens_per_gpu(model, decode, gpu, rater.memory_reserve)
     if ranks.page_bytes is not None:
@@ -89,4 +80,18 @@ def paper_speeds(
         prefill_tokens_per_s=float(work.new_tokens.sum()) / prefill_s,
         decode_tokens_per_s=decoded / decode_s if decoded else None,
         longest_answer_s=float(work.output_tokens.max() - 1) * alone.seconds,
+    )
+
+
+def rater_of(work: Workload, model: ModelConfig, gpu: Accelerator) -> Rater:
+    """Return the rater of a job's work, with the defaults of a spec for values that a job does not have."""
+    return Rater(
+        workload=work,
+        deals=Deals(work, request_load=RequestLoad(*model.decode_loads)),
+        model=model,
+        gpu=gpu,
+        memory_reserve=DEFAULTS.memory_reserve,
+        disk_bytes_per_s=DEFAULTS.disk_bytes_per_s,
+        expert_spread=0.0,
+        seed=0,
     )

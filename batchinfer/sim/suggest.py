@@ -8,18 +8,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchinfer.balance.request_load import RequestLoad
 from batchinfer.config import JobConfig, checked
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.page_format import BFLOAT16, FP8, PageFormat
 from batchinfer.records import ConfigError
-from batchinfer.sim.dealing import Deals
 from batchinfer.sim.exchange import LATEST
 from batchinfer.sim.hardware import accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.search import EP_SIZES, Rated, Rater
 from batchinfer.sim.spec import WorkloadSpec
-from batchinfer.sim.speeds import DEFAULTS
+from batchinfer.sim.speeds import DEFAULTS, rater_of
 from batchinfer.sim.steps import Unit
 from batchinfer.sim.workload import make_workload
 
@@ -170,16 +168,7 @@ def planned_layouts(run_folder: Path, job: JobConfig, model: ModelConfig) -> lis
     assert job.cluster.gpu is not None
     gpu = accelerator(job.cluster.gpu, None)
     work = make_workload(WorkloadSpec(plan=str(run_folder)), part_tokens=job.cluster.prefill_tokens)
-    rater = Rater(
-        workload=work,
-        deals=Deals(work, request_load=RequestLoad(*model.decode_loads)),
-        model=model,
-        gpu=gpu,
-        memory_reserve=DEFAULTS.memory_reserve,
-        disk_bytes_per_s=DEFAULTS.disk_bytes_per_s,
-        expert_spread=0.0,
-        seed=0,
-    )
+    rater = rater_of(work, model, gpu)
     nodes = job.cluster.nodes
     return job_layouts(rater, most_gpus=None if nodes is None else nodes * gpu.gpus_per_node)
 

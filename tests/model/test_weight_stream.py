@@ -84,7 +84,9 @@ def test_a_sweep_that_is_left_is_followed_by_a_whole_one(stream, files):
         read_sweep(found, files)
 
 
-@pytest.mark.parametrize(("fault", "words"), [("EIO", "Input/output error"), ("short", "it ends after")])
+@pytest.mark.parametrize(
+    ("fault", "words"), [("EIO", "Input/output error"), ("short", "it ends after"), ("other", "a fault")]
+)
 def test_a_failed_read_is_raised_where_its_layer_is_needed(stream, files, monkeypatch, fault, words):
     real = os.preadv
 
@@ -92,6 +94,8 @@ def test_a_failed_read_is_raised_where_its_layer_is_needed(stream, files, monkey
         if os.readlink(f"/proc/self/fd/{file}").endswith("layer-3") and place:
             if fault == "EIO":
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
+            if fault == "other":
+                raise ValueError("a fault of another kind")
             return 0
         return real(file, buffers, place)
 

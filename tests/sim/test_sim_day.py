@@ -7,6 +7,7 @@ nodes and theoretical income by time, read off to the pixel.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import correlation, mean
 
@@ -114,5 +115,8 @@ def test_a_bad_day_is_one_sentence(tmp_path, old, new, words):
 def test_a_day_as_a_table(tmp_path):
     ended = batchinfer("simulate", changed_spec(tmp_path, "requests = 20_000", "requests = 1000"))
     assert ended.code == 0
-    for words in ("come and go together", "longest wait for them", "    hour", "output per request"):
+    for words in ("come and go together", "longest wait for them", "output per request"):
         assert words in ended.out
+    hours = re.findall(r"^ +hours? (\d+)(?: to (\d+))? ", ended.out, re.MULTILINE)
+    assert hours[0][0] == "0"
+    assert max(int(last or first) for first, last in hours) >= 23
