@@ -114,6 +114,26 @@ def test_of_workers_that_claim_at_once_one_has_each_unit(place):
             worker.__exit__(None, None, None)
 
 
+def test_a_claim_that_is_created_between_two_looks_at_it_holds(place, monkeypatch):
+    """A worker makes the claim's folder first; another that lists units then must not take the claim for a dead one."""
+    (place.store("b").run.claim(3, "0000")).mkdir(parents=True)
+    with place.worker("a") as first, place.worker("b") as second:
+        store = second._store
+        if place.is_bucket:  # where a folder is there once it holds something
+            monkeypatch.setattr(store, "names", lambda folder, plain=store.names: [*plain(folder), "0000"])
+        plain, claims = store.get, []
+
+        def get(path):
+            found = plain(path)
+            if not claims:
+                claims.append(first.try_claim(3))
+            return found
+
+        monkeypatch.setattr(store, "get", get)
+        assert second.try_claim(3) is None
+        assert claims[0] is not None and claims[0].name == "0000"
+
+
 def test_a_lease_runs_out_by_the_watchers_clock_alone(place, clock):
     dead = place.silent_worker("dead")
     assert dead.try_claim(0) is not None

@@ -215,8 +215,10 @@ def _last_claim(store: Storage, unit: int) -> tuple[Path | None, bytes | None]:
     for name in sorted(names, key=int, reverse=True):
         folder = store.run.claim(unit, name)
         data = store.get(folder / CLAIM)
-        if data is not None or not all(file.startswith(".") for file in store.names(folder)):
+        if data is not None:
             return folder, data
+        if not all(file.startswith(".") for file in store.names(folder)):
+            return folder, store.get(folder / CLAIM)  # again: its worker may have created it between the two looks
     return None, None
 
 
