@@ -1,8 +1,13 @@
-"""Random-weight DeepSeek-V3 checkpoints of bench sizes and seeded workloads for them.
+"""Random-weight checkpoints of bench sizes and seeded workloads for them.
 
+DeepSeek-V3, latent attention:
 tiny    6 M parameters, 2.5 M active per token: bound by overhead on any machine
 small   675 M parameters, 141 M active per token: bound by the matrix products of the machine
 release 8 layers like small's with the release's latent (512 + 64), heads and vocabulary (129,280)
+
+Grouped-query attention:
+qwen3     Qwen3-0.6B's shape: dense, 28 layers, 16 heads on 8
+qwen3-moe Qwen3-MoE, 694 M parameters, 146 M active per token: small's experts, 16 heads on 4
 """
 
 from __future__ import annotations
@@ -20,7 +25,16 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM  # noqa: E402
+from transformers import (  # noqa: E402
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 TOKENIZER = TESTS.parent / "sample_data" / "model"
 COMMON: dict[str, Any] = {
@@ -92,7 +106,37 @@ SIZES["release"] = SIZES["small"] | {
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
 }
-NUM_REQUESTS = {"tiny": (256, 128), "small": (64, 32), "release": (64, 32)}  # shared, unshared
+GROUPED_SIZES: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-moe": {
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "moe_intermediate_size": 256,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+    },
+}
+GROUPED_CLASSES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+NUM_REQUESTS = {"tiny": (256, 128)}  # shared, unshared
+OTHER_REQUESTS = (64, 32)
 PREFIX_TOKENS, NUM_PREFIXES, SHARED_OUTPUT = 384, 8, 64
 FIRST_TOKEN = 8  # below are special tokens
 
@@ -104,9 +148,13 @@ def make_model(folder: Path, size: str, *, seed: int = 0, **other_shape: int) ->
         other_shape: keys of config.json that differ from the size's.
     """
     torch.manual_seed(seed)
-    config = DeepseekV3Config(**COMMON, **{**SIZES[size], **other_shape})
+    if size in GROUPED_SIZES:
+        config_class, model_class = GROUPED_CLASSES[size]
+        config = config_class(max_position_embeddings=16384, **{**GROUPED_SIZES[size], **other_shape})
+    else:
+        config, model_class = DeepseekV3Config(**COMMON, **{**SIZES[size], **other_shape}), DeepseekV3ForCausalLM
     torch.set_default_dtype(torch.bfloat16)
-    model = DeepseekV3ForCausalLM(config).eval()
+    model = model_class(config).eval()
     torch.set_default_dtype(torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -129,12 +177,12 @@ def workload(size: str, kind: str, *, seed: int = 0) -> list[tuple[list[int], in
             prompt tokens, 16 to 128 output tokens.
     """
     rng = np.random.default_rng(seed + (kind == "shared"))
-    vocab_size = SIZES[size]["vocab_size"]
+    vocab_size = (SIZES | GROUPED_SIZES)[size]["vocab_size"]
 
     def tokens(count: int) -> list[int]:
         return [int(token) for token in rng.integers(FIRST_TOKEN, vocab_size, count)]
 
-    num_shared, num_unshared = NUM_REQUESTS[size]
+    num_shared, num_unshared = NUM_REQUESTS.get(size, OTHER_REQUESTS)
     if kind == "shared":
         prefixes = [tokens(PREFIX_TOKENS) for _ in range(NUM_PREFIXES)]
         return [

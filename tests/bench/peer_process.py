@@ -18,7 +18,7 @@ from support.jobs import Ended
 BENCH = Path(__file__).parent
 ENVIRONMENT = BENCH.parents[1] / ".venv-peers"
 PEERS = ("vllm", "vllm-eager", "vllm-mla", "transformers", "llama.cpp")
-NUM_SEQUENCES = {"tiny": 256, "small": 64, "release": 64, "sample": 256}  # in one step of vLLM's or llama.cpp's
+NUM_SEQUENCES, OTHER_SEQUENCES = {"tiny": 256, "sample": 256}, 64  # in one step of vLLM's or llama.cpp's
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 
 
@@ -109,10 +109,15 @@ def command_of(name: str, size: str, model: Path) -> list[str]:
     """Return the command of a peer. transformers runs in batchinfer's environment: vLLM holds back its version."""
     if name == "transformers":
         return [sys.executable, str(BENCH / "peer_transformers.py"), str(model)]
-    python = str(ENVIRONMENT / "bin" / "python")
+    python, num_sequences = str(ENVIRONMENT / "bin" / "python"), str(NUM_SEQUENCES.get(size, OTHER_SEQUENCES))
     if name == "llama.cpp":
-        return [python, str(BENCH / "peer_llama.py"), str(gguf_of(model)), str(NUM_SEQUENCES[size])]
-    vllm = [python, str(BENCH / "peer_vllm.py"), str(model), str(NUM_SEQUENCES[size])]
+        return [
+            python,
+            str(BENCH / "peer_llama.py"),
+            str(gguf_of(model)),
+            str(NUM_SEQUENCES.get(size, OTHER_SEQUENCES)),
+        ]
+    vllm = [python, str(BENCH / "peer_vllm.py"), str(model), num_sequences]
     return vllm if name == "vllm" else [*vllm, name.replace("vllm-", "--")]
 
 

@@ -14,7 +14,8 @@ shell    from the start of a process to the last answer, for a model's first wor
 ratio    the peer's seconds ÷ batchinfer's, median of the turns
 memory   peak of the largest process; vLLM's holds 4 GB for KV
 
-    python tests/bench/peers.py [--sizes tiny small release sample] [--kinds shared shuffled unshared] [--rounds 3]
+    python tests/bench/peers.py [--sizes tiny small release qwen3 qwen3-moe sample]
+                                [--kinds shared shuffled unshared] [--rounds 3]
                                 [--peers vllm vllm-eager vllm-mla transformers llama.cpp] [--fresh] [--all]
                                 [--dtype bfloat16 | fp8]
 """
@@ -34,7 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import duckdb
-from bench_models import SIZES, TOKENIZER, make_model, workload
+from bench_models import GROUPED_SIZES, SIZES, TOKENIZER, make_model, workload
 from engine import run_once
 from limits import gemm_flops, read_bytes_per_s
 from peer_process import ENVIRONMENT, PEERS, FreshPeer, OwnProcess, PeerProcess, compiled_folder, write_gguf
@@ -46,7 +47,7 @@ from support.jobs import batchinfer
 
 DEMO = Path(__file__).parents[2] / "jobs" / "demo.toml"
 # transformers' best for prompts of like length, for others
-BATCH = {"tiny": (128, 16), "small": (64, 8), "release": (64, 8), "sample": (128, 128)}
+BATCH, OTHER_BATCH = {"tiny": (128, 16), "sample": (128, 128)}, (64, 8)
 KINDS = ("shared", "shuffled", "unshared")
 
 
@@ -153,7 +154,7 @@ def compare_all(name: str, size: str, model: Path, options: argparse.Namespace) 
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(start(name, size, model)) as peer:
         print(f"{name}: {peer.versions}", flush=True)
         for kind in options.kinds if size != "sample" else ("job",):
-            batch = BATCH[size][kind == "unshared"]
+            batch = BATCH.get(size, OTHER_BATCH)[kind == "unshared"]
             requests = requests_of(size, kind, Path(scratch))
             compared = compare(peer, Path(scratch), model, requests, batch, num_rounds, options.dtype)
             print(f"{size + ' ' + kind:<16}{name:<13}{compared.row()}", flush=True)
@@ -161,7 +162,7 @@ def compare_all(name: str, size: str, model: Path, options: argparse.Namespace) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "small"], choices=[*SIZES, "sample"])
+    parser.add_argument("--sizes", nargs="+", default=["tiny", "small"], choices=[*SIZES, *GROUPED_SIZES, "sample"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--peers", nargs="+", default=["vllm", "transformers"], choices=PEERS)
     parser.add_argument("--rounds", type=int, help="turns of each workload: three, of transformers one")
