@@ -246,13 +246,6 @@ def test_two_nodes_meet_in_a_bucket_and_their_kv_goes_through_it(reference, serv
         assert len(sent) == 27  # each request, some twice: an answer was lost
 
 
-@pytest.mark.slow
-def test_torchrun_starts_ranks_that_meet_in_a_bucket(reference, server, tmp_path):
-    run = InBucket(reference, server, server.endpoint, tmp_path, "torchrun-bucket", {"prefill_ranks": 2})
-    torchrun(run.job, *run.options("node"))
-    assert run.outputs() == reference[1]
-
-
 def says(monkeypatch, name_means, leaves_from):
     """Sets what the host's name means and where packets to elsewhere leave from, by family."""
 
