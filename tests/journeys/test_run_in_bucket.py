@@ -165,29 +165,6 @@ def test_a_finish_on_another_node_adds_its_span_to_the_trace_in_the_store(calm, 
 
 
 @pytest.mark.slow
-def test_a_run_that_is_not_finished_is_shown_and_may_be_finished_partly(calm, server, tmp_path):
-    run = InBucket(calm, server.endpoint, "partial", tmp_path)
-    run.plan()
-    run.command("work")
-    client = server.client()
-    marks = [key for key in server.objects("runs", "partial") if key.startswith("done/")]
-    for key in marks[1:]:
-        client.delete_object(Bucket="runs", Key=f"partial/{key}")
-        # as if its worker had been killed before the unit's first commit
-        for name in server.objects("runs", f"partial/{key.replace('done', 'units')}"):
-            if "part-" in name:
-                client.delete_object(Bucket="runs", Key=f"partial/{key.replace('done', 'units')}/{name}")
-    options = run.options("b")
-    assert "are not done" in run.refused("finish", node="b", code=1)
-    partial = batchinfer("finish", run.job, *options, "--allow-partial")
-    assert partial.code == 3
-    assert "requests were not computed" in partial.err
-    run.command("work", node="c")
-    run.command("finish", node="b")
-    assert outputs_in(server, "partial") == calm[1]
-
-
-@pytest.mark.slow
 def test_a_plan_is_made_again_and_another_job_is_refused(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "again", tmp_path)
     run.plan()
