@@ -41,7 +41,7 @@ check: $(VENV)/.installed-dev
 test: $(VENV)/.installed-dev
 	$(PYTEST) -n 3
 
-# With a real Slurm, browser and faketime: as root on Debian the packages that are missing are installed.
+# With a real Slurm and browser: as root on Debian the packages that are missing are installed.
 test-system: $(VENV)/.installed-dev
 	$(PYTEST) -n 3 -m 'system and not slow'
 
