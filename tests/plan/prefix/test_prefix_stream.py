@@ -3,7 +3,6 @@
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +18,6 @@ from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.records import ConfigError
 from support.jobs import batchinfer, question, write_job, write_shard
 
-TESTS = Path(__file__).parents[2]
 RUNS_IN_MEMORY = 4  # a run has a quarter of the memory
 
 
