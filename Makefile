@@ -41,7 +41,7 @@ check: $(VENV)/.installed-dev
 test: $(VENV)/.installed-dev
 	$(PYTEST) -n 3
 
-# With a real Slurm, browser and faketime: as root on Debian the packages that are missing are installed.
+# With a real Slurm and browser: as root on Debian the packages that are missing are installed.
 test-system: $(VENV)/.installed-dev
 	$(PYTEST) -n 3 -m 'system and not slow'
 
@@ -54,9 +54,10 @@ test-all: test test-rest
 
 # A sample of small changes of one room's files, by cosmic-ray: those that no test of the room notices are printed.
 ROOM ?= balance
+COUNT ?= 40
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[mutants]'
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/support/mutants.py $(ROOM)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python tests/support/mutants.py $(ROOM) --count $(COUNT)
 
 # Slower than `make test-all`: ranks, controllers and finish disturbed at random moments, 200 times and more; a real Slurm.
 chaos: $(VENV)/.installed-dev

@@ -194,7 +194,6 @@ LONG_FILES = (
     "test_scoring",
     "test_process",
     "test_nodes",
-    "test_clock_skew",
     "test_object_stores",
     "test_cpu_build",
     "test_expert_balance",

@@ -30,7 +30,6 @@ from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
 from batchinfer.host_info import held_bytes
 from batchinfer.records import ModelError
-from batchinfer.resource_errors import explain_resource_error
 from batchinfer.sanitize import clip
 from batchinfer.stop import ignore_signals
 
@@ -82,10 +81,6 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
                 check_round_trip(tokenizer)
     except ModelError as error:
         return None, {"error": clip(str(error))}
-    except FileNotFoundError as error:
-        if (explained := explain_resource_error(error)) is None:
-            raise
-        return None, {"error": explained}
     return encoder, {
         "columns": prompts.columns,
         "digest": tokenizer.digest,

@@ -15,7 +15,6 @@ from batchinfer.finish.long_answers import LongAnswers, all_rows
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError, DamagedFileError, IncompleteRunError, Shard
-from batchinfer.resource_errors import explain_resource_error
 from batchinfer.run.quarantine import set_aside
 from batchinfer.run.units.claims import done_mark, last_claim, result_files
 from batchinfer.run.units.result_files import sound_local_files
@@ -54,8 +53,6 @@ def open_database(
         with duckdb.connect(config={"memory_limit": limit, "temp_directory": str(scratch / "spill")}) as connection:
             yield connection
     except duckdb.Error as error:
-        if (explained := explain_resource_error(error)) is not None:
-            raise ConfigError(f"cannot {command} {run.shown}: {explained}") from None
         # a full disk that stops spilling raises the same exception
         if isinstance(error, duckdb.OutOfMemoryException) and "temp_directory" not in str(error):
             raise ConfigError(

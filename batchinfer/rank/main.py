@@ -15,11 +15,9 @@ if __name__ == "__main__":
     import sys
 
     from batchinfer import own_process
-    from batchinfer.resource_errors import report_rank_exception
 
     # libraries print to the command's log, too
     sys.stdout, sys.stderr = (own_process.wrap_stream(own_process.Log, of) for of in (sys.stdout, sys.stderr))
-    sys.excepthook = report_rank_exception
     gc.disable()  # until the model is loaded: imported objects stay, and scanning them takes 0.4 s of the start
 
 import os

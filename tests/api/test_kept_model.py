@@ -156,17 +156,6 @@ def test_a_model_that_cannot_be_is_refused_when_it_is_made(settings, error, sent
         batchinfer.Model(**{"path": RANDOM_MODEL, **settings})
 
 
-@pytest.mark.all  # make test: a rank lost in a call, below
-def test_a_rank_lost_between_calls_is_loaded_anew(model, tmp_path):
-    model.generate(TEXTS, max_tokens=4)
-    (rank,) = ranks(model)
-    os.kill(rank, signal.SIGKILL)
-    model.generate(TEXTS, max_tokens=4, output=tmp_path / "call")
-    (another,) = ranks(model)
-    assert another != rank
-    same_as_own_run(tmp_path / "call", tmp_path / "own")
-
-
 def test_a_rank_lost_in_a_call_costs_no_row(model, tmp_path):
     rows = model.generate(MANY, stream=True, output=tmp_path / "call", **LONG)
     next(rows)
@@ -302,14 +291,3 @@ def test_a_model_folder_that_changes_is_loaded_anew(tmp_path):
         after = model.generate(TEXTS, max_tokens=8)
     assert after["text"] != before["text"]
     assert after.equals(batchinfer.generate(TEXTS, model=folder, dtype="float32", max_tokens=8))
-
-
-@pytest.mark.all  # make test: tests/rank/test_stored_runs.py
-def test_calls_share_a_kv_store(tmp_path):
-    shared = "You answer with one word. Read the question twice, think about each word of it, then answer. " * 20
-    texts = [shared + text for text in TEXTS]
-    with batchinfer.Model(RANDOM_MODEL, dtype="float32", kv={"dir": tmp_path / "kv", "reuse": "always"}) as model:
-        first, second = (model.generate(texts, max_tokens=4, output=tmp_path / name) for name in ("first", "second"))
-    assert first["text"] == second["text"]
-    reports = [batchinfer.Job.from_toml(tmp_path / name / "job.toml").report() for name in ("first", "second")]
-    assert [report["disk_tokens"] > 0 for report in reports] == [False, True]

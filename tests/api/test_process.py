@@ -208,21 +208,6 @@ def test_a_terminal_shows_the_bars_of_the_command(tmp_path):
     assert quiet == b""
 
 
-@pytest.mark.all  # make test: tests/api/test_display.py
-def test_each_call_of_a_model_has_its_own_display():
-    shown = shown_on_a_terminal(
-        "import sys, batchinfer\n"
-        f"with batchinfer.Model({str(RANDOM_MODEL)!r}, dtype='float32') as model:\n"
-        "    for progress in (True, False, 'tqdm', True):\n"
-        "        model.generate(['a'], max_tokens=3, progress=progress)\n"
-        "        print('---', file=sys.stderr)\n"
-    )
-    parts = shown.split(b"---")[:4]
-    assert [b"computing: 100%" in part for part in parts] == [True, False, False, True]
-    assert [b"work: 100%|" in part for part in parts] == [False, False, True, False]
-    assert parts[1].strip() == b""
-
-
 @pytest.mark.all  # make test: test_a_listener_that_raises_stops_the_job
 @pytest.mark.parametrize(
     ("number", "error", "sentence"),

@@ -1,6 +1,6 @@
 """Groups of 16 and 32 ranks, one or two experts each, and prefill apart from decode: `make chaos`.
 
-A share: tests/journeys/test_many_ranks.py. What grows with the number of ranks: tests/bench/many_ranks.py.
+Up to four ranks: tests/launch/test_cluster.py. What grows with the number of ranks: tests/bench/many_ranks.py.
 """
 
 from __future__ import annotations

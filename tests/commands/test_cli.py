@@ -252,16 +252,6 @@ def refuse(*_):
 from batchinfer import cli
 threading.Thread.start = refuse
 """,
-    "memory": """
-import re, resource
-from batchinfer import cli
-held = re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]
-resource.setrlimit(resource.RLIMIT_AS, (int(held) << 10, resource.RLIM_INFINITY))
-""",
-    "temporary files": """
-import tempfile
-tempfile._candidate_tempdir_list = lambda: ["/dev/null"]
-""",
     "working folder": """
 import os
 os.rmdir(os.getcwd())
@@ -275,8 +265,6 @@ os.rmdir(os.getcwd())
         [
             ("processes", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
             ("threads", r"no more processes or threads can be started \(`ulimit -u` is \w+, .*\); raise .*"),
-            ("memory", r"(no more memory can be allocated|no more .*) \(.*`ulimit -v` .*\d+.*\); raise that limit.*"),
-            ("temporary files", r"no folder for temporary files can be written; set TMPDIR to one that can"),
             ("working folder", r"the working folder was deleted; `cd` to one that exists"),
         ],
         2,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.faults import LAYOUTS, TWO, descendants, ended, make_reference, run_while_killing, wait_until
+from support.faults import LAYOUTS, TWO, descendants, ended, make_reference, wait_until
 from support.jobs import batchinfer, output_bytes, outputs, start
 
 
@@ -23,17 +23,6 @@ def reference(tmp_path_factory):
 
 
 SLOW = pytest.mark.slow  # what a quicker case shows, too
-
-
-@pytest.mark.slow  # test_chaos kills ranks at random moments, too
-@pytest.mark.parametrize("layout", ["one", "two", "apart"])
-def test_killing_ranks_at_random_moments_changes_nothing(reference, layout):
-    folder, expected = reference
-    run = folder / f"killed-{layout}"
-    done, num_killed = run_while_killing(folder / "job.toml", run, LAYOUTS[layout], num_kills=3, seed=len(layout))
-    assert num_killed > 0
-    assert done.code == 0, done.err
-    assert output_bytes(run) == expected
 
 
 @pytest.mark.parametrize("layout", ["two", pytest.param("gloo", marks=SLOW)])

@@ -1,7 +1,6 @@
 """Interrupted at any moment and run again, a job ends with the same output files; nothing is lost or doubled."""
 
 import json
-import random
 import signal
 import time
 
@@ -12,7 +11,7 @@ from batchinfer.plan import packing
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.run.units.claims import UnitClaims, last_claim
 from batchinfer.rundir import RunDir
-from support.faults import kill_the_command, make_reference
+from support.faults import make_reference
 from support.jobs import batchinfer, output_bytes, outputs, question, start, write_job, write_questions, write_shard
 
 
@@ -80,17 +79,6 @@ def test_a_signal_while_working(reference, number):
     assert metrics["wasted_tokens"] > 0
     states = batchinfer("report", run, "--json", "--sql", "SELECT state FROM nodes ORDER BY start_s").out
     assert json.loads(states)[0]["state"] == ("running" if number == signal.SIGKILL else "interrupted")
-
-
-@pytest.mark.slow  # test_chaos kills controllers, too
-@pytest.mark.parametrize("seed", [0, 1])
-def test_kill_at_random_moments_until_it_ends(reference, seed):
-    rng = random.Random(seed)
-    options, run = another(reference, f"killed-{seed}")
-    job = reference[0] / "job.toml"
-    kill_the_command(job, options, rng, num_kills=4, longest_s=5.0)
-    assert batchinfer("run", job, *options).code == 0
-    assert output_bytes(run) == reference[1]
 
 
 def test_plan_work_and_finish_one_by_one_equal_run(reference):

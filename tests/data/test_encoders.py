@@ -128,19 +128,6 @@ def test_workers_that_somebody_ends_make_no_row_bad(monkeypatch):
             encoded(opened, texts)
 
 
-@pytest.mark.all  # make test: a command that is killed, below
-def test_leaving_ends_all_processes_whatever_they_do(tmp_path):
-    folder = model_folder(tmp_path / "model", template=TRAPS)
-    limits = EncoderLimits(row_s=1000.0)
-    with Encoders(job_of(folder, "messages"), window=2048, limits=limits) as opened:
-        (piece,) = opened.start(pa.array([user("LOOP")]))
-        while not (workers := children_of(opened._process._process.pid)):
-            time.sleep(0.01)
-    assert piece.exception() is not None
-    while any(Path(f"/proc/{pid}").exists() and state_of(pid) != "Z" for pid in workers):
-        time.sleep(0.01)
-
-
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

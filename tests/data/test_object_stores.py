@@ -334,18 +334,6 @@ def test_no_network_is_one_sentence(local, server):
     assert "NETWORK_CONNECTION" in refused("plan", job)
 
 
-@pytest.mark.all  # make test: no network, above
-def test_no_permission_is_one_sentence(local, server):
-    job = remote_job(local, server, "forbidden")
-    server.check_permissions(on=True)
-    try:
-        sentence = refused("plan", job)
-    finally:
-        server.check_permissions(on=False)
-    assert "check the name, the credentials" in sentence
-    assert not (local / "forbidden" / "plan").exists()
-
-
 # ---- objects that change
 
 

@@ -7,8 +7,6 @@ import decimal
 import json
 import math
 import shutil
-import subprocess
-import sys
 from typing import Any
 
 import duckdb
@@ -19,7 +17,7 @@ import pytest
 from batchinfer.finish.json_lines import JsonLines
 from batchinfer.records import ConfigError
 from batchinfer.rundir import RunDir, read_state
-from support.jobs import batchinfer, output_bytes, outputs, write_job, write_questions, write_shard
+from support.jobs import batchinfer, output_bytes, outputs, write_job, write_shard
 from support.openai_batches import chat, completion, read_lines, write_batch
 
 OPENAI = {"input": {"files": ["batch.jsonl"], "format": "openai", "prompt": None}, "output": {"format": "openai"}}
@@ -195,37 +193,3 @@ def test_files_that_two_shards_would_share_are_refused(tmp_path):
     assert ended.code == 2
     assert "would share the output file a.errors.jsonl; rename one of them" in ended.err
     assert batchinfer("plan", write_job(tmp_path, output={"format": "jsonl"})).code == 0
-
-
-WRITER = """
-import re, sys
-from pathlib import Path
-from batchinfer.config import load_job
-from batchinfer.finish import finish
-from batchinfer.rundir import RunDir
-def peak_kb():
-    return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-run = RunDir(Path(sys.argv[1]))
-job = load_job(run.job, [f"output.format={sys.argv[2]}"])
-finish.finish_run(run, job)
-print(peak_kb())
-"""
-
-
-@pytest.mark.all  # make test: test_wide_kept_columns_come_in_parts_of_bounded_size
-@pytest.mark.parametrize("form", [pytest.param("jsonl", marks=pytest.mark.slow), "openai"])
-def test_lines_are_written_in_bounded_memory(tmp_path, form):
-    """Many megabytes of lines, most of it log-probabilities, take little more than the Parquet file alone."""
-    write_questions(tmp_path / "prompts", (40,))
-    table = pq.read_table(tmp_path / "prompts" / "part-0.parquet")
-    table = pa.concat_tables([table] * 100).set_column(0, "id", pa.array([f"q{row}" for row in range(4000)]))
-    pq.write_table(table, tmp_path / "prompts" / "part-0.parquet")
-    job = write_job(tmp_path, sampling={"max_tokens": 30, "logprobs": 10, "ignore_eos": True})
-    assert batchinfer("plan", job).code == 0
-    assert batchinfer("work", job).code == 0
-    peaks = {}
-    for how in ("parquet", form):
-        program = [sys.executable, "-c", WRITER, str(tmp_path / "run"), how]
-        peaks[how] = int(subprocess.run(program, capture_output=True, text=True, check=True).stdout.split()[-1])
-    assert (tmp_path / "run" / "outputs" / "part-0.jsonl").stat().st_size > 30_000_000
-    assert peaks[form] - peaks["parquet"] < 100_000, peaks

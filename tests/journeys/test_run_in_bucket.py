@@ -146,21 +146,6 @@ def test_a_damaged_job_file_is_named_and_a_plan_puts_it_there_again(calm, server
     assert json.loads(batchinfer("verify", run.uri, "--json").out)["damaged"] == []
 
 
-@pytest.mark.all  # make test: test_bucket_claims::test_a_damaged_result_is_not_inherited
-def test_a_damaged_result_is_set_aside_and_computed_again(calm, server, tmp_path):
-    run = InBucket(calm, server.endpoint, "damaged", tmp_path)
-    run.plan()
-    run.command("work")
-    (name, data), *_ = [item for item in server.objects("runs", "damaged").items() if "part-" in item[0]]
-    server.put("runs", f"damaged/{name}", data[:-9] + b"something")
-    assert "results of 1 are damaged" in run.refused("finish", node="b", code=1)
-    run.command("work", node="c")
-    run.command("finish", node="b")
-    assert outputs_in(server, "damaged") == calm[1]
-    left = [key for key in server.objects("runs", "damaged") if key.startswith("units/")]
-    assert name not in left  # swept: no mark names it
-
-
 @pytest.mark.all  # make test: the run in a bucket, above
 def test_a_finish_on_another_node_adds_its_span_to_the_trace_in_the_store(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "traced", tmp_path)
@@ -177,62 +162,6 @@ def test_a_finish_on_another_node_adds_its_span_to_the_trace_in_the_store(calm, 
         before = spans()
         run.command("finish", "--trace", node="b")
         assert spans() == [*before, "finish"]
-
-
-@pytest.mark.slow
-def test_a_run_that_is_not_finished_is_shown_and_may_be_finished_partly(calm, server, tmp_path):
-    run = InBucket(calm, server.endpoint, "partial", tmp_path)
-    run.plan()
-    run.command("work")
-    client = server.client()
-    marks = [key for key in server.objects("runs", "partial") if key.startswith("done/")]
-    for key in marks[1:]:
-        client.delete_object(Bucket="runs", Key=f"partial/{key}")
-        # as if its worker had been killed before the unit's first commit
-        for name in server.objects("runs", f"partial/{key.replace('done', 'units')}"):
-            if "part-" in name:
-                client.delete_object(Bucket="runs", Key=f"partial/{key.replace('done', 'units')}/{name}")
-    options = run.options("b")
-    assert "are not done" in run.refused("finish", node="b", code=1)
-    partial = batchinfer("finish", run.job, *options, "--allow-partial")
-    assert partial.code == 3
-    assert "requests were not computed" in partial.err
-    run.command("work", node="c")
-    run.command("finish", node="b")
-    assert outputs_in(server, "partial") == calm[1]
-
-
-@pytest.mark.slow
-def test_failed_rows_are_tried_again(calm, server, tmp_path, monkeypatch):
-    from batchinfer.run.planned import job_of
-    from batchinfer.run.store.open import storage_of
-    from batchinfer.run.units.claims import offer_again
-    from batchinfer.run.units.result_files import write_results
-    from batchinfer.run.units.retry import retry_failed
-
-    run = InBucket(calm, server.endpoint, "retry", tmp_path)
-    run.plan()
-    run.command("work")
-    options = [part for part in run.options("b") if part != "--set"]
-    storage = storage_of(job_of(run.job, tuple(options)))
-    storage.fetch("state", "plan", "results")
-
-    def fail_one(folder):
-        (file,) = (storage.run.root / "units" / "000000").glob("*/part-*.parquet")
-        rows = pq.read_table(file)
-        table = rows.to_pylist()
-        table[0] |= {"status": "error", "error": "the rank died", "text": None, "finish_reason": "error"}
-        write_results(folder, 0, rows.from_pylist(table, schema=rows.schema))
-
-    assert offer_again(storage, 0, inherited=[], fill=fail_one)
-    storage.delete(storage.run.done(0))
-    run.command("work", node="c")  # completes the unit with what it inherits
-    run.command("finish", node="b", code=3)
-    found = retry_failed(storage)
-    assert (found.num_requests, found.num_units, found.num_open_units) == (1, 1, 1)
-    run.command("work", node="c")
-    run.command("finish", node="d")
-    assert outputs_in(server, "retry") == calm[1]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.instructions import FOR_X86
-from support.instructions import OFTEN, OPERATIONS, TESTS, run_code_with, run_tests_with, run_with
+from support.instructions import OFTEN, OPERATIONS, run_code_with, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
 
 pytestmark = pytest.mark.all  # what the other files show, on other instructions; make test: test_same_bits
@@ -40,11 +40,6 @@ def _supported():
 @pytest.mark.parametrize("which", [OFTEN, pytest.param("", marks=pytest.mark.slow)], ids=["often", "all"])
 def test_results_are_as_good_and_keep_their_bits_in_any_company(which):
     run_tests_with(AVX2.name, *OPERATIONS, which=which)
-
-
-@pytest.mark.slow  # a job below has the bytes of other instructions, whose jobs are in test_cpu_engine
-def test_whole_jobs_keep_their_bytes_however_they_are_run():
-    run_tests_with(AVX2.name, str(TESTS / "rank" / "test_cpu_engine.py"))
 
 
 def test_no_instruction_in_it_is_beyond_avx2():

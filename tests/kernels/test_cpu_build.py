@@ -231,15 +231,6 @@ def test_a_compiler_that_fails_is_the_reason_and_is_asked_again_next_time(tmp_pa
     assert answer(start(MAKE, tmp_path, CXX=compiler)).endswith(".so")
 
 
-@pytest.mark.all  # make test: a damaged library, below
-@pytest.mark.usefixtures("supported")
-def test_a_library_that_cannot_be_loaded_is_built_once_more_then_a_reason(tmp_path):
-    said = answer(start(ASK, tmp_path, CXX=write_compiler(tmp_path, "echo nonsense > $out"))).splitlines()
-    assert sum("building it again" in line for line in said) == 1
-    assert ".so" in said[-1]
-    assert num_calls(tmp_path) == 2 * NUM_COMMANDS
-
-
 @pytest.mark.usefixtures("supported")
 def test_processes_that_start_at_once_build_once(tmp_path):
     compiler = write_compiler(tmp_path, "sleep 0.5; touch $out")
@@ -302,15 +293,6 @@ def test_compilers_that_are_ended_leave_no_temporary_files(tmp_path):
 def test_a_name_of_a_compiler_that_is_no_command_is_the_reason(tmp_path):
     said = answer(start(ASK, tmp_path, CXX="g++ '-O2"))
     assert said == "CXX is g++ '-O2, which is no command: No closing quotation"
-
-
-@pytest.mark.all  # make test: a name that is no command, above
-def test_a_compiler_that_is_none_is_the_reason(tmp_path):
-    path = tmp_path / "compiler"
-    path.write_bytes(b"\x7fELF")
-    path.chmod(0o755)
-    with pytest.raises(build.BuildError, match=r"compiler failed with code 1: it cannot be run: Exec format error$"):
-        compilers.run([[str(path)]], 60, tmp_path)
 
 
 def test_a_compiler_that_gets_no_process_is_the_reason_and_not_the_cache(tmp_path, monkeypatch):
@@ -501,17 +483,3 @@ def test_no_library_is_loaded_from_a_folder_that_others_may_write(tmp_path, spoi
     assert f"the cache folder {folder}" in said
     assert f"chmod go-w {folder}" in said
     assert "XDG_CACHE_HOME" in said
-
-
-@pytest.mark.all  # make test: a folder that others may write, above
-@pytest.mark.usefixtures("supported", "cpp")
-def test_a_library_that_others_may_write_is_built_again(tmp_path):
-    built, folder = library_and_cache(tmp_path)
-    (folder / built.name).write_bytes(b"anything")
-    (folder / built.name).chmod(0o666)
-    same = {build.CHOICE: build.instructions().name}
-    said = answer(start(ASK, tmp_path, CXX=write_compiler(tmp_path, f"cp {built} $out"), **same))
-    assert "it can be written by others" in said
-    assert "building it again" in said
-    assert (folder / built.name).read_bytes() == built.read_bytes()
-    assert (folder / built.name).stat().st_mode & 0o022 == 0

@@ -5,7 +5,6 @@ Where the processor has AMX, all other tests of the C++ operations run with the 
 
 from __future__ import annotations
 
-import json
 import platform
 import shutil
 import subprocess
@@ -15,8 +14,7 @@ import pytest
 
 from batchinfer_kernels.cpu import build, compilers
 from support import carried_out
-from support.instructions import OFTEN, OPERATIONS, run_code_with, run_tests_with, run_with
-from support.jobs import answers, write_job, write_questions
+from support.instructions import OFTEN, OPERATIONS, run_code_with, run_tests_with
 
 PLAIN, AMX = "amx-plain", "amx"
 AGREE = """
@@ -51,27 +49,6 @@ def test_float32_has_the_family_of_other_instructions_and_bfloat16_one_of_its_ow
     of_tiles, of_others = (run_code_with(name, NAMES).splitlines()[-1].split() for name in (PLAIN, "avx2"))
     assert of_tiles[0] == of_others[0]
     assert of_tiles[1] != of_others[1]
-
-
-@pytest.mark.slow  # a store goes by the family's name: above, and test_a_store_is_not_shared_with_other_kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_store_is_shared_with_other_instructions_in_float32_alone(dtype, tmp_path):
-    write_questions(tmp_path / "prompts", (3, 2))
-    for name in ("avx2", PLAIN):
-        job = write_job(
-            tmp_path,
-            name=f"{name}.toml",
-            output={"dir": name},
-            model={"dtype": dtype},
-            sampling={"max_tokens": 4, "logprobs": 0},
-            kv={"dir": str(tmp_path / "kv"), "persist": "all"},
-        )
-        run_with(name, "-m", "batchinfer", "run", str(job))
-    sql = "SELECT sum(hit_blocks)::INT AS hits FROM kv"
-    (row,) = json.loads(run_with(PLAIN, "-m", "batchinfer", "report", str(tmp_path / PLAIN), "--json", "--sql", sql))
-    assert (row["hits"] > 0) == (dtype == "float32")
-    if dtype == "float32":
-        assert answers(tmp_path / PLAIN) == answers(tmp_path / "avx2")
 
 
 @pytest.mark.all  # make test: test_products_of_the_instructions_have_the_...

@@ -119,18 +119,6 @@ def test_two_nodes_give_the_outputs_of_one_rank(reference, cluster, other_hosts)
 
 @pytest.mark.all  # make test: two hosts, above
 @NEEDS_ROOT
-def test_two_nodes_of_one_name_do_not_share_memory(reference):
-    """Containers, or machines with a default name: neither sees the other's processes."""
-    run = planned(reference, "one-name", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1})
-    codes, err = ended(start_nodes(run, 2, own_processes=True))
-    assert codes == [0, 0], err
-    assert "warning" not in err
-    assert batchinfer("finish", run).code == 0
-    assert output_bytes(run) == reference[1]
-
-
-@pytest.mark.all  # make test: two hosts, above
-@NEEDS_ROOT
 @pytest.mark.parametrize("namespaces", [["--net"], ["--pid", "--fork", "--mount-proc", "--kill-child"], ["--uts"]])
 def test_a_host_is_the_processes_that_reach_each_others_memory(namespaces):
     say = [sys.executable, "-c", "from batchinfer.run.liveness import this_host; print(this_host())"]
@@ -244,13 +232,6 @@ def test_two_nodes_meet_in_a_bucket_and_their_kv_goes_through_it(reference, serv
     if cluster == APART:
         sent = {path.rpartition("/")[2] for path in faults.written if "/work/transfers-" in path}
         assert len(sent) == 27  # each request, some twice: an answer was lost
-
-
-@pytest.mark.slow
-def test_torchrun_starts_ranks_that_meet_in_a_bucket(reference, server, tmp_path):
-    run = InBucket(reference, server, server.endpoint, tmp_path, "torchrun-bucket", {"prefill_ranks": 2})
-    torchrun(run.job, *run.options("node"))
-    assert run.outputs() == reference[1]
 
 
 def says(monkeypatch, name_means, leaves_from):

@@ -35,9 +35,6 @@ from support.jobs import batchinfer, output_bytes
 from support.paths import ROOT
 from support.s3_servers import BOTH, running
 from support.sent_jobs import SLOW, computed_here, submitted
-from support.small_disks import small_disk
-
-__all__ = ["small_disk"]
 
 ROWS = (25, 20, 19)
 
@@ -226,23 +223,6 @@ def test_the_clusters_own_warning_before_the_time_limit(submit, reference, stumb
     assert "goes back into the queue" in log
     assert "restart 1" in log
     assert "TIME LIMIT" not in log  # it was gone before
-
-
-@pytest.mark.slow
-def test_a_full_disk_ends_tasks_and_later_ones_go_on(small_disk, submit, reference):
-    run = submit("--array", "2", folder=small_disk.folder)
-    wait_for(lambda: is_in_the_middle(run), run)
-    small_disk.fill(but_bytes=0)
-    assert wait_for(lambda: finish_state(run), run) == "FAILED"
-    sent = submissions(run)[0]
-    ends = {
-        code for index in range(2) if (code := re.search(r" ExitCode=(\d+):", show(f"{sent.arrays[0]}_{index}"))[1])
-    }
-    assert ends == {"2"}  # they do not go back into the queue
-    small_disk.free()
-    again = batchinfer("submit", run.root, "--array", "2")
-    assert again.code == 0, again.err
-    expect_outputs(run, reference)
 
 
 @pytest.mark.slow
@@ -507,29 +487,3 @@ def test_the_command_sends_tasks_and_stays_until_the_run_is_finished(submit, ref
     assert [sent.size.tasks for sent in submissions(run)][:2] == [0, 1]  # the shape, then what measures the speed
     assert read_goal(run).most_tasks == 3
     assert batchinfer("submit", "--follow", run.root).code == 0  # nothing left to do
-
-
-@pytest.mark.slow
-def test_a_run_ends_at_its_deadline_although_tasks_are_killed(submit, reference, stumble):
-    """Real seconds: 64 units of 4 s, for which one task would need more than four minutes, in two and a half."""
-    stumble(4.0)
-    run = submit("--array", "1")
-    forecast(run, 64 * 4.0)
-    goal = goal_of(finish_by_s=time.time() + 150)
-    kills = [goal.set_s + 50, goal.set_s + 80]
-    numbers: list[int] = []
-
-    def now_s() -> float:
-        now = time.time()
-        numbers.append(num_tasks(run))
-        if kills and now > kills[0]:
-            subprocess.run(["scancel", "--signal=KILL", "--full", *running_tasks(run)[:1]], check=True)
-            kills.pop(0)
-        return now
-
-    follow_goal(FolderStorage(run), load_job(run.job), goal, now_s=now_s, look_s=1.0)
-    took_s = time.time() - goal.set_s
-    print(f"\nended after {took_s:.0f} of 150 s; tasks second by second: {numbers}")
-    assert not kills
-    assert 0.9 * 150 <= took_s <= 1.1 * 150
-    expect_outputs(run, reference)

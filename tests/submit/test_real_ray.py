@@ -211,23 +211,3 @@ def test_in_a_bucket_four_tasks_of_which_a_node_is_lost_in_the_middle(submit_to_
     ]
     assert len(written) > 10
     assert not any(SECRET.encode() in text for text in (*written, *server.objects("runs", "first").values()))
-
-
-@pytest.mark.slow
-def test_in_a_bucket_tasks_are_resized_cancelled_and_go_on(submit_to_bucket, server, reference, cluster):
-    storage = submit_to_bucket("second", "--array", "3")
-    uri, run = "s3://runs/second", storage.run
-    refused = batchinfer("submit", uri, "--to", "ray", "--array", "2")
-    assert (refused.code, f"{uri} is in Ray already" in refused.err) == (2, True)
-    wait_for(lambda: has_begun(server, "second"), run)
-    assert "2 tasks commit and leave" in batchinfer("submit", "--resize", uri, "1").out
-    wait_for(lambda: len(read_tasks(fetched(storage).run).running) <= 1, run)
-    assert submissions(run)[-1].job in batchinfer("cancel", uri).out
-    assert state(run) in ("FAILED", "STOPPED")  # it says 75
-    sent = batchinfer("submit", uri, "--to", "ray", "--array", "2")
-    assert sent.code == 0, sent.err
-    run = fetched(storage).run
-    wait_for(lambda: state(run) in ("SUCCEEDED", "FAILED"), run)
-    assert state(run) == "SUCCEEDED", logs(run)
-    outputs = {key: data for key, data in server.objects("runs", "second").items() if key.startswith("outputs/")}
-    assert outputs == reference[1]

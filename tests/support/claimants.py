@@ -100,12 +100,12 @@ class _Clock:
         return self.now_s
 
 
-def claim_all(folder: Path, num_units: int, num_controllers: int, counter: Counter, *, seed: int = 0) -> Cost:
+def claim_all(folder: Path, num_units: int, num_controllers: int, counter: Counter) -> Cost:
     """Have this many simulated controllers claim and complete all units of an empty run folder.
 
     A unit takes 100 to 300 simulated seconds. Workers come within the first minute, as tasks of an array do.
     """
-    run, rng, clock = RunDir(folder), random.Random(seed), _Clock()
+    run, rng, clock = RunDir(folder), random.Random(0), _Clock()
     rows = [{"unit": unit, "num_requests": 1} for unit in range(num_units)]
     counter.calls.clear()
     begun_s = time.perf_counter()

@@ -132,11 +132,11 @@ class ThreadedExchange:
 
 
 @contextmanager
-def shared_memory_group(size: int, *, timeout_s: float = DEADLINE_S) -> Iterator[list[SharedMemoryExchange]]:
+def shared_memory_group(size: int) -> Iterator[list[SharedMemoryExchange]]:
     """SharedMemoryExchange of each rank, all in this process, connected by threads and closed at the end."""
     store = dist.HashStore()
     with ThreadPoolExecutor(size) as pool, ExitStack() as stack:
-        futures = [pool.submit(SharedMemoryExchange, store, rank, size, timeout_s=timeout_s) for rank in range(size)]
+        futures = [pool.submit(SharedMemoryExchange, store, rank, size, timeout_s=DEADLINE_S) for rank in range(size)]
         members = [future.result() for future in futures]
         for member in members:
             stack.callback(member.close)

@@ -66,9 +66,9 @@ def _list_of(array: pa.ListArray, rng: np.random.Generator) -> pa.Array:
     return of.from_arrays(pa.array(offsets, integers), pa.array(lengths, integers), items, mask=mask)
 
 
-def random_values(rng: np.random.Generator, depth: int = 3) -> pa.Array:
-    """Return 8 rows of a random type of at most this depth, in the plain layout."""
-    kind = _random_type(rng, depth)
+def random_values(rng: np.random.Generator) -> pa.Array:
+    """Return 8 rows of a random type of at most three levels, in the plain layout."""
+    kind = _random_type(rng, 3)
     return pa.array([_random_value(kind, rng) for _ in range(8)], kind)
 
 

@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     tests = options.tests or f"tests/{options.room.removesuffix('.py').partition('/')[0]}"
+    if not options.tests and not (ROOT / tests).is_dir():
+        parser.error(f"there is no folder {tests}; name the tests of {options.room} with --tests")
     command = shlex.join([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *shlex.split(tests)])
     with tempfile.TemporaryDirectory(prefix="batchinfer-mutants-") as folder:
         tree, config, session = Path(folder, "tree"), Path(folder, "config.toml"), Path(folder, "session.sqlite")

@@ -19,13 +19,13 @@ def make_random_twin(source: Path, target: Path, *, seed: int = 0) -> Path:
     return target
 
 
-def skew_experts(folder: Path, *, seed: int = 0, spread: float = 0.15) -> Path:
+def skew_experts(folder: Path) -> Path:
     """Give some experts of a model folder far more tokens than others, by the bias of its routers."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tensors = load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if "e_score_correction_bias" in name:
-            tensors[name] = spread * torch.randn(tensor.shape, generator=generator)
+            tensors[name] = 0.15 * torch.randn(tensor.shape, generator=generator)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -60,7 +60,7 @@ _OTHERS = [byte for byte in range(256) if byte not in _PRINTED]
 _CHARACTER_OF = {byte: chr(byte) for byte in _PRINTED} | {byte: chr(256 + i) for i, byte in enumerate(_OTHERS)}
 
 
-def write_tokenizer(folder: Path, pieces: Iterable[str | bytes], *, template: str = TEMPLATE) -> dict[str | bytes, int]:
+def write_tokenizer(folder: Path, pieces: Iterable[str | bytes]) -> dict[str | bytes, int]:
     """Write a byte-level tokenizer with MARKS, all single bytes and these pieces; return the ids of marks and pieces.
 
     Args:
@@ -83,14 +83,12 @@ def write_tokenizer(folder: Path, pieces: Iterable[str | bytes], *, template: st
         "model": {"type": "BPE", "ignore_merges": True, "vocab": ids, "merges": []},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return {mark: ids[mark] for mark in MARKS} | {piece: ids[_spell(piece)] for piece in pieces}
 
 
-def write_scripted_model(
-    folder: Path, *scripts: Sequence[str | bytes], template: str = TEMPLATE
-) -> dict[str | bytes, int]:
+def write_scripted_model(folder: Path, *scripts: Sequence[str | bytes]) -> dict[str | bytes, int]:
     """Write a model that goes on with a script wherever a token of it is the last one; return its tokens' ids.
 
     Its layer for multi-token prediction knows the scripts, too, so that every drafted token is right.
@@ -102,7 +100,7 @@ def write_scripted_model(
     for last, coming in (pair for script in scripts for pair in pairwise(script)):
         assert following.setdefault(last, coming) == coming, f"{last!r} is followed by two tokens"
     tokens = dict.fromkeys(token for script in scripts for token in script)
-    ids = write_tokenizer(folder, [token for token in tokens if token not in MARKS], template=template)
+    ids = write_tokenizer(folder, [token for token in tokens if token not in MARKS])
     vocab_size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
     (folder / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": vocab_size}))
     config = load_model_config(folder)

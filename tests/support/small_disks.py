@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 
-def remount(folder: Path, mode: str, *, seconds: float = 30) -> None:
+def remount(folder: Path, mode: str) -> None:
     """Make a mounted file system "ro" or "rw"; it is busy while a thread has a file open for writing."""
     command = ["mount", "-o", f"remount,{mode}", str(folder)]
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + 30
     while (done := subprocess.run(command, check=False, capture_output=True, text=True)).returncode:
         if "busy" not in done.stderr or time.monotonic() > deadline:
             raise OSError(f"{' '.join(command)}: {done.stderr.strip()}")

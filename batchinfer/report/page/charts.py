@@ -56,12 +56,12 @@ def short(value: float) -> str:
     return f"{value:.3g}" if abs(value) >= 1e-4 or value == 0 else f"{value:.0e}"
 
 
-def nice_steps(largest: float, most: int = 4) -> list[float]:
-    """Return numbers from 0 to at least `largest` in steps of 1, 2 or 5 times a power of ten."""
+def nice_steps(largest: float) -> list[float]:
+    """Return numbers from 0 to at least `largest` in at most four steps of 1, 2 or 5 times a power of ten."""
     if largest <= 0:
         return [0.0, 1.0]
-    power = 10 ** math.floor(math.log10(largest / most))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * most >= largest * (1 - 1e-9))
+    power = 10 ** math.floor(math.log10(largest / 4))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * 4 >= largest * (1 - 1e-9))
     return [index * step for index in range(math.ceil(largest / step - 1e-9) + 1)]
 
 

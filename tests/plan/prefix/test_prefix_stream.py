@@ -1,10 +1,8 @@
 """The prefix plan over sorted runs on disk: the same plan as in memory, in bounded memory, and nothing left behind."""
 
-import json
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -19,9 +17,7 @@ from batchinfer.plan.prefix.prompt_parts import PROMPT_BYTES, TOKEN_BYTES
 from batchinfer.plan.prefix.streamed import PrefixStream
 from batchinfer.records import ConfigError
 from support.jobs import batchinfer, question, write_job, write_shard
-from support.prompt_corpus import few_shot_prompts, write_tokens
 
-TESTS = Path(__file__).parents[2]
 RUNS_IN_MEMORY = 4  # a run has a quarter of the memory
 
 
@@ -204,25 +200,3 @@ def test_a_killed_plan_leaves_nothing_behind_once_it_is_made_again(tmp_path):
     left = [str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.name[0] == "."]
     assert left == []
     assert len(pq.read_table(folder / "requests.parquet")) == 5
-
-
-@pytest.mark.all  # make test: any memory, above
-def test_three_hundred_thousand_prompts_are_planned_without_holding_their_tokens(tmp_path, capsys):
-    run, _ = write_tokens(tmp_path / "run", few_shot_prompts(300_000))
-    found, tables = {}, set()
-    # the streamed plan may have 32 MiB for 229 MiB of tokens; the other keeps all in memory, for comparison
-    for name, memory_bytes in [("streamed", 32 << 20), ("in memory", 4 << 30)]:
-        command = [sys.executable, "-m", "support.plan_process", str(run.root), str(memory_bytes)]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, cwd=TESTS)
-        assert ended.returncode == 0, ended.stderr
-        found[name] = json.loads(ended.stdout)
-        tables.add(tuple(path.read_bytes() for path in (run.requests, run.units)))
-    with capsys.disabled():
-        for name, one in found.items():
-            seconds = {step: round(value, 1) for step, value in one["seconds"].items()}
-            speed = one["num_prompts"] / sum(one["seconds"].values())
-            print(f"\n300,000 prompts {name}: {speed:,.0f}/s, {one['peak_bytes'] / 2**20:,.0f} MiB at most, {seconds}")
-    assert len(tables) == 1
-    assert found["streamed"]["disk_bytes"] > 0
-    # about 220 MiB are the interpreter with its libraries and what numba compiles
-    assert found["streamed"]["peak_bytes"] < 600 << 20 < found["in memory"]["peak_bytes"]
