@@ -177,11 +177,12 @@ class _PromptCursor:
             else:
                 self._first += len(self._lists)
                 self._lists = _as_lists(next(self._parts))
-        return pa.concat_arrays(taken)
+        return pa.concat_arrays(taken).cast(TOKEN_IDS)
 
 
 def _as_lists(part: SortedPrompts) -> pa.Array:
-    return pa.ListArray.from_arrays(pa.array(part.offsets.astype(np.int32)), pa.array(part.token_ids.view(np.int32)))
+    tokens = part.token_ids.view(np.int32) if part.token_ids.itemsize == 4 else part.token_ids  # cast when taken
+    return pa.ListArray.from_arrays(pa.array(part.offsets.astype(np.int32)), pa.array(tokens))
 
 
 def _row_groups(

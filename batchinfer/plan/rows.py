@@ -115,7 +115,8 @@ def load_rows(
             parts["length"].append(np.diff(prompts.offsets))
             parts["choice"].append(prompts.choice)
             parts["score_from"].append(prompts.score_from)
-    columns = {name: np.concatenate(arrays) if arrays else np.zeros(0, np.int64) for name, arrays in parts.items()}
+    # popped, so that no two columns are in memory twice
+    columns = {name: np.concatenate(parts.pop(name) or [np.zeros(0, np.int64)]) for name in _NAMES}
     is_greedy, seed, scores_prompt, *digest = _by_code(texts, default)
     return RowTable(
         shard=columns["shard"].astype(np.int32, copy=False),
