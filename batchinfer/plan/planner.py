@@ -5,6 +5,7 @@ No model is loaded. Every file appears whole or not at all, so an interrupted pl
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -232,7 +233,7 @@ def _plan(
     remove_stale_answers(run, state)
     shards = tokenize_shards(prepared, shards, strict=strict)
     prepared.encoders.close()
-    pa.default_memory_pool().release_unused()  # of the rows' texts
+    _release_freed_memory()  # of the rows' texts
     refuse_unreadable_input(shards)
     with (
         Stage("planning", "ordering the requests"),
@@ -244,8 +245,10 @@ def _plan(
         ) as prefixes,
     ):
         rows = load_rows(run, manifest, shards, job.sampling.to_sampling(), prefixes.add)
+        _release_freed_memory()
         _check_memory(job, model, rows, shards)
         requests = plan_requests(rows, prefixes.plan())
+        _release_freed_memory()
         keys = sampling_keys(run, manifest, shards, rows, requests)
         written = write_plan(
             run,
@@ -286,6 +289,14 @@ def _plan(
         note(f"warning: no number of nodes finishes within {hours}: a work unit or the longest answer takes longer")
     write_rows(run.summary, manifest, PLAN_SUMMARY.schema, summary)
     return shards, summary, {} if reused is None else {REUSED: reused.record}
+
+
+def _release_freed_memory() -> None:
+    """Return freed memory to the system. glibc keeps it between arrays that are still in use; Arrow keeps its own."""
+    pa.default_memory_pool().release_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager
