@@ -246,13 +246,42 @@ class Span:
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token's log-probability under the raw logits, and the most likely alternatives."""
+@dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities of N tokens under the raw logits, and of the K most likely alternatives of each, in columns.
 
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    The columns are the bytes of arrays, so that a token costs no objects.
+    """
+
+    num_top: int  # K
+    token_ids: bytearray = field(default_factory=bytearray)  # [N] int32
+    logprobs: bytearray = field(default_factory=bytearray)  # [N] float64
+    top_token_ids: bytearray = field(default_factory=bytearray)  # [N, K] int32, most likely first
+    top_logprobs: bytearray = field(default_factory=bytearray)  # [N, K] float64
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self)
+        sizes = 4 * num_tokens, 8 * num_tokens, 4 * num_tokens * self.num_top, 8 * num_tokens * self.num_top
+        if sizes != tuple(map(len, self.columns)):
+            raise ValueError("columns of log-probabilities have different lengths")
+
+    def __len__(self) -> int:
+        return len(self.token_ids) // 4
+
+    @property
+    def columns(self) -> tuple[bytearray, bytearray, bytearray, bytearray]:
+        """The columns in the order of the fields."""
+        return self.token_ids, self.logprobs, self.top_token_ids, self.top_logprobs
+
+    def add(self, *parts: bytes) -> None:
+        """Add tokens: the bytes of each column."""
+        for column, part in zip(self.columns, parts, strict=True):
+            column.extend(part)
+
+    def cut(self, num_tokens: int) -> None:
+        """Drop all but the first tokens."""
+        for column, width in zip(self.columns, (4, 8, 4 * self.num_top, 8 * self.num_top), strict=True):
+            del column[width * num_tokens :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,14 +299,14 @@ class Completion:
     cached_disk_tokens: int
     kv_tokens_sum: int  # sum over output tokens of the KV length each one attended to
     times: RequestTimes = field(default_factory=RequestTimes)
-    logprobs: tuple[TokenLogprob, ...] | None = None
+    logprobs: TokenLogprobs | None = None
     error: str | None = None
     replicated_tokens: int = 0  # prompt tokens that another rank computed, too; below 0: memory had more than planned
     recomputed_tokens: int = 0  # prompt tokens that its rank had computed before and had to drop, short of pages
     computed_tokens: int = 0  # prompt tokens that ran for it, replicated and recomputed ones included
     reasoning: str | None = None  # the thinking before the text; None: there was none, or it was not requested
     reasoning_tokens: int = 0  # of token_ids
-    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's scored tokens
+    prompt_logprobs: TokenLogprobs | None = None  # of the prompt's scored tokens
     structured_valid: bool | None = None  # whether it is complete by structured_outputs; None: no form was required
 
 

@@ -1,8 +1,6 @@
 """Requests of a work unit read from the plan, and its results as rows."""
 
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,7 @@ import pyarrow as pa
 from batchinfer.data.parquet import own_parquet
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.manifest import Manifest
-from batchinfer.records import Completion, Request, RequestKey, Sampling, TokenLogprob, sampling_from_json
+from batchinfer.records import Completion, Request, RequestKey, Sampling, TokenLogprobs, sampling_from_json
 from batchinfer.rundir import RunDir
 
 # attributes of a completion that are columns of a result file
@@ -19,7 +17,6 @@ COUNTS = (
     "prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "replicated_tokens", "recomputed_tokens",
     "computed_tokens", "reasoning_tokens", "kv_tokens_sum",
 )  # fmt: skip
-SCORED_TOKEN = {"token_id": np.int32, "logprob": np.float32}
 
 
 def read_unit(
@@ -94,28 +91,29 @@ def result_table(completions: list[Completion]) -> pa.Table:
     return pa.table(columns, schema=RESULTS.schema)
 
 
-def _logprob_lists(of_each: list[tuple[TokenLogprob, ...] | None]) -> pa.Array:
-    """Convert log-probabilities to schemas.LOGPROBS via flat arrays, since alternatives may be millions."""
-    items = [item for scored in of_each for item in scored or ()]
-    num_top = [len(item.top) for item in items]
-    chosen = _scored_tokens(((item.token_id, item.logprob) for item in items), len(items))
-    alternatives = _scored_tokens(chain.from_iterable(item.top for item in items), sum(num_top))
-    top = pa.ListArray.from_arrays(
-        _offsets(num_top), pa.StructArray.from_arrays([*alternatives.values()], [*alternatives])
-    )
+def _logprob_lists(of_each: list[TokenLogprobs | None]) -> pa.Array:
+    """Convert log-probabilities to schemas.LOGPROBS."""
+    scored = [item for item in of_each if item is not None]
+    num_top = np.repeat([item.num_top for item in scored], [len(item) for item in scored]).astype(np.int32)
+    chosen = _scored_tokens([item.token_ids for item in scored], [item.logprobs for item in scored])
+    others = _scored_tokens([item.top_token_ids for item in scored], [item.top_logprobs for item in scored])
+    top = pa.ListArray.from_arrays(_offsets(num_top), pa.StructArray.from_arrays([*others.values()], [*others]))
     columns = {**chosen, "top": top}
     return pa.ListArray.from_arrays(
-        _offsets([len(scored or ()) for scored in of_each]),
+        _offsets(np.array([len(item or ()) for item in of_each])),
         pa.StructArray.from_arrays([*columns.values()], [*columns]),
-        mask=pa.array([scored is None for scored in of_each]),
+        mask=pa.array([item is None for item in of_each]),
     )
 
 
-def _scored_tokens(pairs: Iterable[tuple[int, float]], count: int) -> dict[str, pa.Array]:
-    """Convert (token, log-probability) pairs to two columns."""
-    found = np.fromiter(pairs, np.dtype([*SCORED_TOKEN.items()]), count)
-    return {name: pa.array(found[name]) for name in SCORED_TOKEN}
+def _scored_tokens(token_ids: list[bytearray], logprobs: list[bytearray]) -> dict[str, pa.Array]:
+    """Convert columns of TokenLogprobs to the columns of a struct."""
+    found = {
+        "token_id": np.frombuffer(b"".join(token_ids), dtype=np.int32),
+        "logprob": np.frombuffer(b"".join(logprobs), dtype=np.float64).astype(np.float32),
+    }
+    return {name: pa.array(values) for name, values in found.items()}
 
 
-def _offsets(lengths: list[int]) -> pa.Array:
-    return pa.array(np.cumsum([0, *lengths]), pa.int32())
+def _offsets(lengths: np.ndarray) -> pa.Array:
+    return pa.array(np.concatenate([[0], np.cumsum(lengths)]), pa.int32())

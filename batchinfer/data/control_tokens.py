@@ -12,13 +12,14 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from batchinfer.data.safe_cuts import keeps_text
-from batchinfer.data.text_encoder import TextEncoder, special_ids_around
+from batchinfer.data.text_encoder import TextEncoder, ids_to_bytes, special_ids_around
 from batchinfer.records import ModelError
 
 Render = Callable[[list[Any]], str]  # of [messages, variables for the template]
@@ -60,8 +61,19 @@ class ControlTokens:
 
     def first_in(self, value: Any) -> str | None:
         """Return the text of the first control token in a text or in the texts of a chat; None if there is none."""
-        found = (self._pattern.search(text) or self._first_normalized(text) for text in _texts_in(value))
-        return next((match[0] for match in found if match), None)
+        for text in (value,) if isinstance(value, str) else _texts_in(value):
+            if found := self._pattern.search(text) or self._first_normalized(text):
+                return found[0]
+        return None
+
+    def are_in(self, values: list[Any]) -> list[bool]:
+        """Return for each text or chat whether it has a control token."""
+        # one search for all: a token that is in a text is in the joined texts, too
+        if self._normalizer is None and not self._pattern.search(
+            "\0".join(chain.from_iterable(map(_texts_in, values)))
+        ):
+            return [False] * len(values)
+        return [self.first_in(value) is not None for value in values]
 
     def pieces(self, chat: list[Any], text: str, render: Render) -> list[str] | None:
         """Split the rendered text of a chat into [text, control token of the template, text, ...].
@@ -132,8 +144,8 @@ class LiteralTokenizer:
             )
         self._start, self._end = found
 
-    def encode(self, pieces: list[str], most_tokens: int | None, *, in_template: bool = False) -> list[int] | str:
-        """Return the ids of [text, control token, text, ...], or the error sentence.
+    def encode(self, pieces: list[str], most_tokens: int | None, *, in_template: bool = False) -> bytes | str:
+        """Return the ids of [text, control token, text, ...] as bytes of uint32, or the error sentence.
 
         Args:
             most_tokens: see TextEncoder.encode.
@@ -143,11 +155,11 @@ class LiteralTokenizer:
         (found,) = self._encoder.encode([text], most_tokens, add_special_tokens=False)
         if isinstance(found, str):
             return found
-        array = np.asarray(found, dtype=np.int64)
+        array = np.frombuffer(found, np.uint32)
         if np.isin(array, self._unwanted).any():
             return "the tokenizer has no other tokens for the text of a control token in it"
-        ids: list[int] = self._true_ids[array].tolist()
-        return ids if in_template else [*self._start, *ids, *self._end]
+        ids = self._true_ids[array].astype(np.uint32).tobytes()
+        return ids if in_template else ids_to_bytes(self._start) + ids + ids_to_bytes(self._end)
 
 
 class _Hidden:

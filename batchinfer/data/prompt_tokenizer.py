@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from batchinfer.data.control_tokens import ControlTokenError, ControlTokens
-from batchinfer.data.text_encoder import TextEncoder
+from batchinfer.data.text_encoder import TextEncoder, ids_of_bytes
 from batchinfer.records import ModelError
 
 if TYPE_CHECKING:
@@ -73,6 +73,12 @@ class PromptTokenizer:
     def encode_prompts(
         self, texts: list[str], most_tokens: int | None = None, control: str = "parse", *, special: bool = True
     ) -> list[list[int] | str]:
+        """Return what `prompt_ids` returns, with ids as lists."""
+        return list(map(ids_of_bytes, self.prompt_ids(texts, most_tokens, control, special=special)))
+
+    def prompt_ids(
+        self, texts: list[str], most_tokens: int | None = None, control: str = "parse", *, special: bool = True
+    ) -> list[bytes | str]:
         """Encode raw prompts with the tokenizer's own special tokens.
 
         The special tokens are those of the post-processor in tokenizer.json, as in transformers 5: `add_bos_token` in
@@ -86,10 +92,12 @@ class PromptTokenizer:
             special: False for texts that follow a prompt, which get no special tokens.
 
         Returns:
-            The ids of each text, or the error sentence if the text cannot be encoded.
+            The ids of each text as bytes of uint32, or the error sentence if the text cannot be encoded.
         """
-        results: list[list[int] | str] = [[]] * len(texts)
-        found = [None if control == "parse" else self.control.first_in(text) for text in texts]
+        if control == "parse":
+            return self._encoder.encode(texts, most_tokens, add_special_tokens=special)
+        results: list[bytes | str] = [b""] * len(texts)
+        found = [self.control.first_in(text) for text in texts]
         for place, token in enumerate(found):
             if token is not None and control == "error":
                 results[place] = _holds(token)
@@ -110,6 +118,19 @@ class PromptTokenizer:
         variables: list[dict[str, Any]] | None = None,
         continues: bool = False,
     ) -> list[list[int] | str]:
+        """Return what `chat_ids` returns, with ids as lists."""
+        found = self.chat_ids(chats, most_tokens, control, variables=variables, continues=continues)
+        return list(map(ids_of_bytes, found))
+
+    def chat_ids(
+        self,
+        chats: list[list[dict[str, Any]]],
+        most_tokens: int | None = None,
+        control: str = "parse",
+        *,
+        variables: list[dict[str, Any]] | None = None,
+        continues: bool = False,
+    ) -> list[bytes | str]:
         """Encode chats by the chat template, which writes all special tokens.
 
         Args:
@@ -117,7 +138,7 @@ class PromptTokenizer:
             continues: see ChatTemplate.render.
 
         Returns:
-            The ids of each chat, or the error sentence if the template refuses the chat.
+            The ids of each chat as bytes of uint32, or the error sentence if the template refuses the chat.
 
         Raises:
             ModelError: the model folder has no usable chat template.
@@ -125,7 +146,7 @@ class PromptTokenizer:
         from batchinfer.data.chat import ChatError
 
         render = partial(_render, self.chat_template(), continues)
-        results: list[list[int] | str] = [[]] * len(chats)
+        results: list[bytes | str] = [b""] * len(chats)
         places, texts = [], []
         for place, chat in enumerate(map(list, zip(chats, variables or [{}] * len(chats), strict=True))):
             try:

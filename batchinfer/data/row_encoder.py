@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,11 +13,12 @@ from batchinfer.data.effort import EFFORT_VARIABLES, effort_variables
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.data.row_prompts import Chat, Prompt, RowPrompts
 from batchinfer.data.row_values import RowError
+from batchinfer.data.text_encoder import ids_to_bytes
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
 
-# (ids or the error sentence, whether the text has control tokens) of each text or chat
-IdsAndControl = Iterator[tuple[list[int] | str, bool]]
+# (ids as bytes of uint32 or the error sentence, whether the text has control tokens) of each text or chat
+IdsAndControl = Iterator[tuple[bytes | str, bool]]
 EncodeTexts = Callable[[list[Any]], IdsAndControl]
 
 # chats of which a sound template can render one, for any set of roles
@@ -61,7 +61,10 @@ class RowEncoder:
 
     def encode(self, column: pa.Array) -> pa.RecordBatch:
         """Encode the prompts of a column, or of a struct of columns (see RowPrompts.of), as columns.ENCODED."""
-        return self._encoded([self._with_effort(prompt) for prompt in self._prompts.of(column)], self._prompt_ids)
+        prompts = [
+            self._with_effort(prompt) if isinstance(prompt, Chat) else prompt for prompt in self._prompts.of(column)
+        ]
+        return self._encoded(prompts, self._prompt_ids)
 
     def encode_choices(self, column: pa.Array) -> pa.RecordBatch:
         """Encode texts that follow a prompt, without the tokenizer's special tokens, as columns.ENCODED."""
@@ -71,9 +74,9 @@ class RowEncoder:
         ]
         return self._encoded(texts, self._choice_ids)
 
-    def _with_effort(self, prompt: Prompt) -> Prompt:
+    def _with_effort(self, prompt: Chat) -> Prompt:
         """Return a chat with its effort as variables of the template, or an error if the template has none for it."""
-        if not isinstance(prompt, Chat) or prompt.effort is None or self._tokenizer.template_text is None:
+        if prompt.effort is None or self._tokenizer.template_text is None:
             return prompt
         variables = effort_variables(prompt.effort, self._tokenizer.chat_template().names)
         if not variables:
@@ -85,7 +88,7 @@ class RowEncoder:
 
     def _encoded(self, prompts: Sequence[Prompt], encode: EncodeTexts) -> pa.RecordBatch:
         errors = [str(prompt) if isinstance(prompt, RowError) else None for prompt in prompts]
-        lists: list[list[int]] = [[]] * len(prompts)
+        lists = [b""] * len(prompts)
         holds = np.zeros(len(prompts), dtype=bool)
         good = [row for row, error in enumerate(errors) if error is None]
         for row, (ids, has_control) in zip(good, encode([prompts[row] for row in good]), strict=True):
@@ -95,14 +98,14 @@ class RowEncoder:
             else:
                 lists[row] = ids
         offsets = np.zeros(len(prompts) + 1, dtype=np.int32)
-        np.cumsum([len(ids) for ids in lists], out=offsets[1:])
-        flat = np.fromiter(chain.from_iterable(lists), dtype=np.uint32, count=int(offsets[-1]))
+        flat = np.frombuffer(b"".join(lists), dtype=np.uint32)
+        np.cumsum([len(ids) // flat.itemsize for ids in lists], out=offsets[1:])
         token_ids = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
-        sentences = pa.array([error and clip(error) for error in errors], pa.string())
+        sentences = pa.array([None if error is None else clip(error) for error in errors], pa.string())
         return pa.RecordBatch.from_arrays([token_ids, sentences, pa.array(holds)], schema=ENCODED)
 
     def _prompt_ids(self, prompts: list[Any]) -> IdsAndControl:
-        found: list[tuple[list[int] | str, bool]] = [([], False)] * len(prompts)
+        found: list[tuple[bytes | str, bool]] = [(b"", False)] * len(prompts)
         for kind, encode in ((Chat, self._chat_ids), (str, self._text_ids), (list, _ready_ids)):
             places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, kind)]
             if places:
@@ -115,7 +118,7 @@ class RowEncoder:
             return ((_NO_TEMPLATE, False) for _ in chats)
         template = self._tokenizer.chat_template()
         messages = [template.with_ids(template.with_arguments(chat.messages)) for chat in chats]
-        found = self._tokenizer.encode_chats(
+        found = self._tokenizer.chat_ids(
             messages,
             self._most_tokens,
             self._control,
@@ -126,16 +129,15 @@ class RowEncoder:
         return self._with_control(texts, found)
 
     def _text_ids(self, texts: list[str]) -> IdsAndControl:
-        return self._with_control(texts, self._tokenizer.encode_prompts(texts, self._most_tokens, self._control))
+        return self._with_control(texts, self._tokenizer.prompt_ids(texts, self._most_tokens, self._control))
 
     def _choice_ids(self, texts: list[str]) -> IdsAndControl:
-        found = self._tokenizer.encode_prompts(texts, self._most_tokens, self._control, special=False)
+        found = self._tokenizer.prompt_ids(texts, self._most_tokens, self._control, special=False)
         return self._with_control(texts, found)
 
-    def _with_control(self, texts: list[Any], found: list[list[int] | str]) -> IdsAndControl:
-        first_in = self._tokenizer.control.first_in
-        return ((ids, first_in(text) is not None) for ids, text in zip(found, texts, strict=True))
+    def _with_control(self, texts: list[Any], found: list[bytes | str]) -> IdsAndControl:
+        return zip(found, self._tokenizer.control.are_in(texts), strict=True)
 
 
 def _ready_ids(prompts: list[list[int]]) -> IdsAndControl:
-    return ((ids, False) for ids in prompts)
+    return ((ids_to_bytes(ids), False) for ids in prompts)

@@ -84,16 +84,20 @@ class RowPrompts:
         Args:
             column: the column in `columns`; a struct of the columns if there are several, or a template.
         """
-        prompts: list[Prompt] = []
+        is_text = self._template is None and not self.may_make_chats and self._settings["format"] != "openai"
+        return [
+            value if is_text and isinstance(value, str) and value else self._checked(value)
+            for value in python_values(column)
+        ]
+
+    def _checked(self, value: Any) -> Prompt:
         is_one = self._template is None and len(self.columns) == 1
-        for value in python_values(column):
-            try:
-                if isinstance(value, UnicodeDecodeError):
-                    raise RowError(f"{' or '.join(self.columns)} is not valid UTF-8")
-                prompts.append(self._prompt({self.columns[0]: value} if is_one else value))
-            except RowError as error:
-                prompts.append(error)
-        return prompts
+        try:
+            if isinstance(value, UnicodeDecodeError):
+                raise RowError(f"{' or '.join(self.columns)} is not valid UTF-8")
+            return self._prompt({self.columns[0]: value} if is_one else value)
+        except RowError as error:
+            return error
 
     def chat(self, messages: list[dict[str, Any]], row: dict[str, Any] | None = None) -> Chat:
         """Return a chat of these messages with system text, tools and template variables of the job or the row.

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import dropwhile, pairwise, permutations
+from itertools import pairwise, product
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
@@ -52,6 +52,7 @@ class _Part:
     is_optional: bool
     is_single: bool  # one character is enough
     looks_ahead: bool = False
+    is_once: bool = False  # it takes at most one character
 
     def takes_any(self, chars: str) -> bool:
         return any(_taken(atom, chars) != "none" for atom in self.atoms)
@@ -95,7 +96,7 @@ def safe_cuts(tokenizer: Tokenizer) -> SafeCuts | None:
     except _Unknown:
         return None
     kinds = _kinds(set("".join(added)))
-    pairs = {(a, b) for a, b in permutations(kinds, 2) if _is_cut(steps, a, b)}
+    pairs = {(a, b) for a, b in product(kinds, repeat=2) if _is_cut(steps, a, b)}
     # no cut inside an added token
     kind_of = {char: kind for kind in kinds for char in kind}
     pairs -= {(kind_of.get(a, ""), kind_of.get(b, "")) for text in added for a, b in pairwise(text)}
@@ -161,7 +162,8 @@ def _alternatives(pattern: str) -> list[list[_Part]]:
             if "i" in (found["flags"] or ""):
                 group.append(r"[^\x00-\x7f]")  # where case does not matter, one such character can stand for several
             atoms = [found["atom"]] if found["atom"] else group
-            alternatives[-1].append(_Part(atoms, fewest == 0, fewest <= 1 and not group))
+            is_once = not group and count in ("?", "{1}")
+            alternatives[-1].append(_Part(atoms, fewest == 0, fewest <= 1 and not group, is_once=is_once))
     if any(all(part.is_optional for part in parts) for parts in alternatives):
         raise _Unknown  # it can match nothing at all
     return alternatives
@@ -189,8 +191,12 @@ def _is_cut(steps: list[list[list[_Part]]], a: str, b: str) -> bool:
 
 def _goes_on(parts: list[_Part], a: str, b: str) -> bool:
     """Return whether an alternative may match, or look at, a character of kind b after one of kind a."""
-    after = dropwhile(lambda part: not part.takes_any(a), parts)
-    return any(part.looks_ahead or part.takes_any(b) for part in after)
+    return any(
+        other.looks_ahead or other.takes_any(b)
+        for place, part in enumerate(parts)
+        if part.takes_any(a)
+        for other in parts[place + part.is_once :]
+    )
 
 
 def _always_takes(parts: list[_Part], chars: str) -> bool:
@@ -200,14 +206,17 @@ def _always_takes(parts: list[_Part], chars: str) -> bool:
 
 
 def _compiled(kinds: list[str], pairs: set[tuple[str, str]]) -> SafeCuts:
-    """Compile the patterns of chunks (runs of characters of one kind each, up to the first cut) and of cuts."""
+    """Compile the patterns of chunks (runs of characters of one kind each, up to the first cut) and of cuts.
+
+    A run is a single character where each character of the kind is a word (digits of many tokenizers).
+    """
     ends = {kind: "".join(_ranges(b) for a, b in pairs if a == kind) for kind in kinds}
     cut = sorted((kind for kind in kinds if ends[kind]), key=lambda kind: "a" not in kind)  # letters first: quicker
     apart = {kind: _ranges(kind) + "".join(_ranges(a) for a, b in pairs if b == kind) for kind in cut}
+    last = [f"[{_ranges(kind)}]" if (kind, kind) in pairs else f"[{_ranges(kind)}]++" for kind in cut]
     # most chunks are a run, with a character such as a space before it, that goes up to a cut
-    quick = [f"[^{apart[kind]}]?+[{_ranges(kind)}]++(?=[{ends[kind]}])" for kind in cut]
-    joined = [f"[{_ranges(kind)}]++(?![{ends[kind]}])" for kind in cut]
-    last = [f"[{_ranges(kind)}]++" for kind in cut]
+    quick = [f"[^{apart[kind]}]?+{run}(?=[{ends[kind]}])" for kind, run in zip(cut, last, strict=True)]
+    joined = [f"{run}(?![{ends[kind]}])" for kind, run in zip(cut, last, strict=True)]
     other = f"[^{''.join(map(_ranges, cut))}]++"
     return SafeCuts(
         chunk=re.compile("|".join([*quick, f"(?:{'|'.join([*joined, other])})*+(?:{'|'.join(last)})?"])),

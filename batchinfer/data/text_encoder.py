@@ -29,11 +29,11 @@ class TextMemo:
 
     def encode(self, texts: list[str]) -> list[bytes]:
         """Return the ids of each text, as bytes of uint32."""
-        stretches = [list(self._stretches_of(text)) for text in texts]
+        stretches = [[text] if len(text) <= STRETCH_CHARS else list(self._stretches_of(text)) for text in texts]
         new = list(self._stretches.missing(stretches))
         chunks = [self._cuts.chunk.findall(stretch) for stretch in new]
         words = list(self._chunks.missing(chunks))
-        self._chunks.update(words, [np.array(ids, np.uint32).tobytes() for ids in self._encode(words)])
+        self._chunks.update(words, list(map(ids_to_bytes, self._encode(words))))
         self._stretches.update(new, [self._chunks.joined(parts) for parts in chunks])
         found = [self._stretches.joined(parts) for parts in stretches]
         self._chunks.shrink()
@@ -91,23 +91,23 @@ class TextEncoder:
         """Return a number of characters above which a text has more than `most_tokens` tokens; None if not known."""
         return None if most_tokens is None or self._longest_token is None else most_tokens * self._longest_token
 
-    def encode(self, texts: list[str], most_tokens: int | None, *, add_special_tokens: bool) -> list[list[int] | str]:
-        """Return the ids of each text, or its error sentence."""
+    def encode(self, texts: list[str], most_tokens: int | None, *, add_special_tokens: bool) -> list[bytes | str]:
+        """Return the ids of each text as bytes of uint32, or its error sentence."""
         most_chars = self.most_chars(most_tokens)
-        results: list[list[int] | str] = []
-        for first, end in _slices([len(text) for text in texts], most_chars):
+        results: list[bytes | str] = []
+        for first, end in _slices(list(map(len, texts)), most_chars):
             if most_chars is not None and len(texts[first]) > most_chars:
                 results.append(too_long(len(texts[first]), most_tokens))
             else:
                 results += self._encode_together(texts[first:end], add_special_tokens)
         return results
 
-    def _encode_together(self, texts: list[str], add_special_tokens: bool) -> list[list[int] | str]:
+    def _encode_together(self, texts: list[str], add_special_tokens: bool) -> list[bytes | str]:
         try:
             if self._memo is None or (add_special_tokens and self._around is None):
-                return [*self._ids(texts, add_special_tokens=add_special_tokens)]
-            start, end = self._around if self._around and add_special_tokens else ([], [])
-            return [[*start, *np.frombuffer(ids, np.uint32).tolist(), *end] for ids in self._memo.encode(texts)]
+                return list(map(ids_to_bytes, self._ids(texts, add_special_tokens=add_special_tokens)))
+            start, end = map(ids_to_bytes, self._around if self._around and add_special_tokens else ([], []))
+            return [start + ids + end for ids in self._memo.encode(texts)]
         except MemoryError:
             raise  # no property of one text
         except Exception as error:
@@ -122,6 +122,16 @@ class TextEncoder:
         return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
 
+def ids_to_bytes(ids: list[int]) -> bytes:
+    """Return token ids as bytes of uint32."""
+    return np.array(ids, np.uint32).tobytes()
+
+
+def ids_of_bytes(found: bytes | str) -> list[int] | str:
+    """Return the token ids in bytes of uint32; an error sentence stays."""
+    return found if isinstance(found, str) else np.frombuffer(found, np.uint32).tolist()
+
+
 def too_long(num_chars: int, most_tokens: int | None) -> str:
     """Return the error sentence of a text that is too long for the window."""
     return f"the prompt has {num_chars} characters, more than fit into {most_tokens} tokens"
@@ -132,6 +142,9 @@ def _slices(lengths: list[int], most_chars: int | None) -> Iterator[tuple[int, i
 
     A text of more than `most_chars` characters gets a separate run, too.
     """
+    if lengths and sum(lengths) <= min(ENCODE_CHARS, most_chars or ENCODE_CHARS):
+        yield 0, len(lengths)
+        return
     first, chars = 0, 0
     for place, length in enumerate(lengths):
         alone = most_chars is not None and length > most_chars

@@ -77,9 +77,9 @@ class Sampled:
 
     tokens: np.ndarray  # [S] int64
     is_finite: np.ndarray  # [S] bool, False: the logits of the row hold NaN or infinity and the token means nothing
-    logprobs: list[float] | None = None  # S
-    top_tokens: list[list[int]] | None = None  # S x num_logprobs, most likely first
-    top_logprobs: list[list[float]] | None = None
+    logprobs: np.ndarray | None = None  # [S] float64
+    top_tokens: np.ndarray | None = None  # [S, A] integers, most likely first; A: most alternatives that a row wants
+    top_logprobs: np.ndarray | None = None  # [S, A] float64
 
     @classmethod
     def joined(cls, parts: Sequence[Sampled]) -> Sampled:
@@ -87,14 +87,18 @@ class Sampled:
         tokens, is_finite = (
             np.concatenate([getattr(part, name) for part in parts]) for name in ("tokens", "is_finite")
         )
-        if all(part.logprobs is None for part in parts):
+        most = max((part.top_tokens.shape[1] for part in parts if part.top_tokens is not None), default=-1)
+        if most < 0:
             return cls(tokens, is_finite)
-        logprobs, top_tokens, top_logprobs = [], [], []
+        logprobs = np.zeros(len(tokens))
+        top_tokens, top_logprobs = np.zeros((len(tokens), most), dtype=np.int64), np.zeros((len(tokens), most))
+        first = 0
         for part in parts:
-            count = len(part.tokens)
-            logprobs += [0.0] * count if part.logprobs is None else part.logprobs
-            top_tokens += [[]] * count if part.top_tokens is None else part.top_tokens
-            top_logprobs += [[]] * count if part.top_logprobs is None else part.top_logprobs
+            rows = slice(first, first + len(part.tokens))
+            first = rows.stop
+            if part.logprobs is not None and part.top_tokens is not None:
+                logprobs[rows], num_top = part.logprobs, part.top_tokens.shape[1]
+                top_tokens[rows, :num_top], top_logprobs[rows, :num_top] = part.top_tokens, part.top_logprobs
         return cls(tokens, is_finite, logprobs, top_tokens, top_logprobs)
 
 
@@ -125,8 +129,8 @@ def sample(
     total_S = ops.log_sum_exp(logits_SV)
     top_tokens, top_logits = ops.most_likely(logits_SV, num_logprobs)
     of_tokens = logits_SV.gather(1, _on(tokens, logits_SV)[:, None])[:, 0].double() - total_S
-    lists = (values.tolist() for values in to_host(of_tokens, top_tokens, top_logits.double() - total_S[:, None]))
-    return Sampled(tokens, is_finite, *lists)
+    columns = to_host(of_tokens, top_tokens, top_logits.double() - total_S[:, None])
+    return Sampled(tokens, is_finite, *(values.numpy() for values in columns))
 
 
 def _picked(

@@ -43,14 +43,14 @@ def answer_digests(
         score_from: [K], see records.Request.
         keys: [K] uint64 sampling keys, 0 for greedy requests.
     """
-    tokens = token_ids.flatten().to_numpy().astype("<i4", copy=False).tobytes()
+    tokens = memoryview(token_ids.flatten().to_numpy().astype("<i4", copy=False).view(np.uint8))
     ends = (4 * np.cumsum(token_ids.value_lengths().to_numpy())).tolist()
     numbers = np.stack([column.astype(np.uint64) for column in (max_tokens, score_from, keys)], axis=1)
-    fixed = np.concatenate([sampling_digests, numbers], axis=1).astype("<u8")
-    digests, begin = [], 0
-    for row, end in zip(fixed, ends, strict=True):
-        hasher = hashlib.blake2b(row.tobytes(), digest_size=_DIGEST_BYTES)
+    fixed = memoryview(np.concatenate([sampling_digests, numbers], axis=1).astype("<u8").tobytes())
+    width, digests, begin = len(fixed) // max(len(ends), 1), [], 0
+    for place, end in enumerate(ends):
+        hasher = hashlib.blake2b(fixed[place * width : (place + 1) * width], digest_size=_DIGEST_BYTES)
         hasher.update(tokens[begin:end])
         digests.append(hasher.digest())
         begin = end
-    return pa.array(digests, ANSWER_DIGEST)
+    return pa.Array.from_buffers(ANSWER_DIGEST, len(ends), [None, pa.py_buffer(b"".join(digests))])

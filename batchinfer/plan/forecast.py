@@ -61,6 +61,8 @@ def balances(
         request_load: cost of a request in a decode step.
     """
     num_ranks = cluster.num_prefill_ranks
+    if num_ranks == cluster.num_decode_ranks == 1:
+        return PrefillBalance(1.0, 1.0), EVEN
     outputs_N = work.answer_tokens * (cluster.mode == "colocated")
     dealt, loads = [], [np.zeros((1, num_ranks, 2))]
     for first, end in _some_units(work.unit_starts):

@@ -35,7 +35,7 @@ class WrittenPlan:
     work: PlannedWork
     requests: PlannedRequests
     prefix_places: np.ndarray | slice  # [Q] int64, each request's place in prefix order; a slice: the same order
-    digests: pa.Array  # [Q] answer digests
+    digests: pa.ChunkedArray  # [Q] answer digests
 
 
 def write_plan(
@@ -99,7 +99,7 @@ def write_plan(
     with table_writer(run.duplicates, DUPLICATES.schema, manifest=manifest) as writer:
         writer.write_table(_duplicate_table(rows, planned))
     work = PlannedWork(starts, prompt_tokens, planned.cached_tokens, max_tokens, expected_tokens)
-    return WrittenPlan(work, planned, order, pa.chunked_array(found_digests, ANSWER_DIGEST).combine_chunks())
+    return WrittenPlan(work, planned, order, pa.chunked_array(found_digests, ANSWER_DIGEST))
 
 
 def _in_units(
@@ -177,11 +177,12 @@ class _PromptCursor:
             else:
                 self._first += len(self._lists)
                 self._lists = _as_lists(next(self._parts))
-        return pa.concat_arrays(taken)
+        return pa.concat_arrays(taken).cast(TOKEN_IDS)
 
 
 def _as_lists(part: SortedPrompts) -> pa.Array:
-    return pa.ListArray.from_arrays(pa.array(part.offsets.astype(np.int32)), pa.array(part.token_ids.view(np.int32)))
+    tokens = part.token_ids.view(np.int32) if part.token_ids.itemsize == 4 else part.token_ids  # cast when taken
+    return pa.ListArray.from_arrays(pa.array(part.offsets.astype(np.int32)), pa.array(tokens))
 
 
 def _row_groups(

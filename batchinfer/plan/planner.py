@@ -5,6 +5,7 @@ No model is loaded. Every file appears whole or not at all, so an interrupted pl
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.checked_json import publish_json
@@ -53,7 +55,7 @@ from batchinfer.run.store.open import storage_of
 from batchinfer.run.units.reused import REUSED, offer_reused, remove_stale_answers
 from batchinfer.rundir import RunDir, check_no_bad_rows, read_state, shards_of_state, shards_to_state, was_planned
 
-PREFIX_MEMORY_BYTES = 128 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
+PREFIX_MEMORY_BYTES = 64 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
 
 
@@ -231,14 +233,22 @@ def _plan(
     remove_stale_answers(run, state)
     shards = tokenize_shards(prepared, shards, strict=strict)
     prepared.encoders.close()
+    _release_freed_memory()  # of the rows' texts
     refuse_unreadable_input(shards)
     with (
         Stage("planning", "ordering the requests"),
-        PrefixStream(run.plan_scratch, block_tokens=PAGE_TOKENS, memory_bytes=PREFIX_MEMORY_BYTES) as prefixes,
+        PrefixStream(
+            run.plan_scratch,
+            block_tokens=PAGE_TOKENS,
+            memory_bytes=PREFIX_MEMORY_BYTES,
+            token_type=np.uint16 if model.vocab_size <= 1 << 16 else np.uint32,
+        ) as prefixes,
     ):
         rows = load_rows(run, manifest, shards, job.sampling.to_sampling(), prefixes.add)
+        _release_freed_memory()
         _check_memory(job, model, rows, shards)
         requests = plan_requests(rows, prefixes.plan())
+        _release_freed_memory()
         keys = sampling_keys(run, manifest, shards, rows, requests)
         written = write_plan(
             run,
@@ -279,6 +289,14 @@ def _plan(
         note(f"warning: no number of nodes finishes within {hours}: a work unit or the longest answer takes longer")
     write_rows(run.summary, manifest, PLAN_SUMMARY.schema, summary)
     return shards, summary, {} if reused is None else {REUSED: reused.record}
+
+
+def _release_freed_memory() -> None:
+    """Return freed memory to the system. glibc keeps it between arrays that are still in use; Arrow keeps its own."""
+    pa.default_memory_pool().release_unused()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @contextmanager

@@ -102,13 +102,14 @@ class EarlierAnswers:
             run: folder of the new plan.
         """
         token = secrets.token_hex(4)
-        places = pc.index_in(written.digests, value_set=self._digests)
+        digests = written.digests.combine_chunks()
+        places = pc.index_in(digests, value_set=self._digests)
         wanted = np.flatnonzero(places.is_valid().to_numpy(zero_copy_only=False))
         sources = places.drop_null().to_numpy()
         order = np.argsort(sources, kind="stable")
         wanted, sources = wanted[order], sources[order]
         num_parts: Counter[int] = Counter()
-        has_answer = np.zeros(len(written.digests), dtype=bool)
+        has_answer = np.zeros(len(digests), dtype=bool)
         with Stage("planning", f"reusing answers of {self._run.shown}"):
             for table in self._answers() if len(wanted) else ():
                 source = pc.index_in(_key_bytes(table), value_set=self._keys).fill_null(-1).to_numpy()

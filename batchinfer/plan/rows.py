@@ -19,7 +19,10 @@ from batchinfer.records import Sampling, Shard, sampling_from_json
 from batchinfer.rundir import RunDir
 
 COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error", "control_tokens", "choices"]
-_NAMES = ("shard", "row", "n", "max_tokens", "code", "length", "choice", "score_from")
+_TYPES = {
+    "shard": np.int32, "row": np.int64, "n": np.int32, "max_tokens": np.int32, "code": np.int32, "length": np.int64,
+    "choice": np.int32, "score_from": np.int64,
+}  # fmt: skip
 BATCH_ROWS = 1024
 NO_CODE = -1  # code of null: a row with the job's own sampling
 
@@ -96,7 +99,7 @@ def load_rows(
     Raises:
         ConfigError: a file of the run folder is damaged.
     """
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in _NAMES}
+    rows = _GrowingColumns(sum(shard.num_rows for shard in shards if shard.problem is None))
     texts = SamplingTexts()
     num_bad = num_input_rows = num_control = 0
     for shard, batch in _batches(run, manifest, shards, COLUMNS):
@@ -108,33 +111,58 @@ def load_rows(
         codes = _codes(good["sampling"], texts)
         for prompts in prompts_of(good["token_ids"], good["choices"]):
             add_prompts(prompts.token_ids, prompts.offsets)
-            parts["shard"].append(np.full(len(prompts.row), shard.index, dtype=np.int32))
-            for name in ("row", "n", "max_tokens"):
-                parts[name].append(good[name].to_numpy()[prompts.row])
-            parts["code"].append(codes[prompts.row])
-            parts["length"].append(np.diff(prompts.offsets))
-            parts["choice"].append(prompts.choice)
-            parts["score_from"].append(prompts.score_from)
-    columns = {name: np.concatenate(arrays) if arrays else np.zeros(0, np.int64) for name, arrays in parts.items()}
+            rows.add(
+                len(prompts.row),
+                shard=shard.index,
+                **{name: good[name].to_numpy()[prompts.row] for name in ("row", "n", "max_tokens")},
+                code=codes[prompts.row],
+                length=np.diff(prompts.offsets),
+                choice=prompts.choice,
+                score_from=prompts.score_from,
+            )
+    columns = rows.columns
     is_greedy, seed, scores_prompt, *digest = _by_code(texts, default)
     return RowTable(
-        shard=columns["shard"].astype(np.int32, copy=False),
+        shard=columns["shard"],
         row=columns["row"],
         n=columns["n"],
         max_tokens=columns["max_tokens"],
-        sampling_code=columns["code"].astype(np.int32, copy=False),
+        sampling_code=columns["code"],
         sampling_texts=texts,
         is_greedy=is_greedy,
         seed=seed,
         sampling_digest=np.stack(digest, axis=1),
         num_tokens=columns["length"],
-        choice=columns["choice"].astype(np.int32, copy=False),
+        choice=columns["choice"],
         # from the choice on, or from the second token on where the prompt's log-probabilities are wanted
         score_from=np.where(columns["score_from"] == 0, scores_prompt[columns["code"]], columns["score_from"]),
         num_bad=num_bad,
         num_input_rows=num_input_rows,
         num_control=num_control,
     )
+
+
+class _GrowingColumns:
+    """Columns of rows that come batch by batch, in arrays of the likely size: many small ones would leave gaps."""
+
+    def __init__(self, likely_rows: int) -> None:
+        self._arrays = {name: np.empty(likely_rows, dtype) for name, dtype in _TYPES.items()}
+        self._num_rows = 0
+
+    def add(self, num_rows: int, **columns: np.ndarray | int) -> None:
+        """Add rows with a value, or [num_rows] values, of each column."""
+        end = self._num_rows + num_rows
+        for name, values in columns.items():
+            if end > len(self._arrays[name]):
+                more = np.empty(max(end, 2 * self._num_rows) - len(self._arrays[name]), _TYPES[name])
+                self._arrays[name] = np.concatenate([self._arrays[name], more])
+            self._arrays[name][self._num_rows : end] = values
+        self._num_rows = end
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """[num_rows] each."""
+        return {name: array[: self._num_rows] for name, array in self._arrays.items()}
 
 
 def _by_code(texts: SamplingTexts, default: Sampling) -> Iterator[np.ndarray]:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from batchinfer.equal_rows import EqualRows
-from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Span, TokenLogprob
+from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Span, TokenLogprobs
 
 
 class MalformedMessageError(Exception):
@@ -77,8 +77,8 @@ class Handover(Struct, frozen=True):
 
     key: RequestKey
     tokens: list[int]
-    logprobs: list[TokenLogprob]  # of each token; empty unless asked for
-    prompt_logprobs: list[TokenLogprob]  # of the prompt's tokens that were scored
+    logprobs: TokenLogprobs | None  # of each token; None unless asked for
+    prompt_logprobs: TokenLogprobs | None  # of the prompt's tokens that were scored
     times: RequestTimes
     cached: CachedTokens
     kv_path: str  # where its KV is (kv/transfer.py)

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
-from math import isfinite
 
 import numpy as np
 import torch
@@ -13,8 +12,8 @@ from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.scores import Scores
 from batchinfer.model.step import PrefillSpan, StateMoves, StepInput
 from batchinfer.rank.drafts import depths_of
+from batchinfer.rank.held_logprobs import add_logprobs
 from batchinfer.rank.sequence import Sequence
-from batchinfer.records import TokenLogprob
 from batchinfer_kernels.transfer import to_host
 
 NOT_FINITE = "the model's logits are not finite for this prompt"
@@ -136,7 +135,10 @@ def sampling_rows(sequences: list[Sequence]) -> SamplingRows:
 def take_token(sequence: Sequence, sampled: Sampled, row: int, eos_token_ids: frozenset[int]) -> None:
     """Give a sequence its new token, in this row; the sequence decides whether it ends."""
     if sampled.is_finite[row]:
-        sequence.accept(int(sampled.tokens[row]), _logprob(sampled, row, sequence), eos_token_ids)
+        if sequence.logprobs is not None:
+            columns = sampled.tokens, sampled.logprobs, sampled.top_tokens, sampled.top_logprobs
+            add_logprobs(sequence.logprobs, *(column[row : row + 1] for column in columns if column is not None))
+        sequence.accept(int(sampled.tokens[row]), eos_token_ids)
     else:
         sequence.fail(NOT_FINITE)
 
@@ -153,38 +155,29 @@ def take_tokens(sequence: Sequence, tokens: list[int], is_finite: bool, eos_toke
         sequence.token_ids += first
         first = []
     for count, token in enumerate(first, 1):
-        sequence.accept(token, None, eos_token_ids)
+        sequence.accept(token, eos_token_ids)
         if sequence.finish_reason is not None:
             return count
     if is_finite:
-        sequence.accept(last, None, eos_token_ids)
+        sequence.accept(last, eos_token_ids)
     else:
         sequence.fail(NOT_FINITE)
     return len(tokens)
 
 
-def _logprob(sampled: Sampled, row: int, sequence: Sequence) -> TokenLogprob | None:
-    wanted = sequence.request.sampling.logprobs
-    if wanted is None or sampled.logprobs is None or sampled.top_tokens is None or sampled.top_logprobs is None:
-        return None
-    top = zip(sampled.top_tokens[row][:wanted], sampled.top_logprobs[row][:wanted], strict=True)
-    return TokenLogprob(int(sampled.tokens[row]), sampled.logprobs[row], tuple(top))
-
-
 def take_scores(chunks: list[Chunk], scores: Scores) -> None:
     """Add the scores of these chunks' tokens to their sequences."""
-    columns = [values.tolist() for values in to_host(scores.logprobs, scores.top_tokens, scores.top_logprobs)]
+    columns = (values.numpy() for values in to_host(scores.logprobs, scores.top_tokens, scores.top_logprobs))
+    logprobs, top_tokens, top_logprobs = columns
     place = 0
     for chunk in chunks:
-        sequence, tokens = chunk.sequence, chunk.scored_tokens
-        wanted = sequence.request.num_alternatives
-        for token, logprob, top_tokens, top_logprobs in zip(
-            tokens, *(column[place : place + len(tokens)] for column in columns), strict=True
-        ):
-            if not isfinite(logprob):
-                sequence.fail(NOT_FINITE)
-            top = zip(top_tokens[:wanted], top_logprobs[:wanted], strict=True)
-            sequence.prompt_logprobs.append(TokenLogprob(token, logprob, tuple(top)))
+        sequence, tokens = chunk.sequence, np.array(chunk.scored_tokens, dtype=np.int64)
+        if sequence.prompt_logprobs is None or not len(tokens):
+            continue
+        part = slice(place, place + len(tokens))
+        if not np.isfinite(logprobs[part]).all():
+            sequence.fail(NOT_FINITE)
+        add_logprobs(sequence.prompt_logprobs, tokens, logprobs[part], top_tokens[part], top_logprobs[part])
         place += len(tokens)
 
 

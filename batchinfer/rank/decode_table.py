@@ -11,6 +11,7 @@ from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import Sampled, SamplingRows
 from batchinfer.model.step import StepHalves, StepInput
 from batchinfer.rank.batch import sampling_rows, take_token
+from batchinfer.rank.held_logprobs import HeldLogprobs
 from batchinfer.rank.logit_rules import LogitRules
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import RequestKey
@@ -51,6 +52,7 @@ class DecodeTable:
         self._pages = np.zeros((0, 1), dtype=np.int64)  # [S, P]
         self._state_slots = np.zeros(0, dtype=np.int64)  # [S], if the model's requests have a state
         self._held = np.zeros((0, HELD_STEPS), dtype=np.int64)  # [S, HELD_STEPS] new tokens
+        self._held_logprobs = HeldLogprobs(HELD_STEPS)  # of the same tokens
         self._num_held = 0  # filled columns of _held
         self._num_first: int | None = None  # sequences of micro-batch 0; None if one joined or left since halving
         self._is_arranged = False  # since a sequence joined or left
@@ -98,6 +100,7 @@ class DecodeTable:
         slots = [sequence.state_slot for sequence in sequences if sequence.state_slot is not None]
         self._state_slots = np.concatenate([self._state_slots, np.array(slots, dtype=np.int64)])
         self._held = np.concatenate([self._held, np.zeros((len(sequences), HELD_STEPS), dtype=np.int64)])
+        self._held_logprobs.add([sequence.request.sampling.logprobs for sequence in sequences])
         self.sampling = self.sampling.and_also(sampling_rows(sequences))
         self._num_first, self._is_arranged = None, False
 
@@ -145,6 +148,7 @@ class DecodeTable:
             self._hand_over(row)
             take_token(self.sequences[row], sampled, row, self._eos_token_ids)
         self._held[:, self._num_held] = sampled.tokens
+        self._held_logprobs.put(self._num_held, sampled)
         self._num_held += 1
         rows["first_held"][asked] = self._num_held
         if self._num_held == HELD_STEPS:
@@ -157,7 +161,10 @@ class DecodeTable:
         """Give a sequence its tokens that are only in the table."""
         first = int(self._rows["first_held"][row])
         if first < self._num_held:
-            self.sequences[row].token_ids += self._held[row, first : self._num_held].tolist()
+            sequence, steps = self.sequences[row], slice(first, self._num_held)
+            sequence.token_ids += self._held[row, steps].tolist()
+            if sequence.logprobs is not None:
+                self._held_logprobs.give(row, steps, self._held[row, steps], sequence.logprobs)
 
     def _take_out(self, rows: list[int]) -> list[Sequence]:
         taken = [self.sequences[row] for row in rows]
@@ -170,6 +177,7 @@ class DecodeTable:
         """Keep only these rows, in this order."""
         self.sequences = [self.sequences[row] for row in rows.tolist()]
         self._rows, self._pages, self._held = self._rows[rows], self._pages[rows], self._held[rows]
+        self._held_logprobs.keep(rows)
         if len(self._state_slots):
             self._state_slots = self._state_slots[rows]
         self.sampling = self.sampling.take(rows)

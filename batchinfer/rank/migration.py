@@ -120,7 +120,7 @@ class KvMigration:
         fetched = place.fetched if isinstance(place, BucketTransfers) else nullcontext
         with log.kv("KV in"), fetched(handover.kv_path) as path:
             read_transfer(path, self._context.pages, page_ids, first_page=len(match.full))
-        for index, token in enumerate(handover.tokens):
-            logprob = handover.logprobs[index] if handover.logprobs else None
-            sequence.accept(token, logprob, self._context.eos_token_ids)
+        sequence.logprobs = handover.logprobs
+        for token in handover.tokens:
+            sequence.accept(token, self._context.eos_token_ids)
         return sequence

@@ -8,7 +8,7 @@ from batchinfer.model.step import StateMoves
 from batchinfer.protocol.messages import CachedTokens
 from batchinfer.rank.logit_rules import LogitRules
 from batchinfer.rank.thinking import AnyThinking, answer_text
-from batchinfer.records import Completion, Request, RequestTimes, Sampling, TokenLogprob
+from batchinfer.records import Completion, Request, RequestTimes, Sampling, TokenLogprobs
 
 
 class StopSearch:
@@ -101,8 +101,8 @@ class Sequence:
     num_prefill_steps: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the tokens to be scored, as they have run
+    logprobs: TokenLogprobs | None = field(init=False)  # of token_ids, if they are asked for
+    prompt_logprobs: TokenLogprobs | None = field(init=False)  # of the tokens to be scored, as they have run
     stop_search: StopSearch | None = field(init=False)
     finish_reason: str | None = None
     stop_reason: str | None = None
@@ -111,7 +111,10 @@ class Sequence:
 
     def __post_init__(self) -> None:
         thinking = self.thinking if self.separates_reasoning else None
-        self.stop_search = None if self.stream is None else StopSearch(self.request.sampling, self.stream, thinking)
+        request, wanted = self.request, self.request.sampling.logprobs
+        self.stop_search = None if self.stream is None else StopSearch(request.sampling, self.stream, thinking)
+        self.logprobs = None if wanted is None else TokenLogprobs(wanted)
+        self.prompt_logprobs = TokenLogprobs(request.num_alternatives) if request.score_from else None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -125,15 +128,13 @@ class Sequence:
     @property
     def looks_at_every_token(self) -> bool:
         """Whether `accept` must see each token, and not only those that may end the answer."""
-        watched = (self.stream, self.rules, self.thinking, self.request.sampling.logprobs)
+        watched = (self.stream, self.rules, self.thinking)
         return any(item is not None for item in watched)
 
-    def accept(self, token: int, logprob: TokenLogprob | None, eos_token_ids: frozenset[int]) -> None:
-        """Add a generated token and decide whether it is the last one."""
+    def accept(self, token: int, eos_token_ids: frozenset[int]) -> None:
+        """Add a generated token, whose log-probability is there, and decide whether it is the last one."""
         sampling = self.request.sampling
         self.token_ids.append(token)
-        if logprob is not None:
-            self.logprobs.append(logprob)
         if self.thinking is not None:
             self.thinking.accept(token)
         if self.rules is not None:
@@ -177,12 +178,12 @@ class Sequence:
             # the i-th new token (from 0) attends to the prompt and the i tokens before it
             kv_tokens_sum=num_new * num_prompt + num_new * (num_new - 1) // 2,
             times=self.times,
-            logprobs=tuple(self.logprobs) if self.request.sampling.logprobs is not None else None,
+            logprobs=self.logprobs,
             error=self.error,
             replicated_tokens=self.cached.replicated,
             recomputed_tokens=self.cached.recomputed,
             computed_tokens=self.cached.computed,
-            prompt_logprobs=tuple(self.prompt_logprobs) if self.request.score_from and not failed else None,
+            prompt_logprobs=None if failed else self.prompt_logprobs,
             reasoning=reasoning,
             reasoning_tokens=0 if reasoning is None or self.thinking is None else self.thinking.num_tokens,
             structured_valid=self._structured_valid,
@@ -221,7 +222,9 @@ class Sequence:
         found = search.read(self.token_ids, self._num_text_tokens, is_whole=self.finish_reason is not None)
         if found is not None:
             self.stop_reason, num_tokens = found
-            del self.token_ids[num_tokens:], self.logprobs[num_tokens:]
+            del self.token_ids[num_tokens:]
+            if self.logprobs is not None:
+                self.logprobs.cut(num_tokens)
             self.finish_reason, self.ended_by_token = "stop", False
 
 

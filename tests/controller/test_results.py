@@ -6,11 +6,12 @@ import math
 import tracemalloc
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from batchinfer.controller.results import Results
 from batchinfer.controller.units import result_table
-from batchinfer.records import Completion, ConfigError, RequestKey, TokenLogprob
+from batchinfer.records import Completion, ConfigError, RequestKey, TokenLogprobs
 from batchinfer.run.session import Session
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.run.units.claims import UnitClaims, done_mark
@@ -41,31 +42,37 @@ def test_a_unit_is_done_when_its_last_row_is_on_disk_and_not_before(tmp_path):
 
 
 def test_log_probabilities_are_those_of_their_rows():
-    scored = (
-        TokenLogprob(7, -0.5, ((7, -0.5), (2, -3.0))),
-        TokenLogprob(8, -math.inf),
-        TokenLogprob(9, -1.0, ((1, 0.0),)),
-    )
+    scored = logprobs_of([7, 9], [-0.5, -1.0], [[7, 2], [1, 9]], [[-0.5, -3.0], [0.0, -1.0]])
+    alone = logprobs_of([8], [-math.inf], np.zeros((1, 0)), np.zeros((1, 0)))
     rows = [
         replace(completion(0), logprobs=scored),
         completion(1),  # did not ask
         replace(completion(2), logprobs=scored, error="lost"),
-        replace(completion(3), logprobs=(), prompt_logprobs=scored[:1]),
+        replace(completion(3), logprobs=TokenLogprobs(3), prompt_logprobs=scored),
+        replace(completion(4), logprobs=alone),
     ]
     table = result_table(rows)
     items = [
         {"token_id": 7, "logprob": -0.5, "top": [{"token_id": 7, "logprob": -0.5}, {"token_id": 2, "logprob": -3.0}]},
-        {"token_id": 8, "logprob": -math.inf, "top": []},
-        {"token_id": 9, "logprob": -1.0, "top": [{"token_id": 1, "logprob": 0.0}]},
+        {"token_id": 9, "logprob": -1.0, "top": [{"token_id": 1, "logprob": 0.0}, {"token_id": 9, "logprob": -1.0}]},
     ]
-    assert table["logprobs"].to_pylist() == [items, None, None, []]
-    assert table["prompt_logprobs"].to_pylist() == [None, None, None, items[:1]]
+    only = [{"token_id": 8, "logprob": -math.inf, "top": []}]
+    assert table["logprobs"].to_pylist() == [items, None, None, [], only]
+    assert table["prompt_logprobs"].to_pylist() == [None, None, None, items, None]
+
+
+def logprobs_of(tokens, logprobs, top_tokens, top_logprobs):
+    found = TokenLogprobs(np.shape(top_tokens)[1])
+    columns = zip((tokens, logprobs, top_tokens, top_logprobs), (np.int32, float, np.int32, float), strict=True)
+    found.add(*(np.array(column, dtype).tobytes() for column, dtype in columns))
+    return found
 
 
 def test_alternatives_take_no_object_each():
     """Ranks wait for their controller while it makes the table, and a unit may hold millions of alternatives."""
     num_tokens, num_top = 1000, 20
-    scored = (TokenLogprob(1, -1.0, tuple((token, -1.0) for token in range(num_top))),) * num_tokens
+    alternatives = np.tile(np.arange(num_top), (num_tokens, 1))
+    scored = logprobs_of(np.ones(num_tokens), -np.ones(num_tokens), alternatives, -np.ones((num_tokens, num_top)))
     rows = [replace(completion(row), logprobs=scored) for row in range(10)]
     tracemalloc.start()
     try:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from batchinfer.data import text_encoder
 from batchinfer.data.safe_cuts import safe_cuts
-from batchinfer.data.text_encoder import TextEncoder
+from batchinfer.data.text_encoder import TextEncoder, ids_of_bytes
 from support.hostile import CONTROLS, DEEPSEEK_SPLIT, SAMPLE_MODEL, hostile_texts
 
 ADDED = {
@@ -35,6 +35,8 @@ SPLITS = {
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ],
     "byte level": [],
+    "digits": [r" ?\p{N}"],
+    "each digit": [r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"],
 }
 PIECES = [
     *ADDED["marked"], *ADDED["odd"], *"aZéßЖ漢字가あ０²9,.;!?'-_/<>|｜▁。，（😀\u0301\u200d\t\r\n \u00a0\u3000\x00",
@@ -82,7 +84,9 @@ def cases(quick: set[tuple[str, str]]) -> list:
 
 @pytest.mark.parametrize(
     ("name", "added"),
-    cases({("deepseek", "marked"), ("llama", "odd"), ("by case", "none"), ("byte level", "odd")}),
+    cases(
+        {("deepseek", "marked"), ("llama", "odd"), ("by case", "none"), ("byte level", "odd"), ("each digit", "marked")}
+    ),
 )
 def test_thousands_of_texts_have_the_library_s_tokens(name, added, monkeypatch):
     monkeypatch.setattr(text_encoder, "STRETCH_CHARS", 40)
@@ -97,7 +101,8 @@ def test_thousands_of_texts_have_the_library_s_tokens(name, added, monkeypatch):
     assert encoder._memo is not None
     for first in range(0, len(found), 100):
         part = found[first : first + 100]
-        assert encoder.encode(part, None, add_special_tokens=False) == [ids_of(tokenizer, text) for text in part]
+        found_ids = map(ids_of_bytes, encoder.encode(part, None, add_special_tokens=False))
+        assert list(found_ids) == [ids_of(tokenizer, text) for text in part]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +114,7 @@ def test_thousands_of_texts_have_the_library_s_tokens(name, added, monkeypatch):
 @example(text="a two words b")
 @example(text="²5 5² ٣5")
 @example(text=" \n \n x")
+@example(text="Row 123: 45 and 6,789")
 def test_a_text_may_be_cut_at_each_of_its_cuts(name, added, text):
     """The tokenizers library alone gives the same tokens for the parts around a cut as for the whole text."""
     tokenizer = tokenizer_of(name, added)
@@ -123,7 +129,7 @@ def test_what_the_tokenizer_puts_around_a_text_is_there_once():
     tokenizer = Tokenizer.from_file(str(SAMPLE_MODEL / "tokenizer.json"))
     found = ["", "one two", "one two " * 200, f"{CONTROLS[0]}one"]
     expected = [tokenizer.encode(text).ids for text in found]
-    assert TextEncoder(tokenizer).encode(found, None, add_special_tokens=True) == expected
+    assert list(map(ids_of_bytes, TextEncoder(tokenizer).encode(found, None, add_special_tokens=True))) == expected
     assert expected[0] == [0]
 
 
@@ -137,6 +143,14 @@ def test_a_prompt_is_cut_between_words_numbers_and_marks():
         *["Sold", " ", "48", "/", "2", " =", " ", "24", " clips", ".\n\nNext", ":", " it", "'s", " ", "1", ",", "234"],
         *[" ", "我们", "，", "去吧", "。"],
     ]
+
+
+def test_a_number_is_cut_between_its_digits_where_each_of_them_is_a_word():
+    for name, expected in (
+        ("digits", ["No 1", "2", "3", ": 4", "5"]),
+        ("deepseek", ["No", " ", "123", ":", " ", "45"]),
+    ):
+        assert [chunk for chunk in safe_cuts(tokenizer_of(name)).chunk.findall("No 123: 45") if chunk] == expected
 
 
 def test_a_shared_beginning_goes_through_the_tokenizer_once(monkeypatch):
@@ -164,7 +178,8 @@ def test_a_batch_does_not_go_through_all_that_is_remembered():
     for memo in (encoder._memo._stretches, encoder._memo._chunks):
         memo._ids = AskedByKey()
     expected = [ids_of(tokenizer_of("deepseek"), text) for text in ("one two", "two three")]
-    assert [encoder.encode([text], None, add_special_tokens=False)[0] for text in ("one two", "two three")] == expected
+    encoded = [encoder.encode([text], None, add_special_tokens=False)[0] for text in ("one two", "two three")]
+    assert list(map(ids_of_bytes, encoded)) == expected
 
 
 def changed(**parts) -> Tokenizer:

@@ -34,16 +34,22 @@ from batchinfer.protocol.messages import (
     decode_from_rank,
     encode,
 )
-from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sampling, Span, TokenLogprob
+from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Sampling, Span, TokenLogprobs
 
 KEY = RequestKey(2, 1 << 40, 0)
 TIMES = RequestTimes(1.5, 2.25, 0.0)
-LOGPROBS = (TokenLogprob(7, -math.inf, ((7, -math.inf), (8, -0.5))),)
+LOGPROBS = TokenLogprobs(2)
+LOGPROBS.add(
+    np.int32(7).tobytes(),
+    np.float64(-math.inf).tobytes(),
+    np.array([7, 8], np.int32).tobytes(),
+    np.array([-math.inf, -0.5]).tobytes(),
+)
 COMPLETION = Completion(KEY, 3, "a\x00 \U0001f600", [1, 2], "stop", "</s>", 5, 1, 2, 9, TIMES, LOGPROBS)
 SAMPLING = Sampling(16, 0.5, 1.0, 0, 0.0, 2, 0, ("\n",), (4, 5), False, None)
 REQUEST = Request(KEY, 3, [9, 8], SAMPLING, (1 << 64) - 1, last_units=(4,), expected_tokens=12.5)
 RECORD = StepRecord("decode", 1.5, 0.25, 2, 2, 0, 2, 99, 60, 4, 1, 0, 16, 0.0, 0.0, None, 0.0, 0)
-HANDOVER = Handover(KEY, [1], [*LOGPROBS], [*LOGPROBS], TIMES, CachedTokens(1, 2, 3), "parcel", 10)
+HANDOVER = Handover(KEY, [1], LOGPROBS, None, TIMES, CachedTokens(1, 2, 3), "parcel", 10)
 HELLO = Hello(0, 1, "host")
 
 
@@ -70,9 +76,20 @@ def test_messages_arrive_as_they_were_sent(ends):
 
 def test_a_logprob_that_is_no_number_stays_none_of_it(ends):
     near, far = ends
-    near.send(Steps([StepReport(RECORD, [replace(COMPLETION, logprobs=(TokenLogprob(1, math.nan),))])]))
-    (logprob,) = far.receive().reports[0].completions[0].logprobs
-    assert math.isnan(logprob.logprob)
+    columns = bytearray(np.int32(1).tobytes()), bytearray(np.float64(math.nan).tobytes())
+    near.send(Steps([StepReport(RECORD, [replace(COMPLETION, logprobs=TokenLogprobs(0, *columns))])]))
+    found = far.receive().reports[0].completions[0].logprobs
+    assert len(found) == 1
+    assert np.isnan(np.frombuffer(found.logprobs)).all()
+
+
+def test_columns_of_logprobs_that_do_not_fit_together_are_malformed(ends):
+    near, far = ends
+    columns = TokenLogprobs(1)
+    columns.top_logprobs += bytes(8)  # of no token
+    near.send(Steps([StepReport(RECORD, [replace(COMPLETION, logprobs=columns)])]))
+    with pytest.raises(MalformedMessageError, match="different lengths"):
+        far.receive()
 
 
 def test_numbers_of_numpy_arrive_as_numbers(ends):

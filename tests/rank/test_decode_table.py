@@ -35,29 +35,39 @@ def sequence(row: int, rng: np.random.Generator, **sampling) -> Sequence:
         times=RequestTimes(),
         stream=TOKENIZER.stream() if values["stop"] else None,
     )
-    made.accept(10 + row, None, EOS)
+    first = np.array([10 + row])
+    take_token(
+        made, Sampled(first, first > 0, -first / 3, first[:, None] + range(3), -first[:, None] / range(1, 4)), 0, EOS
+    )
     return made
 
 
 def any_sequence(row: int, rng: np.random.Generator) -> Sequence:
-    kind = rng.integers(5)
+    kind = rng.integers(7)
     return sequence(
         row,
         rng,
         max_tokens=int(rng.integers(2, 3 * HELD_STEPS)),
         ignore_eos=kind == 1,
         stop_token_ids=(int(rng.integers(VOCABULARY)),) if kind == 2 else (),
-        stop=("e", "no such text") if kind == 3 else (),
+        stop=("e", "no such text") if kind in (3, 4) else (),
+        logprobs=int(rng.integers(4)) if kind in (4, 5) else None,
     )
 
 
 def step_of(table: DecodeTable, rng: np.random.Generator) -> Sampled:
     count = len(table.sequences)
-    return Sampled(rng.integers(0, VOCABULARY, count), rng.random(count) > 0.001)
+    wanted = [one.request.sampling.logprobs for one in table.sequences]
+    most = max((number for number in wanted if number is not None), default=-1)
+    tokens, is_finite = rng.integers(0, VOCABULARY, count), rng.random(count) > 0.001
+    if most < 0:
+        return Sampled(tokens, is_finite)
+    top_tokens = rng.integers(0, VOCABULARY, (count, most))
+    return Sampled(tokens, is_finite, -rng.random(count), top_tokens, -rng.random((count, most)))
 
 
 def state_of(one: Sequence) -> tuple:
-    return one.token_ids, one.finish_reason, one.stop_reason, one.ended_by_token, one.error
+    return one.token_ids, one.finish_reason, one.stop_reason, one.ended_by_token, one.error, one.logprobs
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -83,6 +93,8 @@ def test_sequences_leave_as_if_each_had_seen_all_its_tokens(seed):
         assert {one.request.key for one in left} == {key for key, one in plain.items() if one.finish_reason}
         for one in left:
             assert state_of(one) == state_of(plain.pop(one.request.key))
+            if one.logprobs is not None and one.error is None:
+                assert np.frombuffer(one.logprobs.token_ids, np.int32).tolist() == one.token_ids
         num_left += len(left)
         assert {one.request.key for one in table.sequences} == set(plain)
         assert sorted(table.kv_lengths) == sorted(one.kv_tokens for one in plain.values())

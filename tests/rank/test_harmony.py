@@ -53,7 +53,7 @@ def completed(tokenizer, text, prompt="<|start|>user<|message|>x<|end|><|start|>
     sequence = Sequence(request, [0], 1, RequestTimes(), stream, rules, thinking, separates_reasoning=True)
     for token in tokens:
         if sequence.finish_reason is None:
-            sequence.accept(token, None, tokenizer.eos_token_ids)
+            sequence.accept(token, tokenizer.eos_token_ids)
     return sequence.completion(tokenizer)
 
 

@@ -34,7 +34,7 @@ def run(tokens, *, end_of_thinking=None, separates_reasoning=False, **sampling):
     sequence = Sequence(request, [0], 1, RequestTimes(), stream, rules, thinking, separates_reasoning)
     for token in tokens:
         if sequence.finish_reason is None:
-            sequence.accept(token, None, frozenset({1}))
+            sequence.accept(token, frozenset({1}))
     return sequence
 
 
@@ -192,7 +192,7 @@ def test_a_structured_output_cut_in_white_space_before_it_is_not_valid():
     done = Sequence(request, [0], 1, RequestTimes(), TOKENIZER.stream(), rules, marks, separates_reasoning=True)
     for token in (*blank, *digits):
         if done.finish_reason is None:
-            done.accept(token, None, frozenset({1}))
+            done.accept(token, frozenset({1}))
     completion = done.completion(TOKENIZER)
     found = completion.text, completion.token_ids, completion.stop_reason, completion.structured_valid
     assert found == ("\n", blank, "\n", False)

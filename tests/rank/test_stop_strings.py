@@ -52,7 +52,7 @@ def run(tmp_path_factory):
         sequence = Sequence(request, [0], 1, RequestTimes(), stream, None, thinking, is_told)
         for token in answer.tokens:
             if sequence.finish_reason is None:
-                sequence.accept(ids[token], None, frozenset([ids[END]]))
+                sequence.accept(ids[token], frozenset([ids[END]]))
         return sequence.completion(tokenizer)
 
     return made

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CHUNK_TOKENS = 4_000_000  # tokens compared at once; bounds the scratch memory
+CHUNK_TOKENS = 1_000_000  # tokens compared at once; bounds the scratch memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def plan_prefixes(token_ids: np.ndarray, offsets: np.ndarray, *, block_tokens: i
     check_prompts(token_ids, offsets, block_tokens)
     num_prompts = len(offsets) - 1
     # big-endian bytes of non-negative integers sort like the integers
-    big_endian = np.ascontiguousarray(token_ids).astype(">u4")
+    big_endian = np.ascontiguousarray(token_ids).astype(">u2" if token_ids.dtype == np.uint16 else ">u4")
     keys = [big_endian[offsets[i] : offsets[i + 1]].tobytes() for i in range(num_prompts)]
     order = np.array(sorted(range(num_prompts), key=keys.__getitem__), dtype=np.int64)
     del keys, big_endian
@@ -106,14 +106,14 @@ def last_units(
     return first[by_prompt], unit_of_prompt[np.concatenate(lasts)[by_prompt]]
 
 
-def check_prompts(token_ids: np.ndarray, offsets: np.ndarray, block_tokens: int) -> None:
-    """Refuse what no prefix plan can be made of (ValueError, see `plan_prefixes`)."""
+def check_prompts(token_ids: np.ndarray, offsets: np.ndarray, block_tokens: int, largest: int = 2**32 - 1) -> None:
+    """Refuse what no prefix plan can be made of (ValueError, see `plan_prefixes`), or token ids above `largest`."""
     if block_tokens < 1:
         raise ValueError(f"block_tokens is {block_tokens}, but a block has at least one token")
     if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(token_ids) or (np.diff(offsets) < 0).any():
         raise ValueError(f"offsets must rise from 0 to the number of tokens, {len(token_ids)}")
-    if len(token_ids) and (np.min(token_ids) < 0 or np.max(token_ids) >= 2**32):
-        raise ValueError("token ids must be between 0 and 2**32 - 1")
+    if len(token_ids) and (np.min(token_ids) < 0 or np.max(token_ids) > largest):
+        raise ValueError(f"token ids must be between 0 and {largest}")
 
 
 def _shared_with_predecessor(token_ids: np.ndarray, offsets: np.ndarray, order: np.ndarray) -> np.ndarray:

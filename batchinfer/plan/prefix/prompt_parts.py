@@ -14,7 +14,7 @@ class SortedPrompts:
 
     Attributes:
         index: [P] int64, their places in the input.
-        token_ids: flat uint32, the prompts one after the other.
+        token_ids: flat unsigned integers, the prompts one after the other.
         offsets: [P + 1] int64, prompt k is token_ids[offsets[k]:offsets[k + 1]].
         shared: [P] int64, tokens that each shares with the prompt before it in the order, also across parts.
     """
@@ -30,7 +30,7 @@ class SortedPrompts:
     @property
     def num_bytes(self) -> int:
         """Memory that they take while they are merged."""
-        return bytes_of(len(self), len(self.token_ids))
+        return bytes_of(len(self), len(self.token_ids), self.token_ids.itemsize)
 
     def prompt(self, place: int) -> np.ndarray:
         """Return the token ids of one prompt by its index in this part (negative: from the end)."""
@@ -38,9 +38,9 @@ class SortedPrompts:
         return self.token_ids[self.offsets[place] : self.offsets[place + 1]]
 
 
-def bytes_of(num_prompts: int, num_tokens: int) -> int:
+def bytes_of(num_prompts: int, num_tokens: int, token_bytes: int = TOKEN_BYTES) -> int:
     """Memory that prompts take while they are sorted or merged."""
-    return TOKEN_BYTES * num_tokens + PROMPT_BYTES * num_prompts
+    return token_bytes * num_tokens + PROMPT_BYTES * num_prompts
 
 
 def join_parts(parts: list[SortedPrompts]) -> SortedPrompts:
@@ -62,9 +62,9 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def num_that_fit(offsets: np.ndarray, first: int, num_bytes: int) -> int:
+def num_that_fit(offsets: np.ndarray, first: int, num_bytes: int, token_bytes: int = TOKEN_BYTES) -> int:
     """Return the number of prompts from prompt `first` on that take at most `num_bytes` together."""
     # a window that surely holds them, so that the cost is that of what fits
     window = offsets[first : first + num_bytes // PROMPT_BYTES + 2]
-    taken = TOKEN_BYTES * (window - window[0]) + PROMPT_BYTES * np.arange(len(window))
+    taken = token_bytes * (window - window[0]) + PROMPT_BYTES * np.arange(len(window))
     return int(np.searchsorted(taken, num_bytes, side="right")) - 1

@@ -26,10 +26,10 @@ def merge_runs(files: list[Path], part_bytes: int) -> Iterator[SortedPrompts]:
         try:
             per_run = part_bytes // max(len(files), 1)
             cursors = [_RunCursor(prefetched(read_run(file, per_run), pool)) for file in files]
-            last = np.zeros(0, dtype=np.uint32)
+            last: np.ndarray | None = None
             while cursors := [cursor for cursor in cursors if cursor.has_prompts()]:
                 merged = _merge(_complete_pieces(cursors))
-                merged.shared[0] = common_prefix(last, merged.prompt(0))
+                merged.shared[0] = 0 if last is None else common_prefix(last, merged.prompt(0))
                 last = merged.prompt(-1).copy()
                 yield merged
         finally:
@@ -56,7 +56,7 @@ class _RunCursor:
         return self._part is not None
 
     def take_up_to(self, limit: np.ndarray, *, takes_equal: bool) -> SortedPrompts:
-        """Return the next prompts of the part in memory that are at most `limit` ([num_tokens] uint32)."""
+        """Return the next prompts of the part in memory that are at most `limit` ([num_tokens] integers)."""
         part, first = self._part, self._first
         assert part is not None
         end = first + count_up_to(part.token_ids, part.offsets, first, limit, takes_equal)

@@ -14,15 +14,14 @@ import pyarrow.compute as pc
 from batchinfer.plan.prefix.prompt_parts import SortedPrompts, join_parts, num_that_fit, offsets_of
 from batchinfer.plan.prefix.prompt_sort import join_heads, merge_sorted, take_tails
 
-SCHEMA = pa.schema([("index", pa.int64()), ("shared", pa.int64()), ("tail", pa.list_(pa.uint32()))])
-BLOCK_BYTES = 1 << 18  # most bytes of a block in memory, unless one prompt has more
+BLOCK_BYTES = 1 << 17  # most bytes of a block in memory, unless one prompt has more
 
 
 def write_run(target: Path, token_ids: np.ndarray, offsets: np.ndarray, first_index: int) -> None:
     """Sort prompts and write them as one run.
 
     Args:
-        token_ids: flat uint32.
+        token_ids: flat unsigned integers.
         offsets: [N + 1] int64.
         first_index: place of prompt 0 in the input; the others follow it.
     """
@@ -31,8 +30,10 @@ def write_run(target: Path, token_ids: np.ndarray, offsets: np.ndarray, first_in
     lengths = np.diff(offsets)[order]
     # zstd's lowest level: half the size of plain integers at several hundred megabytes per second
     options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
-    with pa.OSFile(str(target), "wb") as file, pa.ipc.new_file(file, SCHEMA, options=options) as writer:
-        for first, end in _blocks(lengths):
+    tail = pa.list_(pa.from_numpy_dtype(token_ids.dtype))
+    schema = pa.schema([("index", pa.int64()), ("shared", pa.int64()), ("tail", tail)])
+    with pa.OSFile(str(target), "wb") as file, pa.ipc.new_file(file, schema, options=options) as writer:
+        for first, end in _blocks(lengths, token_ids.itemsize):
             skipped = shared[first:end].copy()
             skipped[0] = 0
             tails = take_tails(token_ids, offsets, order[first:end], skipped)
@@ -42,7 +43,7 @@ def write_run(target: Path, token_ids: np.ndarray, offsets: np.ndarray, first_in
                 pa.array(shared[first:end]),
                 pa.ListArray.from_arrays(pa.array(tail_offsets), pa.array(tails)),
             ]
-            writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
+            writer.write_batch(pa.record_batch(columns, schema=schema))
 
 
 def read_run(source: Path, part_bytes: int) -> Iterator[SortedPrompts]:
@@ -69,12 +70,12 @@ def _read_blocks(source: Path, first: int, num_bytes: int) -> list[SortedPrompts
     return blocks
 
 
-def _blocks(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+def _blocks(lengths: np.ndarray, token_bytes: int) -> Iterator[tuple[int, int]]:
     """(first, end) of consecutive prompts that make up a block."""
     offsets = offsets_of(lengths)
     first = 0
     while first < len(lengths):
-        end = first + max(num_that_fit(offsets, first, BLOCK_BYTES), 1)
+        end = first + max(num_that_fit(offsets, first, BLOCK_BYTES, token_bytes), 1)
         yield first, end
         first = end
 

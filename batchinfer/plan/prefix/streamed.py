@@ -17,7 +17,7 @@ import numpy as np
 
 from batchinfer.plan.prefetch import prefetched
 from batchinfer.plan.prefix.in_memory import PrefixPlan, check_prompts, plan_prefixes, prefix_plan
-from batchinfer.plan.prefix.prompt_parts import TOKEN_BYTES, SortedPrompts, bytes_of, num_that_fit, offsets_of
+from batchinfer.plan.prefix.prompt_parts import SortedPrompts, bytes_of, num_that_fit, offsets_of
 from batchinfer.records import ConfigError
 
 PART_BYTES = 16 << 20  # handed out at once from memory
@@ -35,13 +35,17 @@ class PrefixStream:
         block_tokens: as for `plan_prefixes`.
         memory_bytes: for token ids; besides these about 40 bytes per prompt are needed for the plan. A run has a
             quarter of it (one is filled while others are sorted), a merge of all runs up to the whole.
+        token_type: unsigned integers in which token ids are held and written.
     """
 
-    def __init__(self, scratch: Path, *, block_tokens: int, memory_bytes: int) -> None:
+    def __init__(
+        self, scratch: Path, *, block_tokens: int, memory_bytes: int, token_type: np.typing.DTypeLike = np.uint32
+    ) -> None:
         self._scratch = scratch
         self._block_tokens = block_tokens
         self._run_bytes = memory_bytes // 4
-        self._buffer = _Buffer(self._run_bytes, first_index=0)
+        self._token_type = np.dtype(token_type)
+        self._buffer = _Buffer(self._run_bytes, self._token_type, first_index=0)
         self._runs: list[Path] = []
         self._num_prompts = 0
         self._plan_in_memory: PrefixPlan | None = None
@@ -66,11 +70,11 @@ class PrefixStream:
             offsets: [N + 1] int64, prompt i is token_ids[offsets[i]:offsets[i + 1]].
 
         Raises:
-            ValueError: as for `plan_prefixes`.
+            ValueError: as for `plan_prefixes`, or a token id is too large for the stream's type.
             ConfigError: the scratch folder cannot be written.
         """
         offsets = np.asarray(offsets, dtype=np.int64)
-        check_prompts(token_ids, offsets, self._block_tokens)
+        check_prompts(token_ids, offsets, self._block_tokens, largest=np.iinfo(self._token_type).max)
         first, num_prompts = 0, len(offsets) - 1
         while first < num_prompts:
             num_taken = self._buffer.fill(token_ids, offsets, first)
@@ -120,7 +124,7 @@ class PrefixStream:
         target = self._scratch / f"{len(self._runs):05d}.arrow"
         self._runs.append(target)
         self._being_written.append(self._writers.submit(_write_run, target, self._buffer))
-        self._buffer = _Buffer(self._run_bytes, first_index=self._num_prompts)
+        self._buffer = _Buffer(self._run_bytes, self._token_type, first_index=self._num_prompts)
 
     def _wait_for_writers(self, most_busy: int) -> None:
         while len(self._being_written) > most_busy:
@@ -133,19 +137,20 @@ class PrefixStream:
 class _Buffer:
     """Prompts of one run in input order."""
 
-    def __init__(self, num_bytes: int, *, first_index: int) -> None:
+    def __init__(self, num_bytes: int, token_type: np.dtype, *, first_index: int) -> None:
         self.first_index = first_index  # place of its first prompt in the input
         self._free_bytes = num_bytes
-        self._token_ids = np.empty(num_bytes // TOKEN_BYTES, dtype=np.uint32)
+        self._token_ids = np.empty(num_bytes // token_type.itemsize, dtype=token_type)
         self._num_tokens = 0
         self._lengths: list[np.ndarray] = []
 
     def fill(self, token_ids: np.ndarray, offsets: np.ndarray, first: int) -> int:
         """Take as many prompts from prompt `first` on as there is room for, at least one when it is empty."""
-        count = num_that_fit(offsets, first, self._free_bytes)
+        token_bytes = self._token_ids.itemsize
+        count = num_that_fit(offsets, first, self._free_bytes, token_bytes)
         if count == 0 and not self._lengths:
             count = 1
-            self._token_ids = np.empty(offsets[first + 1] - offsets[first], dtype=np.uint32)
+            self._token_ids = np.empty(offsets[first + 1] - offsets[first], dtype=self._token_ids.dtype)
         if count == 0:
             return 0
         taken = offsets[first : first + count + 1]
@@ -153,11 +158,11 @@ class _Buffer:
         self._token_ids[self._num_tokens : end] = token_ids[taken[0] : taken[-1]]
         self._num_tokens = end
         self._lengths.append(np.diff(taken))
-        self._free_bytes = max(self._free_bytes - bytes_of(count, int(taken[-1] - taken[0])), 0)
+        self._free_bytes = max(self._free_bytes - bytes_of(count, int(taken[-1] - taken[0]), token_bytes), 0)
         return count
 
     def prompts(self) -> tuple[np.ndarray, np.ndarray]:
-        """(flat uint32 token ids, [N + 1] offsets) of what it holds."""
+        """(flat token ids, [N + 1] offsets) of what it holds."""
         lengths = np.concatenate(self._lengths) if self._lengths else np.zeros(0, np.int64)
         return self._token_ids[: self._num_tokens], offsets_of(lengths)
 
@@ -179,7 +184,7 @@ def _parts_of(token_ids: np.ndarray, offsets: np.ndarray, plan: PrefixPlan) -> I
     ordered_offsets = offsets_of(lengths)
     first = 0
     while first < len(lengths):
-        end = first + max(num_that_fit(ordered_offsets, first, PART_BYTES), 1)
+        end = first + max(num_that_fit(ordered_offsets, first, PART_BYTES, token_ids.itemsize), 1)
         index = plan.order[first:end]
         part_offsets = ordered_offsets[first : end + 1] - ordered_offsets[first]
         place_shift = np.repeat(offsets[index] - part_offsets[:-1], lengths[first:end])

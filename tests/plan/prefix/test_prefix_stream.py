@@ -35,9 +35,11 @@ def check_same_plan(prompts, folder, *, run_bytes, block_bytes=200):
     """The streamed plan of the prompts is the one made in memory; returns the number of runs on disk."""
     want = plan_prefixes(*flat(prompts), block_tokens=64)
     scratch = folder / "scratch"
+    token_type = np.uint16 if max(map(max, filter(None, prompts)), default=0) < 1 << 16 else np.uint32
+    memory_bytes = RUNS_IN_MEMORY * run_bytes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sorted_runs, "BLOCK_BYTES", block_bytes)
-        with PrefixStream(scratch, block_tokens=64, memory_bytes=RUNS_IN_MEMORY * run_bytes) as stream:
+        with PrefixStream(scratch, block_tokens=64, memory_bytes=memory_bytes, token_type=token_type) as stream:
             add_in_batches(stream, prompts)
             plan = stream.plan()
             num_runs = len(list(scratch.glob("*")))
@@ -54,7 +56,7 @@ def check_same_plan(prompts, folder, *, run_bytes, block_bytes=200):
 
 
 def bytes_of_prompts(num_prompts, num_tokens):
-    return num_prompts * PROMPT_BYTES + num_tokens * TOKEN_BYTES
+    return num_prompts * PROMPT_BYTES + num_tokens * TOKEN_BYTES // 2  # in 16 bits
 
 
 def test_two_prompts_per_run_merge_to_the_same_trie_walk(tmp_path):
@@ -138,6 +140,14 @@ def test_impossible_input_is_refused(tokens, offsets, tmp_path):
         pytest.raises(ValueError, match=r"offsets|token ids"),
     ):
         stream.add(np.array(tokens), np.array(offsets))
+
+
+def test_a_token_id_that_the_type_cannot_hold_is_refused(tmp_path):
+    with (
+        PrefixStream(tmp_path / "scratch", block_tokens=64, memory_bytes=100, token_type=np.uint16) as stream,
+        pytest.raises(ValueError, match="between 0 and 65535"),
+    ):
+        stream.add(np.array([1 << 16]), np.array([0, 1]))
 
 
 def test_a_folder_that_cannot_be_written_is_named_and_nothing_hangs(tmp_path):
