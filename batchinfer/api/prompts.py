@@ -62,6 +62,7 @@ def reader_of(
         raise InputError(f"data cannot be read as Arrow columns: {first_line(error)}; {USE}") from None
     if found is None:
         use = "give list(data)" if isinstance(data, Iterator) else USE
+        use = "give data.collect()" if hasattr(data, "collect") else use
         raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {use}")
     reader, lost = found
     if lost and not named:  # a column left out may be that of the prompts

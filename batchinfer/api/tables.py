@@ -71,8 +71,12 @@ def batches_of(data: Any) -> tuple[pa.RecordBatchReader, dict[str, str]] | None:
     return reader, lost
 
 
+_REPEATED = "data has several columns of this name"
+
+
 def _cannot_be_taken(name: str, reason: str) -> InputError:
-    return InputError(f"column {name!r} of data cannot be taken: {reason}; convert it, for example to text")
+    advice = "rename all but one" if reason == _REPEATED else "convert it, for example to text"
+    return InputError(f"column {name!r} of data cannot be taken: {reason}; {advice}")
 
 
 def storable(reader: pa.RecordBatchReader, lost: dict[str, str], used: Collection[str]) -> pa.RecordBatchReader:
@@ -115,12 +119,16 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
 def _columns_not_arrow(data: Any) -> dict[str, str]:
     """Return the columns of a data frame that cannot be converted to Arrow, with reasons."""
     lost = {}
-    for name in getattr(data, "columns", ()):
+    names = list(getattr(data, "columns", ()))
+    for name in names:
         try:
             pa.RecordBatchReader.from_stream(data[[name]])
         except NOT_ARROW as error:
-            kind = getattr(data[name], "dtype", "own")  # two columns of one name have none
-            lost[str(name)] = f"Arrow cannot hold its {kind} values ({reason_of(error)})"
+            is_repeated = names.count(name) > 1
+            reason = (
+                _REPEATED if is_repeated else f"Arrow cannot hold its {data[name].dtype} values ({reason_of(error)})"
+            )
+            lost[str(name)] = reason
     return lost
 
 

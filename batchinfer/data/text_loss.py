@@ -16,6 +16,7 @@ PLAIN_TEXTS = (
     "hello world again",
     "Hello World, 12 times: 3.5 + 4 = 7.5 (isn't it?)",
     "if a:\n    b = c  # two  blanks\n\treturn b",
+    '\n\n\t"quoted" ``lines``\n \n',
     "Größe, déjà vu, привет, 你好世界, 🙂",
 )
 

@@ -131,6 +131,9 @@ NOT_ARROW = {
     "complex": lambda: pd.DataFrame({"x": [1j, 2, 3]}),
     "sparse": lambda: pd.DataFrame({"x": pd.arrays.SparseArray([0, 1, 0])}),
     "int128": lambda: pl.DataFrame({"x": pl.Series([1, 2**100, None], dtype=pl.Int128)}),
+    "uint128": lambda: pl.DataFrame({"x": pl.Series([1, 2**127, None], dtype=pl.UInt128)}),
+    "structs of int128": lambda: pl.DataFrame({"x": pl.Series([{"a": 1}] * 3, dtype=pl.Struct({"a": pl.Int128}))}),
+    "two columns of one name": lambda: pd.DataFrame([[1, 2]] * 3, columns=["x", "x"]),
     "lists of int128": lambda: pl.DataFrame({"x": pl.Series([[1], None, []], dtype=pl.List(pl.Int128))}),
     "objects": lambda: pl.DataFrame({"x": pl.Series([object(), "a", None], dtype=pl.Object)}),
 }
@@ -233,6 +236,14 @@ def test_a_column_that_is_no_arrow_data_is_left_out_or_refused_by_name(name, tmp
         assert "\n" not in str(raised.value)
     with pytest.raises(batchinfer.InputError, match="column 'x' of data cannot be taken: "):
         prompts.reader_of(frame, {"prompt": "x"}, {"id"}, [])
+
+
+def test_a_sentence_says_what_to_do_with_columns_of_one_name_and_frames_that_are_not_computed():
+    twice = pd.DataFrame([["a", "b"]], columns=["prompt", "prompt"])
+    with pytest.raises(batchinfer.InputError, match=r"'prompt' of data .* several columns of this name; rename all"):
+        prompts.reader_of(twice, {"prompt": "prompt"}, set())
+    with pytest.raises(batchinfer.InputError, match=r"data is a LazyFrame, .*; give data\.collect\(\)"):
+        prompts.reader_of(pl.DataFrame({"prompt": QUESTIONS}).lazy(), {}, set())
 
 
 def test_an_index_of_pandas_is_no_column_of_prompts():

@@ -46,6 +46,20 @@ KEPT = [
     ('{"type": "integer", "maximum": 9223372036854775807}', [str(2**63 - 1)], [str(2**63)]),
     ('{"type": "integer", "minimum": -9223372036854775808}', [str(-(2**63)), "5"], [str(-(2**63) - 1)]),
     ('{"type": "number", "minimum": 0.1, "maximum": 19.935579046706298}', ["19.935579046706298"], ["19.9355790467063"]),
+    # numbers beyond doubles in parts that say nothing of the values here
+    ('{"default": 1e400}', ["1"], ["a"]),
+    ('{"const": 1, "examples": [{"a": -1e400}]}', ["1"], ["2"]),
+    ('{"type": "integer", "exclusiveMinimum": 97.1, "$defs": {"unused": {"const": 1e400}}}', ["98"], ["97"]),
+    (
+        '{"type": "object", "properties": {"a": {"$ref": "#/$defs/s"}, "b": {"$ref": "#/$defs/n"}},'
+        '"$defs": {"n": {"const": 1e400}, "s": {"type": "string"}}}',
+        ['{"a": "x", "b": 1e400}'],
+        ['{"a": "x", "b": 1}', '{"a": 1}'],
+    ),
+    # a step whose multiples may need zeros, in ranges that take them
+    ('{"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 24}', ["0.25", "0.50", "24"], ["0.3", "24.25"]),
+    ('{"type": "number", "exclusiveMinimum": 1, "maximum": 2}', ["1.5", "2", "1.01"], ["1", "1.0", "2.1"]),
+    ('{"type": "number", "exclusiveMinimum": 1.2, "maximum": 1.25}', ["1.21", "1.25"], ["1.2", "1.20", "1.26"]),
     (
         f'{{"enum": [{{"id": {BIG}, "x": [1.5, null]}}]}}',
         [f'{{"id": {BIG}, "x": [1.5,null]}}'],
@@ -104,6 +118,23 @@ REFUSED = [
         '{"properties": {"k": {"exclusiveMinimum": 0}}, "patternProperties": {"k": {"maximum": 0.5}}}',
         "0 at #/properties/k/exclusiveMinimum",
     ),
+    # and so is any whole number between which and the next one the range ends
+    ('{"type": "number", "exclusiveMinimum": 1, "maximum": 1.5}', "1 at #/exclusiveMinimum"),
+    ('{"type": "number", "minimum": -9.5, "exclusiveMaximum": -9.0}', "-9.0 at #/exclusiveMaximum"),
+    (
+        '{"allOf": [{"exclusiveMinimum": 9, "minimum": 2}, {"exclusiveMaximum": 9.5}]}',
+        "9 at #/allOf/0/exclusiveMinimum",
+    ),
+    # the multiple 0.5 comes as 0.50, but the range takes no zeros behind it
+    ('{"type": "number", "multipleOf": 0.25, "minimum": 0, "maximum": 7.5}', "0.25 at #/multipleOf"),
+    ('{"type": "number", "multipleOf": 0.25, "exclusiveMinimum": 0}', "0.25 at #/multipleOf"),
+    ('{"type": "number", "multipleOf": 0.15, "exclusiveMinimum": 1, "maximum": 10}', "0.15 at #/multipleOf"),
+    ('{"type": "number", "multipleOf": 0.125, "exclusiveMinimum": 1.7, "maximum": 2}', "0.125 at #/multipleOf"),
+    ('{"type": "number", "multipleOf": 0.125, "minimum": -1}', "0.125 at #/multipleOf"),
+    ('{"type": "number", "multipleOf": 0.25, "exclusiveMaximum": -2, "minimum": -10}', "0.25 at #/multipleOf"),
+    # beyond doubles
+    ('{"enum": [1e400, 4], "multipleOf": 2}', "2 at #/multipleOf"),
+    ('{"type": "number", "multipleOf": 1e-320, "minimum": 0, "maximum": 1}', "1e-320 at #/multipleOf"),
     # patterns that would be nested too deeply
     ('{"type": "number", "exclusiveMinimum": 1e-100}', "1e-100 at #/exclusiveMinimum has more digits than"),
     (
@@ -129,6 +160,11 @@ def test_a_number_that_cannot_be_kept_is_named_with_its_place(schema, said):
     assert problem is not None
     assert f"the number {said}" in problem
     assert len(problem) < 250
+
+
+def test_a_part_that_is_not_supported_is_named_without_the_grammar_around_it():
+    asked = f'{{"anyOf": [{{"dependentSchemas": {{}}}}, {{"const": {BIG}}}]}}'
+    assert problem_of("json", asked) == 'Unimplemented keys: ["dependentSchemas"]'
 
 
 @pytest.mark.parametrize("first", range(0, 500, 50))

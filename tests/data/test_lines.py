@@ -43,7 +43,7 @@ def column(path: Path, name: str, role: str = "kept") -> pa.Array:
         (b'{"prompt": "x", "n": 1e999}', "line 2 is not valid JSON: Number out of range"),
         (b'{"prompt": "x", "n": NaN}', "line 2 is not valid JSON: "),
         (b'{"prompt": "\xff"}', "line 2 is not valid UTF-8"),
-        (b'{"prompt": "\\ud800"}', "line 2 is not valid JSON: "),
+        (b'{"prompt": "\\ud800"}', "line 2 is not valid JSON: unexpected end of escaped utf-16 surrogate pair"),
         (b'{"prompt": "a\0b"}', "line 2 is not valid JSON: "),
         (b"\0" * 50, "line 2 is not valid JSON: "),
         (b'{"prompt": 5}', "line 2: prompt is a number, not text"),

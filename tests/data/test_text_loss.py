@@ -1,5 +1,7 @@
 """Tokenizers that lose text are refused; those that only write it in another way are not."""
 
+import json
+
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -75,7 +77,7 @@ SOUND = {
     ),
     "pieces with an unknown token": lambda: sentence_piece(unknown="<unk>"),
 }
-HELLO, CASE, CODE, LANGUAGES = PLAIN_TEXTS
+HELLO, CASE, CODE, LINES, LANGUAGES = PLAIN_TEXTS
 ASCII = "".join(map(chr, [9, 10, *range(32, 127)]))
 # how text is lost → (the tokenizer, what is lost first, a part of what comes back)
 LOSSY = {
@@ -91,6 +93,13 @@ LOSSY = {
     "blanks of answers, by another decoder": (lambda: byte_level(decoder=decoders.Metaspace()), HELLO, "Ġworld"),
     "blanks of answers, without a decoder": (lambda: byte_level(decoder=None), HELLO, "Ġ"),
     "capitals": (lambda: byte_level(normalizer=normalizers.Lowercase()), CASE, "hello world"),
+    "line breaks at the end": (
+        lambda: byte_level(normalizer=normalizers.Strip(left=False, right=True)), LINES, r"``lines``"
+    ),
+    "line breaks at the start": (
+        lambda: byte_level(normalizer=normalizers.Strip(left=True, right=False)), LINES, r"``lines``\n \n"
+    ),
+    "quotes": (lambda: byte_level(normalizer=normalizers.Replace("``", '"')), LINES, r'\"lines\"'),
     "accents": (
         lambda: byte_level(normalizer=normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])),
         LANGUAGES,
@@ -117,7 +126,8 @@ def test_a_tokenizer_that_loses_text_is_refused(name, tmp_path):
     with pytest.raises(ModelError) as raised:
         refuse(make(), tmp_path)
     sentence = str(raised.value)
-    assert sentence.startswith(f'{tmp_path}/tokenizer.json loses text: it encodes "{text[:5]}')
+    began = json.dumps(text[:5], ensure_ascii=False)[:-1]
+    assert sentence.startswith(f"{tmp_path}/tokenizer.json loses text: it encodes {began}")
     assert part in sentence
     assert "\n" not in sentence
 

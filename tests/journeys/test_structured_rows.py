@@ -45,6 +45,22 @@ ROWS = [
     ('{"json": {"type": "null", "title": "T", "x-a": 1}}', "null"),
     ('{"choice": ["yes, but"]}', "yes, but"),
 ]
+OTHER_LINES = [  # lines that are bad in other ways, with a part of the error
+    ('{"id": "cut"', "is not valid JSON: Input data was truncated"),
+    ('{"id": "half", "prompt": "\\ud83d"}', "is not valid JSON: unexpected end of escaped utf-16 surrogate pair"),
+    ("[1]", "is a list, not an object"),
+    ('{"id": "none"}', "prompt is null"),
+    ('{"id": "empty", "prompt": ""}', "prompt is empty"),
+    ('{"id": "number", "prompt": 5}', "prompt is a number, not text"),
+    (f'{{"id": "long", "prompt": "{9000 * "word "}"}}', "the prompt has 45000 characters"),
+    ('{"id": 1, "prompt": "Give", "sampling": {"max_tokens": 0}}', "max_tokens is 0"),
+    ('{"id": 1, "prompt": "Give", "sampling": {"temperature": -1}}', "temperature is -1"),
+    ('{"id": 1, "prompt": "Give", "sampling": {"stop": [""]}}', "stop.0 is ''"),
+    ('{"id": 1, "prompt": "Give", "sampling": {"logit_bias": {"99999": 1}}}', "names token 99999"),
+    ('{"id": 1, "prompt": "Give", "sampling": {"min_tokens": 99}}', "min_tokens is 99, more than max_tokens"),
+    ('{"id": 1, "prompt": "Give", "sampling": {"Stop": ["a"]}}', "Stop is not a sampling key"),
+    ('{"id": 1, "prompt": "Give", "sampling": 5}', "sampling"),
+]
 SAID_OF = [  # warnings, each once
     "warning: structured_outputs of 2 rows: nullable at # has no effect",
     "warning: structured_outputs of 1 row: 'requird' at # is no keyword of JSON Schema",
@@ -90,13 +106,15 @@ def runs(tmp_path_factory):
         f'{{"id": {number}, "prompt": "Give", "sampling": {{"structured_outputs": {asked}}}}}'
         for number, (asked, _) in enumerate(ROWS)
     ]
+    lines += [line for line, _ in OTHER_LINES]
     ended = {folder / name: batchinfer("run", lines_job(folder, name, lines)) for name in ("one", "two", "three")}
     assert {one.code for one in ended.values()} == {3}
     return {run: one.err for run, one in ended.items()}
 
 
 def test_each_row_gets_what_it_asks_for_to_the_last_digit_or_an_error_that_says_why(runs):
-    expect(texts_of(next(iter(runs))), [wanted for _, wanted in ROWS])
+    errors = [f"error: {error}" for _, error in OTHER_LINES]
+    expect(texts_of(next(iter(runs))), [wanted for _, wanted in ROWS] + errors)
 
 
 def test_the_same_rows_give_the_same_bytes_each_time(runs):

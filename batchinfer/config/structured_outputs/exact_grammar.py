@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
 from batchinfer.config.exact_json import dumps
 from batchinfer.config.structured_outputs.schema_numbers import BOUNDS, Literal, SchemaNumber, is_number, is_too_long
@@ -105,10 +106,15 @@ class _Rules:
         schema = {} if schema is True else schema
         if not isinstance(schema, dict):
             raise CannotBeWrittenError
-        definitions = {key: self._root[key] for key in DEFINITIONS if key in self._root}
-        for _, part in subschemas(schema | definitions):
-            if "$ref" in part and not any(str(part["$ref"]).startswith(f"#/{key}/") for key in definitions):
+        definitions: dict[str, Any] = {key: {} for key in DEFINITIONS if isinstance(self._root.get(key), dict)}
+        for _, part in subschemas(schema | {key: self._root[key] for key in definitions}, definitions=False):
+            if "$ref" not in part:
+                continue
+            _, key, name, *_ = [*str(part["$ref"]).split("/"), "", ""]
+            name = unquote(name).replace("~1", "/").replace("~0", "~")
+            if key not in definitions or name not in self._root[key]:
                 raise CannotBeWrittenError
+            definitions[key][name] = self._root[key][name]
         return dumps(schema | definitions | {"x-guidance": {"whitespace_pattern": self._blanks}})
 
     def _values(self, schema: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from typing import Any, NamedTuple
 
 from llguidance import LLMatcher, grammar_from
@@ -12,6 +13,7 @@ from batchinfer.config.structured_outputs.endless import Token, exclude_endless,
 from batchinfer.config.structured_outputs.exact_grammar import CannotBeWrittenError, lark_of
 from batchinfer.config.structured_outputs.merged_multiples import misjudged_number
 from batchinfer.config.structured_outputs.schema_numbers import (
+    drop_large_annotations,
     grammar_json,
     has_slow_multiples,
     impossible_count,
@@ -31,6 +33,8 @@ _NAMES_TOKENS = (
     "the grammar names tokens of the tokenizer, as <name>, which are looked up when the model is loaded; one that is "
     "missing makes its rows error rows"
 )
+
+_IN_SCHEMA = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*)")
 
 
 def grammar_of(kind: str, text: str) -> str:
@@ -60,7 +64,10 @@ def reason_of(error: str) -> str:
     """Return the reason in an error of llguidance, without its dump of the parser's state, which holds times."""
     if is_dead_end(error):
         return "no text goes on from here: the grammar has a dead end, such as a name that no property may have"
-    return " ".join(error.partition("<state>")[0].split())
+    reason = error.partition("<state>")[0]
+    # of a schema in a grammar: the place and the lines behind the reason are those of the grammar
+    in_schema = _IN_SCHEMA.match(reason)
+    return " ".join((in_schema[1] if in_schema else reason).split())
 
 
 @functools.lru_cache(256)  # texts of a million characters are held, too
@@ -160,9 +167,10 @@ class _Schema:
         count = impossible_count(schema)
         if count is not None:
             raise ValueError(count)
+        is_without_some = drop_large_annotations(schema)
         has_other_references = write_references_as_paths(schema)
-        is_without_some = exclude_endless(schema)
-        if is_without_some is None:
+        is_without_endless = exclude_endless(schema)
+        if is_without_endless is None:
             raise ValueError(_NO_TEXT)
         misjudged = misjudged_number(schema)
         if misjudged is not None:
@@ -174,7 +182,7 @@ class _Schema:
         self._schema = schema
         self.warnings = tuple(keyword_warnings(schema))
         self.is_slow = has_slow_multiples(schema)
-        self.is_changed = has_other_references or is_without_some or has_careful
+        self.is_changed = is_without_some or has_other_references or is_without_endless or has_careful
         self.text = dumps(schema) if self.is_changed else text
 
     def as_lark(self) -> str:

@@ -1,4 +1,4 @@
-"""Numbers of schemas with which llguidance's arithmetic goes wrong: multipleOf among bounds, and 0 as an open bound.
+"""Numbers of schemas with which llguidance's arithmetic goes wrong: multipleOf among bounds, and whole open bounds.
 
 llguidance merges all that allOf, anyOf and $ref say of one number, reckons with the smallest common multiple in 32
 bits, and decides with doubles whether there is a multiple between two bounds. It leaves a range that it takes for empty
@@ -29,7 +29,7 @@ class _Range(NamedTuple):
     least: tuple[Bound, ...] = ()
     most: tuple[Bound, ...] = ()
     is_integer: bool = False
-    zeros: tuple[SchemaNumber, ...] = ()  # bounds that are 0, which is itself out of the range
+    open_wholes: tuple[SchemaNumber, ...] = ()  # bounds that are whole numbers, themselves out of the range
 
     def and_also(self, other: "_Range") -> "_Range":
         """Return what two ranges have in common."""
@@ -38,12 +38,12 @@ class _Range(NamedTuple):
             (self.least + other.least)[:_MOST_WAYS],
             (self.most + other.most)[:_MOST_WAYS],
             self.is_integer or other.is_integer,
-            (self.zeros + other.zeros)[:_MOST_WAYS],
+            (self.open_wholes + other.open_wholes)[:_MOST_WAYS],
         )
 
 
 def misjudged_number(schema: dict[str, Any]) -> SchemaNumber | None:
-    """Return a multipleOf, or a bound that is 0, with which llguidance goes wrong, None if there is none.
+    """Return a multipleOf, or a whole open bound, with which llguidance goes wrong, None if there is none.
 
     Args:
         schema: of `exact_json.parse`.
@@ -58,7 +58,7 @@ def misjudged_number(schema: dict[str, Any]) -> SchemaNumber | None:
 
 
 def _is_watched(number: SchemaNumber) -> bool:
-    return number.is_multiple or (number.keyword.startswith("exclusive") and not number.value)
+    return number.is_multiple or (number.keyword.startswith("exclusive") and int(number.value) == number.value)
 
 
 class _Merger:
@@ -126,14 +126,14 @@ class _Merger:
             for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
         }
         multiple = self._watched.get((id(part), "multipleOf"))
-        zeros = [self._watched.get((id(part), key)) for key in ("exclusiveMinimum", "exclusiveMaximum")]
+        wholes = [self._watched.get((id(part), key)) for key in ("exclusiveMinimum", "exclusiveMaximum")]
         types = [part["type"]] if isinstance(part.get("type"), str) else _list(part, "type")
         return _Range(
             () if multiple is None else (multiple,),
             bounds["minimum"] + bounds["exclusiveMinimum"],
             bounds["maximum"] + bounds["exclusiveMaximum"],
             "integer" in types and "number" not in types,
-            tuple(zero for zero in zeros if zero is not None),
+            tuple(whole for whole in wholes if whole is not None),
         )
 
 
@@ -174,21 +174,32 @@ def _may_match(pattern: str, name: str) -> bool:
 def _misjudged(merged: _Range) -> SchemaNumber | None:
     if merged.multiples and _is_misjudged(merged):
         return merged.multiples[-1]
-    if merged.zeros and not merged.is_integer and _admits_zero(merged):
-        return merged.zeros[-1]
+    if merged.open_wholes and not merged.is_integer:
+        admitted = _admitted_bound(merged)
+        return next((one for one in merged.open_wholes if one.value == admitted), None)
     return None
 
 
-def _admits_zero(merged: _Range) -> bool:
-    """Whether llguidance takes 0 although it is excluded: its patterns of numbers between 0 and ±1 begin with it."""
+def _admitted_bound(merged: _Range) -> Fraction | None:
+    """Return a whole number that llguidance takes although it is excluded, None if there is none.
+
+    The patterns of the numbers between a whole number and the next one, farther from 0, begin with it alone.
+    """
     if not (merged.least and merged.most):
-        return False
-    lowest, highest = max(merged.least), min(merged.most, key=lambda bound: (bound[0], not bound[1]))
-    return (lowest == (0, True) and 0 < highest[0] < 1) or (highest == (0, True) and -1 < lowest[0] < 0)
+        return None
+    (low, low_is_open), (high, high_is_open) = _limits(merged)
+    if low_is_open and 0 <= low == int(low) < high < low + 1:
+        return low
+    return high if high_is_open and 0 >= high == int(high) > low > high - 1 else None
+
+
+def _limits(merged: _Range) -> tuple[Bound, Bound]:
+    """Return the closest bounds of a range that has bounds on both sides."""
+    return max(merged.least), min(merged.most, key=lambda bound: (bound[0], not bound[1]))
 
 
 def _is_misjudged(merged: _Range) -> bool:
-    """Whether llguidance takes a range for empty that is not, or the other way round, or reckons beyond 32 bits."""
+    """Whether llguidance takes a range for empty that is not, or the other way round, or reckons beyond its numbers."""
     coefficient, exponent = 0, 0  # the common multiple is coefficient / 10**exponent
     for number in merged.multiples:
         multiple = abs(Fraction(number.value))
@@ -204,18 +215,22 @@ def _is_misjudged(merged: _Range) -> bool:
         coefficient, exponent = whole, places
     if 10 * coefficient >= _BITS_32:
         return True
-    if not merged.is_integer and _loses_a_multiple(merged, coefficient, exponent):
+    if not merged.is_integer and (
+        _loses_a_multiple(merged, coefficient, exponent) or _lacks_zeros(merged, coefficient, exponent)
+    ):
         return True
     if not (merged.least and merged.most):
         return False
-    lowest, highest = max(merged.least), min(merged.most, key=lambda bound: (bound[0], not bound[1]))
+    lowest, highest = _limits(merged)
     # multiples come without a fraction, or with all places of the step
     if lowest[0] == highest[0] and _places(lowest[0]) not in (0, exponent):
         return True
     step = Fraction(coefficient, 10**exponent)
-    return _is_empty_to_library(lowest, highest, coefficient / 10.0**exponent, merged.is_integer) != _is_empty(
-        lowest, highest, Fraction(step.numerator) if merged.is_integer else step
-    )
+    is_empty = _is_empty(lowest, highest, Fraction(step.numerator) if merged.is_integer else step)
+    try:
+        return _is_empty_to_library(lowest, highest, coefficient / 10.0**exponent, merged.is_integer) != is_empty
+    except OverflowError:  # no double
+        return True
 
 
 def _loses_a_multiple(merged: _Range, coefficient: int, exponent: int) -> bool:
@@ -227,6 +242,41 @@ def _loses_a_multiple(merged: _Range, coefficient: int, exponent: int) -> bool:
         if cut != bound and is_inside and (cut / step).denominator == 1:
             return True
     return False
+
+
+_MOST_SHORT = 9  # multiples of coefficients up to here may be written without zeros
+_FAR = Fraction(1 << 64)
+
+
+def _lacks_zeros(merged: _Range, coefficient: int, exponent: int) -> bool:
+    """Whether llguidance wants zeros behind a multiple, as in 0.50, that its pattern of the range does not take.
+
+    That pattern takes no zeros behind the digits of a bound, nor behind numbers that begin with those of an open
+    bound, nor behind numbers between -1 and 0.
+    """
+    if not (merged.least or merged.most) or coefficient <= _MOST_SHORT or exponent < 2:
+        return False
+    least, most = merged.least or ((-_FAR, True),), merged.most or ((_FAR, True),)
+    low, high = _limits(merged._replace(least=least, most=most))
+    short = Fraction(math.lcm(coefficient, 10), 10**exponent)  # its multiples have fewer places than the step
+
+    def has_short(start: Fraction, end: Fraction) -> bool:
+        """Whether a short multiple of the range is between two numbers."""
+        first = math.floor(max(start, low[0]) / short) * short
+        found = (first + step * short for step in range(3))  # one may be `start`, another an open bound
+        return any(
+            start < one < end and (low[0] < one or low == (one, False)) and (one < high[0] or high == (one, False))
+            for one in found
+        )
+
+    for (bound, is_open), sign in ((high, 1), (low, -1)):
+        if not is_open and bound * sign > 0 and bound.denominator > 1 and (bound / short).denominator == 1:
+            return True
+    return (
+        has_short(Fraction(-1), Fraction(0))
+        or (low[1] and low[0] >= 0 and has_short(low[0], low[0] + Fraction(1, 10 ** _places(low[0]))))
+        or (high[1] and high[0] <= 0 and has_short(high[0] - Fraction(1, 10 ** _places(high[0])), high[0]))
+    )
 
 
 def _places(number: Fraction) -> int:

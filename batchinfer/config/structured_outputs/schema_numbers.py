@@ -6,6 +6,7 @@ numbers are read exactly: one that another literal brings out right is replaced 
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from decimal import Decimal
 from fractions import Fraction
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from batchinfer.config.exact_json import WrittenFloat, decimal_of, dumps, shown
 from batchinfer.config.structured_outputs.byte_matcher import byte_matcher
-from batchinfer.config.structured_outputs.schema_tree import Place, subschemas
+from batchinfer.config.structured_outputs.schema_tree import Place, is_annotation, subschemas
 
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _EXACT = 1 << 53  # integers below are doubles, and so are the integers next to them
@@ -109,6 +110,23 @@ def impossible_count(schema: dict[str, Any]) -> str | None:
             if not is_count:
                 return f"{shown(dumps(value))} at {path}/{keyword} is no whole number from 0 to {_MOST_COUNT - 1}"
     return None
+
+
+def drop_large_annotations(schema: dict[str, Any]) -> bool:
+    """Set annotations with numbers beyond doubles to null: llguidance would refuse the whole schema.
+
+    Returns:
+        Whether there were such annotations.
+    """
+    large = [
+        (part, key)
+        for _, part in subschemas(schema)
+        for key in filter(is_annotation, part)
+        if any(abs(place.value) > sys.float_info.max for place in _numbers_in(Place(part, key, "")))
+    ]
+    for part, key in large:
+        part[key] = None
+    return bool(large)
 
 
 def numbers_of(schema: dict[str, Any]) -> Iterator[SchemaNumber]:

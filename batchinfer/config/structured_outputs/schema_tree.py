@@ -33,8 +33,12 @@ class Place(NamedTuple):
         self.holder[self.key] = value
 
 
-def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (path, schema) of the schema itself and of each one in it, targets of references included; each once."""
+def subschemas(schema: dict[str, Any], *, definitions: bool = True) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (path, schema) of the schema itself and of each one in it, targets of references included; each once.
+
+    Args:
+        definitions: whether schemas in definitions count to which no reference leads.
+    """
     waiting = [Place({"": schema}, "", "#")]
     seen: set[int] = set()
     while waiting:
@@ -44,7 +48,8 @@ def subschemas(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             continue
         seen.add(id(value))
         yield place.path, value
-        waiting += reversed(children(value, place.path))
+        named = value if definitions else {key: value[key] for key in value if key not in DEFINITIONS}
+        waiting += reversed(children(named, place.path))
         target = target_of(schema, value.get("$ref"))
         if target is not None:
             waiting.append(target)
@@ -192,6 +197,11 @@ _KEYWORDS = frozenset((
     "contentMediaType", "contentEncoding", "contentSchema", "discriminator", "externalDocs", "xml", "propertyOrdering",
     "enumNames", "enumDescriptions", "markdownDescription",
 ))  # fmt: skip
+
+
+def is_annotation(key: str) -> bool:
+    """Whether a key says nothing of a value and has no schemas below it."""
+    return key.startswith("x-") or (key in _KEYWORDS and key not in (*ASSERTIONS, *DEFINITIONS))
 
 
 def switched_at(schema: dict[str, Any]) -> str | None:

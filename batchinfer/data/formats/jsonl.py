@@ -23,6 +23,7 @@ _DECODER = msgspec.json.Decoder()
 _EXACT_DECODER = msgspec.json.Decoder(float_hook=exact_float)
 _SCHEMA_KEYS = (b"structured_outputs", b"json_schema", b"guided_json")
 _LONG_NUMBER = re.compile(rb"[0-9][0-9.]{15}|[eE][+-]?[0-9]{3}")  # perhaps more digits than a float keeps
+_HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _SPACE = b" \t\r\n"
 _ODD = re.compile(r'["\\\x00-\x1f]')  # characters in names of columns to which msgspec cannot rename fields
 _INTEGERS = b"0123456789-," + _SPACE  # JSON of these bytes alone consists of integers
@@ -125,5 +126,8 @@ def _object(number: int, text: bytes, decoder: msgspec.json.Decoder[Any]) -> dic
     except UnicodeDecodeError:
         return f"line {number} is not valid UTF-8"
     except (msgspec.DecodeError, RecursionError) as error:
-        return f"line {number} is not valid JSON: {error_text(error).removeprefix('JSON is malformed: ')}"
+        reason = error_text(error).removeprefix("JSON is malformed: ")
+        if "truncated" in reason and _HALF_PAIR.search(text):
+            reason = "unexpected end of escaped utf-16 surrogate pair"
+        return f"line {number} is not valid JSON: {reason}"
     return value if isinstance(value, dict) else f"line {number} is {in_words(value)}, not an object"
