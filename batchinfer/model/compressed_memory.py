@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.compressed_config import CompressedConfig
+from batchinfer.model.attention_kind import MemoryParts
+from batchinfer.model.compressed_config import WIDE, CompressedConfig
 from batchinfer.model.page_memory import zeros
 
 
@@ -53,6 +54,15 @@ def _empty_layer(
             zeros((num_slots, one.num_waiting, 2, one.raw_width), torch.float32, device) for one in compressors
         ),
     )
+
+
+def memory_parts(memory: LayerMemory) -> MemoryParts:
+    """Return the tensors of a layer's memory; see MemoryParts.
+
+    After a multiple of the tokens of the largest entry only overlapping entries need tokens from before.
+    """
+    overlapping = tuple(ring for ring in memory.waiting if ring.shape[1] < WIDE)
+    return MemoryParts(memory.entries, (memory.window, *memory.waiting), (memory.window, *overlapping))
 
 
 def copy_state(memory: LayerMemory, source: int, target: int) -> None:

@@ -67,8 +67,6 @@ def check_kv(job: JobConfig, model: ModelConfig) -> None:
     state = "requests of this model keep a state besides their KV pages, which"
     if job.kv.dir is not None:
         raise ConfigError(f"kv.dir is set, but {state} the KV store does not hold; leave kv.dir out")
-    if job.cluster.mode == "disaggregated":
-        raise ConfigError(f'cluster.mode is "disaggregated", but {state} does not travel between ranks; leave it out')
 
 
 BFLOAT16 = PageFormat("bfloat16")

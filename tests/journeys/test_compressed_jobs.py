@@ -14,6 +14,7 @@ from support.jobs import answers, batchinfer, outputs, start, write_job, write_s
 from support.paths import RANDOM_MODEL
 
 NUM_NEW = 12
+SMALL = 60_000  # bytes of KV pages for the largest request and little else
 LENGTHS = (1, 3, 5, 127, 131, 300, 2, 64, 129)
 
 
@@ -67,8 +68,15 @@ def test_answers_are_those_of_transformers(folder):
 
 @pytest.mark.parametrize(
     "cluster",
-    [{"prefill_tokens": 64, "decode_requests": 3}, {"prefill_ranks": 2, "decode_ranks": 2, "prefill_tokens": 100}],
-    ids=["few-slots-and-small-chunks", "two-ranks"],
+    [
+        {"prefill_tokens": 64, "decode_requests": 3},
+        {"prefill_ranks": 2, "decode_ranks": 2, "prefill_tokens": 100},
+        {"prefill_ranks": 4, "decode_ranks": 4, "redundant_experts": 4},
+        {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1, "prefill_tokens": 100},
+        {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2, "decode_requests": 3, "redundant_experts": 2},
+        {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 2, "page_bytes": SMALL},
+    ],
+    ids=["few-slots-and-small-chunks", "two", "four-redundant", "one-and-one", "two-and-two", "few-pages"],
 )
 def test_answers_do_not_depend_on_steps_and_ranks(folder, cluster, request):
     root, _ = folder
@@ -101,10 +109,6 @@ def test_a_job_that_was_killed_goes_on_and_gives_the_same_answers(folder):
         (
             {"kv": {"dtype": "fp8"}, "model": {"path": "model", "dtype": "bfloat16"}},
             'kv.dtype is "fp8", but pages of compressed entries',
-        ),
-        (
-            {"cluster": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}},
-            "does not travel between ranks",
         ),
         ({"cluster": {"weights": "stream"}}, "cluster.weights is 'stream', but requests of this model keep a state"),
     ],

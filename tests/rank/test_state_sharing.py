@@ -10,14 +10,17 @@ import torch
 
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.config import PAGE_TOKENS, SamplingConfig
+from batchinfer.config.rank_layout import RankPlace
 from batchinfer.controller.rank_queues import RankQueues
 from batchinfer.controller.waiting_pieces import RankRoom
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.transformer import Transformer
 from batchinfer.plan.prefix import plan_prefixes
 from batchinfer.protocol.feed import Inbox
+from batchinfer.rank.context import RankContext
 from batchinfer.rank.sequence import pages_needed
-from batchinfer.records import Request, RequestKey
+from batchinfer.rank.state_pages import StatePages
+from batchinfer.records import Request, RequestKey, RequestTimes
 from support.compressed_models import published_tensors, random_model, write_compressed
 from support.one_rank import Feed, run_rank
 from support.paths import RANDOM_MODEL
@@ -126,3 +129,31 @@ def test_forty_prefixes_that_branch_anywhere_take_at_most_two_percent_more(model
     feed = run(model, tokenizer, requests, prefill_tokens=1024, num_slots=128)
     assert computed(feed) <= 1.02 * plan.distinct_tokens
     assert sum(len(one.token_ids) for one in requests) > 2 * plan.distinct_tokens
+
+
+def test_a_rank_that_only_decodes_shares_pages_that_no_later_token_changes(model, tokenizer):
+    context = RankContext(
+        model,
+        tokenizer,
+        num_pages=20,
+        num_slots=3,
+        prefill_tokens=64,
+        decode_requests=3,
+        place=RankPlace(rank=1, role="decode", group_rank=0, group_size=1),
+    )
+    pages, prompt = StatePages(context), list(range(300))
+    requests = [Request(RequestKey(0, row, 0), 0, prompt + [row] * row, SAMPLING, 0) for row in range(4)]
+    adopted = []
+    for request in requests[:3]:
+        match = pages.match_adopted(request)
+        adopted.append(pages.adopt(request, match, RequestTimes()))
+        assert len(match.full) == (0 if len(adopted) == 1 else 4), "an entry of 128 tokens lies in two pages"
+    assert len({one.state_slot for one in adopted}) == 3
+    assert all(one.num_computed == one.num_prompt_tokens for one in adopted)
+    first, second, third = (one.pages for one in adopted)
+    assert first[:4] == second[:4] == third[:4]
+    assert not set(first[4:]) & set(second[4:]) | set(second[4:]) & set(third[4:])
+    assert pages.match_adopted(requests[3]) is None, "no slot is free"
+    for one in adopted:
+        pages.release(one)
+    assert pages.match_adopted(requests[3]) is not None
