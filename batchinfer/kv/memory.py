@@ -13,7 +13,7 @@ import torch
 
 from batchinfer_kernels.transfer import put_pages, take_pages, to_device, to_host
 
-StateParts = tuple[tuple[torch.Tensor, ...], ...]  # of each layer the row of each tensor of slots
+StateParts = tuple[tuple[torch.Tensor, ...], ...]  # of each layer a row of each tensor of slots
 
 
 @dataclass(frozen=True, slots=True)

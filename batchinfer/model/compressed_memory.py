@@ -8,6 +8,7 @@ needs no clearing.
 
 # B requests, P pages of a request, W rows of the window, C width of a row, E entries
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,18 @@ def copy_state(memory: LayerMemory, source: int, target: int) -> None:
     """Copy the state in a slot to another one."""
     for ring in (memory.window, *memory.waiting):
         ring[target] = ring[source]
+
+
+def put_state(memory: LayerMemory, slot: int, parts: Sequence[torch.Tensor]) -> None:
+    """Put a state after whole entries into a slot; see MemoryParts.stored."""
+    for ring, part in zip(memory_parts(memory).stored, parts, strict=True):
+        ring[slot] = part
+
+
+def take_state(memory: LayerMemory, slot: int, parts: Sequence[torch.Tensor]) -> None:
+    """Copy the state after whole entries out of a slot."""
+    for ring, part in zip(memory_parts(memory).stored, parts, strict=True):
+        part.copy_(ring[slot])
 
 
 def copy_entries(memory: LayerMemory, source: int, target: int) -> None:

@@ -25,7 +25,7 @@ from batchinfer.data.shard_schemas import id_type
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.model.page_format import FP8, PageFormat
+from batchinfer.model.page_format import FP8, PageFormat, block_tokens
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import earlier_run, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
@@ -248,7 +248,7 @@ def _plan(
             keys,
             prefixes.in_order(),
             num_ranks=max(job.cluster.num_prefill_ranks, job.cluster.num_decode_ranks),
-            block_tokens=job.kv.block_tokens,
+            block_tokens=block_tokens(job, model),
             answer_lengths=prepared.learned.answer_lengths,
         )
     answers = prepared.answers

@@ -22,6 +22,11 @@ class StateMatch(Match):
     """The kept state after which a prompt goes on; None: it begins with its first token."""
 
     state: KeptState | None
+    num_fixed_pages: int = 0  # of its pages, those that the prompt behind it does not change
+
+    @property
+    def num_shared_pages(self) -> int:
+        return self.num_fixed_pages
 
     @property
     def num_tokens(self) -> int:
@@ -48,8 +53,9 @@ class StatePages(PromptPages):
             return None
         limit = min(request.shared_tokens - request.replicated_tokens, request.most_cached_tokens)
         found = self._states.find(request.token_ids, limit) if self._share_prefixes else None
-        if self._states.make_room(self._num_pages(request) - len(self._shared_pages(found)), keep=found):
-            return StateMatch((), None, 0, found)
+        num_fixed = len(self._shared_pages(found))
+        if self._states.make_room(self._num_pages(request) - num_fixed, keep=found):
+            return StateMatch((), None, 0, found, num_fixed)
         # if nothing runs no page will become free: do without the state and its pages
         may_do_without = self.num_running == 0 and found is not None
         if may_do_without and self._states.make_room(self._num_pages(request), keep=None):
@@ -98,7 +104,9 @@ class StatePages(PromptPages):
         for place in sorted(sequence.request.branch_points) if self._share_prefixes else ():
             if sequence.num_branched < place <= sequence.num_computed:
                 slot = self._states.keep(sequence.request.token_ids[:place], sequence.pages[: pages_for(place)])
-                if slot is not None:
+                if slot is not None and place in sequence.moves:  # it begins there, with a state from disk
+                    sequence.moves[place] = sequence.moves[place]._replace(share_in=slot)
+                elif slot is not None:
                     sequence.kept_slots[place] = slot
         sequence.num_branched = sequence.num_computed
 

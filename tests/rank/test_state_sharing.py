@@ -1,6 +1,7 @@
 """Prefixes of prompts whose requests have states: computed once where a state is kept, and to the last bit alike."""
 
 import random
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -14,12 +15,15 @@ from batchinfer.config.rank_layout import RankPlace
 from batchinfer.controller.rank_queues import RankQueues
 from batchinfer.controller.waiting_pieces import RankRoom
 from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.kv_store.blocks import KvIdentity
+from batchinfer.kv_store.disk import DiskStore
 from batchinfer.model.transformer import Transformer
 from batchinfer.plan.prefix import plan_prefixes
 from batchinfer.protocol.feed import Inbox
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.sequence import pages_needed
 from batchinfer.rank.state_pages import StatePages
+from batchinfer.rank.stored_states import StoredStates
 from batchinfer.records import Request, RequestKey, RequestTimes
 from support.compressed_models import published_tensors, random_model, write_compressed
 from support.one_rank import Feed, run_rank
@@ -54,7 +58,8 @@ def make_requests(num_prefixes, num_branches, longest, tail):
     plan = plan_prefixes(np.concatenate(prompts), np.cumsum([0, *lengths]), block_tokens=PAGE_TOKENS)
     requests = [Request(RequestKey(0, row, 0), 0, prompts[row], SAMPLING, 0) for row in plan.order]
     cached = plan.cached_tokens[plan.order].tolist()
-    return [replace(one, cached_tokens=count) for one, count in zip(requests, cached, strict=True)], plan
+    shared = zip(requests, cached, [*cached[1:], 0], strict=True)
+    return [replace(one, cached_tokens=count, kept_tokens=max(count, after)) for one, count, after in shared], plan
 
 
 class DealtFeed(Feed):
@@ -69,17 +74,33 @@ class DealtFeed(Feed):
             queues.add(requests[start:end], after_tokens=after)
         taken = queues.take(0, len(requests))
         self.inbox = [Inbox(requests=taken.requests, pieces=taken.pieces)]
+        self.store = {}
+
+    def send_store(self, counters, problems):
+        assert not problems
+        self.store = counters
 
     def receive(self, wait_s=0.0):
         handed = self.inbox.pop() if self.inbox else Inbox()
         return replace(handed, leave=len(self.done) == self.num_requests)
 
 
-def run(model, tokenizer, requests, *, num_slots=64, prefill_tokens=2048, num_pages=None, num_batches=1, shares=True):
+def run(
+    model,
+    tokenizer,
+    requests,
+    *,
+    num_slots=64,
+    prefill_tokens=2048,
+    num_pages=None,
+    num_batches=1,
+    shares=True,
+    open_prefixes=None,
+):
     room = RankRoom(prefill_tokens, 64, num_pages, keeps_states=True)
     sizes = {"prefill_tokens": prefill_tokens, "num_pages": num_pages or 400, "share_prefixes": shares}
     feed = DealtFeed(requests, room, num_batches)
-    run_rank(model, tokenizer, requests, feed=feed, num_slots=num_slots, **sizes)
+    run_rank(model, tokenizer, requests, feed=feed, num_slots=num_slots, open_prefixes=open_prefixes, **sizes)
     return feed
 
 
@@ -157,3 +178,127 @@ def test_a_rank_that_only_decodes_shares_pages_that_no_later_token_changes(model
     for one in adopted:
         pages.release(one)
     assert pages.match_adopted(requests[3]) is not None
+
+
+BLOCK = 128
+
+
+def with_store(folder, persist="all"):
+    """Return how a rank opens the KV store in a folder."""
+
+    def open_prefixes(memory):
+        size = BLOCK // PAGE_TOKENS * memory.page_bytes
+        identity = KvIdentity("m", "w", "c", "float32", "n", "", BLOCK, 4, 1, own_bytes=size)
+        stores = DiskStore(folder, identity), DiskStore(folder, identity.of_states(memory.stored_bytes))
+        return StoredStates(*stores, memory, persist=persist, reuse="always", wait_s=120.0)
+
+    return open_prefixes
+
+
+def files_of(folder):
+    """Return the files of blocks and the files of states in a store."""
+    files = sorted((folder / "models").rglob("*.kv"))
+    sizes = sorted({file.parent.parent.name for file in files}, key=lambda name: "state" in label(folder, name))
+    return [[file for file in files if file.parent.parent.name == name] for name in sizes]
+
+
+def label(folder, name):
+    return (folder / "models" / name / "identity.json").read_text()
+
+
+@pytest.fixture(scope="module")
+def stored(model, tokenizer, few, tmp_path_factory):
+    """The store of a run that found none."""
+    requests, plan, unshared = few
+    folder = tmp_path_factory.mktemp("kv") / "store"
+    feed = run(model, tokenizer, requests, prefill_tokens=150, open_prefixes=with_store(folder))
+    assert results(feed) == unshared
+    assert computed(feed) <= 1.02 * plan.distinct_tokens
+    assert feed.store["dropped_blocks"] == 0
+    blocks, states = files_of(folder)
+    ends = {
+        tuple(one.token_ids[:end]) for one in requests for end in [(len(one.token_ids) - 1) // BLOCK * BLOCK] if end
+    }
+    assert len(states) >= len(ends), "a state after the last whole block of each prompt"
+    assert feed.store["written_blocks"] >= len(states) + len(blocks)
+    return folder
+
+
+def longest_rest(requests):
+    """Tokens that are left of each prompt behind its last whole block."""
+    return sum(len(one.token_ids) - (len(one.token_ids) - 1) // BLOCK * BLOCK for one in requests)
+
+
+@pytest.mark.parametrize("prefill_tokens", [70, 2048])
+def test_a_warm_store_spares_whole_blocks_and_changes_no_bit(model, tokenizer, few, stored, prefill_tokens):
+    requests, _, unshared = few
+    feed = run(model, tokenizer, requests, prefill_tokens=prefill_tokens, open_prefixes=with_store(stored))
+    assert results(feed) == unshared
+    assert computed(feed) <= longest_rest(requests)
+    assert feed.store["hit_blocks"] > 0
+    assert feed.store["missing_blocks"] == 0
+    assert sum(done.cached_disk_tokens for done in feed.done.values()) > 0
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", [0, 1], ids=["blocks", "states"])
+@pytest.mark.parametrize("harm", ["damaged", "missing", "foreign", "short"])
+def test_what_is_damaged_is_computed_again(model, tokenizer, few, stored, tmp_path, kind, harm):
+    requests, _, unshared = few
+    folder = tmp_path / "store"
+    shutil.copytree(stored, folder)
+    of_kind = files_of(folder)[kind]
+    for number, file in enumerate(of_kind[::2]):
+        if harm == "damaged":
+            flip(file)
+        elif harm == "foreign":
+            shutil.copy(of_kind[(2 * number + 1) % len(of_kind)], file)
+        elif harm == "short":
+            file.write_bytes(file.read_bytes()[:-1])
+    opened = with_store(folder)
+
+    def open_prefixes(memory):
+        prefixes = opened(memory)
+        if harm == "missing":
+            for file in of_kind[::2]:
+                file.unlink()
+        return prefixes
+
+    feed = run(model, tokenizer, requests, prefill_tokens=150, open_prefixes=open_prefixes)
+    assert results(feed) == unshared
+    assert feed.store["missing_blocks"] > 0
+    assert (feed.store["damaged_files"] > 0) == (harm != "missing")
+
+
+def test_only_what_prompts_share_is_kept(model, tokenizer, few, tmp_path):
+    requests, _, unshared = few
+    folder = tmp_path / "store"
+    for _ in range(2):
+        feed = run(model, tokenizer, requests, prefill_tokens=150, open_prefixes=with_store(folder, "shared"))
+        assert results(feed) == unshared
+    assert feed.store["hit_blocks"] > 0
+    blocks, states = files_of(folder)
+    points = {tuple(one.token_ids[: one.kept_tokens // BLOCK * BLOCK]) for one in requests} - {()}
+    assert 0 < len(states) <= 2 * len(points)
+    assert len(blocks) > 0
+
+
+def test_a_store_of_other_numbers_is_not_used(model, tokenizer, few, stored):
+    requests, _, unshared = few
+    opened = with_store(stored)
+
+    def open_prefixes(memory):
+        prefixes = opened(memory)
+        prefixes.close()
+        other = replace(prefixes._store.identity, weights="others")
+        stores = DiskStore(stored, other), DiskStore(stored, other.of_states(memory.stored_bytes))
+        return StoredStates(*stores, memory, persist="none", reuse="always", wait_s=120.0)
+
+    feed = run(model, tokenizer, requests, open_prefixes=open_prefixes)
+    assert results(feed) == unshared
+    assert feed.store["hit_blocks"] == 0

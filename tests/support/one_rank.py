@@ -50,6 +50,7 @@ def run_rank(
     *,
     make_drafter: Any = None,
     feed: Any = None,
+    open_prefixes: Any = None,
     **sizes: Any,
 ) -> Any:
     """Run all requests to their end.
@@ -57,11 +58,12 @@ def run_rank(
     Args:
         make_drafter: of the rank's context; None: nothing is drafted.
         feed: of these requests; None: a Feed.
+        open_prefixes: opens a KV store; None: there is none.
         sizes: of the context.
     """
     context = RankContext(model, tokenizer, **{"num_pages": 400, "prefill_tokens": 2048, "decode_requests": 64} | sizes)
     feed = feed or Feed(requests)
     drafter = None if make_drafter is None else make_drafter(context)
-    RankWorker(context, drafter=drafter).run(feed)
+    RankWorker(context, drafter=drafter, open_prefixes=open_prefixes).run(feed)
     assert len(feed.done) == len(requests)
     return feed
