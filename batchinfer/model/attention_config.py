@@ -46,6 +46,10 @@ class AttentionConfig(ABC):
         """Return the bytes that a request keeps apart from its rows; none in a kind whose state is rows alone."""
         return 0
 
+    def stored_state_bytes(self, bytes_per_value: int) -> int:
+        """Return the bytes of a request's state after a multiple of `unit_tokens`, as the KV store has it."""
+        return self.state_bytes(bytes_per_value)
+
     @property
     def cuts_anywhere(self) -> bool:
         """Whether a prompt can go on after any token of a shared prefix, by the rows of that prefix alone."""

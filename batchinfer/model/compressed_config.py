@@ -95,9 +95,7 @@ class CompressedConfig(AttentionConfig):
     @property
     def _page_values(self) -> int:
         """Values that WIDE tokens have in pages, over all layers."""
-        return sum(
-            WIDE // one.ratio * one.width for layer in range(len(self.ratios)) for one in self.compressors(layer)
-        )
+        return sum(WIDE // one.ratio * one.width for one in self._all())
 
     def compressors(self, layer: int) -> tuple[Compressor, ...]:
         """Return a layer's compressors: of its entries, then of its index keys; either may be missing."""
@@ -108,9 +106,18 @@ class CompressedConfig(AttentionConfig):
         return (entries, Compressor(ratio, self.index_dim)) if ratio == INDEXED else (entries,)
 
     def state_bytes(self, bytes_per_value: int) -> int:
-        windows = len(self.ratios) * self.window * self.head_dim * bytes_per_value
-        waiting = sum(one.state_values for layer in range(len(self.ratios)) for one in self.compressors(layer))
-        return windows + waiting * _STATE_BYTES
+        return self._window_bytes(bytes_per_value) + sum(one.state_values for one in self._all()) * _STATE_BYTES
+
+    def stored_state_bytes(self, bytes_per_value: int) -> int:
+        # only entries that overlap need tokens from before the next entry
+        waiting = sum(one.state_values for one in self._all() if one.overlaps)
+        return self._window_bytes(bytes_per_value) + waiting * _STATE_BYTES
+
+    def _window_bytes(self, bytes_per_value: int) -> int:
+        return len(self.ratios) * self.window * self.head_dim * bytes_per_value
+
+    def _all(self) -> list[Compressor]:
+        return [one for layer in range(len(self.ratios)) for one in self.compressors(layer)]
 
     @property
     def rotary_dim(self) -> int:

@@ -183,10 +183,13 @@ def test_a_rank_that_only_decodes_shares_pages_that_no_later_token_changes(model
 BLOCK = 128
 
 
-def with_store(folder, persist="all"):
+def with_store(model, folder, persist="all"):
     """Return how a rank opens the KV store in a folder."""
 
     def open_prefixes(memory):
+        attention = model.config.attention
+        assert memory.state_bytes == attention.state_bytes(4)
+        assert memory.stored_bytes == attention.stored_state_bytes(4)
         size = BLOCK // PAGE_TOKENS * memory.page_bytes
         identity = KvIdentity("m", "w", "c", "float32", "n", "", BLOCK, 4, 1, own_bytes=size)
         stores = DiskStore(folder, identity), DiskStore(folder, identity.of_states(memory.stored_bytes))
@@ -211,7 +214,7 @@ def stored(model, tokenizer, few, tmp_path_factory):
     """The store of a run that found none."""
     requests, plan, unshared = few
     folder = tmp_path_factory.mktemp("kv") / "store"
-    feed = run(model, tokenizer, requests, prefill_tokens=150, open_prefixes=with_store(folder))
+    feed = run(model, tokenizer, requests, prefill_tokens=150, open_prefixes=with_store(model, folder))
     assert results(feed) == unshared
     assert computed(feed) <= 1.02 * plan.distinct_tokens
     assert feed.store["dropped_blocks"] == 0
@@ -232,7 +235,7 @@ def longest_rest(requests):
 @pytest.mark.parametrize("prefill_tokens", [70, 2048])
 def test_a_warm_store_spares_whole_blocks_and_changes_no_bit(model, tokenizer, few, stored, prefill_tokens):
     requests, _, unshared = few
-    feed = run(model, tokenizer, requests, prefill_tokens=prefill_tokens, open_prefixes=with_store(stored))
+    feed = run(model, tokenizer, requests, prefill_tokens=prefill_tokens, open_prefixes=with_store(model, stored))
     assert results(feed) == unshared
     assert computed(feed) <= longest_rest(requests)
     assert feed.store["hit_blocks"] > 0
@@ -260,7 +263,7 @@ def test_what_is_damaged_is_computed_again(model, tokenizer, few, stored, tmp_pa
             shutil.copy(of_kind[(2 * number + 1) % len(of_kind)], file)
         elif harm == "short":
             file.write_bytes(file.read_bytes()[:-1])
-    opened = with_store(folder)
+    opened = with_store(model, folder)
 
     def open_prefixes(memory):
         prefixes = opened(memory)
@@ -279,7 +282,7 @@ def test_only_what_prompts_share_is_kept(model, tokenizer, few, tmp_path):
     requests, _, unshared = few
     folder = tmp_path / "store"
     for _ in range(2):
-        feed = run(model, tokenizer, requests, prefill_tokens=150, open_prefixes=with_store(folder, "shared"))
+        feed = run(model, tokenizer, requests, prefill_tokens=150, open_prefixes=with_store(model, folder, "shared"))
         assert results(feed) == unshared
     assert feed.store["hit_blocks"] > 0
     blocks, states = files_of(folder)
@@ -290,7 +293,7 @@ def test_only_what_prompts_share_is_kept(model, tokenizer, few, tmp_path):
 
 def test_a_store_of_other_numbers_is_not_used(model, tokenizer, few, stored):
     requests, _, unshared = few
-    opened = with_store(stored)
+    opened = with_store(model, stored)
 
     def open_prefixes(memory):
         prefixes = opened(memory)
