@@ -33,7 +33,7 @@ from batchinfer.plan.expected_speeds import expected_speeds
 from batchinfer.plan.inputs import Prepared, find_inputs, refuse_unreadable_input
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
-from batchinfer.plan.preflight import check_job, check_names
+from batchinfer.plan.preflight import check_job, check_names, memory_note
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.reuse import EarlierAnswers, left_to_compute, reused_before
 from batchinfer.plan.rows import RowTable, load_rows
@@ -226,6 +226,8 @@ def _plan(
         )
     if job.kv.dtype == FP8:
         note("KV is stored in FP8 (kv.dtype): answers differ from those with KV in bfloat16")
+    if (needed := memory_note(job, model)) is not None:
+        note(needed)
     _plan_experts(prepared)
     _remove_leftovers(run)
     remove_stale_answers(run, state)

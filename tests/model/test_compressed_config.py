@@ -18,6 +18,7 @@ from batchinfer.model.headers import read_headers
 from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, expected_tensors, why_no_mtp
 from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.plan.preflight import memory_note
 from batchinfer.records import ConfigError, ModelError
 from batchinfer.sim.dealing import Skews
 from batchinfer.sim.hardware import ACCELERATORS
@@ -108,14 +109,10 @@ def test_the_simulator_counts_states_as_memory_and_as_bytes_on_their_way(tmp_pat
     assert rater.requests_that_fit(8 * (1200 + state) + 1) == 8
     assert rater.requests_that_fit(8 * (1200 + state) - 1) == 7
     limited = {}
-    for name, slow in {
-        "KV to decode": replace(gpu, network_bytes_per_s=1.0),
-        "disk": replace(gpu, network_bytes_per_s=1e30),
-    }.items():
-        batch = Batch(10.0, 10_000.0, 5_000.0, 1e6, 5_000.0)
-        seconds, limit, _ = prefill_batch(batch, Skews(1.0, 1.0), flash, slow, unit, disk_bytes_per_s=1.0)
+    for name, network, disk in (("KV to decode", 1.0, 1e30), ("disk", 1e30, 1.0)):
+        batch, slow = Batch(10.0, 10_000.0, 5_000.0, 1e6, 5_000.0), replace(gpu, network_bytes_per_s=network)
+        limited[name], limit, _ = prefill_batch(batch, Skews(1.0, 1.0), flash, slow, unit, disk_bytes_per_s=disk)
         assert limit == name
-        limited[name] = seconds
     assert limited["KV to decode"] == pytest.approx((10_000 * 6880 + 10 * flash.attention.state_bytes(2)) / 8)
     assert limited["disk"] == pytest.approx(5_000 * 6880 + 10 * flash.attention.stored_state_bytes(2))
 
@@ -201,6 +198,10 @@ def test_flash_is_refused_with_sizes_where_it_does_not_fit(tmp_path, monkeypatch
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(FLASH))
     job = load_job(write_job(tmp_path, model={"path": "model", "dtype": dtype}, cluster={"backend": "cpu"}))
+    weights = "568.6" if dtype == "bfloat16" else "166.1"
+    assert memory_note(job, load_model_config(tmp_path / "model")) == (
+        f"the model takes {weights} GB of weights in all, 6,880 bytes of KV per token, and 17.8 MB per running request"
+    )
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * 10**9)
     if not words:
         host_memory.with_weights(job, range(1))
