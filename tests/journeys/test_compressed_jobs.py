@@ -17,6 +17,7 @@ from support.paths import RANDOM_MODEL
 
 NUM_NEW = 12
 SMALL = 60_000  # bytes of KV pages for the largest request and little else
+PAIRS = {"decode_requests": 3, "overlap": True}
 LENGTHS = (1, 3, 5, 127, 131, 300, 2, 64, 129)
 
 
@@ -75,7 +76,7 @@ def test_answers_are_those_of_transformers(folder):
         {"prefill_ranks": 2, "decode_ranks": 2, "prefill_tokens": 100},
         {"prefill_ranks": 4, "decode_ranks": 4, "redundant_experts": 4},
         {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1, "prefill_tokens": 100},
-        {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2, "decode_requests": 3, "redundant_experts": 2},
+        {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2, "redundant_experts": 2} | PAIRS,
         {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 2, "page_bytes": SMALL},
     ],
     ids=["few-slots-and-small-chunks", "two", "four-redundant", "one-and-one", "two-and-two", "few-pages"],

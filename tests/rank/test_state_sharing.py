@@ -26,7 +26,7 @@ from batchinfer.rank.state_pages import StatePages
 from batchinfer.rank.stored_states import StoredStates
 from batchinfer.records import Request, RequestKey, RequestTimes
 from support.compressed_models import published_tensors, random_model, write_compressed
-from support.one_rank import Feed, run_rank
+from support.one_rank import Feed, GivingAway, Taking, run_rank
 from support.paths import RANDOM_MODEL
 
 SAMPLING = SamplingConfig(max_tokens=4, logprobs=1).to_sampling()
@@ -178,6 +178,27 @@ def test_a_rank_that_only_decodes_shares_pages_that_no_later_token_changes(model
     for one in adopted:
         pages.release(one)
     assert pages.match_adopted(requests[3]) is not None
+
+
+class OftenGivingAway(GivingAway):
+    every = 3
+
+
+@pytest.mark.parametrize("role", ["both", "decode"])
+def test_running_requests_that_go_to_another_rank_take_their_state_along(model, tokenizer, few, role):
+    requests, _, unshared = few
+    place = RankPlace(rank=1, role=role, group_rank=0, group_size=1)
+
+    def go_on(adoptions):
+        # room for few of them: the others wait until slots and pages come free
+        taken = [adoption.request for adoption in adoptions]
+        sizes = {"num_slots": 2, "num_pages": 2 * max(map(pages_needed, requests)), "place": place}
+        return run_rank(model, tokenizer, taken, feed=Taking(adoptions), **sizes)
+
+    feed = OftenGivingAway(requests, go_on)
+    run_rank(model, tokenizer, requests, feed=feed, num_slots=64, prefill_tokens=150)
+    assert results(feed) == unshared
+    assert feed.num_given > 4
 
 
 BLOCK = 128
