@@ -326,3 +326,19 @@ def test_a_store_of_other_numbers_is_not_used(model, tokenizer, few, stored):
     feed = run(model, tokenizer, requests, open_prefixes=open_prefixes)
     assert results(feed) == unshared
     assert feed.store["hit_blocks"] == 0
+
+
+def test_a_state_from_disk_is_read_once_for_all_that_go_on_there(model, tokenizer, tmp_path):
+    prefix = [2 + place % 90 for place in range(2 * BLOCK)]
+    requests = [
+        Request(RequestKey(0, row, 0), 0, prefix + [5 + row] * 9, SAMPLING, 0, kept_tokens=len(prefix))
+        for row in range(4)
+    ]
+    requests = requests[:1] + [replace(one, cached_tokens=len(prefix)) for one in requests[1:]]
+    unshared = results(run(model, tokenizer, requests, shares=False))
+    found = []
+    for _ in range(2):
+        feed = run(model, tokenizer, requests, prefill_tokens=80, open_prefixes=with_store(model, tmp_path, "shared"))
+        assert results(feed) == unshared
+        found.append((computed(feed), feed.store["hit_blocks"]))
+    assert found == [(len(prefix) + 36, 0), (36, 3)], "two blocks and a state, once"
