@@ -75,7 +75,7 @@ class StoredPrefixes:
         self._has_ended_reading = False
         self._prompts: dict[RequestKey, StoredPrompt] = {}
         self._computed_tokens, self._compute_s = 0, 0.0
-        self._later_uses = LaterUses(store.identity.block_tokens, store.set_next_uses)
+        self._later_uses = _LaterUses(store.identity.block_tokens, self._report_uses)
 
     def read_ahead(self, requests: Iterable[Request]) -> None:
         """Begin to read the blocks of the next prompts that memory is not expected to hold."""
@@ -166,6 +166,9 @@ class StoredPrefixes:
     def _tokens_to_keep(self, request: Request) -> int:
         return len(request.token_ids) if self._persist == "all" else request.kept_tokens
 
+    def _report_uses(self, uses: Mapping[bytes, int | None]) -> None:
+        self._store.set_next_uses(uses)
+
     @property
     def _pages_per_block(self) -> int:
         return self._block_tokens // PAGE_TOKENS
@@ -205,7 +208,7 @@ class StoredPrefixes:
                 self._writer.put(names[: first + num_finite], first, blocks[:num_finite])
 
 
-class LaterUses:
+class _LaterUses:
     """Reports the blocks that later units need to the store, which evicts other blocks first.
 
     Args:

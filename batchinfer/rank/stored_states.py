@@ -22,7 +22,7 @@ from batchinfer.kv_store.writer import Writer
 from batchinfer.model.step import StateMoves, StateParts
 from batchinfer.rank.batch import Chunk
 from batchinfer.rank.sequence import Sequence
-from batchinfer.rank.stored_prefixes import LaterUses, StoredPrefixes, StoredPrompt, allocator
+from batchinfer.rank.stored_prefixes import StoredPrefixes, StoredPrompt, allocator
 from batchinfer.records import Request, RequestKey
 
 
@@ -62,7 +62,6 @@ class StoredStates(StoredPrefixes):
         self._state_reader = Reader(states, num_threads=2, allocate=allocator(memory.device))
         self._state_writer = Writer(states, num_threads=1)
         self._reads: dict[RequestKey, _StateRead] = {}
-        self._later_uses = LaterUses(store.identity.block_tokens, self._report_uses)
 
     def read_ahead(self, requests: Iterable[Request]) -> None:
         """Begin to read the blocks and the state of the next prompts that memory is not expected to hold."""
@@ -195,5 +194,5 @@ class StoredStates(StoredPrefixes):
 
     def _report_uses(self, uses: Mapping[bytes, int | None]) -> None:
         """Set when blocks are needed next; the states after them are needed as long."""
-        self._store.set_next_uses(uses)
+        super()._report_uses(uses)
         self._states.set_next_uses({self._states.identity.name_of_state(name): use for name, use in uses.items()})
