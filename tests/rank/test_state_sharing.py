@@ -2,6 +2,7 @@
 
 import random
 import shutil
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 
@@ -15,13 +16,15 @@ from batchinfer.config.rank_layout import RankPlace
 from batchinfer.controller.rank_queues import RankQueues
 from batchinfer.controller.waiting_pieces import RankRoom
 from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.kv.memory import KvMemory
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.model.transformer import Transformer
 from batchinfer.plan.prefix import plan_prefixes
 from batchinfer.protocol.feed import Inbox
+from batchinfer.rank.batch import Chunk
 from batchinfer.rank.context import RankContext
-from batchinfer.rank.sequence import pages_needed
+from batchinfer.rank.sequence import Sequence, pages_needed
 from batchinfer.rank.state_pages import StatePages
 from batchinfer.rank.stored_states import StoredStates
 from batchinfer.records import Request, RequestKey, RequestTimes
@@ -342,3 +345,32 @@ def test_a_state_from_disk_is_read_once_for_all_that_go_on_there(model, tokenize
         assert results(feed) == unshared
         found.append((computed(feed), feed.store["hit_blocks"]))
     assert found == [(len(prefix) + 36, 0), (36, 3)], "two blocks and a state, once"
+
+
+@pytest.mark.parametrize("value", [1.0, torch.inf, torch.nan])
+def test_states_are_needed_as_long_as_their_blocks_and_written_if_they_are_finite(tmp_path, value):
+    ring = torch.zeros(2, 4)
+    memory = KvMemory((torch.zeros(8, 8),), ((ring,),), ((ring,),))
+    of_blocks = KvIdentity("m", "w", "c", "float32", "n", "", BLOCK, 1, 1, own_bytes=2 * memory.page_bytes)
+    of_states = of_blocks.of_states(memory.stored_bytes)
+    stores, told = [DiskStore(tmp_path, one) for one in (of_blocks, of_states)], [{}, {}]
+    for store, uses in zip(stores, told, strict=True):
+        store.set_next_uses = uses.update
+    prefixes = StoredStates(*stores, memory, persist="all", reuse="always", wait_s=5.0)
+    asked = Request(RequestKey(0, 0, 0), 0, list(range(300)), SAMPLING, 0, last_units=(2, 1))
+    sequence = Sequence(asked, list(range(5)), 0, RequestTimes(), None)
+    prefixes.read_ahead([asked])
+    assert prefixes.fill_sequence(sequence, 0) == 0
+    names = of_blocks.chain(asked.token_ids)
+    states = list(map(of_states.name_of_state, names))
+    assert told == [dict.fromkeys(names, 1), dict.fromkeys(states, 1)]
+    assert not set(names) & set(states)
+    prefixes.prepare(sequence, 255)
+    assert not sequence.stored_states
+    prefixes.prepare(sequence, 300)
+    sequence.stored_states[256][0][0].fill_(1.0)[2] = value
+    prefixes.note_step([Chunk(sequence, 0, 300)], compute_s=1e-6)
+    prefixes.close()
+    with closing(DiskStore(tmp_path, of_blocks)) as blocks, closing(DiskStore(tmp_path, of_states)) as written:
+        assert blocks.find(names) == 2
+        assert [written.find([state]) for state in states] == [0, int(value == 1.0)]
