@@ -42,13 +42,13 @@ class AttentionConfig(ABC):
         """Return the values kept per token over all layers."""
         return num_layers * self.row_width
 
-    def state_bytes(self, bytes_per_value: int) -> int:
-        """Return the bytes that a request keeps apart from its rows; none in a kind whose state is rows alone."""
-        return 0
+    def state_bytes(self, bytes_per_value: int, *, stored: bool = False) -> int:
+        """Return the bytes that a request keeps apart from its rows; none in a kind whose state is rows alone.
 
-    def stored_state_bytes(self, bytes_per_value: int) -> int:
-        """Return the bytes of a request's state after a multiple of `unit_tokens`, as the KV store has it."""
-        return self.state_bytes(bytes_per_value)
+        Args:
+            stored: of a state in the KV store, which is one after a multiple of `unit_tokens`.
+        """
+        return 0
 
     @property
     def cuts_anywhere(self) -> bool:

@@ -105,16 +105,11 @@ class CompressedConfig(AttentionConfig):
         entries = Compressor(ratio, self.head_dim)
         return (entries, Compressor(ratio, self.index_dim)) if ratio == INDEXED else (entries,)
 
-    def state_bytes(self, bytes_per_value: int) -> int:
-        return self._window_bytes(bytes_per_value) + sum(one.state_values for one in self._all()) * _STATE_BYTES
-
-    def stored_state_bytes(self, bytes_per_value: int) -> int:
-        # only entries that overlap need tokens from before the next entry
-        waiting = sum(one.state_values for one in self._all() if one.overlaps)
-        return self._window_bytes(bytes_per_value) + waiting * _STATE_BYTES
-
-    def _window_bytes(self, bytes_per_value: int) -> int:
-        return len(self.ratios) * self.window * self.head_dim * bytes_per_value
+    def state_bytes(self, bytes_per_value: int, *, stored: bool = False) -> int:
+        windows = len(self.ratios) * self.window * self.head_dim * bytes_per_value
+        # after whole entries only those that overlap need tokens from before
+        waiting = sum(one.state_values for one in self._all() if one.overlaps or not stored)
+        return windows + waiting * _STATE_BYTES
 
     def _all(self) -> list[Compressor]:
         return [one for layer in range(len(self.ratios)) for one in self.compressors(layer)]

@@ -146,7 +146,7 @@ def prefill_batch(
         unit,
     )
     kv_bytes, hits = unit.pages.bytes_per_token(model), batch.prompt_tokens - batch.new_tokens
-    read, sent = model.attention.stored_state_bytes(BF16), model.attention.state_bytes(BF16)  # of each prompt
+    read, sent = (model.attention.state_bytes(BF16, stored=stored) for stored in (True, False))  # of each prompt
     num_nodes = unit.ep_size / gpu.gpus_per_node
     limits = {
         step.bottleneck: step.seconds,

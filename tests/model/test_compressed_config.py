@@ -95,7 +95,7 @@ def test_a_request_keeps_a_state_of_fixed_size(tmp_path):
     assert not attention.cuts_anywhere
     windows, indexed, wide = 43 * 128 * 512 * 2, 21 * 8 * (4 * 512 + 4 * 128) * 4, 20 * 128 * 2 * 512 * 4
     assert attention.state_bytes(2) == windows + indexed + wide  # 17.8 MB
-    assert attention.stored_state_bytes(2) == windows + indexed  # 7.4 MB: after a multiple of 128 tokens
+    assert attention.state_bytes(2, stored=True) == windows + indexed  # 7.4 MB: after a multiple of 128 tokens
     assert attention.rope.theta == 10_000
     assert (attention.compressed_rope.theta, attention.compressed_rope.cos_sin_scale) == (160_000, 1.0)
 
@@ -114,7 +114,7 @@ def test_the_simulator_counts_states_as_memory_and_as_bytes_on_their_way(tmp_pat
         limited[name], limit, _ = prefill_batch(batch, Skews(1.0, 1.0), flash, slow, unit, disk_bytes_per_s=disk)
         assert limit == name
     assert limited["KV to decode"] == pytest.approx((10_000 * 6880 + 10 * flash.attention.state_bytes(2)) / 8)
-    assert limited["disk"] == pytest.approx(5_000 * 6880 + 10 * flash.attention.stored_state_bytes(2))
+    assert limited["disk"] == pytest.approx(5_000 * 6880 + 10 * flash.attention.state_bytes(2, stored=True))
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def with_store(model, folder, persist="all"):
     def open_prefixes(memory):
         attention = model.config.attention
         assert memory.state_bytes == attention.state_bytes(4)
-        assert memory.stored_bytes == attention.stored_state_bytes(4)
+        assert memory.stored_bytes == attention.state_bytes(4, stored=True)
         size = BLOCK // PAGE_TOKENS * memory.page_bytes
         identity = KvIdentity("m", "w", "c", "float32", "n", "", BLOCK, 4, 1, own_bytes=size)
         stores = DiskStore(folder, identity), DiskStore(folder, identity.of_states(memory.stored_bytes))
