@@ -212,7 +212,7 @@ class KvKeys(TypedDict, total=False):
     second_tier: str | None
     """s3://bucket/folder with a copy of all blocks, for nodes whose `dir` is on a local disk"""
     block_tokens: int
-    """tokens per block, a multiple of 64"""
+    """tokens per block, a multiple of 64; rounded up to a multiple of 128 for deepseek_v4"""
     persist: Literal["shared", "all", "none"]
     """blocks to write: those of several requests, all, or none"""
     reuse: Literal["auto", "always"]

@@ -120,7 +120,12 @@ class KvConfig(Part):
     second_tier: Annotated[Text, AfterValidator(_folder_in_bucket)] | None = Field(
         None, description="s3://bucket/folder with a copy of all blocks, for nodes whose `dir` is on a local disk"
     )
-    block_tokens: int = Field(PAGE_TOKENS, ge=PAGE_TOKENS, le=2**20, description="tokens per block, a multiple of 64")
+    block_tokens: int = Field(
+        PAGE_TOKENS,
+        ge=PAGE_TOKENS,
+        le=2**20,
+        description="tokens per block, a multiple of 64; rounded up to a multiple of 128 for deepseek_v4",
+    )
     persist: Literal["shared", "all", "none"] = Field(
         "shared", description="blocks to write: those of several requests, all, or none"
     )

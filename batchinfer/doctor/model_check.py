@@ -48,6 +48,7 @@ class DtypeFit:
     reason: str | None
     weight_bytes: int
     kv_bytes_per_token: int
+    state_bytes: int  # of a request, besides its KV tokens; 0: none
     kv_tokens: int
     requests_at_once: int
     ranks_needed: int | None
@@ -113,12 +114,14 @@ def check_model(folder: Path) -> ModelCheck:
             ranks = _ranks_needed(config, dtype, free)
         kv_bytes = PageFormat("float32" if dtype == "float32" else "bfloat16").bytes_per_token(config)
         bytes_for_kv = int(max(0, free - needed) * for_kv) if split is None else split.kv_bytes
-        num_pages = bytes_for_kv // (kv_bytes * PAGE_TOKENS)
         most = ClusterConfig(weights="resident" if split is None else "stream").running_requests
+        state_bytes = config.attention.state_bytes(4 if dtype == "float32" else 2)
+        num_pages = max(0, bytes_for_kv - most * state_bytes) // (kv_bytes * PAGE_TOKENS)
         dtypes[dtype] = DtypeFit(
             reason=reason,
             weight_bytes=weight_bytes(config, dtype),
             kv_bytes_per_token=kv_bytes,
+            state_bytes=state_bytes,
             kv_tokens=num_pages * PAGE_TOKENS if reason is None else 0,
             requests_at_once=min(most, num_pages // pages_for(request_tokens)) if reason is None else 0,
             ranks_needed=ranks,
@@ -166,6 +169,8 @@ def model_text(check: ModelCheck) -> str:
 
 def _sentence(fit: DtypeFit, device: str) -> str:
     sizes = f"weights {_gb(fit.weight_bytes)}, KV {fit.kv_bytes_per_token:,} bytes per token"
+    if fit.state_bytes:
+        sizes += f" and {_gb(fit.state_bytes)} per request"
     if fit.sweep_bytes:
         sizes += f", of which {_gb(fit.sweep_bytes)} are read from disk in each sweep (cluster.weights)"
     if fit.reason is None:

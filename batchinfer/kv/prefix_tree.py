@@ -54,6 +54,10 @@ class Match:
     def num_tokens(self) -> int:
         return len(self.full) * PAGE_TOKENS + self.num_branch_tokens
 
+    @property
+    def num_shared_pages(self) -> int:
+        return len(self.full)
+
 
 class PrefixTree:
     """Prompt prefixes in pages; the least recently used ones are freed when pages run short."""

@@ -1,13 +1,13 @@
 """The KV of one prompt on its way from a prefill rank to a decode rank: written once, read once, whole pages.
 
+If the model's requests have a state, the prompt's state follows the pages.
+
 On one host a transfer is anonymous memory that the receiver opens through the sender's process: it has no name to
 collide with and is freed when the sender ends. Between hosts it is a file in a shared folder, or the sender's memory
 is sent through an object store (rank/bucket_transfer.py).
 
-    | header length, 8 bytes | header, JSON | page 0: all layers | page 1: all layers | …
+    | header length, 8 bytes | header, JSON | page 0: all layers | page 1: all layers | … | state
 """
-
-# L layers, P pages of the pool, N pages of the transfer, W latent width
 
 import json
 import os
@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 
+from batchinfer.kv.memory import KvMemory
 from batchinfer.records import PeerLostError
 from batchinfer.whole_files import NO_DESCRIPTOR, cannot_write, too_many_files
-from batchinfer_kernels.transfer import host_buffer, put_pages, take_pages
+from batchinfer_kernels.transfer import host_buffer
 
 _LENGTH = struct.Struct("=q")
 
@@ -41,26 +42,22 @@ def most_in_memory() -> int:
     return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
-def page_bytes(pages: torch.Tensor) -> int:
-    """Return the size of one page of a pool [L, P, 64, W]."""
-    return pages[:, 0].numel() * pages.element_size()
-
-
-def write_transfer(pages: torch.Tensor, page_ids: list[int], *, file: Path | None) -> KvTransfer:
-    """Copy pages out of the pool.
+def write_transfer(memory: KvMemory, page_ids: list[int], slot: int | None = None, *, file: Path | None) -> KvTransfer:
+    """Copy pages and the state out of a rank's memory.
 
     Args:
-        pages: [L, P, 64, W], the pool.
         page_ids: the prompt's pages in order.
+        slot: of its state; None: the model's requests have none.
         file: destination; None for anonymous memory.
 
     Raises:
         ConfigError: the file cannot be written, or too many are open: no fault of the prompt.
         OSError: no room in memory.
     """
-    content = take_pages(pages, page_ids)
+    content = memory.take_pages(page_ids)
+    state = torch.empty(0, dtype=torch.uint8) if slot is None else memory.take_state(slot)
     try:
-        return _write(content, file)
+        return _write(content, state, file)
     except OSError as error:
         if file is not None:
             raise cannot_write(file, error) from None
@@ -69,8 +66,8 @@ def write_transfer(pages: torch.Tensor, page_ids: list[int], *, file: Path | Non
         raise
 
 
-def _write(content: torch.Tensor, file: Path | None) -> KvTransfer:
-    header = json.dumps({"shape": list(content.shape), "dtype": str(content.dtype)}).encode()
+def _write(content: torch.Tensor, state: torch.Tensor, file: Path | None) -> KvTransfer:
+    header = json.dumps({"shape": list(content.shape), "dtype": str(content.dtype), "state": len(state)}).encode()
     if file is None:
         descriptor = os.memfd_create("batchinfer-kv")
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -81,7 +78,8 @@ def _write(content: torch.Tensor, file: Path | None) -> KvTransfer:
     with open(descriptor, "wb", closefd=file is not None) as target:
         target.write(_LENGTH.pack(len(header)) + header)
         target.write(content.view(torch.uint8).numpy().reshape(-1).data)
-    num_bytes = content.numel() * content.element_size()
+        target.write(state.numpy().data)
+    num_bytes = content.numel() * content.element_size() + len(state)
     return KvTransfer(path, num_bytes, partial(_close, None if file is not None else descriptor, file))
 
 
@@ -92,30 +90,37 @@ def _close(descriptor: int | None, file: Path | None) -> None:
         file.unlink(missing_ok=True)
 
 
-def read_transfer(path: str, pages: torch.Tensor, page_ids: list[int], *, first_page: int) -> None:
-    """Copy a transfer's pages from `first_page` on into the pool.
+def read_transfer(
+    path: str, memory: KvMemory, page_ids: list[int], slot: int | None = None, *, first_page: int
+) -> None:
+    """Copy a transfer's pages from `first_page` on, and its state, into a rank's memory.
 
     Args:
-        pages: [L, P, 64, W].
         page_ids: destinations of all pages of the transfer; the first `first_page` hold their content already.
+        slot: destination of the state; None: the model's requests have none.
 
     Raises:
         PeerLostError: the transfer is gone or malformed; its sender has ended.
         ConfigError: too many files are open.
     """
+    page_bytes, state_bytes = memory.page_bytes, 0 if slot is None else memory.state_bytes
+    shape, dtype = (len(page_ids), *memory.page_shape), str(memory.dtype)
     try:
         with open(path, "rb") as source:
             header = json.loads(source.read(_LENGTH.unpack(source.read(_LENGTH.size))[0]))
-            shape = (len(page_ids), pages.shape[0], *pages.shape[2:])
-            if tuple(header["shape"]) != shape or header["dtype"] != str(pages.dtype):
-                raise PeerLostError(f"the KV transfer {path} holds {header}, not {shape} of {pages.dtype}")
-            source.seek(first_page * page_bytes(pages), os.SEEK_CUR)
-            content = host_buffer((len(page_ids) - first_page) * page_bytes(pages), pages.device)
+            if (tuple(header["shape"]), header["dtype"], header["state"]) != (shape, dtype, state_bytes):
+                wanted = f"{shape} of {dtype} and a state of {state_bytes} bytes"
+                raise PeerLostError(f"the KV transfer {path} holds {header}, not {wanted}")
+            source.seek(first_page * page_bytes, os.SEEK_CUR)
+            content = host_buffer((len(page_ids) - first_page) * page_bytes + state_bytes, memory.device)
             if source.readinto(content.numpy().data) != len(content):
                 raise PeerLostError(f"the KV transfer {path} is cut short")
-    except (OSError, ValueError, struct.error) as error:
+    except (OSError, ValueError, KeyError, struct.error) as error:
         if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
             raise too_many_files("a rank cannot take over KV") from None
         raise PeerLostError(f"cannot read the KV transfer {path}: {error}") from None
-    if len(content):
-        put_pages(pages, page_ids[first_page:], content.view(pages.dtype).view(-1, *shape[1:]))
+    pages, state = content.split([len(content) - state_bytes, state_bytes])
+    if len(pages):
+        memory.put_pages(page_ids[first_page:], pages.view(memory.dtype).view(-1, *shape[1:]))
+    if slot is not None:
+        memory.put_state(slot, state)

@@ -3,12 +3,15 @@
 key ──────┬────────────┬────────────┬─
 tokens    │  0 .. 63   │ 64 .. 127  │ …
 names   key ─> name 0 ─┴─> name 1 ──┴─> …     so two prompts share the names of their common whole blocks only
+
+Where a model's requests have states, a state after a whole block is a chain of one block by itself, of another size.
+Its name is a hash of the name of the block before it.
 """
 
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,7 +42,9 @@ class KvIdentity:
     salt: str
     block_tokens: int
     num_layers: int
-    latent_dim: int  # elements per token and layer: PageFormat.row_width
+    latent_dim: int  # elements per token and layer: PageFormat.row_width; on average where layers differ
+    own_bytes: int = 0  # of a block where layers differ, or of a state; 0: by the values above
+    is_state: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in ELEMENT_BYTES:
@@ -48,27 +53,48 @@ class KvIdentity:
             raise ConfigError(f"kv.block_tokens is {self.block_tokens}, not a multiple of {PAGE_TOKENS}")
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int]:
-        """Pages of a block, layers, tokens of a page, latent width: the order of values in a file."""
+    def block_shape(self) -> tuple[int, ...]:
+        """Pages of a block, layers, tokens of a page, latent width: the order of values in a file; or its bytes."""
+        if self.own_bytes:
+            return (self.own_bytes,)
         return self.block_tokens // PAGE_TOKENS, self.num_layers, PAGE_TOKENS, self.latent_dim
 
     @property
     def block_bytes(self) -> int:
-        return self.block_tokens * self.num_layers * self.latent_dim * ELEMENT_BYTES[self.dtype]
+        return self.own_bytes or self.block_tokens * self.num_layers * self.latent_dim * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Prompt tokens whose KV is in a block; a state has none."""
+        return 0 if self.is_state else self.block_tokens
+
+    def of_states(self, state_bytes: int) -> "KvIdentity":
+        """Return the identity of the states that go with these blocks."""
+        return replace(self, own_bytes=state_bytes, is_state=True)
+
+    def name_of_state(self, block: bytes) -> bytes:
+        """Return the name of the state after a block, given the block's name."""
+        return hashlib.blake2b(block, key=self.digest, digest_size=NAME_BYTES).digest()
 
     @cached_property
     def digest(self) -> bytes:
         """The key of block names, [32]."""
-        values = {**asdict(self), "layout_version": LAYOUT_VERSION}
+        values = {**self._values, "layout_version": LAYOUT_VERSION}
         del values["model"]
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=NAME_BYTES).digest()
 
     def describe(self) -> dict[str, Any]:
         """Return readable values for headers and listings; only a digest of the salt, which may be a secret."""
-        values = {key: _label(value) if isinstance(value, str) else value for key, value in asdict(self).items()}
+        values = {key: _label(value) if isinstance(value, str) else value for key, value in self._values.items()}
         salt = hashlib.blake2b(self.salt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         return {**values, "salt": salt if self.salt else ""}
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        """The fields; those that most models do not need are left out, so that older blocks keep their names."""
+        values = asdict(self)
+        return {key: value for key, value in values.items() if value or key not in ("own_bytes", "is_state")}
 
     def chain(self, token_ids: Sequence[int] | np.ndarray) -> list[bytes]:
         """Return the names of the whole blocks of a prompt, in order.

@@ -115,8 +115,8 @@ def publish_history(session: StoreSession) -> None:
         "identity": identity.digest.hex(),
         "started_s": session.started_s,
         "last_s": time.time(),
-        "hit_tokens": counts["hit_blocks"] * identity.block_tokens,
-        "written_tokens": counts["written_blocks"] * identity.block_tokens,
+        "hit_tokens": counts["hit_blocks"] * identity.tokens_per_block,
+        "written_tokens": counts["written_blocks"] * identity.tokens_per_block,
         **counts,
     }
     publish_private(store, store.history / f"{session.name}.json", document)

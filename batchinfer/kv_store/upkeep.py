@@ -193,9 +193,11 @@ def format_description(found: dict[str, Any]) -> str:
     if found["quarantined_files"]:
         lines.append(f"  quarantine: {found['quarantined_files']} files, {_size(found['quarantined_bytes'])}")
     for model in found["models"]:
+        is_state = model.get("is_state", False)
         lines.append(
-            f"  {model.get('model', '?')}  {model.get('dtype', '?')}, {model.get('numerics', '?')}, blocks of "
-            f"{model.get('block_tokens', '?')} tokens: {model['blocks']:,} blocks, {_size(model['bytes'])}, "
+            f"  {model.get('model', '?')}  {model.get('dtype', '?')}, {model.get('numerics', '?')}, "
+            f"{'states after ' if is_state else ''}blocks of {model.get('block_tokens', '?')} tokens: "
+            f"{model['blocks']:,} {'states' if is_state else 'blocks'}, {_size(model['bytes'])}, "
             f"last used {_when(model['last_use_s'])}"
         )
     lines.append(

@@ -42,8 +42,12 @@ class AttentionConfig(ABC):
         """Return the values kept per token over all layers."""
         return num_layers * self.row_width
 
-    def state_bytes(self, bytes_per_value: int) -> int:
-        """Return the bytes that a request keeps apart from its rows; none in a kind whose state is rows alone."""
+    def state_bytes(self, bytes_per_value: int, *, stored: bool = False) -> int:
+        """Return the bytes that a request keeps apart from its rows; none in a kind whose state is rows alone.
+
+        Args:
+            stored: of a state in the KV store, which is one after a multiple of `unit_tokens`.
+        """
         return 0
 
     @property

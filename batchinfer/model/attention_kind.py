@@ -7,7 +7,7 @@ The first half, sizes and costs, has no torch (attention_config.py). attention_k
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -44,6 +44,19 @@ class LayerReader(Protocol):
     def joined_projection(self, *prefixes: str) -> Projection: ...
 
 
+class MemoryParts(NamedTuple):
+    """The tensors in the memory of a layer whose requests have a state.
+
+    pages: [number of pages, values] each, all of one dtype.
+    slots: [number of slots, ...] each.
+    stored: those of `slots` that matter after a multiple of `unit_tokens` tokens (AttentionConfig).
+    """
+
+    pages: tuple[torch.Tensor, ...]
+    slots: tuple[torch.Tensor, ...]
+    stored: tuple[torch.Tensor, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionKind:
     """Functions of one attention kind; their `config` is the kind's subclass of AttentionConfig.
@@ -55,6 +68,7 @@ class AttentionKind:
     products: weights to ("linear", "batched" or "router", weight) of each product of rows.
     computations: (ops, config, the first layer's weights, dtype) to attention itself, for the check of its rows.
     memory: (config, pages, slots of requests, dtype, device) to the memory of each layer; None: pages alone.
+    parts: the memory of a layer to its tensors; given with `memory`.
     """
 
     weights: type[Any]
@@ -64,3 +78,4 @@ class AttentionKind:
     products: Callable[[Any], Iterator[tuple[str, object]]]
     computations: Callable[[Ops, Any, Any, torch.dtype], Iterator[RowComputation]]
     memory: Callable[[Any, int, int, torch.dtype, torch.device], Sequence[Any]] | None = None
+    parts: Callable[[Any], MemoryParts] | None = None

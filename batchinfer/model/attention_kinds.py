@@ -4,7 +4,7 @@ from batchinfer.model import compressed, gqa, mla, sparse_attention
 from batchinfer.model.attention_config import AttentionConfig
 from batchinfer.model.attention_kind import AttentionKind
 from batchinfer.model.compressed_config import CompressedConfig
-from batchinfer.model.compressed_memory import empty_memory
+from batchinfer.model.compressed_memory import empty_memory, memory_parts
 from batchinfer.model.fused import layers as fused
 from batchinfer.model.gqa_config import GqaConfig
 from batchinfer.model.mla_config import DsaConfig, MlaConfig
@@ -44,6 +44,7 @@ _KINDS: dict[type[AttentionConfig], AttentionKind] = {
         products=compressed.products,
         computations=compressed.computations,
         memory=empty_memory,
+        parts=memory_parts,
     ),
 }
 

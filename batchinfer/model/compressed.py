@@ -22,8 +22,10 @@ from batchinfer.model.compressed_memory import (
     copy_entries,
     copy_state,
     keep_rows,
+    put_state,
     read_entries,
     ring_rows,
+    take_state,
     write_entries,
 )
 from batchinfer.model.ops import Ops
@@ -189,6 +191,10 @@ class CompressedAttention:
         moves = chunk.moves or StateMoves()
         if moves.begin_from is not None:
             copy_state(memory, moves.begin_from, chunk.slot)
+        if moves.begin_with is not None:
+            put_state(memory, chunk.slot, moves.begin_with[self.layer])
+        if moves.share_in is not None:
+            copy_state(memory, chunk.slot, moves.share_in)
         for pair in moves.page_copies:
             copy_entries(memory, *pair)
         before = ring_rows(memory.window, chunk.slot, max(0, chunk.first - window + 1), chunk.first)
@@ -205,6 +211,8 @@ class CompressedAttention:
             found.append(read_entries(pages, chunk.page_ids, chunk.last // one.ratio, one.width))
         if moves.keep_in is not None:
             copy_state(memory, chunk.slot, moves.keep_in)
+        if moves.keep_as is not None:
+            take_state(memory, chunk.slot, moves.keep_as[self.layer])
         return Keys(chunk.last, rows, *found)
 
     def _entries(

@@ -95,9 +95,7 @@ class CompressedConfig(AttentionConfig):
     @property
     def _page_values(self) -> int:
         """Values that WIDE tokens have in pages, over all layers."""
-        return sum(
-            WIDE // one.ratio * one.width for layer in range(len(self.ratios)) for one in self.compressors(layer)
-        )
+        return sum(WIDE // one.ratio * one.width for one in self._all())
 
     def compressors(self, layer: int) -> tuple[Compressor, ...]:
         """Return a layer's compressors: of its entries, then of its index keys; either may be missing."""
@@ -107,10 +105,14 @@ class CompressedConfig(AttentionConfig):
         entries = Compressor(ratio, self.head_dim)
         return (entries, Compressor(ratio, self.index_dim)) if ratio == INDEXED else (entries,)
 
-    def state_bytes(self, bytes_per_value: int) -> int:
+    def state_bytes(self, bytes_per_value: int, *, stored: bool = False) -> int:
         windows = len(self.ratios) * self.window * self.head_dim * bytes_per_value
-        waiting = sum(one.state_values for layer in range(len(self.ratios)) for one in self.compressors(layer))
+        # after whole entries only those that overlap need tokens from before
+        waiting = sum(one.state_values for one in self._all() if one.overlaps or not stored)
         return windows + waiting * _STATE_BYTES
+
+    def _all(self) -> list[Compressor]:
+        return [one for layer in range(len(self.ratios)) for one in self.compressors(layer)]
 
     @property
     def rotary_dim(self) -> int:

@@ -8,12 +8,14 @@ needs no clearing.
 
 # B requests, P pages of a request, W rows of the window, C width of a row, E entries
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.model.compressed_config import CompressedConfig
+from batchinfer.model.attention_kind import MemoryParts
+from batchinfer.model.compressed_config import WIDE, CompressedConfig
 from batchinfer.model.page_memory import zeros
 
 
@@ -55,10 +57,31 @@ def _empty_layer(
     )
 
 
+def memory_parts(memory: LayerMemory) -> MemoryParts:
+    """Return the tensors of a layer's memory; see MemoryParts.
+
+    After a multiple of the tokens of the largest entry only overlapping entries need tokens from before.
+    """
+    overlapping = tuple(ring for ring in memory.waiting if ring.shape[1] < WIDE)
+    return MemoryParts(memory.entries, (memory.window, *memory.waiting), (memory.window, *overlapping))
+
+
 def copy_state(memory: LayerMemory, source: int, target: int) -> None:
     """Copy the state in a slot to another one."""
     for ring in (memory.window, *memory.waiting):
         ring[target] = ring[source]
+
+
+def put_state(memory: LayerMemory, slot: int, parts: Sequence[torch.Tensor]) -> None:
+    """Put a state after whole entries into a slot; see MemoryParts.stored."""
+    for ring, part in zip(memory_parts(memory).stored, parts, strict=True):
+        ring[slot] = part
+
+
+def take_state(memory: LayerMemory, slot: int, parts: Sequence[torch.Tensor]) -> None:
+    """Copy the state after whole entries out of a slot."""
+    for ring, part in zip(memory_parts(memory).stored, parts, strict=True):
+        part.copy_(ring[slot])
 
 
 def copy_entries(memory: LayerMemory, source: int, target: int) -> None:

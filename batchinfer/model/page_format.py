@@ -55,6 +55,12 @@ class PageFormat:
         return model.num_hidden_layers * self.row_width(model)
 
 
+def block_tokens(job: JobConfig, model: ModelConfig) -> int:
+    """Return the tokens of a block in the KV store: whole entries of all layers, at least kv.block_tokens."""
+    unit = model.attention.unit_tokens
+    return -(-job.kv.block_tokens // unit) * unit
+
+
 def check_kv(job: JobConfig, model: ModelConfig) -> None:
     """Raise if the KV of a model cannot be held as the job asks.
 
@@ -62,13 +68,6 @@ def check_kv(job: JobConfig, model: ModelConfig) -> None:
         ConfigError: with the reason.
     """
     PageFormat.of(job).check(model)
-    if model.attention.cuts_anywhere:
-        return
-    state = "requests of this model keep a state besides their KV pages, which"
-    if job.kv.dir is not None:
-        raise ConfigError(f"kv.dir is set, but {state} the KV store does not hold; leave kv.dir out")
-    if job.cluster.mode == "disaggregated":
-        raise ConfigError(f'cluster.mode is "disaggregated", but {state} does not travel between ranks; leave it out')
 
 
 BFLOAT16 = PageFormat("bfloat16")

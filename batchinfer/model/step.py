@@ -18,17 +18,26 @@ from batchinfer_kernels.transfer import in_one_copy, refill
 _OF_DECODE = ("tokens", "positions", "slots", "logit_rows", "page_table", "kv_tokens", "is_counted")
 
 
+StateParts = tuple[tuple[torch.Tensor, ...], ...]  # of each layer the rows of a state, MemoryParts.stored
+
+
 class StateMoves(NamedTuple):
     """Copies of states and pages around one span, in attention kinds with a state; spans run in their order.
 
     begin_from: slot of the state that its request begins with; None: the state in its own slot.
     page_copies: (from, to) before the span: pages in which its request leaves the prefix that it shares.
     keep_in: slot that gets the state after the span; None: nobody needs it.
+    begin_with: by layer and ring, the state with which its request begins, in place of `begin_from`.
+    share_in: slot that gets this state, too; None: nobody needs it.
+    keep_as: by layer and ring, tensors that get the state after the span.
     """
 
     begin_from: int | None = None
     page_copies: tuple[tuple[int, int], ...] = ()
     keep_in: int | None = None
+    begin_with: StateParts | None = None
+    share_in: int | None = None
+    keep_as: StateParts | None = None
 
 
 @dataclass(frozen=True, slots=True)

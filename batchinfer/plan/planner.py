@@ -27,7 +27,7 @@ from batchinfer.data.shard_schemas import id_type
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig, load_model_config
-from batchinfer.model.page_format import FP8, PageFormat
+from batchinfer.model.page_format import FP8, PageFormat, block_tokens
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.earlier_run import earlier_run, learn
 from batchinfer.plan.earlier_tokens import EarlierTokens
@@ -35,7 +35,7 @@ from batchinfer.plan.expected_speeds import expected_speeds
 from batchinfer.plan.inputs import Prepared, find_inputs, refuse_unreadable_input
 from batchinfer.plan.plan_tables import write_plan, write_rows
 from batchinfer.plan.prefix.streamed import PrefixStream
-from batchinfer.plan.preflight import check_job, check_names
+from batchinfer.plan.preflight import check_job, check_names, memory_note
 from batchinfer.plan.requests import plan_requests, sampling_keys
 from batchinfer.plan.reuse import EarlierAnswers, left_to_compute, reused_before
 from batchinfer.plan.rows import RowTable, load_rows
@@ -228,6 +228,8 @@ def _plan(
         )
     if job.kv.dtype == FP8:
         note("KV is stored in FP8 (kv.dtype): answers differ from those with KV in bfloat16")
+    if (needed := memory_note(job, model)) is not None:
+        note(needed)
     _plan_experts(prepared)
     _remove_leftovers(run)
     remove_stale_answers(run, state)
@@ -258,7 +260,7 @@ def _plan(
             keys,
             prefixes.in_order(),
             num_ranks=max(job.cluster.num_prefill_ranks, job.cluster.num_decode_ranks),
-            block_tokens=job.kv.block_tokens,
+            block_tokens=block_tokens(job, model),
             answer_lengths=prepared.learned.answer_lengths,
         )
     answers = prepared.answers

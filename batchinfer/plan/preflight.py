@@ -6,14 +6,15 @@ Checks that depend on the machine (GPU, libraries, compiler) are made by its ran
 import os
 from pathlib import Path
 
-from batchinfer.config import ClusterConfig, JobConfig
+from batchinfer.config import VALUE_BYTES, ClusterConfig, JobConfig
 from batchinfer.config.rank_layout import rank_places
 from batchinfer.data.overrides import check_token_ids
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.headers import read_headers
 from batchinfer.model.packed_folder import read_packed
-from batchinfer.model.page_format import check_kv
+from batchinfer.model.page_format import PageFormat, check_kv
 from batchinfer.model.tensor_names import check_tensors
+from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.model.weight_mode import check_streaming
 from batchinfer.parallel.exchange_rules import check_device, check_group, check_rows
 from batchinfer.records import ConfigError, Shard, slots_per_rank
@@ -51,6 +52,18 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
             check_device(exchange, device_type)
         if model.num_moe_layers:
             _check_exchange(exchange, num_ranks, job, model)
+
+
+def memory_note(job: JobConfig, model: ModelConfig) -> str | None:
+    """Return what a model needs whose requests take memory besides their KV pages, else None."""
+    pages = PageFormat.of(job)
+    state_bytes = model.attention.state_bytes(VALUE_BYTES[pages.dtype])
+    if not state_bytes:
+        return None
+    return (
+        f"the model takes {weight_bytes(model, job.model.dtype) / 1e9:,.1f} GB of weights in all, "
+        f"{pages.bytes_per_token(model):,} bytes of KV per token, and {state_bytes / 1e6:,.1f} MB per running request"
+    )
 
 
 def check_names(run: RunDir, shards: list[Shard], form: str) -> None:

@@ -111,10 +111,12 @@ def prefill_step(
 def _spans(chunk: Chunk, row: int) -> list[PrefillSpan]:
     """Return a chunk's spans, cut where a state is kept; the first one begins in this row of the step."""
     sequence = chunk.sequence
-    cuts = sorted(place for place in sequence.kept_slots if chunk.start < place < chunk.end)
+    kept = {*sequence.kept_slots, *sequence.stored_states}
+    cuts = sorted(place for place in kept if chunk.start < place < chunk.end)
     spans = []
     for start, end in pairwise([chunk.start, *cuts, chunk.end]):
-        moves = sequence.moves.get(start, StateMoves())._replace(keep_in=sequence.kept_slots.get(end))
+        moves = sequence.moves.get(start, StateMoves())
+        moves = moves._replace(keep_in=sequence.kept_slots.get(end), keep_as=sequence.stored_states.get(end))
         page_ids = torch.tensor(sequence.pages[: pages_for(end)])
         spans.append(PrefillSpan(row + start - chunk.start, end - start, end, page_ids, moves))
     return spans

@@ -8,6 +8,8 @@ from typing import Any, Literal
 from batchinfer.config.cluster import SWEEP_STEPS
 from batchinfer.config.rank_layout import RankPlace
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
+from batchinfer.kv.memory import KvMemory
+from batchinfer.model.attention_kinds import kind_of
 from batchinfer.model.fused.graph_size import num_filler_pages
 from batchinfer.model.fused.graphs import DecodeGraphs, has_memory, why_not_recorded
 from batchinfer.model.fused.stack import FusedDecode
@@ -59,6 +61,19 @@ class RankContext:
         """
         num_filler = 0 if self.no_graphs else num_filler_pages(self.decode_requests, self.mesh.size)
         return self.model.new_pages(self.num_pages + num_filler, self.num_slots, one_layer=self.prompts_alone)
+
+    @cached_property
+    def memory(self) -> KvMemory:
+        """Pages and states as they travel and are stored."""
+        parts_of = kind_of(self.model.config.attention).parts
+        if parts_of is None:
+            return KvMemory(self.pages)
+        layers = list(map(parts_of, self.pages))
+        return KvMemory(
+            pages=tuple(pages for layer in layers for pages in layer.pages),
+            slots=tuple(layer.slots for layer in layers),
+            stored=tuple(layer.stored for layer in layers),
+        )
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -62,7 +62,9 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     state_bytes = model.config.attention.state_bytes(model.dtype.itemsize)
     num_slots = 0
     if state_bytes:
-        num_slots = cluster.decode_requests + min(MOST_KEPT, int(host_share * KEPT_SHARE) // state_bytes)
+        num_slots = cluster.decode_requests
+        if place.runs_prefill:
+            num_slots += min(MOST_KEPT, int(host_share * KEPT_SHARE) // state_bytes)
     useful_tokens = start.most_tokens
     if model.stream is not None:
         host_share = model.stream.split.kv_bytes
@@ -94,7 +96,8 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
             f"the largest request needs {start.largest_tokens:,} tokens of KV, but memory for KV pages holds "
             f"{num_pages * PAGE_TOKENS:,}; lower max_tokens, use a smaller dtype or free memory"
         )
-    transfer_bytes = num_pages * page_bytes * cluster.num_decode_ranks // cluster.num_prefill_ranks
+    of_decode_rank = num_pages * page_bytes + cluster.decode_requests * state_bytes
+    transfer_bytes = of_decode_rank * cluster.num_decode_ranks // cluster.num_prefill_ranks
     # transfers are in the host's memory, which may be smaller than the GPU's
     return KvBudget(num_pages, num_slots, transfer_bytes if on_cpu else min(transfer_bytes, host_share))
 

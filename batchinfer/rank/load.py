@@ -7,18 +7,19 @@ from typing import TypedDict
 
 import torch
 
-from batchinfer.config import VALUE_BYTES, JobConfig
+from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig
 from batchinfer.config.rank_layout import RankPlace
 from batchinfer.data.bucket import Bucket
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.host_info import free_memory_bytes, matrix_library_mode, processor_kind
+from batchinfer.kv.memory import KvMemory
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.second_tier import ATTEMPTS as TIER_ATTEMPTS
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import read_packed
-from batchinfer.model.page_format import PageFormat, check_kv
+from batchinfer.model.page_format import PageFormat, block_tokens, check_kv
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_mode import computes_prompts_alone, split_for
 from batchinfer.ownership import group_id
@@ -31,6 +32,7 @@ from batchinfer.rank.context import RankContext
 from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.kv_budget import KvBudget
 from batchinfer.rank.stored_prefixes import StoredPrefixes
+from batchinfer.rank.stored_states import StoredStates
 from batchinfer.rank.worker import RankWorker
 from batchinfer.records import ConfigError
 
@@ -212,8 +214,8 @@ def make_worker(
         placements = _placements(slots, model.config.n_routed_experts, mesh)
         model.place_experts(Path(job.model.path), placements, mesh.rank)
 
-    def open_prefixes(pages: torch.Tensor) -> StoredPrefixes:
-        return _open_prefixes(job, model, pages, start)
+    def open_prefixes(memory: KvMemory) -> StoredPrefixes:
+        return _open_prefixes(job, model, memory, start)
 
     return RankWorker(
         context,
@@ -223,34 +225,38 @@ def make_worker(
     )
 
 
-def _open_prefixes(job: JobConfig, model: Transformer, pages: torch.Tensor, start: Start) -> StoredPrefixes:
+def _open_prefixes(job: JobConfig, model: Transformer, memory: KvMemory, start: Start) -> StoredPrefixes:
     """Open the job's KV store for this rank."""
-    assert job.kv.dir is not None
-    num_layers, _, _, row_width = pages.shape
+    form, tokens = model.ops.page_format(model.dtype), block_tokens(job, model.config)
+    of_layers = isinstance(memory.pages, torch.Tensor)
     identity = KvIdentity(
         model=job.model.path,
         weights=start.model_digests["model.weights"],
         config=start.model_digests["model.config"],
-        dtype=model.ops.page_format(model.dtype).dtype,
+        dtype=form.dtype,
         numerics=_numerics(model),
         salt=job.kv.salt,
-        block_tokens=job.kv.block_tokens,
-        num_layers=num_layers,
-        latent_dim=row_width,
+        block_tokens=tokens,
+        num_layers=model.config.num_hidden_layers,
+        latent_dim=form.row_width(model.config),
+        own_bytes=0 if of_layers else tokens // PAGE_TOKENS * memory.page_bytes,
     )
-    return StoredPrefixes(
-        DiskStore(
-            Path(job.kv.dir),
-            identity,
-            max_bytes=job.kv.max_bytes,
-            gid=group_id(job.kv.shared_group, "kv.shared_group"),
-            bucket=None if job.kv.second_tier is None else Bucket(job.kv.second_tier, job.s3, attempts=TIER_ATTEMPTS),
-            run=start.run_id,
-        ),
-        pages,
-        persist=job.kv.persist,
-        reuse=job.kv.reuse,
-        wait_s=job.cluster.collective_seconds / 4,
+    store, wait_s = _open_store(job, identity, start), job.cluster.collective_seconds / 4
+    if of_layers:
+        return StoredPrefixes(store, memory, persist=job.kv.persist, reuse=job.kv.reuse, wait_s=wait_s)
+    states = _open_store(job, identity.of_states(memory.stored_bytes), start)
+    return StoredStates(store, states, memory, persist=job.kv.persist, reuse=job.kv.reuse, wait_s=wait_s)
+
+
+def _open_store(job: JobConfig, identity: KvIdentity, start: Start) -> DiskStore:
+    assert job.kv.dir is not None
+    return DiskStore(
+        Path(job.kv.dir),
+        identity,
+        max_bytes=job.kv.max_bytes,
+        gid=group_id(job.kv.shared_group, "kv.shared_group"),
+        bucket=None if job.kv.second_tier is None else Bucket(job.kv.second_tier, job.s3, attempts=TIER_ATTEMPTS),
+        run=start.run_id,
     )
 
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from batchinfer.kv.pages import pages_for
-from batchinfer.kv.transfer import KvTransfer, most_in_memory, page_bytes, read_transfer, write_transfer
+from batchinfer.kv.transfer import KvTransfer, most_in_memory, read_transfer, write_transfer
 from batchinfer.parallel.spans import SpanLog
 from batchinfer.protocol.messages import Adoption, Handover
 from batchinfer.rank.bucket_transfer import BucketTransfers
@@ -44,9 +44,10 @@ class KvMigration:
         At least one if no transfer is unread: a share may be smaller than the largest prompt.
         """
         num_bytes, num_sent, count = self._num_bytes, len(self._sent), 0
+        memory = self._context.memory
         for request in requests:
             if request.goes_on_after_prefill:
-                num_bytes += pages_for(len(request.token_ids)) * page_bytes(self._context.pages)
+                num_bytes += pages_for(len(request.token_ids)) * memory.page_bytes + memory.state_bytes
                 num_sent += 1
             if num_bytes > self._context.transfer_bytes or num_sent > self._most:
                 break
@@ -89,7 +90,7 @@ class KvMigration:
         key, num_pages = sequence.request.key, pages_for(sequence.kv_tokens - 1)
         place, name = self._context.transfers, f"{key.shard}-{key.row}-{key.sample}.kv"
         file = place / name if isinstance(place, Path) else None
-        transfer = write_transfer(self._context.pages, sequence.pages[:num_pages], file=file)
+        transfer = write_transfer(self._context.memory, sequence.pages[:num_pages], sequence.state_slot, file=file)
         if isinstance(place, BucketTransfers):
             transfer = place.put(name, transfer)
         self._sent[key] = transfer
@@ -108,18 +109,16 @@ class KvMigration:
     def _receive(self, adoption: Adoption, log: SpanLog) -> Sequence | None:
         """Read a request's KV into pages; return its sequence, None if it has to wait for pages."""
         request, handover = adoption.request, adoption.handover
-        match = self._prompt_pages.match(request, with_branch=False)
+        match = self._prompt_pages.match_adopted(request)
         if match is None:
             return None
-        sequence = self._prompt_pages.open(request, match, handover.times)
-        sequence.num_computed = sequence.num_prompt_tokens
+        sequence = self._prompt_pages.adopt(request, match, handover.times)
         sequence.cached, sequence.prompt_logprobs = handover.cached, handover.prompt_logprobs
-        self._prompt_pages.make_known(sequence, sequence.num_prompt_tokens)
         page_ids = sequence.pages[: pages_for(sequence.num_prompt_tokens + len(handover.tokens) - 1)]
         place = self._context.transfers
         fetched = place.fetched if isinstance(place, BucketTransfers) else nullcontext
         with log.kv("KV in"), fetched(handover.kv_path) as path:
-            read_transfer(path, self._context.pages, page_ids, first_page=len(match.full))
+            read_transfer(path, self._context.memory, page_ids, sequence.state_slot, first_page=len(match.full))
         sequence.logprobs = handover.logprobs
         for token in handover.tokens:
             sequence.accept(token, self._context.eos_token_ids)

@@ -112,6 +112,8 @@ class PrefillQueue:
         wanted, end = end, min(end, sequence.num_computed + budget)
         num_tokens = max(0, end - sequence.num_computed)
         if num_tokens:
+            if self._stored is not None:
+                self._stored.prepare(sequence, end)
             sequence.num_prefill_steps += before is None
             sequence.num_computed = end
             chunks[key] = Chunk(sequence, start, end)
@@ -152,7 +154,7 @@ class PrefillQueue:
         sequence = self._pages.open(request, match, RequestTimes(admitted_s=time.time()))
         num_stored = 0
         if self._stored is not None:
-            num_stored = self._stored.fill(request, len(match.full), sequence.pages)
+            num_stored = self._stored.fill_sequence(sequence, match.num_shared_pages)
         sequence.cached = _cached(request, match.num_tokens, num_stored, self._stored)
         if num_stored > match.num_tokens:
             sequence.num_computed = num_stored

@@ -2,7 +2,7 @@
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.pages import PagePool, pages_for
-from batchinfer.kv.prefix_tree import Match, PrefixTree
+from batchinfer.kv.prefix_tree import Match, Node, PrefixTree
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.sequence import Sequence, pages_needed
 from batchinfer.records import Request, RequestTimes
@@ -28,23 +28,29 @@ class PromptPages:
         """Return whether the pool is large enough for a request if no other one runs."""
         return self._num_pages(request) <= self.pool.num_pages
 
-    def match(self, request: Request, *, with_branch: bool = True) -> Match | None:
-        """Find the pages that a request shares and free the rest of its pages; return None if the request has to wait.
-
-        Args:
-            with_branch: also look for a page whose first tokens the request can copy.
-        """
-        found = self._tree.match(request.token_ids, request.most_cached_tokens) if self._share_prefixes else NO_MATCH
-        without_branch = Match(found.full, None, 0)
-        if with_branch and self._make_room(request, found):
+    def match(self, request: Request) -> Match | None:
+        """Find what a request shares and free the rest of its pages; return None if the request has to wait."""
+        found = self._known(request)
+        if self._make_room(request, found):
             return found
         # if nothing runs no page will become free: do without the page to copy from
-        may_do_without = not with_branch or (self.num_running == 0 and found.branch is not None)
-        return without_branch if may_do_without and self._make_room(request, without_branch) else None
+        may_do_without = self.num_running == 0 and found.branch is not None
+        return self._if_it_fits(request, found.full) if may_do_without else None
+
+    def match_adopted(self, request: Request) -> Match | None:
+        """Find the whole pages that a request from another rank shares and free the rest, or return None."""
+        return self._if_it_fits(request, self._known(request).full)
 
     def open(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
         """Start a request on the pages that `match` found and made free."""
         return self._sequence(request, self._tree.hold(match), match.num_tokens, times)
+
+    def adopt(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
+        """Start a request whose prompt ran on another rank; its KV is about to be put into its own pages."""
+        sequence = self.open(request, match, times)
+        sequence.num_computed = sequence.num_prompt_tokens
+        self.make_known(sequence, sequence.num_prompt_tokens)
+        return sequence
 
     def make_known(self, sequence: Sequence, num_tokens: int) -> None:
         """Let later prompts share the pages of a prompt's first tokens."""
@@ -94,6 +100,13 @@ class PromptPages:
 
     def _num_pages(self, request: Request) -> int:
         return pages_needed(request, prompt_only=self._prompt_only)
+
+    def _known(self, request: Request) -> Match:
+        return self._tree.match(request.token_ids, request.most_cached_tokens) if self._share_prefixes else NO_MATCH
+
+    def _if_it_fits(self, request: Request, full: tuple[Node, ...]) -> Match | None:
+        without_branch = Match(full, None, 0)
+        return without_branch if self._make_room(request, without_branch) else None
 
     def _make_room(self, request: Request, match: Match) -> bool:
         keep = match.full if match.branch is None else (*match.full, match.branch)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from batchinfer.data.prompt_tokenizer import PromptTokenizer, TextStream
 from batchinfer.kv.pages import pages_for
-from batchinfer.model.step import StateMoves
+from batchinfer.model.step import StateMoves, StateParts
 from batchinfer.protocol.messages import CachedTokens
 from batchinfer.rank.logit_rules import LogitRules
 from batchinfer.rank.thinking import AnyThinking, answer_text
@@ -98,6 +98,7 @@ class Sequence:
     moves: dict[int, StateMoves] = field(default_factory=dict)
     kept_slots: dict[int, int] = field(default_factory=dict)
     num_branched: int = 0  # prompt tokens up to which states were kept
+    stored_states: dict[int, StateParts] = field(default_factory=dict)  # likewise: get states for the KV store
     num_prefill_steps: int = 0
     cached: CachedTokens = field(default_factory=CachedTokens)
     token_ids: list[int] = field(default_factory=list)

@@ -6,12 +6,13 @@ the next one, and a prompt may go on from a state that this very step keeps.
 
 from dataclasses import dataclass
 
+from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.kept_states import KeptState, KeptStates
 from batchinfer.kv.pages import pages_for
 from batchinfer.kv.prefix_tree import Match
 from batchinfer.model.step import StateMoves
 from batchinfer.rank.context import RankContext
-from batchinfer.rank.prompt_pages import PromptPages
+from batchinfer.rank.prompt_pages import NO_MATCH, PromptPages
 from batchinfer.rank.sequence import Sequence
 from batchinfer.records import Request, RequestTimes
 
@@ -21,6 +22,11 @@ class StateMatch(Match):
     """The kept state after which a prompt goes on; None: it begins with its first token."""
 
     state: KeptState | None
+    num_fixed_pages: int = 0  # of its pages, those that the prompt behind it does not change
+
+    @property
+    def num_shared_pages(self) -> int:
+        return self.num_fixed_pages
 
     @property
     def num_tokens(self) -> int:
@@ -36,8 +42,9 @@ class StatePages(PromptPages):
         super().__init__(context)
         self._states = KeptStates(self.pool, context.num_slots)
         self._unit_tokens = context.model.config.attention.unit_tokens
+        self._adopts_alone = not context.place.runs_prefill
 
-    def match(self, request: Request, *, with_branch: bool = True) -> StateMatch | None:
+    def match(self, request: Request) -> StateMatch | None:
         """Find the state after which a request goes on and free its pages; return None if the request has to wait.
 
         It takes over no more than the plan expects, so that its first planned piece has a token to compute.
@@ -46,8 +53,9 @@ class StatePages(PromptPages):
             return None
         limit = min(request.shared_tokens - request.replicated_tokens, request.most_cached_tokens)
         found = self._states.find(request.token_ids, limit) if self._share_prefixes else None
-        if self._states.make_room(self._num_pages(request) - len(self._shared_pages(found)), keep=found):
-            return StateMatch((), None, 0, found)
+        num_fixed = len(self._shared_pages(found))
+        if self._states.make_room(self._num_pages(request) - num_fixed, keep=found):
+            return StateMatch((), None, 0, found, num_fixed)
         # if nothing runs no page will become free: do without the state and its pages
         may_do_without = self.num_running == 0 and found is not None
         if may_do_without and self._states.make_room(self._num_pages(request), keep=None):
@@ -70,12 +78,35 @@ class StatePages(PromptPages):
             sequence.moves[match.num_tokens] = StateMoves(state.slot, copies)
         return sequence
 
+    def match_adopted(self, request: Request) -> Match | None:
+        """Free pages for a request whose KV and state come from another rank, or return None.
+
+        A rank that runs no prefill shares whole pages that no later token changes.
+        """
+        if not self._states.has_slot:
+            return None
+        if self._adopts_alone:
+            full = self._known(request).full
+            return self._if_it_fits(request, full[: self._fixed_pages(len(full) * PAGE_TOKENS)])
+        return NO_MATCH if self._states.make_room(self._num_pages(request), keep=None) else None
+
+    def adopt(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
+        """Start a request whose prompt ran on another rank; its KV and its state are about to be put here."""
+        sequence = self._sequence(request, self._tree.hold(match), len(request.token_ids), times)
+        sequence.state_slot, sequence.num_branched = self._states.take_slot(), sequence.num_computed
+        if self._adopts_alone and self._share_prefixes:
+            num_pages = self._fixed_pages(sequence.num_computed)
+            self._tree.insert(request.token_ids[: num_pages * PAGE_TOKENS], sequence.pages[:num_pages])
+        return sequence
+
     def make_known(self, sequence: Sequence, num_tokens: int) -> None:
         """Keep states where later prompts branch off among the tokens that the sequence runs now."""
         for place in sorted(sequence.request.branch_points) if self._share_prefixes else ():
             if sequence.num_branched < place <= sequence.num_computed:
                 slot = self._states.keep(sequence.request.token_ids[:place], sequence.pages[: pages_for(place)])
-                if slot is not None:
+                if slot is not None and place in sequence.moves:  # it begins there, with a state from disk
+                    sequence.moves[place] = sequence.moves[place]._replace(share_in=slot)
+                elif slot is not None:
                     sequence.kept_slots[place] = slot
         sequence.num_branched = sequence.num_computed
 
@@ -89,4 +120,8 @@ class StatePages(PromptPages):
         """Return the pages of a kept prefix that the prompt behind it does not change."""
         if state is None:
             return []
-        return state.pages[: pages_for(len(state.tokens) // self._unit_tokens * self._unit_tokens)]
+        return state.pages[: self._fixed_pages(len(state.tokens))]
+
+    def _fixed_pages(self, num_tokens: int) -> int:
+        """Return how many of the pages of a prompt's first tokens do not change when it goes on."""
+        return pages_for(num_tokens // self._unit_tokens * self._unit_tokens)

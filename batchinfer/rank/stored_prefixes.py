@@ -8,7 +8,7 @@ of being computed. After a step the writer gets the blocks that it has completed
 # B blocks of one prompt
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -17,18 +17,20 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages, finite_blocks
+from batchinfer.kv.memory import KvMemory
 from batchinfer.kv_store.disk import DiskStore
-from batchinfer.kv_store.reader import BlockRead, Reader, pageable
+from batchinfer.kv_store.reader import Allocate, BlockRead, Reader, pageable
 from batchinfer.kv_store.reuse import ReuseRule
 from batchinfer.kv_store.writer import Writer
 from batchinfer.rank.batch import Chunk
+from batchinfer.rank.sequence import Sequence
 from batchinfer.records import Request, RequestKey
 
 CLOSE_S = 10.0  # for writing the last blocks at the end
 
 
 @dataclass(slots=True)
-class _Prompt:
+class StoredPrompt:
     """A prompt that waits or runs."""
 
     names: list[bytes]  # [B] of its whole blocks
@@ -50,7 +52,7 @@ class StoredPrefixes:
 
     Args:
         store: opened for this model.
-        pages: [L, P, 64, W], the page pool.
+        memory: of the rank, with the page pool.
         persist: the blocks to write: blocks that several requests share, all, or none.
         reuse: "auto" ends reading when it turns out slower than computing.
         wait_s: time after which a read that the disk does not answer is abandoned.
@@ -59,21 +61,21 @@ class StoredPrefixes:
     def __init__(
         self,
         store: DiskStore,
-        pages: torch.Tensor,
+        memory: KvMemory,
         *,
         persist: Literal["shared", "all", "none"],
         reuse: Literal["auto", "always"],
         wait_s: float,
     ) -> None:
-        self._store, self._pages, self._persist, self._wait_s = store, pages, persist, wait_s
+        self._store, self._memory, self._persist, self._wait_s = store, memory, persist, wait_s
         self._block_tokens = store.identity.block_tokens
-        self._reader = Reader(store, allocate=_pinned if pages.is_cuda else pageable)
+        self._reader = Reader(store, allocate=allocator(memory.device))
         self._writer = Writer(store)
         self._rule = ReuseRule(reuse)
         self._has_ended_reading = False
-        self._prompts: dict[RequestKey, _Prompt] = {}
+        self._prompts: dict[RequestKey, StoredPrompt] = {}
         self._computed_tokens, self._compute_s = 0, 0.0
-        self._later_uses = _LaterUses(store)
+        self._later_uses = _LaterUses(store.identity.block_tokens, self._report_uses)
 
     def read_ahead(self, requests: Iterable[Request]) -> None:
         """Begin to read the blocks of the next prompts that memory is not expected to hold."""
@@ -82,7 +84,7 @@ class StoredPrefixes:
             num_usable = request.most_cached_tokens // self._block_tokens
             expected = max(0, request.shared_tokens - max(0, request.replicated_tokens))
             first = min(expected // self._block_tokens, num_usable)
-            self._prompts[request.key] = _Prompt(names, first, self._ask(names[:num_usable], first))
+            self._prompts[request.key] = StoredPrompt(names, first, self._ask(names[:num_usable], first))
 
     def fill(self, request: Request, num_known_pages: int, page_ids: list[int]) -> int:
         """Copy the blocks of an admitted prompt that are on disk into its pages.
@@ -112,12 +114,19 @@ class StoredPrefixes:
         skipped = num_known_pages - prompt.first * self._pages_per_block
         if len(content) * self._pages_per_block > skipped:
             end_page = (prompt.first + len(content)) * self._pages_per_block
-            blocks_to_pages(content, self._pages, page_ids[num_known_pages:end_page], skip_pages=skipped)
+            blocks_to_pages(content, self._memory.pages, page_ids[num_known_pages:end_page], skip_pages=skipped)
             num_tokens = end_page * PAGE_TOKENS
             prompt.older = [not self._store.is_own(span) for span in read.spans for _ in range(span.start, span.stop)]
         read.close()
-        self._judge(content, num_tokens - num_known_pages * PAGE_TOKENS, time.monotonic() - started_s)
+        self._judge(content.nbytes, num_tokens - num_known_pages * PAGE_TOKENS, time.monotonic() - started_s)
         return num_tokens
+
+    def fill_sequence(self, sequence: Sequence, num_known_pages: int) -> int:
+        """Do what `fill` does for a sequence that has just got its pages."""
+        return self.fill(sequence.request, num_known_pages, sequence.pages)
+
+    def prepare(self, sequence: Sequence, end: int) -> None:
+        """Take notice that a sequence runs up to token `end` in the step that is being built."""
 
     def older_tokens(self, request: Request, start: int, end: int) -> int:
         """Return the number of tokens from `start` to `end` of a filled prompt that the store had before this run.
@@ -134,7 +143,7 @@ class StoredPrefixes:
             request = chunk.sequence.request
             prompt = self._prompts.pop(request.key) if chunk.completes_prompt else self._prompts[request.key]
             if self._persist != "none" and self._store.is_writable:
-                worthwhile = chunk.end if self._persist == "all" else min(chunk.end, request.kept_tokens)
+                worthwhile = min(chunk.end, self._tokens_to_keep(request))
                 self._write(chunk, prompt.names[: worthwhile // self._block_tokens])
 
     def take_problems(self) -> list[str]:
@@ -154,6 +163,12 @@ class StoredPrefixes:
         self._writer.close(CLOSE_S)
         self._store.close()
 
+    def _tokens_to_keep(self, request: Request) -> int:
+        return len(request.token_ids) if self._persist == "all" else request.kept_tokens
+
+    def _report_uses(self, uses: Mapping[bytes, int | None]) -> None:
+        self._store.set_next_uses(uses)
+
     @property
     def _pages_per_block(self) -> int:
         return self._block_tokens // PAGE_TOKENS
@@ -163,12 +178,12 @@ class StoredPrefixes:
             return None
         return self._reader.ask(names[first:])
 
-    def _judge(self, content: np.ndarray, num_tokens: int, read_s: float) -> None:
+    def _judge(self, num_bytes: int, num_tokens: int, read_s: float) -> None:
         """Compare a read's time with computing the same tokens; end reading if it turns out slower."""
         if not self._computed_tokens:
             return
         self._rule.note(
-            num_bytes=content.nbytes,
+            num_bytes=num_bytes,
             read_s=read_s,
             num_tokens=max(0, num_tokens),
             compute_s_per_token=self._compute_s / self._computed_tokens,
@@ -187,17 +202,21 @@ class StoredPrefixes:
             first += 1
         if first < len(names):
             page_ids = chunk.sequence.pages[first * self._pages_per_block : len(names) * self._pages_per_block]
-            blocks = blocks_from_pages(self._pages, page_ids, len(names) - first)
-            num_finite = finite_blocks(blocks, self._pages.dtype)
+            blocks = blocks_from_pages(self._memory.pages, page_ids, len(names) - first)
+            num_finite = finite_blocks(blocks, self._memory.dtype)
             if num_finite:
                 self._writer.put(names[: first + num_finite], first, blocks[:num_finite])
 
 
 class _LaterUses:
-    """Reports the blocks that later units need to the store, which evicts other blocks first."""
+    """Reports the blocks that later units need to the store, which evicts other blocks first.
 
-    def __init__(self, store: DiskStore) -> None:
-        self._store = store
+    Args:
+        report: gets the unit that needs a block next, by the block's name; None: no unit needs it.
+    """
+
+    def __init__(self, block_tokens: int, report: Callable[[Mapping[bytes, int | None]], None]) -> None:
+        self._block_tokens, self._report = block_tokens, report
         self._unit = -1
         self._last_unit: dict[bytes, int] = {}  # of blocks that later units need
 
@@ -208,12 +227,17 @@ class _LaterUses:
             over = [name for name, unit in self._last_unit.items() if unit <= self._unit]
             for name in over:
                 del self._last_unit[name]
-            self._store.set_next_uses(dict.fromkeys(over) | dict.fromkeys(self._last_unit, self._unit + 1))
-        first = request.cached_tokens // self._store.identity.block_tokens
+            self._report(dict.fromkeys(over) | dict.fromkeys(self._last_unit, self._unit + 1))
+        first = request.cached_tokens // self._block_tokens
         needed = dict(zip(names[first:], request.last_units, strict=False))
         if needed:
             self._last_unit |= needed
-            self._store.set_next_uses(dict.fromkeys(needed, self._unit + 1))
+            self._report(dict.fromkeys(needed, self._unit + 1))
+
+
+def allocator(device: torch.device) -> Allocate:
+    """Return how host memory is allocated for bytes to this device."""
+    return _pinned if device.type == "cuda" else pageable
 
 
 def _pinned(shape: tuple[int, int]) -> np.ndarray:

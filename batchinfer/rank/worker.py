@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from batchinfer.config import PAGE_TOKENS
+from batchinfer.kv.memory import KvMemory
 from batchinfer.kv.pages import pages_for
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.parallel.spans import SpanLog
@@ -50,12 +51,12 @@ class RankWorker:
         context: RankContext,
         *,
         place_experts: Callable[[ExpertSlots], None] | None = None,
-        open_prefixes: Callable[[torch.Tensor], StoredPrefixes] | None = None,
+        open_prefixes: Callable[[KvMemory], StoredPrefixes] | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         self._context, self._drafter = context, drafter
         self._stored = (
-            open_prefixes(context.pages) if open_prefixes is not None and context.place.runs_prefill else None
+            open_prefixes(context.memory) if open_prefixes is not None and context.place.runs_prefill else None
         )
         self._prompt_pages = StatePages(context) if context.num_slots else PromptPages(context)
         self._queue = PrefillQueue(self._prompt_pages, self._stored, context.prefill_tokens)

@@ -17,6 +17,7 @@ import numpy as np
 from batchinfer.model.config import ModelConfig
 from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator
+from batchinfer.sim.memory import state_tokens
 from batchinfer.sim.steps import Batch, Step, Unit, decode_step, prefill_batch
 from batchinfer.sim.workload import Workload
 
@@ -229,6 +230,7 @@ class _Decode:
         self.units = [_DecodeUnit(index) for index in range(cluster.num_decode_units)]
         self._max_requests = cluster.decode_requests_per_gpu * cluster.decode.ep_size
         self.max_kv = cluster.kv_tokens_per_gpu * cluster.decode.ep_size
+        self._state_tokens = state_tokens(cluster.model, cluster.decode.pages)
         mean_output = float(workload.output_tokens.mean())
         self._turn_steps = int(min(LONGEST_TURN, max(1, mean_output // TURNS_PER_ANSWER)))
 
@@ -239,7 +241,7 @@ class _Decode:
                 self._log.history.finished_s[request] = now
             else:
                 self._waiting.append(request)
-                self.waiting_kv += self._prompts[request] + self._outputs[request]
+                self.waiting_kv += self._most_kv(request)
 
     def advance(self, now: float) -> None:
         """Fill the units and start those that have requests and do not run."""
@@ -255,13 +257,17 @@ class _Decode:
         for unit in sorted(self.units, key=lambda unit: (-unit.num_requests, unit.index)):
             while self._waiting and unit.num_requests < self._max_requests:
                 request = self._waiting[0]
-                need = self._prompts[request] + self._outputs[request]
+                need = self._most_kv(request)
                 if unit.num_requests and unit.reserved + need > self.max_kv:
                     break
                 self._waiting.popleft()
                 self.waiting_kv -= need
                 unit.reserved += need
                 unit.joining.append(request)
+
+    def _most_kv(self, request: int) -> float:
+        """Return the KV tokens of a request at its longest, with its state."""
+        return self._prompts[request] + self._outputs[request] + self._state_tokens
 
     def _turn(self, unit: _DecodeUnit, now: float) -> None:
         """Run a few steps of a decode unit; requests that end within it leave after it."""
@@ -284,7 +290,7 @@ class _Decode:
             history.finished_s[request] = now + (end_step - start_steps) * step.seconds
             total = self._prompts[request] + self._outputs[request]
             unit.kv_tokens -= total + (unit.steps - end_step)
-            unit.reserved -= total
+            unit.reserved -= self._most_kv(request)
         history.decode_busy_s += turn_s
         history.decode_limits[step.bottleneck] = history.decode_limits.get(step.bottleneck, 0.0) + turn_s
         unit.is_running = True

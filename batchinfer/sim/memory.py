@@ -1,6 +1,7 @@
 """The weights of a GPU, and the KV that fits next to them."""
 
 from batchinfer.model.config import ModelConfig
+from batchinfer.model.page_format import PageFormat
 from batchinfer.records import ConfigError
 from batchinfer.sim.hardware import Accelerator
 from batchinfer.sim.steps import Unit
@@ -18,6 +19,11 @@ def weight_bytes(model: ModelConfig, unit: Unit) -> float:
     layers = model.num_hidden_layers * model.attention_weights * FP8 + model.num_moe_layers * moe_layer
     layers += num_dense * 3 * hidden * model.intermediate_size * FP8
     return layers + (1 if model.tie_word_embeddings else 2) * model.vocab_size * hidden * BF16
+
+
+def state_tokens(model: ModelConfig, pages: PageFormat) -> float:
+    """Return how many tokens of KV take as much memory as the state of a request; 0 if requests have none."""
+    return model.attention.state_bytes(BF16) / pages.bytes_per_token(model)
 
 
 def kv_tokens_per_gpu(model: ModelConfig, unit: Unit, gpu: Accelerator, reserve: float) -> float:

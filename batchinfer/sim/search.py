@@ -15,10 +15,11 @@ import numpy as np
 
 from batchinfer.balance.experts import place_experts
 from batchinfer.model.config import ModelConfig
+from batchinfer.model.page_format import BFLOAT16
 from batchinfer.records import ConfigError
 from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator
-from batchinfer.sim.memory import kv_tokens_per_gpu
+from batchinfer.sim.memory import kv_tokens_per_gpu, state_tokens
 from batchinfer.sim.steps import Batch, Step, Unit, decode_step, prefill_batch
 from batchinfer.sim.workload import Workload
 
@@ -137,8 +138,8 @@ class Rater:
         return found
 
     def requests_that_fit(self, kv_tokens: float) -> int:
-        """Return the requests per GPU whose whole KV fits: a request keeps room for its longest."""
-        longest = self.workload.prompt_tokens + self.workload.output_tokens
+        """Return the requests per GPU whose KV and state fit: a request keeps room for its longest."""
+        longest = self.workload.prompt_tokens + self.workload.output_tokens + state_tokens(self.model, BFLOAT16)
         # in a running unit a request counts for as long as it stays, so long answers weigh more
         mean_longest = (longest * self.workload.output_tokens).sum() / self.workload.output_tokens.sum()
         return int(kv_tokens / float(mean_longest))

@@ -6,6 +6,7 @@ from functools import lru_cache
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.page_format import BFLOAT16, PageFormat
 from batchinfer.records import ConfigError
+from batchinfer.sim.attention import BF16
 from batchinfer.sim.dealing import Skews
 from batchinfer.sim.exchange import LATEST, Release, decode_exchange, prefill_exchange
 from batchinfer.sim.hardware import Accelerator
@@ -144,12 +145,14 @@ def prefill_batch(
         gpu,
         unit,
     )
-    kv_bytes = unit.pages.bytes_per_token(model)
+    kv_bytes, hits = unit.pages.bytes_per_token(model), batch.prompt_tokens - batch.new_tokens
+    read, sent = (model.attention.state_bytes(BF16, stored=stored) for stored in (True, False))  # of each prompt
     num_nodes = unit.ep_size / gpu.gpus_per_node
     limits = {
         step.bottleneck: step.seconds,
-        "disk": (batch.prompt_tokens - batch.new_tokens) * kv_bytes / (disk_bytes_per_s * num_nodes),
-        "KV to decode": batch.prompt_tokens * kv_bytes / (gpu.network_bytes_per_s * unit.ep_size),
+        "disk": (hits * kv_bytes + (batch.prompts * read if hits else 0.0)) / (disk_bytes_per_s * num_nodes),
+        "KV to decode": (batch.prompt_tokens * kv_bytes + batch.prompts * sent)
+        / (gpu.network_bytes_per_s * unit.ep_size),
     }
     limit = max(limits, key=limits.__getitem__)
     return limits[limit], limit, step

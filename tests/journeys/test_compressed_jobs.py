@@ -3,17 +3,21 @@
 import os
 import shutil
 import signal
+from contextlib import suppress
 
 import pyarrow as pa
 import pytest
 import torch
 
+from batchinfer.report.read import read_report
 from support.compressed_models import published_tensors, random_model, write_compressed
 from support.faults import descendants, wait_until
 from support.jobs import answers, batchinfer, outputs, start, write_job, write_shard
 from support.paths import RANDOM_MODEL
 
 NUM_NEW = 12
+SMALL = 60_000  # bytes of KV pages for the largest request and little else
+PAIRS = {"decode_requests": 3, "overlap": True}
 LENGTHS = (1, 3, 5, 127, 131, 300, 2, 64, 129)
 
 
@@ -67,8 +71,15 @@ def test_answers_are_those_of_transformers(folder):
 
 @pytest.mark.parametrize(
     "cluster",
-    [{"prefill_tokens": 64, "decode_requests": 3}, {"prefill_ranks": 2, "decode_ranks": 2, "prefill_tokens": 100}],
-    ids=["few-slots-and-small-chunks", "two-ranks"],
+    [
+        {"prefill_tokens": 64, "decode_requests": 3},
+        {"prefill_ranks": 2, "decode_ranks": 2, "prefill_tokens": 100},
+        {"prefill_ranks": 4, "decode_ranks": 4, "redundant_experts": 4},
+        {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1, "prefill_tokens": 100},
+        {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2, "redundant_experts": 2} | PAIRS,
+        {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 2, "page_bytes": SMALL},
+    ],
+    ids=["few-slots-and-small-chunks", "two", "four-redundant", "one-and-one", "two-and-two", "few-pages"],
 )
 def test_answers_do_not_depend_on_steps_and_ranks(folder, cluster, request):
     root, _ = folder
@@ -78,33 +89,62 @@ def test_answers_do_not_depend_on_steps_and_ranks(folder, cluster, request):
     assert answers(root / name) == answers(root / "one")
 
 
-def test_a_job_that_was_killed_goes_on_and_gives_the_same_answers(folder):
+def store(name):
+    return {"kv": {"dir": name, "persist": "all", "reuse": "always"}}
+
+
+def test_a_store_on_disk_changes_no_answer(folder):
+    root, prompts = folder
+    whole_blocks = sum((len(prompt) - 1) // 128 * 128 for prompt in prompts)
+    assert whole_blocks > 0
+    found = {}
+    for name, cluster in [
+        ("cold", {"prefill_tokens": 100}),
+        ("warm", {}),
+        ("warm-apart", {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1, "prefill_tokens": 100}),
+        ("warm-small", {"page_bytes": SMALL, "prefill_ranks": 2, "decode_ranks": 2}),
+    ]:
+        ended = run(root, name, cluster=cluster, **store("store"))
+        assert ended.code == 0, ended.err
+        assert answers(root / name) == answers(root / "one")
+        found[name] = read_report(root / name).values
+    assert found["cold"]["disk_tokens"] == 0 < found["cold"]["store_written_bytes"]
+    for name in ("warm", "warm-apart", "warm-small"):
+        assert found[name]["store_read_bytes"] > 0
+        assert found[name]["store_damaged_files"] == found[name]["store_written_bytes"] == 0
+        assert 0 < found[name]["disk_tokens"] <= whole_blocks
+
+
+@pytest.mark.parametrize("victims", ["all", "rank"])
+@pytest.mark.parametrize("parts", [{}, store("killed-store")], ids=["without-store", "with-store"])
+def test_a_job_that_was_killed_goes_on_and_gives_the_same_answers(folder, parts, victims, request):
     root, _ = folder
-    given = {"cluster": {"prefill_tokens": 64, "decode_requests": 3, "commit_seconds": 0.05}}
-    process = start("run", job_of(root, "killed", **given))
-    wait_until(lambda: list((root / "killed").glob("units/*/[0-9]*/part-*.parquet")), process)
+    name = request.node.callspec.id
+    given = {"cluster": {"prefill_tokens": 64, "decode_requests": 3, "commit_seconds": 0.05}} | parts
+    process = start("run", job_of(root, name, **given))
+    wait_until(lambda: list((root / name).glob("units/*/[0-9]*/part-*.parquet")), process)
     ranks = descendants(process.pid)
-    process.kill()
+    if victims == "all":
+        process.kill()
     for rank in ranks:
-        os.kill(rank, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has ended with the controller
+            os.kill(rank, signal.SIGKILL)
     process.communicate()
-    assert not (root / "killed" / "outputs").exists(), "it had ended"
-    ended = run(root, "killed", **given)
+    if victims == "rank":
+        assert process.returncode == 0, "the controller starts ranks again"
+    else:
+        assert not (root / name / "outputs").exists(), "it had ended"
+    ended = run(root, name, **given)
     assert ended.code == 0, ended.err
-    assert answers(root / "killed") == answers(root / "one")
+    assert answers(root / name) == answers(root / "one")
 
 
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"kv": {"dir": "kv"}}, "kv.dir is set, but requests of this model keep a state"),
         (
             {"kv": {"dtype": "fp8"}, "model": {"path": "model", "dtype": "bfloat16"}},
             'kv.dtype is "fp8", but pages of compressed entries',
-        ),
-        (
-            {"cluster": {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}},
-            "does not travel between ranks",
         ),
         ({"cluster": {"weights": "stream"}}, "cluster.weights is 'stream', but requests of this model keep a state"),
     ],

@@ -1,15 +1,17 @@
 """Pages and the prefix tree: holders of pages, matches of prompts, and pages that may be freed."""
 
 import random
+from itertools import chain
 
 import pytest
 import torch
 
 from batchinfer.config import PAGE_TOKENS
+from batchinfer.kv.memory import KvMemory
 from batchinfer.kv.pages import PagePool, pages_for
 from batchinfer.kv.prefix_tree import PrefixTree
-from batchinfer.kv.transfer import page_bytes, read_transfer, write_transfer
-from batchinfer.records import ConfigError
+from batchinfer.kv.transfer import read_transfer, write_transfer
+from batchinfer.records import ConfigError, PeerLostError
 from support.open_files import no_more_open_files
 from support.prompt_corpus import common
 from support.small_disks import SmallDisk, small_disk
@@ -136,23 +138,47 @@ def some_pages(num_pages=4):
 def test_pages_arrive_as_they_were_by_file_and_by_memory(tmp_path):
     pages = some_pages()
     for file in (tmp_path / "rank-0" / "0-1-0.kv", None):
-        transfer = write_transfer(pages, [3, 1], file=file)
-        assert transfer.num_bytes == 2 * page_bytes(pages)
+        transfer = write_transfer(KvMemory(pages), [3, 1], file=file)
+        assert transfer.num_bytes == 2 * pages[:, 0].nbytes
         received = torch.zeros_like(pages)
-        read_transfer(transfer.path, received, [0, 2], first_page=0)
+        read_transfer(transfer.path, KvMemory(received), [0, 2], first_page=0)
         assert torch.equal(received[:, [0, 2]], pages[:, [3, 1]])
         transfer.close()
     assert not list((tmp_path / "rank-0").iterdir())
 
 
+@pytest.mark.parametrize("first_page", [0, 1, 2])
+def test_pages_of_layers_that_differ_and_a_state_arrive_as_they_were(first_page):
+    def memory(fill):
+        # three layers: values of 3 and 5, of none, of 2 in a page; states of other dtypes and odd sizes
+        pages = tuple(fill(4, width).bfloat16() for width in (3, 5, 2))
+        slots = [(fill(3, 2, 3).bfloat16(), fill(3, 1)), (fill(3, 1, 1).bfloat16(),), (fill(3, 5), fill(3, 2))]
+        return KvMemory(pages, tuple(slots), (slots[0][:1], (), slots[2]))
+
+    sent, received = memory(torch.rand), memory(torch.zeros)
+    transfer = write_transfer(sent, [3, 1], 2, file=None)
+    assert transfer.num_bytes == 2 * 10 * 2 + (6 * 2 + 4 + 2 + 5 * 4 + 2 * 4)
+    assert (sent.page_bytes, sent.state_bytes, sent.stored_bytes) == (20, 46, 40)
+    read_transfer(transfer.path, received, [0, 2], 1, first_page=first_page)
+    for ours, theirs in zip(sent.pages, received.pages, strict=True):
+        assert torch.equal(ours[[3, 1][first_page:]], theirs[[0, 2][first_page:]])
+        assert not theirs[[*[0, 2][:first_page], 1, 3]].any()
+    for ours, theirs in zip(chain(*sent.slots), chain(*received.slots), strict=True):
+        assert torch.equal(ours[2], theirs[1])
+        assert not theirs[[0, 2]].any()
+    with pytest.raises(PeerLostError, match="a state of 46 bytes"):
+        read_transfer(write_transfer(sent, [3, 1], file=None).path, received, [0, 2], 1, first_page=0)
+    transfer.close()
+
+
 def test_a_transfer_at_the_limit_of_open_files_is_no_fault_of_its_request():
-    pages = some_pages()
-    sent = write_transfer(pages, [3, 1], file=None)
+    memory = KvMemory(some_pages())
+    sent = write_transfer(memory, [3, 1], file=None)
     with no_more_open_files():
         with pytest.raises(ConfigError, match=r"cannot hand over KV: no file descriptor is left .*raise the limit"):
-            write_transfer(pages, [3, 1], file=None)
+            write_transfer(memory, [3, 1], file=None)
         with pytest.raises(ConfigError, match=r"cannot take over KV: no file descriptor is left .*raise the limit"):
-            read_transfer(sent.path, pages, [0, 2], first_page=0)
+            read_transfer(sent.path, memory, [0, 2], first_page=0)
     sent.close()
 
 
@@ -167,4 +193,4 @@ def test_a_transfer_for_which_the_disk_has_no_room_is_no_fault_of_its_request(sm
         small_disk.set_read_only(True)
         reason = "Read-only file system"
     with pytest.raises(ConfigError, match=f"cannot write {file}: {reason}; free space"):
-        write_transfer(some_pages(), [3, 1], file=file)
+        write_transfer(KvMemory(some_pages()), [3, 1], file=file)

@@ -2,7 +2,9 @@
 
 import json
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,7 +18,13 @@ from batchinfer.model.headers import read_headers
 from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, expected_tensors, why_no_mtp
 from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.plan.preflight import memory_note
 from batchinfer.records import ConfigError, ModelError
+from batchinfer.sim.dealing import Skews
+from batchinfer.sim.hardware import ACCELERATORS
+from batchinfer.sim.speeds import rater_of
+from batchinfer.sim.steps import Batch, Unit, prefill_batch
+from batchinfer.sim.workload import Workload
 from support.compressed_models import TINY, published_tensors, random_model, write_compressed
 from support.jobs import write_job
 
@@ -87,8 +95,26 @@ def test_a_request_keeps_a_state_of_fixed_size(tmp_path):
     assert not attention.cuts_anywhere
     windows, indexed, wide = 43 * 128 * 512 * 2, 21 * 8 * (4 * 512 + 4 * 128) * 4, 20 * 128 * 2 * 512 * 4
     assert attention.state_bytes(2) == windows + indexed + wide  # 17.8 MB
+    assert attention.state_bytes(2, stored=True) == windows + indexed  # 7.4 MB: after a multiple of 128 tokens
     assert attention.rope.theta == 10_000
     assert (attention.compressed_rope.theta, attention.compressed_rope.cos_sin_scale) == (160_000, 1.0)
+
+
+def test_the_simulator_counts_states_as_memory_and_as_bytes_on_their_way(tmp_path):
+    flash, gpu, unit = load(tmp_path, FLASH), ACCELERATORS["H200"], Unit(8)
+    state = flash.attention.state_bytes(2) / 6880  # in tokens of KV
+    prompts = np.full(100, 1000)
+    work = Workload(prompts, prompts // 2, np.full(100, 200), np.zeros(100), part_tokens=8192)
+    rater = rater_of(work, flash, gpu)
+    assert rater.requests_that_fit(8 * (1200 + state) + 1) == 8
+    assert rater.requests_that_fit(8 * (1200 + state) - 1) == 7
+    limited = {}
+    for name, network, disk in (("KV to decode", 1.0, 1e30), ("disk", 1e30, 1.0)):
+        batch, slow = Batch(10.0, 10_000.0, 5_000.0, 1e6, 5_000.0), replace(gpu, network_bytes_per_s=network)
+        limited[name], limit, _ = prefill_batch(batch, Skews(1.0, 1.0), flash, slow, unit, disk_bytes_per_s=disk)
+        assert limit == name
+    assert limited["KV to decode"] == pytest.approx((10_000 * 6880 + 10 * flash.attention.state_bytes(2)) / 8)
+    assert limited["disk"] == pytest.approx(5_000 * 6880 + 10 * flash.attention.state_bytes(2, stored=True))
 
 
 @pytest.mark.parametrize(
@@ -172,6 +198,10 @@ def test_flash_is_refused_with_sizes_where_it_does_not_fit(tmp_path, monkeypatch
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(FLASH))
     job = load_job(write_job(tmp_path, model={"path": "model", "dtype": dtype}, cluster={"backend": "cpu"}))
+    weights = "568.6" if dtype == "bfloat16" else "166.1"
+    assert memory_note(job, load_model_config(tmp_path / "model")) == (
+        f"the model takes {weights} GB of weights in all, 6,880 bytes of KV per token, and 17.8 MB per running request"
+    )
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * 10**9)
     if not words:
         host_memory.with_weights(job, range(1))

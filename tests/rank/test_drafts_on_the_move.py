@@ -3,65 +3,21 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
 
 from batchinfer.model.transformer import Transformer
-from batchinfer.protocol.feed import Inbox
-from batchinfer.protocol.messages import Adoption, Handover
+from batchinfer.protocol.messages import Adoption
 from batchinfer.rank import drafter
-from batchinfer.records import Request, RequestKey
 from support.drafted import PLAIN_WAYS, TOKENIZER, WAYS, Always, InTurn, counts, everything, sample_requests, with_mtp
-from support.one_rank import Feed, run_rank
+from support.one_rank import GivingAway, Taking, run_rank
 from support.paths import SAMPLE_MODEL
 
 
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     return Transformer.load(SAMPLE_MODEL, dtype=torch.float32, mtp=True)
-
-
-class Taking(Feed):
-    """Hands over requests that have run elsewhere, some of which wait for pages."""
-
-    def __init__(self, adoptions: list[Adoption]) -> None:
-        super().__init__([])
-        self.adoptions, self.num_requests = adoptions, len(adoptions)
-        self.adopted: list[RequestKey] = []
-
-    def receive(self, wait_s: float = 0.0) -> Inbox:
-        handed, self.adoptions = self.adoptions, []
-        return Inbox(adoptions=handed, leave=len(self.done) == self.num_requests)
-
-    def confirm_adopted(self, keys: list[RequestKey]) -> None:
-        self.adopted += keys
-
-
-class GivingAway(Feed):
-    """Asks for all running requests now and then; another rank goes on with them to their end."""
-
-    def __init__(self, requests: list[Request], go_on: Any) -> None:
-        super().__init__(requests)
-        self._all, self._go_on, self._looks, self.num_given = requests, go_on, 0, 0
-        self._read: list[RequestKey] = []
-
-    def receive(self, wait_s: float = 0.0) -> Inbox:
-        inbox, self._looks = super().receive(), self._looks + 1
-        inbox.adopted, self._read = self._read, []
-        if self._looks % 9 == 0:
-            inbox.give_away = [one.key for one in self._all][self._looks % 2 :: 2]
-        return inbox
-
-    def hand_over(self, handovers: list[Handover]) -> None:
-        requests = {one.key: one for one in self._all}
-        if handovers:
-            taking = self._go_on([Adoption(requests[one.key], one) for one in handovers])
-            self.done |= taking.done
-            self._read = taking.adopted
-            self.num_given += len(handovers)
-            self.drafted_elsewhere = counts(taking)
 
 
 @pytest.mark.parametrize("ways", [WAYS, PLAIN_WAYS], ids=["all ways", "ways of one call"])
@@ -82,7 +38,7 @@ def test_requests_given_away_with_drafts_go_on_elsewhere(model, make_rule, ways,
     assert everything(feed) == everything(plain)
     assert feed.num_given > 4
     assert counts(feed)[0] > 0
-    assert feed.drafted_elsewhere[0] > 0
+    assert counts(feed.taken[-1])[0] > 0
 
 
 @pytest.mark.parametrize("ways", [WAYS, PLAIN_WAYS], ids=["all ways", "ways of one call"])

@@ -10,6 +10,7 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.block_pages import blocks_from_pages, finite_blocks
+from batchinfer.kv.memory import KvMemory
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.rank.batch import Chunk
@@ -41,7 +42,7 @@ def pool(latent_dim: int = WIDTH) -> torch.Tensor:
 
 def open_prefixes(folder: Path, pages: torch.Tensor, *, block_tokens=PAGE_TOKENS, **how):
     store = SlowStore(folder, identity(pages.shape[3], block_tokens))
-    return store, StoredPrefixes(store, pages, **{"persist": "all", "reuse": "always", "wait_s": 5.0} | how)
+    return store, StoredPrefixes(store, KvMemory(pages), **{"persist": "all", "reuse": "always", "wait_s": 5.0} | how)
 
 
 def request(tokens: list[int], row: int = 0, **more) -> Request:
@@ -87,14 +88,18 @@ def test_blocks_of_this_run_are_told_from_those_that_were_there_before(tmp_path)
     prompt = list(range(300))
     for num_tokens, run in [(64, ""), (128, "other"), (300, "mine")]:
         store, pages = DiskStore(tmp_path / "store", identity(), run=run), pool()
-        prefixes = StoredPrefixes(store, pages, persist="all", reuse="always", wait_s=5.0)
+        prefixes = StoredPrefixes(store, KvMemory(pages), persist="all", reuse="always", wait_s=5.0)
         asked = request(prompt[:num_tokens])
         prefixes.read_ahead([asked])
         compute(prefixes, asked, pages, list(range(20)), start=prefixes.fill(asked, 0, list(range(20))))
         prefixes.close()
     for run, expected in [("mine", 128), ("other", 192), ("", 256)]:
         prefixes = StoredPrefixes(
-            DiskStore(tmp_path / "store", identity(), run=run), pool(), persist="all", reuse="always", wait_s=5.0
+            DiskStore(tmp_path / "store", identity(), run=run),
+            KvMemory(pool()),
+            persist="all",
+            reuse="always",
+            wait_s=5.0,
         )
         asked = request(prompt)
         prefixes.read_ahead([asked])
