@@ -44,8 +44,9 @@ def compressed_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]
     heads = f"{sizes.heads} heads of {sizes.width}"
     cases = [Case("rotate_heads", f"{tokens} x {heads}", partial(_rotate, sizes, tokens))]
     for ratio in (4, 128):
-        words = f"{tokens} tokens, entries of {ratio}"
-        cases.append(Case("pool_entries", words, partial(_pool, sizes, ratio, tokens)))
+        pooled = max(tokens, 400)  # some entries of 128 tokens
+        words = f"{pooled} tokens, entries of {ratio}"
+        cases.append(Case("pool_entries", words, partial(_pool, sizes, ratio, pooled)))
     words = f"{requests} x {sizes.index_heads} heads, {sizes.topk} of {context // 4} entries"
     cases.append(Case("choose_entries", words, partial(_choose, sizes, requests, context // 4)))
     for count in (requests, tokens):
