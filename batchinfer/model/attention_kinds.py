@@ -8,13 +8,14 @@ from batchinfer.model.compressed_memory import empty_memory, memory_parts
 from batchinfer.model.fused import layers as fused
 from batchinfer.model.gqa_config import GqaConfig
 from batchinfer.model.mla_config import DsaConfig, MlaConfig
-from batchinfer.model.ops import GROUPED, LATENT
+from batchinfer.model.ops import COMPRESSED, GROUPED, LATENT, STREAMS
 from batchinfer.model.weights import CompressedWeights, GqaWeights, MlaWeights
 
+_WITHOUT_ENTRIES = (*COMPRESSED, *STREAMS)  # operations of models with compressed entries, which have several streams
 _KINDS: dict[type[AttentionConfig], AttentionKind] = {
     MlaConfig: AttentionKind(
         weights=MlaWeights,
-        unused_ops=GROUPED,
+        unused_ops=(*GROUPED, *_WITHOUT_ENTRIES),
         load=mla.load,
         build=fused.attention_of,
         products=mla.products,
@@ -22,7 +23,7 @@ _KINDS: dict[type[AttentionConfig], AttentionKind] = {
     ),
     DsaConfig: AttentionKind(
         weights=MlaWeights,
-        unused_ops=GROUPED,
+        unused_ops=(*GROUPED, *_WITHOUT_ENTRIES),
         load=sparse_attention.load,
         build=sparse_attention.build,
         products=sparse_attention.products,
@@ -30,7 +31,7 @@ _KINDS: dict[type[AttentionConfig], AttentionKind] = {
     ),
     GqaConfig: AttentionKind(
         weights=GqaWeights,
-        unused_ops=LATENT,
+        unused_ops=(*LATENT, *_WITHOUT_ENTRIES),
         load=gqa.load,
         build=gqa.GroupedAttention,
         products=gqa.products,

@@ -6,9 +6,8 @@ sum over tokens or keys goes in the order of their positions.
 """
 
 # T tokens of a step, S rows that are wanted, D hidden, H heads, C width of a row, R rotary width, W rows of the window
-# B requests, E entries of a request, G groups of heads, V width of a token's part in entries
+# K keys, L parts of a key, B requests, I width of an index key, G groups of heads, V width of a token's part in entries
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,78 +15,42 @@ from typing import Any, NamedTuple
 import torch
 
 from batchinfer.model.attention_kind import LayerReader
-from batchinfer.model.compressed_config import INDEXED, CompressedConfig, Compressor
-from batchinfer.model.compressed_memory import (
-    LayerMemory,
-    copy_entries,
-    copy_state,
-    keep_rows,
-    put_state,
-    read_entries,
-    ring_rows,
-    take_state,
-    write_entries,
-)
+from batchinfer.model.compressed_config import INDEXED, CompressedConfig
+from batchinfer.model.compressed_memory import LayerMemory, copy_entries, copy_state, put_state, take_state
+from batchinfer.model.compressed_rows import Group, StepRows, rows_of_step, visible_entries
 from batchinfer.model.ops import Ops
-from batchinfer.model.rotary_angles import RotaryAngles
+from batchinfer.model.rotary_angles import Angles, RotaryAngles
 from batchinfer.model.step import AttentionStep, StateMoves
 from batchinfer.model.weights import CompressedWeights, CompressorWeights, IndexWeights
-from batchinfer_kernels.reference.compressed import (
-    ChosenEntries,
-    attend_rows,
-    choose_entries,
-    overlapping,
-    pooled,
-    rotated,
-)
+from batchinfer_kernels.reference.compressed import EntryKeys, KeyRows, NewEntries
 from batchinfer_kernels.row_check import RowComputation
 
-_ANGLES = "angles of compressed attention"
-
-
-class Chunk(NamedTuple):
-    """The tokens of one request in a step: rows from `start` to `end`, the first one at position `first`."""
-
-    start: int
-    end: int
-    first: int
-    slot: int
-    page_ids: torch.Tensor
-    moves: StateMoves | None = None
-
-    @property
-    def last(self) -> int:
-        """The position behind the last token."""
-        return self.first + self.end - self.start
-
-
-class Keys(NamedTuple):
-    """Rows and entries for the queries of a chunk; `end` is the position behind its last token.
-
-    rows: [up to W - 1 + tokens, C], the window's, the chunk's own last.
-    entries: [E, C]; None in a layer without entries.
-    index_keys: [E, I] of these entries, if some are chosen.
-    """
-
-    end: int
-    rows: torch.Tensor
-    entries: torch.Tensor | None = None
-    index_keys: torch.Tensor | None = None
+_MOST_IDS = 1 << 22  # numbers of rows of keys held at once
 
 
 class Queries(NamedTuple):
-    """Rows that are to attend: queries [S, H, C], their positions and chunks, their angles, and the keys by chunk.
+    """Rows that are to attend: queries [S, H, C], and where they, their pages and the rows of their windows are.
 
+    requests_S: the row of the table of each query.
     of_index: queries of the indexer [S, heads, I] and the weights of its heads [S, heads].
     """
 
     q_SHC: torch.Tensor
-    positions_S: torch.Tensor
-    chunks_S: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    keys: list[Keys]
+    positions_S: torch.Tensor
+    requests_S: torch.Tensor
+    page_table_BP: torch.Tensor
+    window: KeyRows
     of_index: tuple[torch.Tensor, torch.Tensor] | None
+
+
+class Parts(NamedTuple):
+    """The tokens' parts of a layer's entries of one kind, [T, V] float32, and the angles of these entries."""
+
+    values: torch.Tensor
+    gates: torch.Tensor
+    angles: Angles
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,53 +68,46 @@ class CompressedAttention:
     def project(
         self, hidden_TD: torch.Tensor, step: AttentionStep, memory: LayerMemory, rows_S: torch.Tensor | None = None
     ) -> Queries:
-        """Return all or some queries with their keys; keep the step's rows and entries."""
+        """Return all or some queries; keep the step's rows and entries."""
         ops, config, weights, eps = self.ops, self.config, self.weights, self.eps
         x_TD = ops.rms_norm(hidden_TD, self.norm_D, eps)
-        cos, sin, angles = self._cos_sin(step)
-        rows_TC = ops.rms_norm(ops.linear(x_TD, *weights.kv), weights.kv_norm, eps)
-        rows_TC = rotated(rows_TC, cos, sin)
-        pools = zip(self._compressors, self._pools, strict=True)
-        parts = [self._parts(x_TD, step.positions, one, weights_of) for one, weights_of in pools]
-        chunks = chunks_of(step)
-        keys = [self._keep(chunk, rows_TC, parts, angles, memory) for chunk in chunks]
-        chunks_T = torch.repeat_interleave(
-            torch.tensor([chunk.end - chunk.start for chunk in chunks], dtype=torch.int64)
-        )
-        positions = step.positions
+        cos, sin, _ = self._angles(step, 1)
+        rows_TC = ops.rotate_heads(ops.linear(x_TD, *weights.kv), 1, weights.kv_norm, eps, cos, sin).squeeze(1)
+        pools = zip(self.config.compressors(self.layer), self._pools, strict=True)
+        parts = [
+            Parts(ops.router(x_TD, each.values), ops.router(x_TD, each.gates), self._angles(step, one.ratio))
+            for one, each in pools
+        ]
+        rows = rows_of_step(step, config.window)
+        window = self._keep(rows, rows_TC, parts, step, memory)
+        positions, requests = step.positions, rows.requests_T
         if rows_S is not None:
-            x_TD, cos, sin, positions, chunks_T = (one[rows_S] for one in (x_TD, cos, sin, positions, chunks_T))
+            x_TD, cos, sin, positions, requests = (one[rows_S] for one in (x_TD, cos, sin, positions, requests))
+            window = window._replace(ids_TKL=window.ids_TKL[rows_S])
         q_latent = ops.rms_norm(ops.linear(x_TD, *weights.q_down), weights.q_norm, eps)
-        q_SHC = ops.linear(q_latent, *weights.q).unflatten(-1, (config.num_attention_heads, config.head_dim))
-        q_SHC = ops.rms_norm(q_SHC, torch.ones_like(weights.kv_norm), eps)
+        q_SW, no_weight = ops.linear(q_latent, *weights.q), torch.ones_like(weights.kv_norm)
+        q_SHC = ops.rotate_heads(q_SW, config.num_attention_heads, no_weight, eps, cos, sin)
         index = None
         if weights.index is not None:
-            q_SHI = ops.linear(q_latent, *weights.index.q).unflatten(-1, (config.index_heads, config.index_dim))
-            head_weights = ops.router(x_TD, weights.index.heads) * (config.index_dim * config.index_heads) ** -0.5
-            index = rotated(q_SHI, cos, sin), head_weights
-        return Queries(rotated(q_SHC, cos, sin), positions, chunks_T, cos, sin, keys, index)
+            q_SI = ops.linear(q_latent, *weights.index.q)
+            index = (
+                ops.rotate_heads(q_SI, config.index_heads, None, eps, cos, sin),
+                ops.router(x_TD, weights.index.heads),
+            )
+        return Queries(q_SHC, cos, sin, positions, requests, step.page_table, window, index)
 
     def attend(
         self, hidden_TD: torch.Tensor, queries: Queries, step: AttentionStep, memory: LayerMemory
     ) -> torch.Tensor:
         """Return core attention and output projection, added to the residual: [S, D]."""
+        ops, config = self.ops, self.config
         if len(queries.q_SHC) == 0:
             return hidden_TD
-        ops, config = self.ops, self.config
-        out_SHC = torch.empty_like(queries.q_SHC)
-        for number, keys in enumerate(queries.keys):
-            rows = torch.nonzero(queries.chunks_S == number).flatten()
-            if len(rows):
-                out_SHC[rows] = self._core(queries, keys, rows)
-        out_SHC = rotated(out_SHC, queries.cos, -queries.sin)
-        out_GSC = out_SHC.flatten(1).unflatten(-1, (config.num_output_groups, -1)).transpose(0, 1).contiguous()
+        out_SHC = self._core(queries, memory)
+        out_GSC = out_SHC.flatten(1).unflatten(-1, (config.num_output_groups, -1)).transpose(0, 1)
         out_SGR = ops.batched_linear(out_GSC, self.weights.out_down).transpose(0, 1)
         added: torch.Tensor = ops.linear(out_SGR.flatten(1), *self.weights.out, residual=hidden_TD)
         return added
-
-    @property
-    def _compressors(self) -> tuple[Compressor, ...]:
-        return self.config.compressors(self.layer)
 
     @property
     def _pools(self) -> list[CompressorWeights]:
@@ -159,137 +115,100 @@ class CompressedAttention:
         pools = [weights.entries, None if weights.index is None else weights.index.keys]
         return [pool for pool in pools if pool is not None]
 
-    def _cos_sin(self, step: AttentionStep) -> tuple[torch.Tensor, torch.Tensor, RotaryAngles | None]:
-        """Return the angles of the step's tokens, and in a layer with entries the angles of all positions.
+    def _angles(self, step: AttentionStep, ratio: int) -> Angles:
+        """Return the angles of the first token of each token's entry of `ratio` tokens.
 
         All layers with entries use those of the first one, so that one table of angles grows.
         """
         if self.angles is None:
-            return step.cos, step.sin, None
-        if _ANGLES not in step.schedule:
-            step.schedule[_ANGLES] = self.angles.at(step.positions), self.angles
-        of_step, angles = step.schedule[_ANGLES]
-        return of_step.cos, of_step.sin, angles
-
-    def _parts(
-        self, x_TD: torch.Tensor, positions_T: torch.Tensor, one: Compressor, weights: CompressorWeights
-    ) -> torch.Tensor:
-        """Return the tokens' values and gates for entries, [T, 2, V] float32."""
-        values_TV, gates_TV = self.ops.router(x_TD, weights.values), self.ops.router(x_TD, weights.gates)
-        return torch.stack([values_TV, gates_TV + weights.bias[positions_T % one.ratio]], dim=1)
+            return Angles(step.cos, step.sin, None)
+        kept = f"angles of entries of {ratio}"
+        if kept not in step.schedule:
+            step.schedule[kept] = self.angles.at(step.positions // ratio * ratio)
+        found: Angles = step.schedule[kept]
+        return found
 
     def _keep(
-        self,
-        chunk: Chunk,
-        rows_TC: torch.Tensor,
-        parts: list[torch.Tensor],
-        angles: RotaryAngles | None,
-        memory: LayerMemory,
-    ) -> Keys:
-        """Write a chunk's rows and entries to the memory; return what its tokens attend to."""
-        own, window = slice(chunk.start, chunk.end), self.config.window
-        moves = chunk.moves or StateMoves()
-        if moves.begin_from is not None:
-            copy_state(memory, moves.begin_from, chunk.slot)
-        if moves.begin_with is not None:
-            put_state(memory, chunk.slot, moves.begin_with[self.layer])
-        if moves.share_in is not None:
-            copy_state(memory, chunk.slot, moves.share_in)
-        for pair in moves.page_copies:
-            copy_entries(memory, *pair)
-        before = ring_rows(memory.window, chunk.slot, max(0, chunk.first - window + 1), chunk.first)
-        rows = torch.cat([before, rows_TC[own].to(before.dtype)])
-        keep_rows(memory.window, chunk.slot, chunk.last, rows_TC[own])
-        found = []
-        for number, (one, weights) in enumerate(zip(self._compressors, self._pools, strict=True)):
-            pages, waiting = memory.entries[number], memory.waiting[number]
-            entries = self._entries(chunk, parts[number][own], waiting, one, weights)
-            if len(entries):
-                assert angles is not None, "layers with entries have angles"
-                write_entries(pages, chunk.page_ids, chunk.first // one.ratio, _placed(chunk, entries, one, angles))
-            keep_rows(waiting, chunk.slot, chunk.last, parts[number][own])
-            found.append(read_entries(pages, chunk.page_ids, chunk.last // one.ratio, one.width))
-        if moves.keep_in is not None:
-            copy_state(memory, chunk.slot, moves.keep_in)
-        if moves.keep_as is not None:
-            take_state(memory, chunk.slot, moves.keep_as[self.layer])
-        return Keys(chunk.last, rows, *found)
+        self, rows: StepRows, rows_TC: torch.Tensor, parts: list[Parts], step: AttentionStep, memory: LayerMemory
+    ) -> KeyRows:
+        """Write the step's rows and entries to the memory; return the windows of its tokens."""
+        before = []
+        for group in rows.groups:
+            moves = group.moves or StateMoves()
+            if moves.begin_from is not None:
+                copy_state(memory, moves.begin_from, int(rows.slots_B[group.chunks.start]))
+            if moves.begin_with is not None:
+                put_state(memory, int(rows.slots_B[group.chunks.start]), moves.begin_with[self.layer])
+            if moves.share_in is not None:
+                copy_state(memory, int(rows.slots_B[group.chunks.start]), moves.share_in)
+            for pair in moves.page_copies:
+                copy_entries(memory, *pair)
+            held = memory.window.view(-1, memory.window.shape[-1])
+            if len(rows.before_N):
+                before.append(self.ops.gather_rows(held, rows.before_N[group.before]))
+            held[rows.kept_to_M[group.kept]] = rows_TC[rows.kept_from_M[group.kept]]
+            for number, each in enumerate(parts):
+                self._pool(number, each, rows, group, step, memory)
+            if moves.keep_in is not None:
+                copy_state(memory, int(rows.slots_B[group.chunks.start]), moves.keep_in)
+            if moves.keep_as is not None:
+                take_state(memory, int(rows.slots_B[group.chunks.start]), moves.keep_as[self.layer])
+        if rows.in_ring:
+            return KeyRows(memory.window, rows.ids_TWL)
+        return KeyRows(torch.cat([*before, rows_TC]), rows.ids_TWL)
 
-    def _entries(
-        self,
-        chunk: Chunk,
-        parts_TV: torch.Tensor,
-        waiting: torch.Tensor,
-        one: Compressor,
-        weights: CompressorWeights,
-    ) -> torch.Tensor:
-        """Return the entries that a chunk completes, [entries, width] float32, normed."""
-        first, last = chunk.first // one.ratio, chunk.last // one.ratio
-        if first == last:
-            return parts_TV.new_zeros(0, one.width)
-        begin = (first - one.overlaps) * one.ratio
-        parts = torch.cat([ring_rows(waiting, chunk.slot, max(0, begin), chunk.first), parts_TV])
-        if begin < 0:
-            parts = torch.cat([parts.new_zeros(one.ratio, *parts.shape[1:]), parts])
-        parts = parts[: last * one.ratio - begin].unflatten(0, (-1, one.ratio))
-        values, gates = parts.unbind(2)
-        if one.overlaps:
-            values, gates = overlapping(values), overlapping(gates)
-        if begin < 0:
-            gates[0, : one.ratio] = -math.inf  # no tokens are before the first entry
-        entries: torch.Tensor = self.ops.rms_norm(pooled(values, gates), weights.norm, self.eps)
-        return entries
-
-    def _core(self, queries: Queries, keys: Keys, rows: torch.Tensor) -> torch.Tensor:
-        """Return core attention of some rows of one chunk, [rows, H, C]."""
-        config, positions = self.config, queries.positions_S[rows]
-        num_rows, last, window = len(keys.rows), int(positions.max()), config.window
-        # the place of each token of a window among the chunk's rows, the last of which is at position end - 1
-        places = positions[:, None] - keys.end + num_rows - torch.arange(window - 1, -1, -1, device=positions.device)
-        q = queries.q_SHC[rows]
-        if keys.entries is None:
-            none = torch.zeros(len(rows), 0, dtype=torch.int64, device=q.device)
-            entries, chosen = keys.rows[:0], ChosenEntries(none, none.bool())
-        else:
-            entries, ratio = keys.entries, config.ratios[self.layer]
-            visible = (positions + 1) // ratio
-            entries = entries[: (last + 1) // ratio]
-            if keys.index_keys is None:
-                ids = torch.arange(len(entries), device=q.device).expand(len(rows), -1)
-                chosen = ChosenEntries(ids, ids < visible[:, None])
-            else:
-                assert queries.of_index is not None
-                of_index = queries.of_index[0][rows], queries.of_index[1][rows]
-                chosen = choose_entries(*of_index, keys.index_keys[: len(entries)], visible, config.index_topk)
-        in_window = (positions + 1).clamp(max=window)
-        return attend_rows(
-            q, keys.rows[places.clamp(min=0)], in_window, entries, chosen, self.weights.sinks_H, config.head_dim**-0.5
+    def _pool(
+        self, number: int, parts: Parts, rows: StepRows, group: Group, step: AttentionStep, memory: LayerMemory
+    ) -> None:
+        """Write the entries that some chunks complete, and keep the parts of their tokens."""
+        weights, own, chunks = self._pools[number], group.rows, group.chunks
+        self.ops.pool_entries(
+            NewEntries(
+                values_TV=parts.values[own],
+                gates_TV=parts.gates[own],
+                bias_MV=weights.bias,
+                norm_C=weights.norm,
+                eps=self.eps,
+                cos=parts.angles.cos[own],
+                sin=parts.angles.sin[own],
+                positions_T=step.positions[own],
+                requests_T=rows.requests_T[own] - chunks.start,
+                starts_B=rows.starts_B[chunks.start : chunks.stop + 1] - own.start,
+                slots_B=rows.slots_B[chunks],
+                waiting=memory.waiting[number],
+                pages=memory.entries[number],
+                page_table_BP=step.page_table[chunks],
+            )
         )
 
+    def _core(self, queries: Queries, memory: LayerMemory) -> torch.Tensor:
+        """Return core attention, [S, H, C], rotated back."""
+        config, num_rows = self.config, len(queries.q_SHC)
+        ratio = config.ratios[self.layer]
+        if ratio == 0:
+            return self._attended(queries, slice(num_rows), None)
+        visible_S, table = (queries.positions_S + 1) // ratio, queries.page_table_BP
+        if queries.of_index is not None:
+            keys = EntryKeys(memory.entries[1], table, queries.requests_S, visible_S)
+            scale = (config.index_dim * config.index_heads) ** -0.5
+            ids_SK = self.ops.choose_entries(*queries.of_index, keys, topk=config.index_topk, scale=scale)
+            entries = KeyRows(memory.entries[0].view(-1, config.head_dim), ids_SK[..., None])
+            return self._attended(queries, slice(num_rows), entries)
+        out_SHC = torch.empty_like(queries.q_SHC)
+        pages, piece = memory.entries[0], max(1, _MOST_IDS // max(1, table.shape[1]))
+        for start in range(0, num_rows, piece):
+            some = slice(start, min(start + piece, num_rows))
+            entries = visible_entries(pages, config.head_dim, table[queries.requests_S[some]], visible_S[some])
+            out_SHC[some] = self._attended(queries, some, entries)
+        return out_SHC
 
-def _placed(chunk: Chunk, entries: torch.Tensor, one: Compressor, angles: RotaryAngles) -> torch.Tensor:
-    """Return the entries that a chunk completes, rotated to the position of the first token of each."""
-    first = chunk.first // one.ratio
-    cos, sin, _ = angles.at(torch.arange(first, first + len(entries), device=entries.device) * one.ratio)
-    return rotated(entries, cos, sin)
-
-
-def chunks_of(step: AttentionStep) -> list[Chunk]:
-    """Return the chunks of a step in the order of their rows; in decode each request has equally many."""
-    if step.state_slots is None:
-        assert len(step.positions) == 0, "requests have slots for their state"
-        return []
-    slots = step.state_slots.tolist()
-    if step.chunk_tokens is not None:
-        sizes = step.chunk_tokens.tolist()
-    else:
-        sizes = [len(step.positions) // max(1, len(slots))] * len(slots)
-    chunks, start = [], 0
-    of_each = sizes, step.kv_tokens.tolist(), slots, step.page_table, step.moves or [None] * len(sizes)
-    for size, context, slot, page_ids, moves in zip(*of_each, strict=True):
-        chunks.append(Chunk(start, start + size, context - size, slot, page_ids, moves))
-        start += size
-    return chunks
+    def _attended(self, queries: Queries, rows: slice, entries: KeyRows | None) -> torch.Tensor:
+        window = queries.window._replace(ids_TKL=queries.window.ids_TKL[rows])
+        angles, scale = (queries.cos[rows], queries.sin[rows]), self.config.head_dim**-0.5
+        out: torch.Tensor = self.ops.attend_entries(
+            queries.q_SHC[rows], window, entries, self.weights.sinks_H, scale, *angles
+        )
+        return out
 
 
 def build(

@@ -88,31 +88,3 @@ def copy_entries(memory: LayerMemory, source: int, target: int) -> None:
     """Copy the entries in a page to another one."""
     for pages in memory.entries:
         pages[target] = pages[source]
-
-
-def write_entries(pages: torch.Tensor, page_ids_P: torch.Tensor, first: int, entries_NC: torch.Tensor) -> None:
-    """Write entries of one request, from this number on, to its pages."""
-    width = min(entries_NC.shape[1], pages.shape[1])  # of the part of an entry in one page
-    parts = entries_NC.reshape(-1, width)
-    begin = first * (entries_NC.shape[1] // width)
-    places = torch.arange(begin, begin + len(parts), device=pages.device)
-    per_page = pages.shape[1] // width
-    rows = page_ids_P[places // per_page] * per_page + places % per_page
-    pages.view(-1, width)[rows] = parts.to(pages.dtype)
-
-
-def read_entries(pages: torch.Tensor, page_ids_P: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """Return the first entries of one request, [E, C]."""
-    num_pages = -(-count * width // pages.shape[1])
-    return pages[page_ids_P[:num_pages]].flatten()[: count * width].view(count, width)
-
-
-def ring_rows(ring: torch.Tensor, slot: int, first: int, end: int) -> torch.Tensor:
-    """Return the rows of a slot at these positions, which are not more than the ring has."""
-    return ring[slot, torch.arange(first, end, device=ring.device) % ring.shape[1]]
-
-
-def keep_rows(ring: torch.Tensor, slot: int, end: int, rows: torch.Tensor) -> None:
-    """Put rows, the last at position end - 1, into a slot, as far as the ring has room."""
-    kept = rows[-ring.shape[1] :]
-    ring[slot, torch.arange(end - len(kept), end, device=ring.device) % ring.shape[1]] = kept.to(ring.dtype)

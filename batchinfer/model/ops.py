@@ -17,6 +17,8 @@ from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of, fp
 # of one attention kind alone
 LATENT = ("rope_and_cache", "mla_prefill", "mla_decode", "index_cache", "choose_keys", "mla_sparse")
 GROUPED = ("gqa_rope_and_cache", "gqa_prefill", "gqa_decode")
+COMPRESSED = ("rotate_heads", "pool_entries", "choose_entries", "attend_entries")
+STREAMS = ("stream_products", "stream_mix", "join_streams", "leave_streams")  # of hyper-connections
 _OF_PAGES = (*LATENT[:3], *GROUPED)  # which have a version for pages in FP8
 _OF_FP8 = ("rms_norm_fp8", "silu_mul_blocks")  # a plain operation and rounding in one, for weights in FP8 blocks
 
@@ -49,6 +51,14 @@ class Ops:
     gqa_rope_and_cache: Operation
     gqa_prefill: Operation
     gqa_decode: Operation
+    rotate_heads: Operation
+    pool_entries: Operation
+    choose_entries: Operation
+    attend_entries: Operation
+    stream_products: Operation
+    stream_mix: Operation
+    join_streams: Operation
+    leave_streams: Operation
     cos_sin: Operation
     argmax: Operation
     draw: Operation
@@ -58,7 +68,7 @@ class Ops:
     four_bit: bool = False  # routed experts are packed in 4 bits with a scale per group instead
     fp4_experts: bool = False  # routed experts are held in FP4, as they are stored
     fp8_pages: bool = False  # pages hold latents in FP8, as reference/fp8_pages.py of the kernels lays them out
-    unused: tuple[str, ...] = GROUPED  # operations that the model's attention never calls
+    unused: tuple[str, ...] = (*GROUPED, *COMPRESSED, *STREAMS)  # operations that the model's attention never calls
 
     @property
     def reads_on_host(self) -> bool:
@@ -105,7 +115,7 @@ class Ops:
         fp4_experts: bool = False,
         fp8_pages: bool = False,
         device: torch.device | str = "cpu",
-        unused: tuple[str, ...] = GROUPED,
+        unused: tuple[str, ...] = (*GROUPED, *COMPRESSED, *STREAMS),
     ) -> Ops:
         """Return the best implementations for tensors of this device ("auto"), or the named one for all operations.
 

@@ -10,8 +10,7 @@ import torch
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.weights import LayerWeights, ModelWeights, StreamWeights
-from batchinfer_kernels.reference import hyper
-from batchinfer_kernels.reference.hyper import StreamMix, StreamRule
+from batchinfer_kernels.reference.hyper import StreamMix, StreamRule, end_mix
 
 
 class Residual(Protocol):
@@ -85,9 +84,10 @@ class StreamResidual:
     eps: float  # of the norm
 
     def enter(self, state: torch.Tensor) -> tuple[torch.Tensor, Past]:
-        mixed_TX = _mixed(self.ops, state, self.weights, self.eps)
-        mix = hyper.stream_mix(mixed_TX, self.weights.scale, self.weights.base, self.rule)
-        return hyper.joined(state, mix.before_TN), (state, mix)
+        ops, weights = self.ops, self.weights
+        mixed_TX = ops.stream_products(state, weights.mixing, self.eps)
+        mix = ops.stream_mix(mixed_TX, weights.scale, weights.base, self.rule)
+        return ops.join_streams(state, mix.before_TN), (state, mix)
 
     def take(self, ops: Ops, past: Past, rows_S: torch.Tensor) -> Past:
         streams, mix = past
@@ -97,7 +97,9 @@ class StreamResidual:
         return torch.zeros_like(past[0][:, 0])
 
     def leave(self, past: Past, sum_TD: torch.Tensor) -> torch.Tensor:
-        return hyper.past(*past, sum_TD)
+        streams, mix = past
+        after: torch.Tensor = self.ops.leave_streams(streams, mix, sum_TD)
+        return after
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +113,13 @@ class StreamEnds:
     num_streams: int
 
     def open(self, embedded_TD: torch.Tensor) -> torch.Tensor:
-        return embedded_TD[:, None].expand(-1, self.num_streams, -1)
+        return embedded_TD[:, None].expand(-1, self.num_streams, -1).contiguous()
 
     def close(self, state: torch.Tensor) -> torch.Tensor:
-        mixed_TN = _mixed(self.ops, state, self.weights, self.eps)
-        return hyper.joined(state, hyper.end_mix(mixed_TN, self.weights.scale, self.weights.base, self.rule))
+        mixed_TN = self.ops.stream_products(state, self.weights.mixing, self.eps)
+        factors_TN = end_mix(mixed_TN, self.weights.scale, self.weights.base, self.rule)
+        joined: torch.Tensor = self.ops.join_streams(state, factors_TN)
+        return joined
 
 
 def residuals_of(ops: Ops, config: ModelConfig, weights: LayerWeights) -> tuple[Residual, Residual]:
@@ -139,10 +143,3 @@ def ends_of(ops: Ops, config: ModelConfig, weights: ModelWeights) -> ResidualEnd
     assert weights.streams is not None
     rule = StreamRule(config.hyper.num_rounds, config.hyper.eps)
     return StreamEnds(ops, weights.streams, rule, config.rms_norm_eps, config.hyper.num_streams)
-
-
-def _mixed(ops: Ops, streams_TND: torch.Tensor, weights: StreamWeights, eps: float) -> torch.Tensor:
-    """Return the products of a token's streams, normed together, in float32."""
-    flat = streams_TND.flatten(1).float()
-    mixed: torch.Tensor = ops.router(ops.rms_norm(flat, flat.new_ones(flat.shape[1]), eps), weights.mixing)
-    return mixed

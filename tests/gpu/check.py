@@ -34,6 +34,7 @@ import torch  # noqa: E402
 from accelerator import Accelerator, Limits, rehearse, unusable, why_no_hopper  # noqa: E402
 from attention_cases import attention_cases  # noqa: E402
 from cases import ALL, TINY, Case, Dims, Function, Work, may_differ_in_company  # noqa: E402
+from compressed_cases import compressed_cases  # noqa: E402
 from gqa_cases import gqa_cases  # noqa: E402
 from product_cases import product_cases  # noqa: E402
 from row_cases import row_cases  # noqa: E402
@@ -68,7 +69,7 @@ class Row:
 
 def all_cases(dims: Dims, *, is_tiny: bool = False, is_quick: bool = False) -> list[Case]:
     """Every check, in the order of the table."""
-    makers = (product_cases, attention_cases, gqa_cases, sparse_cases, row_cases)
+    makers = (product_cases, attention_cases, gqa_cases, sparse_cases, compressed_cases, row_cases)
     return [case for make in makers for case in make(dims, is_tiny=is_tiny, is_quick=is_quick)]
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.instructions import FOR_X86
+from support.compressed_models import published_tensors, random_model, write_compressed
 from support.instructions import OFTEN, OPERATIONS, run_code_with, run_tests_with, run_with
 from support.jobs import answers, write_job, write_questions
 
@@ -23,6 +24,14 @@ pytestmark = pytest.mark.all  # what the other files show, on other instructions
 # What only AVX-512 has: its wide and its additional registers, and masks.
 BEYOND_AVX2 = re.compile(r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b")
 LIBRARY = "from batchinfer_kernels.cpu import build; assert build.why_not() is None; print(build.library())"
+DIGEST = (
+    "import sys, pathlib, torch\n"
+    "from batchinfer_kernels.cpu import build\n"
+    "from support.paged_steps import digest_of_logits\n"
+    "assert build.why_not() is None\n"
+    "with torch.inference_mode():\n"
+    "    print(digest_of_logits(pathlib.Path(sys.argv[1])))\n"
+)
 EXPLAIN = "from batchinfer_kernels.cpu import build; print(build.explain())"
 
 
@@ -78,6 +87,15 @@ def test_a_job_has_the_same_bytes_and_takes_what_others_have_stored(dtype, tmp_p
     sql = "SELECT sum(hit_blocks)::INT AS hits FROM kv"
     said = run_with(AVX2.name, "-m", "batchinfer", "report", str(tmp_path / AVX2.name), "--json", "--sql", sql)
     assert json.loads(said)[0]["hits"] > 0
+
+
+def test_a_model_of_compressed_entries_has_the_same_bits(tmp_path):
+    best = next(known.name for known in build.INSTRUCTION_SETS if not known.tiles and build.why_not_for(known) is None)
+    if best == AVX2.name:
+        pytest.skip("this processor has nothing better")
+    folder = write_compressed(tmp_path, published_tensors(random_model()))
+    digests = [run_code_with(name, DIGEST, str(folder)).splitlines()[-1] for name in (best, AVX2.name)]
+    assert digests[0] == digests[1]
 
 
 def test_doctor_says_why_better_instructions_are_not_in_use():

@@ -75,7 +75,7 @@ def test_over_segments_and_in_pieces_keys_are_chosen_as_by_the_reference(
     assert torch.equal(chosen[1], plain[1]), "all that it sees"
     for rows in ([4], [2, 3, 8]):
         assert torch.equal(choose(rows), chosen[rows])
-    monkeypatch.setattr(indexer, "_MAX_SCORE_BYTES", 1)
+    monkeypatch.setattr(indexer, "MAX_SCORE_BYTES", 1)
     assert torch.equal(choose(slice(5, 7)), chosen[5:7])
 
 

@@ -28,7 +28,15 @@ from support.triton_device import DEVICE, needs_triton
 
 COMPILE = Path(__file__).parents[1] / "support" / "compile_triton.py"
 SHARED_BYTES = 227 * 1024  # of one Hopper multiprocessor for one block of threads
-MATRIX_KERNELS = {"_product", "_attend_part", "_attend_tile", "_part_of_logits", "_score", "_hadamard_fp8"}
+MATRIX_KERNELS = {
+    "_product",
+    "_attend_part",
+    "_attend_tile",
+    "_part_of_logits",
+    "_score",
+    "_hadamard_fp8",
+    "_attend_entries",
+}
 
 interpreted = pytest.mark.skipif(not probe.interprets(), reason="Triton is not interpreted: it runs on the GPU here")
 

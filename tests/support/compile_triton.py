@@ -92,6 +92,7 @@ def compile_all():
     ops.merge_pieces(parts, of(264, H, dtype=FLOAT), places)
     compile_fp8_pages()
     compile_sparse()
+    compile_compressed()
     gemm.product(of(T, 576)[:, :512], of(16 * 256, 512), out=of(T, 16 * 256), rows=of(T, dtype=INT))
     tiles = of(128, 4, dtype=INT)  # made from lengths, which these tensors have not
     prefill._attend(
@@ -135,6 +136,35 @@ def compile_sparse():
     topk.best_slots(of(128, 9216, dtype=FLOAT)[:, :9000], keys, topk=2048)
     index_fp8.hadamard_fp8(of(8192, 128))
     index_fp8.hadamard_fp8(index_keys.flatten(0, 1), of(9000, dtype=INT))
+
+
+def compile_compressed():
+    """DeepSeek-V4-Flash's widths: 64 heads of 512, a window of 128, 512 chosen entries, four streams of 4,096."""
+    table, rows = of(128, 64, dtype=INT), of(128, dtype=INT)
+    angles = of(128, 32, dtype=FLOAT)
+    for heads, width, norm in ((64, 512, of(512)), (64, 128, None), (1, 512, of(512))):
+        ops.rotate_heads(of(128, heads * width), heads, norm, 1e-6, angles, angles)
+    for ratio, raw, width in ((4, 1024, 512), (4, 256, 128), (128, 512, 512)):
+        parts = (
+            of(128, raw, dtype=FLOAT),
+            of(128, raw, dtype=FLOAT),
+            of(ratio, raw, dtype=FLOAT),
+            of(width, dtype=FLOAT),
+        )
+        waiting, pages = of(128, 8 if ratio == 4 else 128, 2, raw, dtype=FLOAT), of(9000, 64 * width // ratio)
+        lists = rows, rows, of(129, dtype=INT), rows
+        ops.pool_entries(NewEntries(*parts, 1e-6, angles, angles, *lists, waiting, pages, table))
+    keys = EntryKeys(of(9000, 16 * 128), table, rows, rows)
+    ops.choose_entries(of(128, 64, 128), of(128, 64, dtype=FLOAT), keys, topk=512, scale=0.01)
+    window = KeyRows(of(128, 128, 512), of(128, 128, 1, dtype=INT))
+    chosen = KeyRows(of(9000 * 16, 512), of(128, 512, 1, dtype=INT))
+    wide = KeyRows(of(9000, 256), of(128, 32, 2, dtype=INT))
+    for entries in (None, chosen, wide):
+        ops.attend_entries(of(128, 64, 512), window, entries, of(64, dtype=FLOAT), 0.04, angles, angles)
+    streams, base = of(128, 4, 4096), of(24, dtype=FLOAT)
+    mixed = ops.stream_products(streams, of(3, 24, 4 * 4096), 1e-6)
+    mix = ops.stream_mix(mixed, of(3, dtype=FLOAT), base, StreamRule(20, 1e-6))
+    ops.leave_streams(streams, mix, ops.join_streams(streams, mix.before_TN))
 
 
 def all_compiled():
@@ -285,7 +315,9 @@ if __name__ == "__main__":
     from triton.runtime.jit import JITFunction
 
     from batchinfer_kernels.reference.block_scaled import BlockScaled
+    from batchinfer_kernels.reference.compressed import EntryKeys, KeyRows, NewEntries
     from batchinfer_kernels.reference.gating import GateRule
+    from batchinfer_kernels.reference.hyper import StreamRule
     from batchinfer_kernels.reference.mla import PagedKeys
     from batchinfer_kernels.reference.places import PlacedRows
     from batchinfer_kernels.reference.rows import NewKeys

@@ -21,6 +21,8 @@ OPERATIONS = [
         "test_sparse.py",
         "test_int4.py",
         "test_gqa.py",
+        "test_compressed.py",
+        "test_streams.py",
         "test_expert_forms.py",
     )
 ]

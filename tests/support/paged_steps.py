@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,3 +108,17 @@ class PagedRequests:
         for i, part in zip(order, output.logits.split([sizes[i] for i in order]), strict=True):
             self.logits[i].append(part)
             self.num_done[i] += sizes[i]
+
+
+def digest_of_logits(folder: Path) -> str:
+    """Return a digest of a model's logits, of prompts in chunks and of decoded tokens, in float32 and in bfloat16."""
+    found = hashlib.sha256()
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Transformer.load(folder, dtype=dtype)
+        prompts = [torch.randint(0, 96, (count,), generator=torch.Generator().manual_seed(count)) for count in (3, 150)]
+        requests = PagedRequests(model, prompts, max_new_tokens=4)
+        requests.prefill(range(2), (70, 9))
+        requests.decode_greedily(range(2), 4)
+        for number in range(2):
+            found.update(requests.all_logits(number).numpy().tobytes())
+    return found.hexdigest()

@@ -18,12 +18,14 @@ from batchinfer_kernels.cpu import packed
 from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind, library, whole_pairs
 from batchinfer_kernels.implementation import implementation, on_args
 from batchinfer_kernels.reference.block_scaled import BlockScaled
+from batchinfer_kernels.reference.compressed import EntryKeys, KeyRows, NewEntries
 from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_rows
 from batchinfer_kernels.reference.gating import GATE_METHODS, GateRule, count_experts
 from batchinfer_kernels.reference.gqa import GqaForm, NewHeads
 from batchinfer_kernels.reference.group_scaled import GroupScaled
+from batchinfer_kernels.reference.hyper import StreamMix, StreamRule, num_streams_of
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
 from batchinfer_kernels.reference.pointwise import SWIGLU, Activation
@@ -176,6 +178,25 @@ def _index_keys(new: NewIndexKeys) -> str | None:
 def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
     """Operands that are not all in bfloat16 or all in float32 on the CPU."""
     return _mismatch(queries.q_THI, keys.pages)
+
+
+def _new_entries(new: NewEntries) -> str | None:
+    """Pages that are not in bfloat16 or float32 on the CPU; other operands that are not in float32 there."""
+    wide = (new.values_TV, new.gates_TV, new.bias_MV, new.norm_C, new.waiting)
+    return _mismatch(new.pages) or next(filter(None, map(_float32, wide)), None)
+
+
+def _chosen_entries(q_THI: torch.Tensor, weights_TH: torch.Tensor, keys: EntryKeys, **_: Any) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU; weights that are not in float32."""
+    return _mismatch(q_THI, keys.pages) or _float32(weights_TH)
+
+
+def _entries(
+    q_THC: torch.Tensor, window: KeyRows, entries: KeyRows | None, sinks_H: torch.Tensor, *_: Any
+) -> str | None:
+    """Operands that are not all in bfloat16 or all in float32 on the CPU; sinks that are not in float32."""
+    keys = [window.values] if entries is None else [window.values, entries.values]
+    return _mismatch(q_THC, *keys) or _float32(sinks_H)
 
 
 # ---- the operations
@@ -455,6 +476,78 @@ def mla_sparse(
 ) -> torch.Tensor:
     """Give the bits of mla_decode over the keys in these slots."""
     return library().mla_sparse(q_THW.contiguous(), pages, slots_TK.contiguous(), latent_dim, scale)
+
+
+@implementation(rejects=on_args(_mismatch, 0))
+def rotate_heads(
+    x_TW: torch.Tensor, num_heads: int, norm_A: torch.Tensor | None, eps: float, cos: torch.Tensor, sin: torch.Tensor
+) -> torch.Tensor:
+    norm = None if norm_A is None else norm_A.contiguous()
+    return library().rotate_heads(x_TW, num_heads, norm, eps, cos.contiguous(), sin.contiguous())
+
+
+@implementation(rejects=_new_entries)
+def pool_entries(new: NewEntries) -> None:
+    """Compute the softmax over gates in float32."""
+    values, gates, bias, norm, eps, cos, sin, positions, requests, starts, slots, waiting, pages, page_table = new
+    lists = map(torch.Tensor.contiguous, (cos, sin, positions, requests, starts, slots))
+    parts = values.contiguous(), gates.contiguous(), bias.contiguous(), norm.contiguous()
+    library().pool_entries(*parts, eps, *lists, waiting, pages, page_table.contiguous())
+
+
+@implementation(rejects=_chosen_entries)
+def choose_entries(
+    q_THI: torch.Tensor, weights_TH: torch.Tensor, keys: EntryKeys, *, topk: int, scale: float
+) -> torch.Tensor:
+    """Multiply the scale into the weights of heads before they are rounded; sum scores in float32."""
+    lists = map(torch.Tensor.contiguous, keys[1:])
+    return library().choose_entries(q_THI.contiguous(), weights_TH * scale, keys.pages, *lists, topk)
+
+
+@implementation(rejects=_entries)
+def attend_entries(
+    q_THC: torch.Tensor,
+    window: KeyRows,
+    entries: KeyRows | None,
+    sinks_H: torch.Tensor,
+    scale: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+) -> torch.Tensor:
+    """Round softmax weights as mla_decode does."""
+    keys = window.rows, window.ids_TKL.contiguous()
+    more = (None, None) if entries is None else (entries.rows, entries.ids_TKL.contiguous())
+    return library().attend_entries(
+        q_THC.contiguous(), *keys, *more, sinks_H.contiguous(), scale, cos.contiguous(), -sin
+    )
+
+
+@implementation(rejects=on_args(_mismatch, 0))
+def stream_products(streams_TND: torch.Tensor, mixing: PackedRouter, eps: float) -> torch.Tensor:
+    """Multiply the streams as they are; the norm's factor comes last."""
+    streams_TND = streams_TND.contiguous()
+    products_TX = router.run(streams_TND.flatten(1), mixing)
+    library().norm_products(streams_TND, products_TX, eps)
+    return products_TX
+
+
+@implementation(rejects=_float32)
+def stream_mix(mixed_TX: torch.Tensor, scale: torch.Tensor, base_X: torch.Tensor, rule: StreamRule) -> StreamMix:
+    operands = mixed_TX.contiguous(), scale.contiguous(), base_X.contiguous()
+    return StreamMix(*library().stream_mix(*operands, num_streams_of(base_X), *rule))
+
+
+@implementation(rejects=on_args(_mismatch, 0))
+def join_streams(streams_TND: torch.Tensor, factors_TN: torch.Tensor) -> torch.Tensor:
+    """Give the reference's result, bit for bit."""
+    return library().join_streams(streams_TND.contiguous(), factors_TN.contiguous())
+
+
+@implementation(rejects=on_args(_mismatch, 0, 2))
+def leave_streams(streams_TND: torch.Tensor, mix: StreamMix, y_TD: torch.Tensor) -> torch.Tensor:
+    """Give the reference's result, bit for bit."""
+    factors = mix.after_TN.contiguous(), mix.past_TNN.contiguous()
+    return library().leave_streams(streams_TND.contiguous(), *factors, y_TD.contiguous())
 
 
 def _biases(biases: ExpertBiases | None, down: Packed) -> tuple[torch.Tensor | None, torch.Tensor | None]:

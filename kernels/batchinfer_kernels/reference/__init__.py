@@ -13,6 +13,7 @@ product, and few columns are summed in another order.
 from collections.abc import Callable
 from typing import Any
 
+from batchinfer_kernels.reference.compressed import attend_entries, choose_entries, pool_entries, rotate_heads
 from batchinfer_kernels.reference.experts import grouped_mlp, masked_mlp, silu_mul_blocks
 from batchinfer_kernels.reference.fp8 import dequantize_fp8_block, quantize_fp8_block, quantize_fp8_rows
 from batchinfer_kernels.reference.fp8_pages import mla_decode_fp8, mla_prefill_fp8, rope_and_cache_fp8
@@ -25,6 +26,7 @@ from batchinfer_kernels.reference.gqa import (
     gqa_rope_and_cache,
     gqa_rope_and_cache_fp8,
 )
+from batchinfer_kernels.reference.hyper import join_streams, leave_streams, stream_mix, stream_products
 from batchinfer_kernels.reference.index_fp8 import hadamard_fp8
 from batchinfer_kernels.reference.mla import mla_decode, mla_prefill
 from batchinfer_kernels.reference.pieces import merge_pieces, spread_queries
@@ -90,6 +92,14 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     rotated_queries,
     hadamard_fp8,
     best_slots,
+    rotate_heads,
+    pool_entries,
+    choose_entries,
+    attend_entries,
+    stream_products,
+    stream_mix,
+    join_streams,
+    leave_streams,
     quantize_fp8_block,
     quantize_fp8_rows,
     dequantize_fp8_block,

@@ -5,11 +5,12 @@ All is in float32. exp runs in float64 and is rounded once; sums over streams go
 
 # T tokens, N streams, D hidden, X = N * (2 + N) mixed values
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from batchinfer_kernels.reference.pointwise import sigmoid
+from batchinfer_kernels.reference.pointwise import rms_norm, sigmoid
+from batchinfer_kernels.reference.products import router
 
 
 class StreamRule(NamedTuple):
@@ -27,6 +28,16 @@ class StreamMix(NamedTuple):
     past_TNN: torch.Tensor  # from the old stream (row) to the new one (column)
 
 
+def stream_products(streams_TND: torch.Tensor, mixing: Any, eps: float) -> torch.Tensor:
+    """Return the products [T, X] in float32 of a token's streams, normed together in float32 without a weight.
+
+    Args:
+        mixing: [X, N * D], a router's weight as `pack_router` gives it.
+    """
+    flat = streams_TND.flatten(1).float()
+    return router(rms_norm(flat, flat.new_ones(flat.shape[1]), eps), mixing)
+
+
 def stream_mix(mixed_TX: torch.Tensor, scale: torch.Tensor, base_X: torch.Tensor, rule: StreamRule) -> StreamMix:
     """Return the factors of a sublayer; rows and columns of the last ones add up to nearly 1.
 
@@ -34,7 +45,7 @@ def stream_mix(mixed_TX: torch.Tensor, scale: torch.Tensor, base_X: torch.Tensor
         mixed_TX: float32, products of the normed streams: N values before, N after, N x N past the sublayer.
         scale: [3] float32, of each of these groups.
     """
-    num_streams = _num_streams(base_X)
+    num_streams = num_streams_of(base_X)
     sizes = [num_streams, num_streams, num_streams * num_streams]
     before, after, past = (
         part_TX * scale[number] + part_X
@@ -55,12 +66,12 @@ def end_mix(mixed_TN: torch.Tensor, scale: torch.Tensor, base_N: torch.Tensor, r
     return _share(mixed_TN * scale + base_N, rule.eps)
 
 
-def joined(streams_TND: torch.Tensor, factors_TN: torch.Tensor) -> torch.Tensor:
+def join_streams(streams_TND: torch.Tensor, factors_TN: torch.Tensor) -> torch.Tensor:
     """Return the sum of the streams times their factors, [T, D] in the streams' dtype."""
     return _weighted(streams_TND.float(), factors_TN).to(streams_TND.dtype)
 
 
-def past(streams_TND: torch.Tensor, mix: StreamMix, y_TD: torch.Tensor) -> torch.Tensor:
+def leave_streams(streams_TND: torch.Tensor, mix: StreamMix, y_TD: torch.Tensor) -> torch.Tensor:
     """Return the streams after a sublayer with the result y, [T, N, D] in the streams' dtype."""
     wide, y = streams_TND.float(), y_TD.float()
     after = [
@@ -70,7 +81,8 @@ def past(streams_TND: torch.Tensor, mix: StreamMix, y_TD: torch.Tensor) -> torch
     return torch.stack(after, dim=1).to(streams_TND.dtype)
 
 
-def _num_streams(base_X: torch.Tensor) -> int:
+def num_streams_of(base_X: torch.Tensor) -> int:
+    """Return the number of streams that have this number of mixed values."""
     return next(count for count in range(1, len(base_X) + 1) if count * (2 + count) == len(base_X))
 
 

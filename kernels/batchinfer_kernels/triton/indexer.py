@@ -16,7 +16,7 @@ from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIn
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
 from batchinfer_kernels.triton.topk import best_slots
 
-_MAX_SCORE_BYTES = 2**29  # held at once
+MAX_SCORE_BYTES = 2**29  # held at once
 _SEGMENT_KEYS = 2048  # of one program
 _TILE_KEYS = 128
 
@@ -55,40 +55,52 @@ def choose_keys(queries: IndexQueries, keys: IndexedKeys, *, topk: int, scale: f
     weights_TH, pages = queries.weights_TH.contiguous(), keys.pages
     page_table_BP, requests_T, positions_T = map(torch.Tensor.contiguous, keys[1:4])
     q_THI = rotated_queries(queries)
-    num_rows, num_heads, width = q_THI.shape
+    num_rows = len(q_THI)
     slots_TK = torch.empty(num_rows, topk, dtype=torch.int32, device=q_THI.device)
     num_keys = page_table_BP.shape[1] * PAGE_TOKENS
-    piece = min(num_rows, max(1, _MAX_SCORE_BYTES // (4 * max(1, num_keys))))
-    scores_TX = torch.empty(piece, num_keys, dtype=torch.float32, device=q_THI.device)
+    piece = min(num_rows, max(1, MAX_SCORE_BYTES // (4 * max(1, num_keys))))
     for start in range(0, num_rows, max(1, piece)):
         rows = slice(start, start + piece)
-        positions = positions_T[rows]
-        _score[(triton.cdiv(num_keys, _SEGMENT_KEYS), len(positions))](
-            q_THI[rows],
-            weights_TH[rows],
-            pages,
-            page_table_BP,
-            requests_T[rows],
-            positions,
-            scores_TX,
-            num_heads,
-            page_table_BP.shape[1],
-            num_keys,
-            topk,
-            pages.stride(1),
-            scale,
-            WIDTH=width,
-            HEADS_TILE=max(16, triton.next_power_of_2(num_heads)),
-            WIDTH_TILE=max(16, triton.next_power_of_2(width)),
-            KEYS=_TILE_KEYS,
-            SEGMENT=_SEGMENT_KEYS,
-            PAGE=PAGE_TOKENS,
-            num_warps=4,
-            num_stages=3,
-        )
-        own = IndexedKeys(pages, page_table_BP, requests_T[rows], positions)
-        slots_TK[rows] = best_slots(scores_TX, own, topk=topk)
+        lists = pages, page_table_BP, requests_T[rows], positions_T[rows]
+        scores_TX = score_keys(q_THI[rows], weights_TH[rows], *lists, topk, scale)
+        slots_TK[rows] = best_slots(scores_TX, IndexedKeys(*lists), topk=topk)
     return slots_TK
+
+
+def score_keys(
+    q_THI: torch.Tensor,
+    weights_TH: torch.Tensor,
+    pages: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    requests_T: torch.Tensor,
+    positions_T: torch.Tensor,
+    topk: int,
+    scale: float,
+    *,
+    page: int = PAGE_TOKENS,
+) -> torch.Tensor:
+    """Return the scores of queries that see at least `topk` keys, [T, X] float32; all tensors without gaps.
+
+    Args:
+        pages: rows of keys, `page` of them in a page.
+        positions_T: of the last key that a query sees.
+    """
+    num_rows, num_heads, width = q_THI.shape
+    num_keys = page_table_BP.shape[1] * page
+    scores_TX = torch.empty(num_rows, num_keys, dtype=torch.float32, device=q_THI.device)
+    _score[(triton.cdiv(num_keys, _SEGMENT_KEYS), num_rows)](
+        q_THI, weights_TH, pages, page_table_BP, requests_T, positions_T, scores_TX,
+        num_heads, page_table_BP.shape[1], num_keys, topk, pages.stride(-2), scale,
+        WIDTH=width,
+        HEADS_TILE=max(16, triton.next_power_of_2(num_heads)),
+        WIDTH_TILE=max(16, triton.next_power_of_2(width)),
+        KEYS=_TILE_KEYS,
+        SEGMENT=_SEGMENT_KEYS,
+        PAGE=page,
+        num_warps=4,
+        num_stages=3,
+    )  # fmt: skip
+    return scores_TX
 
 
 def rotated_queries(queries: IndexQueries) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from batchinfer_kernels.implementation import Implementation, accepts_all, implementation, on_args
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels.reference.compressed import EntryKeys, KeyRows, NewEntries
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.gating import GATE_METHODS, GateRule
 from batchinfer_kernels.reference.gqa import NewHeads
@@ -99,6 +100,21 @@ def _index_keys(new: NewIndexKeys) -> str | None:
 def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
     """Tensors (queries, keys) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(queries.q_THI, keys.pages) or _uneven(keys.pages)
+
+
+def _new_entries(new: NewEntries) -> str | None:
+    """Pages that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(new.pages)
+
+
+def _entry_keys(q_THI: torch.Tensor, _: torch.Tensor, keys: EntryKeys, **__: Any) -> str | None:
+    """Tensors (queries, keys) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(q_THI, keys.pages)
+
+
+def _entries(q_THC: torch.Tensor, window: KeyRows, entries: KeyRows | None, *_: Any) -> str | None:
+    """Tensors (queries, keys) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    return _mismatch(q_THC, window.values, *([] if entries is None else [entries.values]))
 
 
 def _queries(queries: IndexQueries) -> str | None:
@@ -221,6 +237,14 @@ rotated_queries = _kernel("indexer", "rotated_queries", _queries)
 hadamard_fp8 = _kernel("index_fp8", "hadamard_fp8", on_args(_mismatch, 0))
 best_slots = _kernel("topk", "best_slots", _foreign)
 mla_sparse = _kernel("decode", "mla_sparse", _chosen)
+rotate_heads = _kernel("compressed", "rotate_heads", on_args(_mismatch, 0))
+pool_entries = _kernel("compressed", "pool_entries", _new_entries)
+choose_entries = _kernel("compressed", "choose_entries", _entry_keys)
+attend_entries = _kernel("compressed", "attend_entries", _entries)
+stream_products = _kernel("streams", "stream_products", on_args(_mismatch, 0))
+stream_mix = _kernel("streams", "stream_mix", _foreign)
+join_streams = _kernel("streams", "join_streams", on_args(_mismatch, 0))
+leave_streams = _kernel("streams", "leave_streams", on_args(_mismatch, 0, 2))
 quantize_fp8_block = _kernel("quantize", "quantize_fp8_block", _foreign)
 quantize_fp8_rows = _kernel("quantize", "quantize_fp8_rows", _foreign)
 dequantize_fp8_block = _kernel("quantize", "dequantize_fp8_block", _rounded)

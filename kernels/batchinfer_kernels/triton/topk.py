@@ -20,22 +20,29 @@ _EMPTY = tl.constexpr(NO_SLOT)
 
 
 def best_slots(scores_TX: torch.Tensor, keys: IndexedKeys, *, topk: int) -> torch.Tensor:
-    num_rows = len(keys.positions_T)
+    return best_rows(scores_TX, keys.positions_T, keys.page_table_BP, keys.requests_T, topk)
+
+
+def best_rows(
+    scores_TX: torch.Tensor,
+    positions_T: torch.Tensor,
+    page_table_BP: torch.Tensor,
+    requests_T: torch.Tensor,
+    topk: int,
+    *,
+    page: int = PAGE_TOKENS,
+) -> torch.Tensor:
+    """Return the rows of the best keys, [T, K] int32, as `best_slots` for pages of `page` rows."""
+    num_rows = len(positions_T)
     slots_TK = torch.empty(num_rows, topk, dtype=torch.int32, device=scores_TX.device)
     if num_rows:
         _best_slots[(num_rows,)](
-            scores_TX,
-            keys.positions_T.contiguous(),
-            keys.page_table_BP.contiguous(),
-            keys.requests_T.contiguous(),
-            slots_TK,
-            scores_TX.stride(0),
-            keys.page_table_BP.shape[1],
-            topk,
+            scores_TX, positions_T.contiguous(), page_table_BP.contiguous(), requests_T.contiguous(), slots_TK,
+            scores_TX.stride(0), page_table_BP.shape[1], topk,
             TILE=_TILE,
-            PAGE=PAGE_TOKENS,
+            PAGE=page,
             num_warps=8,
-        )
+        )  # fmt: skip
     return slots_TK
 
 

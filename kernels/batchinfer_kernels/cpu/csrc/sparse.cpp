@@ -2,12 +2,11 @@
 // alone (see reference/sparse.py). Every query stands for itself; all its heads meet the same keys.
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
-#include <functional>
 #include <vector>
 
 #include "attention.h"
+#include "best_keys.h"
 #include "vector_math.h"
 
 namespace batchinfer {
@@ -41,27 +40,11 @@ void layer_norm_row(const Value* values, const Value* weight, const Value* bias,
   }
 }
 
-// Larger scores have larger numbers; both zeros have one.
-inline uint32_t number_of(float score) {
-  const int32_t bits = std::bit_cast<int32_t>(score + 0.0f);
-  return static_cast<uint32_t>(bits ^ ((bits >> 31) & INT32_MAX)) ^ 0x80000000u;
-}
-
 // Writes the slots of the `topk` best of `num_keys` scores, in the order of positions; among equal ones the first.
 void choose(const float* scores, int64_t num_keys, int64_t topk, const int64_t* page_ids, int32_t* slots) {
-  static thread_local std::vector<uint32_t> numbers, ordered;
-  numbers.resize(num_keys);
-  std::transform(scores, scores + num_keys, numbers.begin(), number_of);
-  ordered = numbers;
-  std::nth_element(ordered.begin(), ordered.begin() + (topk - 1), ordered.end(), std::greater<>());
-  const uint32_t least = ordered[topk - 1];
-  int64_t num_equal = topk - std::count_if(ordered.begin(), ordered.begin() + topk, [&](uint32_t number) {
-    return number > least;
-  });
-  for (int64_t key = 0; key < num_keys; ++key) {
-    if (numbers[key] < least || (numbers[key] == least && num_equal-- <= 0)) continue;
+  take_best(scores, num_keys, topk, [&](int64_t key) {
     *slots++ = static_cast<int32_t>(page_ids[key / kPageTokens] * kPageTokens + key % kPageTokens);
-  }
+  });
 }
 
 template <class Value>
