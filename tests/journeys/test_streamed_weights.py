@@ -200,7 +200,7 @@ def test_plan_and_run_say_what_streaming_takes(folder, converted):
     (line,) = (line for line in planned.err.splitlines() if "weights are streamed" in line)
     assert line.startswith(f"on this host weights are streamed: {layers / 1e9:.2f} GB per sweep, ")
     assert "20 requests at once, at most 12 sweeps: " in line
-    assert "an answer of 12 tokens alone takes" in line
+    assert "the longest answer (12 tokens) alone takes" in line
     assert "weights are streamed" in batchinfer("run", job).err
 
 
