@@ -72,11 +72,17 @@ class ProductSpeeds:
 
 @dataclass(frozen=True, slots=True)
 class Sweeps:
-    """The sweeps of a planned run, at most; num_prompt_sweeps of them compute prompts."""
+    """The sweeps of a planned run, at most.
+
+    num_prompt_sweeps: those that compute prompts, as few as possible.
+    spread_tokens: prompt tokens of a step, if a sweep takes only the prompts that its reads leave time for, one step at
+        least; None: it takes all for which there is room.
+    """
 
     num_at_once: int  # requests
     num_sweeps: int
     num_prompt_sweeps: int
+    spread_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,7 @@ class StreamForecast:
         """Seconds of the products of a sweep's prompts."""
         if self.speeds is None:
             return 0.0
-        return self.tokens.new / self.sweeps.num_prompt_sweeps / self.speeds.prompt_tokens_per_s
+        return self.tokens.new / self._num_prompt_sweeps / self.speeds.prompt_tokens_per_s
 
     @property
     def answers_s(self) -> float:
@@ -151,12 +157,20 @@ class StreamForecast:
             f"tokens/s){of_answers}, as measured; {'the disk' if is_disk else 'the processor'} decides"
         ]
 
+    @property
+    def _num_prompt_sweeps(self) -> int:
+        sweeps = self.sweeps
+        if sweeps.spread_tokens is None or self.speeds is None:
+            return sweeps.num_prompt_sweeps
+        of_sweep = max(sweeps.spread_tokens, self.read_s * self.speeds.prompt_tokens_per_s)
+        return min(sweeps.num_sweeps, max(sweeps.num_prompt_sweeps, ceil(self.tokens.new / of_sweep)))
+
     def _sweep_s(self, product_s: float) -> float:
         return sweep_seconds(self.split.sweep_bytes, product_s, disk_bytes_per_s=self.disk_bytes_per_s)
 
     def _in_all(self, prompts_s: float, answers_s: float) -> float:
         """Return the seconds of all sweeps of which those with prompts, and the others, take so long."""
-        num_prompts = self.sweeps.num_prompt_sweeps
+        num_prompts = self._num_prompt_sweeps
         return num_prompts * prompts_s + (self.sweeps.num_sweeps - num_prompts) * answers_s
 
 
@@ -169,7 +183,9 @@ def count_sweeps(job: JobConfig, model: ModelConfig, split: MemorySplit, tokens:
     in_memory = int(split.kv_bytes / (kv_tokens * kv_bytes_per_token(job, model)))
     at_once = max(1, min(tokens.num_requests, most, in_memory))
     prompts = max(ceil(tokens.num_requests / at_once), ceil(tokens.new / step_tokens), 1)
-    return Sweeps(at_once, max(prompts, tokens.longest, ceil(tokens.output / at_once)), prompts)
+    spreads = in_memory < tokens.num_requests and not computes_prompts_alone(job, model)
+    num_sweeps = max(prompts, tokens.longest, ceil(tokens.output / at_once))
+    return Sweeps(at_once, num_sweeps, prompts, job.cluster.prefill_tokens if spreads else None)
 
 
 def check_hours(found: StreamForecast, *, is_asked: bool) -> None:

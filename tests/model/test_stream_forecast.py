@@ -59,19 +59,28 @@ def test_kv_decides_how_many_requests_share_a_sweep(tmp_path):
 
 def test_each_sweep_takes_as_long_as_its_reads_or_its_products(tmp_path):
     read_s = 25 / 1.5
-    # 6 sweeps with 60,000 prompt tokens each, 794 in which 100 requests get a token
+    # 100 requests at once get a token in each of 800 sweeps; what their reads leave time for computes prompts
     assert found_with(tmp_path, 100, QUICK).seconds == pytest.approx(800 * read_s)
-    by_prompts = found_with(tmp_path, 100, ProductSpeeds(1000.0, 100.0))
-    assert (by_prompts.prompts_s, by_prompts.answers_s) == (60, 1)
-    assert by_prompts.seconds == pytest.approx(6 * 60 + 794 * read_s)
-    assert "products take 60.0 s where prompts run (1,000.0 tokens/s) and 1.0 s elsewhere (100.0 tokens/s), as " in str(
+    by_prompts = found_with(tmp_path, 100, ProductSpeeds(3000.0, 100.0))
+    assert (by_prompts.prompts_s, by_prompts.answers_s) == (pytest.approx(360_000 / 8 / 3000), 1)
+    assert by_prompts.seconds == pytest.approx(800 * read_s)
+    assert "products take 15.0 s where prompts run (3,000.0 tokens/s) and 1.0 s elsewhere (100.0 tokens/s), as " in str(
         by_prompts
     )
     assert "the disk decides" in str(by_prompts)
-    by_answers = found_with(tmp_path, 100, ProductSpeeds(1000.0, 4.0))
-    assert by_answers.seconds == pytest.approx(6 * 60 + 794 * 25)
+    # a step takes longer than reads: 88 sweeps have one
+    steps = found_with(tmp_path, 100, ProductSpeeds(100.0, 100.0))
+    assert steps.seconds == pytest.approx(3600 + (800 - 88) * read_s)
+    by_answers = found_with(tmp_path, 100, ProductSpeeds(3000.0, 4.0))
     assert by_answers.answer_sweep_s == 25
+    assert by_answers.seconds == pytest.approx(8 * read_s + 792 * 25)
     assert "the processor decides" in str(by_answers)
+
+
+def test_where_all_requests_run_at_once_the_first_sweeps_take_all_prompts(tmp_path):
+    found = found_with(tmp_path, 1000, ProductSpeeds(3000.0, 1000.0))
+    assert found.sweeps.num_prompt_sweeps == 6  # of 16 steps
+    assert found.seconds == pytest.approx(6 * 20 + 244 * 25 / 1.5)
 
 
 def test_an_answer_takes_a_sweep_per_token_even_if_all_requests_run_at_once(tmp_path):
@@ -91,7 +100,7 @@ def test_more_than_a_day_has_to_be_asked_for(tmp_path):
     check_hours(found_with(tmp_path, 100, QUICK), is_asked=False)
     with pytest.raises(ConfigError, match=r'takes 37 hours; set cluster.weights = "stream"'):
         check_hours(found, is_asked=False)
-    with pytest.raises(ConfigError, match="takes 104 hours"):  # by its products, however quick the disk
+    with pytest.raises(ConfigError, match="takes 103 hours"):  # by its products, however quick the disk
         check_hours(replace(found_with(tmp_path, 100), speeds=ProductSpeeds(1.0, 1e6)), is_asked=False)
 
 
