@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import duckdb
 import pytest
 
+from batchinfer.config import load_job
 from batchinfer.host_info import free_memory_bytes
+from batchinfer.model.config import load_model_config
+from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.weight_mode import split_for
 from support.jobs import batchinfer, output_bytes, question, start, write_job, write_questions, write_shard
 from support.paths import RANDOM_MODEL
 from support.tiers import first_in_make_test
@@ -125,6 +130,26 @@ def test_a_kv_store_serves_streamed_and_resident_runs_alike(folder, converted, d
     assert found[0] == found[1]
     found.append(run(folder, model, f"kv-{dtype}-r-w", "resident", sampling=DRAWN, kv=kv))
     assert found[2] == found[3]
+
+
+def test_a_rank_stays_within_slots_kv_and_a_fixed_part(folder, converted):
+    job = load_job(job_of(folder, converted("bfloat16"), "capped", "stream", sampling=DRAWN))
+    model, packed = load_model_config(Path(job.model.path)), read_packed(Path(job.model.path))
+    split = split_for(job, model, packed, free_bytes=free_memory_bytes(), most_tokens=20 * 500, largest_tokens=500)
+    most = sum(split.slot_bytes) + split.kv_bytes + 1_200_000_000
+    process, peak = start("run", folder / "capped.toml"), 0
+    try:
+        while process.poll() is None:
+            with suppress(OSError, StopIteration, ValueError):
+                rank = next(child for child in _children(process.pid) if "batchinfer.rank.main" in _command(child))
+                status = Path(f"/proc/{rank}/status").read_text().split("VmHWM:")[1]
+                peak = max(peak, int(status.split()[0]) * 1024)
+            time.sleep(0.01)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert 0 < peak <= most
 
 
 @pytest.mark.parametrize("deed", ["kill the run", "kill the rank", "stop"])
