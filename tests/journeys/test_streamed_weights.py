@@ -18,7 +18,10 @@ from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_mode import split_for
 from support.jobs import batchinfer, output_bytes, question, start, write_job, write_questions, write_shard
 from support.paths import RANDOM_MODEL
+from support.small_disks import small_disk
 from support.tiers import first_in_make_test
+
+__all__ = ["small_disk"]
 
 pytestmark = pytest.mark.usefixtures("cpp")
 
@@ -150,6 +153,51 @@ def test_a_rank_stays_within_slots_kv_and_a_fixed_part(folder, converted):
         process.kill()
     assert process.returncode == 0, err
     assert 0 < peak <= most
+
+
+def test_a_disk_that_fails_is_one_sentence_and_the_run_goes_on_when_it_reads_again(folder, converted):
+    """The layer is a link into a folder that is gone for a while: whoever opens it anew finds nothing."""
+    model = converted("bfloat16")
+    calm = run(folder, model, "calm-bfloat16", "resident", sampling=LONG)
+    job = job_of(folder, model, "vanished", "stream", sampling=LONG, cluster=WAVES)
+    process = start("run", job)
+    layer = model / "layer-00001.safetensors"
+    away = layer.with_suffix(".away")
+    try:
+        _wait_for_results(folder / "vanished", process)
+        layer.rename(away)
+        rank = next(child for child in _children(process.pid) if "batchinfer.rank.main" in _command(child))
+        os.kill(rank, signal.SIGKILL)  # the next one cannot open the file
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        away.rename(layer)
+    assert process.returncode == 2, err
+    (sentence,) = (line for line in err.splitlines() if line.startswith("error: "))
+    assert str(layer) in sentence
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    assert output_bytes(folder / "vanished") == calm
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(folder, converted, small_disk):
+    model, target = converted("fp8"), small_disk.folder / "run"
+    calm = run(folder, model, "calm-fp8", "resident", sampling=LONG)
+    job = job_of(folder, model, "full", "stream", sampling=LONG, cluster=WAVES)
+    process = start("run", job, "--set", f"output.dir={target}")
+    try:
+        _wait_for_results(target, process)
+        small_disk.fill(but_bytes=0)
+        _, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 2, err
+    (sentence,) = (line for line in err.splitlines() if line.startswith("error: "))
+    assert "No space left on device" in sentence
+    small_disk.free()
+    ended = batchinfer("run", job, "--set", f"output.dir={target}")
+    assert ended.code == 0, ended.err
+    assert output_bytes(target) == calm
 
 
 @pytest.mark.parametrize("deed", ["kill the run", "kill the rank", "stop"])
