@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
@@ -133,6 +135,38 @@ def test_a_kv_store_serves_streamed_and_resident_runs_alike(folder, converted, d
     assert found[0] == found[1]
     found.append(run(folder, model, f"kv-{dtype}-r-w", "resident", sampling=DRAWN, kv=kv))
     assert found[2] == found[3]
+
+
+def test_kills_at_random_moments_leave_the_same_outputs(folder, converted):
+    """Rank, controller, or both are killed again and again; a run that is left alone then finishes the job."""
+    draw, model, num_kills = random.Random(60), converted("int4"), Counter()
+    calm = run(folder, model, "calm-int4", "resident", sampling=LONG)
+    job = job_of(folder, model, "killed", "stream", sampling=LONG, cluster=WAVES)
+    for deed in ("rank", "controller", "both") * 4:
+        process = start("run", job)
+        try:
+            _wait_for_more_results(folder / "killed", process)
+            time.sleep(draw.uniform(0, 0.15))
+            if process.poll() is not None:
+                break
+            ranks = [child for child in _children(process.pid) if "batchinfer.rank.main" in _command(child)]
+            if deed != "rank":
+                process.kill()
+            for rank in ranks if deed != "controller" else []:
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+            if deed == "rank":
+                time.sleep(draw.uniform(0, 1))
+                process.kill()
+            num_kills[deed] += 1
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        assert "Traceback" not in err, err
+    assert len(num_kills) == 3
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    assert output_bytes(folder / "killed") == calm
 
 
 def test_a_rank_stays_within_slots_kv_and_a_fixed_part(folder, converted):
@@ -288,6 +322,12 @@ def test_memory_beyond_what_is_free_is_refused(folder, converted):
 def _wait_for_results(run, process):
     while process.poll() is None and not list(run.glob("units/*/*/*.parquet")):
         time.sleep(0.02)
+
+
+def _wait_for_more_results(run, process):
+    before = len(list(run.glob("units/*/*/*.parquet")))
+    while process.poll() is None and len(list(run.glob("units/*/*/*.parquet"))) <= before:
+        time.sleep(0.005)
 
 
 def _children(pid):
