@@ -21,7 +21,7 @@ from batchinfer.controller.reports import Reports
 from batchinfer.controller.results import Results
 from batchinfer.controller.unit_queue import UnitQueue
 from batchinfer.controller.waiting_pieces import RankRoom
-from batchinfer.controller.work_progress import WorkProgress
+from batchinfer.controller.work_progress import SweepCount, WorkProgress
 from batchinfer.controller.work_sender import WorkSender
 from batchinfer.data.parquet import read_rows
 from batchinfer.data.shards import refuse_changed
@@ -84,8 +84,9 @@ def work_on(
     node = this_node(job.cluster.num_ranks)
     is_asked = job.cluster.weights == "stream"
     job = with_weights(job, node.ranks) if ranks_ahead is None else decided(job, ranks_ahead.weights)
-    if job.cluster.weights == "stream" and ranks_ahead is None:
-        _announce_stream(job, units.rows, is_asked=is_asked)
+    sweeps = SweepCount() if job.cluster.weights == "stream" else None
+    if sweeps is not None and ranks_ahead is None:
+        sweeps.planned = _announce_stream(job, units.rows, is_asked=is_asked)
     session.hold_ranks(job.cluster, node.ranks)
     if node.index > 0:
         serve_node(storage, session, stop, node, lambda: not OpenUnits(storage, units.all_rows).num_open)
@@ -98,6 +99,7 @@ def work_on(
         ) as progress,
         _ranks(storage, job, session, stop, node, ranks_ahead) as ranks,
     ):
+        progress.sweeps = sweeps
         _controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress).run()
     if stop.requested:
         raise InterruptedRunError(
@@ -183,11 +185,12 @@ def _controller(
     )
 
 
-def _announce_stream(job: JobConfig, units: list[dict[str, Any]], *, is_asked: bool) -> None:
-    """Say how long the disk takes; refuse a long run that did not ask for it."""
+def _announce_stream(job: JobConfig, units: list[dict[str, Any]], *, is_asked: bool) -> int:
+    """Say how long a run takes and return its sweeps; refuse a long run that did not ask for it."""
     found = stream_forecast(job, units)
     note(str(found))
     check_hours(found, is_asked=is_asked)
+    return found.sweeps.num_sweeps
 
 
 def _check_inputs(run: RunDir, job: JobConfig) -> None:

@@ -69,6 +69,34 @@ class Pace:
         return sum(parts) if self.cluster.mode == "colocated" else max(parts)
 
 
+@dataclass(slots=True)
+class SweepCount:
+    """Sweeps of a rank whose weights are streamed; `planned` as the forecast has it, None: there is none."""
+
+    planned: int | None = None
+    done: int = 0
+    num_bytes: int = 0
+    wait_s: float = 0.0
+    _seconds: float = 0.0
+
+    def add(self, record: StepRecord) -> None:
+        """Add a step; the first one of each sweep has the sweep's bytes and waiting."""
+        self.done += record.streamed_bytes > 0
+        self.num_bytes += record.streamed_bytes
+        self.wait_s += record.weights_wait_s
+        self._seconds += record.duration_s
+
+    def figures(self) -> dict[str, Any]:
+        """Return the sweep that is under way, bytes read per second of all sweeps so far, and seconds waited."""
+        speed = self.num_bytes / self._seconds if self._seconds else None
+        return {
+            "sweep": self.done + 1,
+            "planned_sweeps": self.planned,
+            "read_bytes_per_s": speed,
+            "waited_s": self.wait_s,
+        }
+
+
 class WorkProgress(Meter):
     """Progress of this controller, and of others by the units that they complete.
 
@@ -103,6 +131,7 @@ class WorkProgress(Meter):
         self._ran, self._kept, self._committed = np.zeros(2), np.zeros(2), np.zeros(2)
         self._planned_of_kept = np.zeros(2)
         self._phase: str | None = None  # of the latest step since the ranks' start
+        self.sweeps: SweepCount | None = None  # where weights are streamed
         self.tokens = Count("tokens", int(self._planned.sum()), done=int(self._elsewhere.sum()))
 
     @property
@@ -137,6 +166,8 @@ class WorkProgress(Meter):
         self._ran += (prompt_tokens, record.output_tokens)
         self._delivered += prompt_tokens + record.cached_tokens * (record.kind == "prefill") + record.output_tokens
         self._pace.add(record)
+        if self.sweeps is not None:
+            self.sweeps.add(record)
         self._update()
 
     def finished(self, completions: list[Completion]) -> None:
@@ -235,6 +266,7 @@ class WorkProgress(Meter):
             "output_tokens_in_flight": round(float(in_flight[1])),
             "tokens_per_s": self._pace.tokens_per_s if self._phase is not None else None,
             "alone_s": self._alone_s(),
+            **({} if self.sweeps is None else self.sweeps.figures()),
         }
 
     def _update(self) -> None:

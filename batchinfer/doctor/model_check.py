@@ -6,7 +6,7 @@ weight is read. Memory is computed for one rank on the host's processor, or on i
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,14 @@ from batchinfer.data.encoders import Encoders
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.kv.pages import pages_for
+from batchinfer.launch.host_memory import measured_forecast
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.headers import read_headers
 from batchinfer.model.memory_split import MemorySplit
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import PackedFolder, read_packed
 from batchinfer.model.page_format import PageFormat
+from batchinfer.model.stream_forecast import JobTokens
 from batchinfer.model.tensor_names import check_tensors
 from batchinfer.model.weight_bytes import rank_bytes, weight_bytes
 from batchinfer.model.weight_mode import split_for
@@ -35,6 +37,20 @@ REQUEST_TOKENS = 4096  # prompt and output of the request whose KV is counted; l
 
 
 @dataclass(frozen=True, slots=True)
+class SweepSpeeds:
+    """Speeds of a model whose weights are streamed, half of each request prompt and half of it answer.
+
+    seconds: of a sweep that gives every running request a token.
+    prompt_tokens_per_s, output_tokens_per_s: of products alone.
+    """
+
+    disk_bytes_per_s: float
+    seconds: float
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class DtypeFit:
     """A dtype of a model on this machine.
 
@@ -43,6 +59,7 @@ class DtypeFit:
         suffices or experts are not what is too large.
     requests_at_once: requests of `request_tokens` that fit into KV memory, at most as many as a rank decodes together.
     sweep_bytes: of a converted folder that does not fit: weights that are read from its disk for each sweep; else 0.
+    sweep: then, speeds as measured here; else None.
     """
 
     reason: str | None
@@ -53,6 +70,7 @@ class DtypeFit:
     requests_at_once: int
     ranks_needed: int | None
     sweep_bytes: int = 0
+    sweep: SweepSpeeds | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +135,17 @@ def check_model(folder: Path) -> ModelCheck:
         most = ClusterConfig(weights="resident" if split is None else "stream").running_requests
         state_bytes = config.attention.state_bytes(4 if dtype == "float32" else 2)
         num_pages = max(0, bytes_for_kv - most * state_bytes) // (kv_bytes * PAGE_TOKENS)
+        at_once = min(most, num_pages // pages_for(request_tokens)) if reason is None else 0
         dtypes[dtype] = DtypeFit(
             reason=reason,
             weight_bytes=weight_bytes(config, dtype),
             kv_bytes_per_token=kv_bytes,
             state_bytes=state_bytes,
             kv_tokens=num_pages * PAGE_TOKENS if reason is None else 0,
-            requests_at_once=min(most, num_pages // pages_for(request_tokens)) if reason is None else 0,
+            requests_at_once=at_once,
             ranks_needed=ranks,
             sweep_bytes=0 if split is None else split.sweep_bytes,
+            sweep=None if split is None else _sweep_speeds(folder, dtype, split, max(1, at_once), request_tokens),
         )
     dtype, why = choose_dtype(folder, replace(this_machine(), free_bytes=free))
     if dtypes[dtype].reason is not None and (running := [name for name, fit in dtypes.items() if fit.reason is None]):
@@ -171,8 +191,14 @@ def _sentence(fit: DtypeFit, device: str) -> str:
     sizes = f"weights {_gb(fit.weight_bytes)}, KV {fit.kv_bytes_per_token:,} bytes per token"
     if fit.state_bytes:
         sizes += f" and {_gb(fit.state_bytes)} per request"
-    if fit.sweep_bytes:
-        sizes += f", of which {_gb(fit.sweep_bytes)} are read from disk in each sweep (cluster.weights)"
+    if fit.sweep is not None:
+        sweep = fit.sweep
+        sizes += (
+            f", of which {_gb(fit.sweep_bytes)} are read from disk in each sweep (cluster.weights), "
+            f"{sweep.seconds:,.1f} s at {_gb(round(sweep.disk_bytes_per_s))}/s: "
+            f"{fit.requests_at_once / sweep.seconds:,.3g} output tokens/s, where products alone would give "
+            f"{sweep.output_tokens_per_s:,.3g}, and {sweep.prompt_tokens_per_s:,.3g} prompt tokens/s"
+        )
     if fit.reason is None:
         return f"runs: {sizes}, memory for {fit.kv_tokens:,} tokens, {fit.requests_at_once} requests at once"
     spread = ""
@@ -213,6 +239,21 @@ def _split(
         return split_for(job, config, packed, free_bytes=free, largest_tokens=request_tokens)
     except ConfigError:
         return None
+
+
+def _sweep_speeds(
+    folder: Path, dtype: str, split: MemorySplit, at_once: int, request_tokens: int
+) -> SweepSpeeds | None:
+    """Measure disk and products of a folder whose weights are streamed; None if that would take longer than its job."""
+    half = max(1, request_tokens // 2)
+    parts: dict[str, Any] = {"model": {"dtype": dtype}, "cluster": {"weights": "stream"}}
+    job = _trial_job(folder, "prompt", max_tokens=max(2, half), **parts)
+    of_halves = at_once * half
+    tokens = JobTokens(at_once, of_halves, of_halves, of_halves, half, at_once * request_tokens)
+    found = measured_forecast(job, split, tokens)
+    if found.speeds is None:
+        return None
+    return SweepSpeeds(found.disk_bytes_per_s, found.answer_sweep_s, *astuple(found.speeds))
 
 
 def _check_kernels(dtype: str, device: torch.device) -> None:

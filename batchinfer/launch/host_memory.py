@@ -4,16 +4,19 @@ Without this check the kernel kills the ranks one by one, after minutes of readi
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.host_info import free_memory_bytes
+from batchinfer.launch.product_speed import measure_products
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.memory_split import MemorySplit
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import check_kv
-from batchinfer.model.stream_forecast import StreamForecast, disk_speed, forecast
+from batchinfer.model.stream_forecast import SHORT_S, JobTokens, StreamForecast, count_sweeps, disk_speed
 from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.model.weight_mode import check_streaming, kv_bytes_per_token, runs_on_gpus, split_for, why_not_streamed
 from batchinfer.records import ConfigError
@@ -71,23 +74,38 @@ def with_weights(job: JobConfig, ranks: Iterable[int]) -> JobConfig:
 
 
 def stream_forecast(job: JobConfig, units: Sequence[Mapping[str, Any]]) -> StreamForecast:
-    """Return the forecast of a planned job that streams its weights on this host; its disk is measured.
+    """Return the forecast of a planned job that streams its weights on this host; disk and products are measured.
 
     Args:
         units: rows of plan/units.
 
     Raises:
-        ConfigError, ModelError: memory is too small, or a layer cannot be read.
+        ConfigError, ModelError: memory is too small, a layer cannot be read, or the folder cannot be run here.
     """
     folder = Path(job.model.path)
     model, packed = load_model_config(folder), read_packed(folder)
     assert packed is not None, "with_weights has checked it"
-    most = sum(unit["kv_tokens"] for unit in units)
+    tokens = JobTokens.of(units)
     largest = max((unit["largest_kv_tokens"] for unit in units), default=1)
     free = free_memory_bytes()
-    split = split_for(job, model, packed, free_bytes=free, most_tokens=most, largest_tokens=largest)
-    files = [packed.layer(layer) for layer in range(model.num_hidden_layers)]
-    return forecast(job, model, split, units, disk_bytes_per_s=disk_speed(files))
+    split = split_for(job, model, packed, free_bytes=free, most_tokens=tokens.kv, largest_tokens=largest)
+    return measured_forecast(job, split, tokens)
+
+
+def measured_forecast(job: JobConfig, split: MemorySplit, tokens: JobTokens) -> StreamForecast:
+    """Return the forecast of a job that streams its weights on this host; disk and products are measured.
+
+    Raises:
+        ConfigError, ModelError: a layer cannot be read, or the folder cannot be run here.
+    """
+    folder = Path(job.model.path)
+    model, packed = load_model_config(folder), read_packed(folder)
+    assert packed is not None, "with_weights has checked it"
+    disk = disk_speed([packed.layer(layer) for layer in range(model.num_hidden_layers)])
+    found = StreamForecast(split, tokens, count_sweeps(job, model, split, tokens), disk)
+    if found.seconds < SHORT_S:
+        return found
+    return replace(found, speeds=measure_products(job, tokens, found.sweeps.num_at_once))
 
 
 def decided(job: JobConfig, weights: str) -> JobConfig:

@@ -59,7 +59,7 @@ def split_memory(
     Raises:
         SplitError: names the bytes that are missing.
     """
-    sizes, largest = [_aligned(size) for size in layer_bytes], _aligned(max(layer_bytes))
+    sizes, largest = [slot_size(size) for size in layer_bytes], slot_size(max(layer_bytes))
     room = memory_bytes - fixed_bytes - least_kv_bytes
     wanted = RING_SLOTS if room >= RING_SLOTS * largest else LEAST_SLOTS
     num_slots = min(len(sizes), wanted, max(LEAST_SLOTS, len(sizes) // 2))
@@ -80,14 +80,14 @@ def split_memory(
     return _laid_out(layer_bytes, num_slots, num_resident, kv_bytes)
 
 
-def sweep_seconds(sweep_bytes: int, num_tokens: float, *, disk_bytes_per_s: float, tokens_per_s: float) -> float:
+def sweep_seconds(sweep_bytes: int, product_s: float, *, disk_bytes_per_s: float) -> float:
     """Return the seconds of a sweep: of its reads or of its products, whichever takes longer."""
-    return max(sweep_bytes / disk_bytes_per_s, num_tokens / tokens_per_s)
+    return max(sweep_bytes / disk_bytes_per_s, product_s)
 
 
 def _laid_out(layer_bytes: Sequence[int], num_slots: int, num_resident: int, kv_bytes: int) -> MemorySplit:
     """Give resident layers, spread evenly so that the disk never idles for long, a slot each, and others the ring."""
-    num_layers, largest = len(layer_bytes), _aligned(max(layer_bytes))
+    num_layers, largest = len(layer_bytes), slot_size(max(layer_bytes))
     resident = {int((number + 0.5) * num_layers / num_resident) for number in range(num_resident)}
     streamed = [layer for layer in range(num_layers) if layer not in resident]
     slot_of_layer, slot_bytes = [0] * num_layers, [largest] * num_slots
@@ -98,10 +98,11 @@ def _laid_out(layer_bytes: Sequence[int], num_slots: int, num_resident: int, kv_
         slot_of_layer[streamed[-1]] = 1
     for layer in sorted(resident):
         slot_of_layer[layer] = len(slot_bytes)
-        slot_bytes.append(_aligned(layer_bytes[layer]))
+        slot_bytes.append(slot_size(layer_bytes[layer]))
     read = [layer for layer in streamed if slot_of_layer.count(slot_of_layer[layer]) > 1]
     return MemorySplit(tuple(slot_of_layer), tuple(slot_bytes), kv_bytes, sum(layer_bytes[layer] for layer in read))
 
 
-def _aligned(num_bytes: int) -> int:
+def slot_size(num_bytes: int) -> int:
+    """Return the bytes of a slot for a file of this size."""
     return -(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT

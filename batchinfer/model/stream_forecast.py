@@ -1,4 +1,9 @@
-"""Forecast of a run whose weights are streamed: requests at once, sweeps, and the least time by the disk alone."""
+"""Forecast of a run whose weights are streamed: requests at once, sweeps, and their time by disk and products.
+
+A sweep in which prompts run is followed by sweeps that give their answers a token each:
+
+prompts 1  answers   answers   …  prompts 2  answers   answers   …      each: max(reads, products)
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import Any
 
 from batchinfer.config import JobConfig
@@ -15,75 +21,173 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.memory_split import MemorySplit, sweep_seconds
 from batchinfer.model.weight_mode import computes_prompts_alone, kv_bytes_per_token
 from batchinfer.model.weight_stream import read_speed
+from batchinfer.progress import duration
 from batchinfer.records import ConfigError
 
-MOST_HOURS = 24.0  # of reading that "auto" begins unasked
+MOST_HOURS = 24.0  # that "auto" begins unasked
+MEASURED_FILES = 4  # of which the disk's speed is measured: a quarter of a second of one file says little
+SHORT_S = 5.0  # of reads in all: as long as it takes to measure products
+
+
+@dataclass(frozen=True, slots=True)
+class JobTokens:
+    """Requests of a plan and their tokens.
+
+    prompt, new: prompt tokens, and those of them that have to be computed.
+    output, longest: tokens of all answers, and of the longest one, at most.
+    kv: most KV tokens, in whole pages.
+    """
+
+    num_requests: int
+    prompt: int
+    new: int
+    output: int
+    longest: int
+    kv: int
+
+    @classmethod
+    def of(cls, units: Sequence[Mapping[str, Any]]) -> JobTokens:
+        """Return the sums over rows of plan/units."""
+        names = ("num_requests", "prompt_tokens", "new_tokens", "max_output_tokens", "kv_tokens")
+        num_requests, prompt, new, output, kv = (sum(unit[name] for unit in units) for name in names)
+        longest = max((unit["largest_output_tokens"] for unit in units), default=0)
+        return cls(max(1, num_requests), prompt, new, output, longest, kv)
+
+    @property
+    def mean_prompt(self) -> float:
+        """Tokens of a prompt."""
+        return self.prompt / self.num_requests
+
+    @property
+    def mean_answer(self) -> float:
+        """Tokens of an answer, at most."""
+        return self.output / self.num_requests
+
+
+@dataclass(frozen=True, slots=True)
+class ProductSpeeds:
+    """Tokens per second of a rank that never waits for weights."""
+
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sweeps:
+    """The sweeps of a planned run, at most.
+
+    num_prompt_sweeps: those that compute prompts, as few as possible.
+    spread_tokens: prompt tokens of a step, if a sweep takes only the prompts that its reads leave time for, one step at
+        least; None: it takes all for which there is room.
+    """
+
+    num_at_once: int  # requests
+    num_sweeps: int
+    num_prompt_sweeps: int
+    spread_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StreamForecast:
-    """A planned run with streamed weights; seconds are what the disk alone takes, products may take longer."""
+    """A planned run with streamed weights; disk and products were measured.
+
+    speeds: None: the reads of the whole run are too short for a measurement.
+    """
 
     split: MemorySplit
-    num_requests_at_once: int
-    num_sweeps: int
-    answer_tokens: float  # of one request, at most, as a mean
-    disk_bytes_per_s: float  # measured
+    tokens: JobTokens
+    sweeps: Sweeps
+    disk_bytes_per_s: float
+    speeds: ProductSpeeds | None = None
 
     @property
-    def sweep_s(self) -> float:
+    def read_s(self) -> float:
         """Seconds of a sweep's reads."""
-        return sweep_seconds(self.split.sweep_bytes, 0, disk_bytes_per_s=self.disk_bytes_per_s, tokens_per_s=1)
+        return self.split.sweep_bytes / self.disk_bytes_per_s
+
+    @property
+    def prompts_s(self) -> float:
+        """Seconds of the products of a sweep's prompts."""
+        if self.speeds is None:
+            return 0.0
+        return self.tokens.new / self._num_prompt_sweeps / self.speeds.prompt_tokens_per_s
+
+    @property
+    def answers_s(self) -> float:
+        """Seconds of the products of a token for every request that runs at once."""
+        if self.speeds is None or self.tokens.longest <= 1:
+            return 0.0
+        return self.sweeps.num_at_once / self.speeds.output_tokens_per_s
+
+    @property
+    def answer_sweep_s(self) -> float:
+        """Seconds of a sweep without prompts."""
+        return self._sweep_s(self.answers_s)
 
     @property
     def seconds(self) -> float:
-        """Seconds of all reads."""
-        return self.num_sweeps * self.sweep_s
+        """Seconds of all sweeps."""
+        return self._in_all(self._sweep_s(self.prompts_s), self.answer_sweep_s)
 
     def __str__(self) -> str:
-        stay = self.split.num_resident
-        done = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + self.seconds))
-        return (
+        sweeps, stay, seconds = self.sweeps, self.split.num_resident, self.seconds
+        done = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
+        parts = [
             f"weights are streamed: {self.split.sweep_bytes / 1e9:,.2f} GB per sweep"
             + (f" ({stay} of {len(self.split.slot_of_layer)} layers stay in memory)" if stay else "")
-            + f", {self.sweep_s:,.1f} s at {self.disk_bytes_per_s / 1e9:,.2f} GB/s, as measured; "
-            f"{self.num_requests_at_once:,} requests at once, at most {self.num_sweeps:,} sweeps: "
-            f"{_duration(self.seconds)} of reading, done at {done} or later if products take longer"
-            + (
-                f"; an answer of {self.answer_tokens:,.0f} tokens alone takes "
-                f"{_duration(self.answer_tokens * self.sweep_s)}"
-                if self.answer_tokens > 1
-                else ""
-            )
-        )
+            + f", read in {self.read_s:,.1f} s at {self.disk_bytes_per_s / 1e9:,.2f} GB/s, as measured",
+            *self._product_parts(),
+            f"{sweeps.num_at_once:,} requests at once, at most {sweeps.num_sweeps:,} sweeps: {duration(seconds)}, "
+            f"{self.tokens.output / seconds:,.3g} output and {self.tokens.prompt / seconds:,.3g} prompt tokens/s, "
+            f"done at {done}",
+        ]
+        if self.tokens.longest > 1:
+            alone = self.tokens.longest * self.read_s
+            parts.append(f"the longest answer ({self.tokens.longest:,} tokens) alone takes {duration(alone)}")
+        return "; ".join(parts)
+
+    def _product_parts(self) -> list[str]:
+        """Return what products take and what decides; empty if they were not measured."""
+        if self.speeds is None:
+            return []
+        of_answers = ""
+        if self.answers_s:
+            of_answers = f" and {self.answers_s:,.1f} s elsewhere ({self.speeds.output_tokens_per_s:,.1f} tokens/s)"
+        is_disk = self._in_all(self.read_s, self.read_s) >= self._in_all(self.prompts_s, self.answers_s)
+        return [
+            f"products take {self.prompts_s:,.1f} s where prompts run ({self.speeds.prompt_tokens_per_s:,.1f} "
+            f"tokens/s){of_answers}, as measured; {'the disk' if is_disk else 'the processor'} decides"
+        ]
+
+    @property
+    def _num_prompt_sweeps(self) -> int:
+        sweeps = self.sweeps
+        if sweeps.spread_tokens is None or self.speeds is None:
+            return sweeps.num_prompt_sweeps
+        of_sweep = max(sweeps.spread_tokens, self.read_s * self.speeds.prompt_tokens_per_s)
+        return min(sweeps.num_sweeps, max(sweeps.num_prompt_sweeps, ceil(self.tokens.new / of_sweep)))
+
+    def _sweep_s(self, product_s: float) -> float:
+        return sweep_seconds(self.split.sweep_bytes, product_s, disk_bytes_per_s=self.disk_bytes_per_s)
+
+    def _in_all(self, prompts_s: float, answers_s: float) -> float:
+        """Return the seconds of all sweeps of which those with prompts, and the others, take so long."""
+        num_prompts = self._num_prompt_sweeps
+        return num_prompts * prompts_s + (self.sweeps.num_sweeps - num_prompts) * answers_s
 
 
-def forecast(
-    job: JobConfig,
-    model: ModelConfig,
-    split: MemorySplit,
-    units: Sequence[Mapping[str, Any]],
-    *,
-    disk_bytes_per_s: float,
-) -> StreamForecast:
-    """Return the forecast of a planned run.
-
-    Args:
-        units: rows of plan/units; answers count with their limits.
-    """
-    num_requests, output, kv_tokens = (
-        sum(unit[name] for unit in units) for name in ("num_requests", "max_output_tokens", "kv_tokens")
-    )
-    num_requests = max(1, num_requests)
-    mean_tokens = max(1.0, kv_tokens / num_requests)
-    most = job.cluster.running_requests
+def count_sweeps(job: JobConfig, model: ModelConfig, split: MemorySplit, tokens: JobTokens) -> Sweeps:
+    """Return the sweeps of a planned run whose answers are as long as they may be."""
+    kv_tokens = max(1.0, tokens.kv / tokens.num_requests)
+    most, step_tokens = job.cluster.running_requests, SWEEP_STEPS * job.cluster.prefill_tokens
     if computes_prompts_alone(job, model):
-        most = int(SWEEP_STEPS * job.cluster.prefill_tokens / mean_tokens)
-    in_memory = int(split.kv_bytes / (mean_tokens * kv_bytes_per_token(job, model)))
-    at_once = max(1, min(num_requests, most, in_memory))
-    answer = output / num_requests
-    num_sweeps = max(1, ceil(answer), ceil(output / at_once), ceil(num_requests / at_once))
-    return StreamForecast(split, at_once, num_sweeps, answer, disk_bytes_per_s)
+        most = int(step_tokens / kv_tokens)
+    in_memory = int(split.kv_bytes / (kv_tokens * kv_bytes_per_token(job, model)))
+    at_once = max(1, min(tokens.num_requests, most, in_memory))
+    prompts = max(ceil(tokens.num_requests / at_once), ceil(tokens.new / step_tokens), 1)
+    spreads = in_memory < tokens.num_requests and not computes_prompts_alone(job, model)
+    num_sweeps = max(prompts, tokens.longest, ceil(tokens.output / at_once))
+    return Sweeps(at_once, num_sweeps, prompts, job.cluster.prefill_tokens if spreads else None)
 
 
 def check_hours(found: StreamForecast, *, is_asked: bool) -> None:
@@ -94,16 +198,12 @@ def check_hours(found: StreamForecast, *, is_asked: bool) -> None:
     """
     if not is_asked and found.seconds > MOST_HOURS * 3600:
         raise ConfigError(
-            f"the weights do not fit into memory, and streaming them takes {found.seconds / 3600:,.0f} hours of "
-            'reading at least; set cluster.weights = "stream" to do so all the same, or use a smaller dtype or more '
-            "memory"
+            f"the weights do not fit into memory, and streaming them takes {found.seconds / 3600:,.0f} hours; set "
+            'cluster.weights = "stream" to do so all the same, or use a smaller dtype or more memory'
         )
 
 
 def disk_speed(files: Sequence[Path]) -> float:
-    """Return the bytes per second at which the largest of these files is read past the page cache."""
-    return read_speed(max(files, key=lambda path: path.stat().st_size))
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds:,.0f} s"
+    """Return the bytes per second at which the largest of these files are read past the page cache."""
+    largest = sorted(files, key=lambda path: path.stat().st_size)[-MEASURED_FILES:]
+    return harmonic_mean([read_speed(path) for path in largest])

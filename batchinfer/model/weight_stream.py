@@ -30,7 +30,8 @@ _DIRECT_BYTES = 4096  # direct reads begin and end at multiples, in the file and
 class WeightStream:
     """Reader of layers into slots, on threads that begin at once.
 
-    Layers are used in order: `wait`, compute, `release`, then the next one; the first follows the last.
+    Layers are used in order: `wait`, compute, `release`, then the next one; the first follows the last. Blocks are
+    read in this order, too, on to the next layer as soon as its slot is free: reads never pause at a layer's end.
 
     Args:
         files: [L] the layers' files.
@@ -46,11 +47,19 @@ class WeightStream:
         self._changed = threading.Condition()
         # layers are counted on over all sweeps
         self._num_used = 0  # layers that were released
-        self._num_ready = 0  # layers that were read, or were in their slot already
+        self._num_ready = 0  # layers before the first one that is not in its slot yet
+        self._num_begun = 0  # layers whose reads were handed out, or that need none
+        self._held = [-1] * len(self._slots)  # number of the layer in each slot
+        self._open: tuple[int, int] | None = None  # number of the layer whose blocks are handed out, and the next one
+        self._num_left: dict[int, int] = {}  # blocks that are not read yet, by layer, from _num_ready on
+        self._num_reading, self._reading_since_s = 0, 0.0
         self._error: str | None = None
         self._is_closed = False
-        self._reader = threading.Thread(target=self._read_layers, name="read weights", daemon=True)
-        self._reader.start()
+        self._readers = [
+            threading.Thread(target=self._read_blocks, name="read weights", daemon=True) for _ in range(NUM_READERS)
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def memory_of(self, layer: int) -> memoryview:
         """Return the memory into which a layer's file is read, from its first byte on."""
@@ -86,51 +95,77 @@ class WeightStream:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
-        self._reader.join()
+        for reader in self._readers:
+            reader.join()
         for file in self._files:
             file.close()
 
-    def _read_layers(self) -> None:
-        """Read one layer after the other; a layer that is alone in its slot is read once."""
-        slots, num_layers = self.split.slot_of_layer, len(self._files)
-        held = [-1] * len(self._slots)  # number of the layer in each slot, counted on
-        number = 0
-        with ThreadPoolExecutor(NUM_READERS, "read weights") as readers:
-            while True:
-                layer = number % num_layers
-                slot = slots[layer]
-                with self._changed:
-                    # the layer in the slot has computed, and no layer is a whole sweep ahead
-                    most_behind = max(held[slot], number - num_layers)
-                    while not self._is_closed and self._num_used <= most_behind:
-                        self._changed.wait()
-                    if self._is_closed:
-                        return
-                    is_needed = number >= self._num_used
-                is_there = held[slot] >= 0 and held[slot] % num_layers == layer
-                if is_needed and not is_there and not self._read(readers, layer):
-                    return
-                with self._changed:
-                    if is_needed or is_there:
-                        held[slot] = number
-                    number += 1
-                    self._num_ready = number
+    def _read_blocks(self) -> None:
+        """Read one block after the other until the stream is closed or a read fails."""
+        while (block := self._next_block()) is not None:
+            number, start = block
+            layer = number % len(self._files)
+            file, reason = self._files[layer], None
+            try:
+                file.read(self.memory_of(layer), start)
+            except Exception as error:  # of any kind: whoever waits for this layer must learn of it
+                reason = (error.strerror if isinstance(error, OSError) else None) or error
+            with self._changed:
+                self._num_reading -= 1
+                before_s, self._reading_since_s = self._reading_since_s, time.monotonic()
+                self.read_s += self._reading_since_s - before_s
+                if reason is not None:
+                    self._error = self._error or f"{file.path} cannot be read: {reason}"
+                else:
+                    self.num_bytes += min(BLOCK_BYTES, file.size - start)
+                    self._num_left[number] -= 1
+                if reason is not None or not self._num_left[number]:
+                    self._count_ready()
                     self._changed.notify_all()
 
-    def _read(self, readers: ThreadPoolExecutor, layer: int) -> bool:
-        """Read a layer's file into its slot; return whether that worked, and keep the reason."""
-        file, memory, started_s = self._files[layer], self.memory_of(layer), time.monotonic()
-        try:
-            list(readers.map(lambda start: file.read(memory, start), range(0, file.size, BLOCK_BYTES)))
-        except Exception as error:  # of any kind: whoever waits for this layer must learn of it
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            with self._changed:
-                self._error = f"{file.path} cannot be read: {reason}"
-                self._changed.notify_all()
+    def _next_block(self) -> tuple[int, int] | None:
+        """Wait for a free slot; return the next block: its layer's number and its first byte. None: nothing is read."""
+        with self._changed:
+            while self._open is None and not self._is_closed and self._error is None:
+                if not self._begin_layer():
+                    self._changed.wait()
+            if self._open is None or self._is_closed or self._error is not None:
+                return None
+            number, start = self._open
+            end = start + BLOCK_BYTES
+            self._open = (number, end) if end < self._files[number % len(self._files)].size else None
+            if not self._num_reading:
+                self._reading_since_s = time.monotonic()
+            self._num_reading += 1
+            return number, start
+
+    def _begin_layer(self) -> bool:
+        """Begin the next layer if its slot is free; return whether it is. A layer alone in its slot is read once."""
+        number, num_layers = self._num_begun, len(self._files)
+        layer = number % num_layers
+        slot = self.split.slot_of_layer[layer]
+        held = self._held[slot]
+        # the layer in the slot has computed, none of its reads is under way (it may have been left out), and no layer
+        # is a whole sweep ahead
+        if self._num_used <= max(held, number - num_layers) or self._num_left.get(held):
             return False
-        self.num_bytes += file.size
-        self.read_s += time.monotonic() - started_s
+        self._num_begun += 1
+        is_there, is_needed = held >= 0 and held % num_layers == layer, number >= self._num_used
+        if is_there or is_needed:
+            self._held[slot] = number
+        self._num_left[number] = 0
+        if is_needed and not is_there:
+            self._num_left[number] = max(1, -(-self._files[layer].size // BLOCK_BYTES))
+            self._open = number, 0
+        self._count_ready()
+        self._changed.notify_all()
         return True
+
+    def _count_ready(self) -> None:
+        """Count the layers that are in their slots without a gap."""
+        while self._num_left.get(self._num_ready) == 0:
+            del self._num_left[self._num_ready]
+            self._num_ready += 1
 
 
 def read_speed(path: Path, most_bytes: int = 256 << 20) -> float:

@@ -130,6 +130,7 @@ def _unit_totals(
         "max_output_tokens": int(outputs.sum()),
         "kv_tokens": int((-(-kv_tokens // PAGE_TOKENS)).sum()) * PAGE_TOKENS,
         "largest_kv_tokens": int(kv_tokens.max()),
+        "largest_output_tokens": int(outputs.max()),
     }
 
 

@@ -47,6 +47,7 @@ class RankContext:
     reasoning: Mode = "none"  # how thinking is separated from answers
     continues: bool = False  # answers go on with the last message of their prompt
     prompts_alone: bool = False  # see weight_mode.computes_prompts_alone
+    spreads_prompts: bool = False  # a sweep takes prompts only as long as its weights are read
     placement: int = 0  # number of the placement with which the experts were loaded
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from batchinfer.data.bucket import Bucket
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.host_info import free_memory_bytes, matrix_library_mode, processor_kind
 from batchinfer.kv.memory import KvMemory
+from batchinfer.kv.pages import pages_for
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.second_tier import ATTEMPTS as TIER_ATTEMPTS
@@ -206,7 +207,9 @@ def make_worker(
         traced=start.traced,
         reasoning=job.output.reasoning,
         continues=bool(job.input.continue_final_message),
-        prompts_alone=computes_prompts_alone(job, model.config),
+        prompts_alone=(alone := computes_prompts_alone(job, model.config)),
+        # if all requests run at once, spreading their beginnings gains nothing
+        spreads_prompts=model.stream is not None and not alone and budget.num_pages < pages_for(start.most_tokens),
         placement=rank.placement,
     )
 

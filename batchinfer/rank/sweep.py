@@ -2,12 +2,17 @@
 
 A sweep has one decode step for every running sequence, and prefill steps for all prompts for which there is room. Each
 step of a sweep is reported as a step; the sweep's time is divided by the time that each step computed.
+
+If requests wait for others to end, a sweep takes only the prompts whose products last as long as its reads: they come
+for nothing beside these, while prompts of many requests at once would leave the disk idle, and again when all of these
+requests end together.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 from batchinfer.model.sweeps import run_sweep
+from batchinfer.model.weight_stream import WeightStream
 from batchinfer.parallel.spans import SpanLog
 from batchinfer.rank.admission import Admission
 from batchinfer.rank.batch import StepResult
@@ -27,25 +32,49 @@ class SweptPart(NamedTuple):
     log: SpanLog
 
 
+class PromptPace:
+    """The prompts that a sweep can compute while its weights are read, as measured in the sweeps before it."""
+
+    def __init__(self, stream: WeightStream, step_tokens: int) -> None:
+        self._stream, self._step_tokens = stream, step_tokens
+        self._tokens, self._seconds = 0, 0.0
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """Note a prefill step of a sweep."""
+        self._tokens += num_tokens
+        self._seconds += seconds
+
+    @property
+    def num_steps(self) -> int:
+        """Number of prefill steps; one at least, and in the first sweep."""
+        if not self._tokens or not self._stream.num_bytes:
+            return 1
+        read_s = self._stream.split.sweep_bytes * self._stream.read_s / self._stream.num_bytes
+        return max(1, int(read_s * self._tokens / max(self._seconds, 1e-9) / self._step_tokens))
+
+
 def run_parts(
     context: RankContext,
     prefill: Prefill,
     running: DraftedTable,
     admission: Admission,
     goes_on: Callable[[], bool],
+    pace: PromptPace,
 ) -> list[SweptPart]:
     """Run one sweep; return its steps, none if it was left because the job ends.
 
     Args:
         goes_on: asked between layers. A sweep that is left has changed the queue: nothing may run after it.
+        pace: bounds the prompts if the context spreads them.
 
     Raises:
         ModelError: weights cannot be read.
     """
     assert context.model.stream is not None
-    prompts = prefill.take_steps(
-        lambda: admission.num_to_admit or 0, is_idle=not running.sequences, most=context.num_sweep_steps
-    )
+    most = context.num_sweep_steps
+    if context.spreads_prompts:
+        most = min(most, pace.num_steps)
+    prompts = prefill.take_steps(lambda: admission.num_to_admit or 0, is_idle=not running.sequences, most=most)
     answers = decode_parts(context, running)
     steps = [part.step for part in prompts] + [part.step for part in answers]
     logs = [SpanLog() for _ in steps]
@@ -55,6 +84,7 @@ def run_parts(
         if (one := next(swept, None)) is None:
             return []
         ended.append(SweptPart(Kind.PREFILL, prefill.end(part, one), one.seconds, log))
+        pace.note(len(part.step.tokens), one.seconds)
     sampled, counts, seconds = [], None, 0.0
     for answer in answers:
         if (one := next(swept, None)) is None:

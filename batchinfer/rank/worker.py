@@ -27,7 +27,7 @@ from batchinfer.rank.sequence import Sequence
 from batchinfer.rank.state_pages import StatePages
 from batchinfer.rank.step_vote import Agreed, Kind, agree
 from batchinfer.rank.stored_prefixes import StoredPrefixes
-from batchinfer.rank.sweep import run_parts
+from batchinfer.rank.sweep import PromptPace, run_parts
 from batchinfer.rank.telemetry import SweepShare, Telemetry
 from batchinfer.records import Completion
 
@@ -69,6 +69,7 @@ class RankWorker:
         self._expert_slots: ExpertSlots | None = None  # to be placed
         self._pieces: list[list[int]] | None = None  # of the calibration
         self._leave = False
+        self._pace: PromptPace | None = None  # of sweeps
         self._deal = 0  # number of the latest deal of work that it knows of
         self._overlap = MeasuredOverlap() if context.overlap == "auto" else context.overlap
 
@@ -177,7 +178,9 @@ class RankWorker:
         stream = self._context.model.stream
         assert stream is not None
         start_s, num_bytes, wait_s = time.time(), stream.num_bytes, stream.wait_s
-        parts = run_parts(self._context, self._prefill, self._running, self._admission, feed.goes_on)
+        if self._pace is None:
+            self._pace = PromptPace(stream, self._context.prefill_tokens)
+        parts = run_parts(self._context, self._prefill, self._running, self._admission, feed.goes_on, self._pace)
         share = (time.time() - start_s) / (sum(part.seconds for part in parts) or 1.0)
         num_bytes, wait_s = stream.num_bytes - num_bytes, stream.wait_s - wait_s
         for part in parts:

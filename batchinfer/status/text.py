@@ -56,6 +56,7 @@ def format_status(status: Status) -> str:
     if known:
         lines.append(f"speed     {', '.join(known)}")
     lines += _session_lines(status)
+    lines += [_sweep_line(figures) for one in status.sessions for figures in one.under_way if "sweep" in figures]
     for holder in status.running[:MOST_LINES]:
         task = "" if holder.task is None else f", task {holder.task}"
         restarts = f", restart {holder.restarts}" if holder.restarts else ""
@@ -92,6 +93,14 @@ def _session_line(session: SessionStatus) -> str:
     restarts = f", restart {session.restarts}" if session.restarts else ""
     doing = "; ".join(map(_doing, session.under_way)) or "at work"
     return fit(f"  {session.command} on {session.node}{task}{restarts}: {doing}", WIDTH)
+
+
+def _sweep_line(figures: dict[str, Any]) -> str:
+    """Format how far a rank is whose weights are streamed (controller/work_progress.py)."""
+    planned, speed = figures["planned_sweeps"], figures["read_bytes_per_s"]
+    about = "" if planned is None else f" of about {max(planned, figures['sweep']):,}"
+    at = "" if speed is None else f", weights at {speed / 1e9:,.2f} GB/s"
+    return f"  sweep {figures['sweep']:,}{about}{at}, {duration(figures['waited_s'])} waited for them"
 
 
 def _doing(figures: dict[str, Any]) -> str:

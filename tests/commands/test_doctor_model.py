@@ -10,6 +10,7 @@ from batchinfer.config import VALUE_BYTES
 from batchinfer.doctor import model_check
 from batchinfer.model.config import load_model_config
 from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, PackedFolder, layer_name
+from batchinfer.model.stream_forecast import ProductSpeeds, StreamForecast, count_sweeps
 from batchinfer.model.weight_bytes import rank_bytes, weight_bytes
 from support.checkpoints import edit_config
 from support.hollow_weights import write_hollow_weights
@@ -68,10 +69,26 @@ def test_a_converted_folder_that_does_not_fit_is_streamed(folder, monkeypatch):
     files = {name: {"bytes": 1_120_000_000} for name in names}
     manifest = {"dtype": "bfloat16", "layout": LAYOUT, "source": "original", "files": files}
     (folder / MANIFEST).write_text(json_text(manifest))
+
+    def measured(job, split, tokens):
+        sweeps = count_sweeps(job, load_model_config(folder), split, tokens)
+        return StreamForecast(split, tokens, sweeps, 1e9, ProductSpeeds(120.0, 2.0))
+
+    monkeypatch.setattr(model_check, "measured_forecast", measured)
     fit = found_in(folder)["dtypes"]["bfloat16"]
     assert (fit["reason"], fit["sweep_bytes"]) == (None, 27 * 1_120_000_000)
-    assert 20 < fit["requests_at_once"] < 100  # in 18 GB without three layers, ends and steps
-    assert "of which 30.2 GB are read from disk in each sweep" in batchinfer("doctor", "--model", folder).out
+    num = fit["requests_at_once"]
+    assert 20 < num < 100  # in 18 GB without three layers, ends and steps
+    seconds = max(30.24, num / 2)
+    assert fit["sweep"] == {
+        "disk_bytes_per_s": 1e9,
+        "seconds": seconds,
+        "prompt_tokens_per_s": 120.0,
+        "output_tokens_per_s": 2.0,
+    }
+    text = batchinfer("doctor", "--model", folder).out
+    assert "of which 30.2 GB are read from disk in each sweep" in text
+    assert f"{seconds:,.1f} s at 1.0 GB/s: {num / seconds:,.3g} output tokens/s, where products alone would" in text
 
 
 def test_a_model_too_large_for_this_machine_does_not_run(folder, monkeypatch):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import numpy as np
 import pytest
 
 from batchinfer.config import ClusterConfig
 from batchinfer.controller import work_progress
-from batchinfer.controller.work_progress import WorkProgress
+from batchinfer.controller.work_progress import SweepCount, WorkProgress
 from batchinfer.protocol.messages import StepRecord
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.units.planned_tokens import planned_tokens
@@ -195,3 +196,15 @@ def test_a_job_without_requests_is_all_done():
     progress = WorkProgress([], [], NOT_KNOWN | {"rows": 0, "max_output_tokens": 0}, ClusterConfig())
     assert np.array_equal(progress.done, progress.planned)
     assert progress.line() == "to come: at most 0 rows"
+
+
+def test_sweeps_are_counted_with_their_bytes_and_waiting():
+    progress = progress_of()
+    assert "sweep" not in progress.figures()
+    progress.sweeps = SweepCount(planned=40)
+    first = {"sweep": 1, "planned_sweeps": 40, "read_bytes_per_s": None, "waited_s": 0.0}
+    assert progress.figures() | first == progress.figures()
+    for num_bytes, wait_s in ((6_000, 1.5), (0, 0.0), (4_000, 0.5)):  # the first sweep has two steps
+        progress.step(msgspec.structs.replace(step("decode", 1, 1), streamed_bytes=num_bytes, weights_wait_s=wait_s))
+    third = {"sweep": 3, "planned_sweeps": 40, "read_bytes_per_s": 10_000 / 3, "waited_s": 2.0}
+    assert progress.figures() | third == progress.figures()

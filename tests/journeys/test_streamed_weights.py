@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import duckdb
 import pytest
 
+from batchinfer.config import load_job
 from batchinfer.host_info import free_memory_bytes
+from batchinfer.model.config import load_model_config
+from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.weight_mode import split_for
 from support.jobs import batchinfer, output_bytes, question, start, write_job, write_questions, write_shard
 from support.paths import RANDOM_MODEL
+from support.small_disks import small_disk
 from support.tiers import first_in_make_test
+
+__all__ = ["small_disk"]
 
 pytestmark = pytest.mark.usefixtures("cpp")
 
@@ -127,6 +137,103 @@ def test_a_kv_store_serves_streamed_and_resident_runs_alike(folder, converted, d
     assert found[2] == found[3]
 
 
+def test_kills_at_random_moments_leave_the_same_outputs(folder, converted):
+    """Rank, controller, or both are killed again and again; a run that is left alone then finishes the job."""
+    draw, model, num_kills = random.Random(60), converted("int4"), Counter()
+    calm = run(folder, model, "calm-int4", "resident", sampling=LONG)
+    job = job_of(folder, model, "killed", "stream", sampling=LONG, cluster=WAVES)
+    for deed in ("rank", "controller", "both") * 4:
+        process = start("run", job)
+        try:
+            _wait_for_more_results(folder / "killed", process)
+            time.sleep(draw.uniform(0, 0.15))
+            if process.poll() is not None:
+                break
+            ranks = [child for child in _children(process.pid) if "batchinfer.rank.main" in _command(child)]
+            if deed != "rank":
+                process.kill()
+            for rank in ranks if deed != "controller" else []:
+                with suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+            if deed == "rank":
+                time.sleep(draw.uniform(0, 1))
+                process.kill()
+            num_kills[deed] += 1
+            _, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        assert "Traceback" not in err, err
+    assert len(num_kills) == 3
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    assert output_bytes(folder / "killed") == calm
+
+
+def test_a_rank_stays_within_slots_kv_and_a_fixed_part(folder, converted):
+    job = load_job(job_of(folder, converted("bfloat16"), "capped", "stream", sampling=DRAWN))
+    model, packed = load_model_config(Path(job.model.path)), read_packed(Path(job.model.path))
+    split = split_for(job, model, packed, free_bytes=free_memory_bytes(), most_tokens=20 * 500, largest_tokens=500)
+    most = sum(split.slot_bytes) + split.kv_bytes + 1_200_000_000
+    process, peak = start("run", folder / "capped.toml"), 0
+    try:
+        while process.poll() is None:
+            with suppress(OSError, StopIteration, ValueError):
+                rank = next(child for child in _children(process.pid) if "batchinfer.rank.main" in _command(child))
+                status = Path(f"/proc/{rank}/status").read_text().split("VmHWM:")[1]
+                peak = max(peak, int(status.split()[0]) * 1024)
+            time.sleep(0.01)
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert 0 < peak <= most
+
+
+def test_a_disk_that_fails_is_one_sentence_and_the_run_goes_on_when_it_reads_again(folder, converted):
+    """The layer is a link into a folder that is gone for a while: whoever opens it anew finds nothing."""
+    model = converted("bfloat16")
+    calm = run(folder, model, "calm-bfloat16", "resident", sampling=LONG)
+    job = job_of(folder, model, "vanished", "stream", sampling=LONG, cluster=WAVES)
+    process = start("run", job)
+    layer = model / "layer-00001.safetensors"
+    away = layer.with_suffix(".away")
+    try:
+        _wait_for_results(folder / "vanished", process)
+        layer.rename(away)
+        rank = next(child for child in _children(process.pid) if "batchinfer.rank.main" in _command(child))
+        os.kill(rank, signal.SIGKILL)  # the next one cannot open the file
+        _, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        away.rename(layer)
+    assert process.returncode == 2, err
+    (sentence,) = (line for line in err.splitlines() if line.startswith("error: "))
+    assert str(layer) in sentence
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    assert output_bytes(folder / "vanished") == calm
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(folder, converted, small_disk):
+    model, target = converted("fp8"), small_disk.folder / "run"
+    calm = run(folder, model, "calm-fp8", "resident", sampling=LONG)
+    job = job_of(folder, model, "full", "stream", sampling=LONG, cluster=WAVES)
+    process = start("run", job, "--set", f"output.dir={target}")
+    try:
+        _wait_for_results(target, process)
+        small_disk.fill(but_bytes=0)
+        _, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 2, err
+    (sentence,) = (line for line in err.splitlines() if line.startswith("error: "))
+    assert "No space left on device" in sentence
+    small_disk.free()
+    ended = batchinfer("run", job, "--set", f"output.dir={target}")
+    assert ended.code == 0, ended.err
+    assert output_bytes(target) == calm
+
+
 @pytest.mark.parametrize("deed", ["kill the run", "kill the rank", "stop"])
 def test_a_run_that_is_hit_in_the_middle_ends_with_the_same_outputs(folder, converted, deed):
     model, name = converted("fp8"), deed.replace(" ", "-")
@@ -200,7 +307,7 @@ def test_plan_and_run_say_what_streaming_takes(folder, converted):
     (line,) = (line for line in planned.err.splitlines() if "weights are streamed" in line)
     assert line.startswith(f"on this host weights are streamed: {layers / 1e9:.2f} GB per sweep, ")
     assert "20 requests at once, at most 12 sweeps: " in line
-    assert "an answer of 12 tokens alone takes" in line
+    assert "the longest answer (12 tokens) alone takes" in line
     assert "weights are streamed" in batchinfer("run", job).err
 
 
@@ -215,6 +322,12 @@ def test_memory_beyond_what_is_free_is_refused(folder, converted):
 def _wait_for_results(run, process):
     while process.poll() is None and not list(run.glob("units/*/*/*.parquet")):
         time.sleep(0.02)
+
+
+def _wait_for_more_results(run, process):
+    before = len(list(run.glob("units/*/*/*.parquet")))
+    while process.poll() is None and len(list(run.glob("units/*/*/*.parquet"))) <= before:
+        time.sleep(0.005)
 
 
 def _children(pid):

@@ -55,5 +55,5 @@ def test_memory_that_holds_no_ring_is_refused_with_the_sizes():
 
 
 def test_a_sweep_takes_as_long_as_disk_or_products():
-    assert sweep_seconds(30 * 10**9, 1500, disk_bytes_per_s=1.5e9, tokens_per_s=250) == 20
-    assert sweep_seconds(30 * 10**9, 6000, disk_bytes_per_s=1.5e9, tokens_per_s=250) == 24
+    assert sweep_seconds(30 * 10**9, 6, disk_bytes_per_s=1.5e9) == 20
+    assert sweep_seconds(30 * 10**9, 24, disk_bytes_per_s=1.5e9) == 24

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from batchinfer.config import SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.model.config import load_model_config
 from batchinfer.model.convert import convert_model
-from batchinfer.model.memory_split import split_memory
+from batchinfer.model.memory_split import MemorySplit, split_memory
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.feed import Inbox
 from batchinfer.rank.load import BITS, DTYPES
+from batchinfer.rank.sweep import PromptPace
 from batchinfer.records import Request, RequestKey
+from support.checkpoints import make_checkpoint
 from support.one_rank import Feed, run_rank, whole_prompts
 from support.paths import RANDOM_MODEL
 from support.tiers import first_in_make_test
@@ -32,18 +36,20 @@ SCORES = replace(ANSWERS, max_tokens=0, logprobs=None, prompt_logprobs=2)
 @pytest.fixture(scope="module", params=first_in_make_test(["bfloat16", "int4", "float32", "fp8"]))
 def models(request, tmp_path_factory):
     """The same model with resident and with streamed weights."""
-    dtype, folder = request.param, tmp_path_factory.mktemp("sweep") / "model"
-    bits = BITS.get(dtype, {})
-    ops = Ops.select("cpu", DTYPES[dtype], **bits)
-    convert_model(RANDOM_MODEL, folder, ops, dtype=DTYPES[dtype], name=dtype, on_read=lambda done, total: None)
-    packed = read_packed(folder)
-    sizes = [packed.layer_bytes(layer) for layer in range(4)]
-    memory = split_memory(sizes, memory_bytes=1 << 30, fixed_bytes=0, least_kv_bytes=0, useful_kv_bytes=None)
-    resident, streamed = (
-        Transformer.load(folder, dtype=DTYPES[dtype], memory=split, **bits) for split in (None, memory)
-    )
+    resident, streamed = both(RANDOM_MODEL, tmp_path_factory.mktemp("sweep") / "model", request.param)
     yield resident, streamed
     streamed.stream.close()
+
+
+def both(source, folder, dtype):
+    """Convert a model; return it with resident weights, and with weights that are read into two or three slots."""
+    bits = BITS.get(dtype, {})
+    ops = Ops.select("cpu", DTYPES[dtype], **bits)
+    convert_model(source, folder, ops, dtype=DTYPES[dtype], name=dtype, on_read=lambda done, total: None)
+    packed, num_layers = read_packed(folder), load_model_config(folder).num_hidden_layers
+    sizes = [packed.layer_bytes(layer) for layer in range(num_layers)]
+    memory = split_memory(sizes, memory_bytes=1 << 30, fixed_bytes=0, least_kv_bytes=0, useful_kv_bytes=None)
+    return tuple(Transformer.load(folder, dtype=DTYPES[dtype], memory=split, **bits) for split in (None, memory))
 
 
 @pytest.fixture(scope="module")
@@ -78,10 +84,28 @@ def test_completions_are_those_of_resident_weights(models, tokenizer, sampling, 
     assert found_in(feed) == expected
     sweeps = sum(record.streamed_bytes > 0 for record in feed.records)
     assert 1 < sweeps < len(feed.records)
-    if sampling is not ANSWERS:
+    if sampling is ANSWERS:
+        spread = run_rank(streamed, tokenizer, requests, num_pages=num_pages, spreads_prompts=True, **SMALL)
+        assert found_in(spread) == expected
+    else:
         alone = run_rank(streamed, tokenizer, requests, num_pages=num_pages, prompts_alone=True, **SMALL)
         assert found_in(alone) == expected
         assert sum(record.new_tokens for record in alone.records) >= sum(record.new_tokens for record in feed.records)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3-windows", "minimax-m2", "glm-dsa-shared", "v2-groups"])
+def test_models_of_other_families_sweep_to_the_same_completions(tmp_path, tokenizer, name):
+    make_checkpoint(tmp_path / "plain", name)
+    resident, streamed = both(tmp_path / "plain", tmp_path / "packed", "bfloat16")
+    requests = [
+        replace(request, token_ids=[token % 90 for token in request.token_ids]) for request in requests_with(ANSWERS)
+    ]
+    expected = found_in(run_rank(resident, tokenizer, requests))
+    found = found_in(run_rank(streamed, tokenizer, requests, num_pages=40, **SMALL))
+    streamed.stream.close()
+    assert found == expected
+    assert len({text for text, *_ in found}) > 1
 
 
 def test_pages_of_prompts_alone_are_those_of_one_layer(models):
@@ -112,3 +136,16 @@ def test_a_sweep_that_is_left_delivers_nothing(models, tokenizer):
     assert not feed.done
     assert sum(record.output_tokens for record in feed.records) == 2 * 4
     assert found_in(run_rank(models[1], tokenizer, requests)) == found_in(run_rank(models[0], tokenizer, requests))
+
+
+def test_a_sweep_takes_as_many_prompt_steps_as_its_reads_leave_time_for():
+    split = MemorySplit((0, 1, 2, 0), (4, 4, 4), 0, sweep_bytes=1000)
+    stream = SimpleNamespace(split=split, num_bytes=0, read_s=0.0)
+    pace = PromptPace(stream, step_tokens=100)
+    assert pace.num_steps == 1  # nothing is measured
+    stream.num_bytes, stream.read_s = 500, 5.0  # a sweep's reads take 10 s
+    for num_tokens, seconds in ((100, 2.0), (50, 1.0)):
+        pace.note(num_tokens, seconds)
+    assert pace.num_steps == 5
+    pace.note(150, 97.0)
+    assert pace.num_steps == 1

@@ -19,11 +19,13 @@ import pytest
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.progress import Progress
-from batchinfer.run.heartbeat import Heartbeat
+from batchinfer.run.heartbeat import Heartbeat, SessionStatus
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.run.units.claims import UnitClaims
 from batchinfer.run.units.result_files import write_results
 from batchinfer.rundir import RunDir
+from batchinfer.status.status import Status
+from batchinfer.status.text import format_status
 from support.faults import LONG, SLOW, fail_some, plan_units
 from support.jobs import batchinfer, output_bytes, outputs, start, write_job, write_questions, write_shard
 
@@ -245,3 +247,13 @@ def test_retry_waits_for_a_finish(planned):
 def _has_failed(run, unit):
     files = sorted((run / "units" / f"{unit:06d}").glob("*/part-*.parquet"))
     return any("error" in pq.read_table(path)["status"].to_pylist() for path in files)
+
+
+@pytest.mark.parametrize(("planned", "about"), [(40, " of about 40"), (2, " of about 3"), (None, "")])
+def test_sweeps_of_streamed_weights_have_a_line(planned, about):
+    sweeps = {"sweep": 3, "planned_sweeps": planned, "read_bytes_per_s": 1.2e9, "waited_s": 155.0}
+    figures = {"phase": "decode", "own_tokens": 5, "tokens_per_s": None}
+    parts = {"task": None, "restarts": 0, "time_s": 0.0, "silent_s": 0.0, "is_dead": False}
+    session = SessionStatus("s", "work", "node", under_way=[figures | sweeps], **parts)
+    lines = format_status(Status(run="r", state="planned", activity="running", sessions=[session])).splitlines()
+    assert f"  sweep 3{about}, weights at 1.20 GB/s, 3 min waited for them" in lines

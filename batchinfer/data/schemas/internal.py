@@ -63,6 +63,7 @@ PLAN_UNITS = table(
     ("max_output_tokens", pa.int64(), "sum of max_tokens"),
     ("kv_tokens", pa.int64(), "most KV tokens of its requests, each in whole pages"),
     ("largest_kv_tokens", pa.int64(), "most KV tokens of one of them"),
+    ("largest_output_tokens", pa.int64(), "largest max_tokens of one of them"),
 )
 PLAN_EXPERTS = table(
     "plan/experts",
