@@ -51,7 +51,7 @@ def test_options_that_are_wrong_are_named(tmp_path):
     for arguments, sentence in (
         (["--only", "slices"], "there is no section 'slices'"),
         (["--minutes", "soon"], "--minutes takes a number above 0"),
-        (["--call", "4"], "--call takes 1, 2, 3 or job"),
+        (["--call", "4"], "--call takes 1, 2, 3, job or ranks"),
         (["--fast"], "there is no option --fast"),
     ):
         done = bash("run.sh", *arguments)
@@ -67,7 +67,17 @@ def test_options_that_are_wrong_are_named(tmp_path):
 def test_it_says_what_time_did_not_allow_and_packs_what_there_is(tmp_path):
     done = bash("run.sh", "--rehearse", "--minutes", "0.1", tmp_path / "results")
     assert done.returncode == UNFINISHED, done.stderr
-    for section in ("compile", "tests-operations", "slice", "check", "tests-engine", "profile", "counters", "job"):
+    for section in (
+        "compile",
+        "tests-operations",
+        "slice",
+        "check",
+        "tests-engine",
+        "profile",
+        "counters",
+        "job",
+        "ranks",
+    ):
         assert f"== {section}: not run, time is up" in done.stdout
     assert (tmp_path / "results" / "rehearsal" / "summary.md").read_text() == "Nothing has been measured.\n"
     parcel.unpack(tmp_path / "results.tar.xz", tmp_path / "back")
