@@ -174,6 +174,7 @@ class DistributedExchange(LaneExchange):
         self._group = group
 
     def _departing(self, counts: Counts) -> Counts:
+        assert not isinstance(counts, torch.Tensor), "a CPU's counts are on the host"
         return [[*rank_counts, time.time_ns()] for rank_counts in counts]
 
     def _all_to_all(self, rows: torch.Tensor, counts: Counts) -> ReceivedRows:

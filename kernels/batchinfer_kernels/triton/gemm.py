@@ -88,8 +88,7 @@ def product(
     """
     values = values_of(weight)
     num_columns, depth = values.shape[-2:]
-    is_packed = isinstance(weight, FourBits)
-    if is_packed:
+    if is_packed := isinstance(weight, FourBits):
         depth = depth_of(weight, x.shape[-1])
     if x.shape[-1] != depth:
         raise RuntimeError(f"x is {x.shape[-1]} wide, weight {depth}")
