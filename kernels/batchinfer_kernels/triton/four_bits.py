@@ -33,10 +33,8 @@ def widened(weight: FourBits) -> torch.Tensor:
 
 
 @triton.jit
-def widen(packed, scales):
-    """Return values × scales in bfloat16, [N, K], of bytes [N, K / 2] with scales [N, K / 32]."""
-    ROWS: tl.constexpr = packed.shape[0]
-    GROUPS: tl.constexpr = scales.shape[1]
+def widen(packed, scales, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Return values × scales in bfloat16, [ROWS, GROUPS * 32], of bytes [ROWS, GROUPS * 16]; scales [ROWS, GROUPS]."""
     groups = tl.reshape(tl.join(packed & 15, packed >> 4), (ROWS, GROUPS, GROUP_VALUES)).to(tl.int32)
     if scales.dtype == tl.bfloat16:
         # the last bits of 2**23 + value; subtracting is quicker than converting

@@ -244,7 +244,7 @@ def _tile(  # noqa: PLR0915  (one kernel for all forms of weights)
             x = tl.load(x_at, mask=(steps < left)[None, :], other=0.0)
             w = tl.load(w_at, mask=(w_steps * (DEPTH // W_DEPTH) < left)[None, :], other=0)
         if IS_PACKED:
-            w = widen(w, w_scales)
+            w = widen(w, w_scales, COLUMNS, DEPTH // GROUP_VALUES)
             # a step's bytes are too few for a copy in the background, so they are loaded a step ahead
             w_scales_at += DEPTH // GROUP_VALUES
             is_next = (groups * GROUP_VALUES < depth - (step + 1) * DEPTH)[None, :]
