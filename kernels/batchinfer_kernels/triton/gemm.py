@@ -242,7 +242,10 @@ def _tile(  # noqa: PLR0915  (one kernel for all forms of weights)
         else:
             left = depth - step * DEPTH
             x = tl.load(x_at, mask=(steps < left)[None, :], other=0.0)
-            w = tl.load(w_at, mask=(w_steps * (DEPTH // W_DEPTH) < left)[None, :], other=0)
+            if IS_PACKED:
+                w = tl.load(w_at, mask=(2 * w_steps < left)[None, :], other=0)
+            else:
+                w = tl.load(w_at, mask=(w_steps < left)[None, :], other=0.0)
         if IS_PACKED:
             w = widen(w, w_scales, COLUMNS, DEPTH // GROUP_VALUES)
             # a step's bytes are too few for a copy in the background, so they are loaded a step ahead
