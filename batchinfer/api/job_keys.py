@@ -94,7 +94,7 @@ class ModelKeys(TypedDict, total=False):
     tokenizer.json (or tiktoken.model, tekken.json), tokenizer_config.json"""
     dtype: Literal["float32", "bfloat16", "fp8", "int4", "fp4"]
     """precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16; int4: as fp8, with routed
-    experts in 4 bits (on CPUs); fp4: as fp8, with routed experts as stored in MXFP4 (on CPUs)"""
+    experts in 4 bits; fp4: as fp8, with routed experts as stored in MXFP4"""
 
 
 class SamplingKeys(TypedDict, total=False):
@@ -171,8 +171,9 @@ class ClusterKeys(TypedDict, total=False):
     attention for prefill; hopper: as auto, but flash_mla splits decode steps freely, which is faster for few
     requests, but a request's last bits then depend on the other requests of its steps"""
     exchange: Literal["auto", "shared", "tls", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"]
-    """how expert rows travel; auto: shared memory on one host, tls between hosts, nccl on GPUs; deepep-low-latency
-    is for decode, ranks that do prefill alone take deepep-v1"""
+    """how expert rows travel; auto: shared memory on one host, tls between hosts, nccl on GPUs; shared: of GPUs,
+    too, copied to the host and back, and several ranks may share a GPU; deepep-low-latency is for decode, ranks
+    that do prefill alone take deepep-v1"""
     graphs: Literal["auto", "off"]
     """decode steps as CUDA graphs if GPU, exchange and operations support them; off: never, for drivers with which
     graphs fail; results stay the same"""

@@ -43,6 +43,7 @@ class ClusterConfig(Part):
     exchange: Literal["auto", "shared", "tls", "gloo", "nccl", "deepep", "deepep-v1", "deepep-low-latency"] = Field(
         "auto",
         description="how expert rows travel; auto: shared memory on one host, tls between hosts, nccl on GPUs; "
+        "shared: of GPUs, too, copied to the host and back, and several ranks may share a GPU; "
         "deepep-low-latency is for decode, ranks that do prefill alone take deepep-v1",
     )
     graphs: Literal["auto", "off"] = Field(

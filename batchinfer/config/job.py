@@ -99,8 +99,8 @@ class ModelPart(Part):
     dtype: Literal["float32", "bfloat16", "fp8", "int4", "fp4"] = Field(
         "bfloat16",
         description="precision of weights and KV; fp8: 8-bit weights and products, KV in bfloat16; "
-        "int4: as fp8, with routed experts in 4 bits (on CPUs); "
-        "fp4: as fp8, with routed experts as stored in MXFP4 (on CPUs)",
+        "int4: as fp8, with routed experts in 4 bits; "
+        "fp4: as fp8, with routed experts as stored in MXFP4",
     )
 
 

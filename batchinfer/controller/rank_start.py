@@ -92,7 +92,8 @@ class RankStart:
         for reason in sorted({message.no_drafts for message in ready if message.no_drafts} - self._reported):
             self._reported.add(reason)
             note(f"no tokens are drafted with the model's MTP layer: {reason}")
-        for sentence in sorted({message.graphs for message in ready if message.graphs} - self._reported):
+        said = {sentence for message in ready for sentence in (message.graphs, message.sharing) if sentence}
+        for sentence in sorted(said - self._reported):
             self._reported.add(sentence)
             note(sentence)
 

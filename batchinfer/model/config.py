@@ -96,7 +96,7 @@ class ModelConfig:
         if not self.may_run_in(dtype):
             raise ConfigError(
                 'model.dtype is "fp4", but the routed experts of this model are not stored in FP4 (quant_method "mxfp4"'
-                ' in config.json); use "fp8", or "int4" on a CPU'
+                ' in config.json); use "fp8" or "int4"'
             )
 
     @property

@@ -3,7 +3,7 @@
 Dispatchers use it for expert rows, the mesh for the small agreements between steps. Exchanges are started in the same
 order on all ranks, and waited for in that order; up to two may be under way, one per micro-batch. This file holds the
 interface and the version over torch.distributed (gloo between hosts, NCCL on GPUs); shared_memory.py the one for ranks
-on one host.
+on one host, staged_exchange.py the same for ranks on GPUs.
 """
 
 import time
@@ -111,20 +111,17 @@ class Exchange(Protocol):
         ...
 
 
-class DistributedExchange:
-    """The exchange over a process group of torch.distributed, on a separate thread: counts first, then rows.
+class LaneExchange:
+    """An exchange that waits for the others on a separate thread, one exchange after the other.
 
-    On CPUs each rank's counts come with the time, by its clock, at which it started the exchange.
     On a GPU the thread has a separate stream, so that the caller's stream computes while rows travel.
 
     Args:
-        group: its size, rank and deadline count; gloo for CPU tensors, NCCL for GPU tensors.
         device: where rows live.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
-        self.rank, self.size = group.rank(), group.size()
-        self._group = group
+    def __init__(self, rank: int, size: int, device: torch.device | str = "cpu"):
+        self.rank, self.size = rank, size
         self._device = torch.device(device)
         self._stream = TravelStream(self._device) if self._device.type == "cuda" else None
         # one thread keeps the collectives in order, as they must be
@@ -137,8 +134,7 @@ class DistributedExchange:
     def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
         """See Exchange."""
         if self._stream is None:
-            stamped = [[*rank_counts, time.time_ns()] for rank_counts in counts]
-            return PendingRows(self._lane.submit(self._all_to_all, rows, stamped).result)
+            return PendingRows(self._lane.submit(self._all_to_all, rows, self._departing(counts)).result)
         ready = self._stream.depart([rows, counts] if isinstance(counts, torch.Tensor) else [rows])
         future = self._lane.submit(self._travel, self._stream, ready, rows, counts)
         return PendingRows(partial(_arrive, self._stream, future))
@@ -153,6 +149,33 @@ class DistributedExchange:
         with stream.travelling(ready):
             received = self._all_to_all(rows, counts)
             return replace(received, ready_s=None, arrived_s=None), stream.arrived()
+
+    def _departing(self, counts: Counts) -> Counts:
+        """Return what travels as the counts of rows that start now, from a CPU."""
+        return counts
+
+    def _all_to_all(self, rows: torch.Tensor, counts: Counts) -> ReceivedRows:
+        """Send the rows and return those of all ranks; on the thread."""
+        raise NotImplementedError
+
+
+class DistributedExchange(LaneExchange):
+    """The exchange over a process group of torch.distributed: counts first, then rows.
+
+    On CPUs each rank's counts come with the time, by its clock, at which it started the exchange.
+
+    Args:
+        group: its size, rank and deadline count; gloo for CPU tensors, NCCL for GPU tensors.
+        device: where rows live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
+        super().__init__(group.rank(), group.size(), device)
+        self._group = group
+
+    def _departing(self, counts: Counts) -> Counts:
+        assert not isinstance(counts, torch.Tensor), "a CPU's counts are on the host"
+        return [[*rank_counts, time.time_ns()] for rank_counts in counts]
 
     def _all_to_all(self, rows: torch.Tensor, counts: Counts) -> ReceivedRows:
         try:

@@ -2,7 +2,7 @@
 
 from batchinfer.records import ConfigError
 
-ON_CPUS = ("shared", "tls", "gloo")
+ON_CPUS = ("tls", "gloo")
 DEEPEP = ("deepep", "deepep-v1", "deepep-low-latency")
 ON_GPUS = ("nccl", *DEEPEP)
 

@@ -24,6 +24,7 @@ from batchinfer.parallel.exchange_rules import DEEPEP, ON_GPUS, check_device
 from batchinfer.parallel.placement import Placement
 from batchinfer.parallel.row_format import RowFormat
 from batchinfer.parallel.shared_memory import SharedMemoryExchange, can_share_memory
+from batchinfer.parallel.staged_exchange import StagedExchange
 from batchinfer.parallel.tls_exchange import Meeting, TlsExchange
 from batchinfer.records import ConfigError, PeerLostError
 
@@ -93,6 +94,9 @@ class Mesh:
         if kind == "nccl":
             assert group is not None
             exchange = DistributedExchange(group, device)
+        elif kind == "shared" and _is_staged(device):
+            rows = SharedMemoryExchange(store, seat.rank, seat.size, timeout_s=seat.timeout_s, name="staged_rows")
+            exchange = StagedExchange(rows, device)
         return cls(seat.rank, seat.size, exchange, agreements=on_host, kind=kind, group=group, device=device)
 
     def agree(self, values: Sequence[int]) -> list[list[int]]:
@@ -204,6 +208,11 @@ def _refuse_missing_interfaces() -> None:
                 f"cluster.exchange is 'gloo', but the network interface {name} (GLOO_SOCKET_IFNAME) is not there or "
                 'has no address; name another one, or use cluster.exchange = "auto"'
             ) from None
+
+
+def _is_staged(device: torch.device) -> bool:
+    """Return whether rows of this device are copied to the host before they travel through its memory."""
+    return device.type != "cpu"
 
 
 def _choose(seat: Seat, device: torch.device) -> str:

@@ -18,6 +18,7 @@ import socket
 import struct
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -79,6 +80,7 @@ class SharedMemoryExchange:
 
     Args:
         store: shared by the group, for the sockets' addresses.
+        name: of the exchange, if the ranks have several.
         timeout_s: deadline of each exchange, and of the first connection.
 
     Raises:
@@ -86,14 +88,14 @@ class SharedMemoryExchange:
         ConfigError: later, when the limit of open files is too low.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout_s: float):
+    def __init__(self, store: dist.Store, rank: int, size: int, *, timeout_s: float, name: str = "shared_memory"):
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
         self._sequence = 0  # of the next exchange to start
         self._num_received = 0
         self._own = [_Region(-1) for _ in range(_NUM_REGIONS)]
         self._is_new_region = False
-        self._peers = _connect(store, rank, size, timeout_s)
+        self._peers = _connect(store, name, rank, size, timeout_s)
 
     def buffer(self, num_rows: int, row_bytes: int) -> torch.Tensor:
         """See Exchange."""
@@ -106,7 +108,7 @@ class SharedMemoryExchange:
 
     def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
         """See Exchange."""
-        assert not isinstance(counts, torch.Tensor), "rows of a GPU do not travel through shared memory"
+        assert not isinstance(counts, torch.Tensor), "rows of a GPU have to be on the host"
         sequence, row_bytes = self._sequence, rows.shape[1]
         region = self._own[sequence % _NUM_REGIONS]
         self._sequence += 1
@@ -129,6 +131,8 @@ class SharedMemoryExchange:
     def close(self) -> None:
         """See Exchange."""
         for peer in self._peers.values():
+            with suppress(OSError):  # the peer is gone; a thread that waits for it wakes up
+                peer.connection.shutdown(socket.SHUT_RDWR)
             peer.connection.close()
             for region in peer.regions:
                 _close(region)
@@ -188,7 +192,7 @@ class SharedMemoryExchange:
         return PeerLostError(f"rank {rank} of the group has ended")
 
 
-def _connect(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[int, _Peer]:
+def _connect(store: dist.Store, name: str, rank: int, size: int, timeout_s: float) -> dict[int, _Peer]:
     """Connect to every other rank: call lower ranks, accept calls of higher ranks; return the connections."""
     peers: dict[int, _Peer] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -197,12 +201,12 @@ def _connect(store: dist.Store, rank: int, size: int, timeout_s: float) -> dict[
         listener.bind(address)
         listener.listen(size)
         listener.settimeout(timeout_s)
-        store.set(f"shared_memory/{rank}", address[1:])
+        store.set(f"{name}/{rank}", address[1:])
         try:
             for lower in range(rank):
                 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 connection.settimeout(timeout_s)
-                _call(connection, "\0" + store.get(f"shared_memory/{lower}").decode(), timeout_s)
+                _call(connection, "\0" + store.get(f"{name}/{lower}").decode(), timeout_s)
                 connection.send(_HELLO.pack(rank))
                 peers[lower] = _Peer(connection)
             while len(peers) < size - 1:

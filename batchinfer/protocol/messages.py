@@ -139,6 +139,7 @@ class Ready(Message, frozen=True):
     no_drafts: why no tokens are drafted although the model has a layer for it and the job leaves it open.
     graphs: whether decode steps run as CUDA graphs or why not, a sentence; None: nobody expects them of this rank.
     no_cpp: why a model on a CPU runs in plain PyTorch although the job leaves the C++ operations open.
+    sharing: how many ranks share a GPU, a sentence; None: each has its own, or computes on a CPU.
     """
 
     device: str
@@ -147,6 +148,7 @@ class Ready(Message, frozen=True):
     no_drafts: str | None = None
     graphs: str | None = None
     no_cpp: str | None = None
+    sharing: str | None = None
 
 
 # from a rank: while it works

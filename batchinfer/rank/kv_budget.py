@@ -20,6 +20,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.model.weight_mode import computes_prompts_alone
 from batchinfer.protocol.messages import Start
+from batchinfer.rank.device import ranks_per_gpu
 from batchinfer.records import ConfigError
 
 # Share of the GPU's memory for later needs: captured graphs, buffers of libraries, gaps between blocks of memory, and
@@ -81,7 +82,14 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
         num_bytes = (
             max(0, host_share - num_slots * state_bytes)
             if on_cpu
-            else measured_budget(model, cluster, place, start.largest_tokens, scores=scores)
+            else measured_budget(
+                model,
+                cluster,
+                place,
+                start.largest_tokens,
+                scores=scores,
+                num_sharing=ranks_per_gpu(cluster.exchange, num_local_ranks),
+            )
         )
     num_pages = min(num_bytes // page_bytes, pages_for(useful_tokens))
     pages_of_host = (num_pages * page_bytes + num_slots * state_bytes) * num_local_ranks
@@ -108,13 +116,20 @@ def experts_held(model: Transformer) -> int:
 
 
 def measured_budget(
-    model: Transformer, cluster: ClusterConfig, place: RankPlace, largest_tokens: int, *, scores: bool = False
+    model: Transformer,
+    cluster: ClusterConfig,
+    place: RankPlace,
+    largest_tokens: int,
+    *,
+    scores: bool = False,
+    num_sharing: int = 1,
 ) -> int:
     """Run the largest steps once on the model's GPU; return the bytes that are left for KV pages.
 
     Args:
         largest_tokens: tokens of the largest request, prompt and output.
         scores: whether prompts may be scored.
+        num_sharing: ranks that share the GPU, each with an equal part.
     """
     device = model.device
     steps, num_pages = largest_steps(
@@ -132,6 +147,9 @@ def measured_budget(
     del pages
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
+    if num_sharing > 1:  # others may hold less than their part yet
+        total //= num_sharing
+        free = min(free, total - torch.cuda.memory_reserved(device))
     return bytes_for_pages(total=total, free=free, working=working)
 
 

@@ -57,7 +57,7 @@ from batchinfer.protocol.messages import (
 from batchinfer.rank import may_draft
 from batchinfer.rank.bit_equality import equal_rows, why_no_cpp
 from batchinfer.rank.bucket_transfer import BucketTransfers
-from batchinfer.rank.device import device_name, rank_device
+from batchinfer.rank.device import device_name, rank_device, ranks_per_gpu
 from batchinfer.rank.kv_budget import kv_budget
 from batchinfer.rank.load import LoadedRank, first_placements, load_model, make_worker
 from batchinfer.rank.warm_up import warm_up
@@ -142,7 +142,7 @@ def _join(
         timeout_s=job.cluster.collective_seconds,
         meeting=Meeting(join.host, join.credentials) if join.credentials else None,
     )
-    device = rank_device(job.cluster.backend, environment.index)
+    device = rank_device(job.cluster.backend, environment.index, job.cluster.exchange)
     store.set_timeout(timedelta(seconds=seat.timeout_s))
     return join, job, place, device, Mesh.join(seat, store, device)
 
@@ -184,6 +184,7 @@ def _work(
         no_drafts,
         _graphs(model, place, job),
         why_no_cpp(model, job.cluster.backend),
+        _sharing(job, join, device),
     )
     channel.send(ready)
     rank = LoadedRank(place, mesh, model, tokenizer, slots, can_draft=model.mtp is not None and no_drafts is None)
@@ -230,6 +231,12 @@ def _graphs(model: Transformer, place: RankPlace, job: JobConfig) -> str | None:
     if reason == ON_HOST:
         return None
     return "decode steps run as CUDA graphs" if reason is None else f"decode steps run as no CUDA graphs: {reason}"
+
+
+def _sharing(job: JobConfig, join: messages.Join, device: torch.device) -> str | None:
+    """Return a sentence for the user about ranks that share a GPU; None: there are none."""
+    num_ranks = 1 if device.type == "cpu" else ranks_per_gpu(job.cluster.exchange, join.num_local_ranks)
+    return None if num_ranks == 1 else f"{num_ranks} ranks share a GPU: rows between them go through the host's memory"
 
 
 def _transfers(job: JobConfig, folder: Path, place: RankPlace) -> Path | BucketTransfers:

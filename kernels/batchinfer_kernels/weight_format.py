@@ -62,16 +62,8 @@ _FP4 = WeightFormat(Fp4Scaled.empty, Fp4Scaled.put, Fp4Scaled.slots, keeps_fp4=T
 
 
 def fp4_format_beside(weight: Weight) -> WeightFormat:
-    """Return the form of weights in FP4 for the operations that packed this weight.
-
-    Raises:
-        RuntimeError: the operations are those of GPUs, which take no such weights.
-    """
-    if isinstance(weight, Packed):
-        return _packed_format(WeightKind.FP4)
-    if isinstance(weight, torch.Tensor) and weight.is_cpu:
-        return _FP4
-    raise RuntimeError("weights in FP4 are multiplied on CPUs alone")
+    """Return the form of weights in FP4 for the operations that packed this weight."""
+    return _packed_format(WeightKind.FP4) if isinstance(weight, Packed) else _FP4
 
 
 def _packed_format(kind: WeightKind) -> WeightFormat:

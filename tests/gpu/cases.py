@@ -13,9 +13,12 @@ from batchinfer_kernels import sdpa
 from batchinfer_kernels.hopper import fp8_pages
 from batchinfer_kernels.hopper import ops as hopper
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
+from batchinfer_kernels.reference.fp4 import Fp4Scaled
+from batchinfer_kernels.reference.group_scaled import GROUP, GroupScaled, to_groups
 from batchinfer_kernels.registry import Operation
 
 Function = Callable[..., torch.Tensor]
+Weight = torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled
 ALL = slice(None)
 
 
@@ -116,11 +119,26 @@ def weight(*shape: int, device: torch.device, fp8: bool, seed: int = 1) -> torch
     return to_blocks(plain) if fp8 else plain
 
 
-def bytes_of(*tensors: torch.Tensor | BlockScaled | None) -> int:
+def expert_weight(*shape: int, device: torch.device, form: str, seed: int = 1) -> Weight:
+    """Weights of experts [E, N, K] in "bf16", "fp8", "int4" or "fp4" that keep the size of what they multiply."""
+    if form == "fp4":  # every value as often, so 2.9 on average
+        packed = torch.empty(*shape[:-1], shape[-1] // 2, dtype=torch.uint8, device=device)
+        scales = torch.empty(*shape[:-1], shape[-1] // GROUP, dtype=torch.uint8, device=device)
+        exponent = 127 - round(math.log2(2.9 * shape[-1] ** 0.5))
+        for place in range(shape[0]):
+            generator = torch.Generator(device).manual_seed(seed + place)
+            packed[place].random_(0, 256, generator=generator)
+            scales[place].random_(exponent - 1, exponent + 2, generator=generator)
+        return Fp4Scaled(packed, scales)
+    plain = weight(*shape, device=device, fp8=form == "fp8", seed=seed)
+    return to_groups(plain) if form == "int4" and isinstance(plain, torch.Tensor) else plain
+
+
+def bytes_of(*tensors: Weight | None) -> int:
     """Bytes of these tensors."""
     total = 0
     for tensor in tensors:
-        if isinstance(tensor, BlockScaled):
+        if isinstance(tensor, BlockScaled | GroupScaled | Fp4Scaled):
             total += bytes_of(tensor.values, tensor.scales)
         elif tensor is not None:
             total += math.prod(tensor.shape) * tensor.element_size()

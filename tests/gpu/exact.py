@@ -13,11 +13,13 @@ import torch.nn.functional as F
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled
+from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.fp8 import ROW_BLOCK
+from batchinfer_kernels.reference.group_scaled import GroupScaled
 
 PAGE = 64
 TOLERANCE = {"relative": 1e-2, "diff": 1e-3, "unequal": 0.0}
-Weight = torch.Tensor | BlockScaled
+Weight = torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled
 
 
 def error(measure: str, result: torch.Tensor, expected: torch.Tensor) -> float:
@@ -108,6 +110,8 @@ def _rows(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 def _wide_weight(weight: Weight) -> torch.Tensor:
     if isinstance(weight, BlockScaled):
         return wide(weight.values, weight.scales, (BLOCK, BLOCK))
+    if isinstance(weight, GroupScaled | Fp4Scaled):
+        weight = weight.plain().bfloat16()  # as it is on its way into the product
     return weight.double()
 
 

@@ -142,7 +142,7 @@ class Runs:
         partial.rename(self.model)
         return f"{num_bytes / 1e9:.1f} GB of weights written in {time.monotonic() - start_s:.1f} s, {self.model}"
 
-    def run(self, name: str, prompts: str, *, profile: Path | None = None, **cluster: int) -> dict[str, Any]:
+    def run(self, name: str, prompts: str, *, profile: Path | None = None, **cluster: Any) -> dict[str, Any]:
         """Run the job over these prompts from its start.
 
         Returns:

@@ -11,7 +11,7 @@ import candidates
 import exact
 import published
 import torch
-from cases import ALL, Case, Dims, Function, Work, bytes_of, normal, parts_of, weight
+from cases import ALL, Case, Dims, Function, Work, bytes_of, expert_weight, normal, parts_of, weight
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference.block_scaled import BlockScaled
@@ -30,6 +30,7 @@ _PROJECTIONS = (
     (4096, 7168),
     (7168, 2048),
 )
+_FORMS = ("fp8", "bf16", "int4", "fp4")  # of experts' weights; deep_gemm has the first two
 _TILE = 128  # groups of single products are whole tiles, as in the published table
 
 
@@ -58,22 +59,17 @@ def product_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
         words = f"fp8 {num_rows} x {num_columns} x {depth}"
         cases.append(Case("linear", words, partial(_linear, num_rows, num_columns, depth, True), BOTH))
     for num_experts in (2, 3 if is_tiny else 9):  # of a GPU in decode and in prefill
-        for fp8 in (num_experts == 2,) if is_tiny else (True, False):
-            name = f"{'fp8' if fp8 else 'bf16'} {num_experts} experts"
-            rows = decode_rows * 4 if num_experts == 2 else tokens
+        rows = decode_rows * 4 if num_experts == 2 else tokens
+        for form in _FORMS if not is_tiny else ("fp8", "int4") if num_experts == 2 else ("bf16", "fp4"):
+            words, names = f"{form} {num_experts} experts, {rows} rows", BOTH if form in _FORMS[:2] else ("triton",)
             cases += [
-                Case("grouped_mlp", f"{name}, {rows} rows", partial(_experts, dims, num_experts, rows, fp8), BOTH),
-                Case(
-                    "masked_mlp",
-                    f"{name}, {rows} rows",
-                    partial(_masked_experts, dims, num_experts, rows, fp8, None),
-                    BOTH,
-                ),
+                Case("grouped_mlp", words, partial(_experts, dims, num_experts, rows, form), names),
+                Case("masked_mlp", words, partial(_masked_experts, dims, num_experts, rows, form, None), names),
             ]
     # as decode on 144 GPUs has them: rows in FP8 in blocks with room for 128 tokens of each GPU
     filled, room = (decode_rows * 4, _TILE) if is_tiny else (1024, 18432)
     words = f"fp8 2 experts, {filled} rows in FP8, room {room}"
-    cases.append(Case("masked_mlp", words, partial(_masked_experts, dims, 2, filled, True, room), BOTH))
+    cases.append(Case("masked_mlp", words, partial(_masked_experts, dims, 2, filled, "fp8", room), BOTH))
     return [
         *cases,
         Case(
@@ -175,9 +171,9 @@ def _counts(num_experts: int, num_rows: int) -> list[int]:
     return [*counts, num_rows - sum(counts)]
 
 
-def _experts(dims: Dims, num_experts: int, num_rows: int, fp8: bool, device: torch.device) -> Work:
-    gate_up = weight(num_experts, 2 * dims.expert, dims.hidden, device=device, fp8=fp8)
-    down = weight(num_experts, dims.hidden, dims.expert, device=device, fp8=fp8, seed=100)
+def _experts(dims: Dims, num_experts: int, num_rows: int, form: str, device: torch.device) -> Work:
+    gate_up = expert_weight(num_experts, 2 * dims.expert, dims.hidden, device=device, form=form)
+    down = expert_weight(num_experts, dims.hidden, dims.expert, device=device, form=form, seed=100)
     counts, x = _counts(num_experts, num_rows), normal(num_rows, dims.hidden, device=device)
     expert_M = torch.arange(num_experts, device=device).repeat_interleave(torch.tensor(counts, device=device))
     num_rows_E = torch.tensor(counts, device=device)
@@ -188,21 +184,21 @@ def _experts(dims: Dims, num_experts: int, num_rows: int, fp8: bool, device: tor
     return Work(
         run=run,
         expected=lambda: exact.experts(x, counts, gate_up, down),
-        measure="diff" if fp8 else "relative",
+        measure="diff" if form == "fp8" else "relative",
         parts=parts_of(num_rows),
         flops=6 * num_rows * dims.hidden * dims.expert,
         num_bytes=bytes_of(gate_up, down, x, x),
         timed=lambda function: function(x, num_rows_E, gate_up, down),
-        is_fp8=fp8,
+        is_fp8=form == "fp8",
     )
 
 
 def _masked_experts(
-    dims: Dims, num_experts: int, num_rows: int, fp8: bool, room: int | None, device: torch.device
+    dims: Dims, num_experts: int, num_rows: int, form: str, room: int | None, device: torch.device
 ) -> Work:
     """Rows in bfloat16 and just enough room, or in FP8 with scales by column and the room that is asked for."""
-    gate_up = weight(num_experts, 2 * dims.expert, dims.hidden, device=device, fp8=fp8)
-    down = weight(num_experts, dims.hidden, dims.expert, device=device, fp8=fp8, seed=100)
+    gate_up = expert_weight(num_experts, 2 * dims.expert, dims.hidden, device=device, form=form)
+    down = expert_weight(num_experts, dims.hidden, dims.expert, device=device, form=form, seed=100)
     counts, is_rounded = _counts(num_experts, num_rows), room is not None
     room = room or -(-max(counts) // _TILE) * _TILE
     num_rows_E = torch.tensor(counts, device=device)
@@ -231,7 +227,7 @@ def _masked_experts(
     return Work(
         run=run,
         expected=expected,
-        measure="diff" if fp8 else "relative",
+        measure="diff" if form == "fp8" else "relative",
         parts=parts_of(counts[0]),
         flops=6 * num_rows * dims.hidden * dims.expert,
         num_bytes=bytes_of(gate_up, down) + (3 if is_rounded else 4) * num_rows * dims.hidden,
@@ -239,7 +235,7 @@ def _masked_experts(
         timed=lambda function: function(
             x_ECD, num_rows_E, gate_up, down, scales, expected_rows=max(1, num_rows // num_experts)
         ),
-        is_fp8=fp8,
+        is_fp8=form == "fp8",
     )
 
 

@@ -1,4 +1,4 @@
-"""The results of check.py, slice.py and job.py in a folder, as Markdown: the tables that docs/gpu-checks.md explains.
+"""The results of check.py, slice.py, job.py and ranks.py in a folder, as Markdown; docs/gpu-checks.md explains them.
 
 python tests/gpu/summary.py RESULTS
 """
@@ -16,8 +16,9 @@ from supervised import Record, read_record
 
 def summary(folder: Path) -> str:
     """All that is known so far."""
-    check, one_share, job = (read_record(folder / f"{name}.jsonl") for name in ("check", "slice", "job"))
-    return "\n".join([*_machine(check, one_share, job), *_check(check), *_slice(one_share), *_job(job)]) + "\n"
+    check, one_share, *jobs = (read_record(folder / f"{name}.jsonl") for name in ("check", "slice", "job", "ranks"))
+    lines = [*_machine(check, one_share, *jobs), *_check(check), *_slice(one_share)]
+    return "\n".join([*lines, *(line for one in jobs for line in _job(one))]) + "\n"
 
 
 def _machine(*records: Record) -> Iterator[str]:
@@ -101,7 +102,7 @@ def _slice(record: Record) -> Iterator[str]:
 
 
 def _job(record: Record) -> Iterator[str]:
-    """The lines that job.py prints."""
+    """The lines that job.py or ranks.py prints."""
     for part, result in record.done.items():
         row = result["row"]
         failure = f"FAILED {part}: {row['failure']}\n" if row["failure"] else ""

@@ -51,7 +51,7 @@ def test_options_that_are_wrong_are_named(tmp_path):
     for arguments, sentence in (
         (["--only", "slices"], "there is no section 'slices'"),
         (["--minutes", "soon"], "--minutes takes a number above 0"),
-        (["--call", "4"], "--call takes 1, 2, 3 or job"),
+        (["--call", "4"], "--call takes 1, 2, 3, job or ranks"),
         (["--fast"], "there is no option --fast"),
     ):
         done = bash("run.sh", *arguments)
@@ -67,7 +67,17 @@ def test_options_that_are_wrong_are_named(tmp_path):
 def test_it_says_what_time_did_not_allow_and_packs_what_there_is(tmp_path):
     done = bash("run.sh", "--rehearse", "--minutes", "0.1", tmp_path / "results")
     assert done.returncode == UNFINISHED, done.stderr
-    for section in ("compile", "tests-operations", "slice", "check", "tests-engine", "profile", "counters", "job"):
+    for section in (
+        "compile",
+        "tests-operations",
+        "slice",
+        "check",
+        "tests-engine",
+        "profile",
+        "counters",
+        "job",
+        "ranks",
+    ):
         assert f"== {section}: not run, time is up" in done.stdout
     assert (tmp_path / "results" / "rehearsal" / "summary.md").read_text() == "Nothing has been measured.\n"
     parcel.unpack(tmp_path / "results.tar.xz", tmp_path / "back")
@@ -112,14 +122,15 @@ def test_all_three_calls_go_on_from_each_other(tmp_path):
     }
 
 
-@pytest.mark.slow  # make test: test_gpu_job
+@pytest.mark.slow  # make test: test_gpu_job; make test-all: test_staged_ranks
 @needs_interpreter
-def test_the_call_of_a_job_runs_from_a_bare_copy_and_keeps_what_is_done(tmp_path):
+@pytest.mark.parametrize(("call", "compared"), [("job", "the job"), ("ranks", "one rank")])
+def test_calls_of_jobs_run_from_a_bare_copy_and_keep_what_is_done(tmp_path, call, compared):
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
     for name in filter(None, files):
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / name).write_bytes((ROOT / name).read_bytes())
-    command = ["bash", "tests/gpu/run.sh", "--rehearse", "--call", "job", str(tmp_path / "results")]
+    command = ["bash", "tests/gpu/run.sh", "--rehearse", "--call", call, str(tmp_path / "results")]
     nowhere = dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for turn in range(2):
@@ -133,7 +144,8 @@ def test_the_call_of_a_job_runs_from_a_bare_copy_and_keeps_what_is_done(tmp_path
         )
         assert done.returncode == OK, done.stdout + done.stderr
         assert ("of weights written" in done.stdout) is (turn == 0)
-        assert "12 of 12 answers are those of the job, to the byte" in done.stdout
+        assert f"12 of 12 answers are those of {compared}, to the byte" in done.stdout
+        assert "FAILED" not in done.stdout
     model = tmp_path / "results" / "rehearsal"
     assert "12 of 12 answers" in (model / "summary.md").read_text()
     assert sum(path.stat().st_size for path in model.iterdir()) < 200_000

@@ -10,7 +10,6 @@ import torch
 from batchinfer_kernels import reference
 from batchinfer_kernels.cpu import ops, packed
 from batchinfer_kernels.reference.group_scaled import GROUP, GroupScaled, quantize_int8_rows, to_groups
-from batchinfer_kernels.triton import ops as triton_ops
 from support.random_tensors import random
 
 # Of a product's terms without their signs: float32 sums, then bfloat16 once.
@@ -169,8 +168,3 @@ def test_it_takes_four_and_a_half_bits_a_weight():
     held = to_groups(random(64, 4096))
     assert sum(tensor.nbytes for tensor in held.slots()) == 64 * 4096 * 4.5 / 8
     assert math.isclose(held.plain().std().item(), 1, rel_tol=0.02)
-
-
-def test_there_are_none_for_gpus():
-    with pytest.raises(RuntimeError, match="no products of 4-bit weights on GPUs, only on CPUs; fp8 runs on both"):
-        triton_ops.pack(torch.zeros(1, 1), four_bit=True)

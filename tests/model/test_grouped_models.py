@@ -21,6 +21,7 @@ from support.checkpoints import GROUPED_MODELS, edit_config, make_checkpoint, re
 from support.jobs import batchinfer, outputs, write_job, write_shard
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
+from support.triton_device import needs_triton
 
 NUM_NEW = 24
 LENGTHS = (5, 64, 1, 131, 30, 12)
@@ -195,7 +196,9 @@ def test_experts_in_fp4_are_widened_value_by_value(tmp_path):
         Transformer.load(tmp_path, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto"])
+@pytest.mark.parametrize(
+    "backend", ["reference", "auto", pytest.param("triton", marks=[pytest.mark.all, needs_triton])]
+)
 def test_experts_held_in_fp4_give_the_bits_of_their_widened_values(tmp_path, monkeypatch, backend):
     make_fp4_checkpoint(tmp_path)
     held = Transformer.load(tmp_path, dtype=torch.bfloat16, backend=backend, **BITS["fp4"])

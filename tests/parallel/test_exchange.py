@@ -36,7 +36,7 @@ from batchinfer.records import ConfigError, PeerLostError
 from support.exchanges import DEADLINE_S, RankProcesses, ThreadedMesh, meeting, open_exchange, shared_memory_group
 from support.open_files import no_more_open_files
 
-KINDS = ("shared", "tls", "gloo")
+KINDS = ("shared", "staged", "tls", "gloo")
 NUM_ROUNDS = 40
 MUCH_LATER_S = 600.0  # a deadline that no test waits for
 
@@ -340,7 +340,7 @@ def test_when_a_rank_is_killed_the_others_notice_long_before_the_deadline(kind, 
         messages = ranks.results(range(size - 1))
         assert ranks.exit_code(size - 1) == -signal.SIGKILL
     ended = r"rank \d of the group has ended"
-    says = {"shared": ended, "tls": ended, "gloo": r"the exchange between ranks failed: .+"}[kind]
+    says = {"shared": ended, "staged": ended, "tls": ended, "gloo": r"the exchange between ranks failed: .+"}[kind]
     assert all(re.fullmatch(says, message) for message in messages), messages
 
 
@@ -353,6 +353,7 @@ def test_when_a_rank_is_stopped_the_others_give_up_at_the_deadline(kind, size, t
         messages = ranks.results(range(size - 1))
     says = {
         "shared": f"rank {size - 1} of the group did not answer within 2 s",
+        "staged": f"rank {size - 1} of the group did not answer within 2 s",
         "tls": f"rank {size - 1} of the group did not answer within 2 s",
         "gloo": "exchange between ranks failed",
     }

@@ -181,6 +181,7 @@ def test_the_room_is_measured_with_the_steps_that_a_rank_runs(model, monkeypatch
     calls, ran, drawn = [], [], []
     gib = 2**30
     facts = {"memory_allocated": 3 * gib, "max_memory_allocated": 7 * gib, "mem_get_info": (60 * gib, 140 * gib)}
+    facts["memory_reserved"] = 12 * gib
     for name in ("reset_peak_memory_stats", "synchronize", "empty_cache", *facts):
         monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append(name) or facts.get(name))
     forward = model.forward
@@ -199,7 +200,9 @@ def test_the_room_is_measured_with_the_steps_that_a_rank_runs(model, monkeypatch
     cluster = ClusterConfig(prefill_tokens=70, decode_requests=5)
     room = measured_budget(model, cluster, RankPlace(0, role, 0, 1), largest_tokens=100)
     assert room == 60 * gib - 4 * gib - int(RESERVE_SHARE * 140 * gib)
-    assert ran == ["prefill"] * runs_prefill + ["decode"] * runs_decode
+    shared = measured_budget(model, cluster, RankPlace(0, role, 0, 1), largest_tokens=100, num_sharing=2)
+    assert shared == 70 * gib - 12 * gib - 4 * gib - int(RESERVE_SHARE * 70 * gib), "half of the GPU, less what it has"
+    assert ran == (["prefill"] * runs_prefill + ["decode"] * runs_decode) * 2
     assert drawn == [5] * len(ran)
     assert calls.index("synchronize") < calls.index("max_memory_allocated") < calls.index("mem_get_info")
 

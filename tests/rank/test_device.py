@@ -22,7 +22,7 @@ from batchinfer.model.step import AttentionStep, StepTensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh, Seat
 from batchinfer.rank.batch import prefill_step
-from batchinfer.rank.device import device_name, rank_device
+from batchinfer.rank.device import device_name, rank_device, ranks_per_gpu
 from batchinfer.rank.load import _numerics as numerics
 from batchinfer.records import ConfigError
 from batchinfer_kernels import registry
@@ -160,10 +160,21 @@ def test_a_rank_gets_a_gpu_of_its_own_where_the_backend_wants_one(monkeypatch):
         assert rank_device(backend, 1) == torch.device("cpu")
     with pytest.raises(ConfigError, match="rank 2 of this host has no GPU for itself: the host has 2"):
         rank_device("auto", 2)
+    with pytest.raises(ConfigError, match=r"NCCL and DeepEP connect no two ranks of one GPU; .*exchange to 'shared'"):
+        rank_device("auto", 2, "nccl")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert rank_device("triton", 0) == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert rank_device("auto", 0) == rank_device("hopper", 0) == torch.device("cpu")
+
+
+def test_ranks_share_gpus_where_rows_travel_through_the_host(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    assert [rank_device("auto", rank, "shared").index for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert [ranks_per_gpu("shared", num_ranks) for num_ranks in (1, 2, 3, 4, 5)] == [1, 1, 2, 2, 3]
+    assert ranks_per_gpu("nccl", 2) == 1
 
 
 def test_products_in_float32_are_whole_whatever_a_container_sets():
@@ -200,6 +211,5 @@ def test_stored_kv_names_the_gpu_that_computed_it(monkeypatch):
 
 
 def test_exchanges_between_cpus_are_refused_for_ranks_on_gpus():
-    for kind in ("gloo", "shared"):
-        with pytest.raises(ConfigError, match=f"cluster.exchange is '{kind}', which moves rows between CPUs"):
-            Mesh.join(Seat(0, 2, kind, one_host=True, timeout_s=1.0), None, torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"cluster\.exchange is 'gloo', which moves rows between CPUs"):
+        Mesh.join(Seat(0, 2, "gloo", one_host=True, timeout_s=1.0), None, torch.device("cuda", 0))

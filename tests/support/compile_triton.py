@@ -36,6 +36,15 @@ def blocks(*shape):
     return BlockScaled(of(*shape, dtype=FP8), of(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), dtype=FLOAT))
 
 
+def groups(*shape):
+    return GroupScaled(of(*shape[:-1], shape[-1] // 2, dtype=torch.uint8), of(*shape[:-1], shape[-1] // 32))
+
+
+def fp4(*shape):
+    packed = groups(*shape)
+    return Fp4Scaled(packed.values, packed.scales.to(torch.uint8))
+
+
 def compile_all():
     x, counts = of(T, D), of(HELD, dtype=INT)
     for columns in (24576, 576):
@@ -50,6 +59,10 @@ def compile_all():
         ops.grouped_mlp(x, counts, gate_up, down, of(8 * T, dtype=INT))
         ops.grouped_mlp(of(8 * T, D), counts, gate_up, down, tile_rows=128)
         ops.masked_mlp(of(HELD, 4096, D), counts, gate_up, down)
+    for held in (groups, fp4):
+        weights = held(HELD, 2 * F, D), held(HELD, D, F)
+        ops.grouped_mlp(x, counts, *weights, of(8 * T, dtype=INT))
+        ops.masked_mlp(of(HELD, 4096, D), counts, *weights)
     rows, scales = of(2, 18432, D, dtype=FP8), of(2, 56, 18432, dtype=FLOAT).mT  # decode's, as DeepEP gives them
     ops.masked_mlp(rows, of(2, dtype=torch.int32), blocks(2, 2 * F, D), blocks(2, D, F), scales)
     for fp8 in (True, False):
@@ -316,7 +329,9 @@ if __name__ == "__main__":
 
     from batchinfer_kernels.reference.block_scaled import BlockScaled
     from batchinfer_kernels.reference.compressed import EntryKeys, KeyRows, NewEntries
+    from batchinfer_kernels.reference.fp4 import Fp4Scaled
     from batchinfer_kernels.reference.gating import GateRule
+    from batchinfer_kernels.reference.group_scaled import GroupScaled
     from batchinfer_kernels.reference.hyper import StreamRule
     from batchinfer_kernels.reference.mla import PagedKeys
     from batchinfer_kernels.reference.places import PlacedRows

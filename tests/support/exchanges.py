@@ -24,6 +24,7 @@ import torch.distributed as dist
 from batchinfer.net.credentials import make_credentials
 from batchinfer.parallel.exchange import MAX_UNDER_WAY, DistributedExchange, Exchange, PendingRows, ReceivedRows
 from batchinfer.parallel.shared_memory import SharedMemoryExchange
+from batchinfer.parallel.staged_exchange import StagedExchange
 from batchinfer.parallel.tls_exchange import Meeting, TlsExchange
 from batchinfer.records import PeerLostError
 from support.rank_forge import fork_server
@@ -144,9 +145,10 @@ def shared_memory_group(size: int) -> Iterator[list[SharedMemoryExchange]]:
 
 
 def open_exchange(kind: str, store: dist.Store, rank: int, size: int, timeout_s: float) -> Exchange:
-    """Open the exchange "shared", "tls" or "gloo" as the mesh of a real rank does."""
-    if kind == "shared":
-        return SharedMemoryExchange(store, rank, size, timeout_s=timeout_s)
+    """Open the exchange "shared", "staged", "tls" or "gloo" as the mesh of a real rank does."""
+    if kind in ("shared", "staged"):
+        exchange = SharedMemoryExchange(store, rank, size, timeout_s=timeout_s)
+        return exchange if kind == "shared" else StagedExchange(exchange, torch.device("cpu"))
     if kind == "tls":
         return TlsExchange(store, rank, size, meeting(store, rank), timeout_s=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))

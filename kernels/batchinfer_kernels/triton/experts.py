@@ -1,4 +1,4 @@
-"""SwiGLU of experts in Triton, contiguous and masked layout, in bfloat16 and with FP8 block-scaled weights.
+"""SwiGLU of experts in Triton, contiguous and masked layout, with weights in bfloat16, FP8 blocks or 4 bits.
 
 The device assigns rows to experts from the counts, so the host never waits and a captured graph stays valid when counts
 change. Both layouts give a row the same bits.
@@ -12,13 +12,11 @@ import triton
 from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.pointwise import SWIGLU, Activation
-from batchinfer_kernels.triton.gemm import product
+from batchinfer_kernels.triton.gemm import Weight, product, values_of
 from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.quantize import ROW_BLOCK, dequantize_fp8_block, new_scales, quantize_rows
 from batchinfer_kernels.triton.silu import silu_mul_tiles
 from batchinfer_kernels.triton.tiles import RowTiles, contiguous_tiles, masked_tiles
-
-Weight = torch.Tensor | BlockScaled
 
 
 def grouped_mlp(
@@ -85,9 +83,10 @@ def _swiglu(
         if scales is not None:
             rows_of_scales = scales if scales.dim() == 2 else scales.flatten(0, 1)
             x = dequantize_fp8_block(x, rows_of_scales, torch.bfloat16, (1, ROW_BLOCK))
-        gate_up = _between(out, gate_up_EFD.shape[1])
+        width = values_of(gate_up_EFD).shape[1]
+        gate_up = _between(out, width)
         product(x, gate_up_EFD, out=gate_up, tiles=tiles, rows=rows, bias=gate_up_bias)
-        active = _between(out, gate_up_EFD.shape[1] // 2)
+        active = _between(out, width // 2)
         silu_mul_tiles(gate_up, active, None, tiles, activation)
         return product(active, down_EDF, out=out, tiles=tiles, bias=down_bias)
     if scales is None:

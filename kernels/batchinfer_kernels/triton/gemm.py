@@ -1,8 +1,8 @@
-"""Matrix products in Triton: rows × weightᵀ with bfloat16 or FP8 block-scaled weights, dense, batched or by expert.
+"""Matrix products in Triton: rows × weightᵀ with weights in bfloat16, FP8 blocks or 4 bits; dense, batched, by expert.
 
 One kernel for all of them, so that a row has the same bits in every layout. Depth is summed in ascending order in
 float32. FP8: 128 products are added by the matrix unit, scaled by row and weight, then added in float32
-(DeepSeek-V3 report section 3.3.2).
+(DeepSeek-V3 report section 3.3.2). 4 bits are widened to bfloat16 on the way, with the bits of the widened weight.
 """
 
 # T rows, N columns of the result (out), M depth of the sum (in), B batches, E experts, C rows of room per expert
@@ -13,6 +13,8 @@ import triton.language as tl
 
 from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled
 from batchinfer_kernels.reference.fp8 import ScaledRows
+from batchinfer_kernels.reference.group_scaled import GROUP
+from batchinfer_kernels.triton.four_bits import GROUP_VALUES, FourBits, depth_of, widen
 from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import dot, to_bfloat16
 from batchinfer_kernels.triton.quantize import quantize_rows
@@ -21,17 +23,19 @@ from batchinfer_kernels.triton.tiles import RowTiles, num_warps, tile_shape
 _FEW_ROWS, _DENSE_ROWS = 64, 128
 _SWIZZLE = 8  # row tiles that go through the columns together, so that both operands stay in the cache
 
+Weight = torch.Tensor | BlockScaled | FourBits
+
 
 def linear(
     x: torch.Tensor | ScaledRows,
-    weight: torch.Tensor | BlockScaled,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     float32_out: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Leave sums in float32 with `float32_out`, without rounding to bfloat16."""
-    values, scales = weight.values if isinstance(weight, BlockScaled) else weight, None
+    values, scales = values_of(weight), None
     dtype = torch.float32 if float32_out else torch.bfloat16
     out = torch.empty(len(x), values.shape[0], dtype=dtype, device=values.device)
     if isinstance(x, ScaledRows):
@@ -39,7 +43,7 @@ def linear(
         scales, x = x.scales, x.values
     elif isinstance(weight, BlockScaled):
         x, scales = quantize_rows(dense(x), by_column=True)
-    else:
+    elif isinstance(weight, torch.Tensor):
         weight = dense(weight)
     return product(dense(x), weight, scales, out=out, bias=bias, residual=residual)
 
@@ -51,9 +55,14 @@ def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | No
     return product(dense(x), dense(weight), out=out)
 
 
+def values_of(weight: Weight) -> torch.Tensor:
+    """Return the tensor of a weight's values, without its scales."""
+    return weight if isinstance(weight, torch.Tensor) else weight.values
+
+
 def product(
     x: torch.Tensor,
-    weight: torch.Tensor | BlockScaled,
+    weight: Weight,
     scales: torch.Tensor | None = None,
     *,
     out: torch.Tensor,
@@ -77,14 +86,16 @@ def product(
     Returns:
         `out`.
     """
-    values = weight.values if isinstance(weight, BlockScaled) else weight
+    values = values_of(weight)
     num_columns, depth = values.shape[-2:]
+    if is_packed := isinstance(weight, FourBits):
+        depth = depth_of(weight, x.shape[-1])
     if x.shape[-1] != depth:
         raise RuntimeError(f"x is {x.shape[-1]} wide, weight {depth}")
     assert x.stride(-1) == values.stride(-1) == out.stride(-1) == 1 or out.numel() == 0, "last dims must have no gaps"
     if out.numel() == 0:
         return out
-    shape = tile_shape(num_columns, depth, fp8=scales is not None)
+    shape = tile_shape(num_columns, max(depth, GROUP) if is_packed else depth, fp8=scales is not None)
     num_rows = out.shape[-2]
     tile_rows = tiles.rows if tiles else _FEW_ROWS if num_rows <= _FEW_ROWS else _DENSE_ROWS
     column_tiles = triton.cdiv(num_columns, shape.columns)
@@ -95,7 +106,7 @@ def product(
         scales,
         rows,
         values,
-        weight.scales if isinstance(weight, BlockScaled) else None,
+        None if isinstance(weight, torch.Tensor) else weight.scales,
         out,
         bias,
         residual,
@@ -139,12 +150,12 @@ def row_scale_steps(scales: torch.Tensor | None) -> tuple[int, int, int]:
     return expert - scales.shape[1] * row, row, block
 
 
-def _scale_strides(weight: torch.Tensor | BlockScaled) -> tuple[int, int]:
-    """Return the steps between the scales of two weights and of two blocks of columns."""
-    if not isinstance(weight, BlockScaled):
+def _scale_strides(weight: Weight) -> tuple[int, int]:
+    """Return the steps between the scales of two weights and of two blocks of columns, in 4 bits of two columns."""
+    if isinstance(weight, torch.Tensor):
         return 0, 0
     scales = weight.scales
-    assert scales.stride(-1) == 1 or scales.shape[-1] == 1, "scales of a block of columns must be without gaps"
+    assert scales.stride(-1) == 1 or scales.shape[-1] == 1, "scales along the depth must be without gaps"
     return scales.stride(0) if scales.dim() == 3 else 0, scales.stride(-2)
 
 
@@ -190,7 +201,7 @@ def _product(
 
 
 @triton.jit
-def _tile(
+def _tile(  # noqa: PLR0915  (one kernel for all forms of weights)
     x_ptr, scales_ptr, rows_ptr, w_ptr, w_scales_ptr, out_ptr, bias_ptr, residual_ptr,
     batch, expert, start, end,
     column_tile, num_columns, depth,
@@ -212,7 +223,14 @@ def _tile(
         x_row = tl.load(rows_ptr + row)
     steps = tl.arange(0, DEPTH)
     x_at = x_ptr + batch * x_batch + x_row[:, None] * x_stride + steps[None, :]
-    w_at = w_ptr + expert * w_batch + w_row[:, None] * w_stride + steps[None, :]
+    IS_PACKED: tl.constexpr = w_ptr.dtype.element_ty == tl.uint8  # two values of 4 bits in each
+    W_DEPTH: tl.constexpr = DEPTH // 2 if IS_PACKED else DEPTH
+    w_steps = tl.arange(0, W_DEPTH)
+    w_at = w_ptr + expert * w_batch + w_row[:, None] * w_stride + w_steps[None, :]
+    if IS_PACKED:
+        groups = tl.arange(0, DEPTH // GROUP_VALUES)
+        w_scales_at = w_scales_ptr + expert * w_scale_batch + w_row[:, None] * w_scale_row + groups[None, :]
+        w_scales = tl.load(w_scales_at, mask=(groups * GROUP_VALUES < depth)[None, :], other=0)
     if scales_ptr is not None:
         scales_at = scales_ptr + expert * scale_expert + x_row * scale_row
         w_scales_at = w_scales_ptr + expert * w_scale_batch + column_tile * COLUMNS // SCALE_BLOCK * w_scale_row
@@ -222,15 +240,25 @@ def _tile(
         if IS_EVEN:
             x, w = tl.load(x_at), tl.load(w_at)
         else:
-            is_inside = (steps < depth - step * DEPTH)[None, :]
-            x, w = tl.load(x_at, mask=is_inside, other=0.0), tl.load(w_at, mask=is_inside, other=0.0)
+            left = depth - step * DEPTH
+            x = tl.load(x_at, mask=(steps < left)[None, :], other=0.0)
+            if IS_PACKED:
+                w = tl.load(w_at, mask=(2 * w_steps < left)[None, :], other=0)
+            else:
+                w = tl.load(w_at, mask=(w_steps < left)[None, :], other=0.0)
+        if IS_PACKED:
+            w = widen(w, w_scales, COLUMNS, DEPTH // GROUP_VALUES)
+            # a step's bytes are too few for a copy in the background, so they are loaded a step ahead
+            w_scales_at += DEPTH // GROUP_VALUES
+            is_next = (groups * GROUP_VALUES < depth - (step + 1) * DEPTH)[None, :]
+            w_scales = tl.load(w_scales_at, mask=is_next, other=0)
         if scales_ptr is not None:
             part = tl.dot(x, tl.trans(w))
             total += part * (tl.load(scales_at + step * scale_block) * tl.load(w_scales_at + step))[:, None]
         else:
             total = dot(x, tl.trans(w), total)
         x_at += DEPTH
-        w_at += DEPTH
+        w_at += W_DEPTH
 
     is_stored = is_row[:, None] & is_column[None, :]
     out_at = out_ptr + batch * out_batch + row[:, None] * out_stride + column[None, :]

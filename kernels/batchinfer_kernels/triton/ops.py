@@ -1,7 +1,7 @@
 """The operations that have a Triton version; the `reference` functions of the same names document them.
 
-bfloat16 runs in Triton, also with FP8 block-scaled weights. A row has the same bits in any batch. The modules with the
-kernels import Triton, so they are imported by the first call of an operation.
+bfloat16 runs in Triton, also with weights in FP8 blocks and in 4 bits. A row has the same bits in any batch. The
+modules with the kernels import Triton, so they are imported by the first call of an operation.
 """
 
 # T tokens (rows), D hidden, F intermediate, E experts, M (token, expert) entries
@@ -16,16 +16,18 @@ import torch
 from batchinfer_kernels.implementation import Implementation, accepts_all, implementation, on_args
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.reference.compressed import EntryKeys, KeyRows, NewEntries
+from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.gating import GATE_METHODS, GateRule
 from batchinfer_kernels.reference.gqa import NewHeads
+from batchinfer_kernels.reference.group_scaled import GroupScaled, to_groups
 from batchinfer_kernels.reference.mla import PagedKeys
 from batchinfer_kernels.reference.places import ExpertRows, PlacedRows
 from batchinfer_kernels.reference.rows import NewKeys
 from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
 from batchinfer_kernels.triton import probe
 
-Weight = torch.Tensor | BlockScaled
+Weight = torch.Tensor | BlockScaled | GroupScaled
 
 
 # ---- rejected arguments
@@ -46,13 +48,13 @@ def _gated(logits_TE: torch.Tensor, _: Any, rule: GateRule, *__: Any, **___: Any
 def _grouped(
     x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None, **options: Any
 ) -> str | None:
-    """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8."""
+    """Weights that are not in bfloat16, FP8 blocks or 4 bits on a GPU; rows that are not in bfloat16 or FP8."""
     others = gate_up, down, *(options.get("biases") or ())
     return _mismatch(*others) if scales is not None else _mismatch(x, *others)
 
 
 def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **options: Any) -> str | None:
-    """Weights that are not in bfloat16 or FP8 blocks on a GPU; rows that are not in bfloat16 or FP8."""
+    """Weights that are not in bfloat16, FP8 blocks or 4 bits on a GPU; rows that are not in bfloat16 or FP8."""
     return _grouped(x, _, gate_up, down, None, scales, **options)
 
 
@@ -151,9 +153,10 @@ def _runs_on(x: torch.Tensor) -> bool:
 
 
 def _mismatch(*operands: Any) -> str | None:
-    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    """Operands that are not in bfloat16 (weights: or FP8, or 4 bits) on a GPU, unless Triton's interpreter is on."""
     for operand in operands:
-        tensor = operand.values if isinstance(operand, BlockScaled | ScaledRows) else operand
+        is_scaled = isinstance(operand, BlockScaled | ScaledRows | GroupScaled | Fp4Scaled)
+        tensor = operand.values if is_scaled else operand
         if not isinstance(tensor, torch.Tensor):
             return "a weight is packed for another candidate"
         if tensor is operand and tensor.dtype is not torch.bfloat16:
@@ -168,13 +171,13 @@ def _mismatch(*operands: Any) -> str | None:
 
 @implementation(rejects=accepts_all)
 def pack(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, is_paired: bool = False) -> Weight:
-    """Remove gaps between the weight's values, or round it to FP8 blocks.
+    """Remove gaps between the weight's values, or round it to FP8 blocks or to 4 bits.
 
     Raises:
-        RuntimeError: the GPU cannot multiply E4M3, or the weight is to be in 4 bits.
+        RuntimeError: the GPU cannot multiply E4M3.
     """
     if four_bit:
-        raise RuntimeError("there are no products of 4-bit weights on GPUs, only on CPUs; fp8 runs on both")
+        return to_groups(weight.contiguous())
     reason = probe.why_no_fp8() if eight_bit and _runs_on(weight) else None
     if reason is not None:
         raise RuntimeError(reason)
