@@ -85,11 +85,10 @@ def test_text_that_is_not_utf8_is_a_bad_row(tmp_path):
 
 
 def test_a_prompt_of_no_tokens_is_a_bad_row(tmp_path):
-    folder = copy_with(
-        tmp_path, {"post_processor": None, "normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}
-    )
+    drops = {"type": "Replace", "pattern": {"String": "\u00ad"}, "content": ""}
+    folder = copy_with(tmp_path, {"post_processor": None, "normalizer": drops})
     job = make_job().model_copy(update={"model": ModelPart(path=str(folder))})
-    _, rows = check(tmp_path, {"id": [1], "prompt": [" "]}, job)
+    _, rows = check(tmp_path, {"id": [1], "prompt": ["\u00ad"]}, job)
     assert rows[0]["error"] == "the prompt has no tokens"
 
 

@@ -141,7 +141,6 @@ def test_a_plan_of_the_sample_model_warns_of_nothing(tmp_path):
 ALWAYS_REFUSED = [
     ({"backend": "cpu", "exchange": "nccl", "decode_ranks": 2}, "bfloat16", ["'nccl'", "needs GPUs", "use 'auto'"]),
     ({"backend": "reference", "exchange": "deepep", "decode_ranks": 2}, "bfloat16", ["'deepep'", "needs GPUs"]),
-    ({"backend": "hopper", "exchange": "shared", "decode_ranks": 2}, "bfloat16", ["'shared'", "between CPUs"]),
     ({"exchange": "deepep", "decode_ranks": 2}, "float32", ["'deepep'", "not float32", "model.dtype = 'bfloat16'"]),
     ({"exchange": "deepep", "decode_ranks": 2}, "bfloat16", ["'deepep'", "hidden size 128", "multiple of 256"]),
     (

@@ -22,7 +22,7 @@ OPERATIONS = [
         "test_int4.py",
         "test_gqa.py",
         "test_compressed.py",
-        "test_streams.py",
+        "test_hyper_streams.py",
         "test_expert_forms.py",
     )
 ]
