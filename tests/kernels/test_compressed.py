@@ -313,9 +313,8 @@ def test_no_rows_are_none(ops):
     assert ops("rotate_heads")(random(0, 64, dtype=dtype), 2, None, EPS, *angles(0, 8)).shape == (0, 2, 32)
 
 
+@pytest.mark.parametrize("ops", ["cpu"], indirect=True)  # which checks what Python would not
 def test_arguments_that_do_not_fit_are_refused(ops):
-    if ops("attend_entries").name != "cpu":
-        pytest.skip("C++ checks what Python would not")
     q, window, entries, sinks, scale, cos, sin = attention_case(SHAPES[0], torch.float32)
     wrong = entries._replace(ids_TKL=torch.where(entries.ids_TKL == NO_ROW, 200, entries.ids_TKL))
     with pytest.raises(RuntimeError, match="row 200 of 200"):
