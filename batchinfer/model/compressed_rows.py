@@ -1,4 +1,4 @@
-"""Where the rows of a step are in compressed attention: the windows of its tokens, and rows of the requests' states."""
+"""Row numbers of a step in compressed attention: of each token's window, and of the rows that requests keep."""
 
 # T tokens of a step, B requests, W rows of a window, N rows that chunks find, M rows that they keep, K entries
 # L parts of an entry, P pages of a request

@@ -147,7 +147,7 @@ class StreamForecast:
         return "; ".join(parts)
 
     def _product_parts(self) -> list[str]:
-        """Return what products take and what decides; empty if they were not measured."""
+        """Return the time of products and the slower of disk and processor; empty if products were not measured."""
         if self.speeds is None:
             return []
         of_answers = ""
@@ -171,7 +171,7 @@ class StreamForecast:
         return sweep_seconds(self.split.sweep_bytes, product_s, disk_bytes_per_s=self.disk_bytes_per_s)
 
     def _in_all(self, prompts_s: float, answers_s: float) -> float:
-        """Return the seconds of all sweeps of which those with prompts, and the others, take so long."""
+        """Return the seconds of all sweeps, from the seconds of one with prompts and of one without."""
         num_prompts = self._num_prompt_sweeps
         return num_prompts * prompts_s + (self.sweeps.num_sweeps - num_prompts) * answers_s
 

@@ -108,7 +108,7 @@ class WeightStream:
             file, reason = self._files[layer], None
             try:
                 file.read(self.memory_of(layer), start)
-            except Exception as error:  # of any kind: whoever waits for this layer must learn of it
+            except Exception as error:  # of any kind: it is raised where this layer is waited for
                 reason = (error.strerror if isinstance(error, OSError) else None) or error
             with self._changed:
                 self._num_reading -= 1

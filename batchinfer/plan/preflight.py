@@ -55,7 +55,7 @@ def check_job(job: JobConfig, model: ModelConfig) -> None:
 
 
 def memory_note(job: JobConfig, model: ModelConfig) -> str | None:
-    """Return what a model needs whose requests take memory besides their KV pages, else None."""
+    """Return the memory that a model takes, as a sentence; None if its requests take KV pages alone."""
     pages = PageFormat.of(job)
     state_bytes = model.attention.state_bytes(VALUE_BYTES[pages.dtype])
     if not state_bytes:

@@ -27,7 +27,7 @@ from batchinfer.records import ConfigError
 # steps in which this rank's experts get more rows than in the measured steps.
 RESERVE_SHARE = 0.08
 MEMORY_SHARE = 0.5  # largest share of the memory free after loading that KV pages may take
-MOST_KEPT = 128  # states kept where prompts branch, beside those of running requests
+MOST_KEPT = 128  # states kept where prompts branch, in addition to those of running requests
 KEPT_SHARE = 0.125  # largest share of the memory for KV pages that they may take
 _ALTERNATIVES = 20  # alternatives that rows report with a token
 _STRIDE = 7919  # between the tokens of the steps, so that they go to many experts
