@@ -261,3 +261,14 @@ def demo(tmp_path_factory) -> Path:
     ended = batchinfer("run", DEMO_JOB, "--set", f"output.dir={run}")
     assert ended.code == 3, ended.err
     return run
+
+
+@pytest.mark.all  # make test: test_balanced_run
+def test_the_demo_decodes_on_both_ranks_alike_in_the_steps_that_run(demo):
+    """Some 25 steps, in which whole prompt groups end at once; alone, the plan's deal leaves 1.4 times the mean."""
+    report = json.loads(batchinfer("report", demo, "--json").out)
+    assert report["decode_kv_max_over_mean"] <= 1.2
+    assert report["decode_requests_max_over_mean"] <= 1.2
+    balance = report["predictions"]["decode_balance"]
+    print(f"planned {balance['planned']:.3f}, happened {balance['happened']:.3f}")
+    assert balance["planned"] == pytest.approx(balance["happened"], rel=0.1)
