@@ -4,6 +4,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import duckdb
@@ -14,6 +15,7 @@ from batchinfer.data.inputs import with_schemas
 from batchinfer.finish.join import HAS_ENDED, SORT_BYTES, create_results, query, sort_limit
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import OutputRows
+from batchinfer.run.fingerprint import planned_tokenizer
 from batchinfer.run.units.result_files import damage
 from batchinfer.rundir import RunDir, read_state, shards_of_state
 
@@ -58,7 +60,8 @@ class EarlyRows:
         ):
             create_results(connection, self._run, files, answers)
             connection.execute(f"CREATE TABLE delivered AS {query('delivered')}")
-            rows = OutputRows(connection, self._run, self._job, shards, pa.type_for_alias(state["id_type"]), answers)
+            tokenizer = partial(planned_tokenizer, self._job, state["fingerprint"], self._run.root)
+            rows = OutputRows(connection, self._run, self._job, shards, state, answers, tokenizer)
             for shard, tables in rows.by_shard(connection, shards, HAS_ENDED):
                 for table in tables:
                     yield shard.index, table

@@ -2,31 +2,33 @@
 
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
-
-import pyarrow as pa
+from functools import cache, partial
+from typing import Any
 
 from batchinfer.checked_json import publish_json
 from batchinfer.config import JobConfig
 from batchinfer.data.inputs import with_schemas
-from batchinfer.data.parquet import read_rows, table_writer
-from batchinfer.data.schemas.statistics import STATS_NODES
+from batchinfer.data.parquet import read_rows
+from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.data.shards import refuse_changed
 from batchinfer.finish.dataset_folder import card_of, dataset_files, write_dataset
-from batchinfer.finish.join import counted_units, join_results, open_database
+from batchinfer.finish.join import join_results, open_database
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import commonest_error, write_outputs
 from batchinfer.finish.statistics import write_request_stats, write_run_stats, write_unit_stats
 from batchinfer.manifest import Manifest
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, DamagedFileError, ExitCode, Shard
-from batchinfer.run.equality import run_equality, run_results
-from batchinfer.run.heartbeat import signs_of_life
+from batchinfer.run.equality import run_equality
+from batchinfer.run.fingerprint import planned_tokenizer
 from batchinfer.run.publish import publish_run
-from batchinfer.run.store.interface import Storage, put_statistics
+from batchinfer.run.session import keep_last_signs
+from batchinfer.run.store.interface import Storage
 from batchinfer.run.store.open import storage_of
+from batchinfer.run.units.counted import CountedUnit, counted_units, run_results
 from batchinfer.run.units.reused import REUSED
 from batchinfer.run.units.step_journal import keep_lost_steps
 from batchinfer.rundir import LINE_FILES, RunDir, output_files, read_state, shards_of_state
@@ -82,46 +84,67 @@ def _publish(run: RunDir, job: JobConfig, result: FinishedRun) -> None:
 
 
 def _finish(run: RunDir, job: JobConfig, *, allow_partial: bool) -> FinishedRun:
+    """Gather the results that count, write rows from them, then the statistics and run.json that vouch for the rows."""
     state = read_state(run)
     manifest = Manifest(run.root, state.get("files"))
     shards = shards_of_state(state)
     forms = [job.output.format, job.output.push]
     is_as_asked = state.get("forms", ["parquet", None]) == forms
-    if state["state"] == "finished" and is_as_asked and _is_written(run, job, manifest, shards):
-        equality = asdict(run_equality(run, state, run_results(run, manifest)))
-        write_run_stats(run, job, shards, state["counts"], equality, manifest)  # prices may have changed
-        publish_json(run.run_json, {**state, "files": manifest.as_json()})
-        return FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
+    is_written = state["state"] == "finished" and is_as_asked and _is_written(run, job, manifest, shards)
+    units: dict[int, CountedUnit] = {}
+    if not is_written:
+        manifest.check(
+            run.requests, run.duplicates, *(run.tokens(shard.index) for shard in shards if not shard.problem)
+        )
+        units = counted_units(run, manifest, allow_partial=allow_partial)
+        keep_lost_steps(run)
+    counted = run_results(run, manifest) if is_written else (path for unit in units.values() for path in unit.files)
+    equality = asdict(run_equality(run, state, counted))
+    tokenizer = cache(partial(planned_tokenizer, job, state["fingerprint"], run.root))
+
+    if is_written:
+        result = FinishedRun(**{**state["finished"], "unreadable": tuple(state["finished"]["unreadable"])})
+    else:
+        result = _write_rows(run, job, state, manifest, shards, units, tokenizer, allow_partial=allow_partial)
+
+    write_run_stats(run, job, shards, state["counts"], equality, manifest)  # again if written: prices may have changed
+    finished = {**asdict(result), "unreadable": list(result.unreadable)}
+    now = "partial" if result.num_missing else "finished"
+    found = {"finished": finished, "forms": forms, "files": manifest.as_json()}
+    publish_json(run.run_json, {**state, "state": now, **found, **equality})
+    return result
+
+
+def _write_rows(
+    run: RunDir,
+    job: JobConfig,
+    state: dict[str, Any],
+    manifest: Manifest,
+    shards: list[Shard],
+    units: dict[int, CountedUnit],
+    tokenizer: Callable[[], PromptTokenizer],
+    *,
+    allow_partial: bool,
+) -> FinishedRun:
+    """Write outputs/, dataset/, stats/requests and stats/units; `tokenizer` is called only if outputs need it."""
     refuse_changed(shards, job.s3)
     shards = with_schemas(shards, job.s3)
-    manifest.check(run.requests, run.duplicates, *(run.tokens(shard.index) for shard in shards if not shard.problem))
-    units = counted_units(run, manifest, allow_partial=allow_partial)
-    equality = asdict(run_equality(run, state, [path for unit in units.values() for path in unit.files]))
+    files = [path for unit in units.values() for path in unit.files]
     with open_database(run) as connection, closing(LongAnswers(run.finish_scratch)) as answers:
         # the scores of choices are added up first
         apart = answers if job.input.choices is None else None
         # what a KV store holds changes the counts anyway
         as_planned = REUSED in state and job.kv.dir is None
-        num_missing = join_results(connection, run, units, apart, allow_partial=allow_partial, as_planned=as_planned)
+        num_missing = join_results(connection, run, files, apart, allow_partial=allow_partial, as_planned=as_planned)
         _remove_other_formats(run, job, manifest, shards)
-        id_type = pa.type_for_alias(state["id_type"])
-        num_rows, num_errors = write_outputs(
-            connection, run, manifest, job, shards, id_type, answers, state["counts"]["rows"]
-        )
+        num_rows, num_errors = write_outputs(connection, run, manifest, job, shards, state, answers, tokenizer)
         commonest = commonest_error(connection, run, shards) if num_errors else (None, 0)
         write_dataset(connection, run, manifest, job, shards, state["fingerprint"]["model.weights"])
         write_request_stats(connection, run, shards, manifest=manifest)
         write_unit_stats(connection, run, units, manifest)
     refuse_changed(shards, job.s3)  # kept columns were read in the meantime
-    keep_lost_steps(run)
-    write_run_stats(run, job, shards, state["counts"], equality, manifest)
     unreadable = tuple(shard.path for shard in shards if shard.problem is not None)
-    result = FinishedRun(num_rows, num_errors, num_missing, unreadable, *commonest)
-    finished = {**asdict(result), "unreadable": list(unreadable)}
-    now = "partial" if num_missing else "finished"
-    found = {"finished": finished, "forms": forms, "files": manifest.as_json()}
-    publish_json(run.run_json, {**state, "state": now, **found, **equality})
-    return result
+    return FinishedRun(num_rows, num_errors, num_missing, unreadable, *commonest)
 
 
 def _remove_other_formats(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Shard]) -> None:
@@ -168,25 +191,6 @@ def _is_written(run: RunDir, job: JobConfig, manifest: Manifest, shards: list[Sh
     if job.output.push and not card_of(run).exists():
         return False
     return all(table.exists() for table in tables)
-
-
-def keep_last_signs(storage: Storage) -> None:
-    """Set the end of killed sessions in stats/nodes to their last heartbeat.
-
-    Their own rows end with the last commit, which may be much earlier.
-
-    Raises:
-        ConfigError: a file is damaged or cannot be written.
-    """
-    for session, sign in signs_of_life(storage.run).items():
-        path = storage.run.session_stats("nodes", session)
-        if sign.may_live or not path.exists():
-            continue
-        (row,) = read_rows(path)
-        if row["state"] == "running" and row["end_s"] < sign.time_s:
-            with table_writer(path, STATS_NODES.schema) as writer:
-                writer.write_table(pa.Table.from_pylist([{**row, "end_s": sign.time_s}], schema=STATS_NODES.schema))
-            put_statistics(storage, session)
 
 
 LOOK_S = 5.0  # between checks, each of which lists one folder

@@ -2,22 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
 import duckdb
 
 from batchinfer.data.duckdb_sql import literal, read_parquet
-from batchinfer.data.parquet import read_rows
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.finish.long_answers import LongAnswers, all_rows
 from batchinfer.host_info import free_memory_bytes
-from batchinfer.manifest import Manifest
-from batchinfer.records import ConfigError, DamagedFileError, IncompleteRunError, Shard
-from batchinfer.run.quarantine import set_aside
-from batchinfer.run.units.claims import done_mark, last_claim, result_files
-from batchinfer.run.units.result_files import sound_local_files
+from batchinfer.records import ConfigError, IncompleteRunError, Shard
 from batchinfer.rundir import RunDir, replan_remedy
 from batchinfer.sanitize import first_line
 
@@ -70,58 +64,10 @@ def sort_limit(num_bytes: int) -> str:
     return f"{num_bytes >> 20} MiB"
 
 
-@dataclass(frozen=True, slots=True)
-class CountedUnit:
-    """The claim of a unit that counts, and its results."""
-
-    claim: Path
-    files: list[Path]  # undamaged result files
-
-
-def counted_units(run: RunDir, manifest: Manifest, *, allow_partial: bool) -> dict[int, CountedUnit]:
-    """Return the claim that counts for each unit, with its results, whose checksums are compared.
-
-    Damaged results are moved to quarantine with the done mark of their unit, so that the next `work` computes the lost
-    rows again.
-
-    Raises:
-        IncompleteRunError: units are not done, or damaged (without `allow_partial`).
-        DamagedFileError: the plan is damaged.
-    """
-    counted, missing, damaged = {}, [], []
-    units = [row["unit"] for row in read_rows(run.units, manifest)]
-    for unit in units:
-        try:
-            mark = done_mark(run, unit)
-        except DamagedFileError as error:
-            set_aside(run, error.path, error.reason)
-            damaged.append(unit)
-            mark = None
-        if mark is None:
-            missing.append(unit)
-        else:
-            files = sound_local_files(run, list(mark.files))
-            if len(files) == len(mark.files):
-                counted[unit] = CountedUnit(mark.claim, files)
-                continue
-            set_aside(run, run.done(unit), "results that it vouches for are")
-            damaged.append(unit)
-        claim = last_claim(run, unit)
-        if allow_partial and claim is not None:
-            counted[unit] = CountedUnit(claim, sound_local_files(run, result_files(claim)))
-    if (damaged or missing) and not allow_partial:
-        how = f"results of {len(damaged)} are damaged" if damaged else f"{len(missing)} are not done"
-        raise IncompleteRunError(
-            f"of {len(units)} work units in {run.shown} {how}; run `batchinfer work {run.shown}`, "
-            f"{'which computes only the rows that are gone, ' if damaged else ''}or finish with --allow-partial"
-        )
-    return counted
-
-
 def join_results(
     connection: duckdb.DuckDBPyConnection,
     run: RunDir,
-    units: dict[int, CountedUnit],
+    files: list[Path],
     answers: LongAnswers | None = None,
     *,
     allow_partial: bool,
@@ -130,15 +76,14 @@ def join_results(
     """Create the views `results` and `delivered` (queries/delivered.sql); return the number of missing results.
 
     Args:
+        files: the result files that count.
         answers: keeps long answers out of the views; None: they stay in the views.
         as_planned: see `create_results`.
 
     Raises:
         IncompleteRunError: results are missing (without `allow_partial`), double, or were never planned.
     """
-    create_results(
-        connection, run, [path for unit in units.values() for path in unit.files], answers, as_planned=as_planned
-    )
+    create_results(connection, run, files, answers, as_planned=as_planned)
     connection.execute(f"CREATE VIEW planned AS SELECT shard, row, sample FROM {read_parquet(run.requests)}")
     missing = _number(connection, "SELECT count(*) FROM planned ANTI JOIN results USING (shard, row, sample)")
     surplus = _number(connection, "SELECT count(*) - count(DISTINCT (shard, row, sample)) FROM results")

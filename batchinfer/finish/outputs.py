@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from itertools import chain, groupby, pairwise
 from operator import itemgetter
-from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -19,7 +19,6 @@ from batchinfer.data.parquet import lines_writer, table_writer
 from batchinfer.data.prompt_tokenizer import PromptTokenizer, token_bytes
 from batchinfer.data.schemas.outputs import asked_for, output_schema
 from batchinfer.data.schemas.table import LOGPROBS, LOGPROBS_WITH_TEXTS
-from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.data.wide_rows import runs_of_rows
 from batchinfer.finish.answers import AnswerReader
 from batchinfer.finish.join import output_rows, query
@@ -31,8 +30,7 @@ from batchinfer.finish.tool_calls import ToolCalls
 from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import IncompleteRunError, Shard
-from batchinfer.run.fingerprint import check_same
-from batchinfer.rundir import RunDir, output_files, read_state
+from batchinfer.rundir import RunDir, output_files
 from batchinfer.whole_files import Publisher
 
 
@@ -86,23 +84,24 @@ def write_outputs(
     manifest: Manifest,
     job: JobConfig,
     shards: list[Shard],
-    id_type: pa.DataType,
+    state: dict[str, Any],
     answers: LongAnswers,
-    expected: int,
+    tokenizer: Callable[[], PromptTokenizer],
 ) -> tuple[int, int]:
     """Write outputs/<name> for every readable shard; return the number of rows and of error rows.
 
     Args:
         manifest: gets the checksums of the outputs.
+        state: content of run.json.
         answers: the long answers, which the view `delivered` lacks.
-        expected: number of output rows by the plan.
+        tokenizer: loads the plan's tokenizer; called only if outputs have texts or bytes of tokens.
 
     Raises:
         ModelError: token texts are requested, but the model's tokenizer cannot be read.
         RunMismatchError: the model's tokenizer is not the plan's.
     """
-    rows = OutputRows(connection, run, job, shards, id_type, answers)
-    token_of = _token_of(run, job)
+    rows = OutputRows(connection, run, job, shards, state, answers, tokenizer)
+    token_of, expected = _token_of(tokenizer), state["counts"]["rows"]
     num_rows = num_errors = 0
     readable = [shard for shard in shards if shard.problem is None]
     with Progress("finish", expected, "rows") as progress, Publisher() as publisher:
@@ -164,17 +163,19 @@ class OutputRows:
         run: RunDir,
         job: JobConfig,
         shards: list[Shard],
-        id_type: pa.DataType,
+        state: dict[str, Any],
         answers: LongAnswers,
+        tokenizer: Callable[[], PromptTokenizer],
     ) -> None:
         self._run, self._job, self._answers = run, job, answers
         self._kept = kept_fields(shards, job.output.keep_columns)
         tables = asked_for(job, prompt_logprobs=_wants_prompt_logprobs(connection, run, job))
+        id_type = pa.type_for_alias(state["id_type"])
         self._own = output_schema(id_type, [], tables)
         self.schema = output_schema(id_type, self._kept, tables, with_texts=job.output.token_texts)
-        self._texts = _token_texts(run, job) if job.output.token_texts else None
+        self._texts = _token_texts(tokenizer()) if job.output.token_texts else None
         # by the plan, from the model folder; plans of earlier versions have none
-        self.answer_reader = AnswerReader(read_state(run).get("tool_forms") or [])
+        self.answer_reader = AnswerReader(state.get("tool_forms") or [])
 
     @property
     def num_own(self) -> int:
@@ -214,20 +215,12 @@ class OutputRows:
                 shown = shown.slice(num_rows)
 
 
-def _tokenizer(run: RunDir, job: JobConfig) -> PromptTokenizer:
-    tokenizer = load_tokenizer(Path(job.model.path))
-    check_same(read_state(run)["fingerprint"], {"tokenizer and template": tokenizer.digest}, run.root)
-    return tokenizer
-
-
-def _token_texts(run: RunDir, job: JobConfig) -> TokenTexts:
-    tokenizer = _tokenizer(run, job)
+def _token_texts(tokenizer: PromptTokenizer) -> TokenTexts:
     return TokenTexts(lambda token_id: tokenizer.decode([token_id], with_special=True))
 
 
-def _token_of(run: RunDir, job: JobConfig) -> TokenOf:
+def _token_of(tokenizer: Callable[[], PromptTokenizer]) -> TokenOf:
     """Return a function for texts and bytes of tokens, which loads the tokenizer at its first call."""
-    tokenizer = cache(lambda: _tokenizer(run, job))
     return cache(lambda id: (tokenizer().decode([id], with_special=True), token_bytes(tokenizer(), id)))
 
 

@@ -15,10 +15,10 @@ from batchinfer.data.expert_tables import read_expert_tables
 from batchinfer.data.parquet import own_file, table_writer
 from batchinfer.data.schemas.internal import PREDICTIONS
 from batchinfer.data.schemas.statistics import STATS_REQUESTS, STATS_RUN, STATS_UNITS
-from batchinfer.finish.join import CountedUnit, output_rows, query
+from batchinfer.finish.join import output_rows, query
 from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
-from batchinfer.run.units.claims import num_claims
+from batchinfer.run.units.counted import CountedUnit
 from batchinfer.rundir import RunDir
 
 GROUP_ROWS = 1 << 17  # rows per row group of stats/requests.parquet
@@ -54,8 +54,7 @@ def write_unit_stats(
 ) -> None:
     """Write stats/units.parquet, and its checksum to the manifest."""
     claim_rows = [
-        {"unit": number, "claim": unit.claim.name, "num_claims": num_claims(run, number)}
-        for number, unit in counted.items()
+        {"unit": number, "claim": unit.claim.name, "num_claims": unit.num_claims} for number, unit in counted.items()
     ]
     claim_schema = pa.schema([STATS_UNITS.schema.field(name) for name in ("unit", "claim", "num_claims")])
     connection.register("claims", pa.Table.from_pylist(claim_rows, schema=claim_schema))

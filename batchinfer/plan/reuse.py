@@ -35,8 +35,9 @@ from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
 from batchinfer.progress import Stage, note
 from batchinfer.records import ConfigError
-from batchinfer.run.equality import run_equality, run_results
+from batchinfer.run.equality import run_equality
 from batchinfer.run.fingerprint import Fingerprint, difference
+from batchinfer.run.units.counted import run_results
 from batchinfer.run.units.result_files import damage, own_files, result_keys, write_results
 from batchinfer.run.units.reused import REUSED, reused_folder
 from batchinfer.rundir import RunDir, read_state

@@ -1,16 +1,12 @@
 """Report on bit equality of a run: over all sessions with ranks, and the earlier run whose answers it reuses."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from batchinfer.data.parquet import read_rows
 from batchinfer.equal_rows import EqualRows, combine
-from batchinfer.manifest import Manifest
-from batchinfer.progress import note
-from batchinfer.records import DamagedFileError
-from batchinfer.run.units.claims import counted_files, done_mark, last_claim
 from batchinfer.run.units.result_files import is_reused
 from batchinfer.run.units.reused import REUSED
 from batchinfer.rundir import RunDir
@@ -39,18 +35,3 @@ def run_equality(run: RunDir, state: dict[str, Any], files: Iterable[Path]) -> E
 
 def _report(record: dict[str, Any]) -> EqualRows:
     return EqualRows(**{name: record.get(name) for name in _NAMES})
-
-
-def run_results(run: RunDir, manifest: Manifest) -> Iterator[Path]:
-    """Yield the result files that count for the units of a run, done or not.
-
-    Raises:
-        DamagedFileError: the plan is damaged.
-    """
-    for row in read_rows(run.units, manifest):
-        try:
-            mark = done_mark(run, row["unit"])
-        except DamagedFileError as error:
-            note(f"warning: {error.path} is damaged ({error.reason}); results of the unit's last claim are read")
-            mark = None
-        yield from counted_files(mark, last_claim(run, row["unit"]))

@@ -1,16 +1,21 @@
 """Fingerprint of a job: digests of model, tokenizer, inputs and settings, equal for two runs of the same job."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchinfer import __version__
 from batchinfer.config import JobConfig
 from batchinfer.config.model_folder import config_file
 from batchinfer.records import ModelError, RunMismatchError, Shard
+
+if TYPE_CHECKING:
+    from batchinfer.data.prompt_tokenizer import PromptTokenizer
 
 SAMPLE_BYTES = 128
 SAMPLES_PER_TENSOR = 4
@@ -85,6 +90,24 @@ def check_same(
             "choose another output.dir (with --reuse it gets the answers that are still the same), restore what "
             "changed, or delete that folder"
         )
+
+
+def planned_tokenizer(job: JobConfig, recorded: Fingerprint, folder: Path | str) -> PromptTokenizer:
+    """Return the model's tokenizer, if it is the one of the plan.
+
+    Args:
+        recorded: the plan's fingerprint.
+        folder: the run folder, for messages.
+
+    Raises:
+        ModelError: the tokenizer cannot be read.
+        RunMismatchError: it is another one.
+    """
+    from batchinfer.data.tokenizer import load_tokenizer  # half a second, which most commands can do without
+
+    tokenizer = load_tokenizer(Path(job.model.path))
+    check_same(recorded, {"tokenizer and template": tokenizer.digest}, folder)
+    return tokenizer
 
 
 def difference(name: str, old: Any, new: Any) -> str:

@@ -12,13 +12,13 @@ from types import TracebackType
 import pyarrow as pa
 
 from batchinfer.config import ClusterConfig
-from batchinfer.data.parquet import table_writer
+from batchinfer.data.parquet import read_rows, table_writer
 from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.equal_rows import EqualRows
 from batchinfer.host_info import node_name
 from batchinfer.progress import note
 from batchinfer.records import BatchinferError, InterruptedRunError
-from batchinfer.run.heartbeat import Heartbeat
+from batchinfer.run.heartbeat import Heartbeat, signs_of_life
 from batchinfer.run.store.interface import Storage, put_statistics
 from batchinfer.rundir import RunDir
 from batchinfer.stop import StopSignal
@@ -119,6 +119,25 @@ class Session:
                 self._heart.stop()
         if isinstance(error, InterruptedRunError):
             raise error from None
+
+
+def keep_last_signs(storage: Storage) -> None:
+    """Set the end of killed sessions in stats/nodes to their last heartbeat.
+
+    Their own rows end with the last commit, which may be much earlier.
+
+    Raises:
+        ConfigError: a file is damaged or cannot be written.
+    """
+    for session, sign in signs_of_life(storage.run).items():
+        path = storage.run.session_stats("nodes", session)
+        if sign.may_live or not path.exists():
+            continue
+        (row,) = read_rows(path)
+        if row["state"] == "running" and row["end_s"] < sign.time_s:
+            with table_writer(path, STATS_NODES.schema) as writer:
+                writer.write_table(pa.Table.from_pylist([{**row, "end_s": sign.time_s}], schema=STATS_NODES.schema))
+            put_statistics(storage, session)
 
 
 def process_start_s() -> float:
