@@ -9,11 +9,12 @@ state   all layers one after another, in each one row of every tensor of slots
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from batchinfer_kernels.transfer import put_pages, take_pages, to_device, to_host
 
-StateParts = tuple[tuple[torch.Tensor, ...], ...]  # of each layer a row of each tensor of slots
+TensorsOfLayers = tuple[tuple[torch.Tensor, ...], ...]  # of each layer some tensors, or none
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class KvMemory:
     """
 
     pages: torch.Tensor | tuple[torch.Tensor, ...]
-    slots: tuple[tuple[torch.Tensor, ...], ...] = ()
-    stored: tuple[tuple[torch.Tensor, ...], ...] = ()
+    slots: TensorsOfLayers = ()
+    stored: TensorsOfLayers = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,6 +76,26 @@ class KvMemory:
         for one, part in zip(self.pages, parts, strict=True):
             one[ids] = part
 
+    def take_blocks(self, page_ids: Sequence[int], num_blocks: int) -> np.ndarray:
+        """Copy the pages of some blocks to the host, in the layout of the KV store's files.
+
+        Returns:
+            [num_blocks, block_bytes] uint8, each block its pages one after another.
+        """
+        return self.take_pages(page_ids).view(torch.uint8).numpy().reshape(num_blocks, -1)
+
+    def put_blocks(self, blocks: np.ndarray, page_ids: Sequence[int], *, skip_pages: int = 0) -> None:
+        """Copy blocks into pages; the caller may free the blocks' memory.
+
+        Args:
+            blocks: contiguous, as `take_blocks` returns them.
+            page_ids: destinations of the blocks' pages in order, without the skipped ones.
+            skip_pages: leading pages of the blocks to leave out.
+        """
+        whole = torch.from_numpy(blocks).view(-1).view(self.dtype).view(-1, *self.page_shape)
+        # not asynchronous: the caller frees the blocks' memory
+        self.put_pages(page_ids, whole[skip_pages:].to(self.device))
+
     def take_state(self, slot: int) -> torch.Tensor:
         """Return the state in a slot: [state_bytes] uint8 on the host; empty without states."""
         return as_bytes([[one[slot] for one in layer] for layer in self.slots])
@@ -85,11 +106,11 @@ class KvMemory:
             for one, part in zip(layer, parts, strict=True):
                 one[slot] = part.to(one.device)
 
-    def stored_parts(self, content: torch.Tensor) -> StateParts:
+    def stored_parts(self, content: torch.Tensor) -> TensorsOfLayers:
         """Return [stored_bytes] uint8 as a row of each tensor of `stored`, on the device."""
         return tuple(tuple(part.to(self.device) for part in parts) for parts in _parts(self.stored, content))
 
-    def empty_stored(self) -> StateParts:
+    def empty_stored(self) -> TensorsOfLayers:
         """Return a row of each tensor of `stored`, with any values."""
         return tuple(tuple(torch.empty_like(one[0]) for one in layer) for layer in self.stored)
 
@@ -104,11 +125,11 @@ def as_bytes(parts: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     return to_host(torch.cat(flat))[0] if flat else torch.empty(0, dtype=torch.uint8)
 
 
-def _row_bytes(layers: tuple[tuple[torch.Tensor, ...], ...]) -> int:
+def _row_bytes(layers: TensorsOfLayers) -> int:
     return sum(one[0].numel() * one.element_size() for layer in layers for one in layer)
 
 
-def _parts(layers: tuple[tuple[torch.Tensor, ...], ...], content: torch.Tensor) -> list[list[torch.Tensor]]:
+def _parts(layers: TensorsOfLayers, content: torch.Tensor) -> list[list[torch.Tensor]]:
     """Cut bytes into rows of these tensors; they are copies, so that each begins where its dtype may."""
     found, start = [], 0
     for layer in layers:

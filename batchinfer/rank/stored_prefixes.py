@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages, finite_blocks
 from batchinfer.kv.memory import KvMemory
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.reader import Allocate, BlockRead, Reader, pageable
@@ -114,7 +113,7 @@ class StoredPrefixes:
         skipped = num_known_pages - prompt.first * self._pages_per_block
         if len(content) * self._pages_per_block > skipped:
             end_page = (prompt.first + len(content)) * self._pages_per_block
-            blocks_to_pages(content, self._memory.pages, page_ids[num_known_pages:end_page], skip_pages=skipped)
+            self._memory.put_blocks(content, page_ids[num_known_pages:end_page], skip_pages=skipped)
             num_tokens = end_page * PAGE_TOKENS
             prompt.older = [not self._store.is_own(span) for span in read.spans for _ in range(span.start, span.stop)]
         read.close()
@@ -202,10 +201,25 @@ class StoredPrefixes:
             first += 1
         if first < len(names):
             page_ids = chunk.sequence.pages[first * self._pages_per_block : len(names) * self._pages_per_block]
-            blocks = blocks_from_pages(self._memory.pages, page_ids, len(names) - first)
+            blocks = self._memory.take_blocks(page_ids, len(names) - first)
             num_finite = finite_blocks(blocks, self._memory.dtype)
             if num_finite:
                 self._writer.put(names[: first + num_finite], first, blocks[:num_finite])
+
+
+def finite_blocks(blocks: np.ndarray, dtype: torch.dtype) -> int:
+    """Count the leading blocks that hold only finite numbers; rows in FP8 (uint8) are not checked.
+
+    Args:
+        blocks: [num_blocks, block_bytes] uint8, as `KvMemory.take_blocks` returns them.
+        dtype: of the pages.
+    """
+    if not dtype.is_floating_point:
+        return len(blocks)
+    # a sum that is finite has finite terms, and needs one pass
+    wide = torch.float64 if dtype is torch.float32 else torch.float32
+    is_finite = torch.from_numpy(blocks).view(dtype).sum(dim=1, dtype=wide).isfinite()
+    return int(is_finite.to(torch.int8).cumprod(0).sum())
 
 
 class _LaterUses:

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from batchinfer.kv.block_pages import blocks_to_pages
 from batchinfer.kv.memory import KvMemory, as_bytes
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.reader import BlockRead, Reader
@@ -163,7 +162,7 @@ class StoredStates(StoredPrefixes):
         if is_whole:
             skipped = num_known_pages - read.first * self._pages_per_block
             page_ids = sequence.pages[num_known_pages : read.end * self._pages_per_block]
-            blocks_to_pages(rows, self._memory.pages, page_ids, skip_pages=skipped)
+            self._memory.put_blocks(rows, page_ids, skip_pages=skipped)
             parts = self._memory.stored_parts(torch.from_numpy(state[0]))
             sequence.moves = {num_tokens: StateMoves(begin_with=parts)}
             sequence.num_branched = num_tokens - 1  # later prompts may branch off right there

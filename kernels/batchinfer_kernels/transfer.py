@@ -78,4 +78,4 @@ def put_pages(pages: torch.Tensor, page_ids: Sequence[int], content: torch.Tenso
 def take_pages(pages: torch.Tensor, page_ids: Sequence[int]) -> torch.Tensor:
     """Return some pages of the pool [L, P, 64, W] on the host as [N, L, 64, W], the form that `put_pages` takes."""
     ids = to_device(torch.tensor(page_ids, dtype=torch.int64), pages.device)
-    return to_host(pages[:, ids].transpose(0, 1).contiguous())[0]
+    return to_host(pages.transpose(0, 1).index_select(0, ids))[0]

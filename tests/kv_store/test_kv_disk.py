@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
+from batchinfer.kv.memory import KvMemory
 from batchinfer.kv_store import disk
 from batchinfer.kv_store.block_file import HEADER_BYTES, MAX_BLOCKS, FileName, make_header
 from batchinfer.kv_store.index import BlockIndex
@@ -162,14 +162,14 @@ def test_files_are_for_their_owner_only(tmp_path, store):
 def test_pages_go_to_blocks_and_back(dtype):
     pages = torch.randn(3, 10, 64, 8).to(dtype)  # L, P, 64, W
     page_ids = [7, 2, 9, 0]
-    blocks = blocks_from_pages(pages, page_ids, num_blocks=2)
+    blocks = KvMemory(pages).take_blocks(page_ids, num_blocks=2)
     assert blocks.shape == (2, 2 * 3 * 64 * 8 * dtype.itemsize)
     assert blocks.flags.c_contiguous
     # within a block page after page, as `block_shape` says
     second = torch.from_numpy(blocks[1].copy()).view(dtype).view(2, 3, 64, 8)
     assert torch.equal(second, torch.stack([pages[:, 9], pages[:, 0]]))
     other = torch.zeros_like(pages)
-    blocks_to_pages(blocks, other, [1, 5, 3, 4])
+    KvMemory(other).put_blocks(blocks, [1, 5, 3, 4])
     assert torch.equal(other[:, [1, 5, 3, 4]], pages[:, page_ids])
     assert not other[:, [0, 2, 6, 7, 8, 9]].any()
 

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from batchinfer.kv.block_pages import blocks_from_pages, blocks_to_pages
+from batchinfer.kv.memory import KvMemory
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.model.step import AttentionStep, StepTensors
@@ -133,8 +133,8 @@ def test_pages_come_back_from_the_host_as_they_were():
     put_pages(other, [1, 0, 9], taken)
     assert torch.equal(other[:, [1, 0, 9]], pages[:, [7, 2, 5]])
     assert not other[:, 2:9].any()
-    blocks = blocks_from_pages(pages, [7, 2, 5], 3)
-    blocks_to_pages(blocks, other, [4, 3], skip_pages=1)
+    blocks = KvMemory(pages).take_blocks([7, 2, 5], 3)
+    KvMemory(other).put_blocks(blocks, [4, 3], skip_pages=1)
     assert torch.equal(other[:, [4, 3]], pages[:, [2, 5]])
 
 

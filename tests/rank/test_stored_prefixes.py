@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from batchinfer.config import PAGE_TOKENS
-from batchinfer.kv.block_pages import blocks_from_pages, finite_blocks
 from batchinfer.kv.memory import KvMemory
 from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.rank.batch import Chunk
 from batchinfer.rank.sequence import Sequence
-from batchinfer.rank.stored_prefixes import StoredPrefixes
+from batchinfer.rank.stored_prefixes import StoredPrefixes, finite_blocks
 from batchinfer.records import Request, RequestKey, RequestTimes, Sampling
 
 GREEDY = Sampling(4, 0.0, 1.0, 0, 0.0, 1, 0, (), (), False, None)
@@ -150,7 +149,7 @@ def test_what_is_not_finite_is_not_written(tmp_path):
     store = DiskStore(tmp_path / "store", identity())
     assert store.find(store.identity.chain(asked.token_ids)) == 2
     store.close()
-    narrow = blocks_from_pages(pages.bfloat16(), [0, 2, 1], 3)
+    narrow = KvMemory(pages.bfloat16()).take_blocks([0, 2, 1], 3)
     assert finite_blocks(narrow, torch.bfloat16) == 1
     assert finite_blocks(narrow, torch.uint8) == 3
 
