@@ -1,4 +1,4 @@
-"""Stand-ins for the libraries of Hopper GPUs, and machines that seem to have them."""
+"""Operations by implementation; stand-ins for the libraries of Hopper GPUs, and machines that seem to have them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,33 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
+from batchinfer_kernels import registry
+from batchinfer_kernels.cpu import build
 from batchinfer_kernels.hopper import ops as hopper
 from support import hopper_stand_ins as stand_ins
 from support.cuda_stand_ins import own_cuts_on_the_cpu
 from support.hopper_cases import forget
+from support.triton_device import DEVICE, REASON
+
+
+@pytest.fixture(params=["reference", "cpu", "triton"])
+def ops(request):
+    """Return a function for an operation of one implementation, if that can run here."""
+    if request.param == "cpu" and build.why_not() is not None:
+        pytest.skip(f"no C++ operations on this machine: {build.why_not()}")
+    if request.param == "triton":
+        if DEVICE.type != "cpu" or REASON is not None:
+            pytest.skip("Triton's interpreter is not on")
+        if request.node.callspec.params.get("dtype") is torch.float32:
+            pytest.skip("Triton runs bfloat16")
+
+    def bound(name):
+        operation = registry.bind(name, [request.param])
+        assert operation.name == request.param
+        return operation
+
+    bound.is_triton = request.param == "triton"
+    return bound
 
 
 @pytest.fixture

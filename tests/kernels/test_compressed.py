@@ -8,12 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer_kernels import registry
-from batchinfer_kernels.cpu import build
 from batchinfer_kernels.reference.compressed import NO_ROW, EntryKeys, KeyRows, NewEntries
-from support.triton_device import DEVICE, REASON
 
-CANDIDATES = ["reference", "cpu", "triton"]
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7}  # of the largest value
 EPS = 1e-6
@@ -26,26 +22,6 @@ def random(*shape, seed=0, dtype=torch.float32):
 def assert_near(result, exact, dtype=None):
     assert result.isfinite().all()
     assert (result.double() - exact).abs().max() <= TOLERANCE[dtype or result.dtype] * exact.abs().max()
-
-
-@pytest.fixture(params=CANDIDATES)
-def ops(request):
-    """Return a function for an operation of a candidate."""
-    if request.param == "cpu" and build.why_not() is not None:
-        pytest.skip(f"no C++ operations on this machine: {build.why_not()}")
-    if request.param == "triton":
-        if DEVICE.type != "cpu" or REASON is not None:
-            pytest.skip("Triton's interpreter is not on")
-        if request.node.callspec.params.get("dtype") is torch.float32:
-            pytest.skip("Triton runs bfloat16")
-
-    def bound(name):
-        operation = registry.bind(name, [request.param])
-        assert operation.name == request.param
-        return operation
-
-    bound.is_triton = request.param == "triton"
-    return bound
 
 
 def turned(x, cos, sin):

@@ -5,15 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batchinfer_kernels import registry
-from batchinfer_kernels.cpu import build
 from batchinfer_kernels.reference import fp8_pages
 from batchinfer_kernels.reference.gqa import GqaForm, NewHeads
 from batchinfer_kernels.reference.mla import PagedKeys
 from support.plain_attention import paged
-from support.triton_device import DEVICE, REASON
 
-CANDIDATES = ["reference", "cpu", "triton"]
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7}  # of the largest value
 # H, KV, A: one query head or several per key head, few and many rows, widths in steps of 8; a window, and whether sinks
@@ -74,26 +70,12 @@ def assert_near(result, exact):
     assert (result.double() - exact).abs().max() <= TOLERANCE[result.dtype] * exact.abs().max()
 
 
-@pytest.fixture(params=CANDIDATES)
-def ops(request):
-    """Return a function for an operation of a candidate."""
-    if request.param == "cpu" and build.why_not() is not None:
-        pytest.skip(f"no C++ operations on this machine: {build.why_not()}")
-    if request.param == "triton":
-        if DEVICE.type != "cpu" or REASON is not None:
-            pytest.skip("Triton's interpreter is not on")
-        of_test = request.node.callspec.params
-        if of_test.get("dtype") is torch.float32:
-            pytest.skip("Triton runs bfloat16")
-        if "form" in of_test and (of_test["shape"], of_test["form"]) not in CASES[:OF_TRITON]:
-            pytest.skip("the interpreter is slow")
-
-    def bound(name):
-        operation = registry.bind(name, [request.param])
-        assert operation.name == request.param
-        return operation
-
-    return bound
+@pytest.fixture
+def ops(ops, request):
+    of_test = request.node.callspec.params
+    if ops.is_triton and "form" in of_test and (of_test["shape"], of_test["form"]) not in CASES[:OF_TRITON]:
+        pytest.skip("the interpreter is slow")
+    return ops
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

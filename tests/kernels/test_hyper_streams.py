@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from batchinfer_kernels import registry
-from batchinfer_kernels.cpu import build
 from batchinfer_kernels.reference.hyper import StreamMix, StreamRule
-from support.triton_device import DEVICE, REASON
 
 EPS, RULE = 1e-6, StreamRule(20, 1e-6)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -17,19 +15,6 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
 
 def random(*shape, seed=0, dtype=torch.float32):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.fixture(params=["reference", "cpu", "triton"])
-def ops(request):
-    """Return a function for an operation of a candidate."""
-    if request.param == "cpu" and build.why_not() is not None:
-        pytest.skip(f"no C++ operations on this machine: {build.why_not()}")
-    if request.param == "triton":
-        if DEVICE.type != "cpu" or REASON is not None:
-            pytest.skip("Triton's interpreter is not on")
-        if request.node.callspec.params.get("dtype") is torch.float32:
-            pytest.skip("Triton runs bfloat16")
-    return lambda name: registry.bind(name, [request.param])
 
 
 def exact_mix(mixed, scale, base, rule, count):
