@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -64,39 +63,6 @@ class Holders:
 
 def rows(count):
     return [{"unit": unit, "num_requests": 10} for unit in range(count)]
-
-
-def taken_after_s(folder: Path, clock: Clock, *, lived_s: float) -> float:
-    """Seconds from a holder's death until a watcher that has waited since the beginning has its unit."""
-    run = RunDir(folder)
-    holders, mine, clock.now_s = Holders(run, 1), UnitClaims(FolderStorage(run)), 0.0
-    units = OpenUnits(FolderStorage(run), rows(1))
-    while True:
-        holders.live_until(min(clock.now_s, lived_s))
-        lapses_s = mine.lapses_s(0)
-        if units.claim(mine, set()) is not None:
-            assert lapses_s <= clock.now_s <= lapses_s + TICK_S  # it was tried then, not at the end of a pause
-            return clock.now_s - lived_s
-        assert clock.now_s < lived_s + 600
-        clock.now_s += TICK_S
-
-
-@pytest.mark.parametrize("lived_s", [*range(0, 90, 7), 300.0, 311.0, 322.0])
-def test_a_dead_holders_unit_is_taken_when_its_lease_has_run_out_and_at_once(tmp_path, clock, lived_s, monkeypatch):
-    monkeypatch.setattr(FolderStorage, "watch_s", 13.0)  # of which a lease is no multiple
-    after_s = taken_after_s(tmp_path, clock, lived_s=lived_s)
-    assert after_s >= LEASE_S - FolderStorage.beat_s  # not before
-    assert after_s <= LEASE_S + FolderStorage.watch_s + 2 * TICK_S
-
-
-def test_a_holder_that_lives_is_never_taken_for_dead(tmp_path, clock):
-    run = RunDir(tmp_path)
-    holders, mine = Holders(run, 3), UnitClaims(FolderStorage(run))
-    units = OpenUnits(FolderStorage(run), rows(3))
-    for _ in range(1800):
-        holders.live_until(clock.now_s)
-        assert units.claim(mine, set()) is None
-        clock.now_s += TICK_S
 
 
 def test_waiting_costs_a_disk_no_more_than_it_did_with_half_as_many_looks(tmp_path, clock, counter):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +12,8 @@ import pytest
 
 from batchinfer.controller import open_units
 from batchinfer.controller.open_units import OpenUnits
-from batchinfer.run.store import watch
 from batchinfer.run.store.folder import FolderStorage
-from batchinfer.run.units.claims import Claim, UnitClaims, last_claim, lease_of
+from batchinfer.run.units.claims import Claim, UnitClaims
 from batchinfer.rundir import RunDir
 from support.claimants import Counter, claim_all
 
@@ -146,21 +143,6 @@ def test_folders_and_marks_of_units_that_the_plan_has_no_more_are_passed_over(tm
         mine.try_claim(8)
         units = OpenUnits(FolderStorage(run), rows(2))
         assert [take(units, mine) for _ in range(2)] == [0, 1]
-
-
-def test_a_lease_runs_out_by_the_watchers_clock_whatever_its_date(tmp_path, monkeypatch):
-    """Clocks of nodes may be hours apart: leases dated in the future or the past live while their date changes."""
-    run = RunDir(tmp_path)
-    with UnitClaims(FolderStorage(run)) as holder, UnitClaims(FolderStorage(run)) as watcher:
-        for unit, date_s in enumerate((time.time() + 3600, time.time() - 3600)):
-            assert holder.try_claim(unit) is not None
-            lease = lease_of(last_claim(run, unit))
-            monkeypatch.setattr(watch, "LEASE_S", 0.0)
-            for beat in range(3):
-                os.utime(lease, (date_s + beat, date_s + beat))
-                assert watcher.try_claim(unit) is None
-            assert watcher.try_claim(unit) is not None  # the date has not changed since
-            monkeypatch.undo()
 
 
 def test_asking_whether_all_is_done_does_not_keep_a_controller_from_claiming(tmp_path, monkeypatch):

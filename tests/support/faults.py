@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,6 @@ import pytest
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller.units import result_table
 from batchinfer.plan import packing
-from batchinfer.program import program
 from batchinfer.records import Completion, RequestKey
 from batchinfer.run.units.result_files import write_results
 from support.jobs import Ended, batchinfer, output_bytes, start, write_job, write_questions
@@ -129,23 +127,6 @@ def ended(process: subprocess.Popen[str]) -> Ended:
     """Wait for the process and return how it ended."""
     out, err = process.communicate(timeout=400)
     return Ended(process.returncode, out, err)
-
-
-def finish_until_killed(run: Path, num_steps: int) -> None:
-    """Run `finish` in this process until it is killed: after `num_steps` files were opened to write or renamed."""
-    left = num_steps
-
-    def look(event: str, arguments: tuple[Any, ...]) -> None:
-        nonlocal left
-        is_write = event == "open" and isinstance(arguments[1], str) and "w" in arguments[1]
-        if event == "os.rename" or (is_write and str(run) in str(arguments[0])):
-            left -= 1
-            if left < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(look)
-    sys.argv = ["batchinfer", "finish", str(run)]
-    program()
 
 
 def kill_the_command(
