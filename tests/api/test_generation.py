@@ -15,7 +15,6 @@ import pytest
 
 import batchinfer
 from batchinfer.api import generation, job, model, prompts
-from support.hostile import model_folder
 from support.jobs import batchinfer as command
 from support.jobs import output_bytes, question, write_job
 from support.paths import RANDOM_MODEL, ROOT
@@ -103,27 +102,6 @@ def test_a_row_that_cannot_be_answered_is_an_error_row_at_its_place():
     assert len(rows) == 6
     assert rows[1, 0]["text"] is None
     assert "token" in rows[1, 0]["error"]
-
-
-@pytest.mark.all  # make test: tests/data/test_row_prompts.py
-def test_variables_and_tools_may_hold_none(tmp_path):
-    """The template writes them as transformers' does: as null."""
-    template = "{{ bos_token }}{{ day is none }}{{ tools | tojson }}{{ messages[0].content }}"
-    model = model_folder(tmp_path / "model", template=template)
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"default": None}}}
-    keys = {"tools": [tool], "chat_template_kwargs": {"day": None}}
-    settings = {"model": model, "dtype": "float32", "max_tokens": 2}
-    written = f"True{json.dumps([tool])}Hello"
-    (raw,) = batchinfer.generate([written], raw=True, **settings).to_pylist()
-    (chat,) = batchinfer.generate([[{"role": "user", "content": "Hello"}]], input=keys, **settings).to_pylist()
-    assert chat["error"] is None
-    assert (chat["prompt_tokens"], chat["text"]) == (raw["prompt_tokens"], raw["text"])
-
-    pq.write_table(pa.table({"m": ['[{"role": "user", "content": "Hello"}]']}), tmp_path / "a.parquet")
-    table = {"files": [str(tmp_path / "a.parquet")], "messages": "m", **keys}
-    parts = {"input": table, "output": {"dir": str(tmp_path / "run")}, "model": {"path": model, "dtype": "float32"}}
-    assert batchinfer.Job({**parts, "sampling": {"max_tokens": 2}}).plan()["bad_rows"] == 0
-    assert command("plan", tmp_path / "run").code == 0
 
 
 def test_nothing_in_is_nothing_out():

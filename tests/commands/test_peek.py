@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 
 import pytest
 
@@ -69,21 +68,6 @@ def test_follow_prints_every_answer_once_while_others_work(tmp_path):
     assert follower.returncode == 0, err
     assert sorted(line.split()[0] for line in out.splitlines()) == sorted(f"q{number}" for number in range(10))
     assert "10 of 10 requests are answered" in err
-
-
-@pytest.mark.all  # make test: follow, above
-def test_follow_ends_with_a_signal(worked, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(worked.parent / "run", run)
-    last = sorted((run / "done").iterdir())[-1].name
-    (run / "done" / last).unlink()
-    shutil.rmtree(run / "units" / last)
-    follower = start("peek", run, "--follow")
-    assert follower.stdout is not None
-    assert follower.stdout.readline()
-    follower.send_signal(signal.SIGINT)
-    _, err = follower.communicate(timeout=60)
-    assert (follower.returncode, err) == (75, "stopped by SIGINT; run the same command to go on\n")
 
 
 def test_ids_that_would_move_the_cursor_are_shown_as_escapes(tmp_path):

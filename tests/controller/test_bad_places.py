@@ -54,29 +54,6 @@ def test_a_disk_that_is_full_while_working(calm, small_disk: SmallDisk, free_kib
     assert output_bytes(run) == expected
 
 
-@pytest.mark.all  # make test: while working, above
-@pytest.mark.parametrize("free_kib", [0, 24])
-def test_a_disk_that_is_full_while_finishing(calm, small_disk: SmallDisk, free_kib):
-    job, expected = calm
-    run = shutil.copytree(job.parent / "worked", small_disk.folder / "run")
-    small_disk.fill(but_bytes=free_kib << 10)
-    expect_sentence(batchinfer("finish", run), "No space left on device", "free space")
-    assert output_bytes(run).items() <= expected.items()
-    small_disk.free()
-    assert batchinfer("finish", run).code == 0
-    assert output_bytes(run) == expected
-
-
-@pytest.mark.all  # make test: while working, above
-def test_a_disk_that_is_full_while_planning(calm, small_disk: SmallDisk):
-    job, _ = calm
-    small_disk.fill(but_bytes=12 << 10)
-    run = small_disk.folder / "run"
-    expect_sentence(batchinfer("plan", job, "--set", f"output.dir={run}"), "No space left on device", "free space")
-    small_disk.free()
-    assert batchinfer("plan", job, "--set", f"output.dir={run}").code == 0
-
-
 def test_a_run_folder_that_is_read_only(calm, small_disk: SmallDisk):
     job, expected = calm
     planned = shutil.copytree(job.parent / "planned", small_disk.folder / "planned")

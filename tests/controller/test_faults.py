@@ -152,18 +152,6 @@ def test_only_the_requests_that_bring_the_ranks_down_become_error_rows(
                 assert row | {"cached_tokens": 0} == good | {"cached_tokens": 0}
 
 
-@pytest.mark.all  # make test: ranks that never start, below
-def test_ranks_that_fail_with_every_request_end_the_job(reference, tmp_path, monkeypatch):
-    folder, _ = reference
-    action = "raise RuntimeError('nothing ever works')"
-    every = {(shard, row) for shard in range(3) for row in range(12)}
-    set_trap(tmp_path / "trap", monkeypatch, TRAP.replace("ROWS", repr(every)).replace("ACTION", action))
-    done = batchinfer("run", folder / "job.toml", "--set", f"output.dir={tmp_path / 'run'}")
-    assert done.code == 1
-    assert "whatever request they run" in done.err
-    assert "nothing ever works" in done.err
-
-
 def test_ranks_that_never_start_end_the_job_with_the_reason(reference, tmp_path, monkeypatch):
     folder, expected = reference
     trap = """

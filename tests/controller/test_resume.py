@@ -181,19 +181,6 @@ def test_another_job_on_the_same_run_folder_is_refused_by_name(tmp_path, change,
     assert len(refused.err.strip().splitlines()) == 1
 
 
-@pytest.mark.all  # make test: a replaced shard, below
-def test_shards_that_are_new_or_missing_are_named_by_their_files(tmp_path):
-    (tmp_path / "prompts").mkdir()
-    files = [tmp_path / "prompts" / f"{name}.jsonl" for name in "ab"]
-    for file in files:
-        file.write_text(json.dumps({"id": file.stem, "prompt": question(1)}) + "\n")
-    both, one = ({"input": {"files": [f"prompts/{names}.jsonl"]}} for names in ("*", "a"))
-    assert batchinfer("run", write_job(tmp_path, **both)).code == 0
-    assert f"{files[1]} is missing from its input shards" in batchinfer("plan", write_job(tmp_path, **one)).err
-    (tmp_path / "prompts" / "c.jsonl").write_bytes(files[1].read_bytes())
-    assert f"{tmp_path / 'prompts' / 'c.jsonl'} is new" in batchinfer("plan", write_job(tmp_path, **both)).err
-
-
 @pytest.mark.all  # make test: other settings are refused, above
 def test_settings_that_change_no_result_may_change_on_resume(tmp_path):
     write_questions(tmp_path / "prompts", (3, 2))

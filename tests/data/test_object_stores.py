@@ -1,6 +1,5 @@
 """Input from an S3 server and results to it, over HTTP; what goes wrong there; and a file system of fsspec."""
 
-import gzip
 import json
 import os
 import shutil
@@ -14,7 +13,6 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from pyarrow import csv, feather
 
 from batchinfer.checked_json import publish_json
 from batchinfer.config import S3Config
@@ -95,32 +93,6 @@ def test_a_job_over_objects_equals_the_same_job_over_files(remote, server):
     assert outputs(folder / "remote")["part-0.parquet"][3]["extra"] == 3
     shards = json.loads((folder / "remote" / "run.json").read_text())["shards"]
     assert [shard["path"] for shard in shards] == [f"s3://data/job/part-{index}.parquet" for index in range(3)]
-
-
-@pytest.mark.all  # make test: Parquet, above
-def test_objects_of_other_formats_equal_the_same_job_over_files(local, server):
-    (local / "lines").mkdir()
-    for index, name in enumerate(("part-0.jsonl.gz", "part-1.csv", "part-2.arrow")):
-        table = pq.read_table(local / "prompts" / f"part-{index}.parquet")
-        if name.endswith("arrow"):
-            feather.write_feather(table, str(local / "lines" / name))
-        elif name.endswith("csv"):
-            csv.write_csv(table, local / "lines" / name)
-        else:
-            data = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
-            (local / "lines" / name).write_bytes(gzip.compress(data.encode()))
-    server.upload(local / "lines", "data", "lines")
-    job = write_job(
-        local,
-        name="lines.toml",
-        sampling=MIXED,
-        input={"files": ["s3://data/lines/*"]},
-        output={"dir": "run of lines", "keep_columns": ["extra"]},
-        s3={"endpoint": server.endpoint},
-    )
-    ended = batchinfer("run", job)
-    assert ended.code == 0, ended.err
-    assert output_bytes(local / "run of lines") == output_bytes(local / "run")
 
 
 def test_results_are_published_whole_with_a_mark_that_lists_them(remote, server):
@@ -468,30 +440,6 @@ def test_folders_beside_objects_are_named_and_nobody_looks_into_them(server, mon
     )
 
 
-@pytest.mark.all  # make test: test_finding_shards, of files
-def test_folders_of_objects_that_name_a_value_give_every_row_a_column(local, server):
-    for index, lang in enumerate(("pt%2DBR", "de", "de")):
-        path = local / "hive" / f"lang={lang}" / f"part-{index}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes((local / "prompts" / path.name).read_bytes())
-    server.upload(local / "hive", "data", "hive")
-    written = {}
-    for name, files in (("local hive", "hive"), ("remote hive", "s3://data/hive/")):
-        keys = {"files": [files], "template": "In {{ lang }}: {{ prompt }}", "prompt": None}
-        output = {"dir": name, "keep_columns": ["lang"]}
-        s3 = {"endpoint": server.endpoint}
-        job = write_job(local, name=f"{name}.toml", input=keys, output=output, s3=s3, sampling={"max_tokens": 2})
-        ended = batchinfer("run", job)
-        assert ended.code == 0, ended.err
-        written[name] = output_bytes(local / name)
-    assert written["remote hive"] == written["local hive"]
-    assert {name: {row["lang"] for row in rows} for name, rows in outputs(local / "remote hive").items()} == {
-        "lang=de/part-1.parquet": {"de"},
-        "lang=de/part-2.parquet": {"de"},
-        "lang=pt%2DBR/part-0.parquet": {"pt-BR"},
-    }
-
-
 @pytest.mark.all  # make test: bad places, above
 def test_objects_whose_names_no_output_file_can_have_are_refused(server):
     s3 = S3Config(endpoint=server.endpoint)
@@ -501,14 +449,6 @@ def test_objects_whose_names_no_output_file_can_have_are_refused(server):
     server.put("data", "up/../../y.parquet", b"")  # names of dots count as hidden
     with pytest.raises(ConfigError, match="no file matches"):
         find_shards(["s3://data/up/**"], s3=s3)
-
-
-@pytest.mark.all  # make test: a job over objects, above
-def test_files_and_objects_go_together(local, server):
-    s3 = S3Config(endpoint=server.endpoint)
-    shards = find_shards(["s3://data/job/part-1.parquet", str(local / "prompts" / "part-0.parquet")], s3=s3)
-    assert [shard.problem for shard in shards] == [None, None]
-    assert {os.path.basename(shard.name) for shard in shards} == {"part-0.parquet", "part-1.parquet"}
 
 
 @pytest.mark.all  # make test: tests/data/test_bucket.py

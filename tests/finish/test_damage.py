@@ -17,7 +17,7 @@ from batchinfer.run.units.claims import done_mark
 from batchinfer.rundir import RunDir, read_state
 from support.damage import KINDS, damaged_copy, expect_equal_or_named, flip_bit, make_computed_run_with_outputs
 from support.faults import UNIT_TOKENS
-from support.jobs import batchinfer, output_bytes, write_job, write_questions
+from support.jobs import batchinfer, output_bytes, write_job
 from support.tiers import first_in_make_test
 
 NUM_FLIPS, NUM_QUICK = 60, 30
@@ -80,16 +80,6 @@ def test_a_plan_made_again_tokenises_only_damaged_shards_and_keeps_all_results(c
     assert sorted((target / "units").rglob("part-*")) == results
     assert batchinfer("finish", target).code == 0
     assert output_bytes(target) == expected
-
-
-@pytest.mark.all  # make test: a plan made again, above
-def test_a_plan_made_again_without_damage_leaves_no_quarantine(tmp_path):
-    write_questions(tmp_path / "prompts", (3,))
-    (tmp_path / "prompts" / "torn.parquet").write_bytes(b"PAR1")  # has no token file
-    job = write_job(tmp_path)
-    for options in ([], ["--again"]):
-        assert batchinfer("plan", job, *options).code == 0
-    assert not (tmp_path / "run" / "quarantine").exists()
 
 
 @pytest.mark.parametrize("begun", [True, False])

@@ -81,19 +81,6 @@ def test_an_unreadable_shard_is_named_and_the_others_still_run(questions):
     assert not (questions / "strict" / "outputs").exists()
 
 
-@pytest.mark.all  # make test: an unreadable shard, above
-def test_a_shard_damaged_in_the_middle_counts_as_unreadable(questions):
-    path = questions / "prompts" / "part-0.parquet"
-    data = bytearray(path.read_bytes())
-    place = pq.read_metadata(path).row_group(1).column(1).data_page_offset + 20
-    data[place : place + 40] = b"\xff" * 40
-    path.write_bytes(bytes(data))
-    ended = batchinfer("run", write_job(questions))
-    assert ended.code == 3, ended.err
-    assert "part-0.parquet" in ended.err
-    assert list(outputs(questions / "run")) == ["part-1.parquet", "part-2.parquet"]
-
-
 def test_a_job_without_any_readable_shard_ends_with_2(tmp_path):
     (path,) = write_questions(tmp_path / "prompts", (9,))
     data = bytearray(path.read_bytes())
@@ -127,16 +114,6 @@ def test_strict_stops_at_a_bad_row_before_the_model_loads(tmp_path):
     assert batchinfer("run", job).code == 3  # the same folder goes on without --strict
     for command in ("work", "finish"):
         assert "1 bad rows" in batchinfer(command, tmp_path / "run", "--strict").err
-
-
-@pytest.mark.all  # make test: a strict plan, above
-def test_a_strict_plan_that_is_run_again_stops_at_the_same_row_and_speaks_of_no_damage(tmp_path):
-    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": ["good", ""]})
-    job = write_job(tmp_path)
-    first, again = batchinfer("plan", job, "--strict"), batchinfer("plan", job, "--strict")
-    assert (first.code, again.code) == (2, 2)
-    assert "row 1: prompt is empty" in first.err
-    assert again.err == first.err
 
 
 def test_samples_and_duplicates(tmp_path):

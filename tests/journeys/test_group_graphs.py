@@ -14,7 +14,7 @@ import pytest
 
 from batchinfer.model.fused.graphs import SWITCHED_OFF
 from batchinfer.plan import preflight
-from batchinfer.rank.step_vote import CANNOT, NO_MEMORY, TOO_LARGE
+from batchinfer.rank.step_vote import NO_MEMORY, TOO_LARGE
 from support.checkpoints import make_checkpoint
 from support.graph_ranks import write_site
 from support.jobs import Ended, batchinfer, output_bytes, question, write_job, write_shard
@@ -156,18 +156,6 @@ def test_micro_batches_in_turn_are_one_graph(jobs, plain):
                 if step[0]["micro_batches"] == 2]  # fmt: skip
     assert ("replayed", rows_for(-(-MOST // 2))) in in_pairs
     assert None not in {graph for graph, _ in in_pairs}  # halves of what is too large have room
-
-
-@pytest.mark.all  # make test: without memory on one rank
-def test_a_rank_that_cannot_record_keeps_all_from_it(jobs, plain):
-    outputs, ended = jobs.run("refused", refuses=(1,))
-    assert outputs == plain
-    assert "decode steps run as no CUDA graphs: the experts' operations" in ended.err
-    steps = jobs.steps("refused")
-    assert {graph for graph, _ in agreed(steps)} == {None}
-    reasons = [{of_step[rank]["no_graph"] for of_step in steps} for rank in (0, 1)]
-    assert reasons[0] == {CANNOT}
-    assert all("read on the host" in reason for reason in reasons[1])
 
 
 @pytest.mark.all  # make test: two ranks replay, above

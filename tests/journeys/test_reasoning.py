@@ -126,16 +126,6 @@ def test_a_message_that_is_continued_may_be_in_its_thinking(tmp_path, model):
     assert [row["reasoning"] is None for row in rows] == [False, True]
 
 
-@pytest.mark.all  # make test: a constraint behind thinking, above
-def test_a_budget_ends_thinking(tmp_path, model):
-    never = {"logit_bias": {"1001": -100.0, "1": -100.0}, "thinking_budget": 12}
-    rows = run(tmp_path, model, "budget", sampling=never, output={"reasoning": "auto"})
-    for row in rows:
-        assert row["token_ids"].index(1001) == 12
-        assert row["reasoning_tokens"] == 13
-        assert row["text"]
-
-
 def test_a_constraint_begins_after_the_thinking_however_the_job_is_run(tmp_path, model):
     asked = {"choice": ["yes", "no"]}
     kind = pa.struct(

@@ -146,24 +146,6 @@ def test_a_damaged_job_file_is_named_and_a_plan_puts_it_there_again(calm, server
     assert json.loads(batchinfer("verify", run.uri, "--json").out)["damaged"] == []
 
 
-@pytest.mark.all  # make test: the run in a bucket, above
-def test_a_finish_on_another_node_adds_its_span_to_the_trace_in_the_store(calm, server, tmp_path):
-    run = InBucket(calm, server.endpoint, "traced", tmp_path)
-
-    def spans():
-        trace = json.loads(server.objects("runs", "traced")["trace.json"])
-        return [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
-
-    run.plan()
-    run.command("work")
-    run.command("finish", "--trace", node="a")
-    assert spans() == ["finish"]
-    for _ in range(2):
-        before = spans()
-        run.command("finish", "--trace", node="b")
-        assert spans() == [*before, "finish"]
-
-
 @pytest.mark.slow
 def test_a_plan_is_made_again_and_another_job_is_refused(calm, server, tmp_path):
     run = InBucket(calm, server.endpoint, "again", tmp_path)

@@ -157,39 +157,6 @@ def test_choices_are_scored_as_transformers_scores_them_and_each_prompt_is_compu
     assert report["computed_tokens"] <= max(map(len, prompts)) + sum(map(len, prompts)) + first_tokens - 60 * 4
 
 
-@pytest.mark.all  # make test: choices, above
-def test_the_most_likely_choice_is_found_by_texts(tmp_path):
-    """A greedy answer is the best of its kind."""
-    columns = {"id": [0, 1], "ids": [some_tokens(90), some_tokens(70)]}
-    made = run(tmp_path, RANDOM_MODEL, "made", columns=columns, inputs={}, sampling={"max_tokens": 1})
-    others = ["x", " no", "42"]
-    columns["options"] = [[*others[:place], row["text"], *others[place:]] for place, row in enumerate(made)]
-    rows = run(
-        tmp_path, RANDOM_MODEL, "chosen", columns=columns, inputs={"choices": "options"}, sampling={"max_tokens": 0}
-    )
-    assert [row["choice"] for row in rows] == [0, 1]
-    assert [row["choice_is_greedy"].index(True) for row in rows] == [0, 1]
-
-
-@pytest.mark.all  # make test: choices, above
-@pytest.mark.parametrize("num_prompts", [50, pytest.param(500, marks=pytest.mark.slow)])
-def test_many_choices_of_a_prompt_compute_it_once(tmp_path, num_prompts):
-    prompts = [[*some_tokens(60), row, *some_tokens(149, seed=row)[60:]] for row in range(num_prompts)]
-    lists = [[[row % 1000, place] for place in range(20)] for row in range(num_prompts)]
-    columns = {"id": [*range(num_prompts)], "ids": prompts, "options": lists}
-    run(
-        tmp_path,
-        RANDOM_MODEL,
-        "run",
-        columns=columns,
-        inputs={"choices": "options"},
-        sampling={"max_tokens": 0},
-    )
-    report = json.loads(batchinfer("report", tmp_path / "run", "--json").out)
-    assert report["input_tokens"] == 20 * num_prompts * 152
-    assert report["computed_tokens"] == 60 + 90 * num_prompts + num_prompts * (20 * 3 - 1), "the start of all, once"
-
-
 @pytest.mark.all  # make test: the scores themselves, above
 @pytest.mark.parametrize("num_tokens", [2048, pytest.param(8000, marks=pytest.mark.slow)])
 def test_a_long_prompt_needs_no_room_for_its_logits(tmp_path, num_tokens):

@@ -292,28 +292,3 @@ def test_threads_that_cannot_be_had_are_an_error_and_the_next_call_tries_again(p
     assert said.startswith("the_C++_operations_want_3_threads_more:_")
     assert said.endswith("set_OMP_NUM_THREADS_to_fewer")
     assert counts == ["1"] * 4
-
-
-@pytest.mark.all  # make test: test_many_threads_may_call_at_once
-@pytest.mark.parametrize("num_busy", [1, 2])
-def test_results_keep_their_bits_beside_busy_processes(threads, num_busy):
-    from batchinfer_kernels.cpu.packed import library, pack
-
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(70, 256, generator=generator).bfloat16()
-    weight = pack(torch.randn(600, 256, generator=generator).bfloat16())
-
-    def product():
-        return library().linear(x, weight.data, weight.num_columns, weight.depth, weight.kind, False, None)
-
-    threads(1)
-    alone = product()
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_busy)]
-    try:
-        for num_threads in (1, 2, 3, 4):
-            threads(num_threads)
-            assert all(torch.equal(product(), alone) for _ in range(50))
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()

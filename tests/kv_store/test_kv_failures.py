@@ -113,20 +113,6 @@ def test_a_disk_that_becomes_read_only_while_it_is_used(tmp_path):
         remount(folder, "rw")
 
 
-@pytest.mark.all  # make test: a read-only folder, above
-def test_damage_on_a_read_only_disk_is_not_served_either(tmp_path):
-    with mounted(tmp_path / "disk", "size=8m") as folder, closing(open_store(folder / "kv")) as store:
-        write_chain(store, chain_of("a"))
-        (path,) = block_files(folder / "kv")
-        path.write_bytes(path.read_bytes()[:-1] + b"\0")
-        remount(folder, "ro")
-        assert read_intact(store, chain_of("a")) == 0
-        assert store.find(chain_of("a")) == 0
-        assert store.counters.damaged_files == 1
-        sentence(store, "Read-only")
-        remount(folder, "rw")
-
-
 @pytest.mark.parametrize("first", first_in_make_test(["read", "write", "refresh", "background"], 2))
 def test_a_folder_that_is_deleted_while_it_is_used(tmp_path, monkeypatch, first):
     monkeypatch.setattr(disk, "TEND_S", 0.05 if first == "background" else 60.0)

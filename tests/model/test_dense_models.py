@@ -117,16 +117,6 @@ def test_a_number_of_experts_need_not_be_named_where_there_are_none(folder):
     assert tokens_of(folder, "unnamed-run") == json.loads((folder / "expected.json").read_text())
 
 
-@pytest.mark.all  # make test: their answers, above
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-def test_other_dtypes_end_well(folder, dtype):
-    run(folder, dtype, dtype=dtype, cluster=LAYOUTS["2"])
-    expected = json.loads((folder / "expected.json").read_text())
-    # rounding changes tokens of random weights now and then, but not the first of most prompts
-    firsts = [ours[0] == theirs[0] for ours, theirs in zip(tokens_of(folder, dtype), expected, strict=True)]
-    assert sum(firsts) >= 4
-
-
 def refused(*arguments):
     ended = batchinfer(*arguments)
     assert ended.code == 2, ended.err

@@ -469,16 +469,6 @@ def test_a_plan_says_which_part_of_a_model_of_images_runs(folder):
     assert said == has_images
 
 
-@pytest.mark.all  # make test: test_dense_models, test_cluster
-def test_any_layout_and_a_cold_and_a_warm_kv_store_give_the_answers_of_one_rank(folder):
-    cluster = {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2, "overlap": True, "redundant_experts": 2}
-    for name in ("cold", "warm"):
-        ended = run(folder, name, cluster=cluster, kv={"dir": str(folder / "kv"), "persist": "all"})
-        assert ended.code == 0, ended.err
-        assert answers(folder, name) == answers(folder, "one")
-    assert sum(row["cached_tokens"] for row in outputs(folder / "warm")["a.parquet"]) > 600
-
-
 def test_a_model_of_images_that_ties_its_embeddings_has_no_head(tmp_path):
     make_checkpoint(tmp_path / "model", "kimi-k25")
     edit_config(tmp_path / "model", tie_word_embeddings=True)

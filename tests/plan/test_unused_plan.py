@@ -1,7 +1,6 @@
 """A run folder with the plan of another job: planned again if nothing was computed, else refused."""
 
 import os
-import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +11,7 @@ from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.run.heartbeat import Heartbeat
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import LAUNCHERS, RunDir
-from support.jobs import answers, batchinfer, start, write_job, write_questions
+from support.jobs import answers, batchinfer, write_job, write_questions
 
 
 @pytest.fixture
@@ -103,22 +102,6 @@ def test_a_session_that_has_been_silent_on_another_host_makes_way(planned, tmp_p
     ended = batchinfer("plan", write_job(tmp_path, sampling={"max_tokens": 3}))
     assert ended.code == 0, ended.err
     assert not sign.exists()
-
-
-@pytest.mark.all  # make test: a silent session, above
-def test_a_killed_session_of_this_host_makes_way_at_once_and_again(planned, tmp_path):
-    run = tmp_path / "run"
-    for max_tokens in (3, 4):
-        child = start("work", run)
-        while not list((run / "work" / "sessions").glob("*.json")):
-            assert child.poll() is None
-            time.sleep(0.005)
-        child.kill()
-        child.communicate(timeout=60)
-        ended = batchinfer("plan", write_job(tmp_path, sampling={"max_tokens": max_tokens}))
-        assert ended.code == 0, ended.err
-    assert batchinfer("run", tmp_path / "job.toml").code == 0
-    assert len(answers(run)) == 5
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -6,14 +6,13 @@ import functools
 import json
 
 import duckdb
-import pyarrow.parquet as pq
 import pytest
 import torch
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.config import load_model_config
 from batchinfer_kernels.cpu import build
-from support.jobs import answers, batchinfer, output_bytes, write_job, write_questions, write_shard
+from support.jobs import answers, batchinfer, output_bytes, write_job, write_questions
 from support.paths import RANDOM_MODEL
 
 REASON = build.why_not()
@@ -108,22 +107,6 @@ def test_requests_that_wait_for_pages_get_the_same_bytes(jobs, dtype):
     assert pages <= FEW_PAGES
     assert most_tight < most_ample == 26  # they did wait
     assert output_bytes(tight) == output_bytes(folder / "one")
-
-
-@pytest.mark.all  # make test: how a job is run, above
-@pytest.mark.parametrize("dtype", some_dtypes("bfloat16"))
-def test_the_order_of_the_input_changes_no_answer(jobs, dtype, tmp_path):
-    folder = jobs(dtype)
-    for number, path in enumerate(sorted((folder / "prompts").iterdir(), reverse=True)):
-        rows = pq.read_table(path)
-        turned = rows.take(list(reversed(range(len(rows)))))
-        write_shard(tmp_path / "prompts" / f"{number}.parquet", turned.to_pydict())
-    by_id = [
-        {row["id"]: row | {"row": None} for row in answers(done)}
-        for done in (run(tmp_path, "turned", dtype=dtype), folder / "one")
-    ]
-    assert by_id[0] == by_id[1]
-    assert list(by_id[0]) != list(by_id[1])
 
 
 @pytest.mark.parametrize("dtype", some_dtypes("bfloat16", "int4"))

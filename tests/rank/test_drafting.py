@@ -17,7 +17,6 @@ from batchinfer.rank.context import RankContext
 from batchinfer.rank.drafter import Drafter
 from batchinfer.records import Request
 from batchinfer_kernels.cpu.packed import Packed
-from support.checkpoints import make_checkpoint
 from support.drafted import (
     PLAIN_WAYS,
     TOKENIZER,
@@ -26,7 +25,6 @@ from support.drafted import (
     InTurn,
     counts,
     everything,
-    requests_of,
     sample_requests,
     step_by_step,
     with_mtp,
@@ -152,28 +150,6 @@ class Oracle:
     def _guess(self, key: int, place: int) -> int:
         tokens = self._tokens[int(key)]
         return tokens[place] if place < len(tokens) and self._rng.random() < self._chance else 5
-
-
-@pytest.mark.all  # make test: wrong guesses, above
-@pytest.mark.parametrize("name", ["v3", "v3-odd-sizes", "v2-groups", "glm", "youtu"])
-@pytest.mark.parametrize("chance", [0.5, 1.0])
-def test_right_and_wrong_guesses_change_no_family(tmp_path, name, chance):
-    make_checkpoint(tmp_path, name)
-    model = Transformer.load(tmp_path, dtype=torch.float32)
-    rng = np.random.default_rng(1)
-    requests = requests_of([rng.integers(10, 96, length).tolist() for length in (3, 64, 70, 1, 130, 63) * 3])
-    requests = [one for one in requests if one.sampling.structured is None and not one.sampling.logit_bias]
-    plain = run_rank(model, TOKENIZER, requests)
-    drafted = run_rank(
-        model,
-        TOKENIZER,
-        requests,
-        decode_requests=7,
-        make_drafter=lambda context: Drafter(model, Oracle(requests, plain, chance), InTurn()),
-    )
-    assert everything(drafted) == everything(plain)
-    num_drafted, num_accepted = counts(drafted)
-    assert num_accepted > 0.3 * chance * num_drafted
 
 
 def test_a_right_guess_saves_a_step():
