@@ -55,12 +55,15 @@ def is_chat(value: Any) -> bool:
 def batches_of_columns(
     columns: Mapping[str, list[Any]], read: Collection[str]
 ) -> tuple[tuple[pa.RecordBatchReader, dict[str, str]], set[str]]:
-    """Return a reader of the columns and the reason for each column left out, as `batches_of`; and columns of chats.
+    """Convert columns of Python values to Arrow batches.
 
     Chats become JSON text, which keeps every message as it is. Without a column `id`, ids are row numbers.
 
     Args:
         read: columns with another use than prompts; their dicts become JSON text, too.
+
+    Returns:
+        (what `batches_of` returns, the names of the columns that hold chats).
     """
     columns = {name: list(map(as_list, values)) for name, values in columns.items()}
     chats = {name for name, values in columns.items() if any(values) and all(map(is_chat, filter(None, values)))}

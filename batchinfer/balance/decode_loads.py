@@ -248,7 +248,7 @@ class DecodeLoads(Generic[Key]):
         return np.bincount(rows["rank"], self._request_load.of(self._kv_tokens(rows)), self._num_ranks)
 
     def _num_generated(self, rows: np.ndarray) -> np.ndarray:
-        """Return the tokens of answers; ranks step together, so the latest report counts for all."""
+        """Return the generated tokens of each request; ranks step together, so the latest step counts for all."""
         return rows["since"] + np.where(rows["is_running"], self._steps_R.max(), 0)
 
     def _kv_tokens(self, rows: np.ndarray) -> np.ndarray:

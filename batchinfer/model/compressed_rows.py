@@ -59,7 +59,7 @@ def rows_of_step(step: AttentionStep, window: int) -> StepRows:
 
 
 def visible_entries(pages: torch.Tensor, width: int, page_table_TP: torch.Tensor, visible_T: torch.Tensor) -> KeyRows:
-    """Return all entries that each query sees, of which one may lie in several pages."""
+    """Return the places of all entries that each query sees; an entry may be cut into pieces on several pages."""
     piece = min(width, pages.shape[1])
     per_page, num_parts = pages.shape[1] // piece, width // piece
     num_entries = page_table_TP.shape[1] * per_page // num_parts

@@ -38,7 +38,7 @@ class GroupedAttention:
     def project(
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the queries [T, H, A], or of some rows; write keys and values to the pages and make the copies."""
+        """Return the queries [T, H, A], of `rows_S` alone if given; write keys and values to pages, and copy pages."""
         weights = self.weights
         x_TD = normed(self.ops, hidden_TD, self.norm_D, self.eps, weights.qkv.weight)
         heads = self.config.num_attention_heads, self.config.num_key_value_heads

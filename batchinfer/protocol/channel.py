@@ -49,7 +49,7 @@ class Channel(Generic[ReceivedT]):
         return self._stream.peer_address
 
     def send(self, message: Message) -> None:
-        """Send a message; after `send_on` the caller must not change it any more, unless `send` encodes first.
+        """Send a message; after `send_on` without `encodes_first` the caller must not change the message any more.
 
         Raises:
             ChannelClosedError: the other end is gone.

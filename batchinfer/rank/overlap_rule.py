@@ -73,7 +73,7 @@ def is_quicker_in_pairs(gains: Sequence[float]) -> bool | None:
 
 @dataclass(slots=True)
 class _Step:
-    """One side of a comparison."""
+    """The time and rows of a step that is compared with another, run whole or in two micro-batches (`in_pairs`)."""
 
     in_pairs: bool
     rows: int

@@ -135,7 +135,8 @@ def _on_some_sms(seconds: float, flops: float, num_bytes: float, gpu: Accelerato
     """Return the seconds of a measured operation on a share of the SMs; reading memory does not slow down.
 
     Args:
-        flops: as many as FP8 ones would take this long.
+        flops: FP8 operations whose computing takes as long as that of this operation; with `num_bytes` they decide
+            whether computing or reading takes longer.
     """
     return seconds / sms_share if flops / gpu.fp8_flops > num_bytes / gpu.hbm_bytes_per_s else seconds
 

@@ -170,7 +170,7 @@ def _with_uses(implementation: Implementation, names: Sequence[str]) -> Callable
 
 
 def _packed_weights(*args: Any, **kwargs: Any) -> str | None:
-    """Weights that are packed for C++."""
+    """Reject weights that are packed for C++."""
     if any(isinstance(value, Packed | PackedRouter) for value in (*args, *kwargs.values())):
         return "a packed weight takes rows of its own kind on the CPU"
     return None

@@ -186,7 +186,7 @@ class _Schema:
         self.text = dumps(schema) if self.is_changed else text
 
     def as_lark(self) -> str:
-        """Return the schema as a grammar in which the inexact numbers are texts.
+        """Convert the schema to a Lark grammar, in which numbers that llguidance compares inexactly are spelled out.
 
         Raises:
             ValueError: there is no such grammar here.

@@ -106,7 +106,7 @@ class Storage(ABC):
 
     @abstractmethod
     def touch(self, path: Path, data: bytes) -> None:
-        """Give a document of this process another version.
+        """Renew a document of this process: its content stays, its version changes.
 
         Args:
             data: the JSON document that this process has put there.

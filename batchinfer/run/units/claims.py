@@ -200,7 +200,7 @@ def offer_again(store: Storage, unit: int, *, inherited: list[Path], fill: Calla
 
 
 def _claim_document(run: RunDir, lease: Path | None, inherited: list[Path]) -> bytes:
-    """Return a claim's document; no two of them are alike, so that its writer knows it again."""
+    """Return a claim's document; each is unique, so that a writer recognises the document that it wrote itself."""
     names = [path.relative_to(run.root).as_posix() for path in inherited]
     worker = "" if lease is None else lease.relative_to(run.root).as_posix()
     return json_text({"worker": worker, "inherited": names, "write": secrets.token_hex(8)}).encode()

@@ -16,19 +16,19 @@ from batchinfer_kernels.reference.rows import NewKeys
 
 
 def _rows(q: torch.Tensor) -> str | None:
-    """Rows that are not in bfloat16 on the CPU."""
+    """Reject rows that are not in bfloat16 on the CPU."""
     return None if q.is_cpu and q.dtype is torch.bfloat16 else "rows are not in bfloat16 on the CPU"
 
 
 def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
-    """Rows that are not in bfloat16 on the CPU; queries with gaps between them."""
+    """Reject rows that are not in bfloat16 on the CPU; queries with gaps between them."""
     return _rows(q_THA) or _rows(new.latents_TW) or (None if q_THA.is_contiguous() else "queries are not contiguous")
 
 
 def _prefill(
     q_THA: torch.Tensor, keys: PagedKeys, kv_b_HZC: torch.Tensor | Packed, *_: object, **__: object
 ) -> str | None:
-    """Rows that are not in bfloat16 on the CPU; weights that are packed for others or held in 8 or 4 bits."""
+    """Reject rows that are not in bfloat16 on the CPU; weights that are packed for others or held in 8 or 4 bits."""
     is_taken = kv_b_HZC.takes(q_THA) if isinstance(kv_b_HZC, Packed) else isinstance(kv_b_HZC, torch.Tensor)
     return _rows(q_THA) or (None if is_taken else "the weight is packed for other rows")
 

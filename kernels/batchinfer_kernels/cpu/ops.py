@@ -41,7 +41,7 @@ _BIASED = ("noaux_tc", "topk_softmax")
 
 
 def _mismatch(x: torch.Tensor, *operands: Any) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU."""
     if not x.is_cpu:
         return "tensors are not on the CPU"
     if x.dtype is not torch.bfloat16 and x.dtype is not torch.float32:
@@ -60,68 +60,68 @@ def _mismatch(x: torch.Tensor, *operands: Any) -> str | None:
 
 
 def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Tensors that are not on the CPU."""
+    """Reject tensors that are not on the CPU."""
     return None if x.is_cpu else "tensors are not on the CPU"
 
 
 def _float32(x: torch.Tensor, *_: Any) -> str | None:
-    """Values that are not in float32 on the CPU."""
+    """Reject values that are not in float32 on the CPU."""
     return None if x.is_cpu and x.dtype is torch.float32 else "values are not in float32 on the CPU"
 
 
 def _gated(logits_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: GateRule, *_: Any, **__: Any) -> str | None:
-    """Logits or biases that are not in float32 on the CPU, or a method without C++."""
+    """Reject logits or biases that are not in float32 on the CPU, or a method without C++."""
     if rule.method not in GATE_METHODS:
         return f"the gate's method {rule.method} is computed in plain PyTorch"
     return _float32(logits_TE) or (None if bias_E is None else _float32(bias_E))
 
 
 def _drawn(logits_SV: torch.Tensor, temperature_S: torch.Tensor, top_k_S: torch.Tensor, *shares: Any) -> str | None:
-    """Logits that are not in float32 on the CPU; settings in other than the reference's dtypes."""
+    """Reject logits that are not in float32 on the CPU; settings in other than the reference's dtypes."""
     if top_k_S.dtype is not torch.int64 or any(share.dtype is not torch.float64 for share in (temperature_S, *shares)):
         return "settings are not in float64 and int64"
     return _float32(logits_SV)
 
 
 def _side_by_side(rows_NW: torch.Tensor, *_: Any) -> str | None:
-    """Tensors that are not on the CPU; rows that have gaps between their values."""
+    """Reject tensors that are not on the CPU; rows that have gaps between their values."""
     if rows_NW.shape[1] > 1 and rows_NW.stride(1) != 1:
         return "values of a row are not side by side"
     return _foreign(rows_NW)
 
 
 def _weight(weight: torch.Tensor, *, eight_bit: bool = False, four_bit: bool = False, **_: Any) -> str | None:
-    """Weights that are not in bfloat16 or float32 on the CPU; float32 for 8 or 4 bits."""
+    """Reject weights that are not in bfloat16 or float32 on the CPU; float32 for 8 or 4 bits."""
     if (eight_bit or four_bit) and weight.dtype is not torch.bfloat16:
         return f"{8 if eight_bit else 4} bits are rounded from bfloat16, not from {weight.dtype}"
     return _mismatch(weight)
 
 
 def _summed(rows: ExpertRows, _: torch.Tensor, weights_TK: torch.Tensor) -> str | None:
-    """Rows that are not in bfloat16 or float32 on the CPU, or not one for each weight, without gaps; other weights."""
+    """Reject rows not in bfloat16 or float32 on the CPU, or not one for each weight without gaps; other weights."""
     if isinstance(rows, PlacedRows) or len(rows) != weights_TK.numel():
         return "there is not one row for each token and expert, without gaps"
     return _mismatch(rows) or _float32(weights_TK)
 
 
 def _added(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tensor | None) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU; sums that are not in float32."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU; sums that are not in float32."""
     others = () if added_TD is None else (added_TD,)
     return _mismatch(hidden_TD, *others) or _float32(sums_TD)
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU; rows without values."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU; rows without values."""
     return _mismatch(x, weight) or (None if x.shape[-1] else "rows have no values")
 
 
 def _activation(gate: torch.Tensor, up: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU, or not of two dims."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU, or not of two dims."""
     return _mismatch(gate, up) or (None if gate.dim() == 2 else "gate is not of two dims")
 
 
 def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU; queries with gaps between them."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU; queries with gaps between them."""
     reason = _mismatch(q_THA, new.latents_TW, new.pages)
     return reason or (None if q_THA.is_contiguous() else "queries are not contiguous")
 
@@ -138,7 +138,7 @@ def _grouped(
     biases: ExpertBiases | None = None,
     **_others: Any,
 ) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
+    """Reject operands not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
     if tile_rows > 1:
         return "there are gaps between experts' rows"
     if biases is not None and scales is None and (reason := _mismatch(x, *biases)):
@@ -151,50 +151,50 @@ def _grouped(
 def _masked(
     x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, *, expected_rows: Any = None, **forms: Any
 ) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
+    """Reject operands not all in bfloat16 or all in float32 on the CPU; FP8 rows for weights that are not packed."""
     return _grouped(x, _, gate_up, down, None, scales, **forms)
 
 
 def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU."""
     return _mismatch(q, keys.pages, *kv_b_and_more[:1])
 
 
 def _grouped_heads(q: torch.Tensor, keys: PagedKeys, *_: Any) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU."""
     return _mismatch(q, keys.pages)
 
 
 def _new_heads(qkv_TW: torch.Tensor, new: NewHeads) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU."""
     return _mismatch(qkv_TW, new.pages, *(norm for norm in (new.norm_q, new.norm_k) if norm is not None))
 
 
 def _index_keys(new: NewIndexKeys) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU."""
     return _mismatch(new.keys_TI, new.norm_I, new.pages)
 
 
 def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU."""
     return _mismatch(queries.q_THI, keys.pages)
 
 
 def _new_entries(new: NewEntries) -> str | None:
-    """Pages that are not in bfloat16 or float32 on the CPU; other operands that are not in float32 there."""
+    """Reject pages that are not in bfloat16 or float32 on the CPU; other operands that are not in float32 there."""
     wide = (new.values_TV, new.gates_TV, new.bias_MV, new.norm_C, new.waiting)
     return _mismatch(new.pages) or next(filter(None, map(_float32, wide)), None)
 
 
 def _chosen_entries(q_THI: torch.Tensor, weights_TH: torch.Tensor, keys: EntryKeys, **_: Any) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU; weights that are not in float32."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU; weights that are not in float32."""
     return _mismatch(q_THI, keys.pages) or _float32(weights_TH)
 
 
 def _entries(
     q_THC: torch.Tensor, window: KeyRows, entries: KeyRows | None, sinks_H: torch.Tensor, *_: Any
 ) -> str | None:
-    """Operands that are not all in bfloat16 or all in float32 on the CPU; sinks that are not in float32."""
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU; sinks that are not in float32."""
     keys = [window.values] if entries is None else [window.values, entries.values]
     return _mismatch(q_THC, *keys) or _float32(sinks_H)
 

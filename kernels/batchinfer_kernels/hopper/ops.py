@@ -52,7 +52,7 @@ Quantize = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def _product(x: torch.Tensor | ScaledRows, weight: Weight, *_: Any, **__: Any) -> str | None:
-    """Weights that are not in FP8 blocks of whole tiles, rows that are not in bfloat16 on a GPU."""
+    """Reject weights that are not in FP8 blocks of whole tiles, rows that are not in bfloat16 on a GPU."""
     if not isinstance(weight, BlockScaled):
         return "the weight is not in FP8 blocks"
     if isinstance(x, ScaledRows):
@@ -73,7 +73,7 @@ def _grouped(
     tile_rows: int = 1,
     **options: Any,
 ) -> str | None:
-    """Weights that are not in FP8 blocks or bfloat16 (as far as deep_gemm has that), whole tiles and on a GPU."""
+    """Reject weights not in FP8 blocks or bfloat16 (as far as deep_gemm has that), whole tiles and on a GPU."""
     if reason := other_form(**options):
         return reason
     if tile_rows not in (1, _TILE_ROWS):
@@ -82,12 +82,12 @@ def _grouped(
 
 
 def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **options: Any) -> str | None:
-    """Weights that are not in FP8 blocks or bfloat16 (as far as deep_gemm has that), whole tiles and on a GPU."""
+    """Reject weights not in FP8 blocks or bfloat16 (as far as deep_gemm has that), whole tiles and on a GPU."""
     return other_form(**options) or _no_experts(x, scales, gate_up, down, libraries.BF16_MASKED)
 
 
 def rejects_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
-    """Tensors that are not in bfloat16 on a GPU, other widths than 512 + 64."""
+    """Reject tensors that are not in bfloat16 on a GPU, other widths than 512 + 64."""
     pages = keys.pages
     if not is_on_gpu(q_THW, pages):
         return "tensors are not on a GPU"
@@ -98,7 +98,7 @@ def rejects_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_
 
 
 def _decode_in_library_cuts(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
-    """Tensors that are not in bfloat16 on a GPU, other widths than 512 + 64, more than 11,622 requests."""
+    """Reject tensors that are not in bfloat16 on a GPU, other widths than 512 + 64, more than 11,622 requests."""
     if len(keys.page_table_BP) > _MOST_REQUESTS:
         return "there are more requests than flash_mla can cut a step for"
     return rejects_decode(q_THW, keys, latent_dim=latent_dim)

@@ -50,7 +50,7 @@ class _StepKeys(NamedTuple):
 
 
 def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
-    """Keys in decode, other numbers of heads than 32 and 64, other widths than 32, 64 and 128, CPU tensors."""
+    """Reject keys in decode, other numbers of heads than 32 and 64, other widths than 32, 64 and 128, CPU tensors."""
     q_THI = queries.q_THI
     if not is_on_gpu(q_THI, keys.pages):
         return "tensors are not on a GPU"
@@ -66,7 +66,7 @@ def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
 def _chosen(
     q_THW: torch.Tensor, pages: torch.Tensor, slots_TK: torch.Tensor, *, latent_dim: int, **_: Any
 ) -> str | None:
-    """Tensors that are not in bfloat16 on a GPU, other heads than 64 or 128 of 512 + 64, parts of 128 keys."""
+    """Reject tensors that are not in bfloat16 on a GPU, other heads than 64 or 128 of 512 + 64, parts of 128 keys."""
     if not is_on_gpu(q_THW, pages):
         return "tensors are not on a GPU"
     if not q_THW.dtype is pages.dtype is torch.bfloat16:

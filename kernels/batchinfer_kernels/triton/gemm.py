@@ -49,7 +49,7 @@ def linear(
 
 
 def batched_linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Lay a row's batches one after another in memory, unless `out` has another layout."""
+    """Multiply each batch by its weight; without `out`, a row's results for all batches lie one after another."""
     if out is None:
         out = torch.empty(x.shape[1], x.shape[0], weight.shape[1], dtype=x.dtype, device=x.device).transpose(0, 1)
     return product(dense(x), dense(weight), out=out)

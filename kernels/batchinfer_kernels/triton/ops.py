@@ -34,12 +34,12 @@ Weight = torch.Tensor | BlockScaled | GroupScaled
 
 
 def _foreign(x: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Tensors on the CPU, unless Triton's interpreter is on."""
+    """Reject tensors on the CPU, unless Triton's interpreter is on."""
     return None if _runs_on(x) else "tensors are on the CPU"
 
 
 def _gated(logits_TE: torch.Tensor, _: Any, rule: GateRule, *__: Any, **___: Any) -> str | None:
-    """Tensors on the CPU, or a method without a kernel."""
+    """Reject tensors on the CPU, or a method without a kernel."""
     if rule.method not in GATE_METHODS:
         return f"the gate's method {rule.method} is computed in plain PyTorch"
     return _foreign(logits_TE)
@@ -48,102 +48,102 @@ def _gated(logits_TE: torch.Tensor, _: Any, rule: GateRule, *__: Any, **___: Any
 def _grouped(
     x: torch.Tensor, _: Any, gate_up: Any, down: Any, tokens_M: Any = None, scales: Any = None, **options: Any
 ) -> str | None:
-    """Weights that are not in bfloat16, FP8 blocks or 4 bits on a GPU; rows that are not in bfloat16 or FP8."""
+    """Reject weights that are not in bfloat16, FP8 blocks or 4 bits on a GPU; rows that are not in bfloat16 or FP8."""
     others = gate_up, down, *(options.get("biases") or ())
     return _mismatch(*others) if scales is not None else _mismatch(x, *others)
 
 
 def _masked(x: torch.Tensor, _: Any, gate_up: Any, down: Any, scales: Any = None, **options: Any) -> str | None:
-    """Weights that are not in bfloat16, FP8 blocks or 4 bits on a GPU; rows that are not in bfloat16 or FP8."""
+    """Reject weights that are not in bfloat16, FP8 blocks or 4 bits on a GPU; rows that are not in bfloat16 or FP8."""
     return _grouped(x, _, gate_up, down, None, scales, **options)
 
 
 def _summed(rows: ExpertRows) -> str | None:
-    """Rows that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Reject rows that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(rows.values_SD if isinstance(rows, PlacedRows) else rows)
 
 
 def _rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
-    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    """Reject operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q_THA, new.latents_TW, new.pages) or _uneven(new.pages)
 
 
 def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
-    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    """Reject operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q, keys.pages, *kv_b_and_more[:1]) or _uneven(keys.pages)
 
 
 def _new_heads(qkv_TW: torch.Tensor, new: NewHeads) -> str | None:
-    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    """Reject operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
     norms = (norm for norm in (new.norm_q, new.norm_k) if norm is not None)
     return _mismatch(qkv_TW, new.pages, *norms) or _uneven(new.pages)
 
 
 def _grouped_heads(q: torch.Tensor, keys: PagedKeys, *_: Any) -> str | None:
-    """Operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    """Reject operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q, keys.pages) or _uneven(keys.pages)
 
 
 def _fp8_rotation(q_THA: torch.Tensor, new: NewKeys) -> str | None:
-    """Operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Reject operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q_THA, new.latents_TW)
 
 
 def _fp8_attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) -> str | None:
-    """Operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Reject operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q, *kv_b_and_more[:1])
 
 
 def _index_keys(new: NewIndexKeys) -> str | None:
-    """Operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Reject operands that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(new.keys_TI, new.norm_I, new.bias_I, new.pages) or _uneven(new.pages)
 
 
 def _scored(queries: IndexQueries, keys: IndexedKeys, **_: Any) -> str | None:
-    """Tensors (queries, keys) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Reject tensors (queries, keys) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(queries.q_THI, keys.pages) or _uneven(keys.pages)
 
 
 def _new_entries(new: NewEntries) -> str | None:
-    """Pages that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Reject pages that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(new.pages)
 
 
 def _entry_keys(q_THI: torch.Tensor, _: torch.Tensor, keys: EntryKeys, **__: Any) -> str | None:
-    """Tensors (queries, keys) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Reject tensors (queries, keys) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q_THI, keys.pages)
 
 
 def _entries(q_THC: torch.Tensor, window: KeyRows, entries: KeyRows | None, *_: Any) -> str | None:
-    """Tensors (queries, keys) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Reject tensors (queries, keys) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q_THC, window.values, *([] if entries is None else [entries.values]))
 
 
 def _queries(queries: IndexQueries) -> str | None:
-    """Tensors (queries) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Reject tensors (queries) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(queries.q_THI)
 
 
 def _chosen(q: torch.Tensor, pages: torch.Tensor, *_: Any, **__: Any) -> str | None:
-    """Tensors (queries, pages) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
+    """Reject tensors (queries, pages) that are not in bfloat16 on a GPU, unless Triton's interpreter is on."""
     return _mismatch(q, pages) or _uneven(pages)
 
 
 def _uneven(pages: torch.Tensor) -> str | None:
-    """Pages whose rows are at unequal distances."""
+    """Reject pages whose rows are at unequal distances."""
     step = pages.stride(1)
     is_even = pages.stride(2) == 1 and (pages.stride(0) == pages.shape[1] * step or len(pages) == 1)
     return None if is_even else "rows of pages are at unequal distances"
 
 
 def _logits(logits_SV: torch.Tensor) -> str | None:
-    """Logits that are not in float32 on a GPU."""
+    """Reject logits that are not in float32 on a GPU."""
     is_taken = logits_SV.dtype is torch.float32 and _runs_on(logits_SV)
     return None if is_taken else "logits are not in float32 on a GPU"
 
 
 def _rounded(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, *_: Any) -> str | None:
-    """Tensors on the CPU, unless Triton's interpreter is on; other results than bfloat16 and float32."""
+    """Reject tensors on the CPU, unless Triton's interpreter is on; other results than bfloat16 and float32."""
     return _foreign(weight) or (None if dtype in (torch.bfloat16, torch.float32) else f"the result is to be {dtype}")
 
 
@@ -153,7 +153,7 @@ def _runs_on(x: torch.Tensor) -> bool:
 
 
 def _mismatch(*operands: Any) -> str | None:
-    """Operands that are not in bfloat16 (weights: or FP8, or 4 bits) on a GPU, unless Triton's interpreter is on."""
+    """Reject operands not in bfloat16 (weights: or FP8, or 4 bits) on a GPU, unless Triton's interpreter is on."""
     for operand in operands:
         is_scaled = isinstance(operand, BlockScaled | ScaledRows | GroupScaled | Fp4Scaled)
         tensor = operand.values if is_scaled else operand

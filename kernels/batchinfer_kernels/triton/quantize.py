@@ -18,12 +18,12 @@ _TILE_VALUES = 1024
 def quantize_fp8_block(
     weight: torch.Tensor, block: tuple[int, int] = (ROW_BLOCK, ROW_BLOCK)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the reference's bits on the CPU."""
+    """Quantize a weight with a scale per block; the bits are those of the reference on the CPU."""
     return quantize_rows(dense(weight)) if block == (1, ROW_BLOCK) else _quantize_blocks(weight, block)
 
 
 def quantize_fp8_rows(x: torch.Tensor, num_rows_E: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the reference's bits on the CPU."""
+    """Quantize rows with a scale per 128 values; the bits are those of the reference on the CPU."""
     return quantize_rows(dense(x) if x.dim() == 2 else x.contiguous(), num_rows_E, by_column=True)
 
 
