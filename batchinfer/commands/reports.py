@@ -173,7 +173,7 @@ def simulate(
     the cheapest EP sizes and batch, and nodes to finish by a time. An example with comments: jobs/simulate_day.toml.
     """
     from batchinfer.report.terminal import show
-    from batchinfer.sim.table import against_table, answer_table, suggestion_table
+    from batchinfer.sim.table import against_table, answer_table, streamed_table, suggestion_table
 
     if (spec is None) == (against is None) or (against is None) != (model is None) or (suggest and spec is None):
         raise click.UsageError("give a SPEC, or --against silicon_sample.csv with --model")
@@ -185,10 +185,16 @@ def simulate(
     else:
         from batchinfer.sim.answer import answer, suggestion
         from batchinfer.sim.spec import load_spec
+        from batchinfer.sim.streaming import load_streamed, streamed_answer
 
         assert spec is not None
-        loaded = load_spec(spec)
-        figures, table = (suggestion(loaded), suggestion_table) if suggest else (answer(loaded), answer_table)
+        if (streamed := load_streamed(spec)) is not None:
+            if suggest:
+                raise click.UsageError("--suggest looks for layouts of GPUs, and SPEC has a table [stream]")
+            figures, table = streamed_answer(streamed), streamed_table
+        else:
+            loaded = load_spec(spec)
+            figures, table = (suggestion(loaded), suggestion_table) if suggest else (answer(loaded), answer_table)
     if as_json:
         click.echo(json.dumps(figures, indent=1))
     else:

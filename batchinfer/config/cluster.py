@@ -29,10 +29,11 @@ class ClusterConfig(Part):
         description="two micro-batches per step, one computes while the other's rows travel between ranks; auto: in "
         "prefill and in decode separately, if the ranks measure that it is faster; results stay the same",
     )
-    speculate: Literal["auto", "off"] = Field(
-        "off",
+    speculate: Literal["auto", "off"] | None = Field(
+        None,
         description="draft tokens with the model's layer for multi-token prediction and verify them in the next step; "
-        "results stay the same to the byte; auto: in steps where it was measured to be faster",
+        "results stay the same to the byte; auto: in steps where it was measured to be faster; unset: auto where "
+        "weights are streamed, otherwise off",
     )
     backend: Literal["auto", "hopper", "hopper-invariant", "triton", "sdpa", "cpu", "reference"] = Field(
         "auto",
@@ -98,6 +99,11 @@ class ClusterConfig(Part):
     @property
     def num_decode_ranks(self) -> int:
         return self.decode_ranks or self.prefill_ranks or 1
+
+    @property
+    def drafts_tokens(self) -> bool:
+        """Whether tokens are drafted where that pays; a token saved is a part of a sweep if weights are streamed."""
+        return self.speculate == "auto" or (self.speculate is None and self.weights == "stream")
 
     @property
     def running_requests(self) -> int:

@@ -23,6 +23,11 @@ class TakenWork:
     requests: list[Request]  # whose prompts begin, in that order
     pieces: list[PromptPiece]  # of these and of prompts begun earlier, in the order in which they run
 
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens to compute."""
+        return sum(piece.num_tokens for piece in self.pieces)
+
 
 @dataclass(frozen=True, slots=True)
 class WaitingPiece:

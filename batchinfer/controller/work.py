@@ -190,7 +190,7 @@ def _announce_stream(job: JobConfig, units: list[dict[str, Any]], *, is_asked: b
     found = stream_forecast(job, units)
     note(str(found))
     check_hours(found, is_asked=is_asked)
-    return found.sweeps.num_sweeps
+    return found.schedule.num_sweeps
 
 
 def _check_inputs(run: RunDir, job: JobConfig) -> None:

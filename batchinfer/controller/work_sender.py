@@ -106,6 +106,9 @@ class WorkSender:
             if not work.pieces and not is_all_dealt:
                 is_all_dealt = not self.units.open_next() and not self._take_over(rank, asking)
                 work = self._take_for(rank)
+            while work.pieces and self._is_short(work) and not is_all_dealt:
+                is_all_dealt = not self.units.open_next()
+                self._take_more(rank, work)
             if work.pieces:
                 self._needs_work.discard(rank)
                 self.group.send(rank, messages.Requests(work.requests, work.pieces, self._deal))
@@ -135,6 +138,23 @@ class WorkSender:
     def _take_for(self, rank: int) -> TakenWork:
         """Return two prefill steps for a rank, or two sweeps, enough until it asks again."""
         return self.dealer.take(rank, self.cluster.running_requests, self.cluster.waiting_tokens)
+
+    def _is_short(self, work: TakenWork) -> bool:
+        """Return whether a rank that streams its weights could run more in its next sweeps; a unit may not fill one."""
+        cluster = self.cluster
+        return (
+            cluster.weights == "stream"
+            and work.num_tokens < cluster.waiting_tokens
+            and len(work.requests) < cluster.running_requests
+        )
+
+    def _take_more(self, rank: int, work: TakenWork) -> None:
+        """Add work of the unit that was opened last."""
+        cluster = self.cluster
+        num_requests = cluster.running_requests - len(work.requests)
+        more = self.dealer.take(rank, num_requests, cluster.waiting_tokens - work.num_tokens)
+        work.requests.extend(more.requests)
+        work.pieces.extend(more.pieces)
 
     def _moves(self) -> list[tuple[RequestKey, int]]:
         """Return running requests to move, with the rank that has each; none where pages are few.

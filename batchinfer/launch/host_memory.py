@@ -16,7 +16,7 @@ from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.memory_split import MemorySplit
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import check_kv
-from batchinfer.model.stream_forecast import SHORT_S, JobTokens, StreamForecast, count_sweeps, disk_speed
+from batchinfer.model.stream_forecast import SHORT_S, JobTokens, StreamForecast, disk_speed, swept_job
 from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.model.weight_mode import check_streaming, kv_bytes_per_token, runs_on_gpus, split_for, why_not_streamed
 from batchinfer.records import ConfigError
@@ -102,10 +102,10 @@ def measured_forecast(job: JobConfig, split: MemorySplit, tokens: JobTokens) -> 
     model, packed = load_model_config(folder), read_packed(folder)
     assert packed is not None, "with_weights has checked it"
     disk = disk_speed([packed.layer(layer) for layer in range(model.num_hidden_layers)])
-    found = StreamForecast(split, tokens, count_sweeps(job, model, split, tokens), disk)
+    found = StreamForecast(split, tokens, swept_job(job, model, split, tokens), disk)
     if found.seconds < SHORT_S:
         return found
-    return replace(found, speeds=measure_products(job, tokens, found.sweeps.num_at_once))
+    return replace(found, speeds=measure_products(job, tokens, found.job.num_at_once))
 
 
 def decided(job: JobConfig, weights: str) -> JobConfig:

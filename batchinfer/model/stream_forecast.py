@@ -1,24 +1,19 @@
-"""Forecast of a run whose weights are streamed: requests at once, sweeps, and their time by disk and products.
-
-A sweep in which prompts run is followed by sweeps that give their answers a token each:
-
-prompts 1  answers   answers   …  prompts 2  answers   answers   …      each: max(reads, products)
-"""
+"""Forecast of a run whose weights are streamed: requests at once, sweeps, and their time by disk and products."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from math import ceil
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import harmonic_mean
-from typing import Any
+from typing import Any, Literal
 
 from batchinfer.config import JobConfig
 from batchinfer.config.cluster import SWEEP_STEPS
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.memory_split import MemorySplit, sweep_seconds
+from batchinfer.model.sweep_schedule import SweepSchedule, SweepSpeed, SweptJob, schedule
 from batchinfer.model.weight_mode import computes_prompts_alone, kv_bytes_per_token
 from batchinfer.model.weight_stream import read_speed
 from batchinfer.progress import duration
@@ -73,21 +68,6 @@ class ProductSpeeds:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweeps:
-    """The sweeps of a planned run, at most.
-
-    num_prompt_sweeps: those that compute prompts, as few as possible.
-    spread_tokens: prompt tokens of a step, if a sweep takes only the prompts that its reads leave time for, one step at
-        least; None: it takes all for which there is room.
-    """
-
-    num_at_once: int  # requests
-    num_sweeps: int
-    num_prompt_sweeps: int
-    spread_tokens: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class StreamForecast:
     """A planned run with streamed weights; disk and products were measured.
 
@@ -96,7 +76,7 @@ class StreamForecast:
 
     split: MemorySplit
     tokens: JobTokens
-    sweeps: Sweeps
+    job: SweptJob
     disk_bytes_per_s: float
     speeds: ProductSpeeds | None = None
 
@@ -106,38 +86,49 @@ class StreamForecast:
         return self.split.sweep_bytes / self.disk_bytes_per_s
 
     @property
+    def schedule(self) -> SweepSchedule:
+        """The sweeps of the run, at most."""
+        speeds = () if self.speeds is None else astuple(self.speeds)
+        return schedule(self.job, SweepSpeed(self.split.sweep_bytes, self.disk_bytes_per_s, *speeds))
+
+    @property
     def prompts_s(self) -> float:
         """Seconds of the products of a sweep's prompts."""
         if self.speeds is None:
             return 0.0
-        return self.tokens.new / self._num_prompt_sweeps / self.speeds.prompt_tokens_per_s
+        return self.tokens.new / self.schedule.num_prompt_sweeps / self.speeds.prompt_tokens_per_s
 
     @property
     def answers_s(self) -> float:
         """Seconds of the products of a token for every request that runs at once."""
         if self.speeds is None or self.tokens.longest <= 1:
             return 0.0
-        return self.sweeps.num_at_once / self.speeds.output_tokens_per_s
+        return self.job.num_at_once / self.speeds.output_tokens_per_s
 
     @property
     def answer_sweep_s(self) -> float:
         """Seconds of a sweep without prompts."""
-        return self._sweep_s(self.answers_s)
+        return sweep_seconds(self.split.sweep_bytes, self.answers_s, disk_bytes_per_s=self.disk_bytes_per_s)
 
     @property
     def seconds(self) -> float:
         """Seconds of all sweeps."""
-        return self._in_all(self._sweep_s(self.prompts_s), self.answer_sweep_s)
+        return self.schedule.seconds
+
+    @property
+    def decides(self) -> Literal["disk", "processor"]:
+        """The slower of the two, over all sweeps."""
+        return "disk" if self.schedule.num_sweeps * self.read_s >= self.schedule.product_s else "processor"
 
     def __str__(self) -> str:
-        sweeps, stay, seconds = self.sweeps, self.split.num_resident, self.seconds
+        stay, at_once, seconds = self.split.num_resident, self.job.num_at_once, self.seconds
         done = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
         parts = [
             f"weights are streamed: {self.split.sweep_bytes / 1e9:,.2f} GB per sweep"
             + (f" ({stay} of {len(self.split.slot_of_layer)} layers stay in memory)" if stay else "")
             + f", read in {self.read_s:,.1f} s at {self.disk_bytes_per_s / 1e9:,.2f} GB/s, as measured",
             *self._product_parts(),
-            f"{sweeps.num_at_once:,} requests at once, at most {sweeps.num_sweeps:,} sweeps: {duration(seconds)}, "
+            f"{at_once:,} requests at once, at most {self.schedule.num_sweeps:,} sweeps: {duration(seconds)}, "
             f"{self.tokens.output / seconds:,.3g} output and {self.tokens.prompt / seconds:,.3g} prompt tokens/s, "
             f"done at {done}",
         ]
@@ -153,41 +144,30 @@ class StreamForecast:
         of_answers = ""
         if self.answers_s:
             of_answers = f" and {self.answers_s:,.1f} s elsewhere ({self.speeds.output_tokens_per_s:,.1f} tokens/s)"
-        is_disk = self._in_all(self.read_s, self.read_s) >= self._in_all(self.prompts_s, self.answers_s)
         return [
             f"products take {self.prompts_s:,.1f} s where prompts run ({self.speeds.prompt_tokens_per_s:,.1f} "
-            f"tokens/s){of_answers}, as measured; {'the disk' if is_disk else 'the processor'} decides"
+            f"tokens/s){of_answers}, as measured; the {self.decides} decides"
         ]
 
-    @property
-    def _num_prompt_sweeps(self) -> int:
-        sweeps = self.sweeps
-        if sweeps.spread_tokens is None or self.speeds is None:
-            return sweeps.num_prompt_sweeps
-        of_sweep = max(sweeps.spread_tokens, self.read_s * self.speeds.prompt_tokens_per_s)
-        return min(sweeps.num_sweeps, max(sweeps.num_prompt_sweeps, ceil(self.tokens.new / of_sweep)))
 
-    def _sweep_s(self, product_s: float) -> float:
-        return sweep_seconds(self.split.sweep_bytes, product_s, disk_bytes_per_s=self.disk_bytes_per_s)
-
-    def _in_all(self, prompts_s: float, answers_s: float) -> float:
-        """Return the seconds of all sweeps, from the seconds of one with prompts and of one without."""
-        num_prompts = self._num_prompt_sweeps
-        return num_prompts * prompts_s + (self.sweeps.num_sweeps - num_prompts) * answers_s
-
-
-def count_sweeps(job: JobConfig, model: ModelConfig, split: MemorySplit, tokens: JobTokens) -> Sweeps:
-    """Return the sweeps of a planned run whose answers are as long as they may be."""
+def swept_job(job: JobConfig, model: ModelConfig, split: MemorySplit, tokens: JobTokens) -> SweptJob:
+    """Return the requests of a planned run whose answers are as long as they may be, and the bounds of its sweeps."""
     kv_tokens = max(1.0, tokens.kv / tokens.num_requests)
     most, step_tokens = job.cluster.running_requests, SWEEP_STEPS * job.cluster.prefill_tokens
-    if computes_prompts_alone(job, model):
+    is_alone = computes_prompts_alone(job, model)
+    if is_alone:
         most = int(step_tokens / kv_tokens)
     in_memory = int(split.kv_bytes / (kv_tokens * kv_bytes_per_token(job, model)))
-    at_once = max(1, min(tokens.num_requests, most, in_memory))
-    prompts = max(ceil(tokens.num_requests / at_once), ceil(tokens.new / step_tokens), 1)
-    spreads = in_memory < tokens.num_requests and not computes_prompts_alone(job, model)
-    num_sweeps = max(prompts, tokens.longest, ceil(tokens.output / at_once))
-    return Sweeps(at_once, num_sweeps, prompts, job.cluster.prefill_tokens if spreads else None)
+    spreads = in_memory < tokens.num_requests and not is_alone
+    return SweptJob(
+        num_requests=tokens.num_requests,
+        new_tokens=tokens.new / tokens.num_requests,
+        answer_tokens=max(1, round(tokens.mean_answer)),
+        longest_answer=tokens.longest,
+        num_at_once=max(1, min(tokens.num_requests, most, in_memory)),
+        sweep_tokens=step_tokens,
+        spread_tokens=job.cluster.prefill_tokens if spreads else None,
+    )
 
 
 def check_hours(found: StreamForecast, *, is_asked: bool) -> None:

@@ -9,12 +9,13 @@ from batchinfer.config.cluster import SWEEP_STEPS
 from batchinfer.host_info import has_gpu
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.memory_split import MemorySplit, SplitError, split_memory
-from batchinfer.model.packed_folder import ENDS, PackedFolder, read_packed
+from batchinfer.model.packed_folder import ENDS, MTP, PackedFolder, read_packed
 from batchinfer.model.page_format import PageFormat
 from batchinfer.model.weight_bytes import PROCESS_BYTES, step_bytes
 from batchinfer.records import ConfigError
 
 FREE_SHARE = 0.9  # of free memory that a rank without cluster.memory_bytes takes
+_MTP_SHARE = 0.125  # largest share of a rank's memory that the layer for multi-token prediction may take
 _STATE_SHARE = 1.25  # memory of the steps between two layers / their hidden states and angles
 
 
@@ -71,6 +72,16 @@ def kv_bytes_per_token(job: JobConfig, model: ModelConfig) -> int:
     return PageFormat.of(job).bytes_per_token(model) // num_layers
 
 
+def mtp_stays(job: JobConfig, packed: PackedFolder, *, free_bytes: int) -> bool:
+    """Return whether the layer for multi-token prediction is kept in memory, where it drafts tokens.
+
+    Args:
+        free_bytes: of the host.
+    """
+    memory = job.cluster.memory_bytes or int(free_bytes * FREE_SHARE)
+    return job.cluster.drafts_tokens and packed.has_mtp and packed.sizes[MTP] <= _MTP_SHARE * memory
+
+
 def split_for(
     job: JobConfig,
     model: ModelConfig,
@@ -98,6 +109,8 @@ def split_for(
             "memory"
         )
     item_bytes = VALUE_BYTES[job.model.dtype]
+    parts = [ENDS, MTP] if mtp_stays(job, packed, free_bytes=free_bytes) else [ENDS]
+    of_parts = sum(packed.sizes[part] for part in parts)
     states = model.attention.state_bytes(item_bytes) * cluster.decode_requests
     if cluster.page_bytes is not None:
         least = useful = cluster.page_bytes + states
@@ -114,7 +127,7 @@ def split_for(
         return split_memory(
             [packed.layer_bytes(layer) for layer in range(model.num_hidden_layers)],
             memory_bytes=memory,
-            fixed_bytes=PROCESS_BYTES + packed.sizes[ENDS] + _step_bytes(job, model, item_bytes),
+            fixed_bytes=PROCESS_BYTES + of_parts + _step_bytes(job, model, item_bytes),
             least_kv_bytes=least,
             useful_kv_bytes=useful,
         )

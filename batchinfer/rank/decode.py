@@ -47,8 +47,6 @@ def decode_step(
         drafts = drafter.next_drafts(table, num_guesses)
     if not in_pairs and drafts is None and context.model.device.type == "cuda":
         table.arrange()
-    sequences, kv_lengths = table.sequences, table.kv_lengths.copy()
-    count = len(sequences)
     due = _due(table, in_pairs=in_pairs) if drafts is None else _due_with(drafts, table)
     rules = context.rules.begin(due.rules)
     schedule = context.schedule
@@ -57,22 +55,41 @@ def decode_step(
         assert drafts is None, "steps with guesses are not recorded"
         schedule = context.graphs.schedule(graph)
     output = context.model.forward(due.step, context.pages, schedule, log)
-    finished, taken = [], np.ones(count, dtype=np.int64)
-    if count:
-        sampled = sample(output.logits, due.sampling, due.num_new, context.model.logit_ops, rules.changes())
-        if drafts is None:
-            finished = table.accept(sampled)
-        else:
-            finished, taken = table.accept_drafted(sampled, drafts)
-        if drafter is not None:
-            if drafter.keeps_step:
-                rows = slice(None) if drafts is None else drafts.rows_of(taken)
-                assert output.states is not None
-                drafter.keep(sequences, kv_lengths + taken - 1, taken, output.states[rows], sampled.tokens[rows])
-                _note(drafter, drafts, sequences, taken)
-            drafter.drop(finished)
+    if not table.sequences:
+        return _result(output.expert_counts, [], table.kv_lengths.copy(), np.ones(0, dtype=np.int64), 0)
+    sampled = sample(output.logits, due.sampling, due.num_new, context.model.logit_ops, rules.changes())
+    return end_step(table, sampled, output.expert_counts, output.states, drafter, drafts)
+
+
+def end_step(
+    table: DraftedTable,
+    sampled: Sampled,
+    expert_counts: torch.Tensor,
+    states: torch.Tensor | None,
+    drafter: Drafter | None,
+    drafts: Drafts | None,
+) -> StepResult:
+    """Give all running sequences the tokens of a step, and the drafter its states.
+
+    Args:
+        states: of each row; None: the drafter does not keep them.
+        drafts: guesses that ran in the step; None: there were none.
+    """
+    sequences, kv_lengths = table.sequences, table.kv_lengths.copy()
+    finished, taken = [], np.ones(len(sequences), dtype=np.int64)
+    if drafts is None:
+        finished = table.accept(sampled)
+    else:
+        finished, taken = table.accept_drafted(sampled, drafts)
+    if drafter is not None:
+        if drafter.keeps_step:
+            rows = slice(None) if drafts is None else drafts.rows_of(taken)
+            assert states is not None
+            drafter.keep(sequences, kv_lengths + taken - 1, taken, states[rows], sampled.tokens[rows])
+            _note(drafter, drafts, sequences, taken)
+        drafter.drop(finished)
     num_drafted = 0 if drafts is None else int(drafts.counts.sum())
-    return _result(output.expert_counts, finished, kv_lengths, taken, num_drafted)
+    return _result(expert_counts, finished, kv_lengths, taken, num_drafted)
 
 
 class DecodePart(NamedTuple):
@@ -88,8 +105,19 @@ class DecodePart(NamedTuple):
         return sample(logits, self.sampling, self.num_new, ops, self.rules.changes())
 
 
-def decode_parts(context: RankContext, table: DraftedTable) -> list[DecodePart]:
-    """Return the next step of all running sequences as steps of at most `decode_requests` rows."""
+def choose_drafts(context: RankContext, table: DraftedTable, drafter: Drafter) -> Drafts | None:
+    """Return guesses for the next sweep if they pay; they run only if one step has all running sequences."""
+    count = len(table.sequences)
+    num_guesses = drafter.choose(count if count <= context.decode_requests else 0)
+    return drafter.next_drafts(table, num_guesses) if num_guesses else None
+
+
+def decode_parts(context: RankContext, table: DraftedTable, drafts: Drafts | None) -> list[DecodePart]:
+    """Return the next step of all running sequences as steps of at most `decode_requests` rows; one with guesses."""
+    if drafts is not None:
+        due = _due_with(drafts, table)
+        assert isinstance(due.step, StepInput)
+        return [DecodePart(due.step, due.sampling, due.num_new, context.rules.begin(due.rules))]
     parts = []
     for first in range(0, len(table.sequences), context.decode_requests):
         rows = slice(first, first + context.decode_requests)
@@ -101,13 +129,6 @@ def decode_parts(context: RankContext, table: DraftedTable) -> list[DecodePart]:
             )
         )
     return parts
-
-
-def end_parts(table: DraftedTable, sampled: list[Sampled], expert_counts: torch.Tensor) -> StepResult:
-    """Give all running sequences their tokens, sampled part by part; together the parts count as one step."""
-    kv_lengths = table.kv_lengths.copy()
-    finished = table.accept(Sampled.joined(sampled))
-    return _result(expert_counts, finished, kv_lengths, np.ones(len(kv_lengths), dtype=np.int64), 0)
 
 
 def _speculate(

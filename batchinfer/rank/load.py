@@ -224,7 +224,7 @@ def make_worker(
         context,
         place_experts=place_experts,
         open_prefixes=None if job.kv.dir is None else open_prefixes,
-        drafter=Drafter.of(context) if rank.can_draft and cluster.speculate == "auto" else None,
+        drafter=Drafter.of(context) if rank.can_draft and cluster.drafts_tokens else None,
     )
 
 

@@ -153,8 +153,10 @@ class Prefill:
     @property
     def _num_states(self) -> int:
         """Number of last tokens of a prompt whose states are kept for drafting."""
+        if self._drafter is None or self._context.model.stream is not None:
+            return 0  # in sweeps tokens are drafted when few requests are left: their prompts ran long before
         num_requests = min(self._context.decode_requests, self._pages.num_running + len(self._queue.waiting))
-        return CONTEXT if self._drafter is not None and self._drafter.wants_prompts(num_requests) else 0
+        return CONTEXT if self._drafter.wants_prompts(num_requests) else 0
 
     def _keep_states(self, answering: list[Sequence], chunks: list[Chunk], output: StepOutput) -> None:
         """Keep the last states of the prompts that got their first token here, for drafting."""

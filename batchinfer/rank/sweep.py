@@ -11,14 +11,16 @@ requests end together.
 from collections.abc import Callable
 from typing import NamedTuple
 
+from batchinfer.model.sampling import Sampled
 from batchinfer.model.sweeps import run_sweep
 from batchinfer.model.weight_stream import WeightStream
 from batchinfer.parallel.spans import SpanLog
 from batchinfer.rank.admission import Admission
 from batchinfer.rank.batch import StepResult
 from batchinfer.rank.context import RankContext
-from batchinfer.rank.decode import decode_parts, end_parts
+from batchinfer.rank.decode import choose_drafts, decode_parts, end_step
 from batchinfer.rank.drafted_table import DraftedTable
+from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.prefill import Prefill
 from batchinfer.rank.step_vote import Kind
 
@@ -60,12 +62,14 @@ def run_parts(
     admission: Admission,
     goes_on: Callable[[], bool],
     pace: PromptPace,
+    drafter: Drafter | None = None,
 ) -> list[SweptPart]:
     """Run one sweep; return its steps, none if it was left because the job ends.
 
     Args:
         goes_on: asked between layers. A sweep that is left has changed the queue: nothing may run after it.
         pace: bounds the prompts if the context spreads them.
+        drafter: drafts tokens for the last requests, which do not fill a step; None: this rank does not.
 
     Raises:
         ModelError: weights cannot be read.
@@ -75,7 +79,8 @@ def run_parts(
     if context.spreads_prompts:
         most = min(most, pace.num_steps)
     prompts = prefill.take_steps(lambda: admission.num_to_admit or 0, is_idle=not running.sequences, most=most)
-    answers = decode_parts(context, running)
+    drafts = None if drafter is None else choose_drafts(context, running, drafter)
+    answers = decode_parts(context, running, drafts)
     steps = [part.step for part in prompts] + [part.step for part in answers]
     logs = [SpanLog() for _ in steps]
     swept = run_sweep(context.model, context.model.stream, steps, context.pages, logs, lambda: not goes_on())
@@ -85,14 +90,18 @@ def run_parts(
             return []
         ended.append(SweptPart(Kind.PREFILL, prefill.end(part, one), one.seconds, log))
         pace.note(len(part.step.tokens), one.seconds)
-    sampled, counts, seconds = [], None, 0.0
+    sampled, counts, states, seconds = [], None, None, 0.0
     for answer in answers:
         if (one := next(swept, None)) is None:
             return []
         sampled.append(answer.sample(one.output.logits, context.model.logit_ops))
         counts = one.output.expert_counts if counts is None else counts + one.output.expert_counts
+        states = one.output.states
         seconds += one.seconds
     if counts is not None:
         log = SpanLog([span for each in logs[len(prompts) :] for span in each.spans])
-        ended.append(SweptPart(Kind.DECODE, end_parts(running, sampled, counts), seconds, log))
+        if drafter is not None and prompts:
+            drafter.pause()  # the sweep's time is not that of its answers
+        ran = end_step(running, Sampled.joined(sampled), counts, states, drafter, drafts)
+        ended.append(SweptPart(Kind.DECODE, ran, seconds, log))
     return ended

@@ -180,7 +180,8 @@ class RankWorker:
         start_s, num_bytes, wait_s = time.time(), stream.num_bytes, stream.wait_s
         if self._pace is None:
             self._pace = PromptPace(stream, self._context.prefill_tokens)
-        parts = run_parts(self._context, self._prefill, self._running, self._admission, feed.goes_on, self._pace)
+        context, running, goes_on = self._context, self._running, feed.goes_on
+        parts = run_parts(context, self._prefill, running, self._admission, goes_on, self._pace, self._drafter)
         share = (time.time() - start_s) / (sum(part.seconds for part in parts) or 1.0)
         num_bytes, wait_s = stream.num_bytes - num_bytes, stream.wait_s - wait_s
         for part in parts:

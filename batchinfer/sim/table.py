@@ -66,6 +66,32 @@ CHEAPEST = Group(
 )
 
 
+STREAMED = Group(
+    "Sweeps",
+    (
+        Figure("sweep_bytes", "read per sweep", forms.megabytes, "MB"),
+        Figure("slot_bytes", "layers in memory", forms.megabytes, "MB"),
+        Figure("resident_layers", "layers that stay", forms.count),
+        Figure("kv_bytes", "KV", forms.megabytes, "MB"),
+        Figure("requests_at_once", "requests at once", forms.count),
+        Figure("sweeps", "sweeps, at most", forms.count),
+        Figure("read_s", "reads of a sweep", forms.number, "s"),
+        Figure("prompts_s", "products where prompts run", forms.number, "s"),
+        Figure("answers_s", "products of other sweeps", forms.number, "s"),
+        Figure("hours", "until the last request ends", forms.number, "h"),
+        Figure("longest_answer_hours", "the longest answer alone", forms.number, "h"),
+        Figure("input_tokens_per_s", "prompts", forms.number, "tokens/s"),
+        Figure("output_tokens_per_s", "answers", forms.number, "tokens/s"),
+    ),
+)
+
+
+def streamed_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield the figures of a job whose weights are streamed."""
+    yield text(f"{figures['requests']:,} requests, weights streamed; the {figures['decides']} decides")
+    yield from figure_table(figures, [STREAMED])
+
+
 def answer_table(figures: dict[str, Any]) -> Iterator[RenderableType]:
     """Yield the figures under headings, with units."""
     yield text(f"{figures['requests']:,} requests on {figures['gpu']}, simulated in {figures['simulated_in_s']:.1f} s")

@@ -10,7 +10,7 @@ from batchinfer.config import VALUE_BYTES
 from batchinfer.doctor import model_check
 from batchinfer.model.config import load_model_config
 from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, PackedFolder, layer_name
-from batchinfer.model.stream_forecast import ProductSpeeds, StreamForecast, count_sweeps
+from batchinfer.model.stream_forecast import ProductSpeeds, StreamForecast, swept_job
 from batchinfer.model.weight_bytes import rank_bytes, weight_bytes
 from support.checkpoints import edit_config
 from support.hollow_weights import write_hollow_weights
@@ -71,8 +71,8 @@ def test_a_converted_folder_that_does_not_fit_is_streamed(folder, monkeypatch):
     (folder / MANIFEST).write_text(json_text(manifest))
 
     def measured(job, split, tokens):
-        sweeps = count_sweeps(job, load_model_config(folder), split, tokens)
-        return StreamForecast(split, tokens, sweeps, 1e9, ProductSpeeds(120.0, 2.0))
+        swept = swept_job(job, load_model_config(folder), split, tokens)
+        return StreamForecast(split, tokens, swept, 1e9, ProductSpeeds(120.0, 2.0))
 
     monkeypatch.setattr(model_check, "measured_forecast", measured)
     fit = found_in(folder)["dtypes"]["bfloat16"]

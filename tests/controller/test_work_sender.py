@@ -59,7 +59,11 @@ class NoCalibration:
 
 
 def make_sender(num_prefill: int, num_decode: int) -> tuple[WorkSender, Sent, NoUnits]:
-    cluster = ClusterConfig(mode="disaggregated", prefill_ranks=num_prefill, decode_ranks=num_decode)
+    return sender_of(ClusterConfig(mode="disaggregated", prefill_ranks=num_prefill, decode_ranks=num_decode))
+
+
+def sender_of(cluster: ClusterConfig) -> tuple[WorkSender, Sent, NoUnits]:
+    num_prefill, num_decode = cluster.num_prefill_ranks, cluster.num_decode_ranks
     sent, units = Sent(rank_places(cluster)), NoUnits()
     dealer = Dealer(range(num_prefill), room=RankRoom.of(cluster))
     decode_ranks = range(num_prefill, num_prefill + num_decode)
@@ -167,3 +171,31 @@ def test_running_requests_move_only_where_pages_are_not_short(num_pages, num_mov
         sender.needs_work(rank, num_pages)
     sender.deal()
     assert sum(count for (kind, _), count in sent.take().items() if kind == "GiveAway") == num_moves
+
+
+@pytest.mark.parametrize(
+    ("weights", "num_begun", "num_opened"),
+    [
+        ("stream", 13, 2),  # two sweeps of 16 steps of 10 tokens: 15 prompts of 21 tokens, and 13 are all there are
+        ("resident", 5, 1),  # two steps; the next unit is opened while they run
+    ],
+)
+def test_a_rank_that_streams_gets_its_sweeps_full_from_as_many_units_as_that_takes(weights, num_begun, num_opened):
+    sender, sent, units = sender_of(ClusterConfig(weights=weights, prefill_tokens=10 if weights == "stream" else 100))
+    prompts, opened = requests(13), []
+
+    def open_next():
+        first = 5 + 4 * len(opened)
+        if first >= len(prompts):
+            return False
+        opened.append(first)
+        sender.dealer.add_unit(len(opened), prompts[first : first + 4])
+        return True
+
+    units.open_next = open_next
+    sender.dealer.add_unit(0, prompts[:5])
+    sender.needs_work(0, NUM_PAGES)
+    sender.deal()
+    (begun,) = [message.requests for _, message in sent.messages if hasattr(message, "requests")]
+    assert len(begun) == num_begun
+    assert len(opened) == num_opened

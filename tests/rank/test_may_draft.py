@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from batchinfer.config import JobConfig
 from batchinfer.config.job import KvConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
+from batchinfer.model.packed_folder import LAYOUT, MTP, PackedFolder
 from batchinfer.rank import may_draft
 from support.paths import SAMPLE_MODEL
 
@@ -37,7 +39,8 @@ def reason(**cluster: Any) -> list[str | None]:
 def test_ranks_that_hold_all_experts_and_decode_on_a_cpu_draft(monkeypatch):
     assert reason() == [None]
     assert reason(speculate="off") == ["not asked"]
-    assert JobConfig.model_fields["cluster"].get_default(call_default_factory=True).speculate == "off"
+    assert JobConfig.model_fields["cluster"].get_default(call_default_factory=True).speculate is None
+    assert reason(speculate=None) == ["not asked"]
     in_fp8 = job().model_copy(update={"kv": KvConfig(dtype="fp8")})
     (place,) = rank_places(in_fp8.cluster)
     assert may_draft.why_not(in_fp8, place, CPU) == "KV is in fp8, which the steps that check drafts cannot read"
@@ -50,3 +53,21 @@ def test_ranks_that_hold_all_experts_and_decode_on_a_cpu_draft(monkeypatch):
     (no_memory,) = reason()
     assert no_memory is not None
     assert "GB are free" in no_memory
+
+
+@pytest.mark.parametrize(
+    ("cluster", "mtp_bytes", "words"),
+    [
+        ({"weights": "stream"}, 125, None),
+        ({"weights": "stream"}, 126, "too much of the memory for KV"),
+        ({"weights": "stream"}, None, "does not have the layer"),
+        ({"weights": "stream", "speculate": "off"}, 1, "not asked"),
+        ({"weights": "resident"}, 1, "not asked"),
+    ],
+)
+def test_a_rank_that_streams_its_weights_drafts_unasked_if_the_layer_is_small(monkeypatch, cluster, mtp_bytes, words):
+    sizes = {} if mtp_bytes is None else {MTP: mtp_bytes}
+    packed = PackedFolder(SAMPLE_MODEL, "bfloat16", LAYOUT, "source", sizes)
+    monkeypatch.setattr(may_draft, "read_packed", lambda folder: packed)
+    (found,) = reason(**{"speculate": None, "memory_bytes": 1000} | cluster)
+    assert found is None if words is None else words in found

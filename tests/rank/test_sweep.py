@@ -17,10 +17,12 @@ from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.feed import Inbox
+from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.load import BITS, DTYPES
 from batchinfer.rank.sweep import PromptPace
 from batchinfer.records import Request, RequestKey
 from support.checkpoints import make_checkpoint
+from support.drafted import Always, InTurn
 from support.one_rank import Feed, run_rank, whole_prompts
 from support.paths import RANDOM_MODEL
 from support.tiers import first_in_make_test
@@ -49,7 +51,8 @@ def both(source, folder, dtype):
     packed, num_layers = read_packed(folder), load_model_config(folder).num_hidden_layers
     sizes = [packed.layer_bytes(layer) for layer in range(num_layers)]
     memory = split_memory(sizes, memory_bytes=1 << 30, fixed_bytes=0, least_kv_bytes=0, useful_kv_bytes=None)
-    return tuple(Transformer.load(folder, dtype=DTYPES[dtype], memory=split, **bits) for split in (None, memory))
+    how = bits | {"dtype": DTYPES[dtype], "mtp": packed.has_mtp}
+    return tuple(Transformer.load(folder, memory=split, **how) for split in (None, memory))
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +94,28 @@ def test_completions_are_those_of_resident_weights(models, tokenizer, sampling, 
         alone = run_rank(streamed, tokenizer, requests, num_pages=num_pages, prompts_alone=True, **SMALL)
         assert found_in(alone) == expected
         assert sum(record.new_tokens for record in alone.records) >= sum(record.new_tokens for record in feed.records)
+
+
+@pytest.mark.parametrize("decode_requests", [64, 12])
+@pytest.mark.parametrize("rule", [Always(2), InTurn()], ids=["always", "in turn"])
+def test_drafted_tokens_are_those_of_resident_weights(models, tokenizer, rule, decode_requests):
+    """Tokens are drafted once one step has all that run: with 12 rows a step, for the last requests."""
+    resident, streamed = models
+    sampling = SamplingConfig(max_tokens=30, ignore_eos=True, logprobs=1).to_sampling()
+    drawn = SamplingConfig(max_tokens=25, temperature=0.7, stop=["e "], presence_penalty=0.3).to_sampling()
+    requests = [replace(one, sampling=drawn if one.key.row % 3 else sampling) for one in requests_with(sampling, 20)]
+    expected = found_in(run_rank(resident, tokenizer, requests))
+
+    def drafter(context):
+        return Drafter.of(context, rule)
+
+    sizes = {"prefill_tokens": 40, "decode_requests": decode_requests}
+    plain = run_rank(streamed, tokenizer, requests, **sizes)
+    drafted = run_rank(streamed, tokenizer, requests, make_drafter=drafter, **sizes)
+    assert found_in(plain) == found_in(drafted) == expected
+    assert sum(record.drafted_tokens for record in drafted.records) > 0
+    assert sum(record.drafted_tokens for record in plain.records) == 0
+    assert sum(record.output_tokens for record in drafted.records) == sum(len(one[1]) for one in expected)
 
 
 @pytest.mark.all
