@@ -122,7 +122,9 @@ def random_model(seed: int = 0, **changes: Any) -> DeepseekV4ForCausalLM:
         if published.endswith(
             ("hc_attn_base", "hc_ffn_base")
         ):  # a nearly triangular mixture, so that each round counts
-            values.data[8:] -= _BELOW_DIAGONAL * torch.ones(4, 4).tril(-1).flatten()
+            num_streams = config.hc_mult
+            below = torch.ones(num_streams, num_streams).tril(-1)
+            values.data[2 * num_streams :] -= _BELOW_DIAGONAL * below.flatten()
     return model
 
 
