@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any
 
-from batchinfer.config import JobConfig
+from batchinfer.config import VALUE_BYTES, JobConfig
 from batchinfer.config.cluster import SWEEP_STEPS
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.memory_split import MemorySplit, sweep_seconds
@@ -182,7 +182,8 @@ def count_sweeps(job: JobConfig, model: ModelConfig, split: MemorySplit, tokens:
     most, step_tokens = job.cluster.running_requests, SWEEP_STEPS * job.cluster.prefill_tokens
     if computes_prompts_alone(job, model):
         most = int(step_tokens / kv_tokens)
-    in_memory = int(split.kv_bytes / (kv_tokens * kv_bytes_per_token(job, model)))
+    state_bytes = model.attention.state_bytes(VALUE_BYTES[job.model.dtype])
+    in_memory = int(split.kv_bytes / (kv_tokens * kv_bytes_per_token(job, model) + state_bytes))
     at_once = max(1, min(tokens.num_requests, most, in_memory))
     prompts = max(ceil(tokens.num_requests / at_once), ceil(tokens.new / step_tokens), 1)
     spreads = in_memory < tokens.num_requests and not computes_prompts_alone(job, model)
