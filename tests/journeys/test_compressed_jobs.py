@@ -128,7 +128,9 @@ STREAMED = {"prefill_tokens": 64, "decode_requests": 1, "weights": "stream"}
 
 
 @pytest.mark.parametrize(
-    "cluster", [{}, {"page_bytes": SMALL}, {"decode_requests": 64}], ids=["streamed", "streamed-few-pages", "streamed-many"]
+    "cluster",
+    [{}, {"page_bytes": SMALL}, {"decode_requests": 64}],
+    ids=["streamed", "streamed-few-pages", "streamed-many"],
 )
 def test_answers_of_streamed_weights_are_the_same(folder, converted, cluster, request):
     root, _ = folder

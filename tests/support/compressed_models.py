@@ -63,6 +63,12 @@ TINY: dict[str, Any] = {
     "eos_token_id": 1,
     "attention_bias": False,
 }
+# Three models with layers of all kinds.
+KINDS: dict[str, dict[str, Any]] = {
+    "published": {},
+    "small-window": {"sliding_window": 8, "index_topk": 3},
+    "one-hash-layer": {"num_hash_layers": 1, "compress_ratios": [128, 4, 4, 0, 4, 128, 0], "o_groups": 4},
+}
 _PUBLISHED = {
     ".self_attn.compressor.indexer.scorer.weights_proj.": ".attn.indexer.weights_proj.",
     ".self_attn.compressor.indexer.q_b_proj.": ".attn.indexer.wq_b.",
