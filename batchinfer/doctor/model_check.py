@@ -134,7 +134,9 @@ def check_model(folder: Path) -> ModelCheck:
         bytes_for_kv = int(max(0, free - needed) * for_kv) if split is None else split.kv_bytes
         most = ClusterConfig(weights="resident" if split is None else "stream").running_requests
         state_bytes = config.attention.state_bytes(4 if dtype == "float32" else 2)
-        num_pages = max(0, bytes_for_kv - most * state_bytes) // (kv_bytes * PAGE_TOKENS)
+        request_bytes = state_bytes + pages_for(request_tokens) * PAGE_TOKENS * kv_bytes
+        num_states = most if split is None else min(most, bytes_for_kv // request_bytes)
+        num_pages = max(0, bytes_for_kv - num_states * state_bytes) // (kv_bytes * PAGE_TOKENS)
         at_once = min(most, num_pages // pages_for(request_tokens)) if reason is None else 0
         dtypes[dtype] = DtypeFit(
             reason=reason,

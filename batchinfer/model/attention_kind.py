@@ -67,7 +67,7 @@ class AttentionKind:
     build: (ops, config, weights, weight [D] and epsilon of the norm before it, layer) to attention.
     products: weights to ("linear", "batched" or "router", weight) of each product of rows.
     computations: (ops, config, the first layer's weights, dtype) to attention itself, for the check of its rows.
-    memory: (config, pages, slots of requests, dtype, device) to the memory of each layer; None: pages alone.
+    memory: (config, layers, pages, slots of requests, dtype, device) to the memory of each layer; None: pages alone.
     parts: the memory of a layer to its tensors; given with `memory`.
     """
 
@@ -77,5 +77,5 @@ class AttentionKind:
     build: Callable[[Ops, Any, Any, torch.Tensor, float, int], LayerAttention]
     products: Callable[[Any], Iterator[tuple[str, object]]]
     computations: Callable[[Ops, Any, Any, torch.dtype], Iterator[RowComputation]]
-    memory: Callable[[Any, int, int, torch.dtype, torch.device], Sequence[Any]] | None = None
+    memory: Callable[[Any, int, int, int, torch.dtype, torch.device], Sequence[Any]] | None = None
     parts: Callable[[Any], MemoryParts] | None = None

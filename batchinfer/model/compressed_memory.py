@@ -33,15 +33,15 @@ class LayerMemory(NamedTuple):
 
 
 def empty_memory(
-    config: CompressedConfig, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device
+    config: CompressedConfig, num_layers: int, num_pages: int, num_slots: int, dtype: torch.dtype, device: torch.device
 ) -> list[LayerMemory]:
-    """Return the memory of each layer; on a CPU it takes memory when it is used.
+    """Return the memory of each of the first layers; on a CPU it takes memory when it is used.
 
     Raises:
         ConfigError: the address space does not suffice.
     """
     sizes = num_pages, num_slots, dtype, device
-    return [_empty_layer(config, layer, *sizes) for layer in range(len(config.ratios))]
+    return [_empty_layer(config, layer, *sizes) for layer in range(num_layers)]
 
 
 def _empty_layer(

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import harmonic_mean
 from typing import Any, Literal
 
-from batchinfer.config import JobConfig
+from batchinfer.config import VALUE_BYTES, JobConfig
 from batchinfer.config.cluster import SWEEP_STEPS
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.memory_split import MemorySplit, sweep_seconds
@@ -157,7 +157,8 @@ def swept_job(job: JobConfig, model: ModelConfig, split: MemorySplit, tokens: Jo
     is_alone = computes_prompts_alone(job, model)
     if is_alone:
         most = int(step_tokens / kv_tokens)
-    in_memory = int(split.kv_bytes / (kv_tokens * kv_bytes_per_token(job, model)))
+    state_bytes = model.attention.state_bytes(VALUE_BYTES[job.model.dtype])
+    in_memory = int(split.kv_bytes / (kv_tokens * kv_bytes_per_token(job, model) + state_bytes))
     spreads = in_memory < tokens.num_requests and not is_alone
     return SweptJob(
         num_requests=tokens.num_requests,

@@ -169,7 +169,7 @@ class Transformer:
         """
         memory = kind_of(self.config.attention).memory
         if memory is not None:
-            return memory(self.config.attention, num_pages, num_slots, self.dtype, self.device)
+            return memory(self.config.attention, len(self.layers), num_pages, num_slots, self.dtype, self.device)
         form = self.ops.page_format(self.dtype)
         return empty_pages(self.config, num_pages, form, self.device, one_layer=one_layer)
 

@@ -17,6 +17,8 @@ from batchinfer.records import ConfigError
 FREE_SHARE = 0.9  # of free memory that a rank without cluster.memory_bytes takes
 _MTP_SHARE = 0.125  # largest share of a rank's memory that the layer for multi-token prediction may take
 _STATE_SHARE = 1.25  # memory of the steps between two layers / their hidden states and angles
+MOST_KEPT = 128  # requests' states kept where prompts branch, in addition to those of running requests
+KEPT_SHARE = 0.125  # largest share of the memory for KV that they may take
 
 
 def runs_on_gpus(job: JobConfig) -> bool:
@@ -31,8 +33,6 @@ def why_not_streamed(job: JobConfig, config: ModelConfig) -> str | None:
         return f"weights are streamed by one rank, and the job has {cluster.num_ranks}; set cluster.prefill_ranks = 1"
     if cluster.backend not in ("auto", "cpu"):
         return f"weights are streamed for the C++ operations on a CPU, not for backend {cluster.backend!r}"
-    if not config.attention.cuts_anywhere:
-        return "requests of this model keep a state besides their KV, which sweeps do not carry; set it to 'resident'"
     if read_packed(Path(model.path)) is None:
         return (
             f"weights are streamed from a converted folder; run `batchinfer convert {model.path} DIR --dtype "
@@ -82,6 +82,29 @@ def mtp_stays(job: JobConfig, packed: PackedFolder, *, free_bytes: int) -> bool:
     return job.cluster.drafts_tokens and packed.has_mtp and packed.sizes[MTP] <= _MTP_SHARE * memory
 
 
+def streamed_states(job: JobConfig, model: ModelConfig, kv_bytes: int, largest_tokens: int) -> int:
+    """Return how many requests' states a rank with this memory for KV has, those kept for shared prefixes among them.
+
+    Args:
+        largest_tokens: KV tokens of the largest request.
+    """
+    cluster = job.cluster
+    state_bytes = _state_bytes(job, model)
+    if not state_bytes:
+        return 0
+    most = cluster.running_requests + MOST_KEPT
+    if cluster.page_bytes is not None:
+        return max(1, min(most, (kv_bytes - cluster.page_bytes) // state_bytes))
+    request_bytes = state_bytes + _whole_pages(largest_tokens) * kv_bytes_per_token(job, model)
+    kept = min(MOST_KEPT, int(kv_bytes * KEPT_SHARE) // state_bytes)
+    running = (kv_bytes - kept * state_bytes) // request_bytes
+    return max(1, min(cluster.running_requests, running)) + kept
+
+
+def _state_bytes(job: JobConfig, model: ModelConfig) -> int:
+    return model.attention.state_bytes(VALUE_BYTES[job.model.dtype])
+
+
 def split_for(
     job: JobConfig,
     model: ModelConfig,
@@ -111,18 +134,19 @@ def split_for(
     item_bytes = VALUE_BYTES[job.model.dtype]
     parts = [ENDS, MTP] if mtp_stays(job, packed, free_bytes=free_bytes) else [ENDS]
     of_parts = sum(packed.sizes[part] for part in parts)
-    states = model.attention.state_bytes(item_bytes) * cluster.decode_requests
+    state_bytes = _state_bytes(job, model)
     if cluster.page_bytes is not None:
-        least = useful = cluster.page_bytes + states
+        least = useful = cluster.page_bytes + 2 * cluster.decode_requests * state_bytes  # half of them may be kept
     else:
         per_token = kv_bytes_per_token(job, model)
-        least = _whole_pages(largest_tokens) * per_token + states
+        least = _whole_pages(largest_tokens) * per_token + state_bytes
         useful = None
         if most_tokens is not None:
             tokens = min(_whole_pages(most_tokens), 2 * cluster.running_requests * _whole_pages(largest_tokens))
             if computes_prompts_alone(job, model):
                 tokens = min(tokens, 2 * SWEEP_STEPS * cluster.prefill_tokens + _whole_pages(largest_tokens))
-            useful = tokens * per_token + states
+            num_states = min(cluster.running_requests + MOST_KEPT, 2 * -(-most_tokens // PAGE_TOKENS))
+            useful = tokens * per_token + num_states * state_bytes
     try:
         return split_memory(
             [packed.layer_bytes(layer) for layer in range(model.num_hidden_layers)],

@@ -18,7 +18,7 @@ from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_bytes import rank_bytes
-from batchinfer.model.weight_mode import computes_prompts_alone
+from batchinfer.model.weight_mode import KEPT_SHARE, MOST_KEPT, computes_prompts_alone, streamed_states
 from batchinfer.protocol.messages import Start
 from batchinfer.rank.device import ranks_per_gpu
 from batchinfer.records import ConfigError
@@ -27,8 +27,6 @@ from batchinfer.records import ConfigError
 # steps in which this rank's experts get more rows than in the measured steps.
 RESERVE_SHARE = 0.08
 MEMORY_SHARE = 0.5  # largest share of the memory free after loading that KV pages may take
-MOST_KEPT = 128  # states kept where prompts branch, in addition to those of running requests
-KEPT_SHARE = 0.125  # largest share of the memory for KV pages that they may take
 _ALTERNATIVES = 20  # alternatives that rows report with a token
 _STRIDE = 7919  # between the tokens of the steps, so that they go to many experts
 
@@ -69,6 +67,7 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     useful_tokens = start.most_tokens
     if model.stream is not None:
         host_share = model.stream.split.kv_bytes
+        num_slots = streamed_states(job, model.config, host_share, start.largest_tokens)
     elif on_cpu and cluster.memory_bytes is not None:
         held = rank_bytes(model.config, job.model.dtype, num_experts=experts_held(model))
         host_share = min(host_share, max(0, cluster.memory_bytes - held))

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -65,7 +66,8 @@ def measure(packed: PackedFolder, steps: MeasuredSteps) -> tuple[float, float]:
         ModelError: the folder cannot be run here, or cannot be read.
     """
     config = load_model_config(packed.folder)
-    num_held = max(1, min(min(config.moe_layers, default=0) + 1, config.num_hidden_layers - 1))
+    kinds = [layer_kind(config, layer) for layer in range(config.num_hidden_layers)]
+    num_held = max(1, min(max(map(kinds.index, kinds)) + 1, config.num_hidden_layers - 1))
     held = replace(config, num_hidden_layers=num_held)
     dtype, bits = DTYPES[steps.dtype], BITS.get(steps.dtype, {})
     ops = Ops.select(steps.backend, dtype, fp8_pages=steps.fp8_pages, **bits)
@@ -85,6 +87,11 @@ def measure(packed: PackedFolder, steps: MeasuredSteps) -> tuple[float, float]:
     finally:
         stream.close()
     return steps.prefill_tokens / prefill_s, steps.decode_requests / decode_s
+
+
+def layer_kind(config: ModelConfig, layer: int) -> tuple[Any, ...]:
+    """Return what sets the time of a layer's products apart from that of other layers."""
+    return config.is_moe_layer(layer), config.attention.layer_kind(layer)
 
 
 def prefill_step(num_tokens: int, prompt_tokens: int, vocab_size: int) -> StepInput:
@@ -120,13 +127,21 @@ def decode_step(num_requests: int, kv_tokens: int, vocab_size: int) -> StepInput
 
 
 def _seconds(model: Transformer, stream: WeightStream, step: StepInput, config: ModelConfig) -> float:
-    """Return the seconds of a step in the whole model, from those in the layers that are held."""
-    pages = model.new_pages(1 + int(step.slots.max()) // PAGE_TOKENS)
+    """Return the seconds of a step in the whole model, from those in the layers that are held.
+
+    A layer that is not held takes as long as the last one of its kind, or as the last one of all.
+    """
+    num_slots = 0 if config.attention.cuts_anywhere else len(step.logit_rows)  # one wanted row per request
+    if num_slots:
+        step = replace(step, state_slots=torch.arange(num_slots))
+    pages = model.new_pages(1 + int(step.slots.max()) // PAGE_TOKENS, num_slots)
     layers_s = _median(lambda: _layers_s(model, stream, step, pages))
     hidden_SD = torch.ones(len(step.logit_rows), config.hidden_size, dtype=model.dtype)
     (head_s,) = _median(lambda: [_head_s(model, hidden_SD)])
-    others, last = layers_s[:-1], layers_s[-1]
-    return sum(others) + last * (config.num_hidden_layers - len(others)) + head_s
+    of_kind = {layer_kind(config, layer): seconds for layer, seconds in enumerate(layers_s)}
+    others = range(len(layers_s), config.num_hidden_layers)
+    others_s = [of_kind.get(layer_kind(config, layer), layers_s[-1]) for layer in others]
+    return sum(layers_s) + sum(others_s) + head_s
 
 
 def _median(run: Callable[[], list[float]]) -> list[float]:

@@ -12,7 +12,7 @@ tree=$(cd "$(dirname "$0")/../.." && pwd)
 python=${PYTHON:-$tree/.venv/bin/python}
 mkdir -p "$1" && folder=$(cd "$1" && pwd)
 seeds=("${@:2}")
-[ ${#seeds[@]} -gt 0 ] || seeds=(1 2 3 5 8)
+[ ${#seeds[@]} -gt 0 ] || seeds=(1 2 3 5 8 100 101 102)
 root=$folder/root site=$folder/site models=$folder/models
 # the newest torch whose wheel for Arm has no CUDA in it
 torch=torch==2.10.0

@@ -271,11 +271,12 @@ def main() -> None:
             watch.seconds.clear()
             took = median_s(partial(model.forward, step, kv), options.rounds)
             read_s, multiply_s = read / bytes_per_s, flop / flops
+            limit_s, of = max((read_s, "memory"), (multiply_s, "products"))
             print(
                 f"{name}: {num_tokens} tokens, {options.context:,}: {took * 1e3:.0f} ms; read {read / 1e9:.2f} GB at "
                 f"{bytes_per_s / 1e9:.1f} GB/s {read_s * 1e3:.0f} ms ({read_s / took:.0%}); products "
                 f"{flop / 1e9:.0f} GFLOP at {flops / 1e9:.0f} GFLOP/s {multiply_s * 1e3:.0f} ms "
-                f"({multiply_s / took:.0%})",
+                f"({multiply_s / took:.0%}); the limit is that of {of}, {limit_s * 1e3:.0f} ms: {limit_s / took:.0%}",
                 flush=True,
             )
             for op, total in watch.seconds.most_common(24) if options.ops else ():

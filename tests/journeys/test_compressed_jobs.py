@@ -6,6 +6,7 @@ import signal
 from contextlib import suppress
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -115,6 +116,46 @@ def test_a_store_on_disk_changes_no_answer(folder):
         assert 0 < found[name]["disk_tokens"] <= whole_blocks
 
 
+@pytest.fixture(scope="module")
+def converted(folder):
+    root, _ = folder
+    ended = batchinfer("convert", root / "model", root / "converted", "--dtype", "float32")
+    assert ended.code == 0, ended.err
+    return {"model": {"path": "converted"}}
+
+
+STREAMED = {"prefill_tokens": 64, "decode_requests": 1, "weights": "stream"}
+
+
+@pytest.mark.parametrize(
+    "cluster",
+    [{}, {"page_bytes": SMALL}, {"decode_requests": 64}],
+    ids=["streamed", "streamed-few-pages", "streamed-many"],
+)
+def test_answers_of_streamed_weights_are_the_same(folder, converted, cluster, request):
+    root, _ = folder
+    name = request.node.callspec.id
+    ended = run(root, name, cluster=STREAMED | cluster, **converted)
+    assert ended.code == 0, ended.err
+    assert answers(root / name) == answers(root / "one")
+    kinds = pq.read_table(root / name / "stats" / "steps").group_by(["kind"]).aggregate([("streamed_bytes", "sum")])
+    assert set(kinds["kind"].to_pylist()) == {"prefill", "decode"}
+    assert sum(kinds["streamed_bytes_sum"].to_pylist()) > 0
+
+
+def test_streamed_and_resident_weights_share_a_store(folder, converted):
+    root, _ = folder
+    found = []
+    for name, weights in [("cold-streamed", "stream"), ("warm-resident", "resident"), ("warm-streamed", "stream")]:
+        ended = run(root, name, cluster=STREAMED | {"weights": weights}, **converted, **store("streamed-store"))
+        assert ended.code == 0, ended.err
+        assert answers(root / name) == answers(root / "one")
+        found.append(read_report(root / name).values)
+    assert found[0]["disk_tokens"] == 0 < found[0]["store_written_bytes"]
+    for warm in found[1:]:
+        assert warm["disk_tokens"] > 0 == warm["store_written_bytes"]
+
+
 @pytest.mark.parametrize("victims", ["all", "rank"])
 @pytest.mark.parametrize("parts", [{}, store("killed-store")], ids=["without-store", "with-store"])
 def test_a_job_that_was_killed_goes_on_and_gives_the_same_answers(folder, parts, victims, request):
@@ -146,7 +187,6 @@ def test_a_job_that_was_killed_goes_on_and_gives_the_same_answers(folder, parts,
             {"kv": {"dtype": "fp8"}, "model": {"path": "model", "dtype": "bfloat16"}},
             'kv.dtype is "fp8", but pages of compressed entries',
         ),
-        ({"cluster": {"weights": "stream"}}, "cluster.weights is 'stream', but requests of this model keep a state"),
     ],
 )
 def test_what_a_state_cannot_do_yet_is_refused(folder, parts, words):
@@ -155,10 +195,8 @@ def test_what_a_state_cannot_do_yet_is_refused(folder, parts, words):
     assert words in ended.err
 
 
-def test_a_converted_folder_gives_the_same_answers(folder):
+def test_a_converted_folder_gives_the_same_answers(folder, converted):
     root, _ = folder
-    ended = batchinfer("convert", root / "model", root / "converted", "--dtype", "float32")
-    assert ended.code == 0, ended.err
-    ended = run(root, "of-converted", model={"path": "converted"})
+    ended = run(root, "of-converted", **converted)
     assert ended.code == 0, ended.err
     assert answers(root / "of-converted") == answers(root / "one")

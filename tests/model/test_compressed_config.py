@@ -15,9 +15,11 @@ from batchinfer.model.checkpoint import open_checkpoint
 from batchinfer.model.compressed_config import CompressedConfig
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
+from batchinfer.model.packed_folder import ENDS, LAYOUT, PackedFolder, layer_name
 from batchinfer.model.stored_weights import StoredWeights
 from batchinfer.model.tensor_names import check_tensors, expected_tensors, why_no_mtp
 from batchinfer.model.weight_bytes import weight_bytes
+from batchinfer.model.weight_mode import MOST_KEPT, split_for, streamed_states
 from batchinfer.plan.preflight import memory_note
 from batchinfer.records import ConfigError, ModelError
 from batchinfer.sim.dealing import Skews
@@ -115,6 +117,29 @@ def test_the_simulator_counts_states_as_memory_and_as_bytes_on_their_way(tmp_pat
         assert limit == name
     assert limited["KV to decode"] == pytest.approx((10_000 * 6880 + 10 * flash.attention.state_bytes(2)) / 8)
     assert limited["disk"] == pytest.approx(5_000 * 6880 + 10 * flash.attention.state_bytes(2, stored=True))
+
+
+@pytest.mark.parametrize("gigabytes", [20, 40, 100])
+@pytest.mark.parametrize("cluster", [{}, {"page_bytes": 10**9}])
+def test_states_and_pages_of_streamed_weights_share_the_memory_for_kv(tmp_path, gigabytes, cluster):
+    (tmp_path / "model").mkdir()
+    flash, largest = load(tmp_path / "model", FLASH), 32_768
+    given = {"weights": "stream", "memory_bytes": gigabytes * 10**9, "decode_requests": 64} | cluster
+    job = load_job(write_job(tmp_path, model={"path": "model", "dtype": "fp4"}, cluster=given))
+    sizes = {layer_name(layer): 3_700_000_000 for layer in range(43)} | {ENDS: 2_200_000_000}
+    packed = PackedFolder(tmp_path, "fp4", LAYOUT, "model", sizes)
+    tokens = 100_000 * largest
+    split = split_for(job, flash, packed, free_bytes=10**12, most_tokens=tokens, largest_tokens=largest)
+    state, most = flash.attention.state_bytes(2), job.cluster.running_requests + MOST_KEPT
+    num_states = streamed_states(job, flash, split.kv_bytes, largest)
+    pages = cluster.get("page_bytes", split.kv_bytes - num_states * state)
+    assert 1 <= num_states <= most
+    assert num_states * state + pages <= split.kv_bytes
+    assert pages >= largest * 6880
+    if not cluster:  # as many states as requests of the largest size, and an eighth of the memory for kept ones
+        assert (num_states + 1) * (state + largest * 6880) > 0.87 * split.kv_bytes or num_states == most
+        few = split_for(job, flash, packed, free_bytes=10**12, most_tokens=largest, largest_tokens=largest)
+        assert few.kv_bytes <= split.kv_bytes
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,10 @@ import torch
 
 from batchinfer.model.transformer import Transformer
 from batchinfer.records import ModelError
-from support.compressed_models import published_tensors, random_model, write_compressed
+from support.compressed_models import KINDS, published_tensors, random_model, write_compressed
 from support.paged_steps import PagedRequests
 
 TOLERANCE = 3e-5
-KINDS = {
-    "published": {},
-    "small-window": {"sliding_window": 8, "index_topk": 3},
-    "one-hash-layer": {"num_hash_layers": 1, "compress_ratios": [128, 4, 4, 0, 4, 128, 0], "o_groups": 4},
-}
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -114,6 +109,7 @@ CHANGES = {
     "theta": {"rope_theta": 10100},
     "compressed-theta": {"compress_rope_theta": 200000},
     "clamp": {"swiglu_limit": 0.5},
+    "no-clamp": {"swiglu_limit": 1e9},
     "rounds": {"hc_sinkhorn_iters": 19},
     "scale": {"routed_scaling_factor": 1.6},
 }
@@ -130,13 +126,25 @@ def test_a_model_that_differs_in_one_value_gives_other_logits(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("end", "value"), [("attn_sink", 0), ("ape", 0), ("gate.tid2eid", 7), ("gate.bias", 0), ("hc_ffn_base", 0)]
+    ("end", "value"),
+    [("attn_sink", 0), ("attn_sink", -1e30), ("ape", 0), ("gate.tid2eid", 7), ("gate.bias", 0), ("hc_ffn_base", 0)],
 )
 def test_each_small_tensor_counts(tmp_path, end, value):
     tensors = published_tensors(random_model())
     logits = []
     for one in (tensors, {name: torch.full_like(t, value) if name.endswith(end) else t for name, t in tensors.items()}):
         folder = write_compressed(tmp_path / str(len(logits)), one)
+        logits.append(computed(Transformer.load(folder, dtype=torch.float32), [prompt(140)], (140,)).all_logits(0))
+    assert (logits[0] - logits[1]).abs().max() > 10 * TOLERANCE
+
+
+def test_layers_that_choose_experts_by_scores_give_other_logits_than_hash_layers(tmp_path):
+    tensors = published_tensors(random_model())
+    scored = {name: tensor for name, tensor in tensors.items() if not name.endswith("tid2eid")}
+    scored |= {f"layers.{layer}.ffn.gate.bias": torch.zeros(8) for layer in range(2)}
+    logits = []
+    for own, changes in ((tensors, {}), (scored, {"num_hash_layers": 0})):
+        folder = write_compressed(tmp_path / str(len(logits)), own, **changes)
         logits.append(computed(Transformer.load(folder, dtype=torch.float32), [prompt(140)], (140,)).all_logits(0))
     assert (logits[0] - logits[1]).abs().max() > 10 * TOLERANCE
 

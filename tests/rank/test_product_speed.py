@@ -11,6 +11,7 @@ from batchinfer.model.stream_forecast import JobTokens
 from batchinfer.rank import product_speed
 from batchinfer.rank.load import DTYPES
 from batchinfer.records import ConfigError
+from support.compressed_models import published_tensors, random_model, write_compressed
 from support.jobs import write_job
 from support.paths import RANDOM_MODEL
 
@@ -48,7 +49,30 @@ def test_layers_of_a_kind_count_as_often_as_the_model_has_them(folder, monkeypat
     assert outputs == pytest.approx(5 / (10 + 3 * 2 + 5))
 
 
-def test_the_layers_run(folder):
+@pytest.fixture(scope="module")
+def compressed(tmp_path_factory):
+    """A model of window layers (two), layers with chosen entries (two), and layers with wide entries (two)."""
+    folder = tmp_path_factory.mktemp("compressed")
+    changes = {"hidden_size": 64, "moe_intermediate_size": 32}
+    write_compressed(folder / "model", published_tensors(random_model(**changes)), **changes)
+    dtype = DTYPES["bfloat16"]
+    ops = Ops.select("cpu", dtype)
+    convert_model(
+        folder / "model", folder / "packed", ops, dtype=dtype, name="bfloat16", on_read=lambda done, total: None
+    )
+    return folder / "packed"
+
+
+def test_layers_of_each_attention_are_measured_and_counted(compressed, monkeypatch):
+    monkeypatch.setattr(product_speed, "_layers_s", lambda model, stream, step, pages: [5.0, 7.0, 11.0])
+    monkeypatch.setattr(product_speed, "_head_s", lambda model, hidden_SD: 1.0)
+    prompts, outputs = product_speed.measure(read_packed(compressed), steps_of(compressed))
+    assert (prompts, outputs) == pytest.approx((200 / 47, 5 / 47))
+
+
+@pytest.mark.parametrize("name", ["folder", "compressed"])
+def test_the_layers_run(name, request):
+    folder = request.getfixturevalue(name)
     assert min(product_speed.measure(read_packed(folder), steps_of(folder))) > 0
 
 

@@ -63,6 +63,12 @@ TINY: dict[str, Any] = {
     "eos_token_id": 1,
     "attention_bias": False,
 }
+# Three models with layers of all kinds.
+KINDS: dict[str, dict[str, Any]] = {
+    "published": {},
+    "small-window": {"sliding_window": 8, "index_topk": 3},
+    "one-hash-layer": {"num_hash_layers": 1, "compress_ratios": [128, 4, 4, 0, 4, 128, 0], "o_groups": 4},
+}
 _PUBLISHED = {
     ".self_attn.compressor.indexer.scorer.weights_proj.": ".attn.indexer.weights_proj.",
     ".self_attn.compressor.indexer.q_b_proj.": ".attn.indexer.wq_b.",
@@ -122,7 +128,9 @@ def random_model(seed: int = 0, **changes: Any) -> DeepseekV4ForCausalLM:
         if published.endswith(
             ("hc_attn_base", "hc_ffn_base")
         ):  # a nearly triangular mixture, so that each round counts
-            values.data[8:] -= _BELOW_DIAGONAL * torch.ones(4, 4).tril(-1).flatten()
+            num_streams = config.hc_mult
+            below = torch.ones(num_streams, num_streams).tril(-1)
+            values.data[2 * num_streams :] -= _BELOW_DIAGONAL * below.flatten()
     return model
 
 

@@ -34,19 +34,25 @@ DTYPES: dict[str, dict[str, Any]] = {
 }
 MAX_NEW_TOKENS = 3
 VOCABULARY = 96
+COMPRESSED = 100
 
 
 def make_model(folder: Path, seed: int) -> Path:
     """Write the model of this seed to `folder` / seed; hidden size 64 to 1024, every width odd or even.
 
-    Every third one has an indexer.
+    Every third one has an indexer; those from COMPRESSED on have a window and compressed entries.
     """
     target = folder / str(seed)
     if target.exists():
         return target
+    draw, making = random.Random(seed), folder / f"{seed}.making"
+    if seed >= COMPRESSED:
+        from support.compressed_models import published_tensors, random_model, write_compressed
+
+        changes = _compressed_sizes(draw)
+        return write_compressed(making, published_tensors(random_model(seed, **changes)), **changes).rename(target)
     from support.checkpoints import make_checkpoint
 
-    draw = random.Random(seed)
     heads, groups = draw.choice([1, 2, 3, 5, 8, 12, 17]), draw.choice([1, 2, 4])
     sizes: dict[str, Any] = {
         "hidden_size": draw.choice([64, 128, 333, 512, 1024, draw.randrange(64, 1024)]),
@@ -76,10 +82,31 @@ def make_model(folder: Path, seed: int) -> Path:
             "index_n_heads": draw.randrange(1, 80),
             "index_head_dim": sizes["qk_rope_head_dim"] + draw.randrange(9),
         }
-    making = folder / f"{seed}.making"
     making.mkdir(parents=True)
     make_checkpoint(making, name, seed=seed, **sizes)
     return making.rename(target)
+
+
+def _compressed_sizes(draw: random.Random) -> dict[str, Any]:
+    rotated, groups = 2 * draw.randrange(1, 20), draw.choice([1, 2, 3])
+    return {
+        "hidden_size": draw.choice([64, 333, 512, draw.randrange(64, 600)]),
+        "moe_intermediate_size": draw.choice([1, 41, 64, draw.randrange(1, 200)]),
+        "num_attention_heads": groups * draw.choice([1, 3, 8, 11]),
+        "head_dim": 2 * ((rotated + draw.choice([0, 1, 32, 87]) + 1) // 2),
+        "qk_rope_head_dim": rotated,
+        "q_lora_rank": draw.randrange(1, 100),
+        "o_groups": groups,
+        "o_lora_rank": draw.randrange(1, 50),
+        "compress_ratios": [0, 4, 128, 4],
+        "num_hidden_layers": 4,
+        "sliding_window": draw.choice([1, 8, 50, 128]),
+        "index_n_heads": draw.randrange(1, 80),
+        "index_head_dim": 2 * ((rotated + 1) // 2) + 2 * draw.randrange(9),
+        "index_topk": draw.randrange(1, 12),
+        "n_routed_experts": draw.choice([3, 8, 17]),
+        "hc_mult": draw.choice([1, 2, 4]),
+    }
 
 
 def make_prompts(seed: int, most: int = 70) -> list[torch.Tensor]:
