@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchinfer_kernels import reference, registry
-from batchinfer_kernels.hopper import ops
+from batchinfer_kernels.hopper import invariant, ops
 from batchinfer_kernels.hopper.cuts import MOST_PIECES, PIECE_PAGES, Cuts, cut_between_requests, cut_into_pieces
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.mla import PagedKeys
@@ -176,6 +176,23 @@ def test_results_are_those_of_the_reference_and_keep_their_bits_in_any_company(a
         assert torch.equal(attend(2 * q[some], own, **OPTIONS), together[some])
     with pytest.raises(AssertionError, match="serves one step"):
         attend(q, keys._replace(kv_tokens_B=keys.kv_tokens_B + 1), **OPTIONS)
+
+
+@pytest.mark.usefixtures("attend")
+def test_shorter_pieces_give_results_that_keep_their_bits_too():
+    lengths = [70, 300, 128, 1, 0, 129]
+
+    def attend(q, keys):
+        return invariant.mla_decode.run(q, keys, **OPTIONS, piece_pages=2)
+
+    q, keys = decode_case(lengths)
+    together = attend(q, keys)
+    expected = reference_mla.mla_decode(q, keys._replace(schedule=None), **OPTIONS)
+    has_keys = keys.kv_tokens_B > 0
+    assert relative_error(together[has_keys], expected[has_keys]) < TOLERANCE["bf16"]
+    for some in ([1], [3, 5, 0]):
+        own = PagedKeys(keys.pages, keys.page_table_BP[some], keys.kv_tokens_B[some], None, {})
+        assert torch.equal(attend(q[some], own), together[some])
 
 
 def test_there_may_be_no_request(attend):
