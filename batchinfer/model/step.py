@@ -123,6 +123,9 @@ class StepTensors:
     page_table: torch.Tensor  # [B, P] without gaps: once for all layers
     kv_tokens: torch.Tensor  # [B]; of prefill chunks on the host
     chunk_tokens: torch.Tensor | None = None  # prefill only: [B] rows of each chunk, on the host
+    shared_pages: torch.Tensor | None = (
+        None  # prefill only: [B] first pages in common with the chunk before, on the host
+    )
     chunk_of_row: torch.Tensor | None = None  # prefill only: [S] the chunk of each wanted row
     moves: tuple[StateMoves | None, ...] = ()  # prefill only: of each chunk
     copy_from: torch.Tensor | None = None  # [N]
@@ -144,7 +147,9 @@ class StepTensors:
         if step.page_table is None:
             on_host["kv_tokens"] = torch.tensor([span.context_tokens for span in step.prefill], dtype=torch.int64)
             on_host["chunk_tokens"] = torch.tensor([span.num_tokens for span in step.prefill], dtype=torch.int64)
-            values["page_table"] = _padded([span.page_ids for span in step.prefill])
+            page_ids = [span.page_ids for span in step.prefill]
+            values["page_table"] = _padded(page_ids)
+            on_host["shared_pages"] = _in_common(values["page_table"], page_ids)
             ends_B = on_host["chunk_tokens"].cumsum(0)
             values["chunk_of_row"] = torch.searchsorted(ends_B, step.logit_rows, right=True)
         else:
@@ -206,7 +211,7 @@ class AttentionStep(StepTensors):
 
     def keys(self, pages: torch.Tensor) -> PagedKeys:
         """Return the keys that the step's tokens attend to in the layer of these pages."""
-        return PagedKeys(pages, self.page_table, self.kv_tokens, self.positions, self.schedule)
+        return PagedKeys(pages, self.page_table, self.kv_tokens, self.positions, self.schedule, self.shared_pages)
 
     def of_wanted_rows(self) -> AttentionStep | None:
         """Return the rows of a prefill step that return logits, as a decode step: a query per prompt, absorbed form.
@@ -228,6 +233,7 @@ class AttentionStep(StepTensors):
             page_table=self.page_table[self.chunk_of_row],
             kv_tokens=positions_S + 1,
             chunk_tokens=None,
+            shared_pages=None,
             schedule={},
         )
 
@@ -288,3 +294,14 @@ def _padded(page_ids: list[torch.Tensor]) -> torch.Tensor:
     for row, ids in zip(table, page_ids, strict=True):
         row[: len(ids)] = ids
     return table
+
+
+def _in_common(page_table_BP: torch.Tensor, page_ids: list[torch.Tensor]) -> torch.Tensor:
+    """Return [B] int64: the number of first pages that each row has in common with the row before it."""
+    shared_B = torch.zeros(len(page_ids), dtype=torch.int64)
+    if len(page_ids) > 1:
+        is_same = page_table_BP[1:] == page_table_BP[:-1]
+        lengths_B = torch.tensor([len(ids) for ids in page_ids])
+        num_same = is_same.long().cumprod(1).sum(1)
+        shared_B[1:] = num_same.minimum(lengths_B[1:]).minimum(lengths_B[:-1])
+    return shared_B

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import exact
 import torch
+from candidates import AHEAD, DESCRIPTORS, PIECES
 from cases import SCALE, Case, Dims, Function, Work, bytes_of, normal, parts_of, weight
 from published import MLA_DECODE
 
@@ -47,14 +49,20 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
                 else:
                     # the interpreter would take seconds for a long one
                     behind = both[:1] if is_tiny and is_long else both
-                    cases.append(Case("mla_decode", words, make, (registry.INVARIANT, *behind), published))
+                    names = (registry.INVARIANT, *([PIECES] if is_mixed and not is_long else []), *behind)
+                    cases.append(Case("mla_decode", words, make, names, published))
     words = f"{prompts[0]} prompts of {prompts[1]}, {dims.heads} heads"
+    behind = (3, 40, 128) if is_tiny else (64, 128, 4096)
+    family = "{} prompts of {} behind {}".format(*behind) + f", {dims.heads} heads"
+    prefills = ("triton", DESCRIPTORS, AHEAD)
     pieces = f"{long[0]} x {dims.heads} heads, KV {long[1]}, mixed"
     return [
         *cases,
         Case("spread_queries", pieces, partial(_spread, dims, *long)),
         Case("merge_pieces", pieces, partial(_merge, dims, *long)),
-        Case("mla_prefill", words, partial(_prefill, dims, *prompts), ("triton", "sdpa")),
+        Case("mla_prefill", words, partial(_prefill, dims, *prompts), (*prefills, "sdpa")),
+        Case("mla_prefill", family, partial(_prefill, dims, *behind), prefills),
+        Case("mla_prefill", f"{family}, keys for each", partial(_prefill, dims, *behind, is_apart=True), prefills),
         Case("mla_prefill_fp8", words, partial(_prefill, dims, *prompts, is_fp8=True)),
         Case("rope_and_cache", f"{tokens} x {dims.heads} heads", partial(_positions, dims, tokens)),
         Case("rope_and_cache_fp8", f"{tokens} x {dims.heads} heads", partial(_positions, dims, tokens, is_fp8=True)),
@@ -148,39 +156,58 @@ def _merge(dims: Dims, num_requests: int, kv_tokens: int, device: torch.device) 
     )
 
 
-def _prefill(dims: Dims, num_prompts: int, num_tokens: int, device: torch.device, *, is_fp8: bool = False) -> Work:
-    pages, table = pages_of(dims.width, num_prompts, num_tokens, device)
+def _prefill(
+    dims: Dims,
+    num_prompts: int,
+    num_tokens: int,
+    *behind_and_device: Any,
+    is_fp8: bool = False,
+    is_apart: bool = False,
+) -> Work:
+    """Prompts of `num_tokens` new tokens, behind as many cached ones of one prefix, if a number is given, or none.
+
+    Args:
+        is_apart: whether the operation is not told that the prefix is one.
+    """
+    *cached, device = behind_and_device
+    behind = sum(cached)
+    pages, table = pages_of(dims.width, num_prompts, behind + num_tokens, device)
+    num_shared = behind // exact.PAGE
+    table[:, :num_shared] = table[0, :num_shared]
     held, pages = held_pages(pages, dims.latent, is_fp8)
     q = normal(num_prompts * num_tokens, dims.heads, dims.nope + dims.rotary, device=device)
     kv_b = weight(dims.heads, dims.nope + dims.value, dims.latent, device=device, fp8=False)
     assert isinstance(kv_b, torch.Tensor)
-    lengths = torch.full((num_prompts,), num_tokens)  # on the host, as a step has them
-    positions = torch.arange(num_tokens, device=device).repeat(num_prompts)
+    chunks = torch.full((num_prompts,), num_tokens)  # on the host, as a step has them
+    lengths = chunks + behind
+    in_common = None if is_apart else torch.full((num_prompts,), num_shared)
+    positions = torch.arange(behind, behind + num_tokens, device=device).repeat(num_prompts)
     schedule: dict = {}  # as from a step's second layer on
 
     def of_tokens(whole: torch.Tensor, prompts: slice) -> torch.Tensor:
         return whole.unflatten(0, (num_prompts, -1))[prompts].flatten(0, 1)
 
     def run(function: Function, prompts: slice) -> torch.Tensor:
-        own = lengths[prompts]
-        keys = PagedKeys(held, table[prompts], own, of_tokens(positions, prompts))
-        return function(of_tokens(q, prompts), keys, kv_b, own, v_dim=dims.value, scale=SCALE)
+        own = PagedKeys(held, table[prompts], lengths[prompts], of_tokens(positions, prompts))
+        keys = own if in_common is None else own._replace(shared_pages_B=in_common[prompts])
+        return function(of_tokens(q, prompts), keys, kv_b, chunks[prompts], v_dim=dims.value, scale=SCALE)
 
     def timed(function: Function) -> torch.Tensor:
-        keys = PagedKeys(held, table, lengths, positions, schedule)
-        return function(q, keys, kv_b, lengths, v_dim=dims.value, scale=SCALE)
+        keys = PagedKeys(held, table, lengths, positions, schedule, in_common)
+        return function(q, keys, kv_b, chunks, v_dim=dims.value, scale=SCALE)
 
     q_BTHA = q.unflatten(0, (num_prompts, -1))
-    seen = num_prompts * num_tokens * (num_tokens + 1) // 2
-    up_projection = 2 * num_prompts * num_tokens * dims.latent * dims.heads * (dims.nope + dims.value)
+    seen = num_prompts * num_tokens * (behind + (num_tokens + 1) / 2)
+    num_keys = behind + num_prompts * num_tokens  # different ones
+    up_projection = 2 * num_keys * dims.latent * dims.heads * (dims.nope + dims.value)
     return Work(
         run=run,
-        expected=lambda: exact.prefill(q_BTHA, pages, table, kv_b, dims.value, SCALE).flatten(0, 1),
+        expected=lambda: exact.prefill(q_BTHA, pages, table, kv_b, dims.value, SCALE, behind).flatten(0, 1),
         measure="relative",
         parts=(slice(0, 1), slice(num_prompts - 1, num_prompts)),
         flops=2 * seen * dims.heads * (dims.nope + dims.rotary + dims.value) + up_projection,
         num_bytes=bytes_of(q, kv_b)
-        + bytes_of(held[0, :1]) * num_prompts * num_tokens
+        + bytes_of(held[0, :1]) * num_keys
         + 2 * num_prompts * num_tokens * dims.heads * dims.value,
         take=of_tokens,
         timed=timed,

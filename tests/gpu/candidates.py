@@ -20,6 +20,9 @@ from batchinfer_kernels.reference.block_scaled import BlockScaled
 from batchinfer_kernels.triton import probe
 
 NAMES = (registry.INVARIANT, "hopper", "triton")
+# Not in the registry: timed beside the candidates that jobs take, until a GPU has shown which is faster.
+DESCRIPTORS, AHEAD, PIECES = "triton-descriptors", "triton-ahead", "hopper-pieces"
+_SHORT_PIECE_PAGES = 40
 # A few values per token, or rows moved: plain PyTorch on GPUs, too.
 PLAIN = {"cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely"}
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
@@ -41,7 +44,14 @@ def has(name: str, op: str) -> bool:
     """Whether the candidate has a version of this operation at all."""
     if op in PLAIN:
         return False
-    only = {registry.SDPA: ("mla_prefill",), registry.INVARIANT: ("mla_decode",), "hopper": _HOPPER_PROBES}
+    only = {
+        registry.SDPA: ("mla_prefill",),
+        registry.INVARIANT: ("mla_decode",),
+        DESCRIPTORS: ("mla_prefill",),
+        AHEAD: ("mla_prefill",),
+        PIECES: ("mla_decode",),
+        "hopper": _HOPPER_PROBES,
+    }
     return op in only.get(name, (op,))
 
 
@@ -49,15 +59,15 @@ def why_not(name: str, op: str) -> str | None:
     """Return why the candidate's version cannot run here, or None."""
     if name == registry.SDPA:
         return None
-    if name == registry.INVARIANT:
+    if name in (registry.INVARIANT, PIECES):
         return invariant.why_not()
-    return probe.why_not() if name == "triton" else _HOPPER_PROBES[op]()
+    return probe.why_not() if name in ("triton", DESCRIPTORS, AHEAD) else _HOPPER_PROBES[op]()
 
 
 def function(name: str, op: str) -> Callable[..., Any]:
     """The candidate's version; signatures as in `reference`, those of products as below."""
-    if (name, op) in _PRODUCTS:
-        return _PRODUCTS[name, op]
+    if (name, op) in _OWN:
+        return _OWN[name, op]
     behind = NAMES[NAMES.index(name) :] if name in NAMES else (name,)
     return registry.bind(op, (*behind, registry.REFERENCE))
 
@@ -65,6 +75,21 @@ def function(name: str, op: str) -> Callable[..., Any]:
 def takes_blocks_of_scales(run: Callable[..., Any]) -> bool:
     """Whether a product takes scales as [G, M, J], each group's by column, instead of [G * M, J] by column."""
     return run is _hopper_masked
+
+
+def _by_descriptors(name: str, *args: Any, **options: Any) -> torch.Tensor:
+    """Prefill attention over tiles that are read by tensor descriptors."""
+    from batchinfer_kernels.triton import prefill_tma
+
+    result: torch.Tensor = getattr(prefill_tma, name)(*args, **options)
+    return result
+
+
+def _pieces(*args: Any, **options: Any) -> torch.Tensor:
+    """Decode attention with cuts between requests and every 40 pages, dealt to the parts of the GPU by size."""
+    uses = {op: registry.bind(op, ("triton", registry.REFERENCE)) for op in ("spread_queries", "merge_pieces")}
+    result: torch.Tensor = invariant.mla_decode.run(*args, **options, **uses, piece_pages=_SHORT_PIECE_PAGES)
+    return result
 
 
 def _hopper_dense(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScaled) -> torch.Tensor:
@@ -114,7 +139,10 @@ def _triton_masked(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScale
     return gemm.product(x_GMK.flatten(0, 1), weight, scales, out=_room(x_GMK, weight), tiles=row_tiles)
 
 
-_PRODUCTS: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
+_OWN: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
+    (DESCRIPTORS, "mla_prefill"): functools.partial(_by_descriptors, "mla_prefill"),
+    (AHEAD, "mla_prefill"): functools.partial(_by_descriptors, "mla_prefill_ahead"),
+    (PIECES, "mla_decode"): _pieces,
     ("hopper", DENSE): _hopper_dense,
     ("hopper", CONTIGUOUS): _hopper_contiguous,
     ("hopper", MASKED): _hopper_masked,

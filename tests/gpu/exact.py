@@ -83,15 +83,25 @@ def decode(
 
 
 def prefill(
-    q_BTHA: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, kv_b_HZC: torch.Tensor, v_dim: int, scale: float
+    q_BTHA: torch.Tensor,
+    pages: torch.Tensor,
+    table: torch.Tensor,
+    kv_b_HZC: torch.Tensor,
+    v_dim: int,
+    scale: float,
+    behind: int = 0,
 ) -> torch.Tensor:
-    """Causal attention of whole prompts of one length, [B, T, H, V], head by head; keys and values are rounded."""
+    """Causal attention of chunks of one length, [B, T, H, V], head by head; keys and values are rounded.
+
+    `behind` is the number of earlier tokens of each prompt.
+    """
     num_tokens, num_heads, width = q_BTHA.shape[1:]
     latent_dim = kv_b_HZC.shape[-1]
     out = torch.empty(*q_BTHA.shape[:3], v_dim, dtype=torch.float64, device=q_BTHA.device)
-    unseen = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=q_BTHA.device).triu(1)
+    num_keys = behind + num_tokens
+    unseen = torch.ones(num_tokens, num_keys, dtype=torch.bool, device=q_BTHA.device).triu(behind + 1)
     for request, page_ids in enumerate(table):
-        latents = pages[page_ids].flatten(0, 1)[:num_tokens].double()
+        latents = pages[page_ids].flatten(0, 1)[:num_keys].double()
         for head in range(num_heads):
             kv = (latents[:, :latent_dim] @ kv_b_HZC[head].double().T).bfloat16().double()
             k = torch.cat([kv[:, :-v_dim], latents[:, latent_dim:]], dim=-1)

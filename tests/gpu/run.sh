@@ -209,8 +209,8 @@ counters() {
     run counters "$1" "${attention[@]}"
     echo "== counters: ncu was not used" | tee -a "$folder/counters.txt"
   else # clocks stay as they are; the first launch compiles
-    run counters "$1" ncu --target-processes all --clock-control none --kernel-name 'regex:_attend_(tile|part)' \
-      --launch-skip 2 --launch-count 2 --section SpeedOfLight --section Occupancy --section WarpStateStats \
+    run counters "$1" ncu --target-processes all --clock-control none --kernel-name 'regex:_attend_(tiles?|part)' \
+      --launch-skip 4 --launch-count 4 --section SpeedOfLight --section Occupancy --section WarpStateStats \
       --section MemoryWorkloadAnalysis --section LaunchStats "${attention[@]}"
   fi
 }

@@ -13,6 +13,9 @@ from typing import Any
 from figures import HIT_SHARE
 from supervised import Record, read_record
 
+_HOPPER = ("hopper", "hopper-invariant", "hopper-pieces")
+_CANDIDATES = (*_HOPPER, "triton", "triton-descriptors", "triton-ahead", "sdpa")
+
 
 def summary(folder: Path) -> str:
     """All that is known so far."""
@@ -58,7 +61,15 @@ def _check(record: Record) -> Iterator[str]:
 
 def _named(key: str) -> tuple[str, str, str]:
     """Operation, candidate and shape of a check; see check.jobs_of."""
-    for candidate in ("hopper", "hopper-invariant", "triton", "sdpa"):
+    for candidate in (
+        "hopper",
+        "hopper-invariant",
+        "hopper-pieces",
+        "triton",
+        "triton-descriptors",
+        "triton-ahead",
+        "sdpa",
+    ):
         op, found, shape = key.partition(f", {candidate}, ")
         if found:
             return op, candidate, shape

@@ -171,7 +171,7 @@ def trace_prefill(options: argparse.Namespace, accelerator: Accelerator, config:
 
 
 def run_attention(accelerator: Accelerator) -> None:
-    """Triton's attention of prefill and decode by turns, twice each."""
+    """Triton's attention of prefill, in all forms, and of decode by turns, twice each."""
     import candidates
     from attention_cases import attention_cases
     from cases import ALL, TINY, Dims
@@ -182,9 +182,11 @@ def run_attention(accelerator: Accelerator) -> None:
     works = [(case, case.make(accelerator.device)) for case in chosen]
     for turn in range(2):
         for case, work in works:
-            work.run(candidates.function("triton", case.op), ALL)
-            accelerator.wait()
-            print(f"turn {turn + 1}: {case.op}, {case.shape}")
+            for name in ("triton", candidates.DESCRIPTORS, candidates.AHEAD):
+                if name in case.names:
+                    work.run(candidates.function(name, case.op), ALL)
+                    accelerator.wait()
+                    print(f"turn {turn + 1}: {case.op}, {name}, {case.shape}")
 
 
 def _parser() -> argparse.ArgumentParser:

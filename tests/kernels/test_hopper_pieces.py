@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchinfer_kernels import reference, registry
-from batchinfer_kernels.hopper import ops
+from batchinfer_kernels.hopper import invariant, ops
 from batchinfer_kernels.hopper.cuts import MOST_PIECES, PIECE_PAGES, Cuts, cut_between_requests, cut_into_pieces
 from batchinfer_kernels.reference import mla as reference_mla
 from batchinfer_kernels.reference.mla import PagedKeys
@@ -29,26 +29,35 @@ def table_of(count, pages):
     return torch.arange(count * pages).view(count, pages)
 
 
-def own_cuts(length):
+def own_cuts(length, piece_pages):
     """Return the first page and the end page of each piece, by the rule in words."""
     pages = max(1, -(-length // PAGE))
-    size = max(PIECE_PAGES, -(-pages // MOST_PIECES))
+    size = max(piece_pages, -(-pages // MOST_PIECES))
     return [(first, min(first + size, pages)) for first in range(0, pages, size)]
 
 
-@pytest.mark.parametrize(("count", "longest"), [(1, 9000), (5, 100_000), (64, 20_000), (128, 30_000), (40, 8192)])
+@pytest.mark.parametrize(
+    ("count", "longest", "piece_pages"),
+    [
+        *((*of, PIECE_PAGES) for of in [(1, 9000), (5, 100_000), (64, 20_000), (128, 30_000), (40, 8192)]),
+        (64, 5000, 40),
+    ],
+)
 @pytest.mark.parametrize("num_parts", [1, 66, 132])
-def test_a_request_is_cut_by_its_own_length_and_every_page_is_read_once(num_parts, count, longest):
+def test_a_request_is_cut_by_its_own_length_and_every_page_is_read_once(num_parts, count, longest, piece_pages):
     lengths, most_pages = lengths_of(count, longest), -(-longest // PAGE)
     table = table_of(count, most_pages)
-    pieces = cut_into_pieces(lengths, table, num_parts)
+    pieces = cut_into_pieces(lengths, table, num_parts, piece_pages)
     cuts, starts = pieces.cuts
     assert (cuts.dtype, cuts.shape) == (torch.int32, (num_parts, 8))
     assert starts.tolist() == list(range(len(pieces.request_V) + 1))
     read = stand_ins.pieces_of(cuts, starts, pieces.kv_tokens_V)  # each place once, by one part
     places = []
     for request, length in enumerate(lengths.tolist()):
-        own, expected = [place for place in pieces.place_BK[request].tolist() if place >= 0], own_cuts(length)
+        own, expected = (
+            [place for place in pieces.place_BK[request].tolist() if place >= 0],
+            own_cuts(length, piece_pages),
+        )
         assert len(own) == len(expected)
         assert pieces.place_BK[request, : len(own)].tolist() == own, "behind the last there is none"
         for place, (first, behind) in zip(own, expected, strict=True):
@@ -77,8 +86,9 @@ def most_of(cuts, kv_tokens):
     )
 
 
-def most_of_pieces(lengths, num_parts):
-    pieces = cut_into_pieces(lengths, table_of(len(lengths), -(-int(lengths.max()) // PAGE)), num_parts)
+def most_of_pieces(lengths, num_parts, piece_pages=PIECE_PAGES):
+    table = table_of(len(lengths), -(-int(lengths.max()) // PAGE))
+    pieces = cut_into_pieces(lengths, table, num_parts, piece_pages)
     return most_of(pieces.cuts, pieces.kv_tokens_V)
 
 
@@ -101,6 +111,18 @@ def test_what_equal_requests_cost_is_as_the_docs_say(count, length, times):
     is_cut = length > PIECE_PAGES * PAGE
     ours = most_of_pieces(lengths, 66) if is_cut else most_of(cut_between_requests(lengths, 66), lengths)
     assert ours / most_of(own, lengths) == pytest.approx(times, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("count", "whole", "cut"), [(64, 1.71, 0.98), (128, 0.99, 1.01), (192, 1.27, 1.03), (256, 1.01, 1.03)]
+)
+def test_what_mixed_lengths_cost_in_pieces_of_40_pages_is_as_the_docs_say(count, whole, cut):
+    """The cost is compared with that of the library's own cuts; whole requests are long and short ones by turns."""
+    lengths = (5000 * torch.arange(1, count + 1) // count).int()
+    by_turns = torch.stack([lengths[: count // 2], lengths.flip(0)[: count // 2]], dim=1).flatten()
+    own = most_of(Cuts(*stand_ins.equal_shares(lengths, 66)), lengths)
+    found = most_of(cut_between_requests(by_turns, 66), by_turns) / own, most_of_pieces(lengths, 66, 40) / own
+    assert found == pytest.approx((whole, cut), rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +176,23 @@ def test_results_are_those_of_the_reference_and_keep_their_bits_in_any_company(a
         assert torch.equal(attend(2 * q[some], own, **OPTIONS), together[some])
     with pytest.raises(AssertionError, match="serves one step"):
         attend(q, keys._replace(kv_tokens_B=keys.kv_tokens_B + 1), **OPTIONS)
+
+
+@pytest.mark.usefixtures("attend")
+def test_shorter_pieces_give_results_that_keep_their_bits_too():
+    lengths = [70, 300, 128, 1, 0, 129]
+
+    def attend(q, keys):
+        return invariant.mla_decode.run(q, keys, **OPTIONS, piece_pages=2)
+
+    q, keys = decode_case(lengths)
+    together = attend(q, keys)
+    expected = reference_mla.mla_decode(q, keys._replace(schedule=None), **OPTIONS)
+    has_keys = keys.kv_tokens_B > 0
+    assert relative_error(together[has_keys], expected[has_keys]) < TOLERANCE["bf16"]
+    for some in ([1], [3, 5, 0]):
+        own = PagedKeys(keys.pages, keys.page_table_BP[some], keys.kv_tokens_B[some], None, {})
+        assert torch.equal(attend(q[some], own), together[some])
 
 
 def test_there_may_be_no_request(attend):

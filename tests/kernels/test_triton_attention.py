@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchinfer_kernels.reference.mla import PagedKeys
-from batchinfer_kernels.triton import decode, ops, prefill
+from batchinfer_kernels.triton import decode, ops, prefill, prefill_cut, prefill_tma
 from support import plain_attention
 from support.plain_attention import decoded
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
@@ -127,7 +127,7 @@ def test_chunks_of_several_requests_do_not_meet(most_keys, monkeypatch):
             **options,
         )
         assert torch.equal(alone, whole[rows])
-    works = prefill._cut(table, *lengths, torch.device("cpu"))
+    works = prefill_cut.cut(table, *lengths, None, tile_rows=128, tile_keys=64, max_keys=most_keys)
     assert max(len(work.slots_X) for work in works) <= max(most_keys, 192)  # whole pages of the longest
     # the work is cut once per step: a second layer finds it, another step must not
     schedule = {}
@@ -146,3 +146,102 @@ def test_chunks_of_several_requests_do_not_meet(most_keys, monkeypatch):
         q[:0], PagedKeys(pages, table[:0], lengths[1][:0], positions[:0]), kv_b, lengths[0][:0], **options
     )
     assert none.shape == (0, 2, 8)
+
+
+PREFILLS = {
+    "pages": prefill.mla_prefill,
+    "descriptors": prefill_tma.mla_prefill,
+    "ahead": prefill_tma.mla_prefill_ahead,
+}
+
+
+@pytest.mark.parametrize("kernel", PREFILLS)
+def test_a_prefix_in_common_is_made_once_and_changes_no_bit(kernel):
+    """Four requests behind 256 tokens, a fifth behind 128 of them; short ones share a program, the last has its own."""
+    attend = PREFILLS[kernel]
+    pages, table, _ = paged([300, 300, 410, 270, 200], 24 + 16)
+    table[1:4, :4], table[4, :2] = table[0, :4], table[0, :2]
+    context, num_tokens = torch.tensor([300, 299, 410, 270, 200]), torch.tensor([44, 10, 150, 14, 72])
+    in_common = torch.tensor([0, 4, 4, 4, 2])
+    starts = num_tokens.cumsum(0) - num_tokens
+    positions = torch.cat([torch.arange(c - n, c) for n, c in zip(num_tokens, context, strict=True)]).to(DEVICE)
+    q, kv_b = random(len(positions), 2, 32, seed=1), random(2, 32, 24, seed=2) / 5
+    options = {"v_dim": 16, "scale": 0.2}
+    schedule = {}
+    keys = PagedKeys(pages, table, context, positions, schedule, in_common)
+    whole = attend(q, keys, kv_b, num_tokens, **options)
+    (work,) = schedule[prefill.SCHEDULE][1]
+    apart = PagedKeys(pages, table, context, positions, {})
+    assert torch.equal(attend(q, apart, kv_b, num_tokens, **options), whole)
+    (work_apart,) = apart.schedule[prefill.SCHEDULE][1]
+    assert len(work.slots_X) <= len(work_apart.slots_X) - 3 * 256  # the prefix once for four requests
+    assert [0, 54, 0, 256] in work.tiles_N5[:, :4].tolist()  # the first two requests share a program
+    for request, (start, count) in enumerate(zip(starts.tolist(), num_tokens.tolist(), strict=True)):
+        rows, length = slice(start, start + count), context[request][None]
+        alone = PagedKeys(pages, table[request][None], length, positions[rows])
+        assert torch.equal(attend(q[rows], alone, kv_b, num_tokens[request][None], **options), whole[rows])
+        latents = pages[table[request]].flatten(0, 1)[: context[request]]
+        exact = exact_prefill(q[rows], latents, positions[rows], kv_b, 16, options["scale"])
+        assert relative_error(whole[rows], exact) < TOLERANCE["bf16"]
+
+
+@pytest.mark.parametrize("kernel", ["descriptors", "ahead"])
+@pytest.mark.parametrize("context", [1, 130, 300])
+def test_tiles_by_descriptors_are_close_to_float64_and_cut_anywhere_give_the_same_bits(context, kernel):
+    pages, table, _ = paged([context], 48 + 16)
+    q, kv_b = random(context, 3, 48, seed=1), random(3, 48, 48, seed=2) / 7
+    options = {"v_dim": 16, "scale": 0.15}
+
+    def attend(start, stop):
+        counts = torch.tensor([stop - start]), torch.tensor([stop])
+        keys = PagedKeys(pages, table, counts[1], torch.arange(start, stop, device=DEVICE))
+        return PREFILLS[kernel](q[start:stop], keys, kv_b, counts[0], **options)
+
+    whole = attend(0, context)
+    latents = pages[table[0]].flatten(0, 1)[:context]
+    exact = exact_prefill(q, latents, torch.arange(context, device=DEVICE), kv_b, 32, options["scale"])
+    assert relative_error(whole, exact) < TOLERANCE["bf16"]
+    for start, stop in [(0, 1), (context // 3, context), (context // 5, 140)]:
+        if start < stop <= context:
+            assert torch.equal(attend(start, stop), whole[start:stop])
+    with pytest.raises(ValueError, match="not powers of two"):
+        PREFILLS[kernel](q, PagedKeys(pages, table, *2 * [torch.tensor([1])]), kv_b, q, v_dim=11, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("in_common", "runs"),
+    [
+        ([0, 9, 9, 9], [(4, 9)]),
+        ([0, 9, 9, 2, 9], [(3, 9), (2, 9)]),  # two families that have little in common
+        ([0, 2, 9, 9], [(1, 0), (3, 9)]),  # the first one is of another family
+        ([0, 9, 7, 7], [(4, 7)]),
+        ([0, 0, 0], [(3, 0)]),
+    ],
+)
+def test_requests_next_to_each_other_form_the_runs_that_spare_most(in_common, runs):
+    num_tokens, context = torch.full((len(in_common),), 64), torch.full((len(in_common),), 64 * 20)
+    requests = prefill_cut._requests(num_tokens, context, torch.tensor(in_common), 64)
+    assert [(len(run), prefix // 64) for run, prefix in prefill_cut._runs(requests)] == runs
+
+
+def test_what_only_some_rows_see_is_not_in_common():
+    # the second request's rows begin within the pages that both have; a request without rows between them counts, too
+    requests = prefill_cut._requests(
+        torch.tensor([10, 0, 100]), torch.tensor([400, 300, 300]), torch.tensor([0, 6, 4]), 64
+    )
+    assert [request.shared for request in requests] == [0, 192]
+
+
+def test_what_a_prefix_in_common_spares_is_as_the_docs_say():
+    num_prompts, num_tokens, behind = 80, 200, 10_000
+    lengths = torch.full((num_prompts,), num_tokens), torch.full((num_prompts,), behind + num_tokens)
+    table = torch.arange(160).repeat(num_prompts, 1)
+    in_common = torch.full((num_prompts,), behind // 64)
+    made = {
+        name: sum(
+            len(work.slots_X)
+            for work in prefill_cut.cut(table, *lengths, told, tile_rows=128, tile_keys=64, max_keys=2**18)
+        )
+        for name, told in {"together": in_common, "apart": None}.items()
+    }
+    assert made == {"together": pytest.approx(30_000, rel=0.02), "apart": pytest.approx(820_000, rel=0.02)}

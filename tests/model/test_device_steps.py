@@ -15,7 +15,7 @@ from batchinfer.model.fused.graphs import DecodeGraphs
 from batchinfer.model.ops import Ops
 from batchinfer.model.sampling import SamplingRows
 from batchinfer.model.schedules import Schedule
-from batchinfer.model.step import AttentionStep, StepTensors
+from batchinfer.model.step import AttentionStep, PrefillSpan, StepInput, StepTensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.overlap import run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
@@ -209,3 +209,13 @@ def test_what_makes_the_host_wait_is_noticed(what):
         torch.repeat_interleave(x.long(), output_size=4)
         assert torch.arange(3).tolist() == [0, 1, 2]
         assert calls.waits == []
+
+
+def test_a_prefill_step_knows_the_first_pages_that_neighbours_have_in_common():
+    pages = [[5, 6, 7], [5, 6, 9, 0], [5, 6, 9], [8], [8, 0]]
+    spans = tuple(PrefillSpan(row, 1, 64 * len(ids), torch.tensor(ids)) for row, ids in enumerate(pages))
+    rows = torch.arange(len(pages))
+    step = StepTensors.of(StepInput(rows, rows, rows, rows[:0], prefill=spans), torch.device("cpu"))
+    assert step.shared_pages.tolist() == [0, 2, 3, 0, 1]  # and not the zeros that fill the table up
+    empty = StepTensors.of(StepInput(rows[:0], rows[:0], rows[:0], rows[:0]), torch.device("cpu"))
+    assert empty.shared_pages.tolist() == []

@@ -32,6 +32,7 @@ MATRIX_KERNELS = {
     "_product",
     "_attend_part",
     "_attend_tile",
+    "_attend_tiles",
     "_part_of_logits",
     "_score",
     "_hadamard_fp8",

@@ -11,6 +11,7 @@ TRITON_CACHE_DIR keeps compiled kernels for the next time.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import struct
@@ -107,10 +108,15 @@ def compile_all():
     compile_sparse()
     compile_compressed()
     gemm.product(of(T, 576)[:, :512], of(16 * 256, 512), out=of(T, 16 * 256), rows=of(T, dtype=INT))
-    tiles = of(128, 4, dtype=INT)  # made from lengths, which these tensors have not
-    prefill._attend(
-        of(T, H, 192), of(T, 16, 256), of(T, 64), tiles, of(T, dtype=INT), of(T, H, 128), 0, 0.1352
-    )  # fmt: skip
+    compile_prefill()
+
+
+def compile_prefill():
+    """DeepSeek-V3's prefill attention in all its forms; the cut is made from lengths, which these tensors have not."""
+    work = prefill_cut.Work(of(T, dtype=INT), of(128, 5, dtype=INT), of(T, dtype=INT))
+    forms = prefill._attend, *(functools.partial(prefill_tma._attend, tile_keys) for tile_keys in (64, 128))
+    for attend in forms:
+        attend(of(T, H, 192), of(T, 16, 256), of(T, 64), work, of(T, dtype=INT), of(T, H, 128), 0, 0.1352)
 
 
 def compile_fp8_pages():
@@ -337,7 +343,18 @@ if __name__ == "__main__":
     from batchinfer_kernels.reference.places import PlacedRows
     from batchinfer_kernels.reference.rows import NewKeys
     from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
-    from batchinfer_kernels.triton import decode, fp8_pages, gemm, index_fp8, indexer, ops, prefill, topk
+    from batchinfer_kernels.triton import (
+        decode,
+        fp8_pages,
+        gemm,
+        index_fp8,
+        indexer,
+        ops,
+        prefill,
+        prefill_cut,
+        prefill_tma,
+        topk,
+    )
 
     T, D, F, H, E = 16384, 7168, 2048, 128, 256
     HELD = 9  # experts of a rank

@@ -72,20 +72,22 @@ def cut_between_requests(kv_tokens_B: torch.Tensor, num_parts: int) -> Cuts:
     return _cuts(first_P, behind_P, pages_B)
 
 
-def max_requests_per_call(most_pages: int) -> int:
+def max_requests_per_call(most_pages: int, piece_pages: int = PIECE_PAGES) -> int:
     """Return the number of requests with up to `most_pages` pages that fit into one call."""
-    return _AT_ONCE // _most_pieces(most_pages)
+    return _AT_ONCE // _most_pieces(most_pages, piece_pages)
 
 
-def cut_into_pieces(kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_parts: int) -> Pieces:
+def cut_into_pieces(
+    kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_parts: int, piece_pages: int = PIECE_PAGES
+) -> Pieces:
     """Cut requests by their own lengths and deal the pieces to the parts."""
     device, (num_requests, most_pages) = kv_tokens_B.device, page_table_BM.shape
-    most_pieces = _most_pieces(most_pages)
+    most_pieces = _most_pieces(most_pages, piece_pages)
     num_pieces = num_requests * most_pieces
     turns = -(-num_pieces // num_parts)
     num_places = num_parts * turns
     pages_B1 = _pages(kv_tokens_B)[:, None].clamp_min(1)
-    size_B1 = ((pages_B1 + (MOST_PIECES - 1)) // MOST_PIECES).clamp_min(PIECE_PAGES)
+    size_B1 = ((pages_B1 + (MOST_PIECES - 1)) // MOST_PIECES).clamp_min(piece_pages)
     first_BK = torch.arange(most_pieces, device=device) * size_B1
     pages_BK = torch.minimum(pages_B1 - first_BK, size_B1).clamp_min(0)
 
@@ -101,7 +103,7 @@ def cut_into_pieces(kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_
     piece_V = piece_V.clamp_max(num_pieces - 1)
     request_V, first_V = piece_V // most_pieces, first_BK.flatten()[piece_V]
     tokens_V = torch.minimum(kv_tokens_B[request_V] - first_V * PAGE_TOKENS, pages_V * PAGE_TOKENS).clamp_min(0)
-    most_pages_of_piece = max(PIECE_PAGES, -(-most_pages // MOST_PIECES))
+    most_pages_of_piece = max(piece_pages, -(-most_pages // MOST_PIECES))
     pages_VW = first_V[:, None] + torch.arange(most_pages_of_piece, device=device)
     first_P = torch.arange(0, num_places, turns, device=device)
     return Pieces(
@@ -113,8 +115,8 @@ def cut_into_pieces(kv_tokens_B: torch.Tensor, page_table_BM: torch.Tensor, num_
     )
 
 
-def _most_pieces(most_pages: int) -> int:
-    return min(MOST_PIECES, -(-most_pages // PIECE_PAGES))
+def _most_pieces(most_pages: int, piece_pages: int) -> int:
+    return min(MOST_PIECES, -(-most_pages // piece_pages))
 
 
 def _pages(kv_tokens: torch.Tensor) -> torch.Tensor:

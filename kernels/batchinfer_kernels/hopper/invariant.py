@@ -52,20 +52,21 @@ def mla_decode(
     scale: float,
     spread_queries: Callable[..., torch.Tensor] = reference.spread_queries,
     merge_pieces: Callable[..., torch.Tensor] = reference.merge_pieces,
+    piece_pages: int = PIECE_PAGES,
 ) -> torch.Tensor:
-    """Decode as ops.mla_decode does, with cuts between requests, and inside those longer than PIECE_PAGES pages.
+    """Decode as ops.mla_decode does, with cuts between requests, and inside those longer than `piece_pages` pages.
 
     Requests with several queries are not cut inside: their bits are those of steps with as many queries.
     """
     num_requests, most_pages = keys.page_table_BP.shape
-    if most_pages <= PIECE_PAGES or len(q_THW) != num_requests or num_requests == 0:
+    if most_pages <= piece_pages or len(q_THW) != num_requests or num_requests == 0:
         return ops.decode(q_THW, keys, latent_dim, scale, _whole_requests)
-    at_once = max_requests_per_call(most_pages)
+    at_once = max_requests_per_call(most_pages, piece_pages)
     schedule = {} if keys.schedule is None else keys.schedule
     if _PIECES not in schedule:
         num_parts = _num_parts(q_THW.device, q_THW.shape[1])
         requests = zip(keys.kv_tokens_B.split(at_once), keys.page_table_BP.split(at_once), strict=True)
-        cut = [cut_into_pieces(*some, num_parts) for some in requests]
+        cut = [cut_into_pieces(*some, num_parts, piece_pages) for some in requests]
         schedule[_PIECES] = keys.kv_tokens_B, [(pieces, _metadata(pieces.cuts)) for pieces in cut]
     source, cut_requests = schedule[_PIECES]
     assert source is keys.kv_tokens_B, "a schedule serves one step: another one has other lengths"

@@ -249,7 +249,7 @@ def decode(
     cuts_of: Callable[[torch.Tensor, int], tuple[Any, Any]],
 ) -> torch.Tensor:
     """Decode with the cuts of `cuts_of(kv_tokens_B, queries of a request x heads)`, in the library's form."""
-    pages, page_table_BP, kv_tokens_B, _, schedule = keys
+    pages, page_table_BP, kv_tokens_B, _, schedule, _ = keys
     num_requests, (num_rows, num_heads, _) = len(page_table_BP), q_THW.shape
     if num_rows == 0:
         return q_THW.new_empty(0, num_heads, latent_dim)

@@ -130,7 +130,7 @@ def gqa_decode(q_THA: torch.Tensor, keys: PagedKeys, form: GqaForm) -> torch.Ten
     Returns:
         [B * Q, H, A] in the dtype of q.
     """
-    pages, page_table_BP, kv_tokens_B, positions_T, _ = keys
+    pages, page_table_BP, kv_tokens_B, positions_T, *_ = keys
     num_requests, num_pages = page_table_BP.shape
     out_THA = torch.empty_like(q_THA)
     if num_requests == 0:

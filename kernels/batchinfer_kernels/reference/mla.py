@@ -30,6 +30,8 @@ class PagedKeys(NamedTuple):
     kv_tokens_B: [B] int64, tokens in each request's pages, the new ones included; values behind them are ignored.
     positions_T: [T] int64; a token sees the keys at its own position and before.
     schedule: the same for all layers of a step; a faster version may store its split of the step's work there.
+    shared_pages_B: [B] int64 on the host, prefill only: the number of first pages that a request has in common with the
+        request before it; None: unknown. Faster versions make the keys of common pages once; no result depends on it.
     """
 
     pages: torch.Tensor
@@ -37,6 +39,7 @@ class PagedKeys(NamedTuple):
     kv_tokens_B: torch.Tensor
     positions_T: torch.Tensor
     schedule: dict[str, Any] | None = None
+    shared_pages_B: torch.Tensor | None = None
 
 
 def mla_prefill(
@@ -88,7 +91,7 @@ def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: 
     Returns:
         [B * Q, H, C] in the dtype of q, to be multiplied by the value up-projection.
     """
-    pages, page_table_BP, kv_tokens_B, positions_T, _ = keys
+    pages, page_table_BP, kv_tokens_B, positions_T, *_ = keys
     num_requests, num_pages = page_table_BP.shape
     num_rows, num_heads, width = q_THW.shape
     out_THC = q_THW.new_empty(num_rows, num_heads, latent_dim)

@@ -36,7 +36,7 @@ def mla_decode_fp8(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, sca
 
 
 def _attend_paged(q_THW: torch.Tensor, keys: PagedKeys, pages: Pages, latent_dim: int, scale: float) -> torch.Tensor:
-    _, page_table_BP, kv_tokens_B, positions_T, _ = keys
+    _, page_table_BP, kv_tokens_B, positions_T, *_ = keys
     num_keys = page_table_BP.shape[1] * PAGE_TOKENS
     key_lists = page_table_BP.contiguous(), kv_tokens_B, positions_T.contiguous(), None
     return _attend(q_THW, pages, key_lists, len(page_table_BP), num_keys, latent_dim, scale)

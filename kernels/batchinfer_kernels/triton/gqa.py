@@ -101,7 +101,7 @@ def _cut(num_tokens_B: torch.Tensor, context_tokens_B: torch.Tensor, group: int,
 
 def gqa_decode(q_THA: torch.Tensor, keys: PagedKeys, form: GqaForm) -> torch.Tensor:
     """Give zeros for a request without tokens; round softmax weights to bfloat16 before they meet the values."""
-    pages, page_table_BP, kv_tokens_B, positions_T, _ = keys
+    pages, page_table_BP, kv_tokens_B, positions_T, *_ = keys
     num_rows, num_heads, head_dim = q_THA.shape
     out_THA = torch.empty(q_THA.shape, dtype=q_THA.dtype, device=q_THA.device)
     if out_THA.numel() == 0:

@@ -1,18 +1,18 @@
 """Causal latent attention over pages for prefill, in Triton: keys and values per head, softmax tile by tile.
 
 DeepSeek-V2 report section 2.1; the running softmax is that of FlashAttention (arXiv 2205.14135). Keys and values are
-made from the latents by one product for as many heads at a time as fit, and for a few requests at a time: where many
-share a long prefix, memory does not grow with their number. Keys come in tiles of a page from the first one on, and a
-tile that a row does not see changes none of its bits: where a prompt was cut does not matter. A tile is masked only if
-some row of the program does not see all of it. The keys' rotary values, the same for all heads, are gathered before:
-so the loop reads known addresses, and two tiles are loading while one is worked on.
+made from the latents by one product for as many heads at a time as fit, and for a few requests at a time. Where many
+share a long prefix, its keys are made once, and short requests share a program (prefill_cut.py). Keys come in tiles of
+a page from the first one on, and a tile that a row does not see changes none of its bits: where a prompt was cut, and
+what is shared, does not matter. A tile is masked only if some row of the program does not see all of it. The keys'
+rotary values, the same for all heads, are gathered before: so the loop reads known addresses, and two tiles are loading
+while one is worked on.
 """
 
 # T tokens, H heads, N query/key width without position, R rotary width, A = N + R, V value width, Z = N + V
 # C latent width, W = C + R, B requests, P pages, X keys (whole pages of all requests)
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -20,24 +20,16 @@ import triton
 import triton.language as tl
 
 from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
-from batchinfer_kernels.transfer import in_one_copy
 from batchinfer_kernels.triton.fp8_pages import widen_rows
 from batchinfer_kernels.triton.gemm import product
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
+from batchinfer_kernels.triton.prefill_cut import Work, cut
 
 _MAX_KEY_BYTES = 2**30  # keys and values at a time
 _MAX_KEYS = 2**18  # of several requests at a time: where many share a long prefix, each has all of it
 _TILE_ROWS = 128
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 SCHEDULE = "triton prefill"  # its entry in a step's schedule
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """The cuts of the attention of some of a step's requests, the same in all layers."""
-
-    slots_X: torch.Tensor  # int64, of the tokens of these requests' pages, one page behind the other
-    tiles: torch.Tensor  # [tiles, 4] int64: first row, behind the request's last row, place of its first page, context
 
 
 class _Keys(NamedTuple):
@@ -61,13 +53,27 @@ def mla_prefill(
 
     The chunks are cut into tiles once per `schedule`, which belongs to one step (and micro-batch).
     """
+    return attend_with(_attend, PAGE_TOKENS, q_THA, keys, kv_b_HZC, num_tokens_B, v_dim, scale)
+
+
+def attend_with(
+    attend: Callable[..., None],
+    tile_keys: int,
+    q_THA: torch.Tensor,
+    keys: PagedKeys,
+    kv_b_HZC: torch.Tensor,
+    num_tokens_B: torch.Tensor,
+    v_dim: int,
+    scale: float,
+) -> torch.Tensor:
+    """Compute mla_prefill with a kernel of the signature of `_attend` that takes keys in tiles of `tile_keys`."""
     rows_W, latent_dim = keys.pages.view(-1, keys.pages.shape[-1]), kv_b_HZC.shape[-1]
 
-    def keys_of(work: _Work) -> _Keys:
+    def keys_of(work: Work) -> _Keys:
         rotary_XR = rows_W[:, latent_dim:].index_select(0, work.slots_X)
         return _Keys(rows_W[:, :latent_dim], work.slots_X, rotary_XR)
 
-    return _prefill(q_THA, keys, keys_of, kv_b_HZC, num_tokens_B, v_dim, scale)
+    return _prefill(q_THA, keys, keys_of, kv_b_HZC, num_tokens_B, v_dim, scale, attend, tile_keys)
 
 
 def mla_prefill_fp8(
@@ -86,21 +92,23 @@ def mla_prefill_fp8(
     """
     latent_dim = kv_b_HZC.shape[-1]
 
-    def keys_of(work: _Work) -> _Keys:
+    def keys_of(work: Work) -> _Keys:
         wide_XW = widen_rows(keys.pages, work.slots_X, latent_dim)
         return _Keys(wide_XW[:, :latent_dim], None, wide_XW[:, latent_dim:].contiguous())
 
-    return _prefill(q_THA, keys, keys_of, kv_b_HZC, num_tokens_B, v_dim, scale)
+    return _prefill(q_THA, keys, keys_of, kv_b_HZC, num_tokens_B, v_dim, scale, _attend, PAGE_TOKENS)
 
 
 def _prefill(
     q_THA: torch.Tensor,
     keys: PagedKeys,
-    keys_of: Callable[[_Work], _Keys],
+    keys_of: Callable[[Work], _Keys],
     kv_b_HZC: torch.Tensor,
     num_tokens_B: torch.Tensor,
     v_dim: int,
     scale: float,
+    attend: Callable[..., None],
+    tile_keys: int,
 ) -> torch.Tensor:
     """Attend for a few requests at a time, and of these a few heads, so that memory is bounded."""
     num_tokens, num_heads, _ = q_THA.shape
@@ -111,7 +119,16 @@ def _prefill(
     q_THA, kv_b_HZC = q_THA.contiguous(), kv_b_HZC.contiguous()
     schedule = {} if keys.schedule is None else keys.schedule
     if SCHEDULE not in schedule:
-        schedule[SCHEDULE] = num_tokens_B, _cut(keys.page_table_BP, num_tokens_B, keys.kv_tokens_B, q_THA.device)
+        works = cut(
+            keys.page_table_BP,
+            num_tokens_B,
+            keys.kv_tokens_B,
+            keys.shared_pages_B,
+            tile_rows=_TILE_ROWS,
+            tile_keys=tile_keys,
+            max_keys=_MAX_KEYS,
+        )
+        schedule[SCHEDULE] = num_tokens_B, works
     source, works = schedule[SCHEDULE]
     assert source is num_tokens_B, "a schedule serves one step: another one has other chunks"
     z_dim = kv_b_HZC.shape[1]
@@ -122,43 +139,15 @@ def _prefill(
             kv_b = kv_b_HZC[first : first + heads_at_once]
             kv_XHZ = torch.empty(len(rotary_XR), len(kv_b), z_dim, dtype=q_THA.dtype, device=q_THA.device)
             product(latents, kv_b.flatten(0, 1), out=kv_XHZ.flatten(1), rows=rows)
-            _attend(q_THA, kv_XHZ, rotary_XR, work.tiles, keys.positions_T, out_THV, first, scale)
+            attend(q_THA, kv_XHZ, rotary_XR, work, keys.positions_T, out_THV, first, scale)
     return out_THV
-
-
-def _cut(
-    page_table_BP: torch.Tensor, num_tokens_B: torch.Tensor, context_tokens_B: torch.Tensor, device: torch.device
-) -> list[_Work]:
-    """Cut the work of all requests into batches of a few, on the host, which knows the lengths."""
-    pieces: list[tuple[list[int], list[tuple[int, ...]]]] = []
-    start = 0
-    for request, (num_tokens, context) in enumerate(zip(num_tokens_B.tolist(), context_tokens_B.tolist(), strict=True)):
-        num_pages = triton.cdiv(context, PAGE_TOKENS)
-        stop = start + num_tokens
-        if num_tokens:
-            if not pieces or (len(pieces[-1][0]) + num_pages) * PAGE_TOKENS > _MAX_KEYS:
-                pieces.append(([], []))
-            places, tiles = pieces[-1]
-            tiles += [(row, stop, len(places), context) for row in range(start, stop, _TILE_ROWS)]
-            places += [request * page_table_BP.shape[1] + page for page in range(num_pages)]
-        start = stop
-    for _, tiles in pieces:  # the ones with most keys first, so that no long one starts late
-        tiles.sort(key=lambda tile: min(tile[0] + _TILE_ROWS, tile[1]) - tile[1] + tile[3], reverse=True)
-    on_host = [torch.tensor(values, dtype=torch.int64) for piece in pieces for values in piece]
-    on_device = in_one_copy(on_host, device)
-    works = []
-    for places_X, tiles_N4 in zip(on_device[::2], on_device[1::2], strict=True):
-        page_ids = page_table_BP.flatten().index_select(0, places_X)
-        slots_X = (page_ids[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS, device=device)).flatten()
-        works.append(_Work(slots_X, tiles_N4))
-    return works
 
 
 def _attend(
     q_THA: torch.Tensor,
     kv_XHZ: torch.Tensor,
     rotary_XR: torch.Tensor,
-    tiles: torch.Tensor,
+    work: Work,
     positions_T: torch.Tensor,
     out_THV: torch.Tensor,
     first_head: int,
@@ -167,17 +156,18 @@ def _attend(
     """Attend with heads [first_head, first_head + heads of kv_XHZ) and write to their part of `out_THV`."""
     (_, num_heads, q_dim), v_dim, rotary = q_THA.shape, out_THV.shape[-1], rotary_XR.shape[-1]
     nope = q_dim - rotary
-    _attend_tile[(len(tiles), kv_XHZ.shape[1])](
+    _attend_tile[(len(work.tiles_N5), kv_XHZ.shape[1])](
         q_THA,
         kv_XHZ,
         rotary_XR,
-        tiles,
+        work.tiles_N5,
+        work.own_key_T,
         positions_T,
         out_THV,
         first_head,
         num_heads,
         kv_XHZ.shape[1],
-        scale * _LOG2_E,
+        scale * LOG2_E,
         NOPE=nope,
         ROTARY=rotary,
         VALUE=v_dim,
@@ -192,23 +182,48 @@ def _attend(
 
 
 @triton.jit
+def rows_of_tile(tiles_ptr, own_key_ptr, positions_ptr, ROWS: tl.constexpr):
+    """Return a program's rows and the keys that they see; key k of a program is numbered across prefix and own keys.
+
+    Returns:
+        row, is_row: [ROWS]; rows outside repeat the first one and are not stored.
+        low, high: [ROWS], the first and last own key that a row sees; it sees all keys of the prefix.
+        prefix: number of keys of the prefix, which the first `unmasked` keys, seen by all rows, contain.
+        stop: behind the last key that a row sees.
+        prefix_key, own_key: what to add to k for its made key, in the prefix and behind it.
+    """
+    tile_at = tiles_ptr + tl.program_id(0) * 5
+    start, end = tl.load(tile_at).to(tl.int32), tl.load(tile_at + 1).to(tl.int32)
+    prefix_key, prefix = tl.load(tile_at + 2).to(tl.int32), tl.load(tile_at + 3).to(tl.int32)
+    own_key = tl.load(tile_at + 4).to(tl.int32) - prefix
+    row = start + tl.arange(0, ROWS)
+    is_row = row < end
+    row = tl.where(is_row, row, start).to(tl.int64)
+    low = tl.load(own_key_ptr + row).to(tl.int32) - own_key
+    high = low - prefix + tl.load(positions_ptr + row).to(tl.int32)
+    return row, is_row, low, high, prefix, tl.max(high, 0) + 1, prefix_key, own_key
+
+
+@triton.jit
+def num_unmasked(low, high, prefix, KEYS: tl.constexpr):
+    """Return the number of first keys, in whole tiles, that all rows see; own keys only of a single request."""
+    return tl.where(tl.max(low, 0) == prefix, (tl.min(high, 0) + 1) // KEYS * KEYS, prefix)
+
+
+@triton.jit
 def _attend_tile(
-    q_ptr, kv_ptr, rotary_ptr, tiles_ptr, positions_ptr, out_ptr,
+    q_ptr, kv_ptr, rotary_ptr, tiles_ptr, own_key_ptr, positions_ptr, out_ptr,
     first_head, num_heads, heads_at_once, scale,
     NOPE: tl.constexpr, ROTARY: tl.constexpr, VALUE: tl.constexpr,
     NOPE_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
     ROWS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one head of ROWS queries of one request to all keys that they see; scores in powers of two."""
-    tile_at = tiles_ptr + tl.program_id(0) * 4
-    start, end = tl.load(tile_at).to(tl.int32), tl.load(tile_at + 1).to(tl.int32)
-    first_row, context = tl.load(tile_at + 2).to(tl.int32) * PAGE, tl.load(tile_at + 3).to(tl.int32)
+    """Attend with one head of ROWS queries of a run to all keys that they see; scores in powers of two."""
+    row, is_row, low, high, prefix, stop, prefix_key, own_key = rows_of_tile(
+        tiles_ptr, own_key_ptr, positions_ptr, ROWS
+    )
+    first_masked = num_unmasked(low, high, prefix, PAGE)
     head = tl.program_id(1)
-    row = start + tl.arange(0, ROWS)
-    is_row = row < end
-    row = tl.where(is_row, row, start).to(tl.int64)  # rows outside repeat the first one and are not stored
-    positions = tl.load(positions_ptr + row).to(tl.int32)
-    stop = tl.minimum(tl.max(positions, 0) + 1, context)
 
     width: tl.constexpr = NOPE + ROTARY
     nope, rotary, value = tl.arange(0, NOPE_TILE), tl.arange(0, ROTARY_TILE), tl.arange(0, VALUE_TILE)
@@ -220,19 +235,16 @@ def _attend_tile(
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = tl.zeros((ROWS, VALUE_TILE), tl.float32)
-    # pages that all rows see whole need no mask; on the diagonal and at the end of the context keys are hidden
-    num_seen = tl.minimum(tl.min(positions, 0) + 1, context)
-    first_masked = num_seen // PAGE * PAGE
     for first_key in range(0, first_masked, PAGE):
         peak, total, sums = _attend_page(
-            kv_ptr, rotary_ptr, q_nope, q_rotary, positions, peak, total, sums,
-            first_key, first_row, context, head, heads_at_once, scale,
+            kv_ptr, rotary_ptr, q_nope, q_rotary, low, high, peak, total, sums,
+            first_key, first_key + tl.where(first_key < prefix, prefix_key, own_key), head, heads_at_once, scale,
             NOPE, ROTARY, VALUE, NOPE_TILE, ROTARY_TILE, VALUE_TILE, ROWS, PAGE, False,
         )  # fmt: skip
     for first_key in range(first_masked, stop, PAGE):
         peak, total, sums = _attend_page(
-            kv_ptr, rotary_ptr, q_nope, q_rotary, positions, peak, total, sums,
-            first_key, first_row, context, head, heads_at_once, scale,
+            kv_ptr, rotary_ptr, q_nope, q_rotary, low, high, peak, total, sums,
+            first_key, first_key + own_key, head, heads_at_once, scale,
             NOPE, ROTARY, VALUE, NOPE_TILE, ROTARY_TILE, VALUE_TILE, ROWS, PAGE, True,
         )  # fmt: skip
 
@@ -241,9 +253,34 @@ def _attend_tile(
 
 
 @triton.jit
+def hide(scores, first_key, low, high, KEYS: tl.constexpr):
+    """Return the scores of own keys from `first_key` on, minus infinity where a row does not see the key."""
+    keys = (first_key + tl.arange(0, KEYS))[None, :]
+    return tl.where((keys >= low[:, None]) & (keys <= high[:, None]), scores, -float("inf"))
+
+
+@triton.jit
+def weigh(scores, peak, total, scale, IS_MASKED: tl.constexpr):
+    """Extend the running softmax by a tile of scores.
+
+    Scaled once per row; where no score is higher, sums do not shrink. A row that has seen no key yet has no peak.
+
+    Returns:
+        the new peak and total, the tile's weights in float32, the factor on the sums so far.
+    """
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+    base = new_peak
+    if IS_MASKED:
+        base = tl.where(new_peak == -float("inf"), 0.0, new_peak)
+    weights = tl.exp2(tl.fma(scores, scale, -base[:, None]))
+    shrink = tl.exp2(peak - base)
+    return new_peak, tl.fma(total, shrink, tl.sum(weights, 1)), weights, shrink
+
+
+@triton.jit
 def _attend_page(
-    kv_ptr, rotary_ptr, q_nope, q_rotary, positions, peak, total, sums,
-    first_key, first_row, context, head, heads_at_once, scale,
+    kv_ptr, rotary_ptr, q_nope, q_rotary, low, high, peak, total, sums,
+    first_key, made_key, head, heads_at_once, scale,
     NOPE: tl.constexpr, ROTARY: tl.constexpr, VALUE: tl.constexpr,
     NOPE_TILE: tl.constexpr, ROTARY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
     ROWS: tl.constexpr, PAGE: tl.constexpr, IS_MASKED: tl.constexpr,
@@ -254,12 +291,8 @@ def _attend_page(
     """
     nope, rotary, value = tl.arange(0, NOPE_TILE), tl.arange(0, ROTARY_TILE), tl.arange(0, VALUE_TILE)
     is_nope, is_rotary, is_value = (nope < NOPE)[None, :], (rotary < ROTARY)[None, :], (value < VALUE)[None, :]
-    page_row = (first_row + first_key).to(tl.int64)
-    in_page = tl.arange(0, PAGE)
-    token = in_page
-    if IS_MASKED:
-        # values behind the last token may be anything, even infinite: there that token comes again, unseen
-        token = tl.minimum(in_page, context - 1 - first_key)
+    page_row = made_key.to(tl.int64)
+    token = tl.arange(0, PAGE)
     kv_at = kv_ptr + (page_row * heads_at_once + head) * (NOPE + VALUE)
     rotary_at = rotary_ptr + page_row * ROTARY + token[:, None] * ROTARY + rotary[None, :]
     key_at = kv_at + token[:, None] * (heads_at_once * (NOPE + VALUE))
@@ -269,13 +302,6 @@ def _attend_page(
     scores = dot(q_nope, tl.trans(k_nope), tl.zeros((ROWS, PAGE), tl.float32))
     scores = dot(q_rotary, tl.trans(k_rotary), scores)
     if IS_MASKED:
-        keys = first_key + in_page
-        is_seen = (keys < context)[None, :] & (keys[None, :] <= positions[:, None])
-        scores = tl.where(is_seen, scores, -float("inf"))
-    # A number from the first page on: every row sees key 0. Scaled once per row; where no key is higher, sums do not
-    # shrink at all.
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-    weights = tl.exp2(tl.fma(scores, scale, -new_peak[:, None]))
-    shrink = tl.exp2(peak - new_peak)
-    total = tl.fma(total, shrink, tl.sum(weights, 1))
-    return new_peak, total, dot(to_bfloat16(weights), v, sums * shrink[:, None])
+        scores = hide(scores, first_key, low, high, PAGE)
+    peak, total, weights, shrink = weigh(scores, peak, total, scale, IS_MASKED)
+    return peak, total, dot(to_bfloat16(weights), v, sums * shrink[:, None])
