@@ -124,7 +124,15 @@ class Layout:
     prefill: Rated
     decode: Rated
     pages: PageFormat
-    gpu_hours: float  # of the job
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of the job. Apart, the phase with less work waits for the other one, which is counted."""
+        sizes = self.prefill.ep_size, self.decode.ep_size
+        seconds = self.prefill.gpu_seconds / sizes[0], self.decode.gpu_seconds / sizes[1]
+        if self.mode == "colocated":
+            return sum(seconds) * sizes[0] / HOUR_S
+        return max(seconds) * sum(sizes) / HOUR_S
 
     @property
     def sizes(self) -> str:
@@ -142,13 +150,11 @@ class Layout:
             "prefill_tokens": self.prefill.batch,
             "decode_requests": self.decode.batch,
         }
-        return {"cluster": cluster} | ({"kv": {"dtype": FP8}} if self.pages.is_fp8 else {})
+        return {"cluster": cluster, "kv": {"dtype": FP8 if self.pages.is_fp8 else "auto"}}
 
 
 def job_layouts(rater: Rater, *, most_gpus: int | None) -> list[Layout]:
     """Return a job's layouts, the fewest GPU-hours first: one group of ranks, for both phases or apart.
-
-    Apart, the phase with less work waits for the other one, which is counted.
 
     Args:
         most_gpus: of a group; None: as many as there are EP sizes.
@@ -169,13 +175,10 @@ def job_layouts(rater: Rater, *, most_gpus: int | None) -> list[Layout]:
         prefills, decodes = rater.by_size("prefill", base, sizes), rater.by_size("decode", base, sizes)
         for num_prefill, prefill in prefills.items():
             for num_decode, decode in decodes.items():
-                seconds = prefill.gpu_seconds / num_prefill, decode.gpu_seconds / num_decode
                 if num_prefill == num_decode:
-                    hours = sum(seconds) * num_prefill / HOUR_S
-                    found.append(Layout("colocated", prefill, decode, pages, hours))
+                    found.append(Layout("colocated", prefill, decode, pages))
                 if most_gpus is None or num_prefill + num_decode <= most_gpus:
-                    hours = max(seconds) * (num_prefill + num_decode) / HOUR_S
-                    found.append(Layout("disaggregated", prefill, decode, pages, hours))
+                    found.append(Layout("disaggregated", prefill, decode, pages))
     if not found:
         raise ConfigError(f"no layout of at most {most_gpus} GPUs holds the model; give more nodes")
     return sorted(found, key=lambda layout: layout.gpu_hours)
@@ -187,21 +190,64 @@ def simulated_job(job: JobConfig) -> JobConfig:
     return job.model_copy(update={"cluster": cluster, "model": job.model.model_copy(update={"dtype": "fp8"})})
 
 
-def planned_layouts(run_folder: Path, job: JobConfig, model: ModelConfig) -> list[Layout]:
-    """Return the layouts for a planned job's requests on its cluster.gpu, the fewest GPU-hours first.
+def planned_rater(run_folder: Path, job: JobConfig, model: ModelConfig) -> Rater:
+    """Return the rater of a planned job's requests on its cluster.gpu.
 
     Args:
         job: see `simulated_job`.
 
     Raises:
-        ConfigError: no layout fits, or the model cannot be simulated.
+        ConfigError: the plan holds no request.
     """
     assert job.cluster.gpu is not None
-    gpu = accelerator(job.cluster.gpu, None)
     work = make_workload(WorkloadSpec(plan=str(run_folder)), part_tokens=job.cluster.prefill_tokens)
-    rater = rater_of(work, model, gpu)
+    return rater_of(work, model, accelerator(job.cluster.gpu, None))
+
+
+def planned_layouts(rater: Rater, job: JobConfig) -> list[Layout]:
+    """Return the layouts for a planned job, the fewest GPU-hours first, on at most its cluster.nodes.
+
+    Raises:
+        ConfigError: no layout fits, or the model cannot be simulated.
+    """
     nodes = job.cluster.nodes
-    return job_layouts(rater, most_gpus=None if nodes is None else nodes * gpu.gpus_per_node)
+    return job_layouts(rater, most_gpus=None if nodes is None else nodes * rater.gpu.gpus_per_node)
+
+
+def own_layout(rater: Rater, job: JobConfig) -> Layout | None:
+    """Return the layout of a job's own keys; None if it does not fit onto the GPUs."""
+    cluster, pages = job.cluster, PageFormat.of(job)
+    sizes = cluster.num_prefill_ranks, cluster.num_decode_ranks
+    prefill, decode = (Unit(size, cluster.redundant_experts, pages=pages) for size in sizes)
+    try:
+        kv_tokens_per_gpu(rater.model, prefill, rater.gpu, rater.memory_reserve)  # only whether the weights fit
+        kv_tokens = kv_tokens_per_gpu(rater.model, decode, rater.gpu, rater.memory_reserve)
+        requests = min(cluster.decode_requests, rater.requests_that_fit(kv_tokens))
+        if not requests:
+            return None
+        rated = rater.better("prefill", prefill, cluster.prefill_tokens), rater.better("decode", decode, requests)
+    except ConfigError:
+        return None
+    return Layout(cluster.mode, *rated, pages)
+
+
+def shares(rater: Rater, job: JobConfig, best: Layout) -> list[tuple[str, float | None]]:
+    """Return the GPU-hours of a job's own keys, and with one change of `best` after another; None: does not fit."""
+    keys = best.keys()
+    cluster = keys["cluster"]
+    ranks = {name: cluster[name] for name in ("mode", "prefill_ranks", "decode_ranks", "redundant_experts")}
+    found, at = [("as in this job", own_layout(rater, job))], job
+    for name, table, changed in (
+        ("ranks", "cluster", ranks),
+        ("kv.dtype", "kv", keys["kv"]),
+        ("prefill_tokens", "cluster", {"prefill_tokens": cluster["prefill_tokens"]}),
+        ("decode_requests", "cluster", {"decode_requests": cluster["decode_requests"]}),
+    ):
+        changed_table = getattr(at, table).model_copy(update=changed)
+        if changed_table != getattr(at, table):
+            at = at.model_copy(update={table: changed_table})
+            found.append((name, own_layout(rater, at)))
+    return [(name, None if layout is None else layout.gpu_hours) for name, layout in found]
 
 
 def with_layout(job: JobConfig, layout: Layout, *, output: str) -> JobConfig:

@@ -180,6 +180,7 @@ def test_a_suggested_layout_is_a_job_that_plan_takes(folder):
     ended = batchinfer("plan", job, "--suggest")
     assert ended.code == 0, ended.err
     assert "decode_requests = " in ended.out
+    assert "  as in this job: does not fit\n" in ended.out
     again = batchinfer("plan", folder / "suggest-suggested.toml")
     assert again.code == 0, again.err
     hours = [

@@ -17,7 +17,7 @@ from batchinfer.sim.hardware import ACCELERATORS
 from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.search import Rater
 from batchinfer.sim.steps import Unit, prefill_step
-from batchinfer.sim.suggest import changes, changes_table, job_layouts, with_layout
+from batchinfer.sim.suggest import changes, changes_table, job_layouts, shares, with_layout
 from batchinfer.sim.workload import Workload
 from support.jobs import batchinfer, write_job
 
@@ -111,6 +111,11 @@ def test_a_job_gets_the_cheapest_of_all_layouts_that_fit(rater, tmp_path):
     seconds = [stage.gpu_seconds / stage.ep_size for stage in (apart.prefill, apart.decode)]
     assert apart.gpu_hours == pytest.approx(max(seconds) * (apart.prefill.ep_size + apart.decode.ep_size) / 3600)
     job = load_job(write_job(tmp_path))
+    # one rank does not hold the model; the last change ends at the layout
+    steps = shares(rater, job, found[0])
+    assert steps[0] == ("as in this job", None)
+    assert [name for name, _ in steps[1:]] == ["ranks", "kv.dtype", "prefill_tokens", "decode_requests"]
+    assert steps[-1][1] == pytest.approx(found[0].gpu_hours)
     plain = next(layout for layout in found if not layout.pages.is_fp8)
     assert with_layout(job, plain, output="x").cluster.decode_requests == plain.decode.batch
     with pytest.raises(ConfigError, match="leaves room"):
