@@ -118,11 +118,12 @@ def _suggest(run_dir: RunDir, config: JobConfig, source: Path) -> None:
     from batchinfer.config import dump_job
     from batchinfer.config.toml_text import toml_value
     from batchinfer.model.config import load_model_config
-    from batchinfer.sim.suggest import planned_layouts, simulated_job, with_layout
+    from batchinfer.sim.suggest import planned_layouts, planned_rater, shares, simulated_job, with_layout
     from batchinfer.whole_files import create_exclusively
 
     simulated = simulated_job(config)
-    best, *others = planned_layouts(run_dir.root, simulated, load_model_config(Path(config.model.path)))
+    rater = planned_rater(run_dir.root, simulated, load_model_config(Path(config.model.path)))
+    best, *others = planned_layouts(rater, simulated)
     text = dump_job(with_layout(simulated, best, output=f"{config.output.dir}-suggested"))
     folder = source.absolute().parent if source.exists() else Path.cwd()  # a run folder may be in a bucket
     stem = source.stem if source.suffix == ".toml" else source.name
@@ -134,6 +135,12 @@ def _suggest(run_dir: RunDir, config: JobConfig, source: Path) -> None:
         click.echo(f"[{table}]")
         for key, value in keys.items():
             click.echo(f"{key} = {toml_value(value)}")
+    before = None
+    for change, hours in shares(rater, simulated, best):
+        shown = "does not fit" if hours is None else f"{hours:.3g} h"
+        better = "" if hours is None or before is None else f" ({before / hours:.2f}x)"
+        click.echo(f"  {change}: {shown}{better}")
+        before = hours if hours is not None else before
     for other in others[:3]:
         click.echo(f"  next: {other.sizes}: {other.gpu_hours:.3g} h")
 

@@ -227,14 +227,9 @@ def print_report(runs: list[Path], *, as_json: bool, together: bool = False, com
         for column, one in zip(columns, found, strict=True):
             if one.unfinished is not None:
                 show(text(f"{column.name} is {one.unfinished.sentence()}", WARNING))
-        if compare and len(found) > 2:
-            show(
-                planned_and_happened(
-                    [(column.name, one.predictions) for column, one in zip(columns, found, strict=True)]
-                )
-            )
-        elif compare:
-            show(changed(*columns))
+        if compare:
+            named = [(column.name, one.predictions) for column, one in zip(columns, found, strict=True)]
+            show(*([changed(*columns)] if len(found) == 2 else []), planned_and_happened(named))
         else:
             show(*side_by_side([*columns, Column("together", summed[0].values)]))
     for folder in filter(is_unfinished, () if as_json else runs):

@@ -14,6 +14,7 @@ from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.parquet import check_sealed
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig
+from batchinfer.plan.step_times import StepTimes, fitted
 from batchinfer.progress import note
 from batchinfer.records import PHASES, ConfigError
 from batchinfer.run.fingerprint import Fingerprint
@@ -36,6 +37,7 @@ class Speeds:
     startup_s: float  # from the start of the command to its first step, without planning
     longest_answer_s: float = 0.0  # lower bound for any number of ranks; 0: not known
     is_simulated: bool = False
+    step_times: StepTimes | None = None  # of decode, by batch; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,16 @@ def measured_speeds(run: RunDir) -> Speeds:
     ) or [(None, None, None, None)]
     if prefill is None or pace is None:
         raise ConfigError(f"{run.shown} has run no prefill step; name a run that has computed something")
-    return Speeds(float(prefill), None if decode is None else float(decode), max(float(pace), 1.0), float(startup_s))
+    recorded = _query(
+        run,
+        f"""
+        SELECT max(num_requests), max(kv_tokens), max(duration_s) FROM {steps}
+        WHERE kind = 'decode' GROUP BY session, step HAVING max(num_requests) > 0
+        """,
+    )
+    times = fitted(*np.array(recorded, dtype=np.float64).T) if recorded else None
+    speeds = float(prefill), None if decode is None else float(decode), max(float(pace), 1.0), float(startup_s)
+    return Speeds(*speeds, step_times=times)
 
 
 def _check_damage(run: RunDir, *files: Path) -> None:

@@ -34,7 +34,7 @@ def expected_speeds(prepared: Prepared, work: PlannedWork) -> tuple[Speeds | Non
         prefill_ranks=cluster.num_prefill_ranks,
         decode_ranks=cluster.num_decode_ranks,
         redundant_experts=cluster.redundant_experts,
-        overlap=cluster.overlap is not False,
+        overlap=cluster.overlap if isinstance(cluster.overlap, bool) else None,
         prefill_tokens=cluster.prefill_tokens,
         decode_requests=cluster.decode_requests,
         page_bytes=cluster.page_bytes,

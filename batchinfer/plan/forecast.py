@@ -4,11 +4,12 @@
 
 from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 
 from batchinfer.balance.decode_loads import MOVE_STEPS
-from batchinfer.balance.decode_run import Answers, DealtPrompts, PaperRanks, ReadyPrompts, Source
+from batchinfer.balance.decode_run import Answers, DealtPrompts, DecodeSeries, PaperRanks, ReadyPrompts, Source
 from batchinfer.balance.decode_series import EVEN, Balance
 from batchinfer.balance.prefill_steps import max_over_mean, plan_rank_steps
 from batchinfer.balance.prefix_groups import deal_prefixes, own_shared_tokens
@@ -49,9 +50,17 @@ class PlannedWork:
         return np.where(known, np.minimum(self.expected_tokens, self.max_tokens), self.max_tokens)
 
 
+class Forecast(NamedTuple):
+    """A sample of a job's steps on its ranks."""
+
+    prefill: PrefillBalance
+    decode: Balance
+    decode_series: DecodeSeries | None  # None: nothing was simulated
+
+
 def balances(
-    work: PlannedWork, cluster: ClusterConfig, *, request_load: RequestLoad = ONE_PER_TOKEN
-) -> tuple[PrefillBalance, Balance]:
+    work: PlannedWork, cluster: ClusterConfig, *, request_load: RequestLoad = ONE_PER_TOKEN, needs_series: bool = False
+) -> Forecast:
     """Return the balance of prefill and of decode for units that are dealt to ranks as a controller does.
 
     Decode is simulated (balance/decode_run.py) with answers of the expected length (see `_likely_answers`); its
@@ -59,10 +68,11 @@ def balances(
 
     Args:
         request_load: cost of a request in a decode step.
+        needs_series: simulate the decode of a single rank, too, which is always even.
     """
     num_ranks = cluster.num_prefill_ranks
-    if num_ranks == cluster.num_decode_ranks == 1:
-        return PrefillBalance(1.0, 1.0), EVEN
+    if num_ranks == cluster.num_decode_ranks == 1 and not needs_series:
+        return Forecast(PrefillBalance(1.0, 1.0), EVEN, None)
     outputs_N = work.answer_tokens * (cluster.mode == "colocated")
     dealt, loads = [], [np.zeros((1, num_ranks, 2))]
     for first, end in _some_units(work.unit_starts):
@@ -83,7 +93,11 @@ def balances(
             )
             loads.append(np.stack([plan.loads() for plan in plans], axis=1))
     tokens, attention = max_over_mean(np.concatenate(loads)).tolist()
-    return PrefillBalance(tokens, attention), _decode_balance(work, cluster, dealt, request_load)
+    series = None
+    if dealt and (cluster.num_decode_ranks > 1 or needs_series):
+        series = _decode_series(work, cluster, dealt, request_load)
+    decode = EVEN if series is None or cluster.num_decode_ranks == 1 else series.kv_balance() or EVEN
+    return Forecast(PrefillBalance(tokens, attention), decode, series)
 
 
 def _order_of_unit(work: PlannedWork, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
@@ -102,16 +116,14 @@ def _order_of_unit(work: PlannedWork, first: int, end: int) -> tuple[np.ndarray,
     return first + order, np.array([0, *common], dtype=np.int64)
 
 
-def _decode_balance(
+def _decode_series(
     work: PlannedWork, cluster: ClusterConfig, dealt: list[tuple[int, int, np.ndarray]], request_load: RequestLoad
-) -> Balance:
-    """Return the balance of decode in a simulated run through some of the units.
+) -> DecodeSeries:
+    """Return the loads of the decode ranks in a simulated run through some of the units.
 
     Args:
         dealt: of each unit: first request, last request (exclusive) and [n] the rank of each request.
     """
-    if cluster.num_decode_ranks == 1 or not dealt:
-        return EVEN
     per_unit = max(1.0, float(np.mean([end - first for first, end, _ in dealt])))
     num_units = ceil(FILLINGS * cluster.num_decode_ranks * cluster.decode_requests / per_unit)
     chosen = [dealt[place] for place in _spread(len(dealt), num_units)]
@@ -143,7 +155,7 @@ def _decode_balance(
         request_load=request_load,
         move_steps=MOVE_STEPS,
     )
-    return ranks.run(source).kv_balance() or EVEN
+    return ranks.run(source)
 
 
 def _likely_answers(work: PlannedWork) -> tuple[np.ndarray, np.ndarray]:

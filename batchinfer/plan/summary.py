@@ -1,6 +1,7 @@
 """Summary of a plan: counts, balance, time and cost."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from batchinfer.plan.forecast import PlannedWork, balances, nodes_to_finish, wor
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
 from batchinfer.plan.scored import tokens_scored_again
+from batchinfer.plan.step_times import decode_tokens_per_s
+from batchinfer.progress import note
 from batchinfer.records import ExitCode, Shard
 from batchinfer.rundir import RunDir, read_state
 
@@ -61,7 +64,14 @@ def predict(
         gpus_per_node: for the number of nodes; None: not known.
     """
     cluster = job.cluster
-    prefill, decode = balances(work, cluster, request_load=request_load)
+    times = None if speeds is None else speeds.step_times
+    prefill, decode, series = balances(work, cluster, request_load=request_load, needs_series=times is not None)
+    if speeds is not None and times is not None and series is not None:
+        to_decode = float(np.maximum(work.answer_tokens - 1, 0).sum())
+        found = decode_tokens_per_s(times, series, to_decode, cluster.num_decode_ranks)
+        speeds = replace(speeds, decode_tokens_per_s=found or speeds.decode_tokens_per_s)
+    if speeds is not None and not speeds.is_simulated:
+        note(_learned_sentence(speeds))
     is_known = bool(np.isfinite(work.expected_tokens).any())
     seconds = None if speeds is None else work_seconds(work, cluster, speeds)
     work_s = None if seconds is None else held_before_s + seconds
@@ -89,6 +99,14 @@ def predict(
         "cost_usd": None if gpu_hours is None or gpu_hour is None else gpu_hours * gpu_hour,
         "nodes_to_finish": nodes,
     }
+
+
+def _learned_sentence(speeds: Speeds) -> str:
+    """Return the speeds by which a time is predicted from an earlier run."""
+    decode, times = speeds.decode_tokens_per_s, speeds.step_times
+    generated = "" if decode is None else f" and {decode:,.1f} generated"
+    batches = "" if times is None else f"; {times.sentence()}"
+    return f"time by the earlier run: {speeds.prefill_tokens_per_s:,.1f} prompt{generated} tokens/s per rank{batches}"
 
 
 def read_summary(run: RunDir) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.page_format import BFLOAT16, FP8, PageFormat
 from batchinfer.records import ConfigError
 from batchinfer.sanitize import first_line
-from batchinfer.sim.aiconfigurator import HINT, SYSTEMS, Engine, measured_rates
+from batchinfer.sim.aiconfigurator import HINT, SYSTEMS, Engine, Weights, measured_rates
 from batchinfer.sim.hardware import ACCELERATORS, Accelerator
 from batchinfer.sim.steps import Unit, decode_step, prefill_step
 
@@ -52,6 +52,7 @@ class Row:
     model: str
     gpu: str
     engine: Engine
+    weights: Weights
     prompt_tokens: float
     output_tokens: float
     concurrency: float
@@ -154,7 +155,7 @@ def measured_gpu(row: Row) -> Accelerator:
     Raises:
         ConfigError: the package is not installed.
     """
-    rates = measured_rates(row.gpu, row.engine, is_balanced=False)
+    rates = measured_rates(row.gpu, row.engine, is_balanced=False, weights=row.weights)
     if rates is None:
         raise ConfigError(f"--against needs the tables of aiconfigurator-core; run: {HINT}")
     return replace(ACCELERATORS[row.gpu], rates=rates)
@@ -166,7 +167,8 @@ def compared(path: Path, model: ModelConfig, parity: Parity) -> dict[str, Any]:
     own = [predict(row, model, measured_gpu(row)) for row in rows]
     groups: dict[str, list[int]] = {}
     for place, row in enumerate(rows):
-        for group in ("all", f"{row.model} {row.gpu} {row.engine}"):
+        of_weights = " in FP4" if row.weights == "fp4" else ""
+        for group in (f"all{of_weights}", f"{row.model} {row.gpu} {row.engine}{of_weights}"):
             groups.setdefault(group, []).append(place)
         if row.gpu in ("H100", "H200"):
             groups.setdefault("H100 and H200", []).append(place)
@@ -194,6 +196,7 @@ def _pair(row: Row, own: Speed) -> dict[str, Any]:
         "id": row.name,
         "gpu": row.gpu,
         "engine": row.engine,
+        "weights": row.weights,
         "gpus": row.gpus,
         "requests_per_gpu": row.decode.requests_per_gpu,
         "tpot_s": measured.token_s,
@@ -238,7 +241,9 @@ def _why_not(record: dict[str, Any]) -> str | None:
     """Return why a row is left out; None: it is predicted."""
     if not record["model_path"].endswith(NAMES):
         return "another model"
-    if record["precision"] != "fp8":
+    if record["precision"] == "fp4" and record["system"] in (SYSTEMS["H100"], SYSTEMS["H200"]):
+        return "weights in FP4, which Hopper lacks"
+    if record["precision"] not in ("fp8", "fp4"):
         return f"weights in {record['precision'].upper()}"
     if record["system"] not in SYSTEMS.values():
         return "another GPU"
@@ -275,6 +280,7 @@ def _row(index: int, record: dict[str, Any]) -> Row:
         model=record["model_path"].split("/")[-1],
         gpu=gpu,
         engine=record["backend"],
+        weights=record["precision"],
         prompt_tokens=record["isl"],
         output_tokens=record["osl"],
         concurrency=concurrency,

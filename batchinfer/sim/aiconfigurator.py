@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 Engine = Literal["sglang", "trtllm", "vllm"]
+Weights = Literal["fp8", "fp4"]
 SYSTEMS = {
     "H100": "h100_sxm",
     "H200": "h200_sxm",
@@ -45,12 +46,15 @@ def systems_folder() -> Path | None:
 
 
 @cache
-def measured_rates(gpu: str, engine: Engine = "sglang", *, is_balanced: bool = True) -> "MeasuredRates | None":
+def measured_rates(
+    gpu: str, engine: Engine = "sglang", *, is_balanced: bool = True, weights: Weights = "fp8"
+) -> "MeasuredRates | None":
     """Return the measurements of a GPU; None if the package is not installed or does not have the GPU."""
     systems = systems_folder()
     if systems is None or gpu not in SYSTEMS:
         return None
-    return MeasuredRates(systems / "data" / SYSTEMS[gpu], engine, BALANCED if is_balanced else UNBALANCED)
+    loads = BALANCED if is_balanced else UNBALANCED
+    return MeasuredRates(systems / "data" / SYSTEMS[gpu], engine, loads, weights)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +64,21 @@ class MeasuredRates:
     folder: Path
     engine: Engine
     loads: str = BALANCED  # of the experts
+    # "fp4" as NVIDIA's R1-FP4-v2: NVFP4 in experts, dense layers and output projections, BF16 in other projections
+    weights: Weights = "fp8"
 
     @property
     def source(self) -> str:
         """The tables by name."""
         return f"aiconfigurator-core, {self.folder.name}, kernels of {self.engine}"
+
+    def weights_dtype(self, *, has_fp4: bool) -> str:
+        """Return the dtype of a product with weights in the tables' words.
+
+        Args:
+            has_fp4: whether FP4 checkpoints have these weights in FP4.
+        """
+        return "fp8_block" if self.weights == "fp8" else "nvfp4" if has_fp4 else "bfloat16"
 
     def product_s(self, rows: float, n: int, k: int, *, dtype: str = "fp8_block") -> float | None:
         """Return the seconds of a product [rows, k] x [k, n]."""
@@ -148,7 +162,7 @@ class MeasuredRates:
             & (pc.field("num_experts") == experts)
             & (pc.field("topk") == topk)
             & (pc.field("moe_tp_size") == 1)
-            & (pc.field("moe_dtype") == "fp8_block")
+            & (pc.field("moe_dtype") == self.weights_dtype(has_fp4=True))
             & pc.field("distribution").isin([UNBALANCED] if self.loads == UNBALANCED else [BALANCED, "uniform"])
         )
         # DeepGEMM's products behind DeepEP, as in this package
@@ -157,6 +171,8 @@ class MeasuredRates:
             found = self._newest("moe", "moe_perf", shape)
         if found is None:
             return None
+        if self.weights == "fp4":
+            found = found.sort_by("latency")  # an engine has several FP4 kernels, and takes the fastest
         slots = pc.divide(pa.scalar(float(experts)), pc.cast(found["moe_ep_size"], pa.float64()))
         rows = pc.multiply(pc.cast(found["num_tokens"], pa.float64()), topk / experts)
         return _tree(

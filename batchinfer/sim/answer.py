@@ -1,7 +1,7 @@
 """The figures of `batchinfer simulate` for a spec."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, sqrt
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from batchinfer.sim.memory import kv_tokens_per_gpu
 from batchinfer.sim.search import LARGEST_BATCH, Rated, Rater
 from batchinfer.sim.spec import DaySpec, Spec
 from batchinfer.sim.steps import Unit, decode_step
-from batchinfer.sim.suggest import changes, changes_table
+from batchinfer.sim.suggest import MILLION, changes, changes_table
 from batchinfer.sim.workload import Workload, make_workload
 
 MAX_TRIES = 8  # to find the nodes that finish in time
@@ -67,7 +67,12 @@ def suggestion(spec: Spec) -> dict[str, Any]:
     """
     started = time.perf_counter()
     job = _resolve(spec)
-    found = changes(job.rater, job.prefill, spec.prefill.tokens_per_gpu, job.decode, job.requests_per_gpu)
+    held = None
+    if spec.day is not None:
+        day = _whole_day(job, spec.day)
+        held = day["gpu_hours"] / day["requests"] * MILLION
+    sizes = job.prefill, spec.prefill.tokens_per_gpu, job.decode, job.requests_per_gpu
+    found = changes(job.rater, *sizes, held_gpu_hours=held)
     return {
         "gpu": job.gpu.name,
         "rates": job.gpu.rates_source,
@@ -171,8 +176,10 @@ def _resolve(spec: Spec) -> _Job:
             "request needs; use a larger ep_size or a GPU with more memory"
         )
     requests = spec.decode.requests_per_gpu or min(fitting, LARGEST_BATCH)
-    prefill = rater.with_skew(prefill, spec.prefill.tokens_per_gpu)
-    decode = rater.with_skew(decode, requests)
+    prefill_rated = rater.better("prefill", prefill, spec.prefill.tokens_per_gpu)
+    decode_rated = rater.better("decode", decode, min(requests, fitting))
+    prefill = rater.with_skew(replace(prefill, overlap=prefill_rated.overlap), spec.prefill.tokens_per_gpu)
+    decode = rater.with_skew(replace(decode, overlap=decode_rated.overlap), requests)
     return _Job(
         spec=spec,
         model=model,
@@ -184,8 +191,8 @@ def _resolve(spec: Spec) -> _Job:
         decode=decode,
         requests_per_gpu=requests,
         kv_tokens=kv_tokens,
-        prefill_rated=rater.rate("prefill", prefill, spec.prefill.tokens_per_gpu),
-        decode_rated=rater.rate("decode", decode, min(requests, fitting)),
+        prefill_rated=prefill_rated,
+        decode_rated=decode_rated,
     )
 
 

@@ -1,7 +1,8 @@
 """The evenness of samples of a workload, dealt by the engine's own balancers.
 
 Prefill: work units, dealt to ranks and cut into steps (balance/prefill_steps.py), in which ranks wait for each other.
-Decode: a simulated run through a part of the workload (balance/decode_run.py), in which requests come and go.
+Decode: a simulated run through a part of the workload (balance/decode_run.py), in which requests come and go. A server,
+for comparison, deals prompts as they arrive (arriving.py).
 """
 
 from typing import NamedTuple
@@ -14,10 +15,12 @@ from batchinfer.balance.decode_series import EVEN, Balance
 from batchinfer.balance.prefill import assign_prefill
 from batchinfer.balance.prefill_steps import max_over_mean, plan_rank_steps
 from batchinfer.balance.request_load import ONE_PER_TOKEN, RequestLoad
+from batchinfer.sim.arriving import step_loads
 from batchinfer.sim.workload import Workload
 
 SAMPLED_UNITS = 2
 UNIT_STEPS = 25  # prefill steps of a work unit
+ARRIVING_STEPS = 24  # of a server
 FILLINGS = 3  # a decode unit's slots are filled this many times
 SAMPLED_RANKS = 32  # larger units are dealt as if to this number: about as even, and much faster
 
@@ -27,6 +30,9 @@ class Skews(NamedTuple):
 
     new_tokens: float
     attention: float
+    # tokens whose keys and values are expanded, by those of parts of `Workload.part_tokens`: each part of a prompt
+    # expands all tokens before it, and even steps cut prompts finely
+    expanded: float = 1.0
 
 
 class Deals:
@@ -51,6 +57,19 @@ class Deals:
             self._prefill[key] = self._prefill_skews(*key)
         return self._prefill[key]
 
+    def arriving(self, num_ranks: int, tokens_per_rank: int) -> Skews:
+        """Return the skews of prefill steps of a server, which deals prompts as they arrive."""
+        work, ranks = self._workload, min(num_ranks, SAMPLED_RANKS)
+        num = int(ARRIVING_STEPS * ranks * tokens_per_rank / max(1.0, float(work.new_tokens.mean())))
+        loads = step_loads(
+            work.new_tokens[:num],
+            work.cached_tokens[:num],
+            num_ranks=ranks,
+            tokens_per_rank=tokens_per_rank,
+            part_tokens=work.part_tokens,
+        )
+        return Skews(*max_over_mean(loads).tolist()) if len(loads) else Skews(1.0, 1.0)
+
     def decode(self, num_ranks: int, requests_per_rank: int) -> Balance:
         """Return the balance of KV tokens while a unit is full; even if the workload does not fill one."""
         key = min(num_ranks, SAMPLED_RANKS), requests_per_rank
@@ -61,7 +80,7 @@ class Deals:
     def _prefill_skews(self, num_ranks: int, tokens_per_rank: int) -> Skews:
         new, cached = self._workload.new_tokens, self._workload.cached_tokens
         per_step = max(num_ranks, int(tokens_per_rank * num_ranks / max(1.0, float(new.mean()))))
-        steps = []
+        steps, expanded, expected = [], 0, 0
         for part in self._samples(min(UNIT_STEPS, max(1, len(new) // per_step)) * per_step):
             plans = plan_rank_steps(
                 new[part] + cached[part],
@@ -72,7 +91,11 @@ class Deals:
                 are_stored=True,
             )
             steps.append(np.stack([plan.loads() for plan in plans], axis=1))
-        return Skews(*max_over_mean(np.concatenate(steps)).tolist()) if steps else Skews(1.0, 1.0)
+            expanded += sum(int(plan.end_P.sum()) for plan in plans)
+            expected += int(self._workload.expanded_tokens[part].sum())
+        if not steps:
+            return Skews(1.0, 1.0)
+        return Skews(*max_over_mean(np.concatenate(steps)).tolist(), expanded / expected)
 
     def _decode_balance(self, num_ranks: int, requests_per_rank: int) -> Balance:
         work, num_slots = self._workload, num_ranks * requests_per_rank

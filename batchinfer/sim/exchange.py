@@ -1,7 +1,7 @@
-"""Seconds that expert rows travel between GPUs, from DeepEP's tables and one trace.
+"""Seconds that expert rows travel between GPUs, from DeepEP's tables and one trace; or that experts travel instead.
 
 Prefill uses the kernels that send a token once to each node and spread it there; decode uses those that send a row for
-each expert straight to its GPU.
+each expert straight to its GPU. A prefill unit may also gather the experts of each layer on every GPU.
 """
 
 from math import ceil, comb, log
@@ -107,6 +107,27 @@ def prefill_exchange(
         copies = nodes_per_token(model, num_nodes)
     seconds = tokens * copies * _row_bytes(model.hidden_size) / (rates * _rate_under_overlap()) * receive_skew
     return ExchangeTimes(*map(float, seconds))
+
+
+def gather_s(num_bytes: float, ep_size: int, gpu: Accelerator, *, release: Release = LATEST) -> float:
+    """Return the seconds in which every GPU of a unit gets a copy of weights of which each GPU holds a share.
+
+    Each node reads what it lacks once, every GPU through its own card, and spreads it over NVLink. Both run at the same
+    time, at the rates that DeepEP's dispatch reaches.
+
+    Args:
+        num_bytes: of the whole copy.
+    """
+    if ep_size == 1:
+        return 0.0
+    num_nodes = ceil(ep_size / gpu.nvlink_gpus)
+    in_node = min(ep_size, gpu.nvlink_gpus)
+    nvlink = NORMAL_NVLINK_GB_PER_S[0] * 1e9 * gpu.nvlink_bytes_per_s / REFERENCE.nvlink_bytes_per_s
+    seconds = num_bytes * (1 - 1 / in_node) / nvlink
+    if num_nodes > 1:
+        network = float(_normal_rates(ep_size, release)[0]) * gpu.network_bytes_per_s / REFERENCE.network_bytes_per_s
+        seconds = max(seconds, num_bytes * (1 - 1 / num_nodes) / in_node / network)
+    return seconds
 
 
 def decode_exchange(

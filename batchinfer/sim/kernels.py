@@ -57,15 +57,16 @@ class KernelRate:
     bytes_per_s: float
 
 
-def product_s(rows: float, n: int, k: int, gpu: Accelerator, *, sms_share: float = 1.0) -> float:
-    """Return the seconds of an FP8 product [rows, k] x [k, n].
+def product_s(rows: float, n: int, k: int, gpu: Accelerator, *, sms_share: float = 1.0, has_fp4: bool = False) -> float:
+    """Return the seconds of a product with weights [rows, k] x [k, n], in FP8 unless measured rates have others.
 
     Args:
         rows: tokens; 0 takes no time.
         sms_share: share of the SMs that compute; arithmetic slows down with it, reading memory does not.
+        has_fp4: whether FP4 checkpoints have these weights in FP4.
     """
     if gpu.rates is not None and rows > 0:
-        seconds = gpu.rates.product_s(rows, n, k)
+        seconds = gpu.rates.product_s(rows, n, k, dtype=gpu.rates.weights_dtype(has_fp4=has_fp4))
         if seconds is not None:
             return _on_some_sms(seconds, 2.0 * rows * n * k, _product_bytes(rows, n, k), gpu, sms_share)
     return _table_s("dense", rows, n, k, _product_bytes(rows, n, k), gpu, 1, sms_share)

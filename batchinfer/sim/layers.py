@@ -74,7 +74,7 @@ def decode_stages(
 def _output_and_gate_s(tokens: float, model: ModelConfig, gpu: Accelerator, sms_share: float, is_moe: bool) -> float:
     """Return the seconds of output projection, residual, norm, and the router with its scores in float32."""
     hidden, values = model.hidden_size, model.attention.output_width
-    seconds = product_s(tokens, hidden, values, gpu, sms_share=sms_share)
+    seconds = product_s(tokens, hidden, values, gpu, sms_share=sms_share, has_fp4=True)
     moved = values * (BF16 + FP8) + hidden * (3 * BF16 + BF16 + FP8)
     if is_moe:
         seconds += bf16_product_s(tokens, model.n_routed_experts, hidden, gpu, sms_share=sms_share)
@@ -90,8 +90,8 @@ def _mlp_s(tokens: float, width: int, model: ModelConfig, gpu: Accelerator, sms_
     hidden = model.hidden_size
     if width == 0:
         return 0.0
-    up = product_s(tokens, 2 * width, hidden, gpu, sms_share=sms_share)
-    down = product_s(tokens, hidden, width, gpu, sms_share=sms_share)
+    up = product_s(tokens, 2 * width, hidden, gpu, sms_share=sms_share, has_fp4=True)
+    down = product_s(tokens, hidden, width, gpu, sms_share=sms_share, has_fp4=True)
     return up + down + stream_s(tokens * width * (2 * BF16 + FP8), gpu, kernels=MLP_KERNELS)
 
 

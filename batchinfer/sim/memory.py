@@ -4,9 +4,10 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.page_format import PageFormat
 from batchinfer.records import ConfigError
 from batchinfer.sim.hardware import Accelerator
-from batchinfer.sim.steps import Unit
+from batchinfer.sim.steps import Unit, layer_expert_bytes
 
 FP8, BF16 = 1, 2
+GATHERED_LAYERS = 2  # whose experts are on every GPU: of this layer, and of the next one
 
 
 def weight_bytes(model: ModelConfig, unit: Unit) -> float:
@@ -18,6 +19,8 @@ def weight_bytes(model: ModelConfig, unit: Unit) -> float:
     num_dense = model.num_hidden_layers - model.num_moe_layers
     layers = model.num_hidden_layers * model.attention_weights * FP8 + model.num_moe_layers * moe_layer
     layers += num_dense * 3 * hidden * model.intermediate_size * FP8
+    if unit.gathered:
+        layers += GATHERED_LAYERS * layer_expert_bytes(model)
     return layers + (1 if model.tie_word_embeddings else 2) * model.vocab_size * hidden * BF16
 
 

@@ -17,7 +17,8 @@ from batchinfer.balance.experts import place_experts
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.page_format import BFLOAT16
 from batchinfer.records import ConfigError
-from batchinfer.sim.dealing import Deals
+from batchinfer.sim.attention import BF16
+from batchinfer.sim.dealing import Deals, Skews
 from batchinfer.sim.hardware import Accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu, state_tokens
 from batchinfer.sim.steps import Batch, Step, Unit, decode_step, prefill_batch
@@ -62,7 +63,8 @@ def placement_skew(spread: float, *, num_experts: int, num_slots: int, num_gpus:
 Stage = Literal["prefill", "decode"]
 
 EP_SIZES = (8, 16, 32, 64, 72, 96, 128, 144, 256, 320)
-PREFILL_TOKENS = (4096, 8192, 16384, 32768)
+PREFILL_TOKENS = (4096, 8192, 16384, 32768, 65536, 131072)
+ACTIVATION_ROWS = 4  # rows of a prefill token in BF16 that a step holds; those of experts come in slices
 DECODE_REQUESTS = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 LARGEST_BATCH = 256  # default requests per GPU
 
@@ -76,6 +78,8 @@ class Rated:
     batch: int  # prefill: new tokens per GPU and step; decode: requests per GPU
     step: Step  # of the busiest GPU
     gpu_seconds: float  # for the whole workload, waits for disk and network included
+    overlap: bool = True
+    gathered: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,8 @@ class Rater:
 
     def with_skew(self, unit: Unit, batch: int) -> Unit:
         """Return the unit with the skew of its busiest GPU for this number of tokens per GPU and step."""
+        if unit.gathered:
+            return unit  # every GPU has all experts
         rows = batch / unit.micro_batches(self.model) * self.model.num_experts_per_tok
         slots_per_gpu = unit.slots_per_gpu(self.model)
         placed = placement_skew(
@@ -106,14 +112,27 @@ class Rater:
 
     def rate(self, stage: Stage, unit: Unit, batch: int) -> Rated:
         """Return the figures of the workload on full units like this one, with the unit's skew."""
-        step, gpu_seconds = (self._prefill if stage == "prefill" else self._decode)(unit, batch)
-        return Rated(unit.ep_size, unit.redundant_experts, batch, step, gpu_seconds)
+        if stage == "prefill":
+            step, gpu_seconds = self._prefill(unit, batch, self.deals.prefill(unit.ep_size, batch))
+        else:
+            step, gpu_seconds = self._decode(unit, batch)
+        return _rated(unit, batch, step, gpu_seconds)
+
+    def better(self, stage: Stage, unit: Unit, batch: int) -> Rated:
+        """Return the better figures of one and two micro-batches per step."""
+        both = [replace(unit, overlap=overlap) for overlap in (True, False)]
+        rated = [self.rate(stage, self.with_skew(one, batch), batch) for one in both]
+        return min(rated, key=lambda rated: rated.gpu_seconds)
+
+    def rate_arriving(self, unit: Unit, batch: int) -> Rated:
+        """Return the figures of prefill on units of a server, which deals prompts as they arrive."""
+        return _rated(unit, batch, *self._prefill(unit, batch, self.deals.arriving(unit.ep_size, batch)))
 
     def cheapest(self, stage: Stage, base: Unit) -> Rated:
-        """Return the fewest GPU-seconds over EP sizes and batches; weights and KV must fit.
+        """Return the fewest GPU-seconds over EP sizes, batches and micro-batches; weights and KV must fit.
 
         Args:
-            base: a unit whose EP size and redundant experts are replaced.
+            base: a unit whose EP size, redundant experts and overlap are replaced.
 
         Raises:
             ConfigError: no EP size fits.
@@ -128,8 +147,9 @@ class Rater:
         """
         found: dict[int, Rated] = {}
         for unit, kv_tokens in self._fitting(base, sizes):
-            rated = [self.rate(stage, self.with_skew(unit, batch), batch) for batch in self._batches(stage, kv_tokens)]
-            if rated:
+            batches = self._batches(stage, unit, kv_tokens)
+            if batches:
+                rated = [self.better(stage, unit, batch) for batch in batches]
                 found[unit.ep_size] = min(rated, key=lambda rated: rated.gpu_seconds)
         if not found:
             raise ConfigError(
@@ -144,7 +164,7 @@ class Rater:
         mean_longest = (longest * self.workload.output_tokens).sum() / self.workload.output_tokens.sum()
         return int(kv_tokens / float(mean_longest))
 
-    def _prefill(self, unit: Unit, tokens_per_gpu: int) -> tuple[Step, float]:
+    def _prefill(self, unit: Unit, tokens_per_gpu: int, skews: Skews) -> tuple[Step, float]:
         work = self.workload
         num_steps = float(work.new_tokens.sum()) / (tokens_per_gpu * unit.ep_size)
         batch = Batch(
@@ -154,7 +174,6 @@ class Rater:
             attention_pairs=float(work.attention_pairs.sum()) / num_steps,
             expanded_tokens=float(work.expanded_tokens.sum()) / num_steps,
         )
-        skews = self.deals.prefill(unit.ep_size, tokens_per_gpu)
         seconds, _, step = prefill_batch(batch, skews, self.model, self.gpu, unit, self.disk_bytes_per_s)
         return step, seconds * num_steps * unit.ep_size
 
@@ -180,8 +199,14 @@ class Rater:
             except ConfigError:
                 continue  # the weights do not fit: not a choice
 
-    def _batches(self, stage: Stage, kv_tokens: float) -> list[int]:
+    def _batches(self, stage: Stage, unit: Unit, kv_tokens: float) -> list[int]:
         if stage == "prefill":
-            return [tokens for tokens in PREFILL_TOKENS if tokens <= kv_tokens]
+            kv_per_token = float(self.workload.prompt_tokens.sum() / self.workload.new_tokens.sum())
+            rows = ACTIVATION_ROWS * BF16 * self.model.hidden_size / unit.pages.bytes_per_token(self.model)
+            return [tokens for tokens in PREFILL_TOKENS if tokens * (kv_per_token + rows) <= kv_tokens]
         most = min(self.requests_that_fit(kv_tokens), DECODE_REQUESTS[-1])
         return sorted({*(size for size in DECODE_REQUESTS if size <= most), most} - {0})
+
+
+def _rated(unit: Unit, batch: int, step: Step, gpu_seconds: float) -> Rated:
+    return Rated(unit.ep_size, unit.redundant_experts, batch, step, gpu_seconds, unit.overlap, unit.gathered)

@@ -12,7 +12,7 @@ from batchinfer.records import ConfigError
 from batchinfer.sim.dealing import Deals
 from batchinfer.sim.hardware import Accelerator, accelerator
 from batchinfer.sim.memory import kv_tokens_per_gpu
-from batchinfer.sim.search import Rater
+from batchinfer.sim.search import Rater, Stage
 from batchinfer.sim.spec import ClusterSpec
 from batchinfer.sim.steps import Unit, decode_step
 from batchinfer.sim.workload import Workload
@@ -28,7 +28,7 @@ class Ranks:
     prefill_ranks: int
     decode_ranks: int
     redundant_experts: int
-    overlap: bool
+    overlap: bool | None  # None: where it pays
     prefill_tokens: int  # new tokens per rank and step, and the most of one prompt
     decode_requests: int  # per rank, if their KV fits
     page_bytes: int | None  # for KV of a rank; None: all memory that the weights leave
@@ -57,7 +57,7 @@ def paper_speeds(
     """
     gpu = accelerator(ranks.gpu, None)
     prefill, decode = (
-        Unit(size, ranks.redundant_experts, overlap=ranks.overlap, pages=ranks.pages)
+        Unit(size, ranks.redundant_experts, overlap=ranks.overlap is not False, pages=ranks.pages)
         for size in (ranks.prefill_ranks, ranks.decode_ranks)
     )
     work = Workload(
@@ -72,8 +72,14 @@ def paper_speeds(
     if fitting < 1:
         raise ConfigError(f"a rank has room for {kv_tokens:,.0f} KV tokens, less than one request needs")
     requests = min(ranks.decode_requests, fitting, ceil(len(work) / ranks.decode_ranks))
-    prefill_s = rater.rate("prefill", rater.with_skew(prefill, ranks.prefill_tokens), ranks.prefill_tokens).gpu_seconds
-    decode_s = rater.rate("decode", rater.with_skew(decode, requests), requests).gpu_seconds
+
+    def gpu_seconds(stage: Stage, unit: Unit, batch: int) -> float:
+        if ranks.overlap is None:
+            return rater.better(stage, unit, batch).gpu_seconds
+        return rater.rate(stage, rater.with_skew(unit, batch), batch).gpu_seconds
+
+    prefill_s = gpu_seconds("prefill", prefill, ranks.prefill_tokens)
+    decode_s = gpu_seconds("decode", decode, requests)
     decoded = float((work.output_tokens - 1).sum())
     alone = decode_step(1.0 / ranks.decode_ranks, 1.0, model, gpu, decode)
     return PaperSpeeds(

@@ -1,6 +1,6 @@
 """Seconds of one prefill step and of one decode step of a unit; of a prefill batch with disk and network, too."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from batchinfer.model.config import ModelConfig
@@ -8,9 +8,9 @@ from batchinfer.model.page_format import BFLOAT16, PageFormat
 from batchinfer.records import ConfigError
 from batchinfer.sim.attention import BF16
 from batchinfer.sim.dealing import Skews
-from batchinfer.sim.exchange import LATEST, Release, decode_exchange, prefill_exchange
+from batchinfer.sim.exchange import LATEST, ExchangeTimes, Release, decode_exchange, gather_s, prefill_exchange
 from batchinfer.sim.hardware import Accelerator
-from batchinfer.sim.kernels import bf16_product_s
+from batchinfer.sim.kernels import bf16_product_s, stream_s
 from batchinfer.sim.layers import LayerWork, decode_stages, prefill_stages
 from batchinfer.sim.overlap import Stages, decode_layer_s, prefill_layer_s
 
@@ -29,10 +29,12 @@ class Unit:
     overlap: bool = True
     release: Release = LATEST  # of the exchange
     pages: PageFormat = BFLOAT16
+    # prefill: each layer's experts are copied to all GPUs, and no row travels
+    gathered: bool = False
 
     def micro_batches(self, model: ModelConfig) -> int:
         """Return the parts of a step that run side by side: two only if rows travel."""
-        return 2 if self.overlap and self.ep_size > 1 and model.num_moe_layers else 1
+        return 2 if self.overlap and self.ep_size > 1 and model.num_moe_layers and not self.gathered else 1
 
     def slots_per_gpu(self, model: ModelConfig) -> int:
         """Return the expert slots of each GPU.
@@ -89,6 +91,8 @@ def prefill_step(
         kv_tokens: new and cached tokens of one GPU.
         prompts: number of prompts whose last token needs logits.
     """
+    if unit.gathered and model.num_moe_layers:
+        return _gathered_step(new_tokens, kv_pairs, kv_tokens, prompts, model, gpu, unit)
     halves = unit.micro_batches(model)
     sms_share = 1.0 - (COMMUNICATION_SMS_SHARE if unit.ep_size > 1 else 0.0)
     tokens = new_tokens / halves
@@ -101,6 +105,38 @@ def prefill_step(
         moe = prefill_stages(work, model, gpu, exchange, sms_share=sms_share, is_moe=True)
     moe_s = prefill_layer_s(moe) if halves == 2 else moe.plain_s
     return _step(model, moe, dense, moe_s, halves, _head_s(prompts, model, gpu))
+
+
+def _gathered_step(
+    new_tokens: float,
+    kv_pairs: float,
+    kv_tokens: float,
+    prompts: float,
+    model: ModelConfig,
+    gpu: Accelerator,
+    unit: Unit,
+) -> Step:
+    """Return the times of a prefill step whose GPUs compute all experts of their own tokens.
+
+    The next layer's experts come while a layer computes. Copies are made by the GPUs' copy engines and network cards,
+    which take memory bandwidth (a share is read for others, a copy written) and no SMs.
+    """
+    experts = layer_expert_bytes(model)
+    moved_s = stream_s(2 * experts, gpu)
+    gathering_s = gather_s(experts, unit.ep_size, gpu, release=unit.release)
+    work = LayerWork(new_tokens, kv_pairs, kv_tokens, new_tokens * model.num_experts_per_tok, model.n_routed_experts)
+    alone = ExchangeTimes(0.0, 0.0)
+    dense, moe = (prefill_stages(work, model, gpu, alone, sms_share=1.0, is_moe=is_moe) for is_moe in (False, True))
+    moe_s = max(moe.compute_s + moved_s, gathering_s)
+    step = _step(model, moe, dense, moe_s, 1, _head_s(prompts, model, gpu))
+    by_stage = step.by_stage | {"gathering experts": model.num_moe_layers * gathering_s}
+    bottleneck = "gathering experts" if gathering_s > moe.compute_s + moved_s else step.bottleneck
+    return replace(step, by_stage=by_stage, bottleneck=bottleneck)
+
+
+def layer_expert_bytes(model: ModelConfig) -> float:
+    """Return the bytes of a layer's routed experts in FP8."""
+    return float(3 * model.hidden_size * model.moe_intermediate_size * model.n_routed_experts)
 
 
 @lru_cache(maxsize=100_000)
@@ -139,7 +175,7 @@ def prefill_batch(
     step = prefill_step(
         batch.new_tokens * share,
         batch.attention_pairs * skews.attention / unit.ep_size,
-        batch.expanded_tokens * share,
+        batch.expanded_tokens * share * skews.expanded,
         batch.prompts * share,
         model,
         gpu,

@@ -1,7 +1,8 @@
 """A layout for an offline job: found by search, each change explained by the GPU-hours that it saves.
 
-Nobody waits for a single answer, so that only GPU-hours count: batches as large as memory, KV in FP8 if that pays, and
-EP sizes by the work. Steps are assumed to be full, and all requests to be known.
+Nobody waits for a single answer, so that only GPU-hours count: batches as large as memory, KV in FP8 if that pays, EP
+sizes by the work, and prefill on GPUs that get all experts of a layer. Steps are assumed to be full, and all requests
+to be known.
 """
 
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ from batchinfer.sim.steps import Unit
 from batchinfer.sim.workload import make_workload
 
 HOUR_S, MILLION = 3600.0, 1e6
+# changes that are no layouts
+AS_GIVEN, FULL, NEWER = "as given, for a server", "all units are full", f"DeepEP of {LATEST}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +38,32 @@ class Change:
     gpu_hours: float
 
 
-def changes(rater: Rater, prefill: Unit, prefill_tokens: int, decode: Unit, requests_per_gpu: int) -> list[Change]:
-    """Return the way from a layout to the cheapest one: the layout itself first, then each change that pays.
+def changes(
+    rater: Rater,
+    prefill: Unit,
+    prefill_tokens: int,
+    decode: Unit,
+    requests_per_gpu: int,
+    *,
+    held_gpu_hours: float | None = None,
+) -> list[Change]:
+    """Return the way from a server's layout to the cheapest one of a job: the layout first, then each change that pays.
+
+    Args:
+        held_gpu_hours: of a million requests, while a server's nodes follow its load; None: not known.
 
     Raises:
         ConfigError: the layout does not fit onto the GPUs.
     """
-    at = _rated(rater, "prefill", prefill, prefill_tokens), _rated(rater, "decode", decode, requests_per_gpu)
-    found = [_change(rater, "as given", _sizes(*at), *at)]
+    decoded = _rated(rater, "decode", decode, requests_per_gpu)
+    given = rater.rate_arriving(rater.with_skew(prefill, prefill_tokens), prefill_tokens), decoded
+    found = [_change(rater, AS_GIVEN, _sizes(*given), *given)]
+    if held_gpu_hours is not None:
+        held = "nodes follow the load of the day, in whole groups of units"
+        found = [
+            Change("as held by a server", held, *given, held_gpu_hours),
+            replace(found[0], name=FULL, reason="work waits for nodes, and no node for work"),
+        ]
 
     def add(name: str, reason: str, prefill: Rated, decode: Rated) -> None:
         """Append the change if it saves something."""
@@ -50,6 +71,8 @@ def changes(rater: Rater, prefill: Unit, prefill_tokens: int, decode: Unit, requ
         if change.gpu_hours < found[-1].gpu_hours:
             found.append(change)
 
+    known = _rated(rater, "prefill", prefill, prefill_tokens)
+    add("prompts are known", "steps of equal tokens and attention, not those of prompts as they arrive", known, decoded)
     pages = BFLOAT16
     for name, next_pages, reason in (
         ("no latency target", BFLOAT16, "as many requests per GPU as KV memory holds"),
@@ -61,14 +84,18 @@ def changes(rater: Rater, prefill: Unit, prefill_tokens: int, decode: Unit, requ
         add(name, f"{reason}: {most}", found[-1].prefill, rated)
         pages = next_pages if found[-1].decode == rated else pages
     rated = rater.cheapest("decode", replace(decode, pages=pages))
-    add("EP size of decode", "fewer GPUs: more experts each, shorter ways", found[-1].prefill, rated)
+    add("EP size of decode", f"fewer GPUs, more experts each: {_size(rated)}", found[-1].prefill, rated)
     rated = rater.cheapest("prefill", replace(prefill, pages=pages))
-    add("EP size and step of prefill", "steps as even as the known prompts allow", rated, found[-1].decode)
+    add("EP size and step of prefill", f"prompts in fewer parts: {_size(rated)}", rated, found[-1].decode)
+    if rater.model.num_moe_layers:
+        rated = rater.cheapest("prefill", replace(prefill, pages=pages, gathered=True))
+        reason = f"experts are copied to each GPU, no row travels: {_size(rated)}; on paper, ranks do not"
+        add("experts gathered in prefill", reason, rated, found[-1].decode)
     if decode.release != LATEST:
         newer = replace(decode, pages=pages, release=LATEST)
-        newer_prefill = replace(prefill, pages=pages, release=LATEST)
-        reason = "not a layout: newer kernels, and the sizes that are best with them"
-        add(f"DeepEP of {LATEST}", reason, rater.cheapest("prefill", newer_prefill), rater.cheapest("decode", newer))
+        newer_prefill = replace(prefill, pages=pages, release=LATEST, gathered=found[-1].prefill.gathered)
+        reason = "newer kernels, and the sizes that are best with them"
+        add(NEWER, reason, rater.cheapest("prefill", newer_prefill), rater.cheapest("decode", newer))
     return found
 
 
@@ -80,8 +107,12 @@ def changes_table(found: list[Change]) -> list[list[str]]:
             [change.name, change.reason, f"{change.gpu_hours:.1f}", f"{before.gpu_hours / change.gpu_hours:.2f}x"]
         )
     last = found[-1]
-    all_together = f"{found[0].gpu_hours / last.gpu_hours:.2f}x"
-    lines.append(["all", _sizes(last.prefill, last.decode), f"{last.gpu_hours:.1f}", all_together])
+    lines.append(["all", _sizes(last.prefill, last.decode), f"{last.gpu_hours:.1f}", f"{_factor(found):.2f}x"])
+    of_layout = [change for change in found if change.name != NEWER]
+    if of_layout[0].name != AS_GIVEN:
+        of_layout = of_layout[1:]
+    if len(of_layout) < len(found):
+        lines.append(["layout alone", "full units, the same kernels", "", f"{_factor(of_layout):.2f}x"])
     return lines
 
 
@@ -93,7 +124,15 @@ class Layout:
     prefill: Rated
     decode: Rated
     pages: PageFormat
-    gpu_hours: float  # of the job
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU-hours of the job. Apart, the phase with less work waits for the other one, which is counted."""
+        sizes = self.prefill.ep_size, self.decode.ep_size
+        seconds = self.prefill.gpu_seconds / sizes[0], self.decode.gpu_seconds / sizes[1]
+        if self.mode == "colocated":
+            return sum(seconds) * sizes[0] / HOUR_S
+        return max(seconds) * sum(sizes) / HOUR_S
 
     @property
     def sizes(self) -> str:
@@ -111,13 +150,11 @@ class Layout:
             "prefill_tokens": self.prefill.batch,
             "decode_requests": self.decode.batch,
         }
-        return {"cluster": cluster} | ({"kv": {"dtype": FP8}} if self.pages.is_fp8 else {})
+        return {"cluster": cluster, "kv": {"dtype": FP8 if self.pages.is_fp8 else "auto"}}
 
 
 def job_layouts(rater: Rater, *, most_gpus: int | None) -> list[Layout]:
     """Return a job's layouts, the fewest GPU-hours first: one group of ranks, for both phases or apart.
-
-    Apart, the phase with less work waits for the other one, which is counted.
 
     Args:
         most_gpus: of a group; None: as many as there are EP sizes.
@@ -138,13 +175,10 @@ def job_layouts(rater: Rater, *, most_gpus: int | None) -> list[Layout]:
         prefills, decodes = rater.by_size("prefill", base, sizes), rater.by_size("decode", base, sizes)
         for num_prefill, prefill in prefills.items():
             for num_decode, decode in decodes.items():
-                seconds = prefill.gpu_seconds / num_prefill, decode.gpu_seconds / num_decode
                 if num_prefill == num_decode:
-                    hours = sum(seconds) * num_prefill / HOUR_S
-                    found.append(Layout("colocated", prefill, decode, pages, hours))
+                    found.append(Layout("colocated", prefill, decode, pages))
                 if most_gpus is None or num_prefill + num_decode <= most_gpus:
-                    hours = max(seconds) * (num_prefill + num_decode) / HOUR_S
-                    found.append(Layout("disaggregated", prefill, decode, pages, hours))
+                    found.append(Layout("disaggregated", prefill, decode, pages))
     if not found:
         raise ConfigError(f"no layout of at most {most_gpus} GPUs holds the model; give more nodes")
     return sorted(found, key=lambda layout: layout.gpu_hours)
@@ -156,21 +190,64 @@ def simulated_job(job: JobConfig) -> JobConfig:
     return job.model_copy(update={"cluster": cluster, "model": job.model.model_copy(update={"dtype": "fp8"})})
 
 
-def planned_layouts(run_folder: Path, job: JobConfig, model: ModelConfig) -> list[Layout]:
-    """Return the layouts for a planned job's requests on its cluster.gpu, the fewest GPU-hours first.
+def planned_rater(run_folder: Path, job: JobConfig, model: ModelConfig) -> Rater:
+    """Return the rater of a planned job's requests on its cluster.gpu.
 
     Args:
         job: see `simulated_job`.
 
     Raises:
-        ConfigError: no layout fits, or the model cannot be simulated.
+        ConfigError: the plan holds no request.
     """
     assert job.cluster.gpu is not None
-    gpu = accelerator(job.cluster.gpu, None)
     work = make_workload(WorkloadSpec(plan=str(run_folder)), part_tokens=job.cluster.prefill_tokens)
-    rater = rater_of(work, model, gpu)
+    return rater_of(work, model, accelerator(job.cluster.gpu, None))
+
+
+def planned_layouts(rater: Rater, job: JobConfig) -> list[Layout]:
+    """Return the layouts for a planned job, the fewest GPU-hours first, on at most its cluster.nodes.
+
+    Raises:
+        ConfigError: no layout fits, or the model cannot be simulated.
+    """
     nodes = job.cluster.nodes
-    return job_layouts(rater, most_gpus=None if nodes is None else nodes * gpu.gpus_per_node)
+    return job_layouts(rater, most_gpus=None if nodes is None else nodes * rater.gpu.gpus_per_node)
+
+
+def own_layout(rater: Rater, job: JobConfig) -> Layout | None:
+    """Return the layout of a job's own keys; None if it does not fit onto the GPUs."""
+    cluster, pages = job.cluster, PageFormat.of(job)
+    sizes = cluster.num_prefill_ranks, cluster.num_decode_ranks
+    prefill, decode = (Unit(size, cluster.redundant_experts, pages=pages) for size in sizes)
+    try:
+        kv_tokens_per_gpu(rater.model, prefill, rater.gpu, rater.memory_reserve)  # only whether the weights fit
+        kv_tokens = kv_tokens_per_gpu(rater.model, decode, rater.gpu, rater.memory_reserve)
+        requests = min(cluster.decode_requests, rater.requests_that_fit(kv_tokens))
+        if not requests:
+            return None
+        rated = rater.better("prefill", prefill, cluster.prefill_tokens), rater.better("decode", decode, requests)
+    except ConfigError:
+        return None
+    return Layout(cluster.mode, *rated, pages)
+
+
+def shares(rater: Rater, job: JobConfig, best: Layout) -> list[tuple[str, float | None]]:
+    """Return the GPU-hours of a job's own keys, and with one change of `best` after another; None: does not fit."""
+    keys = best.keys()
+    cluster = keys["cluster"]
+    ranks = {name: cluster[name] for name in ("mode", "prefill_ranks", "decode_ranks", "redundant_experts")}
+    found, at = [("as in this job", own_layout(rater, job))], job
+    for name, table, changed in (
+        ("ranks", "cluster", ranks),
+        ("kv.dtype", "kv", keys["kv"]),
+        ("prefill_tokens", "cluster", {"prefill_tokens": cluster["prefill_tokens"]}),
+        ("decode_requests", "cluster", {"decode_requests": cluster["decode_requests"]}),
+    ):
+        changed_table = getattr(at, table).model_copy(update=changed)
+        if changed_table != getattr(at, table):
+            at = at.model_copy(update={table: changed_table})
+            found.append((name, own_layout(rater, at)))
+    return [(name, None if layout is None else layout.gpu_hours) for name, layout in found]
 
 
 def with_layout(job: JobConfig, layout: Layout, *, output: str) -> JobConfig:
@@ -194,8 +271,17 @@ def _change(rater: Rater, name: str, reason: str, prefill: Rated, decode: Rated)
     return Change(name, reason, prefill, decode, seconds * MILLION / HOUR_S)
 
 
+def _factor(found: list[Change]) -> float:
+    return found[0].gpu_hours / found[-1].gpu_hours
+
+
 def _sizes(prefill: Rated, decode: Rated) -> str:
     return (
         f"prefill EP{prefill.ep_size}, {prefill.batch:,} tokens per GPU; decode EP{decode.ep_size}, "
         f"{decode.batch} requests per GPU"
     )
+
+
+def _size(rated: Rated) -> str:
+    """Return EP size and batch per GPU."""
+    return f"EP{rated.ep_size}, {rated.batch:,}"

@@ -55,12 +55,12 @@ def test_balance_is_never_below_its_bound_and_one_giant_shows(cluster):
     shared = np.minimum(rng.integers(0, 40, 400), prompt - 1)
     starts = np.array([0, 150, 400])
     even = PlannedWork(starts, prompt, shared, limit, np.full(400, np.nan))
-    prefill, decode = balances(even, ClusterConfig(**cluster))
+    prefill, decode, _ = balances(even, ClusterConfig(**cluster))
     assert max(prefill.tokens, prefill.attention) < 1.1
     assert 1.0 <= decode.bound <= decode.max_over_mean < 1.2
     prompt[7] = 100_000
     giant = PlannedWork(starts, prompt, shared, limit, np.full(400, np.nan))
-    prefill, decode = balances(giant, ClusterConfig(**cluster))
+    prefill, decode, _ = balances(giant, ClusterConfig(**cluster))
     assert min(prefill.tokens, prefill.attention) > 1.4
     assert 1.4 < decode.bound <= decode.max_over_mean
 
@@ -74,7 +74,7 @@ def test_without_a_known_speed_of_decode_only_jobs_that_need_none_have_a_time():
 
 def test_one_rank_and_no_request_are_even():
     empty = work_of([], [], [], [], [0])
-    prefill, decode = balances(empty, ClusterConfig(prefill_ranks=3))
+    prefill, decode, _ = balances(empty, ClusterConfig(prefill_ranks=3))
     assert (prefill.tokens, prefill.attention, decode.max_over_mean, decode.bound) == (1, 1, 1, 1)
 
 
@@ -149,6 +149,7 @@ def test_a_plan_that_learned_predicts_and_outputs_stay_the_same(earlier):
     assert summary["gpu_hours"] == pytest.approx(summary["work_s"] * 2 / 3600)
     assert summary["cost_usd"] == pytest.approx(2 * summary["gpu_hours"])
     assert "experts placed: busiest rank" in planned.err
+    assert re.search(r"time by the earlier run: [\d,.]+ prompt and [\d,.]+ generated tokens/s per rank", planned.err)
     requests = pq.read_table(earlier / "second" / "plan" / "requests.parquet").to_pylist()
     assert {item["expected_tokens"] for item in requests} == {2.0, 30.0}
     assert all(item["expected_tokens"] == min(item["max_tokens"], 30) for item in requests)
@@ -158,6 +159,9 @@ def test_a_plan_that_learned_predicts_and_outputs_stay_the_same(earlier):
     details = read_report(earlier / "second")
     found = {item.name: item for item in details.predictions}
     assert found["output_tokens"].planned == found["output_tokens"].happened == NUM_ROWS * 32
+    compared = batchinfer("report", earlier / "first", earlier / "second", "--compare").out
+    assert "change" in compared
+    assert re.search(r"second +[\d.]+ +[\d.]+ +[+-][\d.]+%", compared[compared.index("seconds on ranks") :])
     assert found["work_s"].planned == pytest.approx(summary["work_s"])
     for name in ("prefill_tokens_balance", "prefill_attention_balance"):
         assert found[name].happened == pytest.approx(found[name].planned, rel=0.05)

@@ -78,7 +78,7 @@ def test_the_plan_and_the_simulate_command_rate_the_same_units(folder):
     )
     figures = json.loads(batchinfer("simulate", spec, "--json").out)
     work = make_workload(WorkloadSpec(plan=str(folder / "both")))
-    ranks = Ranks("H800", 32, 144, 32, True, 4096, 256, None)
+    ranks = Ranks("H800", 32, 144, 32, None, 4096, 256, None)
     found = paper_speeds(work.prompt_tokens, work.cached_tokens, work.output_tokens, V3, ranks)
     gpu_seconds = work.new_tokens.sum() / found.prefill_tokens_per_s
     gpu_seconds += (work.output_tokens - 1).sum() / found.decode_tokens_per_s
@@ -180,6 +180,7 @@ def test_a_suggested_layout_is_a_job_that_plan_takes(folder):
     ended = batchinfer("plan", job, "--suggest")
     assert ended.code == 0, ended.err
     assert "decode_requests = " in ended.out
+    assert "  as in this job: does not fit\n" in ended.out
     again = batchinfer("plan", folder / "suggest-suggested.toml")
     assert again.code == 0, again.err
     hours = [

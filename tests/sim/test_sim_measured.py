@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from itertools import product
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from support.jobs import batchinfer
 
 V3_FOLDER = Path(__file__).parents[2] / "jobs" / "models" / "deepseek-v3"
 V3 = load_model_config(V3_FOLDER)
+RATES = {"fp8_block": 1e12, "bfloat16": 1e12, "nvfp4": 4e12}  # per millisecond
 ROWS, WIDTHS = (1, 16, 256, 4096), (256, 2048, 16384)
 
 
@@ -37,20 +39,22 @@ def package(tmp_path, monkeypatch):
     (tmp_path / PACKAGE / "__init__.py").write_text("")
     data = systems / "data" / "h200_sxm"
     products = [
-        {"gemm_dtype": dtype, "m": m, "n": n, "k": k, "latency": 3e-3 + 2 * m * n * k / 1e12}
-        for dtype, m, n, k in product(("fp8_block", "bfloat16"), ROWS, WIDTHS, WIDTHS)
+        {"gemm_dtype": dtype, "m": m, "n": n, "k": k, "latency": 3e-3 + 2 * m * n * k / rate}
+        for (dtype, rate), m, n, k in product(RATES.items(), ROWS, WIDTHS, WIDTHS)
     ]
     shape = {"hidden_size": 7168, "inter_size": 2048, "num_experts": 256, "topk": 8, "moe_tp_size": 1}
     experts = [
         shape
         | {
-            "moe_dtype": "fp8_block",
+            "moe_dtype": dtype,
             "moe_ep_size": ep,
             "num_tokens": m,
             "distribution": loads,
-            "latency": busiest * m / ep,
+            "latency": busiest * m / ep * RATES["fp8_block"] / RATES[dtype],
         }
-        for ep, m, (loads, busiest) in product((1, 8), (8, 4096), (("balanced", 0.001), ("power_law_1.01", 0.002)))
+        for dtype, ep, m, (loads, busiest) in product(
+            ("fp8_block", "nvfp4"), (1, 8), (8, 4096), (("balanced", 0.001), ("power_law_1.01", 0.002))
+        )
     ]
     latent = [
         {"num_heads": 128, "kv_cache_dtype": kv, "batch_size": batch, "isl": 1, "step": tokens - 1, "latency": 0.05}
@@ -72,6 +76,7 @@ def package(tmp_path, monkeypatch):
         table(data / "mla" / engine, "context_mla_perf", latent)
         table(data / "mla_bmm" / engine, "mla_bmm_perf", absorb)
     table(data / "comm" / "nccl", "nccl_perf", collectives)
+    shutil.copytree(data, data.with_name("b200_sxm"))
     monkeypatch.syspath_prepend(tmp_path)
     measured_rates.cache_clear()
     yield systems
@@ -170,6 +175,23 @@ def sample(path: Path, *changes: dict) -> Path:
     return path
 
 
+def test_rows_in_fp4_take_its_rates_where_such_checkpoints_have_it(package, tmp_path):
+    path = sample(tmp_path / "sample.csv", {"system": "b200_sxm"}, {"system": "b200_sxm", "precision": "fp4"})
+    (fp8, fp4), left_out = against.read_rows(path, V3)
+    assert not left_out
+    gpus = [against.measured_gpu(row) for row in (fp8, fp4)]
+    shape = 4096.0, 16384, 16384
+    assert product_s(*shape, gpus[1], has_fp4=True) < 0.3 * product_s(*shape, gpus[0], has_fp4=True)
+    assert product_s(*shape, gpus[1]) == pytest.approx(product_s(*shape, gpus[0]))  # in BF16, at the same rate here
+    experts = {"experts": 256, "topk": 8, "masked": True}
+    times = [gpu.rates.experts_s(16.0, 32, 7168, 2048, **experts) for gpu in gpus]
+    assert times[1] == pytest.approx(times[0] / 4)
+    assert against.predict(fp4, V3, gpus[1]).token_s < against.predict(fp8, V3, gpus[0]).token_s
+    assert sorted(against.compared(path, V3, "all")["groups"]) == [
+        "DeepSeek-R1 B200 trtllm", "DeepSeek-R1 B200 trtllm in FP4", "all", "all in FP4"
+    ]  # fmt: skip
+
+
 def test_layouts_that_are_not_known_are_left_out_with_the_reason(tmp_path):
     path = sample(
         tmp_path / "sample.csv",
@@ -188,7 +210,7 @@ def test_layouts_that_are_not_known_are_left_out_with_the_reason(tmp_path):
         "attention is tensor-parallel",
         "experts are not split over the GPUs of attention",
         "sizes or batch are missing",
-        "weights in FP4",
+        "weights in FP4, which Hopper lacks",
     ]
     assert [row.index for row in against.read_rows(path, V3, "even")[0]] == [0, 6]
     assert against.read_rows(path, V3, "odd")[0] == []
@@ -218,10 +240,10 @@ def test_simulate_against_prints_errors_by_group_next_to_those_of_aiconfigurator
     assert errors["rows"] == 1
     assert errors["tpot"]["median"] == pytest.approx(pair["tpot_s_predicted"] / 0.05 - 1)
     assert found["groups"]["all"]["aiconfigurator"]["tpot"]["median"] == pytest.approx(0.1)
-    assert found["left_out"] == {"weights in FP4": 1}
+    assert found["left_out"] == {"weights in FP4, which Hopper lacks": 1}
     shown = batchinfer("simulate", "--against", path, "--model", V3_FOLDER)
     assert "DeepSeek-R1 H200 trtllm" in shown.out
-    assert "weights in FP4" in shown.out
+    assert "weights in FP4, which Hopper lacks" in shown.out
 
 
 def test_simulate_takes_a_spec_or_measurements(tmp_path):
