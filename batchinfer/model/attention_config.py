@@ -55,10 +55,6 @@ class AttentionConfig(ABC):
         """Whether a prompt can go on after any token of a shared prefix, by the rows of that prefix alone."""
         return self.state_bytes(1) == 0
 
-    def layer_kind(self, layer: int) -> int:
-        """Return a number that layers of equal shapes have in common; one for all where layers do not differ."""
-        return 0
-
     @property
     @abstractmethod
     def rotary_dim(self) -> int:

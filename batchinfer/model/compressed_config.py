@@ -111,9 +111,6 @@ class CompressedConfig(AttentionConfig):
         waiting = sum(one.state_values for one in self._all() if one.overlaps or not stored)
         return windows + waiting * _STATE_BYTES
 
-    def layer_kind(self, layer: int) -> int:
-        return self.ratios[layer]
-
     def _all(self) -> list[Compressor]:
         return [one for layer in range(len(self.ratios)) for one in self.compressors(layer)]
 

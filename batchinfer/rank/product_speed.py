@@ -21,7 +21,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -29,6 +28,7 @@ from batchinfer import own_process
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.pages import pages_for
 from batchinfer.launch.product_speed import MeasuredSteps
+from batchinfer.model.attention_config import LayerMatrices
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.memory_split import MemorySplit, slot_size
 from batchinfer.model.moe import YieldPoint
@@ -89,9 +89,9 @@ def measure(packed: PackedFolder, steps: MeasuredSteps) -> tuple[float, float]:
     return steps.prefill_tokens / prefill_s, steps.decode_requests / decode_s
 
 
-def layer_kind(config: ModelConfig, layer: int) -> tuple[Any, ...]:
+def layer_kind(config: ModelConfig, layer: int) -> tuple[bool, LayerMatrices]:
     """Return what sets the time of a layer's products apart from that of other layers."""
-    return config.is_moe_layer(layer), config.attention.layer_kind(layer)
+    return config.is_moe_layer(layer), config.attention.matrices(config.hidden_size, layer)
 
 
 def prefill_step(num_tokens: int, prompt_tokens: int, vocab_size: int) -> StepInput:
