@@ -36,6 +36,8 @@ LONG, WAVES = DRAWN | {"max_tokens": 60, "n": 6}, {"decode_requests": 1, "commit
 JOURNEYS = {
     "samples": {"sampling": DRAWN | {"n": 3}},
     "penalties": {"sampling": DRAWN | {"presence_penalty": 0.7, "min_tokens": 3, "logit_bias": {"40": 2.0}}},
+    "greedy": {"sampling": {"max_tokens": 12, "n": 1}},
+    "stop strings": {"sampling": DRAWN | {"stop": ["e", "the", "a b"], "min_tokens": 2}},
     "structured": {"sampling": {"max_tokens": 12, "structured_outputs": {"regex": "[a-c]{2,9}x"}}},
     "scores": {"sampling": DRAWN | {"prompt_logprobs": 2}},
     "choices": {"input": {"choices": "options"}, "sampling": {"max_tokens": 0}},
@@ -137,15 +139,17 @@ def test_a_kv_store_serves_streamed_and_resident_runs_alike(folder, converted, d
     assert found[2] == found[3]
 
 
-def test_kills_at_random_moments_leave_the_same_outputs(folder, converted):
+@pytest.mark.parametrize("dtype", first_in_make_test(("int4", "bfloat16", "float32", "fp8")))
+def test_kills_at_random_moments_leave_the_same_outputs(folder, converted, dtype):
     """Rank, controller, or both are killed again and again; a run that is left alone then finishes the job."""
-    draw, model, num_kills = random.Random(60), converted("int4"), Counter()
-    calm = run(folder, model, "calm-int4", "resident", sampling=LONG)
-    job = job_of(folder, model, "killed", "stream", sampling=LONG, cluster=WAVES)
+    draw, model, num_kills = random.Random(60), converted(dtype), Counter()
+    calm = run(folder, model, f"calm-{dtype}", "resident", sampling=LONG)
+    name = f"killed-{dtype}"
+    job = job_of(folder, model, name, "stream", sampling=LONG, cluster=WAVES)
     for deed in ("rank", "controller", "both") * 4:
         process = start("run", job)
         try:
-            _wait_for_more_results(folder / "killed", process)
+            _wait_for_more_results(folder / name, process)
             time.sleep(draw.uniform(0, 0.15))
             if process.poll() is not None:
                 break
@@ -166,7 +170,7 @@ def test_kills_at_random_moments_leave_the_same_outputs(folder, converted):
     assert len(num_kills) == 3
     ended = batchinfer("run", job)
     assert ended.code == 0, ended.err
-    assert output_bytes(folder / "killed") == calm
+    assert output_bytes(folder / name) == calm
 
 
 def test_a_rank_stays_within_slots_kv_and_a_fixed_part(folder, converted):
