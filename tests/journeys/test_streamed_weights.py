@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
+import subprocess
 import time
 from collections import Counter
 from contextlib import suppress
@@ -19,7 +21,7 @@ from batchinfer.model.config import load_model_config
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_mode import split_for
 from support.jobs import batchinfer, output_bytes, question, start, write_job, write_questions, write_shard
-from support.paths import RANDOM_MODEL
+from support.paths import RANDOM_MODEL, TESTS
 from support.small_disks import small_disk
 from support.tiers import first_in_make_test
 
@@ -27,6 +29,7 @@ __all__ = ["small_disk"]
 
 pytestmark = pytest.mark.usefixtures("cpp")
 
+FAULTY_READS = TESTS / "support" / "faulty_reads.c"
 DTYPES = ("bfloat16", "int4", "float32", "fp8")
 # several steps of either kind in a sweep; prompts are cut between them
 SMALL_STEPS = {"prefill_tokens": 90, "decode_requests": 3}
@@ -36,6 +39,8 @@ LONG, WAVES = DRAWN | {"max_tokens": 60, "n": 6}, {"decode_requests": 1, "commit
 JOURNEYS = {
     "samples": {"sampling": DRAWN | {"n": 3}},
     "penalties": {"sampling": DRAWN | {"presence_penalty": 0.7, "min_tokens": 3, "logit_bias": {"40": 2.0}}},
+    "greedy": {"sampling": {"max_tokens": 12, "n": 1}},
+    "stop strings": {"sampling": DRAWN | {"stop": ["e", "the", "a b"], "min_tokens": 2}},
     "structured": {"sampling": {"max_tokens": 12, "structured_outputs": {"regex": "[a-c]{2,9}x"}}},
     "scores": {"sampling": DRAWN | {"prompt_logprobs": 2}},
     "choices": {"input": {"choices": "options"}, "sampling": {"max_tokens": 0}},
@@ -137,15 +142,17 @@ def test_a_kv_store_serves_streamed_and_resident_runs_alike(folder, converted, d
     assert found[2] == found[3]
 
 
-def test_kills_at_random_moments_leave_the_same_outputs(folder, converted):
+@pytest.mark.parametrize("dtype", first_in_make_test(("int4", "bfloat16", "float32", "fp8")))
+def test_kills_at_random_moments_leave_the_same_outputs(folder, converted, dtype):
     """Rank, controller, or both are killed again and again; a run that is left alone then finishes the job."""
-    draw, model, num_kills = random.Random(60), converted("int4"), Counter()
-    calm = run(folder, model, "calm-int4", "resident", sampling=LONG)
-    job = job_of(folder, model, "killed", "stream", sampling=LONG, cluster=WAVES)
+    draw, model, num_kills = random.Random(60), converted(dtype), Counter()
+    calm = run(folder, model, f"calm-{dtype}", "resident", sampling=LONG)
+    name = f"killed-{dtype}"
+    job = job_of(folder, model, name, "stream", sampling=LONG, cluster=WAVES)
     for deed in ("rank", "controller", "both") * 4:
         process = start("run", job)
         try:
-            _wait_for_more_results(folder / "killed", process)
+            _wait_for_more_results(folder / name, process)
             time.sleep(draw.uniform(0, 0.15))
             if process.poll() is not None:
                 break
@@ -166,7 +173,7 @@ def test_kills_at_random_moments_leave_the_same_outputs(folder, converted):
     assert len(num_kills) == 3
     ended = batchinfer("run", job)
     assert ended.code == 0, ended.err
-    assert output_bytes(folder / "killed") == calm
+    assert output_bytes(folder / name) == calm
 
 
 def test_a_rank_stays_within_slots_kv_and_a_fixed_part(folder, converted):
@@ -277,6 +284,49 @@ def test_a_file_that_ends_early_is_one_sentence_and_the_run_goes_on_when_it_is_w
     ended = batchinfer("run", job)
     assert ended.code == 0, ended.err
     assert output_bytes(folder / "damaged") == calm
+
+
+@pytest.fixture(scope="module")
+def faulty_reads(tmp_path_factory):
+    """A library to preload, see faulty_reads.c."""
+    library = tmp_path_factory.mktemp("faulty") / "faulty_reads.so"
+    compiler = shutil.which("cc") or shutil.which("g++")
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-x", "c", FAULTY_READS, "-o", library], check=True)
+    return library
+
+
+@pytest.mark.parametrize(
+    ("deed", "words"),
+    [("EIO", "cannot be read: Input/output error"), ("torn", "it ends after"), ("short", None)],
+    ids=["EIO", "torn", "short"],
+)
+def test_reads_that_fail_in_the_middle_are_one_sentence_and_short_ones_are_finished(
+    folder, converted, faulty_reads, monkeypatch, deed, words
+):
+    model, name = converted("bfloat16"), f"reads-{deed}"
+    calm = run(folder, model, f"calm-{deed}", "resident", sampling=LONG)
+    job = job_of(folder, model, name, "stream", sampling=LONG, cluster=WAVES)
+    layer = model / "layer-00002.safetensors"
+    # it is read once in each sweep
+    faulty = {"LD_PRELOAD": faulty_reads, "FAULTY_FILE": layer, "FAULTY_AFTER": 30, "FAULTY_DEED": deed}
+    with monkeypatch.context() as of_process:
+        for variable, value in faulty.items():
+            of_process.setenv(variable, str(value))
+        process = start("run", job)
+    try:
+        _, err = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == (0 if words is None else 2), err
+    sentences = [line for line in err.splitlines() if line.startswith("error: ")]
+    if words is not None:
+        (sentence,) = sentences
+        assert str(layer) in sentence
+        assert words in sentence
+        assert "results are kept: run the same command to go on" in sentence
+    ended = batchinfer("run", job)
+    assert ended.code == 0, ended.err
+    assert output_bytes(folder / name) == calm
 
 
 @pytest.mark.parametrize(
