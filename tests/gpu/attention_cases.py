@@ -52,8 +52,8 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
                     names = (registry.INVARIANT, *([PIECES] if is_mixed and not is_long else []), *behind)
                     cases.append(Case("mla_decode", words, make, names, published))
     words = f"{prompts[0]} prompts of {prompts[1]}, {dims.heads} heads"
-    behind = (3, 40, 128) if is_tiny else (64, 128, 4096)
-    family = "{} prompts of {} behind {}".format(*behind) + f", {dims.heads} heads"
+    sizes = (3, 40, 128) if is_tiny else (64, 128, 4096)
+    family = "{} prompts of {} behind {}".format(*sizes) + f", {dims.heads} heads"
     prefills = ("triton", DESCRIPTORS, AHEAD)
     pieces = f"{long[0]} x {dims.heads} heads, KV {long[1]}, mixed"
     return [
@@ -61,8 +61,8 @@ def attention_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
         Case("spread_queries", pieces, partial(_spread, dims, *long)),
         Case("merge_pieces", pieces, partial(_merge, dims, *long)),
         Case("mla_prefill", words, partial(_prefill, dims, *prompts), (*prefills, "sdpa")),
-        Case("mla_prefill", family, partial(_prefill, dims, *behind), prefills),
-        Case("mla_prefill", f"{family}, keys for each", partial(_prefill, dims, *behind, is_apart=True), prefills),
+        Case("mla_prefill", family, partial(_prefill, dims, *sizes), prefills),
+        Case("mla_prefill", f"{family}, keys for each", partial(_prefill, dims, *sizes, is_apart=True), prefills),
         Case("mla_prefill_fp8", words, partial(_prefill, dims, *prompts, is_fp8=True)),
         Case("rope_and_cache", f"{tokens} x {dims.heads} heads", partial(_positions, dims, tokens)),
         Case("rope_and_cache_fp8", f"{tokens} x {dims.heads} heads", partial(_positions, dims, tokens, is_fp8=True)),

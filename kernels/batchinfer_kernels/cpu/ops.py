@@ -426,7 +426,7 @@ def mla_decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, scale: 
 
     A request without tokens gives zeros. Requests with the same first pages read these pages together.
     """
-    lists = map(torch.Tensor.contiguous, keys[1:-1])
+    lists = map(torch.Tensor.contiguous, keys[1:4])
     return library().mla_decode(q_THW.contiguous(), keys.pages, *lists, latent_dim, scale)
 
 
@@ -450,7 +450,7 @@ def gqa_decode(q_THA: torch.Tensor, keys: PagedKeys, form: GqaForm) -> torch.Ten
 
     With windows, each request reads its pages alone.
     """
-    lists = map(torch.Tensor.contiguous, keys[1:-1])
+    lists = map(torch.Tensor.contiguous, keys[1:4])
     return library().gqa_decode(q_THA.contiguous(), keys.pages, *lists, *_form(form))
 
 

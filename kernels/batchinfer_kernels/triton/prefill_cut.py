@@ -42,7 +42,7 @@ class Work:
 
 
 class _Request(NamedTuple):
-    index: int
+    place: int
     start: int  # first row
     num_tokens: int
     context: int
@@ -67,7 +67,7 @@ class _Piece:
         last = -(-request.context // PAGE_TOKENS) - 1
         for key in range(first, first + -(-(stop - first) // step) * step, PAGE_TOKENS):
             page = min(key // PAGE_TOKENS, last)
-            self.places.append(request.index * table_width + page)
+            self.places.append(request.place * table_width + page)
             self.valid.append(min(PAGE_TOKENS, request.context - page * PAGE_TOKENS))
         return made
 
@@ -108,7 +108,7 @@ def cut(
             piece = pieces[-1]
             if prefix_key is None:
                 prefix_key = piece.add_pages(request, width, 0, prefix, tile_keys)
-            own_keys[request.index] = piece.add_pages(request, width, prefix, request.context, tile_keys)
+            own_keys[request.place] = piece.add_pages(request, width, prefix, request.context, tile_keys)
             if not _fits(stack, request, prefix, tile_rows):
                 _close(piece, stack, prefix_key, prefix, own_keys)
             if request.num_tokens <= tile_rows:
@@ -116,7 +116,7 @@ def cut(
                 continue
             for row in range(request.start, request.stop, tile_rows):
                 behind = min(row + tile_rows, request.stop)
-                tile = row, request.stop, prefix_key, prefix, own_keys[request.index]
+                tile = row, request.stop, prefix_key, prefix, own_keys[request.place]
                 piece.tiles.append((request.context - request.stop + behind, tile))
         if stack and prefix_key is not None:
             _close(pieces[-1], stack, prefix_key, prefix, own_keys)
@@ -173,7 +173,7 @@ def _close(piece: _Piece, stack: list[_Request], prefix_key: int, prefix: int, o
     """Add the program of the stacked requests, if there are any, and empty the stack."""
     if stack:
         keys = prefix + sum(one.context - prefix for one in stack)
-        piece.tiles.append((keys, (stack[0].start, stack[-1].stop, prefix_key, prefix, own_keys[stack[0].index])))
+        piece.tiles.append((keys, (stack[0].start, stack[-1].stop, prefix_key, prefix, own_keys[stack[0].place])))
         stack.clear()
 
 
