@@ -68,7 +68,10 @@ class Deals:
             tokens_per_rank=tokens_per_rank,
             part_tokens=work.part_tokens,
         )
-        return Skews(*max_over_mean(loads).tolist()) if len(loads) else Skews(1.0, 1.0)
+        if not len(loads):
+            return Skews(1.0, 1.0)
+        tokens, attention = max_over_mean(loads).tolist()
+        return Skews(tokens, attention)
 
     def decode(self, num_ranks: int, requests_per_rank: int) -> Balance:
         """Return the balance of KV tokens while a unit is full; even if the workload does not fill one."""
@@ -95,7 +98,8 @@ class Deals:
             expected += int(self._workload.expanded_tokens[part].sum())
         if not steps:
             return Skews(1.0, 1.0)
-        return Skews(*max_over_mean(np.concatenate(steps)).tolist(), expanded / expected)
+        tokens, attention = max_over_mean(np.concatenate(steps)).tolist()
+        return Skews(tokens, attention, expanded / expected)
 
     def _decode_balance(self, num_ranks: int, requests_per_rank: int) -> Balance:
         work, num_slots = self._workload, num_ranks * requests_per_rank

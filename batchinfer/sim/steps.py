@@ -134,9 +134,9 @@ def _gathered_step(
     return replace(step, by_stage=by_stage, bottleneck=bottleneck)
 
 
-def layer_expert_bytes(model: ModelConfig) -> float:
+def layer_expert_bytes(model: ModelConfig) -> int:
     """Return the bytes of a layer's routed experts in FP8."""
-    return float(3 * model.hidden_size * model.moe_intermediate_size * model.n_routed_experts)
+    return 3 * model.hidden_size * model.moe_intermediate_size * model.n_routed_experts
 
 
 @lru_cache(maxsize=100_000)
