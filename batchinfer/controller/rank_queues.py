@@ -122,9 +122,14 @@ class RankQueues:
             # the rank of the request before finds what the two share
             is_next = dealt and self._last_of_rank.get(rank) is dealt[-1]
             found = shared_tokens if is_next else self._found(rank, request)
-            replicated, end = max(0, shared_tokens - found), min(end, most_cached[place])
-            cached_tokens = shared_tokens if self.counts_as_dealt else request.cached_tokens
-            dealt.append(request.dealt(shared_tokens, replicated, end, cached_tokens))
+            dealt.append(
+                request.dealt(
+                    shared_tokens,
+                    replicated_tokens=max(0, shared_tokens - found),
+                    counted_tokens=min(end, most_cached[place]),
+                    cached_tokens=shared_tokens if self.counts_as_dealt else request.cached_tokens,
+                )
+            )
             self._last_of_rank[rank] = dealt[-1]
         self._waiting.append(dealt, choices, expected, after_tokens=after_tokens)
         return dealt

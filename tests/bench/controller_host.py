@@ -25,7 +25,6 @@ from outside_the_model import write_prompts  # noqa: E402
 from support.jobs import start  # noqa: E402
 from support.scripted_ranks import ScriptedGroup, controller_of  # noqa: E402
 
-
 WARM_ROWS = 300
 
 
