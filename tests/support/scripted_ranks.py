@@ -135,8 +135,10 @@ class _Rank:
 
 
 def _record(kind: str, num_requests: int, num_tokens: int) -> StepRecord:
-    counts = dict.fromkeys(("cached_tokens", "kv_tokens", "largest_kv_tokens", "pages_used", "expert_rows"), 0)
-    times = {"start_s": time.time(), "duration_s": 0.01, "comm_s": 0.0, "exposed_comm_s": 0.0}
+    counts: dict[str, Any] = dict.fromkeys(
+        ("cached_tokens", "kv_tokens", "largest_kv_tokens", "pages_used", "expert_rows"), 0
+    )
+    times: dict[str, Any] = {"start_s": time.time(), "duration_s": 0.01, "comm_s": 0.0, "exposed_comm_s": 0.0}
     return StepRecord(
         kind=kind, num_requests=num_requests, new_tokens=num_tokens, output_tokens=num_requests, micro_batches=1,
         placement=0, wait_comm_s=None, hidden_comm_s=None, fallback_calls=0, **counts, **times,
@@ -173,4 +175,5 @@ def controller_of(job_file: Path, group: ScriptedGroup) -> Iterator[Controller]:
         tracer = Tracer(enabled=False)
         controller = work._controller(run, manifest, job, session, stop, tracer, ranks, claims, units, progress)
         controller.sender.experts.history.ranks_loaded({role: ["here"] for role in group.ranks_of_role})
-        yield replace(controller, start_ranks=lambda: None)
+        started: Any = lambda: None  # noqa: E731
+        yield replace(controller, start_ranks=started)
