@@ -4,6 +4,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import NamedTuple
 
 PHASES = ("prefill", "decode")  # the two kinds of steps of the model, which are counted apart
 COMPUTE, SEND, RECEIVE, FLIGHT, WAIT = "compute", "send", "receive", "flight", "wait"  # kinds of Span, of experts' rows
@@ -179,9 +180,8 @@ class Sampling:
         return self.temperature == 0.0 or self.max_tokens == 0
 
 
-@dataclass(frozen=True, slots=True)
-class RequestKey:
-    """The key of results: never the id, which may repeat."""
+class RequestKey(NamedTuple):
+    """The key of results: never the id, which may repeat. A tuple, since it is hashed many times per request."""
 
     shard: int
     row: int
@@ -214,6 +214,14 @@ class Request:
     def most_cached_tokens(self) -> int:
         """Leading prompt tokens whose KV may come from elsewhere; the others run, since their logits are needed."""
         return (self.score_from or len(self.token_ids)) - 1
+
+    def dealt(self, shared_tokens: int, replicated_tokens: int, counted_tokens: int, cached_tokens: int) -> "Request":
+        """Return the request with these counts; `dataclasses.replace` takes several times as long."""
+        return Request(
+            self.key, self.unit, self.token_ids, self.sampling, self.sampling_key, cached_tokens, shared_tokens,
+            replicated_tokens, counted_tokens, self.kept_tokens, self.last_units, self.prompt_group,
+            self.expected_tokens, self.score_from, self.branch_points,
+        )  # fmt: skip
 
     @property
     def num_alternatives(self) -> int:

@@ -6,6 +6,7 @@ tokens and attention work (balance/prefill_steps.py). A rank without requests ta
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -85,35 +86,52 @@ class RankQueues:
         """
         if not requests:
             return []
-        prompts = [request.token_ids for request in requests]
         before = _shared_tokens(self._last_dealt, requests[0]) if self._last_dealt is not None else 0
         if is_fresh:
             before = requests[0].cached_tokens
-        order = longest_first(
-            np.array([0, *map(common_tokens, prompts, prompts[1:])]),
-            np.array([self._expected(request) for request in requests]),
-            most_cached_tokens=np.array([request.most_cached_tokens for request in requests]),
+        prompts = [request.token_ids for request in requests]
+        common = [0, *map(common_tokens, prompts, prompts[1:])]
+        most_cached = [request.most_cached_tokens for request in requests]
+        expected = np.array(list(map(self._expected, requests)))
+        order_N = longest_first(
+            np.array(common),
+            expected,
+            most_cached_tokens=np.array(most_cached),
             before_tokens=before,
             after_tokens=after_tokens,
         )
+        order, expected = order_N.tolist(), expected[order_N]
         ordered = [requests[index] for index in order]
-        shared = [min(before, ordered[0].most_cached_tokens), *map(_shared_tokens, ordered, ordered[1:])]
+        shared = [min(before, most_cached[order[0]])]
+        for previous, index in pairwise(order):
+            is_known = index == previous + 1  # most requests stay behind the one before them
+            found = common[index] if is_known else common_tokens(prompts[previous], prompts[index])
+            shared.append(min(found, most_cached[index]))
         self._last_dealt = ordered[-1]
         choices = deal_prefixes(
             np.array([len(request.token_ids) for request in ordered]),
             np.array(shared),
-            np.array([self._expected(request) * self._with_decode for request in ordered]),
+            expected * self._with_decode,
             num_ranks=len(self._ranks),
             load_of_rank=np.array([self._load(rank) for rank in self._ranks]),
         )
         counted = counted_tokens([request.token_ids for request in ordered], shared, results or [])
-        dealt = []
-        for request, shared_tokens, end, index in zip(ordered, shared, counted, choices.tolist(), strict=True):
-            changed = replace(request, shared_tokens=shared_tokens, counted_tokens=min(end, request.most_cached_tokens))
-            if self.counts_as_dealt:
-                changed = replace(changed, cached_tokens=shared_tokens)
-            dealt.append(self._give(changed, self._ranks[index]))
-        self._append(dealt, choices, after_tokens)
+        dealt: list[Request] = []
+        for request, place, end, index in zip(ordered, order, counted, choices.tolist(), strict=True):
+            shared_tokens, rank = shared[len(dealt)], self._ranks[index]
+            # the rank of the request before finds what the two share
+            is_next = dealt and self._last_of_rank.get(rank) is dealt[-1]
+            found = shared_tokens if is_next else self._found(rank, request)
+            dealt.append(
+                request.dealt(
+                    shared_tokens,
+                    replicated_tokens=max(0, shared_tokens - found),
+                    counted_tokens=min(end, most_cached[place]),
+                    cached_tokens=shared_tokens if self.counts_as_dealt else request.cached_tokens,
+                )
+            )
+            self._last_of_rank[rank] = dealt[-1]
+        self._waiting.append(dealt, choices, expected, after_tokens=after_tokens)
         return dealt
 
     def take(self, rank: int, count: int, num_tokens: int | None = None) -> TakenWork:
@@ -138,19 +156,15 @@ class RankQueues:
         del self._last_of_rank[busiest]
         if left := self._waiting[busiest]:
             self._last_of_rank[busiest] = max(left, key=lambda item: item.place).request
-        taken = [self._give(request, rank) for request in given]
-        self._append(taken, np.full(len(taken), self._ranks.index(rank)))
+        taken = []
+        for request in given:
+            replicated = max(0, request.shared_tokens - self._found(rank, request))
+            taken.append(replace(request, replicated_tokens=replicated))
+            self._last_of_rank[rank] = taken[-1]
+        self._waiting.append(
+            taken, np.full(len(taken), self._ranks.index(rank)), np.array(list(map(self._expected, taken)))
+        )
         return taken
-
-    def _append(self, requests: list[Request], index_of_rank: np.ndarray, after_tokens: int | None = None) -> None:
-        expected = np.array([self._expected(request) for request in requests])
-        self._waiting.append(requests, index_of_rank, expected, after_tokens=after_tokens)
-
-    def _give(self, request: Request, rank: int) -> Request:
-        """Return the request with the tokens that the rank has to compute again, and note it as the rank's last one."""
-        replicated = max(0, request.shared_tokens - self._found(rank, request))
-        self._last_of_rank[rank] = replace(request, replicated_tokens=replicated)
-        return self._last_of_rank[rank]
 
     def _found(self, rank: int, request: Request) -> int:
         """Return the prompt tokens that a rank has computed with its last request."""

@@ -1,6 +1,8 @@
 """Requests of a work unit read from the plan, and its results as rows."""
 
 from dataclasses import replace
+from itertools import starmap
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,15 @@ COUNTS = (
     "prompt_tokens", "cached_memory_tokens", "cached_disk_tokens", "replicated_tokens", "recomputed_tokens",
     "computed_tokens", "reasoning_tokens", "kv_tokens_sum",
 )  # fmt: skip
+_TEXTS = ("text", "token_ids", "reasoning", "logprobs", "prompt_logprobs")
+# column of a result file -> attribute of a completion
+_ATTRIBUTES = {
+    **{name: name for name in (*_TEXTS, *COUNTS, "unit", "error", "finish_reason", "stop_reason", "structured_valid")},
+    **{name: f"key.{name}" for name in ("shard", "row", "sample")},
+    **{name: f"times.{name}" for name in ("admitted_s", "first_token_s", "finished_s")},
+}
+# an error row has null texts and zero counts
+_OF_AN_ERROR = {"status": "error", **dict.fromkeys(_TEXTS), **dict.fromkeys((*COUNTS, "completion_tokens"), 0)}
 
 
 def read_unit(
@@ -34,31 +45,39 @@ def read_unit(
     groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
     with own_parquet(run.requests, manifest) as file:
         table = file.read_row_groups(list(groups))
-    samplings: dict[tuple[str | None, int], Sampling] = {}
-    requests = []
-    items = table.to_pylist()
-    shared_with_next = [*(item["cached_tokens"] for item in items[1:]), after_tokens]
-    for item, next_tokens in zip(items, shared_with_next, strict=True):
-        how = item["sampling"], item["max_tokens"]
-        if how not in samplings:
-            sampling = default if how[0] is None else sampling_from_json(how[0])
-            samplings[how] = replace(sampling, max_tokens=how[1])
-        requests.append(
-            Request(
-                key=RequestKey(item["shard"], item["row"], item["sample"]),
-                unit=item["unit"],
-                token_ids=item["token_ids"],
-                sampling=samplings[how],
-                sampling_key=item["sampling_key"],
-                cached_tokens=item["cached_tokens"],
-                score_from=item["score_from"],
-                kept_tokens=max(item["cached_tokens"], next_tokens),
-                last_units=tuple(item["last_units"] or ()),
-                prompt_group=item["prompt_group"],
-                expected_tokens=item["expected_tokens"],
-            )
-        )
-    return requests
+    columns = {name: table[name].to_pylist() for name in table.schema.names if name not in ("token_ids", "last_units")}
+    cached = columns["cached_tokens"]
+    how_N = list(zip(columns["sampling"], columns["max_tokens"], strict=True))
+    samplings = {
+        how: replace(default if how[0] is None else sampling_from_json(how[0]), max_tokens=how[1]) for how in set(how_N)
+    }
+    not_dealt = [0] * len(cached)
+    fields = zip(
+        map(RequestKey, columns["shard"], columns["row"], columns["sample"]),
+        columns["unit"],
+        _lists(table["token_ids"]),
+        map(samplings.__getitem__, how_N),
+        columns["sampling_key"],
+        cached,
+        not_dealt,  # shared, replicated and counted tokens
+        not_dealt,
+        not_dealt,
+        map(max, cached, [*cached[1:], after_tokens]),
+        map(tuple, _lists(table["last_units"])),
+        columns["prompt_group"],
+        columns["expected_tokens"],
+        columns["score_from"],
+        strict=True,
+    )
+    return list(starmap(Request, fields))
+
+
+def _lists(column: pa.ChunkedArray) -> list[list[int]]:
+    """Convert lists of integers, a null to an empty list; `to_pylist` makes a scalar of each value first."""
+    lists = column.combine_chunks()
+    ends = lists.value_lengths().fill_null(0).to_numpy().cumsum().tolist()
+    values = lists.flatten().to_numpy().tolist()
+    return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def kv_tokens(units: list[dict[str, Any]]) -> tuple[int, int]:
@@ -68,26 +87,15 @@ def kv_tokens(units: list[dict[str, Any]]) -> tuple[int, int]:
 
 def result_table(completions: list[Completion]) -> pa.Table:
     """Convert finished requests to rows of a result file (schemas.RESULTS), column by column."""
-    failed = [completion.error is not None for completion in completions]
-    # an error row has null texts and zero counts
-    good = [None if completion.error is not None else completion for completion in completions]
-    columns: dict[str, list[Any] | pa.Array] = {
-        "status": ["error" if is_failed else "ok" for is_failed in failed],
-        "text": [item and item.text for item in good],
-        "token_ids": [item and item.token_ids for item in good],
-        "completion_tokens": [len(item.token_ids) if item else 0 for item in good],
-        "reasoning": [item and item.reasoning for item in good],
-        "logprobs": _logprob_lists([item.logprobs if item else None for item in good]),
-        "prompt_logprobs": _logprob_lists([item.prompt_logprobs if item else None for item in good]),
-    }
-    for name in ("unit", "error", "finish_reason", "stop_reason", "structured_valid"):
-        columns[name] = [getattr(completion, name) for completion in completions]
-    for name in COUNTS:
-        columns[name] = [getattr(item, name) if item else 0 for item in good]
-    for name in ("shard", "row", "sample"):
-        columns[name] = [getattr(completion.key, name) for completion in completions]
-    for name in ("admitted_s", "first_token_s", "finished_s"):
-        columns[name] = [getattr(completion.times, name) for completion in completions]
+    columns: dict[str, Any] = {name: list(map(attrgetter(of), completions)) for name, of in _ATTRIBUTES.items()}
+    failed = [place for place, error in enumerate(columns["error"]) if error is not None]
+    columns["status"] = ["ok"] * len(completions)
+    columns["completion_tokens"] = list(map(len, columns["token_ids"]))
+    for name, value in _OF_AN_ERROR.items():
+        for place in failed:
+            columns[name][place] = value
+    for name in ("logprobs", "prompt_logprobs"):
+        columns[name] = _logprob_lists(columns[name])
     return pa.table(columns, schema=RESULTS.schema)
 
 

@@ -199,12 +199,13 @@ def cut_into_pieces(
     Returns:
         The pieces of each rank in the order in which they run, and whether they fill steps evenly.
     """
-    shared_N = np.array([own_shared(request) for request in requests])
+    shared = [own_shared(request) for request in requests]
+    shared_N = np.array(shared)
     plans = _plan_within(requests, shared_N, index_of_rank, num_ranks, room, answer_tokens)
     pieces: list[list[WaitingPiece]] = [[] for _ in range(num_ranks)]
     if plans is None:
         for place, (request, index) in enumerate(zip(requests, index_of_rank.tolist(), strict=True)):
-            start, end = int(shared_N[place]), len(request.token_ids)
+            start, end = shared[place], len(request.token_ids)
             piece = PromptPiece(request.key, end, end - start, begins=True, ends_step=False)
             pieces[index].append(WaitingPiece(request, first_place + place, start, piece))
         return (_with_branch_points(pieces, after_of_rank) if room.keeps_states else pieces), False
@@ -212,9 +213,9 @@ def cut_into_pieces(
         ends_step_P = np.diff(steps.step_P, append=steps.num_steps) > 0
         columns = (steps.prompt_P, steps.start_P, steps.end_P, ends_step_P)
         for prompt, start, end, ends_step in zip(*(column.tolist() for column in columns), strict=True):
-            begins = start == own_shared(requests[prompt])
-            piece = PromptPiece(requests[prompt].key, end, end - start, begins, ends_step)
-            of_rank.append(WaitingPiece(requests[prompt], first_place + prompt, start, piece))
+            request = requests[prompt]
+            piece = PromptPiece(request.key, end, end - start, start == shared[prompt], ends_step)
+            of_rank.append(WaitingPiece(request, first_place + prompt, start, piece))
     return (_with_branch_points(pieces, after_of_rank) if room.keeps_states else pieces), True
 
 

@@ -12,6 +12,7 @@ reaches 100 % whatever the lengths of the outputs are.
 """
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,12 +173,14 @@ class WorkProgress(Meter):
 
     def finished(self, completions: list[Completion]) -> None:
         """Count requests that have ended, with an output or an error row."""
-        for completion in completions:
-            self._kept += (completion.computed_tokens, len(completion.token_ids))
-            self._planned_of_kept += self._plan_U2[completion.unit] / max(self._requests_U[completion.unit], 1)
-        if completions:
-            self.requests.advance(len(completions))
-            self._update()
+        if not completions:
+            return
+        computed = sum(completion.computed_tokens for completion in completions)
+        self._kept += (computed, sum(len(completion.token_ids) for completion in completions))
+        for unit, count in Counter(completion.unit for completion in completions).items():
+            self._planned_of_kept += self._plan_U2[unit] * (count / max(self._requests_U[unit], 1))
+        self.requests.advance(len(completions))
+        self._update()
 
     def committed(self) -> None:
         """Note that all ended requests are on disk."""

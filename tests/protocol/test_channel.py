@@ -227,7 +227,7 @@ def test_the_end_after_the_last_message_is_no_news(ends):
         (b"\xc1", "invalid opcode"),
         (b"\x93\x01\x02\x03", "Expected `object`"),
         (encode(Leave()), "Invalid value 'Leave'"),  # what only a controller sends
-        (encode(KvRead([RequestKey(1, "two", 0)])), r"Expected `int`, got `str` - at `\$.keys\[0\].row`"),
+        (encode(KvRead([RequestKey(1, "two", 0)])), r"Expected `int`, got `str` - at `\$.keys\[0\]\[1\]`"),
         (encode(KvRead([KEY]))[:-1], "truncated"),
     ],
     ids=["empty", "damaged", "no message", "the other way", "another shape", "cut"],

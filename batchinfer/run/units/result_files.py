@@ -83,7 +83,7 @@ def result_keys(path: Path) -> list[RequestKey]:
     """Return the requests whose results a result file has."""
     with own_file(path):
         table = pq.read_table(path, columns=["shard", "row", "sample"])
-    return [RequestKey(item["shard"], item["row"], item["sample"]) for item in table.to_pylist()]
+    return list(map(RequestKey, *(table[name].to_pylist() for name in ("shard", "row", "sample"))))
 
 
 def memory_tokens(path: Path) -> dict[RequestKey, int]:
