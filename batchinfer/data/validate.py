@@ -25,7 +25,7 @@ from batchinfer.data.parquet import own_parquet, table_writer
 from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch
 from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.row_values import VALUES, first_lost_null, rows_with_tools, without_nulls
-from batchinfer.data.schemas.internal import TOKENS
+from batchinfer.data.schemas.internal import TOKENS, smallest_token_type, with_token_type
 from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
@@ -33,7 +33,7 @@ from batchinfer.records import Sampling, Shard
 from batchinfer.whole_files import Publisher
 
 GROUP_ROWS = 16384  # rows per row group of tokens/<shard>.parquet
-GROUP_BYTES = 32 << 20
+GROUP_BYTES = 16 << 20
 MOST_WARNINGS = 20  # different ones of a shard
 OTHER_WARNINGS = "other parts of structured outputs have no effect, too"
 _FOUND = b"batchinfer.found"  # key of the file's metadata that has ShardRows as JSON
@@ -120,7 +120,7 @@ def tokenize_shard(
         ConfigError: the target cannot be written, or a value of a kept column does not fit.
     """
     checker = _RowChecker(shard, job, encoders, limits, known, kept, id_type)
-    with table_writer(target, TOKENS.schema, plain="token_ids", manifest=manifest, publisher=publisher) as writer:
+    with table_writer(target, checker.schema, plain="token_ids", manifest=manifest, publisher=publisher) as writer:
         for table in _grouped(checker.checked_batches(progress)):
             writer.write_table(table)
         writer.add_key_value_metadata({_FOUND: json.dumps(asdict(checker.found))})
@@ -194,6 +194,7 @@ class _RowChecker:
         self._kept = kept
         self._s3 = job.s3
         self._window = limits.window
+        self.schema = with_token_type(TOKENS.schema, smallest_token_type(limits.vocab_size))
         self._job_sampling = job.sampling.to_sampling()
         self._sampling, self._choices = job.input.sampling, job.input.choices
         self._of_prompts = encoders.columns
@@ -255,13 +256,13 @@ class _RowChecker:
         ids = self._ids.of(batch)
         if self._problem is not None:
             batch.blame_all(self._problem)
-            prompts = pa.nulls(num_rows, TOKENS.schema.field("token_ids").type)
+            prompts = pa.nulls(num_rows, self.schema.field("token_ids").type)
         else:
             prompts = self._prompts.checked(batch, started.prompts)
         lengths = list_lengths(prompts)
         n, max_tokens, sampling = self._samplings(batch)
         self._prompts.check_room(batch, lengths, max_tokens)
-        choices = pa.nulls(num_rows, TOKENS.schema.field("choices").type)
+        choices = pa.nulls(num_rows, self.schema.field("choices").type)
         if self._choice_checks is not None and started.choices is not None:
             choices = self._choice_checks.checked(batch, started.choices, lengths)
         for row in batch.errors:
@@ -277,14 +278,14 @@ class _RowChecker:
                 pa.array(np.arange(num_rows) + self.found.num_rows, pa.int64()),
                 ids,
                 pa.array(n, pa.int32()),
-                _without(prompts, is_bad).cast(TOKENS.schema.field("token_ids").type),
+                _without(prompts, is_bad).cast(self.schema.field("token_ids").type),
                 pa.array(np.where(is_bad, 0, np.minimum(max_tokens, room)), pa.int32()),
                 pa.array(sampling, pa.string()),
                 pa.array(errors, pa.string()),
                 pa.array(np.zeros(num_rows, bool) if batch.holds_control is None else batch.holds_control),
-                _without(choices, is_bad).cast(TOKENS.schema.field("choices").type),
+                _without(choices, is_bad).cast(self.schema.field("choices").type),
             ],
-            schema=TOKENS.schema,
+            schema=self.schema,
         )
 
     def _samplings(self, batch: RowBatch) -> tuple[np.ndarray, np.ndarray, list[str | None]]:

@@ -29,7 +29,8 @@ def cut_units(
     """
     if len(new_tokens) == 0:
         return np.zeros(1, dtype=np.int64)
-    work = np.cumsum(new_tokens.astype(np.int64) + max_tokens)
+    work = np.add(new_tokens, max_tokens, dtype=np.int64)
+    np.cumsum(work, out=work)
     held = np.cumsum(new_tokens if prompt_tokens is None else prompt_tokens, dtype=np.int64)
     nodes = max(1.0, num_ranks / NODE)
     least = MIN_UNIT_TOKENS * max(1.0, num_ranks / SMALL_GROUP)

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas.internal import ANSWER_DIGEST, DUPLICATES, PLAN_UNITS, REQUESTS
+from batchinfer.data.schemas.internal import ANSWER_DIGEST, DUPLICATES, PLAN_UNITS, REQUESTS, with_token_type
 from batchinfer.data.schemas.table import TOKEN_IDS
 from batchinfer.manifest import Manifest
 from batchinfer.plan.answer_digests import answer_digests
@@ -20,12 +20,12 @@ from batchinfer.plan.prefix.in_memory import last_units
 from batchinfer.plan.prefix.prompt_parts import SortedPrompts, offsets_of
 from batchinfer.plan.prompt_groups import group_ids
 from batchinfer.plan.requests import PlannedRequests
-from batchinfer.plan.rows import RowTable
+from batchinfer.plan.rows import RowTable, take
 from batchinfer.plan.scored import scored_first
 from batchinfer.rundir import RunDir
 
 ROW_GROUP_REQUESTS = 4096
-ROW_GROUP_TOKENS = 1 << 24  # so that a row group of long prompts fits into memory too
+ROW_GROUP_TOKENS = 1 << 20  # a writer needs some 20 bytes per token of a row group
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class WrittenPlan:
     work: PlannedWork
     requests: PlannedRequests
     prefix_places: np.ndarray | slice  # [Q] int64, each request's place in prefix order; a slice: the same order
-    digests: pa.ChunkedArray  # [Q] answer digests
+    digests: pa.ChunkedArray  # [Q] answer digests, if they were asked for
 
 
 def write_plan(
@@ -49,6 +49,8 @@ def write_plan(
     num_ranks: int,
     block_tokens: int,
     answer_lengths: dict[int, float],
+    token_type: pa.DataType,
+    with_digests: bool = False,
 ) -> WrittenPlan:
     """Write plan/{requests,units,duplicates}.parquet.
 
@@ -59,24 +61,30 @@ def write_plan(
         num_ranks: ranks of the group that works on a unit.
         block_tokens: tokens per block of the KV store.
         answer_lengths: known answer lengths by prompt group.
+        token_type: of the token ids of `prompts`.
+        with_digests: whether to return the answer digests, too.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    prompt_tokens, max_tokens = rows.num_tokens[planned.row_index], rows.max_tokens[planned.row_index]
+    prompt_tokens = rows.num_tokens[planned.row_index]
+    max_tokens = take(rows.max_tokens, planned.row_index)
     planned, order, starts = _in_units(planned, prompt_tokens, max_tokens, num_ranks)
     keys, prompt_tokens, max_tokens = keys[order], prompt_tokens[order], max_tokens[order]
-    expected_tokens = np.full(len(prompt_tokens), np.nan, dtype=np.float32)
-    last_units = _last_units(starts, planned.shared_tokens, prompt_tokens, block_tokens)
+    expected_tokens = np.broadcast_to(np.float32(np.nan), len(prompt_tokens))
+    if answer_lengths:
+        expected_tokens = expected_tokens.copy()
+    last_units = _last_units(starts, planned.shared_tokens, block_tokens)
     cursor = _PromptCursor(prompts)
     found_digests = []
     units = []
     num_row_groups = 0
-    with table_writer(run.requests, REQUESTS.schema, plain="token_ids", manifest=manifest) as writer:
+    schema = with_token_type(REQUESTS.schema, token_type)
+    with table_writer(run.requests, schema, plain="token_ids", manifest=manifest) as writer:
         for unit, (first, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
             first_row_group = num_row_groups
             for part, token_ids in _row_groups(cursor, first, planned.place[first:end], prompt_tokens[first:end]):
-                groups, expected_tokens[part] = group_ids(
+                groups, expected = group_ids(
                     token_ids.flatten().to_numpy(),
                     offsets_of(prompt_tokens[part]),
                     planned.group_depth[part],
@@ -85,10 +93,13 @@ def write_plan(
                 )
                 samplings = rows.sampling_digest[rows.sampling_code[planned.row_index[part]]]
                 found = answer_digests(token_ids, samplings, max_tokens[part], planned.score_from[part], keys[part])
-                found_digests.append(found)
+                if with_digests:
+                    found_digests.append(found)
+                if answer_lengths:
+                    expected_tokens[part] = expected
                 writer.write_table(
                     _request_table(
-                        rows, planned, keys, unit, part, token_ids, found, groups, expected_tokens[part], last_units
+                        schema, rows, planned, keys, unit, part, token_ids, found, groups, expected, last_units
                     )
                 )
                 num_row_groups += 1
@@ -134,15 +145,12 @@ def _unit_totals(
     }
 
 
-def _last_units(
-    unit_starts: np.ndarray, shared_tokens: np.ndarray, lengths: np.ndarray, block_tokens: int
-) -> dict[int, list[int]]:
+def _last_units(unit_starts: np.ndarray, shared_tokens: np.ndarray, block_tokens: int) -> dict[int, list[int]]:
     """Return the last unit that needs each KV block, for blocks that are needed after the unit that computes them.
 
     The key is the request that is the first to compute the blocks; only its leading blocks outlive its unit.
     """
-    unit_of_request = np.repeat(np.arange(len(unit_starts) - 1), np.diff(unit_starts))
-    first, last = last_units(shared_tokens, lengths, unit_of_request, block_tokens=block_tokens)
+    first, last = last_units(shared_tokens, unit_starts, block_tokens=block_tokens)
     found: dict[int, list[int]] = {}
     for request, unit in zip(first.tolist(), last.tolist(), strict=True):
         found.setdefault(request, []).append(unit)
@@ -178,12 +186,11 @@ class _PromptCursor:
             else:
                 self._first += len(self._lists)
                 self._lists = _as_lists(next(self._parts))
-        return pa.concat_arrays(taken).cast(TOKEN_IDS)
+        return pa.concat_arrays(taken)
 
 
 def _as_lists(part: SortedPrompts) -> pa.Array:
-    tokens = part.token_ids.view(np.int32) if part.token_ids.itemsize == 4 else part.token_ids  # cast when taken
-    return pa.ListArray.from_arrays(pa.array(part.offsets.astype(np.int32)), pa.array(tokens))
+    return pa.ListArray.from_arrays(pa.array(part.offsets.astype(np.int32)), pa.array(part.token_ids))
 
 
 def _row_groups(
@@ -210,6 +217,7 @@ def _row_groups(
 
 
 def _request_table(
+    schema: pa.Schema,
     rows: RowTable,
     planned: PlannedRequests,
     keys: np.ndarray,
@@ -231,15 +239,15 @@ def _request_table(
         "sampling_key": keys[part],
         "sampling": pa.array(overrides, pa.string()),
         "max_tokens": rows.max_tokens[index],
-        "cached_tokens": planned.cached_tokens[part].astype(np.int32),
-        "score_from": planned.score_from[part].astype(np.int32),
+        "cached_tokens": planned.cached_tokens[part],
+        "score_from": planned.score_from[part],
         "prompt_group": groups,
         "answer_digest": digests,
         "expected_tokens": pa.array(expected_tokens, pa.float32(), from_pandas=True),  # NaN becomes null
         "last_units": pa.array([last_units.get(place) for place in range(part.start, part.stop)], TOKEN_IDS),
         "token_ids": token_ids,
     }
-    return pa.table(columns, schema=REQUESTS.schema)
+    return pa.table(columns, schema=schema)
 
 
 def _duplicate_table(rows: RowTable, planned: PlannedRequests) -> pa.Table:

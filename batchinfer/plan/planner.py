@@ -22,7 +22,7 @@ from batchinfer.config import PAGE_TOKENS, JobConfig
 from batchinfer.config.model_folder import config_file
 from batchinfer.data.encoders import Encoders
 from batchinfer.data.expert_tables import write_expert_tables
-from batchinfer.data.schemas.internal import PLAN_SUMMARY
+from batchinfer.data.schemas.internal import PLAN_SUMMARY, smallest_token_type
 from batchinfer.data.shard_schemas import id_type
 from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.manifest import Manifest
@@ -57,6 +57,8 @@ from batchinfer.rundir import RunDir, check_no_bad_rows, read_state, shards_of_s
 
 PREFIX_MEMORY_BYTES = 64 << 20  # for token ids; a job with more than a quarter of it is sorted on disk
 NAMED_KEYS = 20  # of config.json, in a warning
+LARGE_BYTES = 1 << 20
+M_MMAP_THRESHOLD = -3  # of glibc's mallopt
 
 
 def plan_job(
@@ -237,13 +239,15 @@ def _plan(
     prepared.encoders.close()
     _release_freed_memory()  # of the rows' texts
     refuse_unreadable_input(shards)
+    _return_large_arrays()
+    token_type = smallest_token_type(model.vocab_size)
     with (
         Stage("planning", "ordering the requests"),
         PrefixStream(
             run.plan_scratch,
             block_tokens=PAGE_TOKENS,
             memory_bytes=PREFIX_MEMORY_BYTES,
-            token_type=np.uint16 if model.vocab_size <= 1 << 16 else np.uint32,
+            token_type=token_type.to_pandas_dtype(),
         ) as prefixes,
     ):
         rows = load_rows(run, manifest, shards, job.sampling.to_sampling(), prefixes.add)
@@ -262,6 +266,8 @@ def _plan(
             num_ranks=max(job.cluster.num_prefill_ranks, job.cluster.num_decode_ranks),
             block_tokens=block_tokens(job, model),
             answer_lengths=prepared.learned.answer_lengths,
+            token_type=token_type,
+            with_digests=prepared.answers is not None,
         )
     answers = prepared.answers
     reused = reused_before(run, written, rows, state) if answers is None else answers.take(written, rows, run)
@@ -291,6 +297,16 @@ def _plan(
         note(f"warning: no number of nodes finishes within {hours}: a work unit or the longest answer takes longer")
     write_rows(run.summary, manifest, PLAN_SUMMARY.schema, summary)
     return shards, summary, {} if reused is None else {REUSED: reused.record}
+
+
+def _return_large_arrays() -> None:
+    """Let glibc return each freed array of LARGE_BYTES or more to the system at once.
+
+    By default glibc raises that limit to the size of the largest array that was freed, and then keeps the others.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def _release_freed_memory() -> None:

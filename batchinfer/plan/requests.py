@@ -7,25 +7,28 @@ import numpy as np
 from batchinfer.manifest import Manifest
 from batchinfer.plan.prefix import PrefixPlan
 from batchinfer.plan.prompt_groups import group_depths
-from batchinfer.plan.rows import RowTable, first_equal, load_ids
+from batchinfer.plan.rows import RowTable, first_equal, load_ids, take
 from batchinfer.records import Shard, sampling_key
 from batchinfer.rundir import RunDir
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequests:
-    """Requests in the order of execution (Q), and duplicates (D); indices are rows of the RowTable."""
+    """Requests in the order of execution (Q), and duplicates (D); indices are rows of the RowTable.
 
-    row_index: np.ndarray  # [Q] int64
-    place: np.ndarray  # [Q] int64, place of the prompt in the prefix plan's order; increasing except after scored.py
-    sample: np.ndarray  # [Q] int32; for a row with choices, the number of the choice
-    cached_tokens: np.ndarray  # [Q] int64, prompt tokens predicted to be in memory
-    score_from: np.ndarray  # [Q] int64, see records.Request: of the first sample
-    shared_tokens: np.ndarray  # [Q] int64, like cached_tokens, but the last token may be among them
-    group_depth: np.ndarray  # [Q] int32, common tokens of the request's prompt group (prompt_groups.py)
-    duplicate_row: np.ndarray  # [D] int64
-    duplicate_sample: np.ndarray  # [D] int32
-    original_row: np.ndarray  # [D] int64, the row (its first sample) that answers it
+    The integers are int32 where they fit; a column of equal values may be a view of one.
+    """
+
+    row_index: np.ndarray  # [Q]
+    place: np.ndarray  # [Q], place of the prompt in the prefix plan's order; increasing except after scored.py
+    sample: np.ndarray  # [Q]; for a row with choices, the number of the choice
+    cached_tokens: np.ndarray  # [Q], prompt tokens predicted to be in memory
+    score_from: np.ndarray  # [Q], see records.Request: of the first sample
+    shared_tokens: np.ndarray  # [Q], like cached_tokens, but the last token may be among them
+    group_depth: np.ndarray  # [Q], common tokens of the request's prompt group (prompt_groups.py)
+    duplicate_row: np.ndarray  # [D]
+    duplicate_sample: np.ndarray  # [D]
+    original_row: np.ndarray  # [D], the row (its first sample) that answers it
     distinct_tokens: int
 
 
@@ -39,28 +42,32 @@ def plan_requests(rows: RowTable, prefixes: PrefixPlan) -> PlannedRequests:
     order, lengths = prefixes.order, rows.num_tokens
     greedy = rows.is_greedy[rows.sampling_code]
     original = _originals(rows, greedy, order, prefixes.shared_tokens)
-    is_computed = ~greedy | (original == np.arange(len(lengths)))
-    counts = np.where(greedy, 1, rows.n) * is_computed
-    place = np.repeat(np.arange(len(order)), counts[order])
+    places = np.arange(len(order), dtype=order.dtype)
+    is_computed = ~greedy | (original == places)
+    one, none = np.int32(1), np.int32(0)
+    counts = (np.where(greedy, one, rows.n) * is_computed)[order]
+    place = np.repeat(places, counts)
     row_index = order[place]
-    sample = _ranges(counts[order]).astype(np.int32)
+    sample = _ranges(counts)
     # the first sample of a prompt finds what its predecessor shares; further samples all but their last token
-    cached = np.where(sample == 0, prefixes.cached_tokens[row_index], lengths[row_index] - 1)
-    score_from = np.where(sample == 0, rows.score_from[row_index], 0)
-    cached = np.where(score_from > 0, np.minimum(cached, score_from - 1), cached)  # the others give logits
+    cached = np.where(sample == 0, prefixes.cached_tokens[row_index], lengths[row_index] - one)
+    score_from = np.broadcast_to(none, len(place))
+    if rows.score_from.any():
+        score_from = np.where(sample == 0, rows.score_from[row_index], none)
+        cached = np.where(score_from > 0, np.minimum(cached, score_from - one), cached)  # the others give logits
     shared = np.where(sample == 0, prefixes.shared_tokens[row_index], lengths[row_index])
-    num_copies = np.where(greedy, rows.n - is_computed, 0)
-    duplicate_row = np.repeat(np.arange(len(lengths)), num_copies)
+    num_copies = np.where(greedy, rows.n - is_computed, none)
+    duplicate_row = np.repeat(places, num_copies)
     return PlannedRequests(
         row_index=row_index,
         place=place,
-        sample=sample + rows.choice[row_index],
+        sample=sample + rows.choice[row_index] if rows.choice.any() else sample,
         cached_tokens=cached,
         score_from=score_from,
         shared_tokens=shared,
         group_depth=group_depths(prefixes.shared_tokens[order])[place],
         duplicate_row=duplicate_row,
-        duplicate_sample=(_ranges(num_copies) + (is_computed + rows.choice)[duplicate_row]).astype(np.int32),
+        duplicate_sample=_ranges(num_copies) + (is_computed + rows.choice)[duplicate_row],
         original_row=original[duplicate_row],
         distinct_tokens=prefixes.distinct_tokens,
     )
@@ -74,11 +81,11 @@ def sampling_keys(
     planned: PlannedRequests,
 ) -> np.ndarray:
     """Return [Q] uint64, the keys of the requests' random draws; 0 for greedy requests, which have no draws."""
-    keys = np.zeros(len(planned.row_index), dtype=np.uint64)
-    codes = rows.sampling_code[planned.row_index]
+    codes = take(rows.sampling_code, planned.row_index)
     sampled = np.flatnonzero(~rows.is_greedy[codes])
     if len(sampled) == 0:
-        return keys
+        return np.broadcast_to(np.uint64(0), len(codes))
+    keys = np.zeros(len(codes), dtype=np.uint64)
     names = {shard.index: shard.name for shard in shards}
     ids = load_ids(run, manifest, shards)
     for place in sampled:
@@ -93,7 +100,7 @@ def sampling_keys(
 
 def _originals(rows: RowTable, greedy: np.ndarray, order: np.ndarray, shared_tokens: np.ndarray) -> np.ndarray:
     """Return [R] for each greedy row the first equal row in input order, for each other row the row itself."""
-    original = np.arange(len(order))
+    original = np.arange(len(order), dtype=order.dtype)
     lengths = rows.num_tokens[order]
     repeats = np.zeros(len(order), dtype=bool)
     repeats[1:] = (shared_tokens[order][1:] == lengths[1:]) & (lengths[1:] == lengths[:-1])
@@ -114,5 +121,7 @@ def _originals(rows: RowTable, greedy: np.ndarray, order: np.ndarray, shared_tok
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:
-    """Return the concatenated ranges 0 .. c - 1 of all counts c."""
-    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    """Return the concatenated ranges 0 .. c - 1 of all counts c as int32."""
+    if counts.max(initial=0) <= 1:
+        return np.broadcast_to(np.int32(0), int(counts.sum()))
+    return (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.int32)

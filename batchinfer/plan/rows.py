@@ -14,15 +14,12 @@ from batchinfer.data.parquet import own_parquet
 from batchinfer.manifest import Manifest
 from batchinfer.plan.answer_digests import sampling_digest
 from batchinfer.plan.prefetch import prefetched
-from batchinfer.plan.prefix.prompt_parts import offsets_of
+from batchinfer.plan.prefix.prompt_parts import index_type, offsets_of
 from batchinfer.records import Sampling, Shard, sampling_from_json
 from batchinfer.rundir import RunDir
 
 COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error", "control_tokens", "choices"]
-_TYPES = {
-    "shard": np.int32, "row": np.int64, "n": np.int32, "max_tokens": np.int32, "code": np.int32, "length": np.int64,
-    "choice": np.int32, "score_from": np.int64,
-}  # fmt: skip
+_NAMES = ("shard", "row", "n", "max_tokens", "code", "length", "choice", "score_from")
 BATCH_ROWS = 1024
 NO_CODE = -1  # code of null: a row with the job's own sampling
 
@@ -55,10 +52,14 @@ class SamplingTexts:
 
 @dataclass(frozen=True, slots=True)
 class RowTable:
-    """The good rows of all shards in input order (R rows), one per choice of a row with choices: 42 bytes per row."""
+    """The good rows of all shards in input order (R rows), one per choice of a row with choices.
+
+    The integers are int32 where they fit. A column of equal values, of which a job has many, is a view of one value,
+    so that most jobs need 12 bytes per row.
+    """
 
     shard: np.ndarray  # [R] int32
-    row: np.ndarray  # [R] int64
+    row: np.ndarray  # [R] int32, or int64 for a shard of more rows than that
     n: np.ndarray  # [R] int32, samples
     max_tokens: np.ndarray  # [R] int32
     sampling_code: np.ndarray  # [R] int32, index into sampling_texts or NO_CODE
@@ -66,9 +67,9 @@ class RowTable:
     is_greedy: np.ndarray  # [C + 1] bool, by sampling_code of the C overrides; NO_CODE finds the job's own
     seed: np.ndarray  # [C + 1] int64, the same of seeds
     sampling_digest: np.ndarray  # [C + 1, 2] uint64, the same of settings that decide an answer (answer_digests.py)
-    num_tokens: np.ndarray  # [R] int64
+    num_tokens: np.ndarray  # [R] int32
     choice: np.ndarray  # [R] int32, the row's choice that ends this prompt; 0 for a row without choices
-    score_from: np.ndarray  # [R] int64, see records.Request
+    score_from: np.ndarray  # [R] int32, see records.Request
     num_bad: int  # output rows of bad input rows
     num_input_rows: int
     num_control: int  # input rows whose text holds control tokens
@@ -99,7 +100,9 @@ def load_rows(
     Raises:
         ConfigError: a file of the run folder is damaged.
     """
-    rows = _GrowingColumns(sum(shard.num_rows for shard in shards if shard.problem is None))
+    readable = [shard.num_rows for shard in shards if shard.problem is None]
+    of_row = index_type(max(readable, default=0))
+    rows = {name: _GrowingColumn(sum(readable), of_row if name == "row" else np.int32) for name in _NAMES}
     texts = SamplingTexts()
     num_bad = num_input_rows = num_control = 0
     for shard, batch in _batches(run, manifest, shards, COLUMNS):
@@ -111,16 +114,17 @@ def load_rows(
         codes = _codes(good["sampling"], texts)
         for prompts in prompts_of(good["token_ids"], good["choices"]):
             add_prompts(prompts.token_ids, prompts.offsets)
-            rows.add(
-                len(prompts.row),
-                shard=shard.index,
+            found = {
+                "shard": np.full(len(prompts.row), shard.index, dtype=np.int32),
                 **{name: good[name].to_numpy()[prompts.row] for name in ("row", "n", "max_tokens")},
-                code=codes[prompts.row],
-                length=np.diff(prompts.offsets),
-                choice=prompts.choice,
-                score_from=prompts.score_from,
-            )
-    columns = rows.columns
+                "code": codes[prompts.row],
+                "length": np.diff(prompts.offsets),
+                "choice": prompts.choice,
+                "score_from": prompts.score_from,
+            }
+            for name, column in rows.items():
+                column.add(found[name])
+    columns = {name: column.values for name, column in rows.items()}
     is_greedy, seed, scores_prompt, *digest = _by_code(texts, default)
     return RowTable(
         shard=columns["shard"],
@@ -135,34 +139,52 @@ def load_rows(
         num_tokens=columns["length"],
         choice=columns["choice"],
         # from the choice on, or from the second token on where the prompt's log-probabilities are wanted
-        score_from=np.where(columns["score_from"] == 0, scores_prompt[columns["code"]], columns["score_from"]),
+        score_from=np.where(columns["score_from"] == 0, scores_prompt[columns["code"]], columns["score_from"])
+        if scores_prompt.any()
+        else columns["score_from"],
         num_bad=num_bad,
         num_input_rows=num_input_rows,
         num_control=num_control,
     )
 
 
-class _GrowingColumns:
-    """Columns of rows that come batch by batch, in arrays of the likely size: many small ones would leave gaps."""
+class _GrowingColumn:
+    """A column that comes batch by batch, as one array of its likely size: many small ones would leave gaps in memory.
 
-    def __init__(self, likely_rows: int) -> None:
-        self._arrays = {name: np.empty(likely_rows, dtype) for name, dtype in _TYPES.items()}
-        self._num_rows = 0
+    As long as all values are equal, only one is kept.
 
-    def add(self, num_rows: int, **columns: np.ndarray | int) -> None:
-        """Add rows with a value, or [num_rows] values, of each column."""
-        end = self._num_rows + num_rows
-        for name, values in columns.items():
-            if end > len(self._arrays[name]):
-                more = np.empty(max(end, 2 * self._num_rows) - len(self._arrays[name]), _TYPES[name])
-                self._arrays[name] = np.concatenate([self._arrays[name], more])
-            self._arrays[name][self._num_rows : end] = values
-        self._num_rows = end
+    Args:
+        likely_size: values that are expected.
+    """
+
+    def __init__(self, likely_size: int, dtype: type[np.signedinteger] = np.int32) -> None:
+        self._likely_size = likely_size
+        self._array = np.zeros(1, dtype=dtype)
+        self._is_constant = True
+        self._size = 0
+
+    def add(self, values: np.ndarray) -> None:
+        """Add the next values ([K] integers)."""
+        if len(values) == 0:
+            return
+        if self._size == 0:
+            self._array[0] = values[0]
+        end = self._size + len(values)
+        if self._is_constant and (values != self._array[0]).any():
+            self._is_constant, value = False, self._array[0]
+            self._array = np.empty(max(self._likely_size, end), dtype=self._array.dtype)
+            self._array[: self._size] = value
+        if not self._is_constant:
+            if end > len(self._array):
+                more = np.empty(max(end, 2 * self._size) - len(self._array), dtype=self._array.dtype)
+                self._array = np.concatenate([self._array, more])
+            self._array[self._size : end] = values
+        self._size = end
 
     @property
-    def columns(self) -> dict[str, np.ndarray]:
-        """[num_rows] each."""
-        return {name: array[: self._num_rows] for name, array in self._arrays.items()}
+    def values(self) -> np.ndarray:
+        """[num_values] integers; read-only if all are equal."""
+        return np.broadcast_to(self._array, self._size) if self._is_constant else self._array[: self._size]
 
 
 def _by_code(texts: SamplingTexts, default: Sampling) -> Iterator[np.ndarray]:
@@ -176,6 +198,11 @@ def _by_code(texts: SamplingTexts, default: Sampling) -> Iterator[np.ndarray]:
     )
     found = np.fromiter(asked, dtype="bool,i8,bool,u8,u8")
     return (found[name] for name in found.dtype.names or ())
+
+
+def take(column: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return the values of a column of a RowTable at `index` ([K] integers); of equal values, a view of one."""
+    return np.broadcast_to(column[:1], len(index)) if column.strides == (0,) and len(column) else column[index]
 
 
 def load_ids(run: RunDir, manifest: Manifest, shards: list[Shard]) -> RowIds:

@@ -36,7 +36,7 @@ def count_plan(
         "unreadable_shards": sum(shard.problem is not None for shard in shards),
         "control_rows": rows.num_control,
         "duplicates": len(requests.duplicate_row),
-        "input_tokens": int((lengths * rows.n).sum()),
+        "input_tokens": int(np.multiply(lengths, rows.n, dtype=np.int64).sum()),
         "duplicate_tokens": int(lengths[requests.duplicate_row].sum()),
         "computed_tokens": int((work.prompt_tokens - work.shared_tokens).sum()),
         "distinct_tokens": requests.distinct_tokens + tokens_scored_again(requests, lengths[requests.row_index]),

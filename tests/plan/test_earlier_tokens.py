@@ -51,7 +51,7 @@ def tokenized(folder, job: JobConfig, monkeypatch) -> tuple[pa.Table, int]:
         earlier = EarlierTokens(FolderStorage(RunDir(folder / "run")), fingerprint).of(shard)
         known = None if earlier is None else earlier.take
         target = folder / "again.parquet"
-        limits = PromptLimits(window=2048, vocab_size=1 << 20)
+        limits = PromptLimits(window=2048, vocab_size=1024)
         tokenize_shard(shard, job, encoders, limits, target, lambda num_rows: None, known=known)
     monkeypatch.undo()
     return pq.read_table(target), sum(num_encoded)

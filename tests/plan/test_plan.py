@@ -66,9 +66,9 @@ def test_the_last_unit_of_a_block_is_that_of_the_last_prompt_that_begins_with_it
     prompts = [rng.integers(0, 2, rng.integers(1, 20)).tolist() for _ in range(rng.integers(1, 60))]
     plan = plan_of(prompts)
     ordered = [prompts[place] for place in plan.order]
-    lengths = np.array([len(prompt) for prompt in ordered])
-    units = np.sort(rng.integers(0, 4, len(prompts)))
-    first, last = last_units(plan.shared_tokens[plan.order], lengths, units, block_tokens=block_tokens)
+    units = np.unique(np.sort(rng.integers(0, 4, len(prompts))), return_inverse=True)[1]
+    unit_starts = np.append(np.flatnonzero(np.diff(units, prepend=-1)), len(units))
+    first, last = last_units(plan.shared_tokens[plan.order], unit_starts, block_tokens=block_tokens)
     expected, seen = [], set()
     for place, prompt in enumerate(ordered):
         for end in range(block_tokens, len(prompt) + 1, block_tokens):

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
+
 from batchinfer.config import PAGE_TOKENS, SamplingConfig
 from batchinfer.manifest import Manifest, file_checksums
 from batchinfer.plan.plan_tables import write_plan
@@ -48,6 +50,7 @@ def main(folder: Path, memory_bytes: int) -> None:
             num_ranks=1,
             block_tokens=PAGE_TOKENS,
             answer_lengths={},
+            token_type=pa.uint32(),
         )
         seconds["merge and write"] = time.monotonic() - started - sum(seconds.values())
     # not getrusage: its maximum begins with that of the process that started this one

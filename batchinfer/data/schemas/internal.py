@@ -13,13 +13,32 @@ TOKENS = table(
     ("row", pa.int64(), "position of the row in its shard"),
     ("id", pa.string(), "the row's id as text; null when the input has none"),
     ("n", pa.int32(), "samples asked for (output rows of this input row)"),
-    ("token_ids", TOKEN_IDS, "prompt tokens; null for a bad row"),
+    ("token_ids", TOKEN_IDS, "prompt tokens (see `with_token_type`); null for a bad row"),
     ("max_tokens", pa.int32(), "new tokens allowed, cut to the model's window; 0 for a bad row"),
     ("sampling", pa.string(), "the row's resolved sampling as JSON; null: the job's own"),
     ("error", pa.string(), "why the row is bad; null: it is good"),
     ("control_tokens", pa.bool_(), "whether its text holds control tokens"),
     ("choices", pa.list_(TOKEN_IDS), "tokens of each choice; null for a bad row, or where the job has no choices"),
 )
+
+
+def with_token_type(schema: pa.Schema, token_type: pa.DataType) -> pa.Schema:
+    """Return the schema of a plan's table with another type of the prompts' token ids, those of choices among them.
+
+    Plans are written in `smallest_token_type`; run folders of earlier versions have int32.
+    """
+    lists = pa.list_(token_type)
+    for name, kind in (("token_ids", lists), ("choices", pa.list_(lists))):
+        if (place := schema.get_field_index(name)) >= 0:
+            schema = schema.set(place, pa.field(name, kind))
+    return schema
+
+
+def smallest_token_type(vocab_size: int) -> pa.DataType:
+    """Return the smallest type for token ids below `vocab_size`."""
+    return pa.uint16() if vocab_size <= 1 << 16 else pa.uint32()
+
+
 REQUESTS = table(
     "plan/requests",
     "one row per request in the order of execution; a unit's rows are together, in row groups of their own",
@@ -39,7 +58,7 @@ REQUESTS = table(
     ("prompt_group", pa.int64(), "prompts with the same long start, the same number in every job; 0: no group"),
     ("expected_tokens", pa.float32(), "answer length of the group in an earlier run; null: not known"),
     ("answer_digest", ANSWER_DIGEST, "of all that its answer depends on, apart from model, program and processor"),
-    ("token_ids", TOKEN_IDS, "prompt tokens"),
+    ("token_ids", TOKEN_IDS, "prompt tokens (see `with_token_type`)"),
 )
 DUPLICATES = table(
     "plan/duplicates",

@@ -12,10 +12,10 @@ class PrefixPlan:
     """An order of requests and what it shares.
 
     Attributes:
-        order: [N] int64, order[k] is the k-th request to run.
-        cached_tokens: [N] int64 by request, tokens of its prompt that an earlier one in the order has computed;
-            always less than its length, since the last token must run to give logits.
-        shared_tokens: [N] int64 by request, the same without that limit (equal to the length for a repeated prompt).
+        order: [N] int64 (int32 if streamed), order[k] is the k-th request to run.
+        cached_tokens: [N] the same type, by request: tokens of its prompt that an earlier one in the order has
+            computed; always less than its length, since the last token must run to give logits.
+        shared_tokens: [N] by request, the same without that limit (equal to the length for a repeated prompt).
         distinct_tokens: edges of the token trie over all prompts; no order can compute fewer.
     """
 
@@ -58,52 +58,64 @@ def prefix_plan(order: np.ndarray, shared_tokens: np.ndarray, lengths: np.ndarra
     """Return the prefix plan for an order of requests.
 
     Args:
-        order: [N] int64, the requests in their order.
-        shared_tokens: [N] int64 by request, tokens shared with the request before it in the order.
-        lengths: [N] int64 by request, tokens of its prompt.
+        order: [N] integers, the requests in their order.
+        shared_tokens: [N] integers by request, tokens shared with the request before it in the order.
+        lengths: [N] integers by request, tokens of its prompt.
     """
     return PrefixPlan(
         order=order,
-        cached_tokens=np.minimum(shared_tokens, np.maximum(lengths - 1, 0)),
+        cached_tokens=np.minimum(shared_tokens, np.maximum(lengths - 1, 0), dtype=shared_tokens.dtype),
         shared_tokens=shared_tokens,
         distinct_tokens=int((lengths - shared_tokens).sum()),
     )
 
 
 def last_units(
-    shared_tokens: np.ndarray, lengths: np.ndarray, unit_of_prompt: np.ndarray, *, block_tokens: int
+    shared_tokens: np.ndarray, unit_starts: np.ndarray, *, block_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the last work unit that uses each KV block that outlives the first unit that computes it.
 
-    In prefix order the prompts with a block are together, so after the last of them nobody needs it again.
+    In prefix order the prompts with a block are together. So a block outlives its unit only if the first prompt of the
+    next unit shares it, and is used up to the first unit of which a prompt shares less with the one before it.
 
     Args:
         shared_tokens: [N] integers in the order of execution, tokens shared with the prompt before it.
-        lengths: [N] integers, prompt lengths in that order.
-        unit_of_prompt: [N] integers, rising.
+        unit_starts: [U + 1] integers, first prompt of each unit, and N; no unit is empty.
         block_tokens: tokens per block; only whole blocks count.
 
     Returns:
         ([B] int64 first prompts, rising; [B] last units): of the blocks that a prompt is the first to compute, in
         their order, which are leading ones.
     """
+    starts = unit_starts[:-1].tolist()
+    at_start = shared_tokens[unit_starts[:-1]].tolist()
+    least = np.minimum.reduceat(shared_tokens, unit_starts[:-1]).tolist() if starts else []  # also of its first prompt
     firsts, lasts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    having = np.arange(len(lengths))  # prompts with at least this many blocks
-    end = block_tokens
-    while len(having := having[lengths[having] >= end]):
-        starts = np.ones(len(having), dtype=bool)
-        starts[1:] = (np.diff(having) > 1) | (shared_tokens[having[1:]] < end)
-        first = having[starts]
-        last = having[np.append(np.flatnonzero(starts)[1:], len(having)) - 1]
-        outlives = unit_of_prompt[last] > unit_of_prompt[first]
-        if not outlives.any():
-            break  # prompts that share more are fewer
-        firsts.append(first[outlives])
-        lasts.append(last[outlives])
-        end += block_tokens
+    for unit, begin in enumerate(starts[:-1]):
+        ends = np.arange(block_tokens, at_start[unit + 1] + 1, block_tokens)  # of blocks that the next unit shares
+        if len(ends) == 0:
+            continue
+        # with the last prompt of the unit, every prompt from a place on shares at least this much
+        common = np.minimum.accumulate(shared_tokens[begin : starts[unit + 1]][::-1])
+        if unit == 0:
+            common[-1] = 0  # nothing comes before it
+        counts = np.searchsorted(-common, -ends, side="right")  # of prompts after the first with a block
+        is_first_here = counts < len(common)  # else an earlier unit computes the block
+        ends, counts = ends[is_first_here], counts[is_first_here]
+        last = np.full(len(ends), unit + 1)
+        num_going_on, following = len(ends), unit + 1
+        while following + 1 < len(starts):
+            most = min(least[following], at_start[following + 1])
+            num_going_on = int(np.searchsorted(ends[:num_going_on], most, side="right"))
+            if num_going_on == 0:
+                break
+            following += 1
+            last[:num_going_on] = following
+        firsts.append(starts[unit + 1] - 1 - counts)
+        lasts.append(last)
     first = np.concatenate(firsts)
     by_prompt = np.argsort(first, kind="stable")
-    return first[by_prompt], unit_of_prompt[np.concatenate(lasts)[by_prompt]]
+    return first[by_prompt], np.concatenate(lasts)[by_prompt]
 
 
 def check_prompts(token_ids: np.ndarray, offsets: np.ndarray, block_tokens: int, largest: int = 2**32 - 1) -> None:

@@ -62,6 +62,11 @@ def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return offsets
 
 
+def index_type(num_items: int) -> type[np.signedinteger]:
+    """Return the integer type of places among `num_items` items: int32 where they fit."""
+    return np.int32 if num_items <= np.iinfo(np.int32).max else np.int64
+
+
 def num_that_fit(offsets: np.ndarray, first: int, num_bytes: int, token_bytes: int = TOKEN_BYTES) -> int:
     """Return the number of prompts from prompt `first` on that take at most `num_bytes` together."""
     # a window that surely holds them, so that the cost is that of what fits

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from batchinfer.plan.prefix.prompt_parts import SortedPrompts, join_parts, num_that_fit, offsets_of
 from batchinfer.plan.prefix.prompt_sort import join_heads, merge_sorted, take_tails
 
-BLOCK_BYTES = 1 << 17  # most bytes of a block in memory, unless one prompt has more
+BLOCK_BYTES = 1 << 16  # most bytes of a block in memory, unless one prompt has more
 
 
 def write_run(target: Path, token_ids: np.ndarray, offsets: np.ndarray, first_index: int) -> None:

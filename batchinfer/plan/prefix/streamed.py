@@ -17,10 +17,11 @@ import numpy as np
 
 from batchinfer.plan.prefetch import prefetched
 from batchinfer.plan.prefix.in_memory import PrefixPlan, check_prompts, plan_prefixes, prefix_plan
-from batchinfer.plan.prefix.prompt_parts import SortedPrompts, bytes_of, num_that_fit, offsets_of
+from batchinfer.plan.prefix.prompt_parts import SortedPrompts, bytes_of, index_type, num_that_fit, offsets_of
 from batchinfer.records import ConfigError
 
-PART_BYTES = 16 << 20  # handed out at once from memory
+PART_BYTES = 2 << 20  # handed out at once from memory; places of tokens take up to 24 times as much
+MERGE_COPIES = 4
 NUM_WRITERS = 2  # threads that sort; each holds one run
 
 
@@ -34,7 +35,7 @@ class PrefixStream:
         scratch: folder for the runs; made when they are needed, and deleted with all that is in it.
         block_tokens: as for `plan_prefixes`.
         memory_bytes: for token ids; besides these about 40 bytes per prompt are needed for the plan. A run has a
-            quarter of it (one is filled while others are sorted), a merge of all runs up to the whole.
+            quarter of it (one is filled while others are sorted), a merge of all runs half of it.
         token_type: unsigned integers in which token ids are held and written.
     """
 
@@ -95,7 +96,8 @@ class PrefixStream:
             return self._plan_in_memory
         self._write_buffer()
         self._wait_for_writers(0)
-        order, shared, lengths = (np.empty(self._num_prompts, dtype=np.int64) for _ in range(3))
+        order = np.empty(self._num_prompts, dtype=index_type(self._num_prompts))
+        shared, lengths = (np.empty(self._num_prompts, dtype=np.int32) for _ in range(2))
         done = 0
         for part in self._merged():
             order[done : done + len(part)] = part.index
@@ -116,7 +118,8 @@ class PrefixStream:
         # numba takes its time to load: small jobs do without it
         from batchinfer.plan.prefix.run_merge import merge_runs
 
-        return merge_runs(self._runs, self._run_bytes)
+        # parts in use, read ahead, joined, merged and merged ahead
+        return merge_runs(self._runs, self._run_bytes // MERGE_COPIES)
 
     def _write_buffer(self) -> None:
         """Let a writer sort and write the full buffer, and go on with an empty one."""
