@@ -173,24 +173,16 @@ void Attention<Value>::turn_queries(int64_t row, int64_t count, Rows<Value> q) {
 // side, where they would meet in the same few places of a cache and are read again and again.
 template <class Value>
 Rows<Value> Attention<Value>::whole_words(Rows<Value> keys, int64_t num_keys) {
-  const bool is_crowded = lanes_ == Lanes::kRows && keys.stride * int64_t{sizeof(Value)} % 1024 == 0;
-  return is_padded_ || is_crowded || keys.stride % kWordValues<Value> ? side_by_side(keys, num_keys) : keys;
-}
-
-template <class Value>
-Rows<Value> Attention<Value>::side_by_side(Rows<Value> keys, int64_t num_keys) {
-  padded_keys_.grow(kPageTokens * width_);
-  copy_rows(keys, num_keys, padded_keys_.data());
-  return {padded_keys_.data(), width_};
-}
-
-template <class Value>
-void Attention<Value>::copy_rows(Rows<Value> keys, int64_t num_keys, Value* out) {
   const int64_t width = width_ - is_padded_;
-  for (int64_t key = 0; key < num_keys; ++key, out += width_) {
-    std::copy_n(keys.at(key), width, out);
-    if (is_padded_) out[width] = 0;
+  const bool is_crowded = lanes_ == Lanes::kRows && keys.stride * int64_t{sizeof(Value)} % 1024 == 0;
+  if (!is_padded_ && !is_crowded && keys.stride % kWordValues<Value> == 0) return keys;
+  padded_keys_.grow(kPageTokens * width_);
+  for (int64_t key = 0; key < num_keys; ++key) {
+    Value* padded = padded_keys_.data() + key * width_;
+    std::copy_n(keys.at(key), width, padded);
+    if (is_padded_) padded[width] = 0;
   }
+  return {padded_keys_.data(), width_};
 }
 
 // scores[key][row] = key · q row. Scores behind the last key are computed from arbitrary memory and not used.
@@ -301,14 +293,15 @@ void Attention<Value>::weigh(int64_t lane, int64_t row_end, int64_t start, int64
 
 // The keys of a page as the panel of a product: [words][64 keys].
 template <class Value>
-void Attention<Value>::turn_keys(Rows<Value> keys, int64_t num_keys, int32_t* panel, Rows<Value> next) {
+void Attention<Value>::turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value> next) {
   const int32_t* rows = reinterpret_cast<const int32_t*>(keys.data);
   const int64_t stride = keys.stride / kWordValues<Value>, num_words = width_ / kWordValues<Value>;
   for (int64_t key = 0; key < num_keys; key += 16) {
     for (int64_t i = key; next.data && i < key + 16; ++i) fetch_values(next.at(i), width_);
     for (int64_t word = 0; word < num_words; word += 16) {
+      ahead_.turn();
       turn_16(rows + key * stride + word, stride, std::min<int64_t>(16, num_words - word),
-              panel + word * kPageTokens + key, kPageTokens);
+              queries_.data() + word * kPageTokens + key, kPageTokens);
     }
   }
 }
@@ -398,12 +391,12 @@ void Attention<Value>::sum(int64_t row_begin, int64_t row_end, PageValues<Value>
       weights = reinterpret_cast<const bf16*>(weights_[0]);
     }
     for (int64_t column = 0; column < value_room_; column += 64) {
+      ahead_.turn();
       const int64_t chunks = std::min<int64_t>(4, (value_room_ - column) / 16);
       for_tiles(row_begin, row_end, [&](int64_t row, int64_t rows) {
         with_rows(rows, [&](auto count) {
           for_chunks<count>(chunks, [&](int64_t chunk, auto groups) {
             const int64_t from = column + 16 * chunk;
-            ahead_.turn();
             sum_tile<Step, count, groups>(sums_.data() + row * value_room_ + from, value_room_, shrink_ + row,
                                           {weights + row * row_stride, row_stride, step_stride},
                                           {values.data + kWordValues<Value> * from, values.stride}, num_steps);
@@ -458,21 +451,20 @@ PageValues<Value> Attention<Value>::some_values(PageValues<Value> values, int64_
 
 template <class Value>
 PageValues<Value> Attention<Value>::values_of(Rows<Value> values, int64_t num_keys) {
-  if (kWordValues<Value> == 1 && value_dim_ == value_room_) return {values.data, values.stride};
-  take_values(values, num_keys, values_.data());
-  return {values_.data(), kWordValues<Value> * value_room_};
-}
-
-// The values of `count` keys, in words of kWordValues keys with zeros behind the last column.
-template <class Value>
-void Attention<Value>::take_values(Rows<Value> values, int64_t count, Value* taken) {
   if constexpr (kWordValues<Value> == 2) {
-    interleave_values(values, value_dim_, value_room_, count, taken);
+    for (int64_t key = 0; key < num_keys; key += 16) {
+      ahead_.turn();
+      interleave_values({values.at(key), values.stride}, value_dim_, value_room_, std::min<int64_t>(16, num_keys - key),
+                        values_.data() + key * value_room_);
+    }
+    return {values_.data(), 2 * value_room_};
   } else {
-    for (int64_t key = 0; key < count; ++key) {
-      Value* const at = taken + key * value_room_;
+    if (value_dim_ == value_room_) return {values.data, values.stride};
+    for (int64_t key = 0; key < num_keys; ++key) {
+      Value* at = values_.data() + key * value_room_;
       std::fill_n(std::copy_n(values.at(key), value_dim_, at), value_room_ - value_dim_, 0.0f);
     }
+    return {values_.data(), value_room_};
   }
 }
 
@@ -481,89 +473,37 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
                                 int64_t start, int64_t num_keys, Rows<Value> next) {
   keys = whole_words(keys, num_keys);
   if (lanes_ == Lanes::kKeys) {
-    turn_keys(keys, num_keys, queries_.data(), next);
-    score_panel(row_begin, row_end, queries_.data());
-  } else {
-    score_rows(row_begin, row_end, keys, num_keys, next);
-  }
-  add_scored(row_begin, row_end, values, start, num_keys);
-}
-
-template <class Value>
-void Attention<Value>::take_page(Rows<Value> keys, Rows<Value> values, int64_t num_heads, int64_t num_keys) {
-  constexpr int64_t kTogether = 16;  // keys, of which each is read along its whole row
-  const int64_t width = width_ - is_padded_, words = width_ / kWordValues<Value>;
-  taken_keys_.grow(num_heads * words * kPageTokens);
-  taken_values_.grow(num_heads * kPageTokens * value_room_);
-  for (int64_t key = 0; key < num_keys; key += kTogether) {
-    const int64_t count = std::min(kTogether, num_keys - key);
-    for (int64_t head = 0; head < num_heads; ++head) {
-      const Rows<Value> own{keys.at(key) + head * width, keys.stride};
-      int32_t* const taken = taken_keys_.data() + head * words * kPageTokens;
-      if (lanes_ == Lanes::kKeys) {
-        turn_keys(is_padded_ || own.stride % kWordValues<Value> ? side_by_side(own, count) : own, count, taken + key, {});
-      } else {
-        copy_rows(own, count, reinterpret_cast<Value*>(taken + key * words));
-      }
-    }
-    for (int64_t head = 0; head < num_heads; ++head) {
-      take_values({values.at(key) + head * value_dim_, values.stride}, count,
-                  taken_values_.data() + (head * kPageTokens + key) * value_room_);
-    }
-  }
-}
-
-template <class Value>
-void Attention<Value>::add_taken(int64_t head, int64_t row_begin, int64_t row_end, int64_t start, int64_t num_keys) {
-  const int32_t* const keys = taken_keys_.data() + head * (width_ / kWordValues<Value>) * kPageTokens;
-  if (lanes_ == Lanes::kKeys) {
-    score_panel(row_begin, row_end, keys);
-  } else {
-    score_rows(row_begin, row_end, {reinterpret_cast<const Value*>(keys), width_}, num_keys, {});
-  }
-  add_scored(row_begin, row_end, {taken_values_.data() + head * kPageTokens * value_room_, kWordValues<Value> * value_room_},
-             start, num_keys);
-}
-
-// scores[row][key] = key · q row, of keys that are turned round.
-template <class Value>
-void Attention<Value>::score_panel(int64_t row_begin, int64_t row_end, const int32_t* keys) {
-  const Value* const panel = reinterpret_cast<const Value*>(keys);
-  with_step<Value>(is_wide_, [&](auto step) {
-    using Step = decltype(step);
-    Ahead nothing = Ahead::nothing();
-    for_tiles(row_begin, row_end, [&](int64_t row, int64_t rows) {
-      const typename Step::Row* at[kTileRows];
-      for (int64_t r = 0; r < rows; ++r) {
-        if constexpr (std::is_same_v<Value, typename Step::Row>) {
-          at[r] = query_rows_[row + r];
-        } else {
-          at[r] = wide_rows_.data() + (row + r) * width_;
+    turn_keys(keys, num_keys, next);
+    const Value* panel = reinterpret_cast<const Value*>(queries_.data());
+    with_step<Value>(is_wide_, [&](auto step) {
+      using Step = decltype(step);
+      Ahead nothing = Ahead::nothing();
+      for_tiles(row_begin, row_end, [&](int64_t row, int64_t rows) {
+        const typename Step::Row* at[kTileRows];
+        for (int64_t r = 0; r < rows; ++r) {
+          if constexpr (std::is_same_v<Value, typename Step::Row>) {
+            at[r] = query_rows_[row + r];
+          } else {
+            at[r] = wide_rows_.data() + (row + r) * width_;
+          }
         }
-      }
-      with_rows(rows, [&](auto count) {
-        for_chunks<count>(kChunks, [&](int64_t chunk, auto groups) {
-          ahead_.turn();
-          tile<Step, count, groups>(at, panel + 16 * Step::kValues * chunk, width_ / Step::kValues,
-                                    scores_[row] + 16 * chunk, true, nothing);
+        with_rows(rows, [&](auto count) {
+          for_chunks<count>(kChunks, [&](int64_t chunk, auto groups) {
+            tile<Step, count, groups>(at, panel + 16 * Step::kValues * chunk, width_ / Step::kValues,
+                                      scores_[row] + 16 * chunk, true, nothing);
+          });
         });
       });
     });
-  });
-}
-
-// Turns scores into weights and adds the weighted values.
-template <class Value>
-void Attention<Value>::add_scored(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t start,
-                                  int64_t num_keys) {
-  if (lanes_ == Lanes::kKeys) {
     for (int64_t row = row_begin; row < row_end; ++row) {
       ahead_.turn();
       weigh_row(row, start, num_keys);
     }
-  } else {
-    for (int64_t lane = row_begin; lane < row_end; lane += 16) weigh(lane, row_end, start, num_keys);
+    sum_of_page(row_begin, row_end, values, start, num_keys);
+    return;
   }
+  score_rows(row_begin, row_end, keys, num_keys, next);
+  for (int64_t lane = row_begin; lane < row_end; lane += 16) weigh(lane, row_end, start, num_keys);
   sum_of_page(row_begin, row_end, values, start, num_keys);
 }
 

@@ -66,15 +66,9 @@ class Attention {
   void add_page(int64_t row_begin, int64_t row_end, Rows<Value> keys, PageValues<Value> values, int64_t start,
                 int64_t num_keys, Rows<Value> next = {});
 
-  // The same of several key heads of a page, whose keys and values stand side by side in its rows. take_page reads the page
-  // once, along whole rows: processors look ahead of that, with more reads under way than a thread can ask for. It brings all
-  // heads into the form that products take, for add_taken of each.
-  void take_page(Rows<Value> keys, Rows<Value> values, int64_t num_heads, int64_t num_keys);
-  void add_taken(int64_t head, int64_t row_begin, int64_t row_end, int64_t start, int64_t num_keys);
-  // What comes next is asked for during add_taken, in about kTurns turns.
-  static constexpr int64_t kTurns = 16;
+  // What is brought into the cache during the next page, in about kTurns turns.
+  static constexpr int64_t kTurns = 24;
   void look_ahead(const RowsAhead& ahead) { ahead_ = ahead; }
-  static constexpr int64_t kTakenBytes = 512 << 10;  // at most, of keys and values: half of a second-level cache
 
   // scores[key] = sum over the rows before `row_end` of weights[row] * max(0, key · q row), for keys of one page as in
   // add_page; added to the old scores if `adds`. Lanes are rows: 16 of them are added up side by side, then the lanes.
@@ -93,10 +87,7 @@ class Attention {
   void turn_queries(int64_t row, int64_t count, Rows<Value> q);
   void score_rows(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void weigh(int64_t lane, int64_t row_end, int64_t start, int64_t num_keys);
-  void turn_keys(Rows<Value> keys, int64_t num_keys, int32_t* panel, Rows<Value> next);
-  void score_panel(int64_t row_begin, int64_t row_end, const int32_t* panel);
-  void add_scored(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t start, int64_t num_keys);
-  void take_values(Rows<Value> values, int64_t count, Value* taken);
+  void turn_keys(Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void weigh_row(int64_t row, int64_t start, int64_t num_keys);
   void sum(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_keys);
   void sum_of_page(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t start, int64_t num_keys);
@@ -104,8 +95,6 @@ class Attention {
   void score_in_tiles(int64_t row_begin, int64_t row_end, Rows<Value> keys, int64_t num_keys, Rows<Value> next);
   void sum_in_tiles(int64_t row_begin, int64_t row_end, PageValues<Value> values, int64_t num_steps);
   Rows<Value> whole_words(Rows<Value> keys, int64_t num_keys);
-  Rows<Value> side_by_side(Rows<Value> keys, int64_t num_keys);
-  void copy_rows(Rows<Value> keys, int64_t num_keys, Value* out);
 
   static constexpr int64_t kPageWords = kPageTokens / kWordValues<Value>;
   static constexpr int64_t kMostWideKeys = 8;  // that go together
@@ -129,8 +118,6 @@ class Attention {
   Scratch<Value> values_;      // [kPageTokens, value_room_], in words
   Scratch<Value> some_values_;  // the same, of some keys alone
   Scratch<Value> padded_keys_, padded_queries_;
-  Scratch<int32_t> taken_keys_;  // of each key head [words of a row, kPageTokens]; with lanes of rows the other way round
-  Scratch<Value> taken_values_;  // of each key head as values_
   Scratch<float> wide_rows_;   // [kMostWideKeys, width_] of keys; with lanes of keys [kAttentionRows, width_] of queries
 };
 

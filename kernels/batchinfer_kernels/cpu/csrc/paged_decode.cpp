@@ -82,24 +82,22 @@ struct Together {
 template <class Value>
 void attend(Attention<Value>& attention, const Step<Value>& step, const Together& together, const int64_t* requests,
             int64_t num_requests, int64_t first_row, int64_t page, const Value* coming) {
-  const int64_t rows_each = together.rows_each, first_head = together.first_head;
+  const int64_t rows_each = together.rows_each;
   const auto add = [&](int64_t num_keys) {
     const Value* const own = step.page_at(requests[0], page);
-    if (!step.has_values()) {  // one key head
-      const bool is_last = page + 1 == step.num_pages(requests[0]);
-      const Rows<Value> keys = step.keys_of(own, 0);
-      attention.add_page(first_row, first_row + num_requests * rows_each, keys, attention.values_of(keys, num_keys),
-                         page * kPageTokens, num_keys,
-                         is_last ? Rows<Value>{} : step.keys_of(step.page_at(requests[0], page + 1), 0));
-      return;
-    }
-    attention.take_page(step.keys_of(own, first_head), step.values_of(own, first_head), together.num_heads, num_keys);
     const Value* const next = page + 1 == step.num_pages(requests[0]) ? coming : step.page_at(requests[0], page + 1);
     for (int64_t i = 0; i < together.num_heads; ++i) {
-      if (next) attention.look_ahead(step.share_of(next, first_head, together.num_heads, first_head + i));
-      const int64_t begin = first_row + i * rows_each;
+      const int64_t key_head = together.first_head + i, begin = first_row + i * rows_each;
       const int64_t end = begin + num_requests * rows_each;  // where there are several requests there is one head
-      attention.add_taken(i, begin, end, page * kPageTokens, num_keys);
+      Rows<Value> next_keys;
+      if (next && step.has_values()) {
+        attention.look_ahead(step.share_of(next, together.first_head, together.num_heads, key_head));
+      } else if (next) {
+        next_keys = step.keys_of(next, key_head);
+      }
+      attention.add_page(begin, end, step.keys_of(own, key_head),
+                         attention.values_of(step.values_of(own, key_head), num_keys), page * kPageTokens, num_keys,
+                         next_keys);
     }
   };
   if (num_requests == 1) {
@@ -176,10 +174,7 @@ void paged_decode(const DecodeShape& shape, const Value* q, const Value* pages, 
   const int64_t rows_each = std::min(most, request_rows), places = std::max<int64_t>(1, most / rows_each);
   // of some requests where many share pages, else of some key heads, along whose keys and values memory is read as it lies
   const bool by_requests = heads.num_kv_heads == 1 || (heads.window == 0 && 2 * num_sharing(step, order) >= shape.num_requests);
-  const int64_t head_bytes = kPageTokens * (heads.width + heads.value_dim) * int64_t{sizeof(Value)};
-  const int64_t heads_fitting = std::max<int64_t>(1, Attention<Value>::kTakenBytes / head_bytes);
-  const int64_t requests_each = by_requests ? places : 1;
-  const int64_t heads_each = by_requests ? 1 : std::min({places, heads.num_kv_heads, heads_fitting});
+  const int64_t requests_each = by_requests ? places : 1, heads_each = by_requests ? 1 : std::min(places, heads.num_kv_heads);
   const int64_t parts = (request_rows + rows_each - 1) / rows_each;
   const int64_t head_parts = (heads.num_kv_heads + heads_each - 1) / heads_each;
   const int64_t request_parts = (shape.num_requests + requests_each - 1) / requests_each;
