@@ -87,9 +87,9 @@ def _by_descriptors(name: str, *args: Any, **options: Any) -> torch.Tensor:
 
 def _pieces(*args: Any, **options: Any) -> torch.Tensor:
     """Decode attention with cuts between requests and every 40 pages, dealt to the parts of the GPU by size."""
-    uses = {op: registry.bind(op, ("triton", registry.REFERENCE)) for op in ("spread_queries", "merge_pieces")}
-    run: Callable[..., torch.Tensor] = invariant.mla_decode.run
-    return run(*args, **options, **uses, piece_pages=_SHORT_PIECE_PAGES)
+    names = ("spread_queries", "merge_pieces")
+    uses: dict[str, Any] = {op: registry.bind(op, ("triton", registry.REFERENCE)) for op in names}
+    return invariant.decode_in_pieces(*args, **options, **uses, piece_pages=_SHORT_PIECE_PAGES)
 
 
 def _hopper_dense(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScaled) -> torch.Tensor:

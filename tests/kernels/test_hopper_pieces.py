@@ -183,7 +183,7 @@ def test_shorter_pieces_give_results_that_keep_their_bits_too():
     lengths = [70, 300, 128, 1, 0, 129]
 
     def attend(q, keys):
-        return invariant.mla_decode.run(q, keys, **OPTIONS, piece_pages=2)
+        return invariant.decode_in_pieces(q, keys, 2, **OPTIONS)
 
     q, keys = decode_case(lengths)
     together = attend(q, keys)

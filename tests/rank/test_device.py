@@ -107,7 +107,8 @@ def test_a_step_s_tensors_are_moved_but_for_the_lengths_of_chunks():
         assert (there is None) == (value is None), name
         if isinstance(value, torch.Tensor):
             assert there.shape == value.shape, name
-            assert there.device.type == ("cpu" if name in ("kv_tokens", "chunk_tokens") else "meta"), name
+            is_here = name in ("kv_tokens", "chunk_tokens", "shared_pages")
+            assert there.device.type == ("cpu" if is_here else "meta"), name
     assert here.tokens is step.tokens, "on the CPU nothing is copied"
     assert here.page_table.tolist() == [[0, 1], [2, 0]]
     assert here.chunk_of_row.tolist() == [0, 1]

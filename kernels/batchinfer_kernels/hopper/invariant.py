@@ -52,9 +52,21 @@ def mla_decode(
     scale: float,
     spread_queries: Callable[..., torch.Tensor] = reference.spread_queries,
     merge_pieces: Callable[..., torch.Tensor] = reference.merge_pieces,
-    piece_pages: int = PIECE_PAGES,
 ) -> torch.Tensor:
-    """Decode as ops.mla_decode does, with cuts between requests, and inside those longer than `piece_pages` pages.
+    """Decode as ops.mla_decode does, with cuts between requests, and inside those longer than PIECE_PAGES pages."""
+    return decode_in_pieces(q_THW, keys, PIECE_PAGES, latent_dim, scale, spread_queries, merge_pieces)
+
+
+def decode_in_pieces(
+    q_THW: torch.Tensor,
+    keys: PagedKeys,
+    piece_pages: int,
+    latent_dim: int,
+    scale: float,
+    spread_queries: Callable[..., torch.Tensor] = reference.spread_queries,
+    merge_pieces: Callable[..., torch.Tensor] = reference.merge_pieces,
+) -> torch.Tensor:
+    """Decode with cuts between requests, and inside those longer than `piece_pages` pages.
 
     Requests with several queries are not cut inside: their bits are those of steps with as many queries.
     """
