@@ -31,7 +31,8 @@ std::vector<Part> parts_of(const ExpertRows* experts, int64_t num_experts, const
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     const ExpertRows& rows = experts[expert];
     if (rows.num_rows == 0) continue;
-    const Cut cut = Cut::of(rows.num_rows, weight.num_panels() * num_busy, weight.panel_bytes(), row_bytes);
+    const Cut cut = Cut::of(rows.num_rows, weight.num_panels() * num_busy, weight.panel_bytes(), row_bytes,
+                            rows_room<Source>(weight));
     const int64_t end = rows.first + rows.num_rows, block_panels = panels_of_task<Source>(cut, weight);
     for (int64_t row = rows.first; row < end; row += cut.block_rows) {
       for (int64_t panel = 0; panel < weight.num_panels(); panel += block_panels) {
@@ -63,10 +64,7 @@ void activate_panel(const Source& x, int64_t first, const Part& part, const Weig
   alignas(64) float sums[kStripRows * kPanelColumns];
   const int64_t intermediate = gate_up.num_columns / 2;
   const int64_t column = panel * kPairs, columns = std::min(kPairs, intermediate - column);
-  for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
-    const int64_t rows = std::min(kStripRows, part.row_end - row);
-    multiply_strip(x, first + row - part.row_begin, rows, gate_up, panel_of(gate_up, part.expert, panel), kChunks, sums,
-                   pass_of(part.row_begin, part.row_end, row, next));
+  const auto finish = [&](int64_t row, int64_t rows, const float* sums) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < columns; c += 16) {
         const float* at = sums + r * kPanelColumns + c;
@@ -83,6 +81,20 @@ void activate_panel(const Source& x, int64_t first, const Part& part, const Weig
         std::fill_n(hidden + (row + r) * stride + intermediate, stride - intermediate, Value{0});
       }
     }
+  };
+#ifdef BATCHINFER_TILES
+  if (is_whole<Source>(gate_up)) {
+    return multiply_whole(x, first, part.row_end - part.row_begin, gate_up, panel_of(gate_up, part.expert, panel), kChunks,
+                          next, [&](int64_t row, int64_t count, int64_t, int64_t, const float* sums) {
+                            finish(part.row_begin + row, count, sums);
+                          });
+  }
+#endif
+  for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
+    const int64_t rows = std::min(kStripRows, part.row_end - row);
+    multiply_strip(x, first + row - part.row_begin, rows, gate_up, panel_of(gate_up, part.expert, panel), kChunks, sums,
+                   pass_of(part.row_begin, part.row_end, row, next));
+    finish(row, rows, sums);
   }
 }
 
@@ -107,24 +119,37 @@ void project_panel(const Source& x, int64_t first, const Part& part, const Weigh
                    bool goes_past, const Value* bias, const Value* stream, Value* out) {
   alignas(64) float sums[kStripRows * kPanelColumns];
   const int64_t column = panel * kPanelColumns, columns = std::min(kPanelColumns, down.num_columns - column);
-  for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
-    const int64_t rows = std::min(kStripRows, part.row_end - row);
-    multiply_strip(x, first + row - part.row_begin, rows, down, panel_of(down, part.expert, panel),
-                   num_chunks(down, panel), sums, pass_of(part.row_begin, part.row_end, row, next));
+  const auto finish = [&](int64_t row, int64_t rows, int64_t left, int64_t right, const float* sums) {
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = (row + r) * down.num_columns + column;
       if (goes_past) {
         write_past(sums + r * kPanelColumns, out + at);
         continue;
       }
-      for (int64_t c = 0; c < columns; c += 16) {
+      for (int64_t c = left; c < right; c += 16) {
         const First valid = lanes(columns - c);
-        Floats values = load(sums + r * kPanelColumns + c);
+        Floats values = load(sums + r * kPanelColumns + c - left);
         if (bias) values = values + load_wide(valid, bias + part.expert * down.num_columns + column + c);
         if (stream) values = load_wide(valid, stream + at + c) + rounded<Value>(values);
         store_rounded(out + at + c, valid, values);
       }
     }
+  };
+#ifdef BATCHINFER_TILES
+  if (is_whole<Source>(down)) {
+    return multiply_whole(x, first, part.row_end - part.row_begin, down, panel_of(down, part.expert, panel),
+                          num_chunks(down, panel), next,
+                          [&](int64_t row, int64_t count, int64_t tile, int64_t tiles, const float* sums) {
+                            const int64_t left = kTileSide * tile, right = std::min(left + kTileSide * tiles, columns);
+                            finish(part.row_begin + row, count, left, right, sums);
+                          });
+  }
+#endif
+  for (int64_t row = part.row_begin; row < part.row_end; row += kStripRows) {
+    const int64_t rows = std::min(kStripRows, part.row_end - row);
+    multiply_strip(x, first + row - part.row_begin, rows, down, panel_of(down, part.expert, panel),
+                   num_chunks(down, panel), sums, pass_of(part.row_begin, part.row_end, row, next));
+    finish(row, rows, 0, columns, sums);
   }
 }
 

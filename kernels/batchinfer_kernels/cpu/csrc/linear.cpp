@@ -24,6 +24,18 @@ void panel_product(const Source& x, int64_t first, const Weight& weight, int64_t
                    int64_t row_end, const void* next, const Value* stream, Value* out, int64_t out_stride) {
   alignas(64) float sums[kStripRows * kPanelColumns];
   const int64_t column = number * kPanelColumns, columns = std::min(kPanelColumns, weight.num_columns - column);
+#ifdef BATCHINFER_TILES
+  if (is_whole<Source>(weight)) {
+    return multiply_whole(x, first, row_end - row_begin, weight, weight.panel(number), num_chunks(weight, number), next,
+                          [&](int64_t row, int64_t count, int64_t tile, int64_t tiles, const float* sums) {
+                            const int64_t left = kTileSide * tile, wide = std::min(kTileSide * tiles, columns - left);
+                            for (int64_t r = 0; r < count; ++r, sums += kPanelColumns) {
+                              const int64_t at = (row_begin + row + r) * out_stride + column + left;
+                              write_row(sums, wide, stream ? stream + at : nullptr, out + at);
+                            }
+                          });
+  }
+#endif
   for (int64_t row = row_begin; row < row_end; row += kStripRows) {
     const int64_t rows = std::min(kStripRows, row_end - row);
     multiply_strip(x, first + row - row_begin, rows, weight, weight.panel(number), num_chunks(weight, number), sums,
@@ -50,7 +62,8 @@ int64_t row_bytes(const Source&, const Weight& weight) {
 template <class Source, class Value>
 void linear(const Source& x, const Weight& weight, const Value* stream, Value* out, int64_t num_rows) {
   if (num_rows == 0) return;
-  const Cut cut = Cut::of(num_rows, weight.num_panels(), weight.panel_bytes(), row_bytes(x, weight));
+  const Cut cut = Cut::of(num_rows, weight.num_panels(), weight.panel_bytes(), row_bytes(x, weight),
+                          rows_room<Source>(weight));
   const int64_t each = panels_of_task<Source>(cut, weight);
   const int64_t panel_blocks = (weight.num_panels() + each - 1) / each;
   const int64_t row_blocks = (num_rows + cut.block_rows - 1) / cut.block_rows;
@@ -72,7 +85,8 @@ void batched_linear(Rows<Value> x, int64_t x_batch, const Weight& weights, Value
                     int64_t out_batch, int64_t num_batches, int64_t num_rows) {
   if (num_rows == 0) return;
   const int64_t num_panels = weights.num_panels();
-  const Cut cut = Cut::of(num_rows, num_panels * num_batches, weights.panel_bytes(), row_bytes(x, weights));
+  const Cut cut = Cut::of(num_rows, num_panels * num_batches, weights.panel_bytes(), row_bytes(x, weights),
+                          rows_room<Rows<Value>>(weights));
   const int64_t row_blocks = (num_rows + cut.block_rows - 1) / cut.block_rows;
   run_tasks(num_batches * row_blocks, num_batches * nanoseconds_of(weights, num_rows), [&](int64_t task) {
     const int64_t batch = task / row_blocks, row = task % row_blocks * cut.block_rows;

@@ -664,11 +664,10 @@ struct Cut {
   int64_t block_rows, block_panels;
   int64_t fair_panels;  // as many as leave tasks enough for all threads
 
-  // Rows of x that stay in the second-level cache while panels pass, panels of 64 KiB or more, and tasks enough for
-  // all threads. Panels must pass faster for tiles, so more rows share one; processors with AMX have 2 MiB of that cache.
-  static Cut of(int64_t num_rows, int64_t num_panels, int64_t panel_bytes, int64_t row_bytes) {
-    constexpr int64_t kRoom = (kHasTiles ? int64_t{1024} : int64_t{384}) << 10;
-    const int64_t fitting = std::max<int64_t>(kTileRows, kRoom / std::max<int64_t>(1, row_bytes));
+  // Rows of x that stay in the second-level cache while panels pass (`room` bytes), panels of 64 KiB or more, and tasks
+  // enough for all threads.
+  static Cut of(int64_t num_rows, int64_t num_panels, int64_t panel_bytes, int64_t row_bytes, int64_t room) {
+    const int64_t fitting = std::max<int64_t>(kTileRows, room / std::max<int64_t>(1, row_bytes));
     const int64_t wanted = 4 * num_threads();
     int64_t num_blocks = std::max<int64_t>(1, (num_rows + fitting - 1) / fitting);
     while (num_blocks * num_panels < wanted && num_rows / num_blocks >= 4 * kTileRows) ++num_blocks;

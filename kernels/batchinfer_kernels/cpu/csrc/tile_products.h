@@ -313,5 +313,71 @@ void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, 
   turns.finish_until(turns.last.count);
 }
 
+// Products of pairs over all of `num_words` (a multiple of 16) at once, so that sums leave the tiles only when they are
+// whole. Calls finish(row, count, tile, number, sums) with those of rows row … row + count - 1 and all tiles of columns (but
+// one that has no other beside it comes alone, after the others), sums [count][64], while what comes next is multiplied.
+template <class Finish>
+void multiply_whole_pair_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t num_words, Ahead ahead,
+                               Finish finish) {
+  alignas(64) float sums[2][kScratchRows * kScratchColumns];
+  const int64_t num_steps = num_words / kTileSide;
+
+  struct Turns {
+    Ahead& ahead;
+    Finish& finish;
+    int64_t rows_a_turn;
+    struct {
+      int64_t row, count, tile, number;
+      const float* sums;
+    } last{};          // that is to be finished
+    int64_t done = 0;  // of its rows
+
+    void turn() {
+      ahead.turn();
+      if (done < last.count) finish_until(std::min(last.count, done + rows_a_turn));
+    }
+    void finish_until(int64_t end) {
+      if (done == end) return;
+      finish(last.row + done, end - done, last.tile, last.number, last.sums + done * kScratchColumns);
+      done = end;
+    }
+  };
+  Turns turns{ahead, finish, std::max<int64_t>(1, (2 * kTileSide + 2 * num_steps - 1) / (2 * num_steps))};
+  int64_t own = 0;
+  const int64_t beside = num_tiles / 2 * 2;  // tiles of columns that are finished together
+  const auto run = [&](int64_t row, int64_t count, int64_t tile, int64_t number, auto multiply) {
+    multiply(sums[own] + kTileSide * tile);
+    const bool is_alone = tile == beside && number == 1;
+    if (!is_alone && tile + number < beside) return;
+    turns.finish_until(turns.last.count);
+    const int64_t first = is_alone ? tile : 0;
+    turns.last = {row, count, first, tile + number - first, sums[own] + kTileSide * first};
+    turns.done = 0;
+    own = 1 - own;
+  };
+  const PairProduct product{true};
+  for_tiles(
+      rows.count, num_tiles, kTileSide,
+      [&](int64_t row, int64_t tile) {
+        run(row, std::min(2 * kTileSide, rows.count - row), tile, 2, [&](float* out) {
+          multiply_two_by_two(product, rows, row, columns, kTileSide * tile, 0, kTileSide, num_steps, out, kScratchColumns,
+                              turns);
+        });
+      },
+      [&](int64_t row, int64_t tile, auto number) {
+        run(row, std::min(kTileSide, rows.count - row), tile, number, [&](float* out) {
+          multiply_one_by<number>(product, rows, row, columns, kTileSide * tile, 0, kTileSide, num_steps, out,
+                                  kScratchColumns, turns);
+        });
+      },
+      [&](int64_t row, int64_t tile, auto number) {
+        run(row, std::min(number * kTileSide, rows.count - row), tile, 1, [&](float* out) {
+          multiply_column_by<number>(product, rows, row, columns, kTileSide * tile, 0, kTileSide, num_steps, out,
+                                     kScratchColumns, turns);
+        });
+      });
+  turns.finish_until(turns.last.count);
+}
+
 }  // namespace batchinfer
 #endif

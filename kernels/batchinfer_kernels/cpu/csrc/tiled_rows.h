@@ -75,6 +75,28 @@ inline void multiply_strip(const TiledByteRows& x, int64_t first, int64_t num_ro
                           num_blocks, sums, next_byte_panel(weight, num_rows, chunks, pass));
 }
 
+// Rows that whole products (multiply_whole_pair_tiles) take: of bfloat16 and a depth of whole tiles.
+template <class Source>
+inline bool is_whole(const Weight& weight) {
+  return (std::is_same_v<Source, TiledRows> || std::is_same_v<Source, Rows<bf16>>) && weight.kind == WeightKind::kBfloat16 &&
+         weight.depth > 0 && weight.depth % (2 * kTileSide) == 0;
+}
+inline TileRows tile_rows(const Rows<bf16>& x, int64_t first, int64_t count) {
+  return TileRows::apart(x.at(first), x.stride * int64_t{sizeof(bf16)}, count);
+}
+inline TileRows tile_rows(const TiledRows& x, int64_t first, int64_t count) { return x.rows.from(first, count); }
+
+// All `count` rows from `first` on with a panel; `finish` as there.
+template <class Source, class Finish>
+inline void multiply_whole(const Source& x, int64_t first, int64_t count, const Weight& weight, const uint8_t* panel,
+                           int64_t chunks, const void* next, Finish finish) {
+  if constexpr (std::is_same_v<Source, TiledRows> || std::is_same_v<Source, Rows<bf16>>) {
+    const int64_t num_words = weight.depth / 2;
+    const Ahead ahead = Pass{0, 1, next}.next_panel(weight.panel_bytes(), num_tile_turns(count, chunks, num_words));
+    multiply_whole_pair_tiles(tile_rows(x, first, count), {panel, 4 * kPanelColumns}, chunks, num_words, ahead, finish);
+  }
+}
+
 // Rows begin … end - 1 in this thread's scratch memory.
 inline TiledRows copied_into_tiles(const Rows<bf16>& x, int64_t begin, int64_t end, const Weight& weight) {
   static thread_local Scratch<bf16> values;
@@ -98,6 +120,17 @@ inline TiledByteRows copied_into_tiles(const ByteRows& x, int64_t begin, int64_t
   return {TileRows::in_tiles(values.data(), width / 4, count), scales.data(), x.num_blocks};
 }
 #endif
+
+// Bytes of a task's rows of x. Panels must pass faster for tiles, so more rows share one: processors with AMX have 2 MiB of
+// second-level cache. Whole products leave more of it to panels and results.
+template <class Source>
+inline int64_t rows_room([[maybe_unused]] const Weight& weight) {
+#ifdef BATCHINFER_TILES
+  return int64_t{is_whole<Source>(weight) ? 512 : 1024} << 10;
+#else
+  return int64_t{384} << 10;
+#endif
+}
 
 // Calls use(own, first) with rows begin … end - 1 of x for products with `num_panels` panels: row `begin` is row `first` of
 // own, a copy in tiles where tiles multiply it and that pays or the rows are not side by side.
