@@ -8,7 +8,6 @@ import torch
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
 from batchinfer_kernels.triton import experts, experts_tma
-from support.tiers import first_in_make_test
 from support.triton_device import DEVICE, needs_triton, random
 
 pytestmark = needs_triton
@@ -35,10 +34,10 @@ def rows_of(counts, room, hidden):
 
 
 # hidden: less than a block of scales more than whole tiles, an odd number of blocks; counts: none, one, several tiles
-@pytest.mark.parametrize("expected_rows", first_in_make_test([FEW, MANY]))
+@pytest.mark.parametrize("expected_rows", [FEW, MANY])
 @pytest.mark.parametrize(
     ("counts", "room", "hidden", "width"),
-    first_in_make_test([([5, 0, 66], 70, 208, 128), ([131], 140, 384, 256), ([0, 0], 3, 128, 128)]),
+    [([5, 0, 66], 70, 208, 128), ([131], 140, 384, 256), ([0, 0], 3, 128, 128)],
 )
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_the_bits_are_those_of_the_kernel_in_use(counts, room, hidden, width, is_fp8, expected_rows):
@@ -51,7 +50,7 @@ def test_the_bits_are_those_of_the_kernel_in_use(counts, room, hidden, width, is
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("num_programs", first_in_make_test([1, 100]))
+@pytest.mark.parametrize("num_programs", [1, 100])
 @pytest.mark.parametrize("is_fp8", [False, True])
 def test_any_number_of_programs_and_any_company_give_a_row_the_same_bits(num_programs, is_fp8, monkeypatch):
     x_ECD, num_rows_E = rows_of([66, 3], 67, 256)
@@ -81,7 +80,7 @@ def test_rows_of_nobody_are_not_written(monkeypatch):
     assert (kept[-1].view(2, 70, -1)[1, 1:] == 1).all()
 
 
-@pytest.mark.parametrize("is_fp8", first_in_make_test([True, False]))
+@pytest.mark.parametrize("is_fp8", [True, False])
 def test_rows_that_come_in_fp8_are_taken_as_they_are(is_fp8):
     """With scales by row and, as DeepEP gives them, by column."""
     counts, held = [9, 2], weights(2, 256, 128, is_fp8=is_fp8)
