@@ -47,7 +47,7 @@ def has(name: str, op: str) -> bool:
     only = {
         registry.SDPA: ("mla_prefill",),
         registry.INVARIANT: ("mla_decode",),
-        DESCRIPTORS: ("mla_prefill",),
+        DESCRIPTORS: ("mla_prefill", "masked_mlp"),
         AHEAD: ("mla_prefill",),
         PIECES: ("mla_decode",),
         "hopper": _HOPPER_PROBES,
@@ -83,6 +83,13 @@ def _by_descriptors(name: str, *args: Any, **options: Any) -> torch.Tensor:
 
     result: torch.Tensor = getattr(prefill_tma, name)(*args, **options)
     return result
+
+
+def _experts_by_descriptors(*args: Any, **options: Any) -> torch.Tensor:
+    """Experts whose tiles are read by tensor descriptors, with the activation in the first product."""
+    from batchinfer_kernels.triton import experts_tma
+
+    return experts_tma.masked_mlp(*args, **options)
 
 
 def _pieces(*args: Any, **options: Any) -> torch.Tensor:
@@ -140,6 +147,7 @@ def _triton_masked(x_GMK: torch.Tensor, scales: torch.Tensor, weight: BlockScale
 
 
 _OWN: dict[tuple[str, str], Callable[..., torch.Tensor]] = {
+    (DESCRIPTORS, "masked_mlp"): _experts_by_descriptors,
     (DESCRIPTORS, "mla_prefill"): functools.partial(_by_descriptors, "mla_prefill"),
     (AHEAD, "mla_prefill"): functools.partial(_by_descriptors, "mla_prefill_ahead"),
     (PIECES, "mla_decode"): _pieces,

@@ -19,6 +19,7 @@ from batchinfer_kernels.reference.fp8 import FP8, ROW_BLOCK
 from batchinfer_kernels.reference.places import in_order
 
 BOTH = ("hopper", "triton")
+_MASKED = (*BOTH, candidates.DESCRIPTORS)
 # of this project, columns and depth: queries, latents, output; the MLPs of dense layers and of the shared expert
 _PROJECTIONS = (
     (1536, 7168),
@@ -62,14 +63,14 @@ def product_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
         rows = decode_rows * 4 if num_experts == 2 else tokens
         for form in _FORMS if not is_tiny else ("fp8", "int4") if num_experts == 2 else ("bf16", "fp4"):
             words, names = f"{form} {num_experts} experts, {rows} rows", BOTH if form in _FORMS[:2] else ("triton",)
-            cases += [
-                Case("grouped_mlp", words, partial(_experts, dims, num_experts, rows, form), names),
-                Case("masked_mlp", words, partial(_masked_experts, dims, num_experts, rows, form, None), names),
-            ]
+            cases.append(Case("grouped_mlp", words, partial(_experts, dims, num_experts, rows, form), names))
+            cases.append(_masked(dims, num_experts, rows, form))
+        if not is_tiny:  # the time of reading weights alone
+            cases += [_masked(dims, num_experts, 32 * num_experts, form) for form in _FORMS[:2]]
     # as decode on 144 GPUs has them: rows in FP8 in blocks with room for 128 tokens of each GPU
     filled, room = (decode_rows * 4, _TILE) if is_tiny else (1024, 18432)
     words = f"fp8 2 experts, {filled} rows in FP8, room {room}"
-    cases.append(Case("masked_mlp", words, partial(_masked_experts, dims, 2, filled, "fp8", room), BOTH))
+    cases.append(Case("masked_mlp", words, partial(_masked_experts, dims, 2, filled, "fp8", room), _MASKED))
     return [
         *cases,
         Case(
@@ -91,6 +92,11 @@ def product_cases(dims: Dims, *, is_tiny: bool, is_quick: bool) -> list[Case]:
         Case("pack_router", f"{dims.experts} x {dims.hidden}", partial(_pack_router, dims)),
         Case("pack", f"fp8 {dims.hidden} x {dims.expert}", partial(_pack, dims)),
     ]
+
+
+def _masked(dims: Dims, num_experts: int, num_rows: int, form: str) -> Case:
+    words, names = f"{form} {num_experts} experts, {num_rows} rows", _MASKED if form in _FORMS[:2] else ("triton",)
+    return Case("masked_mlp", words, partial(_masked_experts, dims, num_experts, num_rows, form, None), names)
 
 
 def _linear(num_rows: int, num_columns: int, depth: int, fp8: bool, device: torch.device) -> Work:

@@ -60,6 +60,8 @@ def compile_all():
         ops.grouped_mlp(x, counts, gate_up, down, of(8 * T, dtype=INT))
         ops.grouped_mlp(of(8 * T, D), counts, gate_up, down, tile_rows=128)
         ops.masked_mlp(of(HELD, 4096, D), counts, gate_up, down)
+        for rows in (64, 128):
+            experts_tma.masked_mlp(of(HELD, 4096, D), counts, gate_up, down, expected_rows=rows)
     for held in (groups, fp4):
         weights = held(HELD, 2 * F, D), held(HELD, D, F)
         ops.grouped_mlp(x, counts, *weights, of(8 * T, dtype=INT))
@@ -345,6 +347,7 @@ if __name__ == "__main__":
     from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
     from batchinfer_kernels.triton import (
         decode,
+        experts_tma,
         fp8_pages,
         gemm,
         index_fp8,

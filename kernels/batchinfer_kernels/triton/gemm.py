@@ -123,7 +123,7 @@ def product(
         out.stride(0) if is_batched else 0,
         values.stride(0) if values.dim() == 3 else 0,
         *row_scale_steps(scales),
-        *_scale_strides(weight),
+        *scale_strides(weight),
         row_programs,
         ROWS=tile_rows,
         COLUMNS=shape.columns,
@@ -150,7 +150,7 @@ def row_scale_steps(scales: torch.Tensor | None) -> tuple[int, int, int]:
     return expert - scales.shape[1] * row, row, block
 
 
-def _scale_strides(weight: Weight) -> tuple[int, int]:
+def scale_strides(weight: Weight) -> tuple[int, int]:
     """Return the steps between the scales of two weights and of two blocks of columns, in 4 bits of two columns."""
     if isinstance(weight, torch.Tensor):
         return 0, 0

@@ -89,7 +89,7 @@ def silu_mul_tiles(
 
 
 @triton.jit
-def _active(gate, up, limit, alpha, shift, IS_PLAIN: tl.constexpr):
+def active_of(gate, up, limit, alpha, shift, IS_PLAIN: tl.constexpr):
     """Return the activation of bfloat16 values, in float32 but with the bits of bfloat16."""
     gate32, up32 = gate.to(tl.float32), up.to(tl.float32)
     inner = gate32
@@ -111,9 +111,8 @@ def _silu_mul(
     is_inside = (rows < num_rows) & (columns < width)
     gate = tl.load(gate_ptr + rows * gate_stride + columns, mask=is_inside, other=0.0)
     up = tl.load(up_ptr + rows * up_stride + columns, mask=is_inside, other=0.0)
-    tl.store(
-        out_ptr + rows * width + columns, to_bfloat16(_active(gate, up, limit, alpha, shift, IS_PLAIN)), mask=is_inside
-    )
+    active = active_of(gate, up, limit, alpha, shift, IS_PLAIN)
+    tl.store(out_ptr + rows * width + columns, to_bfloat16(active), mask=is_inside)
 
 
 @triton.jit
@@ -138,7 +137,7 @@ def _silu_mul_tiles(
                 IS_PLAIN, scales_ptr is None,
             )  # fmt: skip
             if scales_ptr is not None:
-                _round(active, out_ptr, scales_at + rows * scale_row, rows, rows < end, columns, is_column, width)
+                round_block(active, out_ptr, scales_at + rows * scale_row, rows, rows < end, columns, is_column, width)
 
 
 @triton.jit
@@ -155,7 +154,7 @@ def _silu_mul_rows(
     )
     if scales_ptr is not None:
         scales_at = scales_ptr + rows // room * scale_expert + rows * scale_row + block * scale_block
-        _round(active, out_ptr, scales_at, rows, is_row, columns, is_column, width)
+        round_block(active, out_ptr, scales_at, rows, is_row, columns, is_column, width)
 
 
 @triton.jit
@@ -168,14 +167,14 @@ def _activate(
     gate_at = gate_up_ptr + rows[:, None] * (2 * width) + columns[None, :]
     gate = tl.load(gate_at, mask=is_inside, other=0.0)
     up = tl.load(gate_at + width, mask=is_inside, other=0.0)
-    active = _active(gate, up, limit, alpha, shift, IS_PLAIN)
+    active = active_of(gate, up, limit, alpha, shift, IS_PLAIN)
     if IS_STORED:
         tl.store(out_ptr + rows[:, None] * width + columns[None, :], to_bfloat16(active), mask=is_inside)
     return active
 
 
 @triton.jit
-def _round(active, out_ptr, scales_at, rows, is_row, columns, is_column, width):
+def round_block(active, out_ptr, scales_at, rows, is_row, columns, is_column, width):
     """Round a block of columns of some rows to FP8 and store it with its scales."""
     scales = scale_of(tl.max(tl.abs(active), 1), tl.sum((active != active).to(tl.int32), 1) == 0)
     out_at = out_ptr + rows[:, None] * width + columns[None, :]

@@ -71,9 +71,9 @@ def contiguous_tiles(num_rows_E: torch.Tensor, num_rows: int, step: int = 1) -> 
     return _row_tiles(num_rows_E, num_rows // _MANY_ROWS + min(len(num_rows_E), num_rows), 0, _MANY_ROWS, step)
 
 
-def masked_tiles(num_rows_E: torch.Tensor, room: int) -> RowTiles:
+def masked_tiles(num_rows_E: torch.Tensor, room: int, rows: int = _FEW_ROWS) -> RowTiles:
     """Return tiles of the filled rows of each expert's `room` rows; small ones, as decode gives an expert few rows."""
-    return _row_tiles(num_rows_E, len(num_rows_E) * triton.cdiv(room, _FEW_ROWS), room, _FEW_ROWS)
+    return _row_tiles(num_rows_E, len(num_rows_E) * triton.cdiv(room, rows), room, rows)
 
 
 def _row_tiles(num_rows_E: torch.Tensor, most: int, room: int, rows: int, step: int = 1) -> RowTiles:
