@@ -158,9 +158,11 @@ def test_kernels_are_summed_up_with_what_lies_between_them():
 @needs_interpreter
 def test_the_attention_that_counters_are_read_of_runs_by_turns(capsys):
     assert trace_step.main(["--rehearse", "--attention"]) == trace_step.OK
-    assert [line.split(":")[1].split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
-        " mla_prefill",
-        " mla_decode",
+    assert [line.split(": ")[1].split(", ")[:2] for line in capsys.readouterr().out.splitlines()] == [
+        ["mla_prefill", "triton"],
+        ["mla_prefill", "triton-descriptors"],
+        ["mla_prefill", "triton-ahead"],
+        ["mla_decode", "triton"],
     ] * 2
 
 

@@ -97,8 +97,8 @@ def test_completions_are_those_of_resident_weights(models, tokenizer, sampling, 
 
 
 @pytest.mark.parametrize("decode_requests", [64, 12])
-@pytest.mark.parametrize("rule", [Always(2), InTurn()], ids=["always", "in turn"])
-def test_drafted_tokens_are_those_of_resident_weights(models, tokenizer, rule, decode_requests):
+@pytest.mark.parametrize("make_rule", [lambda: Always(2), InTurn], ids=["always", "in turn"])
+def test_drafted_tokens_are_those_of_resident_weights(models, tokenizer, make_rule, decode_requests):
     """Tokens are drafted once one step has all that run: with 12 rows a step, for the last requests."""
     resident, streamed = models
     sampling = SamplingConfig(max_tokens=30, ignore_eos=True, logprobs=1).to_sampling()
@@ -107,7 +107,7 @@ def test_drafted_tokens_are_those_of_resident_weights(models, tokenizer, rule, d
     expected = found_in(run_rank(resident, tokenizer, requests))
 
     def drafter(context):
-        return Drafter.of(context, rule)
+        return Drafter.of(context, make_rule())
 
     sizes = {"prefill_tokens": 40, "decode_requests": decode_requests}
     plain = run_rank(streamed, tokenizer, requests, **sizes)
