@@ -37,6 +37,7 @@ MATRIX_KERNELS = {
     "_score",
     "_hadamard_fp8",
     "_attend_entries",
+    "_tiles_of_experts",
 }
 
 interpreted = pytest.mark.skipif(not probe.interprets(), reason="Triton is not interpreted: it runs on the GPU here")
