@@ -1,4 +1,4 @@
-"""The requests of each decode rank, and the decisions which rank gets or gives up which request.
+"""The requests of each decode rank, and the choice of the rank for a new or moved request.
 
 Driven by the controller with the ranks' reports, and by plan and simulator with known lengths (decode_run.py):
 

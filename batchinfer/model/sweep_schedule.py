@@ -1,9 +1,9 @@
-"""The sweeps of a streamed job, one after the other: which requests begin when, and what each sweep takes.
+"""A schedule of the sweeps of a streamed job: the requests that begin in each one, and its seconds.
 
 requests        ┌ begin: their prompts run ─ a token in each sweep ─ … ─ end ┐
   waiting  ──►  └ as many as KV holds, and as reads leave time for           ┘
 
-All requests are taken to be alike; fractions of them may begin, as prompts are cut between sweeps.
+The schedule takes all requests to be alike. A fraction of a request may begin, as prompts are cut between sweeps.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SweepSpeed:
 
 @dataclass(frozen=True, slots=True)
 class SweepSchedule:
-    """Sums over the sweeps of a job: seconds, those of products alone, and those of sweeps without waiting."""
+    """The number of sweeps of a job, their seconds, and the seconds of their products alone."""
 
     num_sweeps: int
     num_prompt_sweeps: int  # in which prompts run

@@ -1,4 +1,4 @@
-"""Prefill steps of a server, which knows the prompts that have arrived: the comparison for a job, which knows all.
+"""Prefill steps of a server. It knows only the prompts that have arrived; a job, compared with it, knows all.
 
 Each step takes waiting prompts in order until it is full. A long prompt runs in parts, one in each step, on the rank
 that holds its KV; the other prompts are dealt so that tokens and attention work are as even as they can be made.

@@ -110,7 +110,7 @@ def prefill_exchange(
 
 
 def gather_s(num_bytes: float, ep_size: int, gpu: Accelerator, *, release: Release = LATEST) -> float:
-    """Return the seconds in which every GPU of a unit gets a copy of weights of which each GPU holds a share.
+    """Return the seconds of an all-gather of weights: each GPU of a unit holds a share and gets a copy of all.
 
     Each node reads what it lacks once, every GPU through its own card, and spreads it over NVLink. Both run at the same
     time, at the rates that DeepEP's dispatch reaches.
