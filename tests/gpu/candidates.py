@@ -79,7 +79,7 @@ def takes_blocks_of_scales(run: Callable[..., Any]) -> bool:
 
 def _by_descriptors(name: str, *args: Any, **options: Any) -> torch.Tensor:
     """Prefill attention over tiles that are read by tensor descriptors."""
-    from batchinfer_kernels.triton import prefill_tma
+    import prefill_tma
 
     result: torch.Tensor = getattr(prefill_tma, name)(*args, **options)
     return result
@@ -87,7 +87,7 @@ def _by_descriptors(name: str, *args: Any, **options: Any) -> torch.Tensor:
 
 def _experts_by_descriptors(*args: Any, **options: Any) -> torch.Tensor:
     """Experts whose tiles are read by tensor descriptors, with the activation in the first product."""
-    from batchinfer_kernels.triton import experts_tma
+    import experts_tma
 
     return experts_tma.masked_mlp(*args, **options)
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from batchinfer_kernels.reference.mla import PagedKeys
-from batchinfer_kernels.triton import decode, ops, prefill, prefill_cut, prefill_tma
+from batchinfer_kernels.triton import decode, ops, prefill, prefill_cut
 from support import plain_attention
 from support.plain_attention import decoded
 from support.triton_device import DEVICE, TOLERANCE, needs_triton, random, relative_error
+
+import prefill_tma  # isort: skip  # support.triton_device finds it
 
 pytestmark = needs_triton
 paged = partial(plain_attention.paged, random, unused=torch.nan)

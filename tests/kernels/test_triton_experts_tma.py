@@ -7,8 +7,10 @@ import torch
 
 from batchinfer_kernels import reference
 from batchinfer_kernels.reference.block_scaled import BlockScaled, to_blocks
-from batchinfer_kernels.triton import experts, experts_tma
+from batchinfer_kernels.triton import experts
 from support.triton_device import DEVICE, needs_triton, random
+
+import experts_tma  # isort: skip  # support.triton_device finds it
 
 pytestmark = needs_triton
 

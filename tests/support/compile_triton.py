@@ -335,6 +335,10 @@ if __name__ == "__main__":
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))  # kernels that no job takes yet are there
+    import experts_tma
+    import prefill_tma
+
     from batchinfer_kernels.reference.block_scaled import BlockScaled
     from batchinfer_kernels.reference.compressed import EntryKeys, KeyRows, NewEntries
     from batchinfer_kernels.reference.fp4 import Fp4Scaled
@@ -347,7 +351,6 @@ if __name__ == "__main__":
     from batchinfer_kernels.reference.sparse import IndexedKeys, IndexQueries, NewIndexKeys
     from batchinfer_kernels.triton import (
         decode,
-        experts_tma,
         fp8_pages,
         gemm,
         index_fp8,
@@ -355,7 +358,6 @@ if __name__ == "__main__":
         ops,
         prefill,
         prefill_cut,
-        prefill_tma,
         topk,
     )
 

@@ -1,11 +1,11 @@
 """Prefill attention whose tiles are read by tensor descriptors: Hopper's copy engine brings them, no thread does.
 
-Two variants of prefill.py that no GPU has run; `tests/gpu/check.py` times all three. One takes tiles of 128 keys. The
-other takes tiles of 64 and computes a tile's scores in the iteration before their use, so that the matrix unit works on
-them while the multiprocessor's other units compute the softmax. Of the two products behind a score the one over the
-keys' part without position comes last: Triton lets only the last one run on in the background, and it is twice as long.
-Keys come in tiles from the first one on, cut as in prefill_cut.py, so a row has the same bits in any cut and company;
-they are those of its variant alone.
+Two variants of batchinfer_kernels.triton.prefill that no GPU has run; `tests/gpu/check.py` times all three. One takes
+tiles of 128 keys. The other takes tiles of 64 and computes a tile's scores in the iteration before their use, so that
+the matrix unit works on them while the multiprocessor's other units compute the softmax. Of the two products behind a
+score the one over the keys' part without position comes last: Triton lets only the last one run on in the background,
+and it is twice as long. Keys come in tiles from the first one on, cut as in prefill_cut.py, so a row has the same bits
+in any cut and company; they are those of its variant alone.
 """
 
 # T tokens, H heads, N query/key width without position, R rotary width, V value width, Z = N + V, X made keys

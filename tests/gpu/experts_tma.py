@@ -1,9 +1,10 @@
 """SwiGLU of experts with few rows, in the masked layout: tensor descriptors read the tiles, a program takes many.
 
-A variant of experts.py that no GPU has run; `tests/gpu/check.py` times both. With few rows per expert a decode step's
-time is that of reading the weights. So the copy engine keeps several tiles of weights in flight, as many programs as
-run at once go through the tiles of all experts, and the first product ends with the activation and the rounding to
-FP8: its result goes to memory once, at half the width. Sums have the order of gemm.py, given by the weight's shape.
+A variant of batchinfer_kernels.triton.experts that no GPU has run; `tests/gpu/check.py` times both. With few rows per
+expert a decode step's time is that of reading the weights. So the copy engine keeps several tiles of weights in flight,
+as many programs as run at once go through the tiles of all experts, and the first product ends with the activation and
+the rounding to FP8: its result goes to memory once, at half the width. Sums have the order of gemm.py, given by the
+weight's shape.
 """
 
 # E experts, C rows of room per expert, M = E * C rows, D hidden, F intermediate, K depth, N columns of one weight
