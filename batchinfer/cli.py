@@ -20,7 +20,7 @@ from batchinfer.host_info import set_up_matrix_library
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError, ModelError
 from batchinfer.resource_errors import explain_resource_error
 from batchinfer.sanitize import clip, sanitize
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 from batchinfer.verbosity import Verbosity, set_verbosity
 
 if TYPE_CHECKING:

@@ -77,7 +77,7 @@ def _command(on_error: Callable[[BatchinferError], None] | None) -> int:
         traceback.print_exc()
         return ExitCode.INTERNAL
     finally:
-        from batchinfer.stop import ignore_signals
+        from batchinfer.stop_signals import ignore_signals
 
         ignore_signals()  # how the command ends is decided
         if tokenizer is not None:

@@ -32,8 +32,8 @@ import pytest
 
 from batchinfer.data import tokenizer_process
 from batchinfer.kv_store.disk import DiskStore
-from batchinfer.launch import rank_watcher
-from batchinfer.stop import StopSignal
+from batchinfer.launch import local_ranks
+from batchinfer.stop_signals import StopSignal
 from support import rank_forge
 from support.browser import Browser, NoBrowserError, install
 from support.kv_stores import open_store
@@ -80,7 +80,7 @@ def quick_ranks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_GPU:
             rank_forge.open_forge()
-            patch.setattr(rank_watcher, "start_rank", rank_forge.start_rank)
+            patch.setattr(local_ranks, "start_rank", rank_forge.start_rank)
             patch.setattr(tokenizer_process, "start_process", rank_forge.start_tokenizer)
         yield
 

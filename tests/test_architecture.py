@@ -22,7 +22,7 @@ GROUND = (
     "checked_json",
     "rundir",
     "manifest",
-    "stop",
+    "stop_signals",
     "progress",
     "own_process",
     "resource_errors",

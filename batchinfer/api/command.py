@@ -26,7 +26,7 @@ from batchinfer.data.tokenizer_process import TokenizerProcess
 from batchinfer.launch.kept_ranks import KeptRanks
 from batchinfer.program import program
 from batchinfer.records import BatchinferError, ExitCode
-from batchinfer.stop import SIGNALS, ignore_signals
+from batchinfer.stop_signals import SIGNALS, ignore_signals
 
 STOP = b"stop"
 LOOK_S = 1.0  # between checks that the parent process lives

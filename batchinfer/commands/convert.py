@@ -10,7 +10,7 @@ import click
 from batchinfer.commands.options import pass_stop, verbosity_options
 
 if TYPE_CHECKING:
-    from batchinfer.stop import StopSignal
+    from batchinfer.stop_signals import StopSignal
 
 
 @click.command()

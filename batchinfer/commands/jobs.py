@@ -30,7 +30,7 @@ from batchinfer.commands.options import (
 from batchinfer.commands.reports import print_end, print_report
 from batchinfer.records import ExitCode, RunBusyError
 from batchinfer.sanitize import sanitize
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 from batchinfer.verbosity import is_quiet, is_verbose
 
 if TYPE_CHECKING:

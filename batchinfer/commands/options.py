@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 from batchinfer.verbosity import Verbosity, set_verbosity
 
 if TYPE_CHECKING:

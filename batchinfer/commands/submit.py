@@ -12,7 +12,7 @@ from batchinfer.commands.goals import GOAL_OPTIONS, GoalOptions, follow_run, sub
 from batchinfer.commands.options import earlier_run_options, job_options, pass_stop, tracer_of
 from batchinfer.commands.target import EarlierRuns, Target
 from batchinfer.rundir import LAUNCHERS
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 # Options of some launchers only.
 ONLY_OF = {

@@ -11,7 +11,7 @@ import click
 
 from batchinfer.commands.jobs import plan_here
 from batchinfer.commands.options import alone
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig

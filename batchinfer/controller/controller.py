@@ -25,7 +25,7 @@ from batchinfer.protocol.messages import (
     Steps,
     StoreCounts,
 )
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 WAIT_S = 0.2  # between attempts to claim a unit
 

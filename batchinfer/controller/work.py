@@ -45,7 +45,7 @@ from batchinfer.run.units.claims import UnitClaims
 from batchinfer.run.units.damage import reopen_damaged_units
 from batchinfer.run.units.reused import REUSED, rows_to_compute
 from batchinfer.rundir import RunDir, read_state, shards_of_state
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 
 def work_on(

@@ -31,7 +31,7 @@ from batchinfer.data.tokenizer_process import CHOICE, TOGETHER
 from batchinfer.host_info import held_bytes
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
-from batchinfer.stop import ignore_signals
+from batchinfer.stop_signals import ignore_signals
 
 Encode = Callable[[pa.Array], pa.RecordBatch]
 

@@ -8,13 +8,13 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.parquet import own_file, sealed_table
 from batchinfer.equal_rows import EqualRows
+from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.nodes import NodeShare, find_meeting_point
-from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.progress import note
 from batchinfer.records import InterruptedRunError
 from batchinfer.run.session import Session
 from batchinfer.run.store.interface import Storage
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 POLL_S = 0.2
 CONTROLLER_GONE = 5  # starts in a row in which no rank found the controller, after which the agent asks itself

@@ -6,7 +6,7 @@ from batchinfer.launch.rank_loader import RankLoader, decide_weights, join_messa
 from batchinfer.records import ConfigError
 from batchinfer.run.store.open import storage_of
 from batchinfer.rundir import read_state
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 
 def refuse_if_job_cannot_run(job: JobConfig, ranks: RankLoader | None, stop: StopSignal) -> None:

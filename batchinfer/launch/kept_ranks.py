@@ -6,7 +6,7 @@ from batchinfer.config import ClusterConfig, JobConfig, ModelPart
 from batchinfer.data.folder_state import FolderState, folder_state
 from batchinfer.launch.host_memory import decided
 from batchinfer.launch.rank_loader import RankLoader, decide_weights, join_message, open_local_ranks
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 
 class KeptRanks:

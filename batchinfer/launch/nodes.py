@@ -17,7 +17,7 @@ from batchinfer.checked_json import parse_json, publish_json
 from batchinfer.progress import note
 from batchinfer.records import ConfigError
 from batchinfer.run.store.interface import Storage
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 MEET_S = 600.0  # tasks of a job may start minutes apart
 _LOOPBACK = "127.0.0.1"

@@ -11,8 +11,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 from batchinfer.config.rank_layout import RankPlace
+from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.rank_connections import RankConnections
-from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.protocol.channel import ChannelClosedError
 from batchinfer.protocol.messages import Bye, Failed, FromRank, Leave, Message
 from batchinfer.records import BatchinferError, ConfigError, ModelError, PeerLostError, StoreError

@@ -14,14 +14,14 @@ from msgspec.structs import replace
 from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.launch.host_memory import with_weights
+from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
-from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.progress import Progress
 from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Loading, Ready
 from batchinfer.records import InterruptedRunError
 from batchinfer.run.store.open import storage_of
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 START_S = 3600.0  # for all ranks to load; a rank that was stopped in the middle must not hold the job for ever
 

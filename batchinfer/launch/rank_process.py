@@ -11,7 +11,7 @@ from batchinfer import own_process
 from batchinfer.host_info import matrix_library_settings, num_cores
 from batchinfer.net.stream import Stream
 from batchinfer.records import ConfigError
-from batchinfer.stop import signals_held
+from batchinfer.stop_signals import signals_held
 
 _PREFIX = "BATCHINFER_RANK_"
 _SOCKET = _PREFIX + "SOCKET"  # the number of an inherited socket

@@ -8,7 +8,7 @@ that stop a job, which the controller handles, and ends when its controller is g
 import gc
 
 if __name__ == "__main__":
-    from batchinfer.stop import ignore_signals
+    from batchinfer.stop_signals import ignore_signals
 
     ignore_signals()
 
@@ -66,7 +66,7 @@ from batchinfer.resource_errors import explain_resource_error
 from batchinfer.run.liveness import this_host
 from batchinfer.run.store.interface import is_in_bucket
 from batchinfer.sanitize import sanitize
-from batchinfer.stop import ignore_signals
+from batchinfer.stop_signals import ignore_signals
 
 CONNECT_S = 30.0
 LOADING_S = 0.5  # between reports of the weights read

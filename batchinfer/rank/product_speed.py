@@ -9,7 +9,7 @@ through them, and prints prompt tokens and output tokens per second of the whole
 from __future__ import annotations
 
 if __name__ == "__main__":
-    from batchinfer.stop import ignore_signals
+    from batchinfer.stop_signals import ignore_signals
 
     ignore_signals()
 

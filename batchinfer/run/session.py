@@ -21,7 +21,7 @@ from batchinfer.records import BatchinferError, InterruptedRunError
 from batchinfer.run.heartbeat import Heartbeat, signs_of_life
 from batchinfer.run.store.interface import Storage, put_statistics
 from batchinfer.rundir import RunDir
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 
 class Session:

@@ -504,7 +504,7 @@ def test_signals_behind_the_end_of_a_command_change_nothing():
 import os, sys
 from batchinfer import cli, program
 from batchinfer.data.tokenizer_process import TokenizerProcess
-from batchinfer.stop import SIGNALS, StopSignal
+from batchinfer.stop_signals import SIGNALS, StopSignal
 
 def main(*_):
     StopSignal()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from batchinfer.controller.controller import Controller
 from batchinfer.launch.rank_group import RanksDiedError
 from batchinfer.protocol.messages import Steps
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 
 def test_a_unit_that_is_complete_when_the_ranks_die_is_done_without_new_ranks():

@@ -17,7 +17,7 @@ from batchinfer.run.store.folder import FolderStorage
 from batchinfer.run.units.claims import UnitClaims, done_mark
 from batchinfer.run.units.result_files import result_keys
 from batchinfer.rundir import RunDir
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 
 def completion(row):

@@ -20,7 +20,7 @@ from batchinfer.run import heartbeat
 from batchinfer.run.session import Session
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 heartbeat.BEAT_S = 0.1
 run = RunDir(Path(sys.argv[1]))

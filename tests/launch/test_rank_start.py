@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.launch import rank_process
-from batchinfer.stop import SIGNALS
+from batchinfer.stop_signals import SIGNALS
 from support.faults import ended
 from support.jobs import start, write_job, write_questions
 

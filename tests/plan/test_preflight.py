@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 
 from batchinfer.checked_json import publish_json
 from batchinfer.config import load_job
-from batchinfer.launch import rank_watcher
+from batchinfer.launch import local_ranks
 from batchinfer.launch.can_run_here import refuse_if_job_cannot_run
 from batchinfer.launch.rank_loader import join_message, open_ranks
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.preflight import check_job
 from batchinfer.records import ModelError
 from batchinfer.rundir import RunDir, read_state
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 from support.checkpoints import edit_config
 from support.hollow_weights import write_hollow_weights
 from support.jobs import batchinfer, start, write_job, write_questions
@@ -240,7 +240,7 @@ def test_a_rank_that_dies_while_it_is_asked_is_no_refusal(tmp_path, model, monke
     def ended_at_once(variables, end, stdin=subprocess.DEVNULL):
         return subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"], env=variables, stdin=stdin)
 
-    monkeypatch.setattr(rank_watcher, "start_rank", ended_at_once)
+    monkeypatch.setattr(local_ranks, "start_rank", ended_at_once)
     job, stop = load_job(job_of(tmp_path, cluster={"backend": "cpu"})), StopSignal()
     ranks = open_ranks(job, range(1), stop)
     try:

@@ -17,7 +17,7 @@ from batchinfer.launch.agent import _copy_session_stats
 from batchinfer.run.session import Session
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.rundir import RunDir
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 from support.jobs import batchinfer, write_job, write_questions
 
 CPP = EqualRows(True, None, "A (avx512)", "C++")

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from batchinfer.kv.memory import KvMemory
+from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.rank_process import RankEnvironment
-from batchinfer.launch.rank_watcher import LocalRanks
 from batchinfer.model.step import AttentionStep, StepTensors
 from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh, Seat

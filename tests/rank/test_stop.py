@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from batchinfer.records import InterruptedRunError
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 # These tests send signals to their own process, which must not end pytest.
 pytestmark = pytest.mark.usefixtures("own_interrupts")

@@ -10,7 +10,8 @@ import pytest
 
 from batchinfer.config import SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.rank.sequence import Sequence, find_stop
+from batchinfer.rank.sequence import Sequence
+from batchinfer.rank.stop_strings import find_stop
 from batchinfer.rank.thinking import Thinking, ThinkingTokens
 from batchinfer.records import Completion, Request, RequestKey, RequestTimes
 from support.scripted_model import write_tokenizer

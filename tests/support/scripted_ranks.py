@@ -34,7 +34,7 @@ from batchinfer.run.store.open import storage_of
 from batchinfer.run.trace import Tracer
 from batchinfer.run.units.claims import UnitClaims
 from batchinfer.rundir import read_state
-from batchinfer.stop import StopSignal
+from batchinfer.stop_signals import StopSignal
 
 STEPS_PER_MESSAGE = 8  # short steps are reported together
 PROMPTS_PER_STEP = 16
