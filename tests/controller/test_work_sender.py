@@ -199,3 +199,13 @@ def test_a_rank_that_streams_gets_its_sweeps_full_from_as_many_units_as_that_tak
     (begun,) = [message.requests for _, message in sent.messages if hasattr(message, "requests")]
     assert len(begun) == num_begun
     assert len(opened) == num_opened
+
+
+@pytest.mark.parametrize(("num_ranks", "is_said"), [(1, False), (2, True)])
+def test_uneven_steps_for_want_of_pages_are_said_where_ranks_wait_for_each_other(num_ranks, is_said, capsys):
+    sender, _, _ = sender_of(ClusterConfig(mode="disaggregated", prefill_ranks=num_ranks, decode_ranks=1))
+    sender.dealer.add_unit(0, requests(4 * num_ranks))
+    for rank in range(num_ranks):
+        sender.needs_work(rank, 1)
+    assert sender.dealer.has_uneven_steps
+    assert ("less even than planned: a rank has 1 KV pages" in capsys.readouterr().err) is is_said
