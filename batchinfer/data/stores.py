@@ -2,6 +2,10 @@
 
 pyarrow's own file systems serve s3, gs, hdfs and abfs; fsspec's serve other schemes whose libraries are installed.
 Credentials come from where these libraries look for them, never from the job.
+
+For s3, obstore (see bucket.py) could serve inputs, too. But it cannot list a folder below which one key has an empty
+part, dots for a part, or a control character, it lists markers of empty folders as objects, and it reads no profiles:
+profiles.py finds the keys in one, but not those of a credential_process. Its fsspec interface takes twice the requests.
 """
 
 from __future__ import annotations

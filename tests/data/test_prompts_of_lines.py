@@ -110,17 +110,23 @@ def test_lists_of_integers_are_read_at_once_as_if_each_were_read_alone(tmp_path,
     roles = column_roles(job, [])
     (shard,) = find_shards([str(path)], roles=roles)
     found = list(read_batches(shard, ["ids", "id"], 100))
-    monkeypatch.setattr(jsonl._Rows, "learn", lambda rows, names: None)
+    monkeypatch.setattr(jsonl, "_with_list_as_json", lambda text, name: None)
     assert find_shards([str(path)], roles=roles) == [shard]
     assert list(read_batches(shard, ["ids", "id"], 100)) == found
     assert sum(map(len, found)) == 4000
 
 
-def test_lists_of_integers_stay_text_until_they_are_read_whatever_other_columns_there_are():
-    text = b'{"ids": [1]}\n{"ids": [1], "q\\"": 1}\n{"new": 1, "ids": [2, 3]}\n{"new": 2, "ids": [4]}\n{"ids": [5]}\n'
-    found = [values["ids"] for _, _, values in jsonl.json_records(io.BufferedReader(io.BytesIO(text)), "ids")]
-    assert [isinstance(value, msgspec.Raw) for value in found] == [False, False, False, True, True]
-    assert jsonl.integer_lists([*found[3:], None]).to_pylist() == [[4], [5], None]
+def test_lists_of_integers_stay_json_until_they_are_read_whatever_other_columns_there_are():
+    lines = (
+        *('{"ids": [1]}', '{"ids": [1], "q\\"": 1}', '{"new": 1, "ids": [2, 3]}', '{"new": "\\u00fc", "ids" : [ 4 ]}'),
+        *('{"other": [7], "ids": [5]}', '{"other": "ids", "ids": [6]}', '{"other": {"ids": [0]}, "ids": [7]}'),
+        *('{"ids": [0], "ids": [8]}', '{"other": "batchinfer:list", "ids": [9]}', '{"ids": [1, "x"]}'),
+    )
+    content = io.BufferedReader(io.BytesIO("\n".join(lines).encode()))
+    found = [values["ids"] for _, _, values in jsonl.json_records(content, "ids")]
+    assert [isinstance(value, msgspec.Raw) for value in found] == [True] * 6 + [False] * 4
+    assert jsonl.integer_lists([*found[:6], None]).to_pylist() == [[1], [1], [2, 3], [4], [5], [6], None]
+    assert found[6:] == [[7], [8], [9], [1, "x"]]
     assert jsonl.integer_lists(found) is None, "a list that is one already"
 
 
