@@ -17,11 +17,17 @@ from batchinfer_kernels.cpu import build, ops
 from batchinfer_kernels.cpu.instructions import FOR_X86, slowest
 from support import carried_out
 from support.instructions import run_code_with, variables_for
-from support.random_shapes import DTYPES, computed, make_model, make_prompts
+from support.random_shapes import DTYPES, GROUPED, computed, make_model, make_prompts
 from support.tiers import first_in_make_test
 
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 40))]
-PROCESS_SEEDS = [range(3), pytest.param(range(3, 6), marks=pytest.mark.slow)]
+# of models with grouped-query attention gpt-oss, of an odd width, Qwen3-MoE, and Qwen3 with windows; then all families
+GROUPED_SEEDS = range(GROUPED + 6, GROUPED + 9)
+MORE_SEEDS = [*range(4, 40), *range(GROUPED, GROUPED + 6), *range(GROUPED + 9, GROUPED + 18)]
+SEEDS = [*range(4), *GROUPED_SEEDS, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MORE_SEEDS)]
+PROCESS_SEEDS = [
+    *(range(3), GROUPED_SEEDS),
+    *(pytest.param(seeds, marks=pytest.mark.slow) for seeds in (range(3, 6), range(GROUPED + 9, GROUPED + 12))),
+]
 
 pytestmark = pytest.mark.usefixtures("cpp")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import AutoConfig
 
 from batchinfer.model.config import load_model_config
 from batchinfer.records import ModelError
@@ -68,6 +69,30 @@ GLM_AIR = {
     "use_qk_norm": False,
     "vocab_size": 151552,
 }
+LLAMA_1B = LLAMA | {
+    "head_dim": 64,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "rope_scaling": LLAMA["rope_scaling"] | {"factor": 32.0},
+    "tie_word_embeddings": True,
+}
+LLAMA_70B = LLAMA | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+GLM_45 = GLM_AIR | {
+    "first_k_dense_replace": 3,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 160,
+    "num_hidden_layers": 92,
+    "routed_scaling_factor": 2.5,
+    "use_qk_norm": True,
+}
 MINIMAX = {
     "architectures": ["MiniMaxM2ForCausalLM"],
     "attn_type_list": [1] * 62,
@@ -102,10 +127,33 @@ MINIMAX = {
     "vocab_size": 200064,
 }
 PUBLISHED = {
+    "qwen3-0.6b": (
+        QWEN3
+        | {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28}
+        | {"max_window_layers": 28, "tie_word_embeddings": True},
+        {"head_dim": 128, "tie_word_embeddings": True, "windows": (None,) * 28},
+        114_688,
+    ),
     "qwen3-8b": (QWEN3, {"qk_norm": "head", "rotary_dim": 128, "qkv_bias": False}, 147_456),
     "qwen3-8b-fp8": (QWEN3 | {"quantization_config": FP8}, {"fp8_block": (128, 128)}, 147_456),
     "qwen3-30b-a3b": (QWEN3_MOE, {"num_moe_layers": 48, "topk_method": "greedy", "norm_topk_prob": True}, 98_304),
+    "qwen3-235b-a22b-2507": (
+        QWEN3_MOE
+        | {"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_attention_heads": 64}
+        | {"max_position_embeddings": 262144, "max_window_layers": 94, "num_hidden_layers": 94, "rope_theta": 5000000},
+        {"num_moe_layers": 94, "n_routed_experts": 128, "max_positions": 262144},
+        192_512,
+    ),
+    "llama-3-8b": (
+        LLAMA | {"eos_token_id": 128001, "max_position_embeddings": 8192, "rope_scaling": None},
+        {"max_positions": 8192, "eos_token_ids": (128001,)},
+        131_072,
+    ),
     "llama-3.1-8b": (LLAMA, {"head_dim": 128, "n_routed_experts": 0, "max_positions": 131072}, 131_072),
+    "llama-3.2-1b": (LLAMA_1B, {"head_dim": 64, "tie_word_embeddings": True}, 32_768),
+    "llama-3.3-70b": (LLAMA_70B, {"head_dim": 128, "num_hidden_layers": 80}, 327_680),
+    "glm-4.5": (GLM_45, {"qk_norm": "head", "num_moe_layers": 89, "routed_scaling_factor": 2.5}, 376_832),
+    "glm-4.6": (GLM_45 | {"max_position_embeddings": 202752}, {"max_positions": 202752, "rotary_dim": 64}, 376_832),
     "glm-4.5-air": (
         GLM_AIR,
         {"rotary_dim": 64, "qk_norm": None, "qkv_bias": True, "out_bias": False, "num_moe_layers": 45},
@@ -133,8 +181,16 @@ REFUSED = {
     "minimax-with-shared-experts": (MINIMAX | {"shared_intermediate_size": 512}, ["shared_intermediate_size is 512"]),
     "gpt-oss-without-window": (GPT_OSS | {"sliding_window": None}, ["sliding_window is missing"]),
     "gpt-oss-of-other-layers": (GPT_OSS | {"layer_types": ["chunked_attention"] * 36}, ["layer_types", "each of 36"]),
-    "qwen3-next": (QWEN3_MOE | {"model_type": "qwen3_next"}, ["qwen3_next", "no pages hold"]),
-    "qwen3.5": (QWEN3 | {"model_type": "qwen3_5_moe"}, ["qwen3_5_moe", "no pages hold"]),
+}
+DELTA_NET = "three of four layers keep a linear-attention state (gated delta-net), which no pages hold"
+# Hybrids -> model_type in config.json and the reason. Qwen3.6 has the type of Qwen3.5; some converters write its own.
+HYBRIDS = {
+    "Qwen3-Next-80B-A3B": ("qwen3_next", DELTA_NET),
+    "Qwen3.5-397B-A17B, Qwen3.6-35B-A3B": ("qwen3_5_moe", DELTA_NET),
+    "Qwen3.5-9B, Qwen3.6-27B": ("qwen3_5", DELTA_NET),
+    "the text part of Qwen3.6-35B-A3B": ("qwen3_5_moe_text", DELTA_NET),
+    "the text part of Qwen3.6-27B": ("qwen3_5_text", DELTA_NET),
+    "Kimi-Linear-48B-A3B": ("kimi_linear", "most of its layers keep a linear-attention state (KDA)"),
 }
 
 
@@ -159,6 +215,21 @@ def test_what_is_not_computed_is_refused_by_key(tmp_path, name):
         load(tmp_path, values)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize(("model_type", "reason"), HYBRIDS.values(), ids=HYBRIDS)
+def test_hybrids_are_refused_by_name_with_the_reason(tmp_path, model_type, reason):
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ModelError) as error:
+        load_model_config(tmp_path)
+    assert f'model_type is "{model_type}", which does not run here: {reason}' in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_6", "qwen3_6_moe"])
+def test_a_hybrid_is_refused_under_the_name_that_converters_give_it(tmp_path, model_type):
+    with pytest.raises(ModelError) as error:
+        load(tmp_path, QWEN3_MOE | {"model_type": model_type, "architectures": None})
+    assert f'model_type is "{model_type}", which does not run here: {DELTA_NET}' in str(error.value)
 
 
 def test_angles_of_gpt_oss_are_scaled_as_published(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 
@@ -18,11 +19,12 @@ from batchinfer.plan.first_dtype import Machine, choose_dtype
 from batchinfer.rank.load import BITS
 from batchinfer.records import ModelError
 from support.checkpoints import GROUPED_MODELS, edit_config, make_checkpoint, read_tensors, write_tensors
-from support.jobs import batchinfer, outputs, write_job, write_shard
+from support.jobs import answers, batchinfer, output_bytes, outputs, write_job, write_shard
 from support.paged_steps import PagedRequests
 from support.paths import RANDOM_MODEL
 from support.triton_device import needs_triton
 
+EXPERTS = ("qwen3-moe", "gpt-oss")
 NUM_NEW = 24
 LENGTHS = (5, 64, 1, 131, 30, 12)
 DISAGGREGATED = {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}
@@ -30,9 +32,11 @@ LAYOUTS = {
     "2": {"prefill_ranks": 2, "overlap": True},
     "1+1": DISAGGREGATED,
     "2+2": {"mode": "disaggregated", "prefill_ranks": 2, "decode_ranks": 2, "overlap": True},
+    "2, redundant": {"prefill_ranks": 2, "redundant_experts": 4},
+    "1+2, redundant": {**DISAGGREGATED, "decode_ranks": 2, "redundant_experts": 2, "overlap": True},
 }
 # of each the layouts in make test
-QUICK = {("qwen3-moe", "2+2"), ("qwen3-windows", "1+1")}
+QUICK = {("qwen3-moe", "2, redundant"), ("qwen3-moe", "2+2"), ("qwen3-windows", "1+1")}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,7 @@ def folders(tmp_path_factory):
             prompts += [shared + prompt for prompt in prompts[:4]]
             write_shard(folder / "prompts" / "a.parquet", {"ids": pa.array(prompts, pa.list_(pa.int32()))})
             write_shard(folder / "turned" / "a.parquet", {"ids": pa.array(prompts[::-1], pa.list_(pa.int32()))})
+            write_shard(folder / "last" / "a.parquet", {"ids": pa.array(prompts[-1:], pa.list_(pa.int32()))})
             expected = []
             for prompt in prompts:
                 tokens = list(prompt)
@@ -86,31 +91,59 @@ def run(folder, name, *, cluster=None, model=None, **parts):
     return [row["token_ids"] for row in rows], json.loads(batchinfer("report", folder / name, "--json").out)
 
 
+@pytest.fixture(scope="module")
+def one_rank(folders):
+    """Name -> the folder of a run of that model on one rank."""
+
+    @functools.cache
+    def get(name):
+        run(folders(name), "one-rank")
+        return folders(name) / "one-rank"
+
+    return get
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
         # make test: a layout of a model of each kind
         pytest.param(name, ranks, marks=() if (name, ranks) in QUICK else pytest.mark.all)
-        for name in ("qwen3-moe", "llama", "qwen3-windows", "gpt-oss")
+        for name in (*EXPERTS, "llama", "qwen3-windows")
         for ranks in LAYOUTS
+        if name in EXPERTS or "redundant" not in ranks
     ],
 )
-def test_the_answers_are_those_of_transformers_on_any_ranks(folders, name, ranks):
+def test_outputs_are_those_of_one_rank_on_any_ranks(folders, one_rank, name, ranks):
     folder = folders(name)
     tokens, report = run(folder, f"ranks-{ranks}", cluster=LAYOUTS[ranks])
     assert tokens == expected(folder)
+    assert output_bytes(folder / f"ranks-{ranks}") == output_bytes(one_rank(name))
     assert report["rows_ok"] == len(LENGTHS) + 4
+    if "redundant" in ranks:
+        twice = "SELECT layer, expert FROM placements GROUP BY ALL HAVING count(DISTINCT slot) > 1"
+        sql = f"SELECT count(*) AS n FROM ({twice})"
+        (found,) = json.loads(batchinfer("report", folder / f"ranks-{ranks}", "--json", "--sql", sql).out)
+        assert found["n"] > 0
 
 
-def test_order_and_the_kv_store_change_no_answer(folders):
-    folder = folders("qwen3-windows")
+@pytest.mark.parametrize("name", ["qwen3-windows", *(pytest.param(name, marks=pytest.mark.all) for name in EXPERTS)])
+def test_company_order_and_the_kv_store_change_no_bit_of_an_answer(folders, one_rank, name):
+    folder = folders(name)
+    expected_rows = answers(one_rank(name))
     kv = {"dir": "store", "persist": "all", "reuse": "always"}
     cold, first = run(folder, "cold", kv=kv)
     warm, second = run(folder, "warm", kv=kv)
-    turned, _ = run(folder, "turned-run", input={"files": ["turned/*.parquet"]}, cluster={"decode_requests": 3})
-    assert cold == warm == turned[::-1] == expected(folder)
+    assert cold == warm == expected(folder)
+    assert answers(folder / "cold") == answers(folder / "warm") == expected_rows
     assert first["cached_tokens"] >= 3 * 64  # prompts that share their first 100 tokens
     assert second["cached_tokens"] > first["cached_tokens"]
+    turned, _ = run(folder, "turned-run", input={"files": ["turned/*.parquet"]}, cluster={"decode_requests": 3})
+    assert turned[::-1] == expected(folder)
+    logprobs = [row["logprobs"] for row in expected_rows]
+    assert [row["logprobs"] for row in answers(folder / "turned-run")][::-1] == logprobs
+    run(folder, "alone", input={"files": ["last/*.parquet"]})
+    (alone,) = answers(folder / "alone")
+    assert (alone["token_ids"], alone["logprobs"]) == (expected_rows[-1]["token_ids"], logprobs[-1])
 
 
 @pytest.mark.parametrize(

@@ -222,10 +222,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         GLM4_EXPERTS | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 2, "rms_norm_eps": 1e-6},
     ),
     "minimax-m2": ("minimax_m2", {"num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 4}),
+    "minimax-m2-odd": (
+        "minimax_m2",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 6, "head_dim": 10, "num_attention_heads": 5}
+        | {"num_key_value_heads": 1, "hidden_size": 45, "intermediate_size": 9, "tie_word_embeddings": True},
+    ),
     "gpt-oss": (
         "gpt_oss",
         {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": 40, "swiglu_limit": 1.5, "head_dim": 8}
         | {"rope_parameters": YARN | {"rope_theta": 1500.0, "truncate": False}},
+    ),
+    "gpt-oss-odd": (
+        "gpt_oss",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 7, "swiglu_limit": 7.0, "head_dim": 6}
+        | {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 45, "intermediate_size": 9}
+        | {"rope_parameters": YARN | {"rope_theta": 1500.0}},
     ),
     "llama": ("llama", {"num_attention_heads": 4, "rope_parameters": LLAMA3}),
     "llama-biased": (

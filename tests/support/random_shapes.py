@@ -34,25 +34,32 @@ DTYPES: dict[str, dict[str, Any]] = {
 }
 MAX_NEW_TOKENS = 3
 VOCABULARY = 96
-COMPRESSED = 100
+GROUPED_MODELS = ("gpt-oss", "qwen3-moe", "qwen3-windows", "minimax-m2", "glm4-moe", "llama")
+COMPRESSED, GROUPED = 100, 200  # the first seeds of models with these kinds of attention
 
 
 def make_model(folder: Path, seed: int) -> Path:
     """Write the model of this seed to `folder` / seed; hidden size 64 to 1024, every width odd or even.
 
-    Every third one has an indexer; those from COMPRESSED on have a window and compressed entries.
+    Every third one has an indexer. Those from COMPRESSED on have a window and compressed entries, and those from
+    GROUPED on have grouped-query attention.
     """
     target = folder / str(seed)
     if target.exists():
         return target
     draw, making = random.Random(seed), folder / f"{seed}.making"
-    if seed >= COMPRESSED:
+    if COMPRESSED <= seed < GROUPED:
         from support.compressed_models import published_tensors, random_model, write_compressed
 
         changes = _compressed_sizes(draw)
         return write_compressed(making, published_tensors(random_model(seed, **changes)), **changes).rename(target)
     from support.checkpoints import make_checkpoint
 
+    making.mkdir(parents=True)
+    if seed >= GROUPED:
+        name = GROUPED_MODELS[(seed - GROUPED) % len(GROUPED_MODELS)]
+        make_checkpoint(making, name, seed=seed, **_grouped_sizes(draw, name))
+        return making.rename(target)
     heads, groups = draw.choice([1, 2, 3, 5, 8, 12, 17]), draw.choice([1, 2, 4])
     sizes: dict[str, Any] = {
         "hidden_size": draw.choice([64, 128, 333, 512, 1024, draw.randrange(64, 1024)]),
@@ -82,9 +89,30 @@ def make_model(folder: Path, seed: int) -> Path:
             "index_n_heads": draw.randrange(1, 80),
             "index_head_dim": sizes["qk_rope_head_dim"] + draw.randrange(9),
         }
-    making.mkdir(parents=True)
     make_checkpoint(making, name, seed=seed, **sizes)
     return making.rename(target)
+
+
+def _grouped_sizes(draw: random.Random, name: str) -> dict[str, Any]:
+    num_kv_heads, num_experts = draw.choice([1, 2, 3]), draw.choice([3, 8, 17])
+    width = draw.choice([1, 41, 64, draw.randrange(1, 200)])
+    sizes: dict[str, Any] = {
+        "hidden_size": draw.choice([64, 333, 512, draw.randrange(64, 600)]),
+        "intermediate_size": width,
+        "num_attention_heads": num_kv_heads * draw.choice([1, 2, 3, 5, 8]),
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": 4 * draw.choice([1, 8, 16, draw.randrange(1, 33)]),
+    }
+    if name == "llama":  # as transformers demands
+        sizes["hidden_size"] = sizes["num_attention_heads"] * draw.randrange(3, 20)
+    if name in ("gpt-oss", "qwen3-windows"):
+        sizes["sliding_window"] = draw.choice([1, 8, 50, 100])
+    if name in ("gpt-oss", "minimax-m2"):
+        return sizes | {"num_local_experts": num_experts, "num_experts_per_tok": draw.choice([1, 2, 3])}
+    if name in ("qwen3-moe", "glm4-moe"):
+        count = "num_experts" if name == "qwen3-moe" else "n_routed_experts"
+        return sizes | {count: num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": width}
+    return sizes
 
 
 def _compressed_sizes(draw: random.Random) -> dict[str, Any]:

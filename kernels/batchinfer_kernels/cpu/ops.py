@@ -317,7 +317,7 @@ def grouped_mlp(
     sources = None if tokens_M is None else tokens_M.contiguous()
     y = library().grouped_mlp(
         whole_pairs(x), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, sources, width, gate_up.kind,
-        *activation, *_biases(biases, down),
+        *activation, *_biases(biases),
     )  # fmt: skip
     return y[..., : x.shape[-1]]
 
@@ -339,7 +339,7 @@ def masked_mlp(
     gate_up, down, width = _experts(gate_up_EFD, down_EDF)
     y = library().masked_mlp(
         whole_pairs(x_ECD).contiguous(), num_rows_E.to(torch.int64).contiguous(), gate_up.data, down.data, width,
-        gate_up.kind, *activation, *_biases(biases, down),
+        gate_up.kind, *activation, *_biases(biases),
     )  # fmt: skip
     return y[..., : x_ECD.shape[-1]]
 
@@ -550,12 +550,11 @@ def leave_streams(streams_TND: torch.Tensor, mix: StreamMix, y_TD: torch.Tensor)
     return library().leave_streams(streams_TND.contiguous(), *factors, y_TD.contiguous())
 
 
-def _biases(biases: ExpertBiases | None, down: Packed) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the biases as C++ takes them; the hidden width is even there."""
+def _biases(biases: ExpertBiases | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the biases as C++ takes them: the hidden width is that of x, which is even in bfloat16."""
     if biases is None:
         return None, None
-    room = down.num_columns - biases.down_ED.shape[-1]
-    return biases.gate_up_EF.contiguous(), F.pad(biases.down_ED, (0, room)).contiguous()
+    return biases.gate_up_EF.contiguous(), whole_pairs(biases.down_ED).contiguous()
 
 
 def _form(form: GqaForm) -> tuple[int, float, int, torch.Tensor | None]:
