@@ -81,6 +81,11 @@ class Sampled:
     top_tokens: np.ndarray | None = None  # [S, A] integers, most likely first; A: most alternatives that a row wants
     top_logprobs: np.ndarray | None = None  # [S, A] float64
 
+    def take(self, rows: np.ndarray) -> Sampled:
+        """Return these rows in this order."""
+        columns = self.tokens, self.is_finite, self.logprobs, self.top_tokens, self.top_logprobs
+        return Sampled(*(None if column is None else column[rows] for column in columns))
+
     @classmethod
     def joined(cls, parts: Sequence[Sampled]) -> Sampled:
         """Return the rows of all parts; rows of parts without log-probabilities have none that mean anything."""
