@@ -83,8 +83,9 @@ class Sampled:
 
     def take(self, rows: np.ndarray) -> Sampled:
         """Return these rows in this order."""
-        columns = self.tokens, self.is_finite, self.logprobs, self.top_tokens, self.top_logprobs
-        return Sampled(*(None if column is None else column[rows] for column in columns))
+        optional = self.logprobs, self.top_tokens, self.top_logprobs
+        taken = (None if column is None else column[rows] for column in optional)
+        return Sampled(self.tokens[rows], self.is_finite[rows], *taken)
 
     @classmethod
     def joined(cls, parts: Sequence[Sampled]) -> Sampled:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from batchinfer.model.sampling import Changes, Sampled, SamplingRows, sample
+from batchinfer_kernels.cpu.packed import Packed
 from batchinfer_kernels.cpu.screened import Screen, can_screen
 
 if TYPE_CHECKING:
@@ -33,11 +34,12 @@ class GreedyHead:
     """The screened output head of one model.
 
     Args:
-        model: on a CPU, with a head that `can_screen`.
+        model: on a CPU.
+        head: the model's, one that `can_screen`.
     """
 
-    def __init__(self, model: Transformer) -> None:
-        self._model = model
+    def __init__(self, model: Transformer, head: Packed) -> None:
+        self._model, self._head = model, head
         self._screen: Screen | None = None
         self._num_steps, self._is_off = 0, False
         self._num_rows, self._num_certain = 0, 0
@@ -46,9 +48,9 @@ class GreedyHead:
     def of(cls, model: Transformer) -> GreedyHead | None:
         """Return the head of a model; None if screening is not possible here, or not worth its memory."""
         head = model.weights.lm_head
-        if model.stream is not None or model.device.type != "cpu" or not can_screen(head):
+        if model.stream is not None or not isinstance(head, Packed) or not can_screen(head):
             return None
-        return cls(model) if model.config.vocab_size * model.config.hidden_size >= LEAST_VALUES else None
+        return cls(model, head) if head.num_columns * head.depth >= LEAST_VALUES else None
 
     def choose_rows(self, rows: SamplingRows, changed: Iterable[int]) -> np.ndarray | None:
         """Return the rows of the next step that are screened, ascending; None if the step takes all logits.
@@ -66,7 +68,7 @@ class GreedyHead:
         if self._num_steps <= STEPS_BEFORE:
             return None
         if self._screen is None:
-            self._screen = Screen.of(self._model.weights.lm_head)
+            self._screen = Screen.of(self._head)
             self._is_off = self._screen is None
         return None if self._is_off else np.flatnonzero(is_greedy)
 
@@ -88,9 +90,8 @@ class GreedyHead:
         found = screened[certain]
         others = np.setdiff1d(np.arange(len(states_SD)), found)
         place_of = {row: place for place, row in enumerate(others.tolist())}
-        ops, head = self._model.ops, self._model.weights.lm_head
         exact = sample(
-            ops.linear(states_SD[torch.from_numpy(others)], head, float32_out=True),
+            self._model.ops.linear(states_SD[torch.from_numpy(others)], self._head, float32_out=True),
             rows.take(others),
             np.asarray(positions)[others],
             self._model.logit_ops,
