@@ -81,6 +81,12 @@ class Sampled:
     top_tokens: np.ndarray | None = None  # [S, A] integers, most likely first; A: most alternatives that a row wants
     top_logprobs: np.ndarray | None = None  # [S, A] float64
 
+    def take(self, rows: np.ndarray) -> Sampled:
+        """Return these rows in this order."""
+        optional = self.logprobs, self.top_tokens, self.top_logprobs
+        taken = (None if column is None else column[rows] for column in optional)
+        return Sampled(self.tokens[rows], self.is_finite[rows], *taken)
+
     @classmethod
     def joined(cls, parts: Sequence[Sampled]) -> Sampled:
         """Return the rows of all parts; rows of parts without log-probabilities have none that mean anything."""

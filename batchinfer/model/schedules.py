@@ -7,7 +7,7 @@ overlapped              a step that comes in halves: one computes while the othe
 """
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +55,12 @@ def overlapped(model: StepModel, step: StepHalves, pages: torch.Tensor, log: Spa
             for half, number in zip((step.first, step.second), numbers, strict=True)
         )
     )
-    return StepOutput.joined(first, second)
+    output = StepOutput.joined(first, second)
+    if step.first.wants_logits:
+        return output
+    assert first.states is not None, "operation by operation, states are returned"
+    assert second.states is not None, "operation by operation, states are returned"
+    return replace(output, states=torch.cat([first.states, second.states]))
 
 
 @dataclass(frozen=True, slots=True)

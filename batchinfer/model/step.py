@@ -71,10 +71,16 @@ class StepInput:
     scored: torch.Tensor | None = None  # [N] int64, prefill only: the next tokens of the last N of logit_rows
     num_alternatives: int = 0  # most likely tokens to report with each scored token
     num_states: int = 0  # prefill only: number of last logit_rows that return their state and nothing else
+    wants_logits: bool = True  # decode only: False if the rank samples from states (fused/greedy.py)
 
     @property
     def is_decode(self) -> bool:
         return self.page_table is not None
+
+    @property
+    def without_logits(self) -> StepInput:
+        """The same step for a rank that samples from states."""
+        return replace(self, wants_logits=False)
 
     def position_range(self) -> tuple[int, int]:
         """Return the lowest and the highest position of a row; 0 and -1 without rows."""
@@ -91,12 +97,17 @@ class StepHalves:
     first: StepInput
     second: StepInput
 
+    @property
+    def without_logits(self) -> StepHalves:
+        """The same step for a rank that samples from states."""
+        return StepHalves(self.first.without_logits, self.second.without_logits)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Results of a step."""
 
-    logits: torch.Tensor  # [S, V] float32, without the rows that are scored
+    logits: torch.Tensor  # [S, V] float32, without the rows that are scored; no rows if the step wants none
     expert_counts: torch.Tensor  # [num_moe_layers, E] int64, tokens of this step per routed expert
     scores: Scores | None = None  # of the tokens to be scored, in their order; None: there are none
     states: torch.Tensor | None = None  # [S, D] normed, of all logit_rows, where a step's schedule gives them
@@ -134,6 +145,7 @@ class StepTensors:
     scored: torch.Tensor | None = None  # [N]
     num_alternatives: int = 0
     num_states: int = 0
+    wants_logits: bool = True
     is_counted: torch.Tensor | None = None  # [T] 0 for rows that only fill a batch up, which no statistics count
     position_range: tuple[int, int] = (0, -1)  # see StepInput; of rows that are counted
 
@@ -164,6 +176,7 @@ class StepTensors:
             moves=tuple(span.moves for span in step.prefill),
             num_alternatives=step.num_alternatives,
             num_states=step.num_states,
+            wants_logits=step.wants_logits,
             position_range=step.position_range(),
         )
 

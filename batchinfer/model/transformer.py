@@ -271,7 +271,7 @@ def _output(model: Transformer, hidden_SD: torch.Tensor, step: StepTensors, expe
 
     end = len(hidden_SD) - step.num_states
     if step.scored is None:
-        return StepOutput(logits_of(slice(end)), expert_counts, states=hidden_SD)
+        return StepOutput(logits_of(slice(end if step.wants_logits else 0)), expert_counts, states=hidden_SD)
     first = end - len(step.scored)
     most = min(step.num_alternatives, model.config.vocab_size)
     scores = score(logits_of, first, step.scored, most, model.logit_ops)

@@ -54,10 +54,18 @@ def decode_step(
         assert context.graphs is not None
         assert drafts is None, "steps with guesses are not recorded"
         schedule = context.graphs.schedule(graph)
-    output = context.model.forward(due.step, context.pages, schedule, log)
+    head, screened = context.greedy_head, None
+    if head is not None and table.sequences:
+        screened = head.choose_rows(due.sampling, (row for row, _ in due.rules))
+    step = due.step if screened is None else due.step.without_logits
+    output = context.model.forward(step, context.pages, schedule, log)
     if not table.sequences:
         return _result(output.expert_counts, [], table.kv_lengths.copy(), np.ones(0, dtype=np.int64), 0)
-    sampled = sample(output.logits, due.sampling, due.num_new, context.model.logit_ops, rules.changes())
+    if head is not None and screened is not None:
+        assert output.states is not None, "a step without logits returns its states"
+        sampled = head.sample(output.states, screened, due.sampling, due.num_new, rules.changes())
+    else:
+        sampled = sample(output.logits, due.sampling, due.num_new, context.model.logit_ops, rules.changes())
     return end_step(table, sampled, output.expert_counts, output.states, drafter, drafts)
 
 

@@ -57,7 +57,7 @@ class FusedDecode:
             angles = model.angles.at(step.positions)
             logits_SV, counts, states_SD = self.stack.decode(
                 *(step.tokens, *angles, step.positions, step.slots),
-                *(step.page_table.contiguous(), step.kv_tokens, step.logit_rows, pages),
+                *(step.page_table.contiguous(), step.kv_tokens, step.logit_rows, pages, step.wants_logits),
             )
         for mlp in model.moe_mlps:
             mlp.num_local_rows += len(step.tokens) * model.config.num_experts_per_tok

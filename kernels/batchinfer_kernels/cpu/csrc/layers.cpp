@@ -302,17 +302,18 @@ class Stack : public torch::CustomClassHolder {
     mtp_.emplace(Mtp{token_norm, state_norm, norm, HeldWeight(joined, 1), {attention, mixture, {}}});
   }
 
-  // One decode step: logits [S, vocabulary] in float32 of `logit_rows`, the tokens of each expert, a row per mixture,
-  // and the normed state behind the logits. pages [layers, pages, 64, width].
+  // One decode step: logits [S, vocabulary] in float32 of `logit_rows`, or [0, vocabulary] unless they are wanted, the
+  // tokens of each expert, a row per mixture, and the normed states of `logit_rows`. pages [layers, pages, 64, width].
   std::tuple<Tensor, std::vector<Tensor>, Tensor> decode(const Tensor& tokens, const Tensor& cos, const Tensor& sin,
                                                          const std::optional<Tensor>& query_scale,
                                                          const Tensor& positions, const Tensor& slots,
                                                          const Tensor& page_table, const Tensor& kv_tokens,
-                                                         const Tensor& logit_rows, const Tensor& pages) const {
+                                                         const Tensor& logit_rows, const Tensor& pages,
+                                                         bool wants_logits) const {
     std::vector<Tensor> counts;
     const Tensor hidden = hidden_of(tokens, {cos, sin, query_scale, positions, slots, page_table, kv_tokens}, pages, counts);
     const Tensor x = rms_norm(gathered(hidden, logit_rows), norm_, eps_);
-    return {logits_of(x), counts, x};
+    return {logits_of(wants_logits ? x : x.narrow(0, 0, 0)), counts, x};
   }
 
   // Tokens that may come next, [links, requests]: first N rows, of which each request's last one has its first guess,

@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "screen.h"
 #include "tile.h"
 #include "tiled_rows.h"
 
@@ -102,11 +103,35 @@ void batched_linear(Rows<Value> x, int64_t x_batch, const Weight& weights, Value
   });
 }
 
+template <class Value>
+void linear_chunk(const Rows<Value>& x, const Weight& weight, int64_t chunk, float* out, int64_t num_rows) {
+  constexpr int64_t kColumns = kPanelColumns / kChunks;
+  const uint8_t* const columns = weight.panel(chunk / kChunks) + chunk % kChunks * kColumns * int64_t{sizeof(float)};
+#ifdef BATCHINFER_TILES
+  if (is_whole<Rows<Value>>(weight)) {
+    return multiply_whole(x, 0, num_rows, weight, columns, 1, nullptr,
+                          [&](int64_t row, int64_t count, int64_t, int64_t, const float* sums) {
+                            for (int64_t r = 0; r < count; ++r, sums += kPanelColumns) {
+                              std::copy_n(sums, kColumns, out + (row + r) * kColumns);
+                            }
+                          });
+  }
+#endif
+  alignas(64) float sums[kStripRows * kPanelColumns];
+  for (int64_t row = 0; row < num_rows; row += kStripRows) {
+    const int64_t rows = std::min(kStripRows, num_rows - row);
+    multiply_strip(x, row, rows, weight, columns, 1, sums);
+    for (int64_t r = 0; r < rows; ++r) std::copy_n(sums + r * kPanelColumns, kColumns, out + (row + r) * kColumns);
+  }
+}
+
 template void linear(const Rows<bf16>&, const Weight&, const bf16*, bf16*, int64_t);
 template void linear(const Rows<bf16>&, const Weight&, const float*, float*, int64_t);
 template void linear(const Rows<float>&, const Weight&, const float*, float*, int64_t);
 template void linear(const ByteRows&, const Weight&, const bf16*, bf16*, int64_t);
 template void batched_linear(Rows<bf16>, int64_t, const Weight&, bf16*, int64_t, int64_t, int64_t, int64_t);
 template void batched_linear(Rows<float>, int64_t, const Weight&, float*, int64_t, int64_t, int64_t, int64_t);
+template void linear_chunk(const Rows<bf16>&, const Weight&, int64_t, float*, int64_t);
+template void linear_chunk(const Rows<float>&, const Weight&, int64_t, float*, int64_t);
 
 }  // namespace batchinfer

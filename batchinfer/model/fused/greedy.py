@@ -1,0 +1,107 @@
+"""Greedy tokens of decode steps from the states behind the last layer, without the logits of all words.
+
+Products in 8 bits rule out nearly all words, and the others' logits are exact, so tokens are those from all logits.
+Rows that need all logits (drawn tokens, log-probabilities, changed logits) get them. The head in 8 bits takes half the
+memory of one in bfloat16, a quarter of one in float32; it is made when some steps have shown that the job wants it.
+"""
+
+# S rows, D hidden, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from batchinfer.model.sampling import Changes, Sampled, SamplingRows, sample
+from batchinfer_kernels.cpu.packed import Packed
+from batchinfer_kernels.cpu.screened import Screen, can_screen
+
+if TYPE_CHECKING:
+    from batchinfer.model.transformer import Transformer
+
+LEAST_VALUES = 2**22  # of a head that is worth screening: reading a smaller one takes less time than Python here
+STEPS_BEFORE = (
+    16  # greedy steps with all logits before the screen is made, which takes about as long as it saves in them
+)
+LEAST_BESIDE = 16  # greedy rows next to rows that need all logits: for these the whole head is read anyway
+TRIED_ROWS = 1024  # after which screening ends if most of the rows were not certain
+
+
+class GreedyHead:
+    """The screened output head of one model.
+
+    Args:
+        model: on a CPU.
+        head: the model's, one that `can_screen`.
+    """
+
+    def __init__(self, model: Transformer, head: Packed) -> None:
+        self._model, self._head = model, head
+        self._screen: Screen | None = None
+        self._num_steps, self._is_off = 0, False
+        self._num_rows, self._num_certain = 0, 0
+
+    @classmethod
+    def of(cls, model: Transformer) -> GreedyHead | None:
+        """Return the head of a model; None if screening is not possible here, or not worth its memory."""
+        head = model.weights.lm_head
+        if model.stream is not None or not isinstance(head, Packed) or not can_screen(head):
+            return None
+        return cls(model, head) if head.num_columns * head.depth >= LEAST_VALUES else None
+
+    def choose_rows(self, rows: SamplingRows, changed: Iterable[int]) -> np.ndarray | None:
+        """Return the rows of the next step that are screened, ascending; None if the step takes all logits.
+
+        Args:
+            rows: of the step.
+            changed: numbers of rows whose logits are changed before a token is picked.
+        """
+        is_greedy = (rows.temperature <= 0) & (rows.num_logprobs < 0)
+        is_greedy[list(changed)] = False
+        count = int(is_greedy.sum())
+        if self._is_off or not count or (count < len(is_greedy) and count < LEAST_BESIDE):
+            return None
+        self._num_steps += 1
+        if self._num_steps <= STEPS_BEFORE:
+            return None
+        if self._screen is None:
+            self._screen = Screen.of(self._head)
+            self._is_off = self._screen is None
+        return None if self._is_off else np.flatnonzero(is_greedy)
+
+    def sample(
+        self, states_SD: torch.Tensor, screened: np.ndarray, rows: SamplingRows, positions: np.ndarray, changes: Changes
+    ) -> Sampled:
+        """Pick one token per row, as `sample` does from the logits of these states.
+
+        Args:
+            screened: of `choose_rows`.
+        """
+        assert self._screen is not None
+        is_all = len(screened) == len(states_SD)
+        tokens, is_certain = self._screen.largest(states_SD if is_all else states_SD[torch.from_numpy(screened)])
+        certain = is_certain.numpy()
+        self._note(certain)
+        if is_all and certain.all():
+            return Sampled(tokens.numpy(), certain)
+        found = screened[certain]
+        others = np.setdiff1d(np.arange(len(states_SD)), found)
+        place_of = {row: place for place, row in enumerate(others.tolist())}
+        exact = sample(
+            self._model.ops.linear(states_SD[torch.from_numpy(others)], self._head, float32_out=True),
+            rows.take(others),
+            np.asarray(positions)[others],
+            self._model.logit_ops,
+            [(place_of[row], change) for row, change in changes],
+        )
+        both = Sampled.joined([Sampled(tokens.numpy()[certain], certain[certain]), exact])
+        return both.take(np.argsort(np.concatenate([found, others])))
+
+    def _note(self, certain: np.ndarray) -> None:
+        self._num_rows += len(certain)
+        self._num_certain += int(certain.sum())
+        if self._num_rows >= TRIED_ROWS and 2 * self._num_certain < self._num_rows:
+            self._screen, self._is_off = None, True

@@ -1,0 +1,202 @@
+"""Greedy tokens by screening: those of the exact product, whatever the words; and bounds that cannot be smaller."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from batchinfer_kernels.cpu import build, ops, packed
+from batchinfer_kernels.cpu.screened import Screen
+from support.random_tensors import random
+
+REASON = build.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
+
+NORM, ERROR = 1, 2  # parts of a screen's columns
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def dtype(request):
+    return request.param
+
+
+def screen_of(weight):
+    screen = Screen.of(packed.pack(weight))
+    assert screen is not None
+    return screen
+
+
+def exact_columns(x, weight):
+    return ops.argmax(ops.linear(x, packed.pack(weight), float32_out=True))
+
+
+def check_equal(x, weight, *, least_certain=1.0):
+    """Compare with the exact product; return whether rows are certain."""
+    columns, is_certain = screen_of(weight).largest(x)
+    expected, is_finite = exact_columns(x, weight)
+    assert torch.equal(columns[is_certain], expected[is_certain])
+    assert is_finite[is_certain].all()
+    assert is_certain.float().mean() >= least_certain
+    return is_certain
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "depth"),
+    [(1, 1, 1), (1, 5000, 64), (7, 4097, 33), (40, 3000, 130), (64, 2050, 256), (100, 1000, 512), (3, 200, 7168)],
+)
+def test_tokens_are_those_of_the_exact_product(rows, words, depth, dtype, threads):
+    weight = random(words, depth, dtype=dtype)
+    for number, scale in enumerate((1.0, 1e-3, 300.0)):
+        x = scale * random(rows, depth, seed=1 + number, dtype=dtype)
+        for num_threads in (1, 2):
+            threads(num_threads)
+            check_equal(x, weight, least_certain=0.9 if words > 500 else 0.0)
+
+
+def test_a_row_does_not_depend_on_the_others(dtype):
+    weight, x = random(4096, 128, dtype=dtype), random(70, 128, seed=1, dtype=dtype)
+    screen = screen_of(weight)
+    columns, is_certain = screen.largest(x)
+    for rows in (slice(0, 1), slice(69, 70), slice(3, 50)):
+        some, certain = screen.largest(x[rows])
+        assert torch.equal(some, columns[rows])
+        assert torch.equal(certain, is_certain[rows])
+
+
+def test_the_first_of_equal_words_is_taken(dtype):
+    weight, x = random(3000, 128, dtype=dtype), random(40, 128, seed=1, dtype=dtype)
+    best = exact_columns(x, weight)[0]
+    for shift in (1, 16, 700, 2999):
+        others = (best + shift) % 3000
+        weight[others] = weight[best].clone()
+    check_equal(x, weight, least_certain=0.9)
+    check_equal(x, weight[:512].repeat(8, 1), least_certain=0.9)
+
+
+@pytest.mark.parametrize("shift", [1, 40, 1500])
+def test_words_that_nearly_tie_are_told_apart(shift, dtype):
+    """The best word of each row gets a twin that differs in the last bit of one value, upwards or downwards."""
+    weight, x = random(3000, 128, dtype=dtype), random(40, 128, seed=1, dtype=dtype)
+    bits = torch.int16 if dtype is torch.bfloat16 else torch.int32
+    for row, best in enumerate(exact_columns(x, weight)[0].tolist()):
+        twin = weight[best].clone()
+        twin.view(bits)[row] += 1 if row % 2 else -1
+        weight[(best + shift) % 3000] = twin
+    check_equal(x, weight, least_certain=0.9)
+
+
+def test_rows_and_words_with_few_large_values(dtype):
+    """Values that are many times the others, as models' states have them, make rounding to 8 bits coarse."""
+    weight, x = random(4096, 256, dtype=dtype), random(40, 256, seed=1, dtype=dtype)
+    for factor in (10, 1000):
+        wide = x.clone()
+        wide[:, ::100] *= factor
+        check_equal(wide, weight, least_certain=0.0)
+        rare = weight.clone()
+        rare[::7] *= factor
+        rare[:, 5] *= factor
+        check_equal(x, rare, least_certain=0.0)
+        check_equal(wide, rare, least_certain=0.0)
+
+
+def misleading(dtype):
+    """Return two vectors whose rounded sums are in the wrong order: 10.4375 and below become 10, 10.5625 becomes 11.
+
+    Each ends with a value that fixes the scale of the rounding, in units of 1 / 128, and that is to be multiplied by 0.
+    """
+    larger, smaller = torch.full((256,), 10.4375), torch.full((256,), 10.5625)
+    smaller[:38] = 9.625
+    assert smaller[:255].sum() < larger[:255].sum()
+    assert smaller[:255].round().sum() > larger[:255].round().sum() + 0.8 * 255
+    larger[255] = smaller[255] = 127
+    return (larger / 128).to(dtype), (smaller / 128).to(dtype)
+
+
+def test_words_whose_rounding_misleads(dtype):
+    """Their rounded products are in the wrong order by nearly as much as the bounds allow."""
+    larger, smaller = misleading(dtype)
+    weight = torch.zeros(640, 256, dtype=dtype)
+    weight[300], weight[40] = larger, smaller
+    x = torch.ones(1, 256, dtype=dtype)
+    x[0, 255] = 0
+    assert exact_columns(x, weight)[0] == 300
+    screen = screen_of(weight)
+    assert screen.largest(x)[0] == 300
+    assert screen.largest(x)[1]
+    columns = screen.columns.clone()
+    columns[:, ERROR] *= 0.9
+    assert replace(screen, columns=columns).largest(x)[0] == 40, "with smaller bounds the wrong word is found"
+
+
+def test_rows_whose_rounding_misleads(dtype):
+    larger, smaller = misleading(dtype)
+    x = torch.cat([larger, smaller])[None]
+    weight = torch.zeros(640, 512, dtype=dtype)
+    weight[300, :255], weight[40, 256:511] = 1, 1
+    assert exact_columns(x, weight)[0] == 300
+    screen = screen_of(weight)
+    assert screen.largest(x)[0] == 300
+    assert screen.largest(x)[1]
+    columns = screen.columns.clone()
+    columns[:, NORM] *= 0.5
+    assert replace(screen, columns=columns).largest(x)[0] == 40, "with smaller bounds the wrong word is found"
+
+
+def test_bounds_are_above_what_rounding_lost(dtype):
+    """Of each word the norm and the error, in float64 from the rounded values."""
+    weight = random(200, 130, dtype=dtype)
+    weight[3], weight[4, 0], weight[5] = 0, 100, 1e-36
+    screen = screen_of(weight)
+    scale, norm, error, _ = (screen.columns[:, part].flatten()[:200].double() for part in range(4))
+    words = screen.values.view(torch.int8).view(-1, 64, 64, 4)  # [panels, words, columns, 4]
+    rounded = words.permute(0, 2, 1, 3).reshape(-1, 256)[:200, :130].double() * scale[:, None]
+    wide = weight.double()
+    assert (norm >= wide.norm(dim=1)).all()
+    assert (norm <= 1.01 * wide.norm(dim=1) + 1e-15).all()
+    assert (error >= (wide - rounded).norm(dim=1)).all()
+    assert (error <= 1.01 * (wide - rounded).norm(dim=1) + 1e-8 * wide.norm(dim=1) + 1e-15).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e38])
+def test_rows_that_may_not_be_finite_are_not_certain(value, dtype):
+    weight, x = random(1000, 64, dtype=dtype), random(5, 64, seed=1, dtype=dtype)
+    x[2, 7] = value
+    is_certain = check_equal(x, weight, least_certain=0.8)
+    assert is_certain.tolist() == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e38])
+def test_words_that_are_not_finite_are_not_screened(value, dtype):
+    weight = random(1000, 64, dtype=dtype)
+    weight[999, 63] = value
+    assert Screen.of(packed.pack(weight)) is None
+
+
+def test_a_row_of_which_all_words_are_alike_is_not_certain(dtype):
+    x = torch.zeros(2, 64, dtype=dtype)
+    x[1] = random(64, dtype=dtype)
+    is_certain = check_equal(x, random(5000, 64, seed=1, dtype=dtype), least_certain=0.5)
+    assert not is_certain[0]
+
+
+def test_small_numbers(dtype):
+    """Products of subnormal numbers and of numbers near them count as zero: nothing is ruled out by them."""
+    weight, x = random(1000, 64, dtype=dtype), random(5, 64, seed=1, dtype=dtype)
+    for scale in (1e-20, 1e-30, 1e-38):
+        check_equal(scale * x, weight, least_certain=0.0)
+        check_equal(x, scale * weight, least_certain=0.0)
+        check_equal(scale * x, scale * weight, least_certain=0.0)
+
+
+def test_a_mismatch_is_refused():
+    screen = screen_of(random(100, 64))
+    with pytest.raises(RuntimeError, match="x is 62 wide, weight 64"):
+        screen.largest(random(2, 62))
+    with pytest.raises(RuntimeError, match="do not take rows"):
+        screen.largest(random(2, 64, dtype=torch.float32))
+    with pytest.raises(RuntimeError, match="the screen of another weight"):
+        replace(screen, weight=packed.pack(random(200, 64))).largest(random(2, 64))
+    with pytest.raises(RuntimeError, match="are not screened"):
+        Screen.of(packed.pack(random(128, 128), is_int8=True))

@@ -1,0 +1,176 @@
+"""Decode steps that find greedy tokens without all logits: the same answers as from all logits."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from batchinfer.config import SamplingConfig
+from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.model.fused import greedy
+from batchinfer.model.fused.greedy import STEPS_BEFORE, TRIED_ROWS, GreedyHead
+from batchinfer.model.fused.stack import FusedDecode
+from batchinfer.model.sampling import SamplingRows, sample
+from batchinfer.model.schedules import PLAIN, Schedule
+from batchinfer.model.step import StepHalves
+from batchinfer.model.transformer import Transformer
+from batchinfer.records import Request, RequestKey, sampling_key
+from batchinfer_kernels.cpu import build
+from batchinfer_kernels.cpu.screened import Screen
+from support.one_rank import run_rank
+from support.paged_steps import PagedRequests
+from support.paths import RANDOM_MODEL
+
+REASON = build.why_not()
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations on this machine: {REASON}")
+
+GREEDY = SamplingConfig(max_tokens=20, ignore_eos=True)
+DRAWN = SamplingConfig(max_tokens=20, temperature=1.0, top_p=0.9)
+SCORED = SamplingConfig(max_tokens=20, logprobs=2)
+PENALISED = SamplingConfig(max_tokens=20, repetition_penalty=1.3)
+MIXED = (GREEDY, GREEDY, GREEDY, DRAWN, GREEDY, SCORED, GREEDY, PENALISED)
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "fp8", "int4"])
+def model(request):
+    dtype = torch.float32 if request.param == "float32" else torch.bfloat16
+    return Transformer.load(
+        RANDOM_MODEL, dtype=dtype, eight_bit=request.param == "fp8", four_bit=request.param == "int4", backend="cpu"
+    )
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Screens heads of any size, from the first step on, next to any row; and on processors where it does not pay."""
+    monkeypatch.setattr(greedy, "LEAST_VALUES", 0)
+    monkeypatch.setattr(greedy, "STEPS_BEFORE", 0)
+    monkeypatch.setattr(greedy, "LEAST_BESIDE", 1)
+    monkeypatch.setattr(greedy, "can_screen", lambda head: True)
+
+
+def rows_of(samplings):
+    return SamplingRows.of([one.to_sampling() for one in samplings], list(range(len(samplings))))
+
+
+def states_of(model, count):
+    states = torch.randn(count, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    return states.to(model.dtype)
+
+
+def forbid(token):
+    return lambda logits: logits.__setitem__(token, -1e30)
+
+
+def check_sampled(model, head, states, rows, changes=()):
+    """Compare the sample of these states with that of their logits; return the screened rows."""
+    positions = np.arange(len(states))
+    screened = head.choose_rows(rows, [row for row, _ in changes])
+    logits = model.ops.linear(states, model.weights.lm_head, float32_out=True)
+    expected = sample(logits, rows, positions, model.logit_ops, changes)
+    sampled = head.sample(states, screened, rows, positions, changes)
+    assert sampled.is_finite.tolist() == expected.is_finite.tolist()
+    assert sampled.tokens[expected.is_finite].tolist() == expected.tokens[expected.is_finite].tolist()
+    wanted = rows.num_logprobs
+    for row in np.flatnonzero((wanted >= 0) & expected.is_finite):
+        assert sampled.logprobs[row] == expected.logprobs[row]
+        assert sampled.top_tokens[row, : wanted[row]].tolist() == expected.top_tokens[row, : wanted[row]].tolist()
+        assert sampled.top_logprobs[row, : wanted[row]].tolist() == expected.top_logprobs[row, : wanted[row]].tolist()
+    return screened
+
+
+def test_rows_of_every_kind_get_what_they_get_from_all_logits(model, small):
+    head = GreedyHead.of(model)
+    assert check_sampled(model, head, states_of(model, 9), rows_of([GREEDY] * 9)).tolist() == list(range(9))
+    states, rows = states_of(model, 24), rows_of(MIXED * 3)
+    best = model.ops.argmax(model.ops.linear(states, model.weights.lm_head, float32_out=True))[0]
+    changes = [(row, forbid(int(best[row]))) for row in (1, 7, 15)]
+    screened = check_sampled(model, head, states, rows, changes)
+    greedy_rows = [row for row in range(24) if MIXED[row % 8] in (GREEDY, PENALISED)]
+    assert screened.tolist() == [row for row in greedy_rows if row not in (1, 7, 15)]
+
+
+def test_rows_that_are_not_certain_get_all_logits(model, small):
+    head, states = GreedyHead.of(model), states_of(model, 6)
+    states[2] = 0  # all words are alike
+    states[4, 3] = float("nan")
+    check_sampled(model, head, states, rows_of([GREEDY, GREEDY, GREEDY, SCORED, GREEDY, GREEDY]))
+
+
+def test_screening_begins_after_some_greedy_steps_and_only_where_it_pays(model, monkeypatch):
+    assert GreedyHead.of(model) is None, "the head is too small"
+    monkeypatch.setattr(greedy, "LEAST_VALUES", 0)
+    monkeypatch.setattr(greedy, "can_screen", lambda head: True)
+    head, all_greedy = GreedyHead.of(model), rows_of([GREEDY] * 15)
+    for _ in range(STEPS_BEFORE):
+        assert head.choose_rows(rows_of([DRAWN, SCORED]), []) is None
+        assert head.choose_rows(all_greedy, []) is None
+    assert head.choose_rows(all_greedy, []).tolist() == list(range(15))
+    assert head.choose_rows(rows_of([GREEDY] * 15 + [DRAWN]), []) is None, "few rows beside one that needs all logits"
+    assert head.choose_rows(rows_of([GREEDY] * 16 + [DRAWN]), []).tolist() == list(range(16))
+    assert head.choose_rows(rows_of([GREEDY] * 16), [3]) is None
+    assert head.choose_rows(rows_of([]), []) is None
+
+
+def test_screening_ends_where_most_rows_are_not_certain(model, small):
+    head, rows = GreedyHead.of(model), rows_of([GREEDY] * 64)
+    states = torch.zeros_like(states_of(model, 64))
+    for _ in range(TRIED_ROWS // 64):
+        check_sampled(model, head, states, rows)
+    assert head.choose_rows(rows, []) is None
+
+
+def test_a_head_that_is_not_finite_is_not_screened(model, small, monkeypatch):
+    monkeypatch.setattr(Screen, "of", lambda head: None)
+    assert GreedyHead.of(model).choose_rows(rows_of([GREEDY]), []) is None
+
+
+def test_a_step_without_logits_gives_the_states_of_the_one_with_them(model):
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(8, 300, (count,), generator=generator) for count in (3, 70, 9)]
+    requests = PagedRequests(model, prompts, max_new_tokens=2)
+    requests.prefill(range(3), (100,))
+    for tokens in requests.tokens:
+        tokens.append(20)
+    step, fused = requests.decode_input(range(3)), FusedDecode.of(model)
+    halves = StepHalves(requests.decode_input([0, 1]), requests.decode_input([2]))
+    expected = model.forward(step, requests.pages)
+    assert fused is not None
+    for other, schedule in ((step, PLAIN), (step, Schedule(decode=fused)), (halves, PLAIN)):
+        output = model.forward(other.without_logits, requests.pages, schedule)
+        assert output.logits.shape == (0, model.config.vocab_size)
+        assert torch.equal(output.states, expected.states)
+    logits = model.ops.linear(expected.states, model.weights.lm_head, float32_out=True)
+    assert torch.equal(logits, expected.logits)
+
+
+def make_requests():
+    rng = random.Random(0)
+    requests = []
+    for row in range(20):
+        tokens = [rng.randrange(8, 300) for _ in range(rng.choice([1, 5, 70]))]
+        sampling = MIXED[row % len(MIXED)].to_sampling()
+        requests.append(Request(RequestKey(0, row, 0), 0, tokens, sampling, sampling_key(3, str(row), 0, 0)))
+    return requests
+
+
+def results(feed):
+    return {key: (done.token_ids, done.finish_reason, done.logprobs, done.text) for key, done in feed.done.items()}
+
+
+def test_answers_are_those_from_all_logits(model, small, monkeypatch):
+    tokenizer, largest, rows_screened = load_tokenizer(RANDOM_MODEL), Screen.largest, []
+
+    def counted(screen, x):
+        rows_screened.append(len(x))
+        return largest(screen, x)
+
+    monkeypatch.setattr(Screen, "largest", counted)
+    screened = results(run_rank(model, tokenizer, make_requests()))
+    assert sum(rows_screened) > 100
+    num_calls = len(rows_screened)
+    monkeypatch.setattr(GreedyHead, "of", lambda model: None)
+    assert screened == results(run_rank(model, tokenizer, make_requests()))
+    assert len(rows_screened) == num_calls
