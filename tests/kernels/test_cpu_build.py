@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from batchinfer_kernels.cpu import build, compilers
+from batchinfer_kernels.cpu.compilers import Step
 from batchinfer_kernels.cpu.instructions import FOR_ARM, FOR_X86
 from support.forked_python import ForkedPython
 
@@ -111,7 +112,8 @@ def entries(cache):
     return sorted(path.suffix or path.name for path in (cache / "batchinfer/kernels").iterdir())
 
 
-NUM_COMMANDS = len(list(build.SOURCES.glob("*.cpp"))) + 1
+# A command for each unit, where some are one, one for the header that others share, and one that links them.
+NUM_COMMANDS = len(list(build.SOURCES.glob("*.cpp"))) - sum(len(units) - 1 for units in build._TOGETHER) + 2
 
 
 # Which instructions the library uses: what the processor has, and what was named.
@@ -240,6 +242,19 @@ def test_processes_that_start_at_once_build_once(tmp_path):
     assert entries(tmp_path) == [".lock", ".so"]
 
 
+@pytest.mark.usefixtures("supported")
+def test_units_without_torch_take_the_header_that_was_compiled_before_them(tmp_path):
+    answer(start(MAKE, tmp_path, CXX=write_compiler(tmp_path, "touch $out")))
+    calls = [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    (header,) = [number for number, call in enumerate(calls) if "c++-header" in call]
+    made = calls[header][-1]
+    taking = [number for number, call in enumerate(calls) if "-include" in call]
+    assert {calls[number][calls[number].index("-include") + 1] + ".gch" for number in taking} == {made}
+    assert min(taking) > header
+    together = [number for number, call in enumerate(calls) if "-c" in call and number not in taking]
+    assert len(together) == len(build._TOGETHER)
+
+
 @pytest.mark.all  # make test: processes that start at once, above
 def test_a_build_that_failed_while_others_waited_is_not_tried_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -261,7 +276,7 @@ def test_a_build_that_failed_while_others_waited_is_not_tried_again(tmp_path, mo
 @pytest.mark.usefixtures("supported")
 def test_a_build_that_was_killed_leaves_nothing_in_the_way(tmp_path):
     slow = start(MAKE, tmp_path, CXX=write_compiler(tmp_path, SLOW.format(tmp_path)))
-    workers = numbers_in(tmp_path, NUM_COMMANDS - 1)
+    workers = numbers_in(tmp_path, min(len(os.sched_getaffinity(0)), 3))  # others wait for the header
     slow.send_signal(signal.SIGKILL)
     slow.communicate(timeout=60)
     wait_until(lambda: not any(map(is_running, workers)))
@@ -273,7 +288,7 @@ def test_a_build_that_was_killed_leaves_nothing_in_the_way(tmp_path):
 def test_a_compiler_that_takes_too_long_is_ended_with_what_it_started(tmp_path):
     compiler = write_compiler(tmp_path, SLOW.format(tmp_path))
     with pytest.raises(build.BuildError, match=r"^/.*/compiler took longer than 3 s$"):
-        compilers.run([[compiler, "-o", "none"]], 3, tmp_path)
+        compilers.run([Step([compiler, "-o", "none"], tmp_path / "none")], 3, tmp_path)
     wait_until(lambda: not any(map(is_running, numbers_in(tmp_path, 1))))
 
 
@@ -301,7 +316,39 @@ def test_a_compiler_that_gets_no_process_is_the_reason_and_not_the_cache(tmp_pat
 
     monkeypatch.setattr(compilers.subprocess, "Popen", refuse)
     with pytest.raises(build.BuildError, match=r"^c\+\+ cannot be run: Resource temporarily unavailable$"):
-        compilers.run([["c++"]], 60, tmp_path)
+        compilers.run([Step(["c++"], tmp_path / "none")], 60, tmp_path)
+
+
+def noting(name, does, folder, needs=None):
+    """A step that notes its name at its start and in capitals at its end."""
+    lines = ["import sys, time", "note = lambda name: open(sys.argv[1], 'a').write(name)"]
+    code = "\n".join([*lines, f"note({name!r})", does, f"note({name.upper()!r})"])
+    return Step([sys.executable, "-c", code, str(folder / "notes")], folder / name, needs)
+
+
+def test_a_step_waits_for_what_it_needs_and_others_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    steps = [
+        noting("a", "while 'C' not in open(sys.argv[1]).read(): time.sleep(0.01)", tmp_path),
+        noting("b", "0", tmp_path, tmp_path / "a"),
+        noting("c", "0", tmp_path),
+    ]
+    compilers.run(steps, 60, tmp_path)
+    notes = (tmp_path / "notes").read_text()
+    assert notes.index("C") < notes.index("A") < notes.index("b")
+
+
+def test_no_more_steps_run_side_by_side_than_there_are_processors(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    compilers.run([noting(name, "0", tmp_path) for name in "abc"], 60, tmp_path)
+    assert (tmp_path / "notes").read_text() == "aAbBcC"
+
+
+def test_a_step_whose_need_fails_does_not_begin(tmp_path):
+    steps = [noting("a", "sys.exit('an error')", tmp_path), noting("b", "0", tmp_path, tmp_path / "a")]
+    with pytest.raises(build.BuildError, match=r"failed with code 1: an error$"):
+        compilers.run(steps, 60, tmp_path)
+    assert (tmp_path / "notes").read_text() == "a"
 
 
 REFUSE = """

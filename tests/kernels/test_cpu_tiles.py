@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 
 from batchinfer_kernels.cpu import build, compilers
+from batchinfer_kernels.cpu.compilers import Step
 from support import carried_out
 from support.instructions import OFTEN, OPERATIONS, run_code_with, run_tests_with
 
@@ -61,7 +62,7 @@ def test_the_instructions_themselves_are_compiled(tmp_path):
     objects = [tmp_path / f"{source.stem}.o" for source in sources]
     compilers.run(  # what the sources ask for by name is there with any -O
         [
-            [*build._compiler(), *build._FLAGS, *amx.flags, "-O0", "-c", str(source), "-o", str(target)]
+            Step([*build._compiler(), *build._FLAGS, *amx.flags, "-O0", "-c", str(source), "-o", str(target)], target)
             for source, target in zip(sources, objects, strict=True)
         ],
         build.COMPILE_S,

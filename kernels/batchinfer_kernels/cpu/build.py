@@ -36,6 +36,7 @@ import torch
 
 from batchinfer_kernels.cpu import compilers
 from batchinfer_kernels.cpu import instructions as instruction_sets
+from batchinfer_kernels.cpu.compilers import Step
 from batchinfer_kernels.cpu.instructions import (
     CHOICE,
     INSTRUCTION_SETS,
@@ -58,6 +59,10 @@ _WAIT_S = 2 * COMPILE_S + CHECK_S
 # Contraction off: where a product and a sum become one rounding is written down in the sources, not left to a compiler.
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w")
 _TORCH = ("-lc10", "-ltorch_cpu")
+# Compiled as one: reading torch's headers takes longer than compiling what is written with them.
+_TOGETHER = (("layers", "speculation"), ("bindings", "compressed_bindings"))
+_LONGEST = ("linear", "expert_mlp", "mla_prefill", "attention")  # of the others
+_SHARED = "for_kernels.h"  # of the others, compiled once
 
 
 class _UnfitError(RuntimeError):
@@ -382,19 +387,42 @@ def compile_all(folder: Path) -> None:
 
 
 def _compile(compiler: list[str], folder: Path, chosen: InstructionSet, limit_s: float = COMPILE_S) -> Path:
-    """Compile all sources at the same time and link them; return the library in `folder`."""
+    """Compile all sources and link them; return the library in `folder`."""
     torch_folder = Path(torch.__file__).parent
     flags = (*_FLAGS, *chosen.flags, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     includes = [f"-I{torch_folder / 'include'}", f"-I{torch_folder / 'include/torch/csrc/api/include'}"]
-    objects = {source: folder / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
-    compiling = [*compiler, *flags, *includes, "-c"]
-    commands = [[*compiling, str(source), "-o", str(target)] for source, target in objects.items()]
-    compilers.run(commands, limit_s, folder)
+    compiling = [*compiler, *flags, *includes]
+    sources = {source.stem: source for source in sorted(SOURCES.glob("*.cpp"))}
+    objects, steps = [], []
+
+    def add(source: Path, *, included: list[str], needs: Path | None = None) -> None:
+        objects.append(made := folder / f"{source.stem}.o")
+        steps.append(Step([*compiling, *included, "-c", str(source), "-o", str(made)], made, needs))
+
+    shared, compiled = SOURCES / _SHARED, folder / f"{_SHARED}.gch"
+    needs = None
+    included: list[str] = []
+    if shared.exists():
+        # compilers take the compiled header in place of the one beside it, or read that one
+        _write_includes(folder / _SHARED, [shared])
+        steps.append(Step([*compiling, "-x", "c++-header", str(shared), "-o", str(compiled)], compiled))
+        needs, included = compiled, ["-include", str(folder / _SHARED)]
+    for names in _TOGETHER:
+        if parts := [sources.pop(name) for name in names if name in sources]:
+            _write_includes(whole := folder / parts[0].name, parts)
+            add(whole, included=[])
+    for name in sorted(sources, key=lambda name: (name not in _LONGEST, name)):
+        add(sources[name], included=included, needs=needs)
+    compilers.run(steps, limit_s, folder)
     built = folder / "kernels.so"
     libraries = [*_TORCH, *([loaded] if (loaded := _loaded_cpp_library()) is not None else [])]
-    linking = [*compiler, "-shared", *map(str, objects.values()), f"-L{torch_folder / 'lib'}", *libraries]
-    compilers.run([[*linking, "-o", str(built)]], limit_s, folder)
+    linking = [*compiler, "-shared", *map(str, objects), f"-L{torch_folder / 'lib'}", *libraries]
+    compilers.run([Step([*linking, "-o", str(built)], built)], limit_s, folder)
     return built
+
+
+def _write_includes(path: Path, parts: list[Path]) -> None:
+    path.write_bytes(b"".join(b'#include "%b"\n' % os.fsencode(part) for part in parts))
 
 
 @functools.cache
