@@ -16,9 +16,10 @@ from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.memory_split import MemorySplit
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import check_kv
-from batchinfer.model.stream_forecast import SHORT_S, JobTokens, StreamForecast, disk_speed, swept_job
+from batchinfer.model.stream_forecast import SHORT_S, JobTokens, StreamForecast, swept_job
 from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.model.weight_mode import check_streaming, kv_bytes_per_token, runs_on_gpus, split_for, why_not_streamed
+from batchinfer.model.weight_stream import read_speed
 from batchinfer.records import ConfigError
 
 _DTYPES = ("bfloat16", "fp8", "int4", "fp4")  # smaller than float32
@@ -101,7 +102,7 @@ def measured_forecast(job: JobConfig, split: MemorySplit, tokens: JobTokens) -> 
     folder = Path(job.model.path)
     model, packed = load_model_config(folder), read_packed(folder)
     assert packed is not None, "with_weights has checked it"
-    disk = disk_speed([packed.layer(layer) for layer in range(model.num_hidden_layers)])
+    disk = read_speed([packed.layer(layer) for layer in range(model.num_hidden_layers)])
     found = StreamForecast(split, tokens, swept_job(job, model, split, tokens), disk)
     if found.seconds < SHORT_S:
         return found

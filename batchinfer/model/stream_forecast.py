@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
-from statistics import harmonic_mean
 from typing import Any, Literal
 
 from batchinfer.config import VALUE_BYTES, JobConfig
@@ -15,12 +13,10 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.memory_split import MemorySplit, sweep_seconds
 from batchinfer.model.sweep_schedule import SweepSchedule, SweepSpeed, SweptJob, schedule
 from batchinfer.model.weight_mode import computes_prompts_alone, kv_bytes_per_token
-from batchinfer.model.weight_stream import read_speed
 from batchinfer.progress import duration
 from batchinfer.records import ConfigError
 
 MOST_HOURS = 24.0  # that "auto" begins unasked
-MEASURED_FILES = 4  # of which the disk's speed is measured: a quarter of a second of one file says little
 SHORT_S = 5.0  # of reads in all: as long as it takes to measure products
 
 
@@ -182,9 +178,3 @@ def check_hours(found: StreamForecast, *, is_asked: bool) -> None:
             f"the weights do not fit into memory, and streaming them takes {found.seconds / 3600:,.0f} hours; set "
             'cluster.weights = "stream" to do so all the same, or use a smaller dtype or more memory'
         )
-
-
-def disk_speed(files: Sequence[Path]) -> float:
-    """Return the bytes per second at which the largest of these files are read past the page cache."""
-    largest = sorted(files, key=lambda path: path.stat().st_size)[-MEASURED_FILES:]
-    return harmonic_mean([read_speed(path) for path in largest])

@@ -16,14 +16,15 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from batchinfer.model.memory_split import SLOT_ALIGNMENT, MemorySplit
+from batchinfer.model.memory_split import RING_SLOTS, SLOT_ALIGNMENT, MemorySplit, slot_size, split_memory
 from batchinfer.records import ModelError
 
 BLOCK_BYTES = 4 << 20  # of one read
 NUM_READERS = 8  # reads at a time
+PIECE_BYTES = 256 << 20  # of each layer, to measure the disk's speed
+MEASURED_S, MEASURED_ROUNDS = 4.0, 2  # most seconds of that, and most reads of each piece
 _DIRECT_BYTES = 4096  # direct reads begin and end at multiples, in the file and in memory
 
 
@@ -35,14 +36,15 @@ class WeightStream:
 
     Args:
         files: [L] the layers' files.
+        most_bytes: read of each file, from its beginning; None: all.
     """
 
-    def __init__(self, files: Sequence[Path], split: MemorySplit) -> None:
+    def __init__(self, files: Sequence[Path], split: MemorySplit, *, most_bytes: int | None = None) -> None:
         self.split = split
         self.num_bytes = 0  # read so far
         self.read_s = 0.0  # seconds in which something was being read
         self.wait_s = 0.0  # seconds in which a layer was waited for
-        self._files = [_LayerFile(path) for path in files]
+        self._files = [_LayerFile(path, most_bytes) for path in files]
         self._slots = [_slot_memory(size) for size in split.slot_bytes]
         self._changed = threading.Condition()
         # layers are counted on over all sweeps
@@ -168,33 +170,43 @@ class WeightStream:
             self._num_ready += 1
 
 
-def read_speed(path: Path, most_bytes: int = 256 << 20) -> float:
-    """Return the bytes per second at which the first bytes of a file are read, as a stream reads them.
+def read_speed(files: Sequence[Path]) -> float:
+    """Return the bytes per second at which sweeps read these files while nothing computes.
+
+    A stream reads the first PIECE_BYTES of each file, round and round: with the readers, blocks and reused slots of a
+    sweep, and without a pause. The clock starts once its slots are full.
 
     Raises:
-        ModelError: the file cannot be read.
+        ModelError: a file cannot be read.
     """
-    file = _LayerFile(path)
-    num_bytes = min(file.size, most_bytes)
-    memory = _slot_memory(-(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
-    started_s = time.monotonic()
+    several = [*files] * -(-2 * RING_SLOTS // len(files))  # so that no layer is alone in its slot, and read only once
+    sizes = [min(path.stat().st_size, PIECE_BYTES) for path in several]
+    ring_bytes = RING_SLOTS * slot_size(max(sizes))
+    split = split_memory(sizes, memory_bytes=ring_bytes, fixed_bytes=0, least_kv_bytes=0, useful_kv_bytes=0)
+    stream = WeightStream(several, split, most_bytes=PIECE_BYTES)
+    started_s = num_before = 0.0
     try:
-        with ThreadPoolExecutor(NUM_READERS, "read weights") as readers:
-            list(readers.map(lambda start: file.read(memory, start), range(0, num_bytes, BLOCK_BYTES)))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+        for number in range(RING_SLOTS + MEASURED_ROUNDS * len(several)):
+            if number == RING_SLOTS:
+                started_s, num_before = time.monotonic(), stream.num_bytes
+            elif number > RING_SLOTS and time.monotonic() - started_s > MEASURED_S:
+                break
+            stream.wait()
+            stream.release()
+        return (stream.num_bytes - num_before) / max(time.monotonic() - started_s, 1e-6)
     finally:
-        file.close()
-    return num_bytes / max(time.monotonic() - started_s, 1e-6)
+        stream.close()
 
 
 class _LayerFile:
     """An open file of one layer."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most_bytes: int | None) -> None:
         self.path = path
         try:
             self.size = path.stat().st_size
+            if most_bytes is not None:
+                self.size = min(self.size, most_bytes)
             self._file, self._is_direct = _open(path)
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}") from None
