@@ -78,7 +78,7 @@ def run_parts(
     most = context.num_sweep_steps
     if context.spreads_prompts:
         most = min(most, pace.num_steps)
-    prompts = prefill.take_steps(lambda: admission.num_to_admit or 0, is_idle=not running.sequences, most=most)
+    prompts = prefill.take_steps(lambda: admission.num_to_admit or 0, most=most)
     drafts = None if drafter is None else choose_drafts(context, running, drafter)
     answers = decode_parts(context, running, drafts)
     steps = [part.step for part in prompts] + [part.step for part in answers]

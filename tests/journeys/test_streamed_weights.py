@@ -13,10 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import duckdb
+import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.config import load_job
 from batchinfer.host_info import free_memory_bytes
+from batchinfer.launch.host_memory import stream_forecast
 from batchinfer.model.config import load_model_config
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_mode import split_for
@@ -102,6 +104,28 @@ def test_there_are_several_steps_of_each_kind_in_a_sweep_and_bytes_are_counted(f
     assert 12 <= sweeps <= decode + 1  # one token each; prompts ride along
     assert prefill > 1
     assert (sweeps - 1) * layers <= num_bytes <= (sweeps + 1) * layers
+
+
+@pytest.mark.parametrize(
+    ("waves", "at_once"),
+    [({"cluster": {"decode_requests": 8}}, 120), ({"cluster": WAVES}, 16)],
+    ids=["one wave", "waves"],
+)
+def test_the_forecast_counts_the_sweeps_bytes_and_tokens_that_are_recorded(folder, converted, waves, at_once):
+    name = f"forecast-{at_once}"
+    path = job_of(folder, converted("bfloat16"), name, "stream", sampling=LONG, **waves)
+    assert batchinfer("run", path).code == 0
+    found = stream_forecast(load_job(path), pq.read_table(folder / name / "plan" / "units.parquet").to_pylist())
+    steps = f"'{folder / name}/stats/steps/*.parquet'"
+    ((sweeps, num_bytes, prompts, answers, running),) = duckdb.sql(
+        "SELECT count(*) FILTER (streamed_bytes > 0), sum(streamed_bytes)::BIGINT, "
+        "sum(new_tokens) FILTER (kind = 'prefill')::BIGINT, sum(output_tokens)::BIGINT, "
+        f"max(num_requests) FILTER (kind = 'decode') FROM {steps}"
+    ).fetchall()
+    assert found.job.num_at_once == running == at_once
+    assert sweeps == pytest.approx(found.schedule.num_sweeps, rel=0.05)
+    assert num_bytes == pytest.approx(sweeps * found.split.sweep_bytes, rel=0.05)
+    assert (found.tokens.new, found.tokens.output) == (prompts, answers)
 
 
 @pytest.mark.parametrize("dtype", first_in_make_test(DTYPES, 2))
