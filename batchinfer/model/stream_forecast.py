@@ -44,6 +44,12 @@ class JobTokens:
         longest = max((unit["largest_output_tokens"] for unit in units), default=0)
         return cls(max(1, num_requests), prompt, new, output, longest, kv)
 
+    def share(self, num_ranks: int) -> JobTokens:
+        """Return the requests and tokens of one of several ranks."""
+        sums = (self.num_requests, self.prompt, self.new, self.output, self.kv)
+        num_requests, prompt, new, output, kv = (-(-count // num_ranks) for count in sums)
+        return JobTokens(num_requests, prompt, new, output, self.longest, kv)
+
     @property
     def mean_prompt(self) -> float:
         """Tokens of a prompt."""
@@ -67,6 +73,8 @@ class ProductSpeeds:
 class StreamForecast:
     """A planned run with streamed weights; disk and products were measured.
 
+    split, job, disk_bytes_per_s, speeds: of each rank.
+    tokens: of all ranks.
     speeds: None: the reads of the whole run are too short for a measurement.
     """
 
@@ -75,6 +83,7 @@ class StreamForecast:
     job: SweptJob
     disk_bytes_per_s: float
     speeds: ProductSpeeds | None = None
+    num_ranks: int = 1
 
     @property
     def read_s(self) -> float:
@@ -92,7 +101,7 @@ class StreamForecast:
         """Seconds of the products of a sweep's prompts."""
         if self.speeds is None:
             return 0.0
-        return self.tokens.new / self.schedule.num_prompt_sweeps / self.speeds.prompt_tokens_per_s
+        return self.tokens.new / self.num_ranks / self.schedule.num_prompt_sweeps / self.speeds.prompt_tokens_per_s
 
     @property
     def answers_s(self) -> float:
@@ -117,10 +126,11 @@ class StreamForecast:
         return "disk" if self.schedule.num_sweeps * self.read_s >= self.schedule.product_s else "processor"
 
     def __str__(self) -> str:
-        stay, at_once, seconds = self.split.num_resident, self.job.num_at_once, self.seconds
+        stay, at_once, seconds = self.split.num_resident, self.job.num_at_once * self.num_ranks, self.seconds
         done = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
         parts = [
             f"weights are streamed: {self.split.sweep_bytes / 1e9:,.2f} GB per sweep"
+            + (f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else "")
             + (f" ({stay} of {len(self.split.slot_of_layer)} layers stay in memory)" if stay else "")
             + f", read in {self.read_s:,.1f} s at {self.disk_bytes_per_s / 1e9:,.2f} GB/s, as measured",
             *self._product_parts(),
@@ -147,7 +157,11 @@ class StreamForecast:
 
 
 def swept_job(job: JobConfig, model: ModelConfig, split: MemorySplit, tokens: JobTokens) -> SweptJob:
-    """Return the requests of a planned run whose answers are as long as they may be, and the bounds of its sweeps."""
+    """Return the requests of a planned run whose answers are as long as they may be, and the bounds of its sweeps.
+
+    Args:
+        split, tokens: of one rank.
+    """
     kv_tokens = max(1.0, tokens.kv / tokens.num_requests)
     most, step_tokens = job.cluster.running_requests, SWEEP_STEPS * job.cluster.prefill_tokens
     is_alone = computes_prompts_alone(job, model)

@@ -56,7 +56,7 @@ def decode_step(
         schedule = context.graphs.schedule(graph)
     output = context.model.forward(due.step, context.pages, schedule, log)
     if not table.sequences:
-        return _result(output.expert_counts, [], table.kv_lengths.copy(), np.ones(0, dtype=np.int64), 0)
+        return empty_step(output.expert_counts)
     sampled = sample(output.logits, due.sampling, due.num_new, context.model.logit_ops, rules.changes())
     return end_step(table, sampled, output.expert_counts, output.states, drafter, drafts)
 
@@ -129,6 +129,11 @@ def decode_parts(context: RankContext, table: DraftedTable, drafts: Drafts | Non
             )
         )
     return parts
+
+
+def empty_step(expert_counts: torch.Tensor) -> StepResult:
+    """Return the result of a step in which only other ranks of the group had sequences."""
+    return _result(expert_counts, [], np.zeros(0, dtype=np.int64), np.ones(0, dtype=np.int64), 0)
 
 
 def _speculate(

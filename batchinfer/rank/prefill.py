@@ -94,6 +94,10 @@ class Prefill:
             parts.append(self._part(chunks, {}))
         return parts
 
+    def empty_part(self) -> PrefillPart:
+        """Return a step without tokens, for a sweep in which another rank has more steps."""
+        return self._part([], {})
+
     def _part(self, chunks: list[Chunk], copies: dict[int, int]) -> PrefillPart:
         step, chunks = self._built(chunks, copies, in_pairs=False)
         assert isinstance(step, StepInput)

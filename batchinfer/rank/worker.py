@@ -185,7 +185,9 @@ class RankWorker:
         share = (time.time() - start_s) / (sum(part.seconds for part in parts) or 1.0)
         num_bytes, wait_s = stream.num_bytes - num_bytes, stream.wait_s - wait_s
         for part in parts:
-            of_part = SweepShare(part.seconds * share, num_bytes, wait_s)
+            # experts of a lone rank compute all of its tokens
+            rows_L = None if context.mesh.size == 1 else part.expert_rows_L
+            of_part = SweepShare(part.seconds * share, num_bytes, wait_s, rows_L)
             self._deliver(Agreed(part.kind, in_pairs=False), part.ran, part.log, feed, start_s=start_s, share=of_part)
             start_s, num_bytes, wait_s = start_s + of_part.duration_s, 0, 0.0
         if self._context.prompts_alone and parts:
