@@ -84,7 +84,7 @@ def work_on(
     node = this_node(job.cluster.num_ranks)
     is_asked = job.cluster.weights == "stream"
     job = with_weights(job, node.ranks) if ranks_ahead is None else decided(job, ranks_ahead.weights)
-    sweeps = SweepCount() if job.cluster.weights == "stream" else None
+    sweeps = SweepCount(num_ranks=job.cluster.num_ranks) if job.cluster.weights == "stream" else None
     if sweeps is not None and ranks_ahead is None:
         sweeps.planned = _announce_stream(job, units.rows, is_asked=is_asked)
     session.hold_ranks(job.cluster, node.ranks)

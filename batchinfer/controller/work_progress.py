@@ -72,29 +72,30 @@ class Pace:
 
 @dataclass(slots=True)
 class SweepCount:
-    """Sweeps of a rank whose weights are streamed; `planned` as the forecast has it, None: there is none."""
+    """Sweeps of ranks whose weights are streamed; `planned` as the forecast has it, None: there is none."""
 
     planned: int | None = None
-    done: int = 0
+    num_ranks: int = 1
     num_bytes: int = 0
     wait_s: float = 0.0
+    _num_begun: int = 0  # steps that were the first of their rank's sweep
     _seconds: float = 0.0
 
     def add(self, record: StepRecord) -> None:
         """Add a step; the first one of each sweep has the sweep's bytes and waiting."""
-        self.done += record.streamed_bytes > 0
+        self._num_begun += record.streamed_bytes > 0
         self.num_bytes += record.streamed_bytes
         self.wait_s += record.weights_wait_s
         self._seconds += record.duration_s
 
     def figures(self) -> dict[str, Any]:
-        """Return the sweep that is under way, bytes read per second of all sweeps so far, and seconds waited."""
+        """Return the sweep that is under way, and a rank's bytes read per second of all sweeps and seconds waited."""
         speed = self.num_bytes / self._seconds if self._seconds else None
         return {
-            "sweep": self.done + 1,
+            "sweep": self._num_begun // self.num_ranks + 1,
             "planned_sweeps": self.planned,
             "read_bytes_per_s": speed,
-            "waited_s": self.wait_s,
+            "waited_s": self.wait_s / self.num_ranks,
         }
 
 

@@ -11,14 +11,16 @@ from typing import Any
 from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.host_info import free_memory_bytes
+from batchinfer.launch.nodes import this_node
 from batchinfer.launch.product_speed import measure_products
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.memory_split import MemorySplit
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import check_kv
-from batchinfer.model.stream_forecast import SHORT_S, JobTokens, StreamForecast, disk_speed, swept_job
+from batchinfer.model.stream_forecast import SHORT_S, JobTokens, StreamForecast, swept_job
 from batchinfer.model.weight_bytes import rank_bytes
 from batchinfer.model.weight_mode import check_streaming, kv_bytes_per_token, runs_on_gpus, split_for, why_not_streamed
+from batchinfer.model.weight_stream import read_speed
 from batchinfer.records import ConfigError
 
 _DTYPES = ("bfloat16", "fp8", "int4", "fp4")  # smaller than float32
@@ -54,7 +56,7 @@ def with_weights(job: JobConfig, ranks: Iterable[int]) -> JobConfig:
     if job.cluster.weights == "stream" or (job.cluster.weights == "auto" and packed is not None and why_not is None):
         assert packed is not None
         if job.cluster.weights == "stream" or needed + for_kv > allowed:
-            split_for(job, model, packed, free_bytes=free)  # raises if this does not fit, either
+            split_for(job, model, packed, free_bytes=free, num_local_ranks=len(places))  # raises if this does not fit
             return decided(job, "stream")
     if needed <= allowed:
         return decided(job, "resident")
@@ -87,13 +89,19 @@ def stream_forecast(job: JobConfig, units: Sequence[Mapping[str, Any]]) -> Strea
     assert packed is not None, "with_weights has checked it"
     tokens = JobTokens.of(units)
     largest = max((unit["largest_kv_tokens"] for unit in units), default=1)
-    free = free_memory_bytes()
-    split = split_for(job, model, packed, free_bytes=free, most_tokens=tokens.kv, largest_tokens=largest)
-    return measured_forecast(job, split, tokens)
+    num_local = len(this_node(job.cluster.num_ranks).ranks)
+    of_host = {"free_bytes": free_memory_bytes(), "num_local_ranks": num_local}
+    split = split_for(job, model, packed, most_tokens=tokens.kv, largest_tokens=largest, **of_host)
+    return measured_forecast(job, split, tokens, num_local_ranks=num_local)
 
 
-def measured_forecast(job: JobConfig, split: MemorySplit, tokens: JobTokens) -> StreamForecast:
+def measured_forecast(
+    job: JobConfig, split: MemorySplit, tokens: JobTokens, *, num_local_ranks: int = 1
+) -> StreamForecast:
     """Return the forecast of a job that streams its weights on this host; disk and products are measured.
+
+    Args:
+        num_local_ranks: ranks that share the host's disk and cores; other hosts are taken to be alike.
 
     Raises:
         ConfigError, ModelError: a layer cannot be read, or the folder cannot be run here.
@@ -101,11 +109,13 @@ def measured_forecast(job: JobConfig, split: MemorySplit, tokens: JobTokens) -> 
     folder = Path(job.model.path)
     model, packed = load_model_config(folder), read_packed(folder)
     assert packed is not None, "with_weights has checked it"
-    disk = disk_speed([packed.layer(layer) for layer in range(model.num_hidden_layers)])
-    found = StreamForecast(split, tokens, swept_job(job, model, split, tokens), disk)
+    disk = read_speed([packed.layer(layer) for layer in range(model.num_hidden_layers)]) / num_local_ranks
+    num_ranks = job.cluster.num_ranks
+    share = tokens.share(num_ranks)
+    found = StreamForecast(split, tokens, swept_job(job, model, split, share), disk, num_ranks=num_ranks)
     if found.seconds < SHORT_S:
         return found
-    return replace(found, speeds=measure_products(job, tokens, found.job.num_at_once))
+    return replace(found, speeds=measure_products(job, share, found.job.num_at_once, num_local_ranks))
 
 
 def decided(job: JobConfig, weights: str) -> JobConfig:

@@ -38,11 +38,16 @@ class MeasuredSteps:
     kv_tokens: int
 
 
-def measure_products(job: JobConfig, tokens: JobTokens, num_at_once: int) -> ProductSpeeds:
-    """Return the tokens per second of a job's products, without waiting for weights.
+def measure_products(job: JobConfig, tokens: JobTokens, num_at_once: int, num_local_ranks: int = 1) -> ProductSpeeds:
+    """Return the tokens per second of a rank's products, without waiting for weights.
+
+    One rank of several is measured alone, with its share of the cores. It computes all experts of its own tokens: as
+    many rows as its own experts get from all ranks. The rows' way between ranks is not measured.
 
     Args:
-        num_at_once: requests that run at once.
+        tokens: of the rank.
+        num_at_once: requests that run at once on the rank.
+        num_local_ranks: ranks that share this host's cores.
 
     Raises:
         ConfigError: the folder cannot be run here; the message is that of the process.
@@ -60,7 +65,7 @@ def measure_products(job: JobConfig, tokens: JobTokens, num_at_once: int) -> Pro
     )
     ended = subprocess.run(
         own_process.command("batchinfer.rank.product_speed", json.dumps(asdict(steps))),
-        env=rank_variables(RankEnvironment(0), num_ranks=1),
+        env=rank_variables(RankEnvironment(0), num_ranks=num_local_ranks),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -9,9 +9,10 @@ where their sizes allow it. Mapped memory is private: experts that change places
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from xxhash import xxh3_128
 from batchinfer.model.attention_kinds import kind_of
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
-from batchinfer.model.packed_folder import ENDS, MTP, PackedFolder
+from batchinfer.model.packed_folder import ENDS, EXPERT_FIELDS, EXPERT_TENSORS, MTP, PackedFolder
 from batchinfer.model.weight_stream import WeightStream
 from batchinfer.model.weights import (
     CompressorWeights,
@@ -43,9 +44,6 @@ from batchinfer_kernels.cpu.packed import Packed, PackedRouter, WeightKind
 _ALIGNMENT = 64
 _DTYPES = {"U8": torch.uint8, "BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-# fields of MoeWeights of which a rank may hold a part
-_OF_EXPERTS = ("gate_up_EFD", "down_EDF", "gate_up_bias_EF", "down_bias_ED")
-_EXPERTS = tuple(f"mlp.{field}" for field in _OF_EXPERTS)
 _KINDS: dict[str, type[Any]] = {
     **{"layer": LayerWeights, "indexer": IndexerWeights},
     **{"mlp": MlpWeights, "shared": MlpWeights},
@@ -112,7 +110,7 @@ def map_weights(
     ends = MappedParts(packed.folder / ENDS).take(Ends, kinds)
     layers = tuple(
         MappedParts(
-            packed.layer(number), of_layer.get(number), None if stream is None else stream.memory_of(number)
+            packed.layer(number), of_layer.get(number), None if stream is None else stream.slot_of(number)
         ).take(LayerWeights, kinds)
         for number in range(config.num_hidden_layers)
     )
@@ -132,7 +130,7 @@ class PackedExperts:
     def expert(self, prefix: str, expert: int, mlp: MoeWeights, slot: int) -> None:
         """Copy one routed expert of the layer `prefix` into a slot."""
         mapped = MappedParts(self._packed.layer(int(prefix.split(".")[2])), (expert,))
-        for field, name in zip(_OF_EXPERTS, _EXPERTS, strict=True):
+        for field, name in zip(EXPERT_FIELDS, EXPERT_TENSORS, strict=True):
             held = getattr(mlp, field)
             if held is not None:
                 _data_of(held)[slot] = _data_of(mapped.leaf(name))[0]
@@ -142,14 +140,22 @@ class MappedParts:
     """One mapped file; of routed experts only these numbers (None: all).
 
     Args:
-        memory: where the file's bytes will be when a layer computes; its header is read now. None: the file is mapped.
+        slot: where the file's bytes will be when a layer computes, and where its tensors begin there (None: as in the
+            file); the file's header is read now. None: the file is mapped.
 
     Raises:
         ModelError: the file cannot be read, or is damaged.
     """
 
-    def __init__(self, path: Path, expert_ids: Sequence[int] | None = None, memory: memoryview | None = None):
+    def __init__(
+        self,
+        path: Path,
+        expert_ids: Sequence[int] | None = None,
+        slot: tuple[memoryview, Mapping[str, int] | None] | None = None,
+    ):
         self._path, self._expert_ids = path, expert_ids
+        memory, starts = slot or (None, None)
+        self._starts: Mapping[str, int] | None = starts
         try:
             with open(path, "rb") as file:
                 access = mmap.PROT_READ | mmap.PROT_WRITE
@@ -164,13 +170,16 @@ class MappedParts:
     def leaf(self, name: str) -> Any:
         """Return one tensor, or packed weight; shares the file's memory unless its experts are not side by side."""
         entry, form = self._header[name], self._forms[name]
-        start, end = entry["data_offsets"]
-        dtype = _DTYPES[entry["dtype"]]
-        count = (end - start) // dtype.itemsize
-        tensor = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._start + start)
-        tensor = tensor.view(entry["shape"])
-        if self._expert_ids is not None and name in _EXPERTS:
-            tensor = _rows(tensor, list(self._expert_ids))
+        start, _ = entry["data_offsets"]
+        dtype, shape, offset = _DTYPES[entry["dtype"]], entry["shape"], self._start + start
+        has_rows = self._expert_ids is not None and name in EXPERT_TENSORS
+        if self._starts is not None:
+            offset = self._starts[name]
+            if has_rows:  # only these are in the slot
+                shape = [len(self._expert_ids or ()), *shape[1:]]
+        tensor = torch.frombuffer(self._memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
+        if has_rows and self._starts is None:
+            tensor = _rows(tensor, list(self._expert_ids or ()))
         if "num_experts" in form:
             return PackedRouter(tensor, form["num_experts"])
         if not form:

@@ -19,6 +19,9 @@ MANIFEST = "packed.json"
 LAYOUT = 1  # version of panels (cpu/csrc/pack.cpp) and files (packed_files.py): raise it when either changes
 ENDS = "ends.safetensors"
 MTP = "mtp.safetensors"
+# tensors [E, …] of a layer with routed experts, of which a rank may hold a part
+EXPERT_FIELDS = ("gate_up_EFD", "down_EDF", "gate_up_bias_EF", "down_bias_ED")
+EXPERT_TENSORS = tuple(f"mlp.{field}" for field in EXPERT_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
-from statistics import harmonic_mean
 from typing import Any, Literal
 
 from batchinfer.config import VALUE_BYTES, JobConfig
@@ -15,12 +13,10 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.memory_split import MemorySplit, sweep_seconds
 from batchinfer.model.sweep_schedule import SweepSchedule, SweepSpeed, SweptJob, schedule
 from batchinfer.model.weight_mode import computes_prompts_alone, kv_bytes_per_token
-from batchinfer.model.weight_stream import read_speed
 from batchinfer.progress import duration
 from batchinfer.records import ConfigError
 
 MOST_HOURS = 24.0  # that "auto" begins unasked
-MEASURED_FILES = 4  # of which the disk's speed is measured: a quarter of a second of one file says little
 SHORT_S = 5.0  # of reads in all: as long as it takes to measure products
 
 
@@ -48,6 +44,12 @@ class JobTokens:
         longest = max((unit["largest_output_tokens"] for unit in units), default=0)
         return cls(max(1, num_requests), prompt, new, output, longest, kv)
 
+    def share(self, num_ranks: int) -> JobTokens:
+        """Return the requests and tokens of one of several ranks."""
+        sums = (self.num_requests, self.prompt, self.new, self.output, self.kv)
+        num_requests, prompt, new, output, kv = (-(-count // num_ranks) for count in sums)
+        return JobTokens(num_requests, prompt, new, output, self.longest, kv)
+
     @property
     def mean_prompt(self) -> float:
         """Tokens of a prompt."""
@@ -71,6 +73,8 @@ class ProductSpeeds:
 class StreamForecast:
     """A planned run with streamed weights; disk and products were measured.
 
+    split, job, disk_bytes_per_s, speeds: of each rank.
+    tokens: of all ranks.
     speeds: None: the reads of the whole run are too short for a measurement.
     """
 
@@ -79,6 +83,7 @@ class StreamForecast:
     job: SweptJob
     disk_bytes_per_s: float
     speeds: ProductSpeeds | None = None
+    num_ranks: int = 1
 
     @property
     def read_s(self) -> float:
@@ -96,7 +101,7 @@ class StreamForecast:
         """Seconds of the products of a sweep's prompts."""
         if self.speeds is None:
             return 0.0
-        return self.tokens.new / self.schedule.num_prompt_sweeps / self.speeds.prompt_tokens_per_s
+        return self.tokens.new / self.num_ranks / self.schedule.num_prompt_sweeps / self.speeds.prompt_tokens_per_s
 
     @property
     def answers_s(self) -> float:
@@ -121,10 +126,11 @@ class StreamForecast:
         return "disk" if self.schedule.num_sweeps * self.read_s >= self.schedule.product_s else "processor"
 
     def __str__(self) -> str:
-        stay, at_once, seconds = self.split.num_resident, self.job.num_at_once, self.seconds
+        stay, at_once, seconds = self.split.num_resident, self.job.num_at_once * self.num_ranks, self.seconds
         done = time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() + seconds))
         parts = [
             f"weights are streamed: {self.split.sweep_bytes / 1e9:,.2f} GB per sweep"
+            + (f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else "")
             + (f" ({stay} of {len(self.split.slot_of_layer)} layers stay in memory)" if stay else "")
             + f", read in {self.read_s:,.1f} s at {self.disk_bytes_per_s / 1e9:,.2f} GB/s, as measured",
             *self._product_parts(),
@@ -151,7 +157,11 @@ class StreamForecast:
 
 
 def swept_job(job: JobConfig, model: ModelConfig, split: MemorySplit, tokens: JobTokens) -> SweptJob:
-    """Return the requests of a planned run whose answers are as long as they may be, and the bounds of its sweeps."""
+    """Return the requests of a planned run whose answers are as long as they may be, and the bounds of its sweeps.
+
+    Args:
+        split, tokens: of one rank.
+    """
     kv_tokens = max(1.0, tokens.kv / tokens.num_requests)
     most, step_tokens = job.cluster.running_requests, SWEEP_STEPS * job.cluster.prefill_tokens
     is_alone = computes_prompts_alone(job, model)
@@ -182,9 +192,3 @@ def check_hours(found: StreamForecast, *, is_asked: bool) -> None:
             f"the weights do not fit into memory, and streaming them takes {found.seconds / 3600:,.0f} hours; set "
             'cluster.weights = "stream" to do so all the same, or use a smaller dtype or more memory'
         )
-
-
-def disk_speed(files: Sequence[Path]) -> float:
-    """Return the bytes per second at which the largest of these files are read past the page cache."""
-    largest = sorted(files, key=lambda path: path.stat().st_size)[-MEASURED_FILES:]
-    return harmonic_mean([read_speed(path) for path in largest])

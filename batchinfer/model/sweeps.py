@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from batchinfer.model.moe import YieldPoint
+from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
 from batchinfer.model.step import StepInput, StepOutput, StepTensors
 from batchinfer.model.weight_stream import WeightStream
 from batchinfer.parallel.overlap import Points
@@ -38,10 +39,11 @@ class LayeredModel(Protocol):
 
 
 class SweptStep(NamedTuple):
-    """The result of one step, and the seconds in which it computed."""
+    """The result of one step, the seconds in which it computed, and [L] rows of this rank's experts on the host."""
 
     output: StepOutput
     seconds: float
+    expert_rows_L: np.ndarray
 
 
 def run_sweep(
@@ -53,6 +55,8 @@ def run_sweep(
     should_leave: Callable[[], bool] = lambda: False,
 ) -> Iterator[SweptStep]:
     """Run steps layer by layer; yield their results in order, each made when the one before has been used.
+
+    Ranks that exchange rows call this together, with as many steps of each kind: their rows travel layer by layer.
 
     Args:
         pages: as of Transformer.forward.
@@ -68,13 +72,13 @@ def run_sweep(
     ]
     for one in running:
         one.to_next_layer()
-    for _ in model.layers:
+    for layer in model.layers:
         if should_leave():
             stream.skip_sweep()
             return
         stream.wait()
         for one in running:
-            one.to_next_layer()
+            one.pass_layer(layer.mlp)
         stream.release()
     for one in running:
         yield one.to_end()
@@ -86,9 +90,17 @@ class _Running:
     def __init__(self, points: Points[StepOutput]) -> None:
         self._points: Points[StepOutput] | None = points
         self._seconds = 0.0
+        self._expert_rows: list[int] = []  # of each MoE layer
+
+    def pass_layer(self, mlp: DenseMlp | MoeMlp) -> None:
+        """Run a layer, which has this MLP, and note the rows that its experts on this rank compute."""
+        rows_before = mlp.num_local_rows if isinstance(mlp, MoeMlp) else 0
+        self.to_next_layer()
+        if isinstance(mlp, MoeMlp):
+            self._expert_rows.append(mlp.num_local_rows - rows_before)
 
     def to_next_layer(self) -> None:
-        """Run up to the next LAYER point; one rank's rows do not travel, so at other points nothing is waited for."""
+        """Run up to the next LAYER point; at other points rows that travel are waited for at once."""
         assert self._points is not None
         started_s = time.monotonic()
         while next(self._points) is not YieldPoint.LAYER:
@@ -103,5 +115,6 @@ class _Running:
             next(self._points)
         except StopIteration as end:
             self._points = None
-            return SweptStep(end.value, self._seconds + time.monotonic() - started_s)
+            rows_L = np.array(self._expert_rows, dtype=np.int64)
+            return SweptStep(end.value, self._seconds + time.monotonic() - started_s, rows_L)
         raise AssertionError("a step ends after its last layer")

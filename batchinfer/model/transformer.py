@@ -19,6 +19,7 @@ from batchinfer.model.attention_kinds import kind_of
 from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.fused.layers import moe_of
 from batchinfer.model.layer import DecoderLayer
+from batchinfer.model.layer_pieces import layers_of_rank
 from batchinfer.model.memory_split import MemorySplit
 from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
 from batchinfer.model.mtp import Mtp
@@ -123,7 +124,8 @@ class Transformer:
         if (packed := read_packed(folder)) is not None:
             stream = None
             if memory is not None:
-                stream = WeightStream([packed.layer(number) for number in range(config.num_hidden_layers)], memory)
+                files = [packed.layer(number) for number in range(config.num_hidden_layers)]
+                stream = WeightStream(files, memory, layers=layers_of_rank(packed, config, expert_ids))
             weights = map_weights(packed, config, ops, stream=stream, **wanted)
         else:
             weights = load_weights(folder, config, ops=ops, on_read=on_read, **wanted)

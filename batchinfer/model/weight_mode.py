@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, JobConfig
 from batchinfer.config.cluster import SWEEP_STEPS
 from batchinfer.host_info import has_gpu
 from batchinfer.model.config import ModelConfig
+from batchinfer.model.layer_pieces import layers_of_rank
 from batchinfer.model.memory_split import MemorySplit, SplitError, split_memory
 from batchinfer.model.packed_folder import ENDS, MTP, PackedFolder, read_packed
 from batchinfer.model.page_format import PageFormat
@@ -17,6 +19,7 @@ from batchinfer.records import ConfigError
 FREE_SHARE = 0.9  # of free memory that a rank without cluster.memory_bytes takes
 _MTP_SHARE = 0.125  # largest share of a rank's memory that the layer for multi-token prediction may take
 _STATE_SHARE = 1.25  # memory of the steps between two layers / their hidden states and angles
+_DEALT_SHARE = 1.25  # most KV of a rank / the mean over ranks, as requests are dealt
 MOST_KEPT = 128  # requests' states kept where prompts branch, in addition to those of running requests
 KEPT_SHARE = 0.125  # largest share of the memory for KV that they may take
 
@@ -29,8 +32,8 @@ def runs_on_gpus(job: JobConfig) -> bool:
 def why_not_streamed(job: JobConfig, config: ModelConfig) -> str | None:
     """Return why the weights of a job cannot be streamed on any CPU, with the remedy; None if they can."""
     cluster, model = job.cluster, job.model
-    if cluster.num_ranks > 1:
-        return f"weights are streamed by one rank, and the job has {cluster.num_ranks}; set cluster.prefill_ranks = 1"
+    if cluster.mode == "disaggregated":
+        return "weights are streamed by ranks that run prompts and answers; set cluster.mode = 'colocated'"
     if cluster.backend not in ("auto", "cpu"):
         return f"weights are streamed for the C++ operations on a CPU, not for backend {cluster.backend!r}"
     if read_packed(Path(model.path)) is None:
@@ -79,7 +82,8 @@ def mtp_stays(job: JobConfig, packed: PackedFolder, *, free_bytes: int) -> bool:
         free_bytes: of the host.
     """
     memory = job.cluster.memory_bytes or int(free_bytes * FREE_SHARE)
-    return job.cluster.drafts_tokens and packed.has_mtp and packed.sizes[MTP] <= _MTP_SHARE * memory
+    is_alone = job.cluster.num_ranks == 1  # ranks with a part of the experts do not draft
+    return is_alone and job.cluster.drafts_tokens and packed.has_mtp and packed.sizes[MTP] <= _MTP_SHARE * memory
 
 
 def streamed_states(job: JobConfig, model: ModelConfig, kv_bytes: int, largest_tokens: int) -> int:
@@ -113,24 +117,31 @@ def split_for(
     free_bytes: int,
     most_tokens: int | None = None,
     largest_tokens: int = PAGE_TOKENS,
+    num_local_ranks: int = 1,
+    layer_bytes: Sequence[int] | None = None,
 ) -> MemorySplit:
     """Return the memory of a rank that streams the layers of a converted folder.
 
     Args:
         free_bytes: of the host.
-        most_tokens: KV tokens of all requests; None: not known.
+        most_tokens: KV tokens of all requests of all ranks; None: not known.
         largest_tokens: KV tokens of the largest request.
+        num_local_ranks: ranks that share the host's memory.
+        layer_bytes: [L] that the rank reads; None: those of a rank with experts in order.
 
     Raises:
         ConfigError: memory is too small, or cluster.memory_bytes is more than is free.
     """
     cluster = job.cluster
-    memory = cluster.memory_bytes or int(free_bytes * FREE_SHARE)
-    if memory > free_bytes:
+    memory = cluster.memory_bytes or int(free_bytes * FREE_SHARE) // num_local_ranks
+    if memory * num_local_ranks > free_bytes:
+        of_ranks = "" if num_local_ranks == 1 else f" for each of {num_local_ranks} ranks"
         raise ConfigError(
-            f"cluster.memory_bytes is {memory / 1e9:.2f} GB, and {free_bytes / 1e9:.2f} GB is free; lower it or free "
-            "memory"
+            f"cluster.memory_bytes is {memory / 1e9:.2f} GB{of_ranks}, and {free_bytes / 1e9:.2f} GB is free; lower it "
+            "or free memory"
         )
+    if layer_bytes is None:
+        layer_bytes = [layer.num_bytes for layer in layers_of_rank(packed, model, _experts_in_order(job, model))]
     item_bytes = VALUE_BYTES[job.model.dtype]
     parts = [ENDS, MTP] if mtp_stays(job, packed, free_bytes=free_bytes) else [ENDS]
     of_parts = sum(packed.sizes[part] for part in parts)
@@ -142,14 +153,15 @@ def split_for(
         least = _whole_pages(largest_tokens) * per_token + state_bytes
         useful = None
         if most_tokens is not None:
-            tokens = min(_whole_pages(most_tokens), 2 * cluster.running_requests * _whole_pages(largest_tokens))
+            share = int(most_tokens / cluster.num_ranks * (_DEALT_SHARE if cluster.num_ranks > 1 else 1))
+            tokens = min(_whole_pages(share), 2 * cluster.running_requests * _whole_pages(largest_tokens))
             if computes_prompts_alone(job, model):
                 tokens = min(tokens, 2 * SWEEP_STEPS * cluster.prefill_tokens + _whole_pages(largest_tokens))
             num_states = min(cluster.running_requests + MOST_KEPT, 2 * -(-most_tokens // PAGE_TOKENS))
             useful = tokens * per_token + num_states * state_bytes
     try:
         return split_memory(
-            [packed.layer_bytes(layer) for layer in range(model.num_hidden_layers)],
+            layer_bytes,
             memory_bytes=memory,
             fixed_bytes=PROCESS_BYTES + of_parts + _step_bytes(job, model, item_bytes),
             least_kv_bytes=least,
@@ -160,6 +172,18 @@ def split_for(
             f"{job.model.path} cannot be streamed in {memory / 1e9:.2f} GB of memory: {error}; lower "
             "cluster.prefill_tokens or cluster.decode_requests, use a smaller dtype, or free memory"
         ) from None
+
+
+def experts_of_rank(job: JobConfig, model: ModelConfig) -> int:
+    """Return the routed experts that a rank holds of each MoE layer, redundant ones among them."""
+    num_slots = model.n_routed_experts + job.cluster.redundant_experts
+    return model.n_routed_experts if job.cluster.num_ranks == 1 else -(-num_slots // job.cluster.num_ranks)
+
+
+def _experts_in_order(job: JobConfig, model: ModelConfig) -> list[range] | None:
+    if job.cluster.num_ranks == 1 or not model.num_moe_layers:
+        return None
+    return [range(min(model.n_routed_experts, experts_of_rank(job, model)))] * model.num_moe_layers
 
 
 def _step_bytes(job: JobConfig, model: ModelConfig, item_bytes: int) -> int:

@@ -15,16 +15,17 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from batchinfer.model.memory_split import SLOT_ALIGNMENT, MemorySplit
+from batchinfer.model.layer_pieces import DIRECT_BYTES, Block, LayerPieces, whole_file
+from batchinfer.model.memory_split import RING_SLOTS, SLOT_ALIGNMENT, MemorySplit, slot_size, split_memory
 from batchinfer.records import ModelError
 
 BLOCK_BYTES = 4 << 20  # of one read
 NUM_READERS = 8  # reads at a time
-_DIRECT_BYTES = 4096  # direct reads begin and end at multiples, in the file and in memory
+PIECE_BYTES = 256 << 20  # of each layer, to measure the disk's speed
+MEASURED_S, MEASURED_ROUNDS = 4.0, 2  # most seconds of that, and most reads of each piece
 
 
 class WeightStream:
@@ -35,14 +36,21 @@ class WeightStream:
 
     Args:
         files: [L] the layers' files.
+        layers: [L] what is read of each file; None: all of it.
     """
 
-    def __init__(self, files: Sequence[Path], split: MemorySplit) -> None:
+    def __init__(
+        self, files: Sequence[Path], split: MemorySplit, *, layers: Sequence[LayerPieces] | None = None
+    ) -> None:
         self.split = split
         self.num_bytes = 0  # read so far
         self.read_s = 0.0  # seconds in which something was being read
         self.wait_s = 0.0  # seconds in which a layer was waited for
         self._files = [_LayerFile(path) for path in files]
+        self._layers = layers or [whole_file(file.size) for file in self._files]
+        self._blocks = [
+            [block for piece in layer.pieces for block in piece.blocks(BLOCK_BYTES)] for layer in self._layers
+        ]
         self._slots = [_slot_memory(size) for size in split.slot_bytes]
         self._changed = threading.Condition()
         # layers are counted on over all sweeps
@@ -50,7 +58,7 @@ class WeightStream:
         self._num_ready = 0  # layers before the first one that is not in its slot yet
         self._num_begun = 0  # layers whose reads were handed out, or that need none
         self._held = [-1] * len(self._slots)  # number of the layer in each slot
-        self._open: tuple[int, int] | None = None  # number of the layer whose blocks are handed out, and the next one
+        self._open: tuple[int, int] | None = None  # number of the layer whose blocks are handed out, and the next block
         self._num_left: dict[int, int] = {}  # blocks that are not read yet, by layer, from _num_ready on
         self._num_reading, self._reading_since_s = 0, 0.0
         self._error: str | None = None
@@ -64,6 +72,10 @@ class WeightStream:
     def memory_of(self, layer: int) -> memoryview:
         """Return the memory into which a layer's file is read, from its first byte on."""
         return self._slots[self.split.slot_of_layer[layer]]
+
+    def slot_of(self, layer: int) -> tuple[memoryview, Mapping[str, int] | None]:
+        """Return a layer's memory, and where its tensors begin there; None: as in its file."""
+        return self.memory_of(layer), self._layers[layer].starts
 
     def wait(self) -> None:
         """Wait until the next layer is in its slot.
@@ -102,12 +114,13 @@ class WeightStream:
 
     def _read_blocks(self) -> None:
         """Read one block after the other until the stream is closed or a read fails."""
-        while (block := self._next_block()) is not None:
-            number, start = block
+        copied = _slot_memory(BLOCK_BYTES + 2 * DIRECT_BYTES) if self._has_copies else memoryview(b"")
+        while (found := self._next_block()) is not None:
+            number, block = found
             layer = number % len(self._files)
             file, reason = self._files[layer], None
             try:
-                file.read(self.memory_of(layer), start)
+                file.read(self.memory_of(layer), block, copied)
             except Exception as error:  # of any kind: it is raised where this layer is waited for
                 reason = (error.strerror if isinstance(error, OSError) else None) or error
             with self._changed:
@@ -117,27 +130,31 @@ class WeightStream:
                 if reason is not None:
                     self._error = self._error or f"{file.path} cannot be read: {reason}"
                 else:
-                    self.num_bytes += min(BLOCK_BYTES, file.size - start)
+                    self.num_bytes += block.num_bytes
                     self._num_left[number] -= 1
                 if reason is not None or not self._num_left[number]:
                     self._count_ready()
                     self._changed.notify_all()
 
-    def _next_block(self) -> tuple[int, int] | None:
-        """Wait for a free slot; return the next block: its layer's number and its first byte. None: nothing is read."""
+    @property
+    def _has_copies(self) -> bool:
+        return not all(block.is_direct for blocks in self._blocks for block in blocks)
+
+    def _next_block(self) -> tuple[int, Block] | None:
+        """Wait for a free slot; return the number of its layer and the next block. None: nothing is read."""
         with self._changed:
             while self._open is None and not self._is_closed and self._error is None:
                 if not self._begin_layer():
                     self._changed.wait()
             if self._open is None or self._is_closed or self._error is not None:
                 return None
-            number, start = self._open
-            end = start + BLOCK_BYTES
-            self._open = (number, end) if end < self._files[number % len(self._files)].size else None
+            number, place = self._open
+            blocks = self._blocks[number % len(self._files)]
+            self._open = (number, place + 1) if place + 1 < len(blocks) else None
             if not self._num_reading:
                 self._reading_since_s = time.monotonic()
             self._num_reading += 1
-            return number, start
+            return number, blocks[place]
 
     def _begin_layer(self) -> bool:
         """Begin the next layer if its slot is free; return whether it is. A layer alone in its slot is read once."""
@@ -154,8 +171,8 @@ class WeightStream:
         if is_there or is_needed:
             self._held[slot] = number
         self._num_left[number] = 0
-        if is_needed and not is_there:
-            self._num_left[number] = max(1, -(-self._files[layer].size // BLOCK_BYTES))
+        if is_needed and not is_there and self._blocks[layer]:
+            self._num_left[number] = len(self._blocks[layer])
             self._open = number, 0
         self._count_ready()
         self._changed.notify_all()
@@ -168,24 +185,32 @@ class WeightStream:
             self._num_ready += 1
 
 
-def read_speed(path: Path, most_bytes: int = 256 << 20) -> float:
-    """Return the bytes per second at which the first bytes of a file are read, as a stream reads them.
+def read_speed(files: Sequence[Path]) -> float:
+    """Return the bytes per second at which sweeps read these files while nothing computes.
+
+    A stream reads the first PIECE_BYTES of each file, round and round: with the readers, blocks and reused slots of a
+    sweep, and without a pause. The clock starts once its slots are full.
 
     Raises:
-        ModelError: the file cannot be read.
+        ModelError: a file cannot be read.
     """
-    file = _LayerFile(path)
-    num_bytes = min(file.size, most_bytes)
-    memory = _slot_memory(-(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
-    started_s = time.monotonic()
+    several = [*files] * -(-2 * RING_SLOTS // len(files))  # so that no layer is alone in its slot, and read only once
+    sizes = [min(path.stat().st_size, PIECE_BYTES) for path in several]
+    ring_bytes = RING_SLOTS * slot_size(max(sizes))
+    split = split_memory(sizes, memory_bytes=ring_bytes, fixed_bytes=0, least_kv_bytes=0, useful_kv_bytes=0)
+    stream = WeightStream(several, split, layers=[whole_file(size) for size in sizes])
+    started_s = num_before = 0.0
     try:
-        with ThreadPoolExecutor(NUM_READERS, "read weights") as readers:
-            list(readers.map(lambda start: file.read(memory, start), range(0, num_bytes, BLOCK_BYTES)))
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}") from None
+        for number in range(RING_SLOTS + MEASURED_ROUNDS * len(several)):
+            if number == RING_SLOTS:
+                started_s, num_before = time.monotonic(), stream.num_bytes
+            elif number > RING_SLOTS and time.monotonic() - started_s > MEASURED_S:
+                break
+            stream.wait()
+            stream.release()
+        return (stream.num_bytes - num_before) / max(time.monotonic() - started_s, 1e-6)
     finally:
-        file.close()
-    return num_bytes / max(time.monotonic() - started_s, 1e-6)
+        stream.close()
 
 
 class _LayerFile:
@@ -199,22 +224,36 @@ class _LayerFile:
         except OSError as error:
             raise ModelError(f"{path} cannot be read: {error.strerror}") from None
 
-    def read(self, memory: memoryview, start: int) -> None:
-        """Read one block into the same place of `memory`.
+    def read(self, memory: memoryview, block: Block, copied: memoryview) -> None:
+        """Read one block to its place in `memory`.
+
+        Args:
+            copied: aligned memory for a block that cannot be read to its place directly.
 
         Raises:
             OSError: the disk fails, or the file ends early.
         """
-        end = min(start + BLOCK_BYTES, self.size)
-        room = -(-end // _DIRECT_BYTES) * _DIRECT_BYTES  # beyond the file's end nothing is read
-        place = start
-        while place < end:
-            got = os.preadv(self._file, [memory[place:room]], place)
-            if got <= 0 or (self._is_direct and place + got < end and got % _DIRECT_BYTES):
-                raise OSError(f"it ends after {place + got:,} of {self.size:,} bytes")
-            place += got
+        start, target, num_bytes, is_direct = block
+        if is_direct or not self._is_direct:
+            self._read(memory[target:], start, num_bytes)
+        else:
+            before = start % DIRECT_BYTES
+            self._read(copied, start - before, before + num_bytes)
+            # without the interpreter's lock
+            to, source = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in (memory, copied))
+            ctypes.memmove(to + target, source + before, num_bytes)
         if not self._is_direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file, start, end - start, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self._file, start, num_bytes, os.POSIX_FADV_DONTNEED)
+
+    def _read(self, memory: memoryview, start: int, num_bytes: int) -> None:
+        """Read bytes of the file; direct reads go on to a multiple of DIRECT_BYTES, or to the file's end."""
+        room = -(-num_bytes // DIRECT_BYTES) * DIRECT_BYTES if self._is_direct else num_bytes
+        done = 0
+        while done < num_bytes:
+            got = os.preadv(self._file, [memory[done:room]], start + done)
+            if got <= 0 or (self._is_direct and done + got < num_bytes and got % DIRECT_BYTES):
+                raise OSError(f"it ends after {start + done + got:,} of {self.size:,} bytes")
+            done += got
 
     def close(self) -> None:
         os.close(self._file)
@@ -229,7 +268,7 @@ def _open(path: Path) -> tuple[int, bool]:
             raise
         return os.open(path, os.O_RDONLY), False
     try:
-        with mmap.mmap(-1, _DIRECT_BYTES) as memory:
+        with mmap.mmap(-1, DIRECT_BYTES) as memory:
             os.preadv(file, [memory], 0)
     except OSError as error:
         os.close(file)

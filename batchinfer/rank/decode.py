@@ -60,7 +60,7 @@ def decode_step(
     step = due.step if screened is None else due.step.without_logits
     output = context.model.forward(step, context.pages, schedule, log)
     if not table.sequences:
-        return _result(output.expert_counts, [], table.kv_lengths.copy(), np.ones(0, dtype=np.int64), 0)
+        return empty_step(output.expert_counts)
     if head is not None and screened is not None:
         assert output.states is not None, "a step without logits returns its states"
         sampled = head.sample(output.states, screened, due.sampling, due.num_new, rules.changes())
@@ -137,6 +137,11 @@ def decode_parts(context: RankContext, table: DraftedTable, drafts: Drafts | Non
             )
         )
     return parts
+
+
+def empty_step(expert_counts: torch.Tensor) -> StepResult:
+    """Return the result of a step in which only other ranks of the group had sequences."""
+    return _result(expert_counts, [], np.zeros(0, dtype=np.int64), np.ones(0, dtype=np.int64), 0)
 
 
 def _speculate(

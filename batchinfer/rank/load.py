@@ -18,6 +18,7 @@ from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.second_tier import ATTEMPTS as TIER_ATTEMPTS
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.layer_pieces import layers_of_rank
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import PageFormat, block_tokens, check_kv
@@ -64,6 +65,7 @@ def load_model(
     mtp: bool = False,
     most_tokens: int = 0,
     largest_tokens: int = 0,
+    num_local_ranks: int = 1,
     before_weights: Callable[[], None] | None = None,
     on_read: Callable[[int, int], None] | None = None,
 ) -> Transformer:
@@ -73,7 +75,7 @@ def load_model(
         place: the rank's place; its role gives the largest number of rows that it sends at once.
         slots: the expert of each slot; None: in order.
         mtp: load the layer for multi-token prediction, too; only for a rank that holds all experts.
-        most_tokens, largest_tokens: see Join; they split the memory of a rank that streams its weights.
+        most_tokens, largest_tokens, num_local_ranks: see Join; they split memory if weights are streamed.
         before_weights: called once backend, dtype and exchange are known to run here, before weights are read.
         on_read: called with the bytes of weights that were read so far, and with all bytes to read.
 
@@ -107,7 +109,12 @@ def load_model(
         packed = read_packed(folder)
         assert packed is not None, "checked before ranks start"
         known = {"most_tokens": most_tokens, "largest_tokens": largest_tokens} if most_tokens else {}
-        memory = split_for(job, config, packed, free_bytes=free_memory_bytes(), **known)
+        free_bytes = free_memory_bytes()
+        mesh.agree([0])  # before other ranks of this host take their memory
+        layers = layers_of_rank(packed, config, expert_ids)
+        sizes = [layer.num_bytes for layer in layers]
+        of_host = {"free_bytes": free_bytes, "num_local_ranks": num_local_ranks}
+        memory = split_for(job, config, packed, layer_bytes=sizes, **of_host, **known)
     return Transformer.load(
         folder,
         dtype=dtype,
@@ -203,13 +210,15 @@ def make_worker(
         transfers=transfers,
         graphs_off=cluster.graphs == "off",
         # without experts no rows travel that computing could hide
-        overlap=cluster.overlap if mesh.size > 1 and model.num_moe_layers > 0 else False,
+        overlap=cluster.overlap if mesh.size > 1 and model.num_moe_layers > 0 and model.stream is None else False,
         traced=start.traced,
         reasoning=job.output.reasoning,
         continues=bool(job.input.continue_final_message),
         prompts_alone=(alone := computes_prompts_alone(job, model.config)),
         # if all requests run at once, spreading their beginnings gains nothing
-        spreads_prompts=model.stream is not None and not alone and budget.num_pages < pages_for(start.most_tokens),
+        spreads_prompts=model.stream is not None
+        and not alone
+        and budget.num_pages < pages_for(start.most_tokens // cluster.num_ranks),
         placement=rank.placement,
     )
 

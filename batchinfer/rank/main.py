@@ -167,6 +167,7 @@ def _work(
         mtp=asked and no_drafts is None,
         most_tokens=join.most_tokens,
         largest_tokens=join.largest_tokens,
+        num_local_ranks=join.num_local_ranks,
         before_weights=lambda: channel.send(messages.CanRun()),
         on_read=_load_reports(channel),
     )

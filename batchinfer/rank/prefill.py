@@ -67,19 +67,21 @@ class Prefill:
             wait_for(self._context.model.device)
         return self._end(chunks, output, time.time() - computing_s)
 
-    def take_steps(self, num_slots: Callable[[], int], *, is_idle: bool, most: int) -> list[PrefillPart]:
+    def take_steps(self, num_slots: Callable[[], int], *, most: int) -> list[PrefillPart]:
         """Take the next steps, all to run in one sweep.
+
+        If no prompt can begin, partly computed ones run to their ends: the slots and pages that they hold would be of
+        no use until running requests end.
 
         Args:
             num_slots: returns the number of prompts that may begin, those that these steps complete not counted.
-            is_idle: nothing else runs that could make room.
             most: number of steps.
         """
         parts: list[PrefillPart] = []
         num_going_on = 0
         while len(parts) < most:
             num_free = num_slots() - num_going_on
-            if not self._queue.can_run(num_free, must_go_on=is_idle and not parts):
+            if not self._queue.can_run(num_free, must_go_on=True):
                 break
             chunks, copies = self._queue.next_step(num_free)
             if not chunks:
@@ -91,6 +93,10 @@ class Prefill:
         while self._context.prompts_alone and (chunks := self._queue.end_open()):
             parts.append(self._part(chunks, {}))
         return parts
+
+    def empty_part(self) -> PrefillPart:
+        """Return a step without tokens, for a sweep in which another rank has more steps."""
+        return self._part([], {})
 
     def _part(self, chunks: list[Chunk], copies: dict[int, int]) -> PrefillPart:
         step, chunks = self._built(chunks, copies, in_pairs=False)

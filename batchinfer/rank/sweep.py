@@ -6,10 +6,15 @@ step of a sweep is reported as a step; the sweep's time is divided by the time t
 If requests wait for others to end, a sweep takes only the prompts whose products last as long as its reads: they come
 for nothing beside these, while prompts of many requests at once would leave the disk idle, and again when all of these
 requests end together.
+
+Ranks that exchange rows of experts sweep together. Each reads its own experts, and a rank with fewer steps of a kind
+than another one runs empty steps.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
+
+import numpy as np
 
 from batchinfer.model.sampling import Sampled
 from batchinfer.model.sweeps import run_sweep
@@ -18,7 +23,7 @@ from batchinfer.parallel.spans import SpanLog
 from batchinfer.rank.admission import Admission
 from batchinfer.rank.batch import StepResult
 from batchinfer.rank.context import RankContext
-from batchinfer.rank.decode import choose_drafts, decode_parts, end_step
+from batchinfer.rank.decode import choose_drafts, decode_parts, empty_step, end_step
 from batchinfer.rank.drafted_table import DraftedTable
 from batchinfer.rank.drafter import Drafter
 from batchinfer.rank.prefill import Prefill
@@ -32,6 +37,7 @@ class SweptPart(NamedTuple):
     ran: StepResult
     seconds: float  # in which it computed
     log: SpanLog
+    expert_rows_L: np.ndarray  # [L] of this rank's experts
 
 
 class PromptPace:
@@ -78,30 +84,43 @@ def run_parts(
     most = context.num_sweep_steps
     if context.spreads_prompts:
         most = min(most, pace.num_steps)
-    prompts = prefill.take_steps(lambda: admission.num_to_admit or 0, is_idle=not running.sequences, most=most)
+    prompts = prefill.take_steps(lambda: admission.num_to_admit or 0, most=most)
     drafts = None if drafter is None else choose_drafts(context, running, drafter)
     answers = decode_parts(context, running, drafts)
-    steps = [part.step for part in prompts] + [part.step for part in answers]
+    most_prompts, most_answers = map(max, zip(*context.mesh.agree([len(prompts), len(answers)]), strict=True))
+    prompts += [prefill.empty_part() for _ in range(most_prompts - len(prompts))]
+    steps = [*(part.step for part in prompts), *(part.step for part in answers)]
+    steps += [running.next_step(slice(0, 0)) for _ in range(most_answers - len(answers))]
     logs = [SpanLog() for _ in steps]
-    swept = run_sweep(context.model, context.model.stream, steps, context.pages, logs, lambda: not goes_on())
+
+    def should_leave() -> bool:
+        # ranks are told one after the other, and all must leave between the same layers
+        return any(leaves for (leaves,) in context.mesh.agree([not goes_on()]))
+
+    swept = run_sweep(context.model, context.model.stream, steps, context.pages, logs, should_leave)
     ended: list[SweptPart] = []
     for part, log in zip(prompts, logs, strict=False):
         if (one := next(swept, None)) is None:
             return []
-        ended.append(SweptPart(Kind.PREFILL, prefill.end(part, one), one.seconds, log))
-        pace.note(len(part.step.tokens), one.seconds)
+        ended.append(SweptPart(Kind.PREFILL, prefill.end(part, one), one.seconds, log, one.expert_rows_L))
+        if part.chunks:
+            pace.note(len(part.step.tokens), one.seconds)
     sampled, counts, states, seconds = [], None, None, 0.0
-    for answer in answers:
+    rows_L = np.zeros(context.model.num_moe_layers, dtype=np.int64)
+    for number in range(most_answers):
         if (one := next(swept, None)) is None:
             return []
-        sampled.append(answer.sample(one.output.logits, context.model.logit_ops))
         counts = one.output.expert_counts if counts is None else counts + one.output.expert_counts
-        states = one.output.states
-        seconds += one.seconds
+        seconds, rows_L = seconds + one.seconds, rows_L + one.expert_rows_L
+        if number < len(answers):
+            sampled.append(answers[number].sample(one.output.logits, context.model.logit_ops))
+            states = one.output.states
     if counts is not None:
         log = SpanLog([span for each in logs[len(prompts) :] for span in each.spans])
         if drafter is not None and prompts:
             drafter.pause()  # the sweep's time is not that of its answers
-        ran = end_step(running, Sampled.joined(sampled), counts, states, drafter, drafts)
-        ended.append(SweptPart(Kind.DECODE, ran, seconds, log))
+        ran = empty_step(counts)
+        if sampled:
+            ran = end_step(running, Sampled.joined(sampled), counts, states, drafter, drafts)
+        ended.append(SweptPart(Kind.DECODE, ran, seconds, log, rows_L))
     return ended

@@ -28,6 +28,7 @@ class SweepShare(NamedTuple):
     duration_s: float
     streamed_bytes: int
     wait_s: float
+    expert_rows_L: np.ndarray | None = None  # [L] that this rank's experts computed; None: those of all its tokens
 
 
 class Telemetry:
@@ -75,14 +76,16 @@ class Telemetry:
         """Return the record of the step that has just run, and add its expert counts.
 
         Args:
-            share: of a step in a sweep; its lone rank computes the experts of all its tokens.
+            share: of a step in a sweep.
         """
         kind = agreed.kind.value
         before_L = self._rows_L
         self._rows_L, counts_LE = self._model.read_rows(ran.expert_counts)
         fallbacks_before, self._num_fallbacks = self._num_fallbacks, registry.num_fallbacks()
         self._tokens_LE[kind] += counts_LE
-        rows_L = self._rows_L - before_L if share is None else counts_LE.sum(1)
+        rows_L = self._rows_L - before_L
+        if share is not None:
+            rows_L = counts_LE.sum(1) if share.expert_rows_L is None else share.expert_rows_L
         self._new_rows_L[kind] += rows_L
         return StepRecord(
             kind=kind,

@@ -70,6 +70,8 @@ class RankWorker:
         self._pieces: list[list[int]] | None = None  # of the calibration
         self._leave = False
         self._pace: PromptPace | None = None  # of sweeps
+        stream = context.model.stream
+        self._num_streamed = 0 if stream is None else stream.num_bytes  # before this sweep; reads go on between sweeps
         self._deal = 0  # number of the latest deal of work that it knows of
         self._overlap = MeasuredOverlap() if context.overlap == "auto" else context.overlap
 
@@ -177,15 +179,18 @@ class RankWorker:
         """Run one step of every running sequence, and all prompts that can run, through the layers together."""
         stream = self._context.model.stream
         assert stream is not None
-        start_s, num_bytes, wait_s = time.time(), stream.num_bytes, stream.wait_s
+        start_s, wait_s = time.time(), stream.wait_s
         if self._pace is None:
             self._pace = PromptPace(stream, self._context.prefill_tokens)
         context, running, goes_on = self._context, self._running, feed.goes_on
         parts = run_parts(context, self._prefill, running, self._admission, goes_on, self._pace, self._drafter)
         share = (time.time() - start_s) / (sum(part.seconds for part in parts) or 1.0)
-        num_bytes, wait_s = stream.num_bytes - num_bytes, stream.wait_s - wait_s
+        num_bytes, wait_s = stream.num_bytes - self._num_streamed, stream.wait_s - wait_s
+        self._num_streamed += num_bytes
         for part in parts:
-            of_part = SweepShare(part.seconds * share, num_bytes, wait_s)
+            # experts of a lone rank compute all of its tokens
+            rows_L = None if context.mesh.size == 1 else part.expert_rows_L
+            of_part = SweepShare(part.seconds * share, num_bytes, wait_s, rows_L)
             self._deliver(Agreed(part.kind, in_pairs=False), part.ran, part.log, feed, start_s=start_s, share=of_part)
             start_s, num_bytes, wait_s = start_s + of_part.duration_s, 0, 0.0
         if self._context.prompts_alone and parts:

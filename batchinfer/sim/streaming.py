@@ -7,6 +7,7 @@
             disk_bytes_per_s = 1.5e9     as `batchinfer plan` and `doctor --model` measure it
             prompt_tokens_per_s = 300    of products alone, also measured there
             output_tokens_per_s = 30
+            ranks = 2                    hosts like this one, over which experts are spread
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from batchinfer.model.config import ModelConfig, load_model_config
 from batchinfer.model.packed_folder import ENDS, LAYOUT, PackedFolder, layer_name
 from batchinfer.model.stream_forecast import JobTokens, ProductSpeeds, StreamForecast, swept_job
 from batchinfer.model.weight_bytes import weight_bytes
-from batchinfer.model.weight_mode import split_for
+from batchinfer.model.weight_mode import experts_of_rank, split_for
 from batchinfer.sim.spec import ModelSpec, WorkloadSpec
 from batchinfer.sim.workload import Workload, make_workload
 
@@ -45,6 +46,7 @@ class StreamSpec(Part):
     output_tokens_per_s: Positive = Field(description="of products alone, with all requests at once")
     prefill_tokens: Count = Field(ClusterConfig().prefill_tokens, description="of a step")
     decode_requests: Count = Field(ClusterConfig().decode_requests, description="of a step")
+    ranks: Count = Field(1, description="one per host, with such memory, disk and speeds; experts are spread over them")
 
 
 class StreamedSpec(Part):
@@ -88,7 +90,8 @@ def streamed_answer(spec: StreamedSpec) -> dict[str, Any]:
         "slot_bytes": sum(split.slot_bytes),
         "resident_layers": split.num_resident,
         "kv_bytes": split.kv_bytes,
-        "requests_at_once": found.job.num_at_once,
+        "ranks": found.num_ranks,
+        "requests_at_once": found.job.num_at_once * found.num_ranks,
         "sweeps": found.schedule.num_sweeps,
         "read_s": found.read_s,
         "prompts_s": found.prompts_s,
@@ -122,20 +125,24 @@ def forecast_of(spec: StreamedSpec) -> StreamForecast:
                 "memory_bytes": int(stream.memory_bytes),
                 "prefill_tokens": stream.prefill_tokens,
                 "decode_requests": stream.decode_requests,
+                "prefill_ranks": stream.ranks,
             },
         }
     )
     largest = int((work.prompt_tokens + work.output_tokens).max())
+    packed = packed_on_paper(model, stream.dtype, num_experts=experts_of_rank(job, model))
     split = split_for(
         job,
         model,
-        packed_on_paper(model, stream.dtype),
+        packed,
         free_bytes=int(stream.memory_bytes),
         most_tokens=tokens.kv,
         largest_tokens=largest,
+        layer_bytes=[packed.layer_bytes(layer) for layer in range(model.num_hidden_layers)],
     )
     speeds = ProductSpeeds(stream.prompt_tokens_per_s, stream.output_tokens_per_s)
-    return StreamForecast(split, tokens, swept_job(job, model, split, tokens), stream.disk_bytes_per_s, speeds)
+    swept = swept_job(job, model, split, tokens.share(stream.ranks))
+    return StreamForecast(split, tokens, swept, stream.disk_bytes_per_s, speeds, stream.ranks)
 
 
 def job_tokens(work: Workload) -> JobTokens:
@@ -146,10 +153,15 @@ def job_tokens(work: Workload) -> JobTokens:
     return JobTokens(len(work), prompt, new, output, int(work.output_tokens.max()), int(pages.sum()) * PAGE_TOKENS)
 
 
-def packed_on_paper(model: ModelConfig, dtype: str) -> PackedFolder:
-    """Return the manifest of the model's converted folder, with sizes computed from its config."""
+def packed_on_paper(model: ModelConfig, dtype: str, *, num_experts: int | None = None) -> PackedFolder:
+    """Return the manifest of the model's converted folder, with sizes computed from its config.
+
+    Args:
+        num_experts: of each layer; None: all.
+    """
     up_to = [
-        weight_bytes(replace(model, num_hidden_layers=count), dtype) for count in range(model.num_hidden_layers + 1)
+        weight_bytes(replace(model, num_hidden_layers=count), dtype, num_experts=num_experts)
+        for count in range(model.num_hidden_layers + 1)
     ]
     sizes = {layer_name(layer): after - before for layer, (before, after) in enumerate(pairwise(up_to))}
     return PackedFolder(Path("paper"), dtype, LAYOUT, "paper", {ENDS: up_to[0], **sizes})

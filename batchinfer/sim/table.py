@@ -73,6 +73,7 @@ STREAMED = Group(
         Figure("slot_bytes", "layers in memory", forms.megabytes, "MB"),
         Figure("resident_layers", "layers that stay", forms.count),
         Figure("kv_bytes", "KV", forms.megabytes, "MB"),
+        Figure("ranks", "ranks", forms.count),
         Figure("requests_at_once", "requests at once", forms.count),
         Figure("sweeps", "sweeps, at most", forms.count),
         Figure("read_s", "reads of a sweep", forms.number, "s"),

@@ -208,3 +208,5 @@ def test_sweeps_are_counted_with_their_bytes_and_waiting():
         progress.step(msgspec.structs.replace(step("decode", 1, 1), streamed_bytes=num_bytes, weights_wait_s=wait_s))
     third = {"sweep": 3, "planned_sweeps": 40, "read_bytes_per_s": 10_000 / 3, "waited_s": 2.0}
     assert progress.figures() | third == progress.figures()
+    progress.sweeps.num_ranks = 2  # which sweep together
+    assert progress.figures() | {"sweep": 2, "waited_s": 1.0} == progress.figures()

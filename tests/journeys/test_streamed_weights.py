@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -13,10 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import duckdb
+import pyarrow.parquet as pq
 import pytest
 
 from batchinfer.config import load_job
 from batchinfer.host_info import free_memory_bytes
+from batchinfer.launch.host_memory import stream_forecast
 from batchinfer.model.config import load_model_config
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.weight_mode import split_for
@@ -104,6 +107,28 @@ def test_there_are_several_steps_of_each_kind_in_a_sweep_and_bytes_are_counted(f
     assert (sweeps - 1) * layers <= num_bytes <= (sweeps + 1) * layers
 
 
+@pytest.mark.parametrize(
+    ("waves", "at_once"),
+    [({"cluster": {"decode_requests": 8}}, 120), ({"cluster": WAVES}, 16)],
+    ids=["one wave", "waves"],
+)
+def test_the_forecast_counts_the_sweeps_bytes_and_tokens_that_are_recorded(folder, converted, waves, at_once):
+    name = f"forecast-{at_once}"
+    path = job_of(folder, converted("bfloat16"), name, "stream", sampling=LONG, **waves)
+    assert batchinfer("run", path).code == 0
+    found = stream_forecast(load_job(path), pq.read_table(folder / name / "plan" / "units.parquet").to_pylist())
+    steps = f"'{folder / name}/stats/steps/*.parquet'"
+    ((sweeps, num_bytes, prompts, answers, running),) = duckdb.sql(
+        "SELECT count(*) FILTER (streamed_bytes > 0), sum(streamed_bytes)::BIGINT, "
+        "sum(new_tokens) FILTER (kind = 'prefill')::BIGINT, sum(output_tokens)::BIGINT, "
+        f"max(num_requests) FILTER (kind = 'decode') FROM {steps}"
+    ).fetchall()
+    assert found.job.num_at_once == running == at_once
+    assert sweeps == pytest.approx(found.schedule.num_sweeps, rel=0.05)
+    assert num_bytes == pytest.approx(sweeps * found.split.sweep_bytes, rel=0.05)
+    assert (found.tokens.new, found.tokens.output) == (prompts, answers)
+
+
 @pytest.mark.parametrize("dtype", first_in_make_test(DTYPES, 2))
 @pytest.mark.parametrize("journey", first_in_make_test(JOURNEYS, 5))
 def test_outputs_are_those_of_resident_weights_to_the_byte(folder, converted, journey, dtype):
@@ -113,6 +138,55 @@ def test_outputs_are_those_of_resident_weights_to_the_byte(folder, converted, jo
         for weights in ("resident", "stream")
     ]
     assert found[0] == found[1]
+
+
+# experts of two ranks follow each other in the file, or are chosen one by one
+RANKS = {"2 ranks": {"prefill_ranks": 2}, "redundant experts": {"prefill_ranks": 2, "redundant_experts": 2}}
+OF_RANKS = [
+    *((journey, "bfloat16", ranks) for ranks in RANKS for journey in ("samples", "choices", "one token", "few pages")),
+    *(("samples", dtype, "redundant experts") for dtype in ("int4", "fp8", "float32")),
+    *((journey, "int4", "2 ranks") for journey in JOURNEYS if journey not in ("choices", "few pages")),
+]
+
+
+@pytest.mark.parametrize(("journey", "dtype", "ranks"), first_in_make_test(OF_RANKS, 1))
+def test_outputs_of_ranks_that_stream_their_own_experts_are_those_of_one_resident_rank(
+    folder, converted, journey, dtype, ranks
+):
+    model, parts = converted(dtype), JOURNEYS[journey]
+    name = f"{journey} {dtype} {ranks}".replace(" ", "-")
+    calm = run(folder, model, f"{name}-one", "resident", **parts)
+    cluster = parts.get("cluster", {}) | RANKS[ranks]
+    assert run(folder, model, name, "stream", **(parts | {"cluster": cluster})) == calm
+
+
+def test_each_rank_reads_its_own_experts_in_the_same_sweeps_and_the_plan_counts_them(folder, converted):
+    model = converted("bfloat16")
+    path = job_of(folder, model, "own", "stream", sampling=LONG, cluster={"prefill_ranks": 2, "decode_requests": 4})
+    ended = batchinfer("run", path)
+    assert ended.code == 0, ended.err
+    steps = f"'{folder}/own/stats/steps/*.parquet'"
+    ranks = duckdb.sql(
+        "SELECT count(*) FILTER (streamed_bytes > 0), sum(streamed_bytes)::BIGINT, sum(expert_rows)::BIGINT, "
+        f"sum(new_tokens)::BIGINT FROM {steps} GROUP BY rank ORDER BY rank"
+    ).fetchall()
+    assert len(ranks) == 2
+    (sweeps, *_), (other_sweeps, *_) = ranks
+    found = stream_forecast(load_job(path), pq.read_table(folder / "own" / "plan" / "units.parquet").to_pylist())
+    assert sweeps == other_sweeps == pytest.approx(found.schedule.num_sweeps, abs=3)
+    for _, num_bytes, _, _ in ranks:
+        assert num_bytes == pytest.approx(sweeps * found.split.sweep_bytes, rel=0.05)
+    layers = [path.stat().st_size for path in sorted(model.glob("layer-*"))]
+    assert max(layers) / 2 < found.split.sweep_bytes / len(layers) < 0.9 * max(layers)
+    moe = load_model_config(model)
+    tokens = sum(new for *_, new in ranks)
+    # the last layer computes the tokens that are sampled alone
+    assert sum(rows for *_, rows, _ in ranks) <= tokens * moe.num_experts_per_tok * moe.num_moe_layers
+    assert all(rows for *_, rows, _ in ranks)
+    assert f"{found.split.sweep_bytes / 1e9:.2f} GB per sweep on each of 2 ranks" in ended.err
+    report = json.loads(batchinfer("report", folder / "own", "--json").out)
+    assert report["weights_streamed_bytes"] == sum(num_bytes for _, num_bytes, _, _ in ranks)
+    assert report["sweeps"] == sweeps
 
 
 def test_prompts_alone_keep_the_kv_of_one_layer_and_are_ended_in_their_sweep(folder, converted):
@@ -241,11 +315,15 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_when_there_is_room(fold
     assert output_bytes(target) == calm
 
 
-@pytest.mark.parametrize("deed", ["kill the run", "kill the rank", "stop"])
-def test_a_run_that_is_hit_in_the_middle_ends_with_the_same_outputs(folder, converted, deed):
-    model, name = converted("fp8"), deed.replace(" ", "-")
+@pytest.mark.parametrize(
+    ("deed", "ranks"),
+    [("kill the run", 1), ("kill the rank", 1), ("stop", 1), ("kill the rank", 2), ("stop", 2)],
+    ids=["kill the run", "kill the rank", "stop", "kill one of two ranks", "stop two ranks"],
+)
+def test_a_run_that_is_hit_in_the_middle_ends_with_the_same_outputs(folder, converted, deed, ranks):
+    model, name = converted("fp8"), f"{deed} {ranks}".replace(" ", "-")
     calm = run(folder, model, f"calm-{name}", "resident", sampling=LONG)
-    job = job_of(folder, model, name, "stream", sampling=LONG, cluster=WAVES)
+    job = job_of(folder, model, name, "stream", sampling=LONG, cluster=WAVES | {"prefill_ranks": ranks})
     process = start("run", job)
     try:
         _wait_for_results(folder / name, process)
@@ -332,7 +410,7 @@ def test_reads_that_fail_in_the_middle_are_one_sentence_and_short_ones_are_finis
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [
-        ({"prefill_ranks": 2}, "weights are streamed by one rank, and the job has 2"),
+        ({"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1}, "set cluster.mode = 'colocated'"),
         ({"backend": "reference"}, "not for backend 'reference'"),
         ({"model": "plain"}, "run `batchinfer convert"),
     ],

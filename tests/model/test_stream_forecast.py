@@ -13,7 +13,6 @@ from batchinfer.model.stream_forecast import (
     ProductSpeeds,
     StreamForecast,
     check_hours,
-    disk_speed,
     swept_job,
 )
 from batchinfer.model.weight_mode import kv_bytes_per_token
@@ -108,11 +107,6 @@ def test_more_than_a_day_has_to_be_asked_for(tmp_path):
         check_hours(found, is_asked=False)
     with pytest.raises(ConfigError, match="takes 103 hours"):  # by its products, however quick the disk
         check_hours(replace(found_with(tmp_path, 100), speeds=ProductSpeeds(1.0, 1e6)), is_asked=False)
-
-
-def test_a_disk_has_a_speed(tmp_path):
-    (tmp_path / "layer").write_bytes(bytes(5_000_000))
-    assert disk_speed([tmp_path / "layer"]) > 0
 
 
 def test_prompts_alone_share_a_sweep_as_far_as_its_steps_go(tmp_path):

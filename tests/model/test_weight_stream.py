@@ -1,6 +1,8 @@
 """Layers read into reused slots: the files' bytes in order, on any file system, and a sentence where reading fails."""
 
+import ctypes
 import errno
+import gc
 import os
 import threading
 import time
@@ -10,7 +12,7 @@ import pytest
 
 from batchinfer.model import weight_stream
 from batchinfer.model.memory_split import split_memory
-from batchinfer.model.weight_stream import WeightStream
+from batchinfer.model.weight_stream import WeightStream, read_speed
 from batchinfer.records import ModelError
 
 SIZES = (5_000_001, 4096, 12_345, 9 << 20, 777, 4_194_304, 8_388_608, 4_000_000, 99)
@@ -167,6 +169,7 @@ def test_memory_grows_by_the_slots_alone_however_many_layers_there_are(tmp_path)
     memory = {"memory_bytes": 5 * size, "fixed_bytes": size, "least_kv_bytes": size, "useful_kv_bytes": None}
     split = split_memory([size] * num_layers, **memory)
     assert sum(split.slot_bytes) == 3 * size
+    gc.collect()  # slots of tests before this one
     before = _resident_bytes()
     found = WeightStream([layer] * num_layers, split)
     read_sweep(found, [layer] * num_layers)
@@ -178,3 +181,35 @@ def test_memory_grows_by_the_slots_alone_however_many_layers_there_are(tmp_path)
 def _resident_bytes():
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS"))
     return int(line.split()[1]) * 1024
+
+
+def test_the_disk_is_measured_as_sweeps_read_it(files, monkeypatch):
+    """Pieces of all layers, in blocks, past the cache and several at a time, into memory that is used again."""
+    real, lock, under_way, most = os.preadv, threading.Lock(), 0, 0
+    layers, ends, places = set(), [], set()
+
+    def noted(file, buffers, place):
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+            layers.add(os.readlink(f"/proc/self/fd/{file}"))
+            ends.append(place + len(buffers[0]))
+            places.add(ctypes.addressof(ctypes.c_char.from_buffer(buffers[0])))
+        try:
+            time.sleep(0.001)
+            return real(file, buffers, place)
+        finally:
+            with lock:
+                under_way -= 1
+
+    monkeypatch.setattr(weight_stream, "PIECE_BYTES", 3 << 20)
+    monkeypatch.setattr(weight_stream, "BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr(weight_stream.os, "preadv", noted)
+    assert 0 < read_speed(files) < 1e12
+    assert layers == {str(path) for path in files}
+    assert max(ends) == 3 << 20
+    assert most > 1
+    assert len(places) < len(ends) / 2
+    assert len(ends) > 2 * len(files)
+    assert read_speed(files[:1]) > 0  # a layer that is alone in its ring is read again, too

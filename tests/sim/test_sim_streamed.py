@@ -40,6 +40,22 @@ def spec_with(tmp_path, old="", new=""):
     return path
 
 
+def test_hosts_that_spread_the_experts_read_less_each_and_run_more_at_once(tmp_path):
+    one = forecast_of(load_streamed(spec_with(tmp_path)))
+    four = forecast_of(
+        load_streamed(spec_with(tmp_path, "output_tokens_per_s = 40", "output_tokens_per_s = 40\nranks = 4"))
+    )
+    model = load_model_config(V3)
+    of_experts = weight_bytes(model, "int4") - weight_bytes(model, "int4", num_experts=0)
+    # attention and the shared expert are read by all
+    assert one.split.sweep_bytes - four.split.sweep_bytes == pytest.approx(of_experts * 3 / 4, rel=0.02)
+    assert (four.num_ranks, four.tokens) == (4, one.tokens)
+    assert four.job.num_requests == one.job.num_requests / 4
+    assert four.seconds < one.seconds / 4
+    assert f"{four.split.sweep_bytes / 1e9:,.2f} GB per sweep on each of 4 ranks" in str(four)
+    assert f"{4 * four.job.num_at_once:,} requests at once" in str(four)
+
+
 def test_figures_are_those_of_the_plan_for_the_same_requests_and_host(tmp_path):
     found = forecast_of(load_streamed(spec_with(tmp_path)))
     cluster = {"weights": "stream", "memory_bytes": 60_000_000_000}

@@ -50,7 +50,8 @@ class ExpertPlacer:
         self._num_tokens, self._next_check = 0, self._interval
         self._first_step_s: float | None = None
         self._placed_s = time.monotonic()
-        self._may_calibrate = history.is_in_order
+        self._stays = job.cluster.weights == "stream"  # each rank's reads are those of the experts that it began with
+        self._may_calibrate = history.is_in_order and not self._stays
         self._calibrating: set[int] = set()  # ranks that run their part of the calibration
         self._counting: set[int] = set()  # ranks that have not sent their counts yet
         self._placing: Future[dict[str, Proposal]] | None = None
@@ -88,7 +89,7 @@ class ExpertPlacer:
     def should_count(self) -> bool:
         """Return whether to ask the ranks for their counts now; True marks all of them as asked."""
         is_busy = self._counting or self._placing is not None
-        if not self.history.groups or is_busy or self._num_tokens < self._next_check:
+        if not self.history.groups or self._stays or is_busy or self._num_tokens < self._next_check:
             return False
         self._next_check = self._num_tokens + self._interval
         self._counting = set(range(self._num_ranks))
