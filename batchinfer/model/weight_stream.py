@@ -15,9 +15,10 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Protocol
 
 from batchinfer.model.memory_split import SLOT_ALIGNMENT, MemorySplit
 from batchinfer.records import ModelError
@@ -25,6 +26,32 @@ from batchinfer.records import ModelError
 BLOCK_BYTES = 4 << 20  # of one read
 NUM_READERS = 8  # reads at a time
 _DIRECT_BYTES = 4096  # direct reads begin and end at multiples, in the file and in memory
+
+
+class LayerStream(Protocol):
+    """A source of layers for sweeps; see WeightStream.
+
+    sweep_read_s: seconds in which the layers of a sweep can be brought, as measured so far; 0: not known.
+    """
+
+    split: MemorySplit
+    num_bytes: int
+
+    @property
+    def wait_s(self) -> float: ...
+
+    @property
+    def sweep_read_s(self) -> float: ...
+
+    def memory_of(self, layer: int) -> Any: ...
+
+    def wait(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def skip_sweep(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class WeightStream:
@@ -35,15 +62,18 @@ class WeightStream:
 
     Args:
         files: [L] the layers' files.
+        new_memory: allocates a slot of this size at a multiple of SLOT_ALIGNMENT; None: pageable memory.
     """
 
-    def __init__(self, files: Sequence[Path], split: MemorySplit) -> None:
+    def __init__(
+        self, files: Sequence[Path], split: MemorySplit, new_memory: Callable[[int], memoryview] | None = None
+    ) -> None:
         self.split = split
         self.num_bytes = 0  # read so far
         self.read_s = 0.0  # seconds in which something was being read
         self.wait_s = 0.0  # seconds in which a layer was waited for
         self._files = [_LayerFile(path) for path in files]
-        self._slots = [_slot_memory(size) for size in split.slot_bytes]
+        self._slots = [(new_memory or slot_memory)(size) for size in split.slot_bytes]
         self._changed = threading.Condition()
         # layers are counted on over all sweeps
         self._num_used = 0  # layers that were released
@@ -54,6 +84,7 @@ class WeightStream:
         self._num_left: dict[int, int] = {}  # blocks that are not read yet, by layer, from _num_ready on
         self._num_reading, self._reading_since_s = 0, 0.0
         self._error: str | None = None
+        self._num_failed = -1  # number of the first layer that cannot be read; those before it come all the same
         self._is_closed = False
         self._readers = [
             threading.Thread(target=self._read_blocks, name="read weights", daemon=True) for _ in range(NUM_READERS)
@@ -65,6 +96,11 @@ class WeightStream:
         """Return the memory into which a layer's file is read, from its first byte on."""
         return self._slots[self.split.slot_of_layer[layer]]
 
+    @property
+    def sweep_read_s(self) -> float:
+        """Seconds of a sweep's reads, as measured so far; 0: none was read."""
+        return self.split.sweep_bytes * self.read_s / self.num_bytes if self.num_bytes else 0.0
+
     def wait(self) -> None:
         """Wait until the next layer is in its slot.
 
@@ -73,7 +109,11 @@ class WeightStream:
         """
         started_s = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._num_ready > self._num_used or self._error is not None)
+            self._changed.wait_for(
+                lambda: (
+                    self._num_ready > self._num_used or (self._error is not None and self._num_used >= self._num_failed)
+                )
+            )
             if self._num_ready <= self._num_used:
                 raise ModelError(f"{self._error}; results are kept: run the same command to go on")
         self.wait_s += time.monotonic() - started_s
@@ -115,7 +155,8 @@ class WeightStream:
                 before_s, self._reading_since_s = self._reading_since_s, time.monotonic()
                 self.read_s += self._reading_since_s - before_s
                 if reason is not None:
-                    self._error = self._error or f"{file.path} cannot be read: {reason}"
+                    if self._error is None or number < self._num_failed:
+                        self._error, self._num_failed = f"{file.path} cannot be read: {reason}", number
                 else:
                     self.num_bytes += min(BLOCK_BYTES, file.size - start)
                     self._num_left[number] -= 1
@@ -176,7 +217,7 @@ def read_speed(path: Path, most_bytes: int = 256 << 20) -> float:
     """
     file = _LayerFile(path)
     num_bytes = min(file.size, most_bytes)
-    memory = _slot_memory(-(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
+    memory = slot_memory(-(-num_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT)
     started_s = time.monotonic()
     try:
         with ThreadPoolExecutor(NUM_READERS, "read weights") as readers:
@@ -239,7 +280,7 @@ def _open(path: Path) -> tuple[int, bool]:
     return file, True
 
 
-def _slot_memory(num_bytes: int) -> memoryview:
+def slot_memory(num_bytes: int) -> memoryview:
     """Return memory of this size at a multiple of SLOT_ALIGNMENT, each page touched once."""
     memory = mmap.mmap(-1, num_bytes + SLOT_ALIGNMENT)
     if hasattr(mmap, "MADV_HUGEPAGE"):
