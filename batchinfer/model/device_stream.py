@@ -94,7 +94,7 @@ class DeviceStream:
         self._slots = {
             slot: torch.empty(split.slot_bytes[slot], dtype=torch.uint8, device=device) for slot in sorted(rings)
         }
-        self._copies: _CudaCopies | _HostCopies = _CudaCopies(device) if device.type == "cuda" else _HostCopies()
+        self._copies: Any = _CudaCopies(device) if device.type == "cuda" else _HostCopies()
         self._copy_s = 0.0  # seconds of all copies
         self._host_wait_s = 0.0  # seconds in which the computing thread waited for a copy to be started
         self._layer = 0  # the layer that is waited for next, or computes
@@ -172,6 +172,7 @@ class DeviceStream:
         self._thread.join()  # a read that it waits for ends
         self._source.close()
 
+    @torch.inference_mode()  # slots that are made under it can only be written under it
     def _copy_layers(self) -> None:
         """Copy one layer after the other until the stream is closed or a layer cannot be read or copied."""
         number = 0

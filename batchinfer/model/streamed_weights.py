@@ -99,8 +99,7 @@ def _from_copy(
     take = partial(_layer_in, kinds=kinds_of(config), path=folder, device=device)
     layers = tuple(take(layout, stream.memory_of(layer), copies[layer]) for layer, layout in enumerate(layouts))
     return ModelWeights(
-        **{"embedding": ends.embedding, "norm": ends.norm, "lm_head": ends.lm_head, "streams": ends.streams},
-        **{"layers": layers, "expert_ids": loader.expert_ids, "mtp": of_mtp, "stream": stream},
+        ends.embedding, layers, ends.norm, ends.lm_head, loader.expert_ids, of_mtp, ends.streams, stream=stream
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -108,7 +108,9 @@ def load_model(
         before_weights()
     memory: MemorySplit | DeviceMemory | None = None
     if job.cluster.weights == "stream":
-        known = {"most_tokens": most_tokens, "largest_tokens": largest_tokens} if most_tokens else {}
+        known: dict[str, Any] = {}
+        if most_tokens:
+            known = {"most_tokens": most_tokens, "largest_tokens": largest_tokens}
         packed = read_packed(folder)
         if streams_to_device(job):
             device_bytes, host_bytes = bytes_for_weights(job, device)

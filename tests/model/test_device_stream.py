@@ -100,6 +100,11 @@ def test_without_a_gpu_copies_are_made_at_once(stream, files, source):
     assert found.num_bytes >= 3 * sum(SIZES)
 
 
+def test_a_caller_in_inference_mode_gets_its_layers(stream, files):
+    with torch.inference_mode():
+        compute_sweep(stream(), files)
+
+
 def test_layers_that_stay_are_not_copied(stream, files, gpu):
     found = stream(device_bytes=17 * SLOT_ALIGNMENT, useful_kv_bytes=0)
     assert found.split.num_resident == 3
