@@ -22,25 +22,39 @@ if TYPE_CHECKING:
     required=True,
     help="The model.dtype of the jobs that will use DIR.",
 )
+@click.option(
+    "--gpu",
+    is_flag=True,
+    help="Write the form of GPUs, whose weights are streamed from DIR; needs a GPU or Triton's interpreter.",
+)
 @verbosity_options
 @pass_stop
-def convert(stop: StopSignal, model: Path, target: Path, dtype: str) -> None:
+def convert(stop: StopSignal, model: Path, target: Path, dtype: str, gpu: bool) -> None:
     """Write MODEL to DIR in the layout that loads at once on CPUs.
 
     A job whose model.path is DIR gives the same answers as with MODEL, but its ranks map the files instead of packing
     the weights. It starts in the time that reading the files takes, or at once if they are in the page cache. DIR has
-    the tokenizer and config.json, too. DIR is for CPUs, any that have the C++ operations. Exit code 2 if the disk has
-    no room for it.
+    the tokenizer and config.json, too. DIR is for CPUs, any that have the C++ operations; with --gpu it is for GPUs
+    instead. Exit code 2 if the disk has no room for it.
     """
+    import torch
     from tqdm import tqdm
 
     from batchinfer.model.convert import convert_model
     from batchinfer.model.ops import Ops
     from batchinfer.progress import Progress
+    from batchinfer.rank.device import rank_device
     from batchinfer.rank.load import BITS, DTYPES
-    from batchinfer.records import InterruptedRunError
+    from batchinfer.records import ConfigError, InterruptedRunError
 
-    ops = Ops.select("cpu", DTYPES[dtype], **BITS.get(dtype, {}))
+    backend, device = "cpu", torch.device("cpu")
+    if gpu:
+        if dtype == "float32":
+            raise ConfigError(
+                "GPUs multiply float32 in plain PyTorch, which no converted folder is for; use another dtype"
+            )
+        backend, device = "triton", rank_device("triton", 0)
+    ops = Ops.select(backend, DTYPES[dtype], device=device, **BITS.get(dtype, {}))
     with Progress("convert", 0, "B", phase="converting") as progress:
 
         def told(num_read: int, num_bytes: int) -> None:
@@ -48,5 +62,5 @@ def convert(stop: StopSignal, model: Path, target: Path, dtype: str) -> None:
                 raise InterruptedRunError(f"stopped by a signal; {target} was not made")
             progress.set(num_read, num_bytes)
 
-        num_bytes = convert_model(model, target, ops, dtype=DTYPES[dtype], name=dtype, on_read=told)
+        num_bytes = convert_model(model, target, ops, dtype=DTYPES[dtype], name=dtype, on_read=told, device=device)
     click.echo(f"{target}: {tqdm.format_sizeof(num_bytes, 'B')} of weights in {dtype}; give it as model.path")

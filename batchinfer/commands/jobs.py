@@ -391,7 +391,7 @@ def plan_here(
 def _note_stream(config: JobConfig, run_dir: RunDir) -> None:
     """Say what streaming takes if this host's memory is too small for the weights; other hosts may have more."""
     from batchinfer.data.parquet import read_rows
-    from batchinfer.launch.host_memory import stream_forecast, with_weights
+    from batchinfer.launch.host_memory import stream_words, with_weights
     from batchinfer.launch.nodes import this_node
     from batchinfer.manifest import Manifest
     from batchinfer.progress import note
@@ -402,7 +402,7 @@ def _note_stream(config: JobConfig, run_dir: RunDir) -> None:
         config = with_weights(config, this_node(config.cluster.num_ranks).ranks)
         if config.cluster.weights == "stream":
             units = read_rows(run_dir.units, Manifest(run_dir.root, read_state(run_dir).get("files")))
-            note(f"on this host {stream_forecast(config, units)}")
+            note(f"on this host {stream_words(config, units)[0]}")
 
 
 def _work(

@@ -59,11 +59,13 @@ class ClusterConfig(Part):
     weights: Literal["auto", "resident", "stream"] = Field(
         "auto",
         description="stream: read the layers of a converted folder from its disk again for each sweep of many steps, "
-        "for models larger than memory (one rank on a CPU); results stay the same to the byte; auto: only if they do "
-        "not fit",
+        "for models larger than memory (one rank); results stay the same to the byte; on a GPU layers are copied there "
+        "for each sweep, from the host's memory or a folder of convert --gpu; auto: on CPUs, if they do not fit",
     )
     memory_bytes: Count | None = Field(
-        None, description="most memory of a rank on a CPU: weights, KV pages and steps; unset: what is free"
+        None,
+        description="most memory of a rank on a CPU: weights, KV pages and steps; where weights are streamed to a GPU, "
+        "most of the host's for weights; unset: what is free",
     )
     commit_seconds: float = Field(30.0, gt=0, le=86400, description="a finished request is durable within this time")
     prefill_tokens: int = Field(

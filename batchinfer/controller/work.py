@@ -28,12 +28,13 @@ from batchinfer.data.shards import refuse_changed
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.host_info import task_name
 from batchinfer.launch.agent import serve_node
-from batchinfer.launch.host_memory import decided, stream_forecast, with_weights
+from batchinfer.launch.host_memory import decided, stream_forecast, stream_words, with_weights
 from batchinfer.launch.nodes import MeetingPoint, NodeShare, announce, own_address, this_node
 from batchinfer.launch.rank_loader import RankLoader, open_ranks
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import load_model_config
 from batchinfer.model.stream_forecast import check_hours
+from batchinfer.model.weight_mode import streams_to_device
 from batchinfer.progress import note
 from batchinfer.records import InputError, InterruptedRunError, RequestKey, StoreError
 from batchinfer.run.fingerprint import check_same, model_fingerprint
@@ -185,8 +186,12 @@ def _controller(
     )
 
 
-def _announce_stream(job: JobConfig, units: list[dict[str, Any]], *, is_asked: bool) -> int:
-    """Say how long a run takes and return its sweeps; refuse a long run that did not ask for it."""
+def _announce_stream(job: JobConfig, units: list[dict[str, Any]], *, is_asked: bool) -> int | None:
+    """Say how long a run takes and return its sweeps, if known; refuse a long run that did not ask for it."""
+    if streams_to_device(job):  # never unasked
+        words, num_sweeps = stream_words(job, units)
+        note(words)
+        return num_sweeps
     found = stream_forecast(job, units)
     note(str(found))
     check_hours(found, is_asked=is_asked)

@@ -125,7 +125,7 @@ def check_model(folder: Path) -> ModelCheck:
         cannot_run = _reason(config.check_dtype if packed is None else packed.check, dtype)
         cannot_run = cannot_run or _reason(_check_kernels, dtype, device)
         reason, ranks, split = cannot_run, None, None
-        if cannot_run is None and needed > free and packed is not None and device.type == "cpu":
+        if cannot_run is None and needed > free and packed is not None and not packed.for_gpus and device.type == "cpu":
             split = _split(folder, dtype, config, packed, free, request_tokens)
         if cannot_run is None and needed > free and split is None:
             reason = f"one rank needs {_gb(needed)}, but {_gb(free)} is free"

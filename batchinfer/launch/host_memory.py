@@ -14,12 +14,20 @@ from batchinfer.host_info import free_memory_bytes
 from batchinfer.launch.nodes import this_node
 from batchinfer.launch.product_speed import measure_products
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.device_memory import device_forecast, host_split
 from batchinfer.model.memory_split import MemorySplit
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import check_kv
 from batchinfer.model.stream_forecast import SHORT_S, JobTokens, StreamForecast, swept_job
 from batchinfer.model.weight_bytes import rank_bytes
-from batchinfer.model.weight_mode import check_streaming, kv_bytes_per_token, runs_on_gpus, split_for, why_not_streamed
+from batchinfer.model.weight_mode import (
+    check_streaming,
+    kv_bytes_per_token,
+    runs_on_gpus,
+    split_for,
+    streams_to_device,
+    why_not_streamed,
+)
 from batchinfer.model.weight_stream import read_speed
 from batchinfer.records import ConfigError
 
@@ -41,11 +49,10 @@ def with_weights(job: JobConfig, ranks: Iterable[int]) -> JobConfig:
     model, free = load_model_config(folder), free_memory_bytes()
     check_kv(job, model)
     check_streaming(job, model)
+    if job.cluster.weights == "stream" and streams_to_device(job):
+        host_split(job, model, read_packed(folder), free_bytes=free)  # raises if this does not fit
+        return job
     if runs_on_gpus(job):
-        if job.cluster.weights == "stream":
-            raise ConfigError(
-                "cluster.weights is 'stream', but weights are streamed on CPUs alone; set cluster.backend = 'cpu'"
-            )
         return decided(job, "resident")
     places = [place for place in rank_places(job.cluster) if place.rank in set(ranks)]
     needed, allowed = _bytes_of(job, model, places, job.model.dtype), free
@@ -73,6 +80,19 @@ def with_weights(job: JobConfig, ranks: Iterable[int]) -> JobConfig:
         + ("; or free memory, or spread its ranks over more hosts" if model.num_moe_layers else "; or free memory")
         + ("" if why_not is None else f"; or read weights from disk again and again: {why_not}")
     )
+
+
+def stream_words(job: JobConfig, units: Sequence[Mapping[str, Any]]) -> tuple[str, int | None]:
+    """Return what streaming takes, for people, and the most sweeps; None: a GPU's are not known in advance.
+
+    Args, Raises: as of stream_forecast.
+    """
+    if streams_to_device(job):
+        folder = Path(job.model.path)
+        model, packed = load_model_config(folder), read_packed(folder)
+        return str(device_forecast(job, model, packed, free_bytes=free_memory_bytes())), None
+    found = stream_forecast(job, units)
+    return str(found), found.schedule.num_sweeps
 
 
 def stream_forecast(job: JobConfig, units: Sequence[Mapping[str, Any]]) -> StreamForecast:

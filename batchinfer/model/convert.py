@@ -1,10 +1,14 @@
-"""Conversion of a checkpoint to the C++ operations' packed form in one dtype, which ranks map instead of packing it."""
+"""Conversion of a checkpoint to the form in which operations hold weights of one dtype, read instead of packing them.
+
+For the C++ operations ranks map it. For GPUs it is copied there layer by layer, in every sweep.
+"""
 
 from __future__ import annotations
 
 import secrets
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,17 +29,25 @@ _CARRIED = (".json", ".jinja", ".model", ".txt")  # tokenizer, templates, defaul
 
 
 def convert_model(
-    source: Path, target: Path, ops: Ops, *, dtype: torch.dtype, name: str, on_read: Callable[[int, int], None]
+    source: Path,
+    target: Path,
+    ops: Ops,
+    *,
+    dtype: torch.dtype,
+    name: str,
+    on_read: Callable[[int, int], None],
+    device: torch.device | str = "cpu",
 ) -> int:
     """Write the model of `source` to the new folder `target`; it is whole or absent. Returns its bytes.
 
     One layer is in memory at a time.
 
     Args:
-        ops: the C++ operations, with the bits of the dtype.
+        ops: the operations that will read it, with the bits of the dtype.
         dtype: of rows.
         name: model.dtype of the jobs that are to use it.
         on_read: as for load_weights.
+        device: of the operations, where each layer is packed.
 
     Raises:
         ConfigError: the target is there already or cannot be written, or its disk has not the room.
@@ -58,18 +70,20 @@ def convert_model(
                 f"{source} takes {needed / 1e9:.1f} GB in {name}, and {target.parent} has {free / 1e9:.1f} GB free; "
                 "free space or choose another folder"
             )
-        loader = open_loader(source, config, dtype=dtype, ops=ops, mtp=has_mtp, on_read=on_read)
-        files = {ENDS: write_parts(folder / ENDS, read_ends(loader))}
+        loader = open_loader(source, config, dtype=dtype, ops=ops, mtp=has_mtp, on_read=on_read, device=device)
+        write = partial(write_parts, aligned=ops.on_gpus)
+        files = {ENDS: write(folder / ENDS, read_ends(loader))}
         for layer in range(config.num_hidden_layers):
-            files[layer_name(layer)] = write_parts(folder / layer_name(layer), loader.layer(layer))
+            files[layer_name(layer)] = write(folder / layer_name(layer), loader.layer(layer))
         if has_mtp:
-            files[MTP] = write_parts(folder / MTP, read_mtp(loader))
+            files[MTP] = write(folder / MTP, read_mtp(loader))
         _carry(source, folder)
         sizes = {file: (folder / file).stat().st_size for file in files}
         manifest = {
             "dtype": name,
             "layout": LAYOUT,
             "source": str(source.absolute()),
+            **({"for_gpus": True} if ops.on_gpus else {}),
             "files": {file: {"bytes": sizes[file], "xxh3_128": checksum} for file, checksum in files.items()},
         }
         (folder / MANIFEST).write_text(json_text(manifest), encoding="utf-8")

@@ -89,6 +89,11 @@ class Ops:
         return " ".join(sorted({registry.origin(op, dtype) for op in ops}))
 
     @property
+    def on_gpus(self) -> bool:
+        """Whether products are a GPU's, so that weights are in the form of GPUs."""
+        return self.linear.name in (registry.HOPPER, registry.TRITON)
+
+    @property
     def bits(self) -> str:
         """Names of products and pages that are in fewer bits than the model's dtype."""
         held = {"8-bit products": self.eight_bit, "4-bit experts": self.four_bit, "FP4 experts": self.fp4_experts}

@@ -6,7 +6,8 @@
     mtp.safetensors             the layer for multi-token prediction, where the model has one
     config.json, tokenizer.json …   as in the folder that it was made from
 
-Weights are in the order in which the C++ operations read them, the same on all processors, so ranks map them.
+Weights are in the order in which the C++ operations read them, the same on all processors, so ranks map them; or, if
+the folder is made for GPUs, in the form in which those hold them, so that a layer's file is copied there as it is.
 """
 
 from dataclasses import dataclass
@@ -26,18 +27,27 @@ EXPERT_TENSORS = tuple(f"mlp.{field}" for field in EXPERT_FIELDS)
 
 @dataclass(frozen=True, slots=True)
 class PackedFolder:
-    """The manifest of a converted folder. `source` is the folder that was converted, `sizes` bytes by file name."""
+    """The manifest of a converted folder. `source` is the folder that was converted, `sizes` bytes by file name.
+
+    for_gpus: whether it is made for GPUs, else for the C++ operations on CPUs.
+    """
 
     folder: Path
     dtype: str
     layout: int
     source: str
     sizes: dict[str, int]
+    for_gpus: bool = False
 
     @property
     def has_mtp(self) -> bool:
         """Whether the folder has the layer for multi-token prediction."""
         return MTP in self.sizes
+
+    @property
+    def end_bytes(self) -> int:
+        """The size of embedding, norm and head."""
+        return self.sizes[ENDS]
 
     def layer(self, number: int) -> Path:
         """Return the file of a layer."""
@@ -53,7 +63,7 @@ class PackedFolder:
         Raises:
             ModelError: made for another dtype or by another version, or a file is missing or of another size.
         """
-        again = f"run `batchinfer convert {self.source} DIR --dtype {dtype}`"
+        again = f"run `batchinfer convert {self.source} DIR --dtype {dtype}{' --gpu' if self.for_gpus else ''}`"
         if self.layout != LAYOUT:
             raise ModelError(
                 f"{self.folder} was converted to layout {self.layout}, this version reads {LAYOUT}; {again}"
@@ -85,6 +95,7 @@ def read_packed(folder: Path) -> PackedFolder | None:
     try:
         found = read_json(path, "dtype", "layout", "source", "files")
         sizes = {str(name): int(file["bytes"]) for name, file in found["files"].items()}
-        return PackedFolder(folder, str(found["dtype"]), int(found["layout"]), str(found["source"]), sizes)
+        source, for_gpus = str(found["source"]), bool(found.get("for_gpus", False))
+        return PackedFolder(folder, str(found["dtype"]), int(found["layout"]), source, sizes, for_gpus)
     except (DamagedFileError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ModelError(f"{path} is damaged ({error}); convert the model again") from None

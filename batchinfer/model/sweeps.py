@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 
 from batchinfer.model.moe import DenseMlp, MoeMlp, YieldPoint
 from batchinfer.model.step import StepInput, StepOutput, StepTensors
-from batchinfer.model.weight_stream import WeightStream
+from batchinfer.model.weight_stream import LayerStream
 from batchinfer.parallel.overlap import Points
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 
@@ -39,16 +40,53 @@ class LayeredModel(Protocol):
 
 
 class SweptStep(NamedTuple):
-    """The result of one step, the seconds in which it computed, and [L] rows of this rank's experts on the host."""
+    """The result of one step, the clock of its computing, and [L] rows of this rank's experts on the host."""
 
     output: StepOutput
-    seconds: float
+    clock: Clock
     expert_rows_L: np.ndarray
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which it computed; on a GPU this waits for its end."""
+        return self.clock.seconds
+
+
+class Clock:
+    """Adds up the seconds of several stretches of work, the device's if it is a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._stretches: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the work that is started in this block."""
+        if self._on_gpu:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._stretches.append((begin, end))
+        else:
+            started_s = time.monotonic()
+            yield
+            self._seconds += time.monotonic() - started_s
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far; on a GPU this waits for the end of the work."""
+        for begin, end in self._stretches:
+            end.synchronize()
+            self._seconds += begin.elapsed_time(end) / 1e3
+        self._stretches.clear()
+        return self._seconds
 
 
 def run_sweep(
     model: LayeredModel,
-    stream: WeightStream,
+    stream: LayerStream,
     steps: Sequence[StepInput],
     pages: torch.Tensor,
     logs: Sequence[SpanLog],
@@ -67,7 +105,10 @@ def run_sweep(
         ModelError: a layer cannot be read.
     """
     running = [
-        _Running(model.points(StepTensors.of(step, model.device), pages, MicroBatchSpans(log), by_layer=True))
+        _Running(
+            model.points(StepTensors.of(step, model.device), pages, MicroBatchSpans(log), by_layer=True),
+            Clock(model.device),
+        )
         for step, log in zip(steps, logs, strict=True)
     ]
     for one in running:
@@ -87,9 +128,9 @@ def run_sweep(
 class _Running:
     """A step between two layers."""
 
-    def __init__(self, points: Points[StepOutput]) -> None:
+    def __init__(self, points: Points[StepOutput], clock: Clock) -> None:
         self._points: Points[StepOutput] | None = points
-        self._seconds = 0.0
+        self._clock = clock
         self._expert_rows: list[int] = []  # of each MoE layer
 
     def pass_layer(self, mlp: DenseMlp | MoeMlp) -> None:
@@ -102,19 +143,18 @@ class _Running:
     def to_next_layer(self) -> None:
         """Run up to the next LAYER point; at other points rows that travel are waited for at once."""
         assert self._points is not None
-        started_s = time.monotonic()
-        while next(self._points) is not YieldPoint.LAYER:
-            pass
-        self._seconds += time.monotonic() - started_s
+        with self._clock.running():
+            while next(self._points) is not YieldPoint.LAYER:
+                pass
 
     def to_end(self) -> SweptStep:
         """Run the rest of the step and free its tensors."""
         assert self._points is not None
-        started_s = time.monotonic()
-        try:
-            next(self._points)
-        except StopIteration as end:
-            self._points = None
-            rows_L = np.array(self._expert_rows, dtype=np.int64)
-            return SweptStep(end.value, self._seconds + time.monotonic() - started_s, rows_L)
-        raise AssertionError("a step ends after its last layer")
+        with self._clock.running():
+            try:
+                next(self._points)
+            except StopIteration as end:
+                self._points, output = None, end.value
+            else:
+                raise AssertionError("a step ends after its last layer")
+        return SweptStep(output, self._clock, np.array(self._expert_rows, dtype=np.int64))

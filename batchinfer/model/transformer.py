@@ -33,9 +33,10 @@ from batchinfer.model.sampling import LogitOps
 from batchinfer.model.schedules import PLAIN, Schedule
 from batchinfer.model.scores import score
 from batchinfer.model.step import AttentionStep, StepHalves, StepInput, StepOutput, StepTensors
+from batchinfer.model.streamed_weights import DeviceMemory, stream_to_device
 from batchinfer.model.sweeps import run_sweep
 from batchinfer.model.weight_loading import exchange_experts, load_weights
-from batchinfer.model.weight_stream import WeightStream
+from batchinfer.model.weight_stream import LayerStream, WeightStream
 from batchinfer.model.weights import LayerWeights, ModelWeights, MoeWeights
 from batchinfer.parallel.dispatch import Dispatcher, LocalDispatcher
 from batchinfer.parallel.placement import Placement
@@ -90,7 +91,7 @@ class Transformer:
         backend: str = "auto",
         mtp: bool = False,
         on_read: Callable[[int, int], None] | None = None,
-        memory: MemorySplit | None = None,
+        memory: MemorySplit | DeviceMemory | None = None,
     ) -> Transformer:
         """Read a model folder (config.json and *.safetensors), or map a converted one.
 
@@ -101,7 +102,8 @@ class Transformer:
             expert_ids: per MoE layer the experts in this rank's slots, None for all in order.
             backend: implementation of the operations, "auto" or a name.
             mtp, on_read: as of load_weights.
-            memory: stream the layers of a converted folder through these slots; None: all weights stay in memory.
+            memory: stream the layers of a converted folder through these slots, or the layers of any folder to the
+                device; None: all weights stay in memory.
 
         Raises:
             ModelError: config.json or the tensors cannot be used, or the model or the backend cannot run here.
@@ -121,7 +123,12 @@ class Transformer:
             assert expert_ids is None, "a part of the experts needs dispatchers that know where the others are"
             dispatchers = [local_dispatcher(config, ops, device)] * config.num_moe_layers
         wanted: dict[str, Any] = {"dtype": dtype, "device": device, "expert_ids": expert_ids, "mtp": mtp}
-        if (packed := read_packed(folder)) is not None:
+        packed = read_packed(folder)
+        if callable(memory):
+            weights = stream_to_device(
+                folder, packed, config, ops, memory, dtype=dtype, device=torch.device(device), mtp=mtp, on_read=on_read
+            )
+        elif packed is not None:
             stream = None
             if memory is not None:
                 files = [packed.layer(number) for number in range(config.num_hidden_layers)]
@@ -195,7 +202,7 @@ class Transformer:
         return schedule.run(self, step, pages, log)
 
     @property
-    def stream(self) -> WeightStream | None:
+    def stream(self) -> LayerStream | None:
         """The stream of the layers' weights; None if all weights are in memory."""
         return self.weights.stream
 

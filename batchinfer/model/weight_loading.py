@@ -42,7 +42,6 @@ from batchinfer.records import ModelError
 from batchinfer_kernels.reference.block_scaled import BlockScaled, stack
 from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.group_scaled import GroupScaled
-from batchinfer_kernels.registry import HOPPER, TRITON
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
 
 _BIASES = ("e_score_correction_bias", "bias")  # of the router
@@ -201,7 +200,7 @@ class WeightLoader:
     @property
     def joins_products(self) -> bool:
         """Whether products of the same rows are one; on CPUs the order of sums may depend on the number of columns."""
-        return self._ops.linear.name in (HOPPER, TRITON)
+        return self._ops.on_gpus
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
         """Return one tensor in the run's dtype or the one given; `finite` as StoredWeights.read has it."""

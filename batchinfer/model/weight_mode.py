@@ -20,6 +20,7 @@ FREE_SHARE = 0.9  # of free memory that a rank without cluster.memory_bytes take
 _MTP_SHARE = 0.125  # largest share of a rank's memory that the layer for multi-token prediction may take
 _STATE_SHARE = 1.25  # memory of the steps between two layers / their hidden states and angles
 _DEALT_SHARE = 1.25  # most KV of a rank / the mean over ranks, as requests are dealt
+_GPU_BACKENDS = ("hopper", "hopper-invariant", "triton", "sdpa")
 MOST_KEPT = 128  # requests' states kept where prompts branch, in addition to those of running requests
 KEPT_SHARE = 0.125  # largest share of the memory for KV that they may take
 
@@ -29,14 +30,47 @@ def runs_on_gpus(job: JobConfig) -> bool:
     return has_gpu() and job.cluster.backend not in ("cpu", "reference")
 
 
+def streams_to_device(job: JobConfig) -> bool:
+    """Return whether a job that streams its weights does so to a GPU, or with a GPU's operations."""
+    return runs_on_gpus(job) or job.cluster.backend in _GPU_BACKENDS
+
+
+def why_not_to_device(job: JobConfig, config: ModelConfig, packed: PackedFolder | None) -> str | None:
+    """Return why weights cannot be streamed to a GPU, with the remedy; None if they can.
+
+    Args:
+        packed: the folder's manifest; None: it is not converted.
+    """
+    model = job.model
+    if not config.attention.cuts_anywhere:
+        return f"{config.family} models run on CPUs alone"
+    if model.dtype == "float32":
+        return "weights are streamed to GPUs in bfloat16 or fewer bits; set model.dtype to 'bfloat16'"
+    if packed is not None and not packed.for_gpus:
+        return (
+            f"{model.path} is converted for CPUs; set model.path to {packed.source} if it fits into the host's memory, "
+            f"or to DIR of `batchinfer convert {packed.source} DIR --gpu --dtype {model.dtype}`, or set "
+            "cluster.backend to 'cpu'"
+        )
+    return None
+
+
 def why_not_streamed(job: JobConfig, config: ModelConfig) -> str | None:
-    """Return why the weights of a job cannot be streamed on any CPU, with the remedy; None if they can."""
+    """Return why the weights of a job cannot be streamed, on a CPU or to a GPU, with the remedy; None if they can."""
     cluster, model = job.cluster, job.model
+    packed = read_packed(Path(model.path))
     if cluster.mode == "disaggregated":
         return "weights are streamed by ranks that run prompts and answers; set cluster.mode = 'colocated'"
-    if cluster.backend not in ("auto", "cpu"):
-        return f"weights are streamed for the C++ operations on a CPU, not for backend {cluster.backend!r}"
-    if read_packed(Path(model.path)) is None:
+    if cluster.backend == "reference":
+        return "weights are streamed for the C++ operations on a CPU and for GPUs, not for backend 'reference'"
+    if streams_to_device(job):
+        if cluster.num_ranks > 1:
+            return (
+                f"weights are streamed to a GPU by one rank, and the job has {cluster.num_ranks}; "
+                "set cluster.prefill_ranks = 1"
+            )
+        return why_not_to_device(job, config, packed)
+    if packed is None or (packed.for_gpus and cluster.backend == "cpu"):
         return (
             f"weights are streamed from a converted folder; run `batchinfer convert {model.path} DIR --dtype "
             f"{model.dtype}` and set model.path to DIR"
@@ -142,28 +176,14 @@ def split_for(
         )
     if layer_bytes is None:
         layer_bytes = [layer.num_bytes for layer in layers_of_rank(packed, model, _experts_in_order(job, model))]
-    item_bytes = VALUE_BYTES[job.model.dtype]
     parts = [ENDS, MTP] if mtp_stays(job, packed, free_bytes=free_bytes) else [ENDS]
     of_parts = sum(packed.sizes[part] for part in parts)
-    state_bytes = _state_bytes(job, model)
-    if cluster.page_bytes is not None:
-        least = useful = cluster.page_bytes + 2 * cluster.decode_requests * state_bytes  # half of them may be kept
-    else:
-        per_token = kv_bytes_per_token(job, model)
-        least = _whole_pages(largest_tokens) * per_token + state_bytes
-        useful = None
-        if most_tokens is not None:
-            share = int(most_tokens / cluster.num_ranks * (_DEALT_SHARE if cluster.num_ranks > 1 else 1))
-            tokens = min(_whole_pages(share), 2 * cluster.running_requests * _whole_pages(largest_tokens))
-            if computes_prompts_alone(job, model):
-                tokens = min(tokens, 2 * SWEEP_STEPS * cluster.prefill_tokens + _whole_pages(largest_tokens))
-            num_states = min(cluster.running_requests + MOST_KEPT, 2 * -(-most_tokens // PAGE_TOKENS))
-            useful = tokens * per_token + num_states * state_bytes
+    least, useful = kv_needs(job, model, most_tokens, largest_tokens)
     try:
         return split_memory(
             layer_bytes,
             memory_bytes=memory,
-            fixed_bytes=PROCESS_BYTES + of_parts + _step_bytes(job, model, item_bytes),
+            fixed_bytes=PROCESS_BYTES + of_parts + sweep_step_bytes(job, model),
             least_kv_bytes=least,
             useful_kv_bytes=useful,
         )
@@ -186,9 +206,33 @@ def _experts_in_order(job: JobConfig, model: ModelConfig) -> list[range] | None:
     return [range(min(model.n_routed_experts, experts_of_rank(job, model)))] * model.num_moe_layers
 
 
-def _step_bytes(job: JobConfig, model: ModelConfig, item_bytes: int) -> int:
+def kv_needs(
+    job: JobConfig, model: ModelConfig, most_tokens: int | None, largest_tokens: int
+) -> tuple[int, int | None]:
+    """Return the bytes of KV and states of the largest request, and of all that a rank can run at once (None: not known).
+
+    Args:
+        most_tokens, largest_tokens: as of split_for.
+    """
+    cluster, state_bytes = job.cluster, _state_bytes(job, model)
+    if cluster.page_bytes is not None:
+        least = cluster.page_bytes + 2 * cluster.decode_requests * state_bytes  # half of them may be kept
+        return least, least
+    per_token = kv_bytes_per_token(job, model)
+    least = _whole_pages(largest_tokens) * per_token + state_bytes
+    if most_tokens is None:
+        return least, None
+    share = int(most_tokens / cluster.num_ranks * (_DEALT_SHARE if cluster.num_ranks > 1 else 1))
+    tokens = min(_whole_pages(share), 2 * cluster.running_requests * _whole_pages(largest_tokens))
+    if computes_prompts_alone(job, model):
+        tokens = min(tokens, 2 * SWEEP_STEPS * cluster.prefill_tokens + _whole_pages(largest_tokens))
+    num_states = min(cluster.running_requests + MOST_KEPT, 2 * -(-most_tokens // PAGE_TOKENS))
+    return least, tokens * per_token + num_states * state_bytes
+
+
+def sweep_step_bytes(job: JobConfig, model: ModelConfig) -> int:
     """Return the rough bytes of the largest step, of logits, and of all steps of a sweep between two layers."""
-    cluster = job.cluster
+    cluster, item_bytes = job.cluster, VALUE_BYTES[job.model.dtype]
     num_streams = 1 if model.hyper is None else model.hyper.num_streams
     per_token = model.hidden_size * num_streams * item_bytes + 8 * model.attention.rotary_dim
     between_layers = _STATE_SHARE * SWEEP_STEPS * (cluster.prefill_tokens + cluster.decode_requests) * per_token

@@ -15,8 +15,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 from batchinfer.model.layer_pieces import DIRECT_BYTES, Block, LayerPieces, whole_file
 from batchinfer.model.memory_split import RING_SLOTS, SLOT_ALIGNMENT, MemorySplit, slot_size, split_memory
@@ -28,6 +29,34 @@ PIECE_BYTES = 256 << 20  # of each layer, to measure the disk's speed
 MEASURED_S, MEASURED_ROUNDS = 4.0, 2  # most seconds of that, and most reads of each piece
 
 
+class LayerStream(Protocol):
+    """A source of layers for sweeps; see WeightStream.
+
+    sweep_read_s: seconds in which the layers of a sweep can be brought, as measured so far; 0: not known.
+    """
+
+    split: MemorySplit
+    num_bytes: int
+
+    @property
+    def wait_s(self) -> float: ...
+
+    @property
+    def sweep_read_s(self) -> float: ...
+
+    def memory_of(self, layer: int) -> Any: ...
+
+    def starts_of(self, layer: int) -> Mapping[str, int] | None: ...
+
+    def wait(self) -> None: ...
+
+    def release(self) -> None: ...
+
+    def skip_sweep(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class WeightStream:
     """Reader of layers into slots, on threads that begin at once.
 
@@ -37,10 +66,16 @@ class WeightStream:
     Args:
         files: [L] the layers' files.
         layers: [L] what is read of each file; None: all of it.
+        new_memory: allocates a slot of this size at a multiple of SLOT_ALIGNMENT; None: pageable memory.
     """
 
     def __init__(
-        self, files: Sequence[Path], split: MemorySplit, *, layers: Sequence[LayerPieces] | None = None
+        self,
+        files: Sequence[Path],
+        split: MemorySplit,
+        new_memory: Callable[[int], memoryview] | None = None,
+        *,
+        layers: Sequence[LayerPieces] | None = None,
     ) -> None:
         self.split = split
         self.num_bytes = 0  # read so far
@@ -51,7 +86,7 @@ class WeightStream:
         self._blocks = [
             [block for piece in layer.pieces for block in piece.blocks(BLOCK_BYTES)] for layer in self._layers
         ]
-        self._slots = [_slot_memory(size) for size in split.slot_bytes]
+        self._slots = [(new_memory or slot_memory)(size) for size in split.slot_bytes]
         self._changed = threading.Condition()
         # layers are counted on over all sweeps
         self._num_used = 0  # layers that were released
@@ -62,6 +97,7 @@ class WeightStream:
         self._num_left: dict[int, int] = {}  # blocks that are not read yet, by layer, from _num_ready on
         self._num_reading, self._reading_since_s = 0, 0.0
         self._error: str | None = None
+        self._num_failed = -1  # number of the first layer that cannot be read; those before it come all the same
         self._is_closed = False
         self._readers = [
             threading.Thread(target=self._read_blocks, name="read weights", daemon=True) for _ in range(NUM_READERS)
@@ -73,9 +109,14 @@ class WeightStream:
         """Return the memory into which a layer's file is read, from its first byte on."""
         return self._slots[self.split.slot_of_layer[layer]]
 
-    def slot_of(self, layer: int) -> tuple[memoryview, Mapping[str, int] | None]:
-        """Return a layer's memory, and where its tensors begin there; None: as in its file."""
-        return self.memory_of(layer), self._layers[layer].starts
+    def starts_of(self, layer: int) -> Mapping[str, int] | None:
+        """Return where a layer's tensors begin in its memory; None: as in its file."""
+        return self._layers[layer].starts
+
+    @property
+    def sweep_read_s(self) -> float:
+        """Seconds of a sweep's reads, as measured so far; 0: none was read."""
+        return self.split.sweep_bytes * self.read_s / self.num_bytes if self.num_bytes else 0.0
 
     def wait(self) -> None:
         """Wait until the next layer is in its slot.
@@ -85,7 +126,11 @@ class WeightStream:
         """
         started_s = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._num_ready > self._num_used or self._error is not None)
+            self._changed.wait_for(
+                lambda: (
+                    self._num_ready > self._num_used or (self._error is not None and self._num_used >= self._num_failed)
+                )
+            )
             if self._num_ready <= self._num_used:
                 raise ModelError(f"{self._error}; results are kept: run the same command to go on")
         self.wait_s += time.monotonic() - started_s
@@ -128,7 +173,8 @@ class WeightStream:
                 before_s, self._reading_since_s = self._reading_since_s, time.monotonic()
                 self.read_s += self._reading_since_s - before_s
                 if reason is not None:
-                    self._error = self._error or f"{file.path} cannot be read: {reason}"
+                    if self._error is None or number < self._num_failed:
+                        self._error, self._num_failed = f"{file.path} cannot be read: {reason}", number
                 else:
                     self.num_bytes += block.num_bytes
                     self._num_left[number] -= 1
@@ -278,7 +324,7 @@ def _open(path: Path) -> tuple[int, bool]:
     return file, True
 
 
-def _slot_memory(num_bytes: int) -> memoryview:
+def slot_memory(num_bytes: int) -> memoryview:
     """Return memory of this size at a multiple of SLOT_ALIGNMENT, each page touched once."""
     memory = mmap.mmap(-1, num_bytes + SLOT_ALIGNMENT)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from batchinfer.model.weight_stream import WeightStream
+from batchinfer.model.weight_stream import LayerStream
 from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled, stack
 from batchinfer_kernels.weight_format import Weight
 
@@ -193,4 +193,4 @@ class ModelWeights:
     mtp: MtpWeights | None = None
     streams: StreamWeights | None = None  # before the output head
     mapped_bytes: int = 0  # of files that are its memory
-    stream: WeightStream | None = None  # reads layers before they compute; None: all are in memory
+    stream: LayerStream | None = None  # reads layers before they compute; None: all are in memory

@@ -90,6 +90,8 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
                 num_sharing=ranks_per_gpu(cluster.exchange, num_local_ranks),
             )
         )
+        if model.stream is not None:
+            num_bytes = min(num_bytes, host_share)
     num_pages = min(num_bytes // page_bytes, pages_for(useful_tokens))
     pages_of_host = (num_pages * page_bytes + num_slots * state_bytes) * num_local_ranks
     if on_cpu and pages_of_host > free_bytes:

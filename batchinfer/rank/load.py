@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -18,12 +19,15 @@ from batchinfer.kv_store.blocks import KvIdentity
 from batchinfer.kv_store.disk import DiskStore
 from batchinfer.kv_store.second_tier import ATTEMPTS as TIER_ATTEMPTS
 from batchinfer.model.config import ModelConfig, load_model_config
+from batchinfer.model.device_memory import device_split_for, host_bytes_for
 from batchinfer.model.layer_pieces import layers_of_rank
+from batchinfer.model.memory_split import MemorySplit
 from batchinfer.model.ops import Ops
 from batchinfer.model.packed_folder import read_packed
 from batchinfer.model.page_format import PageFormat, block_tokens, check_kv
+from batchinfer.model.streamed_weights import DeviceMemory
 from batchinfer.model.transformer import Transformer
-from batchinfer.model.weight_mode import computes_prompts_alone, split_for
+from batchinfer.model.weight_mode import computes_prompts_alone, split_for, streams_to_device
 from batchinfer.ownership import group_id
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
@@ -32,7 +36,7 @@ from batchinfer.protocol.messages import ExpertSlots, Start
 from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.drafter import Drafter
-from batchinfer.rank.kv_budget import KvBudget
+from batchinfer.rank.kv_budget import RESERVE_SHARE, KvBudget
 from batchinfer.rank.stored_prefixes import StoredPrefixes
 from batchinfer.rank.stored_states import StoredStates
 from batchinfer.rank.worker import RankWorker
@@ -104,17 +108,23 @@ def load_model(
         )
     if before_weights is not None:
         before_weights()
-    memory = None
+    memory: MemorySplit | DeviceMemory | None = None
     if job.cluster.weights == "stream":
+        known: dict[str, Any] = {}
+        if most_tokens:
+            known = {"most_tokens": most_tokens, "largest_tokens": largest_tokens}
         packed = read_packed(folder)
-        assert packed is not None, "checked before ranks start"
-        known = {"most_tokens": most_tokens, "largest_tokens": largest_tokens} if most_tokens else {}
-        free_bytes = free_memory_bytes()
-        mesh.agree([0])  # before other ranks of this host take their memory
-        layers = layers_of_rank(packed, config, expert_ids)
-        sizes = [layer.num_bytes for layer in layers]
-        of_host = {"free_bytes": free_bytes, "num_local_ranks": num_local_ranks}
-        memory = split_for(job, config, packed, layer_bytes=sizes, **of_host, **known)
+        if streams_to_device(job):
+            device_bytes, host_bytes = bytes_for_weights(job, device)
+            memory = partial(device_split_for, job, config, device_bytes=device_bytes, host_bytes=host_bytes, **known)
+        else:
+            assert packed is not None, "checked before ranks start"
+            free_bytes = free_memory_bytes()
+            mesh.agree([0])  # before other ranks of this host take their memory
+            layers = layers_of_rank(packed, config, expert_ids)
+            sizes = [layer.num_bytes for layer in layers]
+            of_host = {"free_bytes": free_bytes, "num_local_ranks": num_local_ranks}
+            memory = split_for(job, config, packed, layer_bytes=sizes, **of_host, **known)
     return Transformer.load(
         folder,
         dtype=dtype,
@@ -128,6 +138,19 @@ def load_model(
         memory=memory,
         **bits,
     )
+
+
+def bytes_for_weights(job: JobConfig, device: torch.device) -> tuple[int, int]:
+    """Return the bytes of the device and of the host for a rank that streams its weights to the device.
+
+    Raises:
+        ConfigError: cluster.memory_bytes is more than is free.
+    """
+    host_bytes = host_bytes_for(job, free_memory_bytes())
+    if device.type != "cuda":  # Triton's interpreter: a part of the host's memory is in the place of a GPU's
+        return host_bytes // 2, host_bytes // 2
+    free, total = torch.cuda.mem_get_info(device)
+    return free - int(total * RESERVE_SHARE), host_bytes
 
 
 def first_placements(job: JobConfig, config: ModelConfig, slots: ExpertSlots | None, mesh: Mesh) -> list[Placement]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from batchinfer.model.sampling import Sampled
 from batchinfer.model.sweeps import run_sweep
-from batchinfer.model.weight_stream import WeightStream
+from batchinfer.model.weight_stream import LayerStream
 from batchinfer.parallel.spans import SpanLog
 from batchinfer.rank.admission import Admission
 from batchinfer.rank.batch import StepResult
@@ -43,7 +43,7 @@ class SweptPart(NamedTuple):
 class PromptPace:
     """The prompts that a sweep can compute while its weights are read, as measured in the sweeps before it."""
 
-    def __init__(self, stream: WeightStream, step_tokens: int) -> None:
+    def __init__(self, stream: LayerStream, step_tokens: int) -> None:
         self._stream, self._step_tokens = stream, step_tokens
         self._tokens, self._seconds = 0, 0.0
 
@@ -55,9 +55,9 @@ class PromptPace:
     @property
     def num_steps(self) -> int:
         """Number of prefill steps; one at least, and in the first sweep."""
-        if not self._tokens or not self._stream.num_bytes:
+        read_s = self._stream.sweep_read_s
+        if not self._tokens or not read_s:
             return 1
-        read_s = self._stream.split.sweep_bytes * self._stream.read_s / self._stream.num_bytes
         return max(1, int(read_s * self._tokens / max(self._seconds, 1e-9) / self._step_tokens))
 
 

@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
 # Everything that one Hopper GPU can show: tests, slice, checks, profile, a job. Results go into a folder as they come.
 #
-#   tests/gpu/run.sh [--call 1|2|3|job|ranks] [--quick | --rehearse] [--minutes M] [--only SECTION]... [--archive FILE]
+#   tests/gpu/run.sh [--call 1|2|3|job|ranks|stream] [--quick | --rehearse] [--minutes M] [--only SECTION]... [--archive FILE]
 #                    [RESULTS [WHEELS]]
 #
 # RESULTS: gpu-results; WHEELS: a folder of wheels to unpack. Sections: compile, tests-operations, slice, check,
-# tests-engine, profile, counters, job, ranks; each is a process of its own, and what goes wrong in one leaves the
+# tests-engine, profile, counters, job, ranks, stream; each is a process of its own, and what goes wrong in one leaves the
 # others alone. compile runs all the others at once, small, for what they compile and what fails; it keeps no times.
 # --minutes ends after so many (510 seconds: 8.5); the same command goes on with what is not done. --call: a third of
 # all that, in 8.5 minutes unless --minutes says otherwise: 1 compile, tests of operations, decode of 128 requests,
 # quick checks; 2 the other figures of the slice, all checks; 3 tests of the engine, profile, counters. --call job: a
 # whole job with a checkpoint of 30 billion weights that is made there. --call ranks: two ranks on the one GPU.
+# --call stream: layers streamed to the GPU.
 # --rehearse: tiny shapes on the CPU, no times and, without --minutes, no clock. PYTHON names the interpreter
 # (python3).
 #
@@ -21,9 +22,9 @@
 # Exit code: 0 all is well; 1 something failed; 2 it cannot be run here; 3 not all was run.
 set -uo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
-usage="usage: tests/gpu/run.sh [--call 1|2|3|job|ranks] [--quick | --rehearse] [--minutes M] [--only SECTION]... [--archive FILE] \
+usage="usage: tests/gpu/run.sh [--call 1|2|3|job|ranks|stream] [--quick | --rehearse] [--minutes M] [--only SECTION]... [--archive FILE] \
 [RESULTS [WHEELS]]"
-sections=" compile tests-operations slice check tests-engine profile counters job ranks "
+sections=" compile tests-operations slice check tests-engine profile counters job ranks stream "
 
 refuse() {
   echo "$1; $usage" >&2
@@ -41,7 +42,7 @@ while [[ "${1:-}" == --* ]]; do
     --quick) size=("$1") ;;
     --rehearse) size=("$1") rehearse=("$1") ;;
     --call)
-      if [[ ! "${2:-}" =~ ^([123]|job|ranks)$ ]]; then refuse "--call takes 1, 2, 3, job or ranks"; fi
+      if [[ ! "${2:-}" =~ ^([123]|job|ranks|stream)$ ]]; then refuse "--call takes 1, 2, 3, job, ranks or stream"; fi
       call=$2
       shift
       ;;
@@ -201,6 +202,7 @@ checks() { script check "$1" check.py "${@:2}" --out "$folder/check.jsonl"; }
 slices() { script slice "$1" slice.py "${@:2}" "${rehearse[@]}" --out "$folder/slice.jsonl"; }
 job() { script job "$1" job.py "${rehearse[@]}" --out "$folder/job.jsonl"; }
 ranks() { script ranks "$1" ranks.py "${rehearse[@]}" --out "$folder/ranks.jsonl"; }
+streams() { script stream "$1" stream.py "${rehearse[@]}" --out "$folder/stream.jsonl"; }
 profile() { run profile "$1" "$python" "$here/trace_step.py" "${rehearse[@]}" --out "$folder"; }
 counters() {
   if ! is_wanted counters; then return; fi
@@ -239,6 +241,7 @@ case $call in
     ;;
   job) job 0 ;;
   ranks) ranks 0 ;;
+  stream) streams 120 ;;
   *)
     compile 0
     operations 0
@@ -249,6 +252,7 @@ case $call in
     counters 0
     job 0
     ranks 0
+    streams 0
     ;;
 esac
 if [[ ! $packed ]]; then pack; fi

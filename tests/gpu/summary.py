@@ -1,4 +1,4 @@
-"""The results of check.py, slice.py, job.py and ranks.py in a folder, as Markdown; docs/gpu-checks.md explains them.
+"""The results of the scripts of run.sh in a folder, as Markdown; docs/gpu-checks.md explains them.
 
 python tests/gpu/summary.py RESULTS
 """
@@ -19,7 +19,9 @@ _CANDIDATES = (*_HOPPER, "triton", "triton-descriptors", "triton-ahead", "sdpa")
 
 def summary(folder: Path) -> str:
     """All that is known so far."""
-    check, one_share, *jobs = (read_record(folder / f"{name}.jsonl") for name in ("check", "slice", "job", "ranks"))
+    check, one_share, *jobs = (
+        read_record(folder / f"{name}.jsonl") for name in ("check", "slice", "job", "ranks", "stream")
+    )
     lines = [*_machine(check, one_share, *jobs), *_check(check), *_slice(one_share)]
     return "\n".join([*lines, *(line for one in jobs for line in _job(one))]) + "\n"
 
@@ -113,7 +115,7 @@ def _slice(record: Record) -> Iterator[str]:
 
 
 def _job(record: Record) -> Iterator[str]:
-    """The lines that job.py or ranks.py prints."""
+    """The lines that job.py, ranks.py or stream.py prints."""
     for part, result in record.done.items():
         row = result["row"]
         failure = f"FAILED {part}: {row['failure']}\n" if row["failure"] else ""

@@ -51,7 +51,7 @@ def test_options_that_are_wrong_are_named(tmp_path):
     for arguments, sentence in (
         (["--only", "slices"], "there is no section 'slices'"),
         (["--minutes", "soon"], "--minutes takes a number above 0"),
-        (["--call", "4"], "--call takes 1, 2, 3, job or ranks"),
+        (["--call", "4"], "--call takes 1, 2, 3, job, ranks or stream"),
         (["--fast"], "there is no option --fast"),
     ):
         done = bash("run.sh", *arguments)
@@ -77,6 +77,7 @@ def test_it_says_what_time_did_not_allow_and_packs_what_there_is(tmp_path):
         "counters",
         "job",
         "ranks",
+        "stream",
     ):
         assert f"== {section}: not run, time is up" in done.stdout
     assert (tmp_path / "results" / "rehearsal" / "summary.md").read_text() == "Nothing has been measured.\n"

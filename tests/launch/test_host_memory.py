@@ -9,6 +9,7 @@ from batchinfer.checked_json import json_text
 from batchinfer.config import load_job
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.launch import host_memory
+from batchinfer.model import device_memory, weight_mode
 from batchinfer.model.config import load_model_config
 from batchinfer.model.packed_folder import ENDS, LAYOUT, MANIFEST, layer_name
 from batchinfer.model.weight_bytes import weight_bytes
@@ -82,7 +83,7 @@ def test_what_fits_passes(folder, monkeypatch, free_gb, dtype, cluster, ranks):
     host_memory.with_weights(load_job(job_of(folder, dtype, cluster)), ranks)
 
 
-def write_manifest(folder, dtype):
+def write_manifest(folder, dtype, *, for_gpus=False):
     """As if the model were converted; nothing of its files is read."""
     model = load_model_config(folder / "model")
     names = [ENDS, *(layer_name(number) for number in range(27))]
@@ -91,6 +92,7 @@ def write_manifest(folder, dtype):
         "dtype": dtype,
         "layout": LAYOUT,
         "source": "original",
+        "for_gpus": for_gpus,
         "files": {name: {"bytes": size} for name in names},
     }
     (folder / "model" / MANIFEST).write_text(json_text(manifest))
@@ -132,6 +134,66 @@ def test_what_neither_fits_nor_streams_is_refused(folder, monkeypatch, free_gb, 
         host_memory.with_weights(job, range(job.cluster.num_ranks))
     for word in words:
         assert word in str(refused.value)
+
+
+ON_GPU = {"backend": "triton", "weights": "stream", "prefill_ranks": 1}
+
+
+@pytest.mark.parametrize(
+    ("free_gb", "memory_gb", "converted", "words"),
+    [
+        (40, None, False, "GB per sweep, from a copy in the host's memory; the GPU's link or products decide"),
+        (40, None, True, "GB per sweep, from a copy in the host's memory"),
+        (40, 20, True, "GB are read from disk in "),
+        (8, None, True, "at 2.00 GB/s, as measured"),
+    ],
+)
+def test_a_gpu_s_layers_come_from_a_copy_or_from_disk_by_the_host_s_memory(
+    folder, monkeypatch, free_gb, memory_gb, converted, words
+):
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * GB)
+    monkeypatch.setattr(device_memory, "disk_speed", lambda files: 2.0 * GB)
+    if converted:
+        write_manifest(folder, "bfloat16", for_gpus=True)
+    cluster = ON_GPU | ({} if memory_gb is None else {"memory_bytes": memory_gb * GB})
+    job = host_memory.with_weights(load_job(job_of(folder, "bfloat16", cluster)), range(1))
+    assert job.cluster.weights == "stream"
+    said, num_sweeps = host_memory.stream_words(job, [])
+    assert said.startswith("weights are streamed to the GPU: at most 3")
+    assert words in said
+    assert num_sweeps is None
+
+
+@pytest.mark.parametrize(
+    ("form", "free_gb", "dtype", "cluster", "words"),
+    [
+        (
+            None,
+            24,
+            "bfloat16",
+            {},
+            r"takes 31\.\d+ GB of the host's memory, of which 21.60 GB .* DIR --gpu --dtype bfloat16",
+        ),
+        ("cpu", 40, "bfloat16", {}, r"is converted for CPUs; set model\.path to original if it fits .* DIR --gpu"),
+        ("gpu", 2, "bfloat16", {}, r"cannot be streamed to the GPU: 2\.\d+ GB of the host's memory are needed for two"),
+        (None, 40, "float32", {}, r"weights are streamed to GPUs in bfloat16 or fewer bits"),
+        (None, 40, "bfloat16", {"memory_bytes": 50 * GB}, r"memory_bytes is 50\.00 GB, and 40\.00 GB is free"),
+        ("gpu", 40, "bfloat16", {"prefill_ranks": 2}, r"streamed by one rank, and the job has 2"),
+    ],
+)
+def test_what_cannot_be_streamed_to_a_gpu_is_refused(folder, monkeypatch, form, free_gb, dtype, cluster, words):
+    monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * GB)
+    if form is not None:
+        write_manifest(folder, dtype, for_gpus=form == "gpu")
+    job = load_job(job_of(folder, dtype, ON_GPU | cluster))
+    with pytest.raises(ConfigError, match=words):
+        host_memory.with_weights(job, range(job.cluster.num_ranks))
+
+
+def test_auto_keeps_weights_on_a_gpu(folder, monkeypatch):
+    monkeypatch.setattr(weight_mode, "has_gpu", lambda: True)
+    job = load_job(job_of(folder, "bfloat16", {"backend": "auto", "prefill_ranks": 1}))
+    assert host_memory.with_weights(job, range(1)).cluster.weights == "resident"
 
 
 def test_a_checkpoint_that_is_not_converted_is_told_how_to_stream(folder, monkeypatch):

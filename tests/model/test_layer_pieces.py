@@ -63,7 +63,7 @@ def test_a_slot_has_a_ranks_experts_in_order_and_all_other_tensors(tmp_path, mon
     try:
         for number in [*range(NUM_LAYERS)] * 3:
             stream.wait()
-            slot, starts = stream.slot_of(number)
+            slot, starts = stream.memory_of(number), stream.starts_of(number)
             assert (starts is None) == (number == 0)
             if starts is None:
                 assert bytes(slot[: sizes[0]]) == files[0].read_bytes()

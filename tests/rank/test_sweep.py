@@ -165,10 +165,10 @@ def test_a_sweep_that_is_left_delivers_nothing(models, tokenizer):
 
 def test_a_sweep_takes_as_many_prompt_steps_as_its_reads_leave_time_for():
     split = MemorySplit((0, 1, 2, 0), (4, 4, 4), 0, sweep_bytes=1000)
-    stream = SimpleNamespace(split=split, num_bytes=0, read_s=0.0)
+    stream = SimpleNamespace(split=split, sweep_read_s=0.0)
     pace = PromptPace(stream, step_tokens=100)
     assert pace.num_steps == 1  # nothing is measured
-    stream.num_bytes, stream.read_s = 500, 5.0  # a sweep's reads take 10 s
+    stream.sweep_read_s = 10.0
     for num_tokens, seconds in ((100, 2.0), (50, 1.0)):
         pace.note(num_tokens, seconds)
     assert pace.num_steps == 5

@@ -85,7 +85,11 @@ STATS_STEPS = table(
     ("graph_rows", pa.int32(), "rows of that graph, or of each of its two micro-batches, filler among them"),
     ("no_graph", pa.string(), "why a decode step ran as plain operations instead; null where graph is not"),
     ("attention_work", pa.float64(), "of prefill: (query, key) pairs, the tokens that each new token attends to"),
-    ("streamed_bytes", pa.int64(), "weights read from disk in its sweep, in the first of the sweep's steps; else 0"),
+    (
+        "streamed_bytes",
+        pa.int64(),
+        "weights read from disk, or copied to the GPU, in its sweep, in the first of the sweep's steps; else 0",
+    ),
     ("weights_wait_s", pa.float64(), "seconds in which that sweep waited for its weights, likewise"),
 )
 STATS_EXPERTS = table(

@@ -39,6 +39,7 @@ Recorder = Callable[[Work], Work]  # of work on fixed memory, the same to be sta
 
 ON_HOST = "the rank computes on a CPU"
 SWITCHED_OFF = "cluster.graphs is 'off'"
+STREAMED = "the weights are streamed"
 _LEAST_FREE_SHARE = 0.02  # of the GPU's memory: with less, no further graph is recorded
 
 
@@ -168,6 +169,8 @@ def why_not_recorded(model: Transformer, *, switched_off: bool = False) -> str |
     """
     if switched_off:
         return SWITCHED_OFF
+    if model.stream is not None:
+        return STREAMED
     if (reason := _why_no_graphs_on(model.device)) is not None:
         return reason
     for mlp in model.moe_mlps:
