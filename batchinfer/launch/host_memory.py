@@ -110,8 +110,13 @@ def stream_forecast(job: JobConfig, units: Sequence[Mapping[str, Any]]) -> Strea
     tokens = JobTokens.of(units)
     largest = max((unit["largest_kv_tokens"] for unit in units), default=1)
     num_local = len(this_node(job.cluster.num_ranks).ranks)
-    of_host = {"free_bytes": free_memory_bytes(), "num_local_ranks": num_local}
-    split = split_for(job, model, packed, most_tokens=tokens.kv, largest_tokens=largest, **of_host)
+    split = split_for(
+        *(job, model, packed),
+        free_bytes=free_memory_bytes(),
+        num_local_ranks=num_local,
+        most_tokens=tokens.kv,
+        largest_tokens=largest,
+    )
     return measured_forecast(job, split, tokens, num_local_ranks=num_local)
 
 

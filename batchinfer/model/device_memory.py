@@ -12,9 +12,9 @@ from batchinfer.model.config import ModelConfig
 from batchinfer.model.device_split import DeviceSplit, split_device_memory, split_host_memory
 from batchinfer.model.memory_split import MemorySplit, SplitError
 from batchinfer.model.packed_folder import PackedFolder
-from batchinfer.model.stream_forecast import disk_speed
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.model.weight_mode import FREE_SHARE, kv_needs, sweep_step_bytes
+from batchinfer.model.weight_stream import read_speed
 from batchinfer.records import ConfigError
 
 
@@ -99,7 +99,7 @@ def device_forecast(
     sizes = [weight_bytes(model, job.model.dtype)] if packed is None else layer_sizes(packed, model)
     speed = None
     if packed is not None and host.sweep_bytes:
-        speed = disk_speed([packed.layer(layer) for layer in range(model.num_hidden_layers)])
+        speed = read_speed([packed.layer(layer) for layer in range(model.num_hidden_layers)])
     return DeviceForecast(sum(sizes), host, speed)
 
 

@@ -209,7 +209,7 @@ def _experts_in_order(job: JobConfig, model: ModelConfig) -> list[range] | None:
 def kv_needs(
     job: JobConfig, model: ModelConfig, most_tokens: int | None, largest_tokens: int
 ) -> tuple[int, int | None]:
-    """Return the bytes of KV and states of the largest request, and of all that a rank can run at once (None: not known).
+    """Return the bytes of KV and states of the largest request, and of all that a rank runs at once; None: not known.
 
     Args:
         most_tokens, largest_tokens: as of split_for.

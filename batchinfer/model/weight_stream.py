@@ -159,7 +159,7 @@ class WeightStream:
 
     def _read_blocks(self) -> None:
         """Read one block after the other until the stream is closed or a read fails."""
-        copied = _slot_memory(BLOCK_BYTES + 2 * DIRECT_BYTES) if self._has_copies else memoryview(b"")
+        copied = slot_memory(BLOCK_BYTES + 2 * DIRECT_BYTES) if self._has_copies else memoryview(b"")
         while (found := self._next_block()) is not None:
             number, block = found
             layer = number % len(self._files)
