@@ -162,7 +162,7 @@ def test_outputs_of_ranks_that_stream_their_own_experts_are_those_of_one_residen
 
 def test_each_rank_reads_its_own_experts_in_the_same_sweeps_and_the_plan_counts_them(folder, converted):
     model = converted("bfloat16")
-    path = job_of(folder, model, "own", "stream", sampling=LONG, cluster={"prefill_ranks": 2, "decode_requests": 4})
+    path = job_of(folder, model, "own", "stream", sampling=DRAWN, cluster={"prefill_ranks": 2, "decode_requests": 4})
     ended = batchinfer("run", path)
     assert ended.code == 0, ended.err
     steps = f"'{folder}/own/stats/steps/*.parquet'"
@@ -175,7 +175,7 @@ def test_each_rank_reads_its_own_experts_in_the_same_sweeps_and_the_plan_counts_
     found = stream_forecast(load_job(path), pq.read_table(folder / "own" / "plan" / "units.parquet").to_pylist())
     assert sweeps == other_sweeps == pytest.approx(found.schedule.num_sweeps, abs=3)
     for _, num_bytes, _, _ in ranks:
-        assert num_bytes == pytest.approx(sweeps * found.split.sweep_bytes, rel=0.05)
+        assert num_bytes == pytest.approx(sweeps * found.split.sweep_bytes, abs=1.5 * found.split.sweep_bytes)
     layers = [path.stat().st_size for path in sorted(model.glob("layer-*"))]
     assert max(layers) / 2 < found.split.sweep_bytes / len(layers) < 0.9 * max(layers)
     moe = load_model_config(model)
