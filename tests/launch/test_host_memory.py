@@ -123,7 +123,11 @@ def test_a_converted_folder_is_streamed_where_it_does_not_fit(folder, monkeypatc
         (3, {}, ["cannot be streamed in 2.70 GB of memory", "GB for 2 of 27 layers at a time"]),
         (24, {"weights": "resident"}, ["24.0 GB is free", 'use model.dtype = "fp8"']),
         (40, {"weights": "resident", "memory_bytes": 8 * GB}, ["of which cluster.memory_bytes allows 8.0 GB"]),
-        (24, {"prefill_ranks": 2}, ["weights are streamed by one rank, and the job has 2"]),
+        (
+            24,
+            {"mode": "disaggregated", "prefill_ranks": 1, "decode_ranks": 1},
+            ["streamed by ranks that run prompts and answers"],
+        ),
     ],
 )
 def test_what_neither_fits_nor_streams_is_refused(folder, monkeypatch, free_gb, cluster, words):
@@ -152,7 +156,7 @@ def test_a_gpu_s_layers_come_from_a_copy_or_from_disk_by_the_host_s_memory(
     folder, monkeypatch, free_gb, memory_gb, converted, words
 ):
     monkeypatch.setattr(host_memory, "free_memory_bytes", lambda: free_gb * GB)
-    monkeypatch.setattr(device_memory, "disk_speed", lambda files: 2.0 * GB)
+    monkeypatch.setattr(device_memory, "read_speed", lambda files: 2.0 * GB)
     if converted:
         write_manifest(folder, "bfloat16", for_gpus=True)
     cluster = ON_GPU | ({} if memory_gb is None else {"memory_bytes": memory_gb * GB})
@@ -178,7 +182,7 @@ def test_a_gpu_s_layers_come_from_a_copy_or_from_disk_by_the_host_s_memory(
         ("gpu", 2, "bfloat16", {}, r"cannot be streamed to the GPU: 2\.\d+ GB of the host's memory are needed for two"),
         (None, 40, "float32", {}, r"weights are streamed to GPUs in bfloat16 or fewer bits"),
         (None, 40, "bfloat16", {"memory_bytes": 50 * GB}, r"memory_bytes is 50\.00 GB, and 40\.00 GB is free"),
-        ("gpu", 40, "bfloat16", {"prefill_ranks": 2}, r"streamed by one rank, and the job has 2"),
+        ("gpu", 40, "bfloat16", {"prefill_ranks": 2}, r"streamed to a GPU by one rank, and the job has 2"),
     ],
 )
 def test_what_cannot_be_streamed_to_a_gpu_is_refused(folder, monkeypatch, form, free_gb, dtype, cluster, words):

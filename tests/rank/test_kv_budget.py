@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from batchinfer.config import JobConfig
+from batchinfer.config import PAGE_TOKENS, JobConfig
 from batchinfer.config.rank_layout import rank_places
+from batchinfer.model.fused.greedy import GreedyHead
 from batchinfer.model.page_memory import zeroed
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.messages import Start
@@ -37,7 +38,7 @@ def test_zeros_take_no_memory_until_they_are_touched():
     assert memory[30 * MB - 1] == 0
 
 
-def job_of(model: Path, folder: Path, **cluster: int) -> JobConfig:
+def job_of(model: Path, folder: Path, **cluster: int | None) -> JobConfig:
     return JobConfig.model_validate(
         {
             "input": {"files": ["a.parquet"], "prompt": "question"},
@@ -59,6 +60,20 @@ def test_pages_that_do_not_fit_into_memory_are_refused_at_the_start(tmp_path, mo
         ConfigError, match=r"\(0\.1 GB\) do not fit into its free memory \(0\.1 GB\); lower cluster\.page"
     ):
         kv_budget.kv_budget(job, model, place, start, 1)
+
+
+@pytest.mark.parametrize(("memory_bytes", "share"), [(None, kv_budget.MEMORY_SHARE), (600 * MB, 1)])
+def test_memory_of_the_head_in_8_bits_is_left_by_pages(tmp_path, monkeypatch, memory_bytes, share):
+    job = job_of(RANDOM_MODEL, tmp_path, memory_bytes=memory_bytes, decode_requests=10**4)
+    model, place = Transformer.load(RANDOM_MODEL, dtype=torch.float32), rank_places(job.cluster)[0]
+    start = Start(job="", most_tokens=10**9, largest_tokens=100, transfer_folder="", traced=False, model_digests={})
+    monkeypatch.setattr(kv_budget, "free_memory_bytes", lambda: 2000 * MB)
+    bytes_of_pages = []
+    for head in (0, 64 * MB):
+        monkeypatch.setattr(GreedyHead, "num_bytes", lambda model, head=head: head)
+        page_bytes = PAGE_TOKENS * model.ops.page_format(model.dtype).bytes_per_token(model.config)
+        bytes_of_pages.append(kv_budget.kv_budget(job, model, place, start, 1).num_pages * page_bytes)
+    assert bytes_of_pages[0] - bytes_of_pages[1] == pytest.approx(share * 64 * MB, abs=page_bytes)
 
 
 def test_two_batches_of_short_requests_have_a_page_each(tmp_path):

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from batchinfer.model.transformer import Transformer
 
 LEAST_VALUES = 2**22  # of a head that is worth screening: reading a smaller one takes less time than Python here
-STEPS_BEFORE = (
-    16  # greedy steps with all logits before the screen is made, which takes about as long as it saves in them
-)
+BYTES_BESIDE = 16  # of each word: scale, norm, error and start
+STEPS_BEFORE = 16  # greedy steps with all logits before the screen is made; making it costs what it saves in them
 LEAST_BESIDE = 16  # greedy rows next to rows that need all logits: for these the whole head is read anyway
 TRIED_ROWS = 1024  # after which screening ends if most of the rows were not certain
 
@@ -48,9 +47,16 @@ class GreedyHead:
     def of(cls, model: Transformer) -> GreedyHead | None:
         """Return the head of a model; None if screening is not possible here, or not worth its memory."""
         head = model.weights.lm_head
+        return cls(model, head) if isinstance(head, Packed) and cls.num_bytes(model) else None
+
+    @staticmethod
+    def num_bytes(model: Transformer) -> int:
+        """Return the memory of a model's head in 8 bits; 0: the head is not screened."""
+        head = model.weights.lm_head
         if model.stream is not None or not isinstance(head, Packed) or not can_screen(head):
-            return None
-        return cls(model, head) if head.num_columns * head.depth >= LEAST_VALUES else None
+            return 0
+        num_values = head.num_columns * head.depth
+        return num_values + BYTES_BESIDE * head.num_columns if num_values >= LEAST_VALUES else 0
 
     def choose_rows(self, rows: SamplingRows, changed: Iterable[int]) -> np.ndarray | None:
         """Return the rows of the next step that are screened, ascending; None if the step takes all logits.

@@ -60,7 +60,7 @@ _WAIT_S = 2 * COMPILE_S + CHECK_S
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w")
 _TORCH = ("-lc10", "-ltorch_cpu")
 # Compiled as one: reading torch's headers takes longer than compiling what is written with them.
-_TOGETHER = (("layers", "speculation"), ("bindings", "compressed_bindings"))
+_TOGETHER = (("layers", "speculation"), ("bindings", "compressed_bindings", "screen_bindings"))
 _LONGEST = ("linear", "expert_mlp", "mla_prefill", "attention")  # of the others
 _SHARED = "for_kernels.h"  # of the others, compiled once
 
