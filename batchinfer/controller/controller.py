@@ -12,7 +12,8 @@ from batchinfer.controller.rank_start import RankStart
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.unit_queue import UnitQueue
 from batchinfer.controller.work_sender import WorkSender
-from batchinfer.launch.rank_group import RankGroup, RanksDiedError
+from batchinfer.launch.dead_ranks import RanksDiedError
+from batchinfer.launch.rank_group import RankGroup
 from batchinfer.progress import note
 from batchinfer.protocol.messages import (
     Calibrated,

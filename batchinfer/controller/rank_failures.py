@@ -3,7 +3,7 @@
 import time
 
 from batchinfer.controller.dealer import Dealer
-from batchinfer.launch.rank_group import RanksDiedError
+from batchinfer.launch.dead_ranks import RanksDiedError
 from batchinfer.records import BatchinferError, Completion, Request
 
 GRACE_S = 2.0  # ranks notice a silent rank first; the controller acts only when no rank can

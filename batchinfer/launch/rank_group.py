@@ -11,28 +11,16 @@ from contextlib import suppress
 from typing import NoReturn
 
 from batchinfer.config.rank_layout import RankPlace
+from batchinfer.launch.dead_ranks import RanksDiedError, cause_of_death
 from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.rank_connections import RankConnections
 from batchinfer.protocol.channel import ChannelClosedError
 from batchinfer.protocol.messages import Bye, Failed, FromRank, Leave, Message
-from batchinfer.records import BatchinferError, ConfigError, ModelError, PeerLostError, StoreError
+from batchinfer.records import BatchinferError
 
 CAUSE_S = 2.0  # after the first sign of a lost rank, for collecting the ranks' reports of the cause
 LEAVE_S = 60.0  # for ranks to finish their step and leave
 POLL_S = 0.2
-# errors of a rank that end the job: no request is the cause, and a restarted rank would fail again
-REFUSALS: dict[str, type[BatchinferError]] = {kind.__name__: kind for kind in (ConfigError, ModelError, StoreError)}
-
-
-class RanksDiedError(Exception):
-    """A rank was lost and all ranks were ended; the message names the rank and the cause.
-
-    has_reason: whether the rank itself reported the cause.
-    """
-
-    def __init__(self, text: str, *, has_reason: bool = False) -> None:
-        super().__init__(text)
-        self.has_reason = has_reason
 
 
 class RankGroup:
@@ -188,27 +176,4 @@ class RankGroup:
         ended = self.local.ended()
         silent = [rank for rank in self.connections.hosts if rank not in said]
         self.end()
-        return _cause(said, ended, silent)
-
-
-def _cause(said: dict[int, Failed], ended: dict[int, str], silent: list[int]) -> Exception:
-    """Return the error that ended the ranks.
-
-    Args:
-        said: the error that each rank reported.
-        ended: the end of each local process, as text.
-        silent: connected ranks that reported nothing.
-    """
-    for message in said.values():
-        if message.error_class in REFUSALS:
-            return REFUSALS[message.error_class](message.error)
-    # a rank that complains about another one is not the cause
-    culprits = {rank: how for rank, how in ended.items() if rank not in said}
-    if culprits:
-        return RanksDiedError("; ".join(f"rank {rank} {how}" for rank, how in culprits.items()))
-    for rank, message in said.items():
-        if message.error_class != PeerLostError.__name__:
-            return RanksDiedError(f"rank {rank} failed: {message.error}", has_reason=True)
-    for rank, message in said.items():
-        return RanksDiedError(f"rank {rank}: {message.error}")
-    return RanksDiedError(f"the connection to one of the ranks {', '.join(map(str, silent))} was lost")
+        return cause_of_death(said, ended, silent)

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
+from batchinfer.launch.dead_ranks import RanksDiedError
 from batchinfer.launch.host_memory import with_weights
 from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.nodes import this_node
-from batchinfer.launch.rank_group import POLL_S, RankGroup, RanksDiedError
+from batchinfer.launch.rank_group import POLL_S, RankGroup
 from batchinfer.progress import Progress
 from batchinfer.protocol.messages import CanRun, ExpertSlots, Join, Loading, Ready
 from batchinfer.records import InterruptedRunError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from batchinfer.controller.controller import Controller
-from batchinfer.launch.rank_group import RanksDiedError
+from batchinfer.launch.dead_ranks import RanksDiedError
 from batchinfer.protocol.messages import Steps
 from batchinfer.stop_signals import StopSignal
 

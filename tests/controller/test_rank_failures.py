@@ -8,7 +8,7 @@ from batchinfer.config import SamplingConfig
 from batchinfer.controller import rank_failures
 from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.rank_failures import EXPLAINED_STARTS, GRACE_S, KILLED_STARTS, RankFailures, RanksFailError
-from batchinfer.launch.rank_group import RanksDiedError
+from batchinfer.launch.dead_ranks import RanksDiedError
 from batchinfer.records import Request, RequestKey
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from batchinfer.config.rank_layout import RankPlace
 from batchinfer.launch import rank_group
+from batchinfer.launch.dead_ranks import RanksDiedError
 from batchinfer.launch.local_ranks import LocalRanks
-from batchinfer.launch.rank_group import RankGroup, RanksDiedError
+from batchinfer.launch.rank_group import RankGroup
 from batchinfer.net.tls import call
 from batchinfer.protocol.channel import Channel, ChannelClosedError
 from batchinfer.protocol.messages import (

@@ -23,7 +23,7 @@ class BuildError(RuntimeError):
 class InstructionSet:
     """A set of processor features, by Linux's names, and the compiler flags that use them.
 
-    tiles: products in bfloat16 use 16 x 16 tiles, whose sums have an order of their own (csrc/matrix_tiles.h).
+    tiles: products in bfloat16 use 16 x 16 tiles, whose sums have an order of their own (csrc/amx_tiles.h).
     for_tests: used only when named.
     """
 

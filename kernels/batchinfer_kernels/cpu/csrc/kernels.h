@@ -206,7 +206,7 @@ template <class Value>
 void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& rotary, int64_t latent_dim,
                    const int64_t* slots, Value* pages, int64_t row_step, int64_t num_rows);
 
-// tile_check.cpp: whether products in tiles have the order of sums of matrix_tiles.h, or (never) that of other products;
+// tile_check.cpp: whether products in tiles have the order of sums of amx_tiles.h, or (never) that of other products;
 // true where there are no tiles.
 bool tiles_agree(bool is_one_chain);
 

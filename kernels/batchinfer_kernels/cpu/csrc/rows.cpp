@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "matrix_tiles.h"
+#include "amx_tiles.h"
 #include "vector_math.h"
 
 namespace batchinfer {

@@ -8,7 +8,7 @@
 #include <memory>
 
 #include "kernels.h"
-#include "matrix_tiles.h"
+#include "amx_tiles.h"
 #include "threads.h"
 
 namespace batchinfer {

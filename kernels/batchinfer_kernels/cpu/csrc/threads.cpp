@@ -16,7 +16,7 @@
 #include <thread>
 #include <utility>
 
-#include "matrix_tiles.h"
+#include "amx_tiles.h"
 
 namespace batchinfer {
 namespace {

@@ -13,7 +13,7 @@
 // groups of 16 columns go together as the registers hold sums for: with AVX-512 all four, so that 24 accumulators take
 // 10 loads for 24 multiplications. 8-bit weights go four values at a time and are summed exactly in 32 bits within a
 // block of 128; block sums are scaled and added in float32, in ascending order. 4-bit weights are taken apart in registers
-// and summed so within a group of 32; they have no tiles of matrix_tiles.h.
+// and summed so within a group of 32; they have no tiles of amx_tiles.h.
 
 #pragma once
 
@@ -23,7 +23,7 @@
 
 #include "ahead.h"
 #include "lanes.h"
-#include "tile_products.h"
+#include "amx_products.h"
 
 namespace batchinfer {
 

@@ -1,4 +1,4 @@
-// Whether products in tiles have the bits that matrix_tiles.h promises, on the processor at hand: asked once, before a
+// Whether products in tiles have the bits that amx_tiles.h promises, on the processor at hand: asked once, before a
 // library with tiles is used.
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "lanes.h"
-#include "tile_products.h"
+#include "amx_products.h"
 
 #if defined(BATCHINFER_TILES) && !defined(BATCHINFER_TILES_IN_PLAIN)
 #include <sys/syscall.h>

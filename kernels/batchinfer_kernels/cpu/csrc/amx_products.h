@@ -1,4 +1,4 @@
-// Products of rows with a panel of columns in tiles of 16 x 16 results (matrix_tiles.h).
+// Products of rows with a panel of columns in tiles of 16 x 16 results (amx_tiles.h).
 //
 // Two tiles of rows meet two tiles of columns, so that each tile that is loaded is multiplied twice; up to 16 rows meet
 // four tiles of columns, and four tiles of rows meet a tile of columns that is alone. Depth goes in steps of 16 words from
@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "ahead.h"
-#include "matrix_tiles.h"
+#include "amx_tiles.h"
 
 #ifdef BATCHINFER_TILES
 namespace batchinfer {
