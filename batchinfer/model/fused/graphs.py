@@ -169,10 +169,10 @@ def why_not_recorded(model: Transformer, *, switched_off: bool = False) -> str |
     """
     if switched_off:
         return SWITCHED_OFF
-    if model.stream is not None:
-        return STREAMED
     if (reason := _why_no_graphs_on(model.device)) is not None:
         return reason
+    if model.stream is not None:
+        return STREAMED
     for mlp in model.moe_mlps:
         if mlp.dispatcher.why_not_recorded is not None:
             return mlp.dispatcher.why_not_recorded
