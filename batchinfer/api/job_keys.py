@@ -184,8 +184,8 @@ class ClusterKeys(TypedDict, total=False):
     """KV page budget per rank in bytes; measured when unset"""
     weights: Literal["auto", "resident", "stream"]
     """stream: read the layers of a converted folder from its disk again for each sweep of many steps, for models
-    larger than memory (one rank); results stay the same to the byte; on a GPU layers are copied there for each
-    sweep, from the host's memory or a folder of convert --gpu; auto: on CPUs, if they do not fit"""
+    larger than memory; results stay the same to the byte; on a GPU layers are copied there for each sweep, from
+    the host's memory or a folder of convert --gpu; auto: on CPUs, if they do not fit"""
     memory_bytes: int | None
     """most memory of a rank on a CPU: weights, KV pages and steps; where weights are streamed to a GPU, most of the
     host's for weights; unset: what is free"""

@@ -59,7 +59,7 @@ class ClusterConfig(Part):
     weights: Literal["auto", "resident", "stream"] = Field(
         "auto",
         description="stream: read the layers of a converted folder from its disk again for each sweep of many steps, "
-        "for models larger than memory (one rank); results stay the same to the byte; on a GPU layers are copied there "
+        "for models larger than memory; results stay the same to the byte; on a GPU layers are copied there "
         "for each sweep, from the host's memory or a folder of convert --gpu; auto: on CPUs, if they do not fit",
     )
     memory_bytes: Count | None = Field(

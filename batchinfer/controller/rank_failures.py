@@ -12,7 +12,7 @@ EXPLAINED_STARTS = 3  # in which a rank reported an error
 KILLED_STARTS = 50  # in which a rank was killed without an error,
 KILLED_STARTS_LONG = 10  # or this many, if they took longer than
 KILLED_STARTS_S = 600.0
-GIVEN_UP = 3  # and if no step has ever ended well, after this many requests were given up
+GIVEN_UP = 3  # requests without a result, if no step has succeeded yet
 
 
 class RanksFailError(BatchinferError):
@@ -20,7 +20,7 @@ class RanksFailError(BatchinferError):
 
 
 class RankFailures:
-    """Counter of failed starts and of requests that were given up.
+    """Counter of failed starts and of requests that ended as errors because ranks died.
 
     Args:
         collective_s: seconds after which a rank notices that another rank does not answer.

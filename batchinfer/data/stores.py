@@ -38,7 +38,7 @@ WILDCARDS = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What a URI stands for: a file system and a path on it."""
+    """The file system and the path of a URI."""
 
     files: fs.FileSystem
     path: str
@@ -124,7 +124,7 @@ def objects_below(uri: str, s3: S3Config) -> dict[str, str]:
 
 
 class StoreFile(io.RawIOBase):
-    """An object, open for reading. Arrow passes a StoreError on as it is: no fault of the store looks like damage.
+    """An object, open for reading. Arrow passes a StoreError on unchanged, so its faults never look like damage.
 
     Raises:
         StoreError: the store does not answer or has no such object.
@@ -133,7 +133,7 @@ class StoreFile(io.RawIOBase):
     def __init__(self, uri: str, s3: S3Config) -> None:
         super().__init__()
         try:
-            self._place = place = locate(uri, s3)  # kept: an archive is closed when nobody has it any more
+            self._place = place = locate(uri, s3)  # a file system of an archive closes it when the last reference goes
             with store_errors(f"read {uri}"):
                 self._source = place.files.open_input_file(place.path)
                 self.size_bytes = self._source.size()
@@ -166,7 +166,7 @@ class StoreFile(io.RawIOBase):
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Whatever a store raises becomes one sentence: cannot <what>, why, what to do."""
+    """Turn errors of a store into a StoreError of one sentence: cannot <what>, why, what to do."""
     try:
         yield
     except BatchinferError:

@@ -1,4 +1,4 @@
-"""The error that says which rank was lost and why, told from what all ranks reported and how their processes ended."""
+"""The error for a lost rank; reports of all ranks and exits of their processes give the cause."""
 
 from batchinfer.protocol.messages import Failed
 from batchinfer.records import BatchinferError, ConfigError, ModelError, PeerLostError, StoreError

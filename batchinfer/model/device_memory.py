@@ -1,4 +1,4 @@
-"""The memory of a rank that streams its weights to a GPU, and what is said of it before it runs; no torch here."""
+"""Memory split and forecast of a rank that streams its weights to a GPU; no torch here."""
 
 # L layers
 

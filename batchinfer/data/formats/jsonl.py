@@ -54,7 +54,7 @@ def json_records(content: io.BufferedReader, integers: str | None = None) -> Ite
 
 
 def _with_list_as_json(text: bytes, name: str) -> dict[str, Any] | None:
-    """Return an object in which the column `name` is a list of integers, which stays JSON; None for other lines."""
+    """Return an object whose column `name` is a list of integers, kept as JSON; None for other lines."""
     start = text.find(b"[", text.find(msgspec.json.encode(name)))
     end = text.find(b"]", start) + 1
     before, items, after = text[:start], text[start:end], text[end:]
