@@ -45,7 +45,7 @@ def convert(stop: StopSignal, model: Path, target: Path, dtype: str, gpu: bool) 
     from batchinfer.progress import Progress
     from batchinfer.rank.device import rank_device
     from batchinfer.rank.load import BITS, DTYPES
-    from batchinfer.records import ConfigError, InterruptedRunError
+    from batchinfer.records import ConfigError, InterruptedRunError, ModelError
 
     backend, device = "cpu", torch.device("cpu")
     if gpu:
@@ -54,7 +54,13 @@ def convert(stop: StopSignal, model: Path, target: Path, dtype: str, gpu: bool) 
                 "GPUs multiply float32 in plain PyTorch, which no converted folder is for; use another dtype"
             )
         backend, device = "triton", rank_device("triton", 0)
-    ops = Ops.select(backend, DTYPES[dtype], device=device, **BITS.get(dtype, {}))
+    try:
+        ops = Ops.select(backend, DTYPES[dtype], device=device, **BITS.get(dtype, {}))
+    except ModelError as error:
+        if not gpu:
+            raise
+        reason = str(error).rstrip(".")
+        raise ConfigError(f"{reason}; --gpu needs a machine with a GPU, or TRITON_INTERPRET=1, which is slow") from None
     with Progress("convert", 0, "B", phase="converting") as progress:
 
         def told(num_read: int, num_bytes: int) -> None:

@@ -304,3 +304,12 @@ def test_one_that_is_killed_leaves_no_folder_of_that_name(tmp_path):
         assert not (tmp_path / "made").exists()
     convert(RANDOM_MODEL, tmp_path / "second", "int4")
     assert read_packed(tmp_path / "second") is not None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_the_form_of_gpus_asks_for_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    ended = batchinfer("convert", RANDOM_MODEL, tmp_path / "made", "--dtype", "fp8", "--gpu")
+    assert ended.code == 2
+    assert "--gpu needs a machine with a GPU" in ended.err
+    assert not (tmp_path / "made").exists()
