@@ -30,7 +30,9 @@ demo: $(VENV)/.installed
 
 # Tests wait for other processes much of their time: two cores have enough to do with three workers.
 # Most tests start processes, each of which would compile the same modules if bytecode were not kept.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
+# A test that hangs ends its worker after ten minutes, with the traceback of every thread, and fails by its name.
+HANGS  := --max-worker-restart 1 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder $(HANGS)
 
 # While one works: below two minutes on two cores. tests/check.txt lists files whose tests start no process; one that does
 # fails here.
@@ -61,7 +63,7 @@ mutants: $(VENV)/.installed-dev
 
 # Slower than `make test-all`: ranks, controllers and finish disturbed at random moments, 200 times and more; a real Slurm.
 chaos: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 tests/chaos/*.py
+	$(BIN)/python -m pytest -n 2 $(HANGS) tests/chaos/*.py
 	$(BIN)/python -m pytest -m slow tests
 
 # Ratios measured side by side on this machine; they decide no test.

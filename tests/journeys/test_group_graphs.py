@@ -38,8 +38,9 @@ class Jobs:
         make_checkpoint(folder / "model", "v3", **sizes)
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             shutil.copy(SAMPLE_MODEL / name, folder / "model")
-        # answers end at different lengths, so that batches shrink and ranks run out of requests one after the other
-        lengths = [3 + 7 * number % 19 for number in range(13)]
+        # answers end at different lengths, so that batches shrink; the longest one runs alone at last, and the other
+        # rank has no request then, in any order of events
+        lengths = [3 + 7 * number % 19 for number in range(12)] + [60]
         columns = {"prompt": [question(number) for number in range(13)]}
         columns["sampling"] = [{"max_tokens": length} for length in lengths]
         write_shard(folder / "prompts" / "part-0.parquet", columns)
