@@ -59,8 +59,10 @@ _WAIT_S = 2 * COMPILE_S + CHECK_S
 # Contraction off: where a product and a sum become one rounding is written down in the sources, not left to a compiler.
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off", "-w")
 _TORCH = ("-lc10", "-ltorch_cpu")
-# Compiled as one: reading torch's headers takes longer than compiling what is written with them.
-_TOGETHER = (("layers", "speculation"), ("bindings", "compressed_bindings", "screen_bindings"))
+# What knows torch is compiled as one, since reading torch's headers takes longer than compiling what is written with
+# them, and with few optimisations: no loop over elements is in these files.
+_WITH_TORCH = ("layers", "speculation", "bindings", "compressed_bindings", "screen_bindings")
+_QUICKLY = "-O1"  # half of the compiler's time with _FLAGS
 _LONGEST = ("linear", "expert_mlp", "mla_prefill", "attention")  # of the others
 _SHARED = "for_kernels.h"  # of the others, compiled once
 
@@ -407,10 +409,9 @@ def _compile(compiler: list[str], folder: Path, chosen: InstructionSet, limit_s:
         _write_includes(folder / _SHARED, [shared])
         steps.append(Step([*compiling, "-x", "c++-header", str(shared), "-o", str(compiled)], compiled))
         needs, included = compiled, ["-include", str(folder / _SHARED)]
-    for names in _TOGETHER:
-        if parts := [sources.pop(name) for name in names if name in sources]:
-            _write_includes(whole := folder / parts[0].name, parts)
-            add(whole, included=[])
+    if parts := [sources.pop(name) for name in _WITH_TORCH if name in sources]:
+        _write_includes(whole := folder / parts[0].name, parts)
+        add(whole, included=[_QUICKLY])
     for name in sorted(sources, key=lambda name: (name not in _LONGEST, name)):
         add(sources[name], included=included, needs=needs)
     compilers.run(steps, limit_s, folder)
