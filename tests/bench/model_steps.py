@@ -49,6 +49,8 @@ from batchinfer.model.sampling import SamplingRows, sample  # noqa: E402
 from batchinfer.model.step import PrefillSpan, StepInput  # noqa: E402
 from batchinfer.model.transformer import Transformer  # noqa: E402
 from batchinfer.parallel.dispatch import LocalDispatcher  # noqa: E402
+from batchinfer_kernels.cpu.packed import Packed  # noqa: E402
+from batchinfer_kernels.cpu.screened import Screen, can_screen  # noqa: E402
 
 BATCH = {"tiny": 256, "small": 64, "release": 64}
 CONTEXT, SHARED_PAGES, GROUP = 490, 6, 8
@@ -163,6 +165,22 @@ def print_end_of_step(model: Transformer, logits: torch.Tensor, step_s: float, r
             print(f"    sampling, {name}{said}: {sampling_s * 1e3:.1f} ms, {share:.1%} of both")
 
 
+def print_greedy_head(model: Transformer, step: StepInput, pages: torch.Tensor, rounds: int) -> None:
+    """Print what greedy tokens take without the logits of all words, as ranks pick them, as a share of the step."""
+    head = model.weights.lm_head
+    screen = Screen.of(head) if isinstance(head, Packed) and can_screen(head) else None
+    if screen is None:
+        print("    greedy tokens take all logits on this processor")
+        return
+    without = step.without_logits
+    states = model.forward(without, pages).states
+    assert states is not None
+    layers_s = median_seconds(partial(model.forward, without, pages), rounds)
+    head_s = median_seconds(partial(screen.largest, states), rounds)
+    share = head_s / (layers_s + head_s)
+    print(f"    greedy tokens without all logits: {head_s * 1e3:.1f} ms, {share:.1%} of a step that ends in them")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
@@ -204,6 +222,7 @@ def main() -> None:
                             print(f"    {name:<20}{total / (options.rounds + 1) * 1e3:>9.2f} ms")
                     if kind.startswith("decode"):
                         print_end_of_step(model, model.forward(step, pages).logits, seconds, options.rounds)
+                        print_greedy_head(model, step, pages, options.rounds)
 
 
 if __name__ == "__main__":
