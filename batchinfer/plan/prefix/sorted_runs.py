@@ -46,7 +46,11 @@ def write_run(target: Path, token_ids: np.ndarray, offsets: np.ndarray, first_in
 
 
 def _first_tokens(token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return [N] uint64, each prompt's first tokens, so that these integers sort like the prompts as far as they go."""
+    """Return [N] uint64, each prompt's first tokens, so that these integers sort like the prompts as far as they go.
+
+    Args:
+        token_ids: of an unsigned type.
+    """
     found = np.zeros(len(offsets) - 1, dtype=np.uint64)
     for place in range(8 // token_ids.itemsize):
         found <<= np.uint64(8 * token_ids.itemsize)
