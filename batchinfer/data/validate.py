@@ -32,7 +32,6 @@ from batchinfer.manifest import Manifest
 from batchinfer.records import Sampling, Shard
 from batchinfer.whole_files import Publisher
 
-BATCH_ROWS = 4096  # most rows checked at once
 GROUP_ROWS = 16384  # rows per row group of tokens/<shard>.parquet
 GROUP_BYTES = 16 << 20
 MOST_WARNINGS = 20  # different ones of a shard
@@ -234,7 +233,7 @@ class _RowChecker:
     def _started(self) -> Iterator[_Started]:
         """Yield the batches in order, with enough batches encoded ahead that no worker waits."""
         ahead: deque[_Started] = deque()
-        for columns in read_batches(self._shard, self._columns, BATCH_ROWS, s3=self._s3):
+        for columns in read_batches(self._shard, self._columns, s3=self._s3):
             cast_kept_columns(columns, self._kept, self._shard)
             batch = RowBatch(columns, columns.num_rows, bad_lines(columns))
             started = _Started(batch)
@@ -243,9 +242,8 @@ class _RowChecker:
                 started.prompts = self._prompts.start(batch, found)
                 started.choices = self._choice_checks.start(batch) if self._choice_checks is not None else None
             ahead.append(started)
-            while ahead and (
-                not ahead[0].num_pieces
-                or sum(started.num_pieces for started in ahead) > 2 * self._num_workers
+            while (
+                sum(started.num_pieces for started in ahead) > 2 * self._num_workers
                 or sum(started.batch.columns.nbytes for started in ahead) > self._num_workers * BATCH_BYTES
             ):
                 yield ahead.popleft()
