@@ -63,7 +63,7 @@ mutants: $(VENV)/.installed-dev
 
 # Slower than `make test-all`: ranks, controllers and finish disturbed at random moments, 200 times and more; a real Slurm.
 chaos: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 $(HANGS) tests/chaos/*.py
+	$(BIN)/python -m pytest -n 2 $(HANGS) -o faulthandler_timeout=3600 tests/chaos/*.py
 	$(BIN)/python -m pytest -m slow tests
 
 # Ratios measured side by side on this machine; they decide no test.
