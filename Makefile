@@ -31,7 +31,7 @@ demo: $(VENV)/.installed
 # Tests wait for other processes much of their time: two cores have enough to do with three workers.
 # Most tests start processes, each of which would compile the same modules if bytecode were not kept.
 # A test that hangs ends its worker after ten minutes, with the traceback of every thread, and fails by its name.
-HANGS  := --max-worker-restart 1 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
+HANGS  := --max-worker-restart 0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder $(HANGS)
 
 # While one works: below two minutes on two cores. tests/check.txt lists files whose tests start no process; one that does

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -185,8 +185,10 @@ def test_a_missing_wait_is_found(stream, files, gpu, monkeypatch, fault, source,
 def test_a_layer_is_not_copied_before_the_one_in_its_slot_was_released(stream, files, gpu):
     found = stream()
     num_slots = len(found._slots)
+    end_s = time.monotonic() + 60
     while found.num_bytes < sum(SIZES[:num_slots]):
-        threading.Event().wait(0.001)
+        assert time.monotonic() < end_s, found._error
+        time.sleep(0.001)
     assert not found._changed.acquire(blocking=False) or found._changed.release() is None
     assert found._num_started == num_slots
     compute_sweep(found, files, gpu)

@@ -153,7 +153,9 @@ def test_a_slot_is_filled_anew_only_when_reads_of_a_layer_that_was_left_out_have
 
     monkeypatch.setattr(weight_stream.os, "preadv", held_up)
     found = stream()
+    end_s = time.monotonic() + 60
     while "2" not in order:
+        assert time.monotonic() < end_s, found._error
         time.sleep(0.001)
     found.skip_sweep()
     time.sleep(0.05)  # readers that do not wait would read layer 0 of the next sweep
