@@ -11,23 +11,42 @@ from batchinfer.balance.compiled import compiled
 
 
 @compiled
+def sort_prompts(token_ids: np.ndarray, offsets: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Sort prompts that are in some order; the fewer neighbours are out of order, the faster. Equal ones keep it.
+
+    Returns: see `merge_sorted`.
+    """
+    shared, bounds = np.zeros_like(order), np.empty(len(order) + 1, np.int64)
+    num_pieces = 0  # that are sorted already
+    for place in range(len(order)):
+        one, other = order[max(place - 1, 0)], order[place]
+        shared[place] = _common_tokens(token_ids, offsets, one, other, 0)
+        if place == 0 or not _is_not_greater(token_ids, offsets, one, other, shared[place]):
+            bounds[num_pieces] = place
+            num_pieces += 1
+    bounds[num_pieces] = len(order)
+    return merge_sorted(token_ids, offsets, order, shared, bounds[: num_pieces + 1])
+
+
+@compiled
 def merge_sorted(
-    token_ids: np.ndarray, offsets: np.ndarray, shared: np.ndarray, bounds: np.ndarray
+    token_ids: np.ndarray, offsets: np.ndarray, order: np.ndarray, shared: np.ndarray, bounds: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Merge sorted pieces that lie one after the other; equal prompts keep the order in which they lie.
+    """Merge sorted pieces of an order of prompts; equal prompts keep that order.
 
     Merge sort that carries common prefixes (Ng and Kakehi 2008): of two prompts, the one that shares more with the
     prompt put out last is the smaller one; tokens are compared only when both share equally much, and from there on.
 
     Args:
-        shared: within each piece; the value of a piece's first prompt is not read.
-        bounds: [pieces + 1] int64, where the pieces begin, and N; pieces of one prompt each sort from scratch.
+        order: [N] int64 prompts.
+        shared: in that order, within each piece; the value of a piece's first prompt is not read.
+        bounds: [pieces + 1] int64, where the pieces begin, and N.
 
     Returns:
         (order, shared): [N] int64 prompts in sorted order, and what each shares with the one before it in that order
         (for the first: 0).
     """
-    order, shared = np.arange(len(shared)), shared.copy()
+    order, shared = order.copy(), shared.copy()
     next_order, next_shared = np.empty_like(order), np.empty_like(shared)
     while len(bounds) > 2:
         for piece in range(0, len(bounds) - 1, 2):

@@ -85,7 +85,7 @@ def _merge(pieces: list[SortedPrompts]) -> SortedPrompts:
     pieces = [piece for piece in pieces if len(piece)]
     joined = join_parts(pieces)
     bounds = offsets_of(np.array([len(piece) for piece in pieces]))
-    order, shared = merge_sorted(joined.token_ids, joined.offsets, joined.shared, bounds)
+    order, shared = merge_sorted(joined.token_ids, joined.offsets, np.arange(len(joined)), joined.shared, bounds)
     return SortedPrompts(
         index=joined.index[order],
         token_ids=take_tails(joined.token_ids, joined.offsets, order, np.zeros_like(order)),

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchinfer.plan.prefix.prompt_parts import SortedPrompts, join_parts, num_that_fit, offsets_of
-from batchinfer.plan.prefix.prompt_sort import join_heads, merge_sorted, take_tails
+from batchinfer.plan.prefix.prompt_sort import join_heads, sort_prompts, take_tails
 
 BLOCK_BYTES = 1 << 16  # most bytes of a block in memory, unless one prompt has more
 
@@ -25,8 +25,7 @@ def write_run(target: Path, token_ids: np.ndarray, offsets: np.ndarray, first_in
         offsets: [N + 1] int64.
         first_index: place of prompt 0 in the input; the others follow it.
     """
-    num_prompts = len(offsets) - 1
-    order, shared = merge_sorted(token_ids, offsets, np.zeros(num_prompts, np.int64), np.arange(num_prompts + 1))
+    order, shared = sort_prompts(token_ids, offsets, np.argsort(_first_tokens(token_ids, offsets), kind="stable"))
     lengths = np.diff(offsets)[order]
     # zstd's lowest level: half the size of plain integers at several hundred megabytes per second
     options = pa.ipc.IpcWriteOptions(compression=pa.Codec("zstd", compression_level=1))
@@ -44,6 +43,16 @@ def write_run(target: Path, token_ids: np.ndarray, offsets: np.ndarray, first_in
                 pa.ListArray.from_arrays(pa.array(tail_offsets), pa.array(tails)),
             ]
             writer.write_batch(pa.record_batch(columns, schema=schema))
+
+
+def _first_tokens(token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return [N] uint64, each prompt's first tokens, so that these integers sort like the prompts as far as they go."""
+    found = np.zeros(len(offsets) - 1, dtype=np.uint64)
+    for place in range(8 // token_ids.itemsize):
+        found <<= np.uint64(8 * token_ids.itemsize)
+        has_token = np.flatnonzero(np.diff(offsets) > place)
+        found[has_token] |= token_ids[offsets[has_token] + place]
+    return found
 
 
 def read_run(source: Path, part_bytes: int) -> Iterator[SortedPrompts]:
