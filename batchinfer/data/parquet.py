@@ -17,6 +17,7 @@ from batchinfer.whole_files import Publisher, published
 # In the metadata of a table that is in no manifest: the checksum of the file with _NO_SEAL in this place.
 _SEAL, _NO_SEAL = b"batchinfer.xxh3", b"0" * 32
 _VALUE_AT = len(_SEAL) + 2  # behind the key: Thrift's type of field and length
+_DISTINCT = ("row", "id", "answer_digest")  # columns whose values hardly repeat
 # pyarrow's errors for a damaged file: ArrowInvalid is a ValueError, ArrowMemoryError comes from absurd sizes
 DAMAGE = (OSError, ValueError, MemoryError, pa.ArrowException)
 
@@ -36,18 +37,20 @@ def table_writer(
     Args:
         plain: a column of lists of token ids to store without a dictionary, which for ids that hardly repeat doubles
             the time and hides common prefixes from the compression. The ids' low bytes lie together, then the next
-            ones, which are mostly zeros: a fifth less is written, in two thirds of the time. All other columns must be
-            flat then.
+            ones, which are mostly zeros: a fifth less is written, in two thirds of the time. Columns of distinct values
+            have no dictionary either, and the column `row`, which must be there, is stored as differences. All other
+            columns must be flat then.
         scratch, publisher: see `whole_files.published`.
         manifest: gets the file's checksums; if None, the file contains its own checksum (see `sealed_table`).
 
     Raises:
         ConfigError: the folder cannot be written.
     """
-    dictionary = [name for name in schema.names if name != plain] if plain is not None else True
+    dictionary = [name for name in schema.names if name not in (plain, *_DISTINCT)] if plain is not None else True
     with published(target, scratch, publisher=publisher) as temporary, open(temporary, "w+b") as file:
         checked = None if manifest is None else ChecksummedWriter(file)
-        encoding = {f"{plain}.list.element": "BYTE_STREAM_SPLIT"} if plain is not None else None
+        special = {f"{plain}.list.element": "BYTE_STREAM_SPLIT", "row": "DELTA_BINARY_PACKED"}
+        encoding = special if plain is not None else None
         with pq.ParquetWriter(
             checked or file, schema, compression="zstd", use_dictionary=dictionary, column_encoding=encoding
         ) as writer:
