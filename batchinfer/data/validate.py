@@ -242,8 +242,9 @@ class _RowChecker:
                 started.prompts = self._prompts.start(batch, found)
                 started.choices = self._choice_checks.start(batch) if self._choice_checks is not None else None
             ahead.append(started)
-            while (
-                sum(started.num_pieces for started in ahead) > 2 * self._num_workers
+            while ahead and (
+                not ahead[0].num_pieces
+                or sum(started.num_pieces for started in ahead) > 2 * self._num_workers
                 or sum(started.batch.columns.nbytes for started in ahead) > self._num_workers * BATCH_BYTES
             ):
                 yield ahead.popleft()

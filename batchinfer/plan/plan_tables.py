@@ -230,7 +230,7 @@ def _request_table(
     last_units: dict[int, list[int]],
 ) -> pa.Table:
     index = planned.row_index[part]
-    overrides = [rows.sampling_texts[code] if code >= 0 else None for code in rows.sampling_code[index]]
+    overrides = [rows.sampling_texts[code] if code >= 0 else None for code in rows.sampling_code[index].tolist()]
     columns = {
         "unit": np.full(len(index), unit, dtype=np.int32),
         "shard": rows.shard[index],

@@ -20,7 +20,7 @@ from batchinfer.rundir import RunDir
 
 COLUMNS = ["row", "n", "token_ids", "max_tokens", "sampling", "error", "control_tokens", "choices"]
 _NAMES = ("shard", "row", "n", "max_tokens", "code", "length", "choice", "score_from")
-BATCH_ROWS = 1024
+BATCH_ROWS = 4096
 NO_CODE = -1  # code of null: a row with the job's own sampling
 
 
