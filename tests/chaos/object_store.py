@@ -25,8 +25,8 @@ server = server_with("runs", which=BOTH)
 
 
 def test_workers_are_killed_and_the_store_fails_while_units_are_claimed(server, tmp_path):
-    faults = Faults(share=0.02, hold_s=2.0, seed=1)
-    disturbed(server, tmp_path, "claims", faults, num_units=1500, num_kills=KILLS, pause_s=1.5, request_s=1.5)
+    faults = Faults(share=0.02, hold_s=5.0, seed=1)
+    disturbed(server, tmp_path, "claims", faults, num_units=1500, num_kills=KILLS, pause_s=1.5, request_s=4.0)
     assert faults.injected.total() >= ERRORS
     assert set(faults.injected) == {"500", "503", "lost", "timeout", "late", "stale"}
     assert (faults.most_writes > 1) == server.is_atomic
