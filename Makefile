@@ -30,7 +30,8 @@ demo: $(VENV)/.installed
 
 # Tests wait for other processes much of their time: two cores have enough to do with three workers.
 # Most tests start processes, each of which would compile the same modules if bytecode were not kept.
-# A test that hangs ends its worker after ten minutes, with the traceback of every thread, and fails by its name.
+# A test that hangs ends its worker after ten minutes, with the traceback of every thread, and fails by its name. The run ends
+# then, without the tests that have not begun: a worker in place of a dead one may get no work, and xdist waits for ever.
 HANGS  := --max-worker-restart 0 -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder $(HANGS)
 

@@ -1,4 +1,4 @@
-"""Layers copied into slots of a GPU: the files' bytes in order, on stand-ins that check what waits for what."""
+"""Layers are copied into slots of a GPU in order, byte for byte; stand-ins for CUDA's streams find a missing wait."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def without_waiting_for_a_copy_s_end(monkeypatch):
     ],
 )
 def test_a_missing_wait_is_found(stream, files, gpu, monkeypatch, fault, source, words):
-    """What the tests above would miss would be missed here, too."""
+    """Remove one wait: the stand-ins report it, or a layer has other bytes. So the tests above notice such a fault."""
     fault(monkeypatch)
     found, has_other_bytes = stream(source), False
     for _ in range(4):

@@ -12,12 +12,15 @@ from batchinfer.balance.compiled import compiled
 
 @compiled
 def sort_prompts(token_ids: np.ndarray, offsets: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort prompts that are in some order; the fewer neighbours are out of order, the faster. Equal ones keep it.
+    """Sort prompts, beginning with a given order: the fewer neighbours are out of order in it, the faster.
+
+    Args:
+        order: [N] int64 prompts; equal ones keep it.
 
     Returns: see `merge_sorted`.
     """
     shared, bounds = np.zeros_like(order), np.empty(len(order) + 1, np.int64)
-    num_pieces = 0  # that are sorted already
+    num_pieces = 0  # stretches of the order that are sorted already
     for place in range(len(order)):
         one, other = order[max(place - 1, 0)], order[place]
         shared[place] = _common_tokens(token_ids, offsets, one, other, 0)
