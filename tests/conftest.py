@@ -2,6 +2,9 @@
 
 The folders of tests are in memory where it has room: a small job waits longer for its fsyncs than it computes.
 
+Failures are shown in CI as elsewhere: where its variables are set, pytest looks for every difference of two values, and
+of bytes in megabytes that takes hours.
+
 Without a GPU Triton runs in its interpreter; it must know before anything imports it.
 """
 
@@ -43,6 +46,8 @@ from support.paths import ROOT
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 HANDLE_SIGNAL = StopSignal._handle
+for variable in ("CI", "BUILD_NUMBER"):
+    os.environ.pop(variable, None)
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30  # many times what the folders of three workers hold at once
 
 if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, free_memory_bytes()) > ROOM_BYTES:
