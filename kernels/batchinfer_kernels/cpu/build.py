@@ -63,7 +63,7 @@ _TORCH = ("-lc10", "-ltorch_cpu")
 # with few optimisations: their loops go over rows, requests and experts, not over the values of a row.
 _WITH_TORCH = ("layers", "speculation", "bindings", "compressed_bindings", "screen_bindings")
 _QUICKLY = "-O1"  # a quarter less of the compiler's time than -O3
-_LONGEST = ("linear", "expert_mlp", "mla_prefill", "attention")  # of the others
+_LONGEST = ("attention", "byte_strips", "compressed", "expert_mlp", "screen", "strips")  # of the others
 _SHARED = "for_kernels.h"  # of the others, compiled once
 
 

@@ -487,12 +487,7 @@ void Attention<Value>::add_page(int64_t row_begin, int64_t row_end, Rows<Value> 
             at[r] = wide_rows_.data() + (row + r) * width_;
           }
         }
-        with_rows(rows, [&](auto count) {
-          for_chunks<count>(kChunks, [&](int64_t chunk, auto groups) {
-            tile<Step, count, groups>(at, panel + 16 * Step::kValues * chunk, width_ / Step::kValues,
-                                      scores_[row] + 16 * chunk, true, nothing);
-          });
-        });
+        multiply_tile<Step>(at, rows, panel, width_ / Step::kValues, kChunks, scores_[row], true, nothing);
       });
     });
     for (int64_t row = row_begin; row < row_end; ++row) {

@@ -61,19 +61,10 @@ struct TiledByteRows {
   const float* scales;
   int64_t num_blocks;
 };
-inline void multiply_strip(const TiledRows& x, int64_t first, int64_t num_rows, const Weight& weight,
-                           const uint8_t* panel, int64_t chunks, float* sums, Pass pass) {
-  const TileRows rows = x.rows.from(first, num_rows);
-  if (weight.kind == WeightKind::kFp4) return multiply_strip_fp4(rows, weight, panel, chunks, sums, pass);
-  multiply_strip_in_tiles(rows, weight.depth, reinterpret_cast<const bf16*>(panel), chunks, sums,
-                          pass);
-}
-inline void multiply_strip(const TiledByteRows& x, int64_t first, int64_t num_rows, const Weight& weight,
-                           const uint8_t* panel, int64_t chunks, float* sums, Pass pass) {
-  const int64_t num_blocks = x.num_blocks;
-  multiply_strip_in_tiles(x.rows.from(first, num_rows), x.scales + first * num_blocks, BytePanel(panel, num_blocks), chunks,
-                          num_blocks, sums, next_byte_panel(weight, num_rows, chunks, pass));
-}
+void multiply_strip(const TiledRows& x, int64_t first, int64_t num_rows, const Weight& weight, const uint8_t* panel,
+                    int64_t chunks, float* sums, Pass pass);
+void multiply_strip(const TiledByteRows& x, int64_t first, int64_t num_rows, const Weight& weight, const uint8_t* panel,
+                    int64_t chunks, float* sums, Pass pass);
 
 // Rows that whole products (multiply_whole_pair_tiles) take: of bfloat16 and a depth of whole tiles.
 template <class Source>
