@@ -49,9 +49,9 @@ test-system: $(VENV)/.installed-dev
 	$(PYTEST) -n 3 -m 'system and not slow'
 
 # What `make test` leaves out: more layouts, dtypes, models and instruction sets, tests/long.txt (tests of seconds, whose
-# mechanism a shorter one shows), and `make test-system`.
+# mechanism a shorter one shows), and `make test-system`. OPTIONS is for CI, whose time is limited.
 test-rest: $(VENV)/.installed-dev
-	$(PYTEST) -n 3 -m '(all or system) and not slow'
+	$(PYTEST) -n 3 -m '(all or system) and not slow' $(OPTIONS)
 
 test-all: test test-rest
 

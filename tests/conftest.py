@@ -22,9 +22,11 @@ import multiprocessing.process
 import shutil
 import signal
 import subprocess
+import time
 import warnings
 from collections.abc import Generator, Iterator
 from contextlib import closing, suppress
+from hashlib import sha256
 from pathlib import Path
 from types import FrameType
 
@@ -46,6 +48,7 @@ from support.paths import ROOT
 
 HAS_GPU = Path("/dev/nvidiactl").exists()
 HANDLE_SIGNAL = StopSignal._handle
+LEFT_OUT = "the time of --until was up"
 for variable in ("CI", "BUILD_NUMBER"):
     os.environ.pop(variable, None)
 MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30  # many times what the folders of three workers hold at once
@@ -62,6 +65,8 @@ if not IS_WORKER:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-processes", action="store_true", help="fail every test that starts a process")
+    parser.addoption("--until", type=float, metavar="TIME", help="begin no test after this time, in seconds since 1970")
+    parser.addoption("--order", metavar="TEXT", help="run files in an order that depends on this text alone")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -267,11 +272,31 @@ def kill_orphans() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave the tests of tests/long.txt to `make test-rest`; long files first, for `pytest -n`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the tests of tests/long.txt to `make test-rest`; long files first, for `pytest -n`, or in --order."""
     left = set((ROOT / "tests" / "long.txt").read_text().splitlines())
     for item in items:
         if not left.isdisjoint((item.nodeid, item.nodeid.partition("[")[0])):
             item.add_marker(pytest.mark.all)
+    order = config.getoption("--order")
+    if order is not None:
+        items.sort(key=lambda item: sha256(f"{order} {item.nodeid.partition('::')[0]}".encode()).digest())
+        return
     place = {name: number for number, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONG_FILES)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until = item.config.getoption("--until")
+    if until is not None and time.time() > until:
+        pytest.skip(LEFT_OUT)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many tests --until has left out."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    left_out = [report for report in skipped if LEFT_OUT in str(report.longrepr)]
+    if left_out:
+        num_files = len({report.nodeid.partition("::")[0] for report in left_out})
+        terminalreporter.write_line(f"NOT RUN, as time was up: {len(left_out)} tests of {num_files} files")

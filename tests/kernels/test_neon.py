@@ -16,7 +16,7 @@ from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.instructions import FOR_ARM, FOR_X86, slowest
 
 PROGRAM = Path(__file__).parents[1] / "support" / "grouped_attention.cpp"
-PARTS = ("attention", "paged_decode", "gqa_prefill", "rope", "rows", "pairs")
+PARTS = ("attention", "paged_decode", "gqa_prefill", "rope", "rows", "pairs", "strips")
 ARM_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 pytestmark = pytest.mark.all  # make test: test_gqa, with the instructions of this processor

@@ -13,7 +13,7 @@ from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.instructions import FOR_ARM, FOR_X86, InstructionSet, slowest
 
 PROGRAM = Path(__file__).parents[1] / "support" / "screened_words.cpp"
-PARTS = ("screen", "linear", "pack", "pairs", "sampling")
+PARTS = ("screen", "linear", "strips", "byte_strips", "pack", "pairs", "sampling")
 ARM_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 pytestmark = [

@@ -300,7 +300,7 @@ def _build(source: list[str] | Path, path: Path) -> None:
         if isinstance(source, Path):
             built = Path(shutil.copyfile(source, folder / source.name))
         else:
-            _tell(f"compiling the C++ operations for {instructions().name}: once on this machine, half a minute")
+            _tell(f"compiling the C++ operations for {instructions().name}: once on this machine, up to a minute")
             built = _compile_if_known(source, folder)
         if instructions().tiles:
             _check_tiles(built)
