@@ -2,8 +2,8 @@
 
 The folders of tests are in memory where it has room: a small job waits longer for its fsyncs than it computes.
 
-Failures are shown in CI as elsewhere: where its variables are set, pytest looks for every difference of two values, and
-of bytes in megabytes that takes hours.
+The variables CI and BUILD_NUMBER are removed: where one is set, pytest prints every difference of two values that are
+not equal, which takes hours for megabytes of bytes.
 
 Without a GPU Triton runs in its interpreter; it must know before anything imports it.
 """

@@ -1,4 +1,4 @@
-// Products of rows in 8 bits with a panel in 8 or 4 bits (tile.h), for all units that have some.
+// Multiplies rows in 8 bits by a panel of a weight in 8 or 4 bits (tile.h). Compiled once, for all other units.
 
 #include <algorithm>
 

@@ -1,7 +1,6 @@
-// Products of rows in float32 and bfloat16 with a panel (tile.h), for all units that have some.
+// Multiplies rows in float32 and bfloat16 by a panel of a weight (tile.h). Compiled once, for all other units.
 
 #include <algorithm>
-#include <type_traits>
 
 #include "tile.h"
 #include "tiled_rows.h"
@@ -259,7 +258,7 @@ void multiply_strip(const TiledRows& x, int64_t first, int64_t num_rows, const W
 }
 #endif
 
-// of attention.cpp
+// Called from attention.cpp, too.
 #ifdef BATCHINFER_PAIR_PRODUCTS
 template void multiply_tile<Pair>(const bf16* const*, int64_t, const bf16*, int64_t, int64_t, float*, bool, Ahead&);
 #endif
