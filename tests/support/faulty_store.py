@@ -15,12 +15,14 @@ from __future__ import annotations
 import collections
 import http.client
 import random
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
 
 from support.object_store import Server
 
@@ -179,6 +181,21 @@ def faulty_store(server: Server, faults: Faults) -> Iterator[str]:
     class Listener(ThreadingHTTPServer):
         daemon_threads = True
         request_queue_size = 128
+        connections: ClassVar[set[socket.socket]] = set()  # open
+
+        def process_request(self, request: Any, client_address: Any) -> None:
+            self.connections.add(request)
+            super().process_request(request, client_address)
+
+        def shutdown_request(self, request: Any) -> None:
+            self.connections.discard(request)
+            super().shutdown_request(request)
+
+        def end_connections(self) -> None:
+            """Leave none open: a client that keeps one alive could still use the store."""
+            for connection in list(self.connections):
+                with suppress(OSError):  # ended meanwhile
+                    connection.shutdown(socket.SHUT_RDWR)
 
         def handle_error(self, *_: object) -> None:
             """A caller that was killed ends its connection."""
@@ -193,4 +210,5 @@ def faulty_store(server: Server, faults: Faults) -> Iterator[str]:
         listener.shutdown()
         listener.server_close()
         thread.join()
+        listener.end_connections()
         time.sleep(0.4)  # what is late has come
