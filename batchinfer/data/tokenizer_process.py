@@ -115,6 +115,7 @@ class TokenizerProcess:
 
         Raises:
             ModelError: the tokenizer or the template is missing or not valid, or loading it does not end well.
+            BatchinferError: the process was killed from outside again and again.
         """
         wanted, files = json.dumps(settings).encode(), folder_state(Path(settings["folder"]))
         if self._loaded is not None and (self._settings, self._of) == (wanted, files):
@@ -126,10 +127,14 @@ class TokenizerProcess:
         self._settings, self._of = wanted, files
         answer = self._send_settings()
         while not answer:
-            ended = self._ended()
-            if not ended.from_outside or self._num_starts == MOST_STARTS:
-                folder, why = settings["folder"], _why(ended)
-                raise ModelError(f"cannot use the tokenizer and template of {folder}: {why}; restore the files")
+            ended, folder = self._ended(), settings["folder"]
+            if not ended.from_outside:
+                raise ModelError(f"cannot use the tokenizer and template of {folder}: {_why(ended)}; restore the files")
+            if self._num_starts == MOST_STARTS:
+                raise BatchinferError(
+                    f"the process that loads the tokenizer of {folder} was ended by {ended.reason()}, "
+                    f"{self._num_starts} times in all, perhaps for lack of memory; run the same command to go on"
+                )
             self._start()
             answer = self._send_settings()
         found: dict[str, Any] = json.loads(answer)

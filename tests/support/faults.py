@@ -18,7 +18,7 @@ import pytest
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller.units import result_table
 from batchinfer.plan import packing
-from batchinfer.records import Completion, RequestKey
+from batchinfer.records import Completion, DamagedFileError, RequestKey
 from batchinfer.run.units.result_files import write_results
 from support.jobs import Ended, batchinfer, output_bytes, start, write_job, write_questions
 
@@ -145,13 +145,14 @@ def kill_the_command(
 def run_while_killing(
     job: Path, run: Path, options: tuple[str, ...], *, num_kills: int, seed: int
 ) -> tuple[Ended, int]:
-    """Run the job and kill a descendant of its controller at random moments.
+    """Run the job and, once it is planned, kill a descendant of its controller at random moments.
 
     Returns:
         How the job ended, and how often somebody was killed.
     """
     rng, num_killed = random.Random(seed), 0
     process = start("run", job, "--set", f"output.dir={run}", *options)
+    wait_until(lambda: _is_planned(run), process)
     for _ in range(num_kills):
         try:
             process.wait(timeout=rng.uniform(0.2, 6.0 if num_killed else 1.5))
@@ -163,3 +164,10 @@ def run_while_killing(
             os.kill(rng.choice(below), signal.SIGKILL)
             num_killed += 1
     return ended(process), num_killed
+
+
+def _is_planned(run: Path) -> bool:
+    try:
+        return bool(read_json(run / "run.json", "state")["state"] != "planning")
+    except DamagedFileError:  # it is not there yet
+        return False
