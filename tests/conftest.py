@@ -255,7 +255,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries count what is left at the end
+    gc.unfreeze()  # for libraries that report objects which are left at the end
     if not IS_WORKER:
         kill_orphans()
 
@@ -266,7 +266,7 @@ def kill_orphans() -> None:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended, or belongs to another user
             is_ours = mark in (process / "environ").read_bytes().split(b"\0")
-            # a resource tracker ends by itself, after the removal of what its process shared
+            # a resource tracker removes the shared memory of its process, then it ends by itself
             if is_ours and b"resource_tracker" not in (process / "cmdline").read_bytes():
                 os.kill(int(process.name), signal.SIGKILL)
 

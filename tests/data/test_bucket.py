@@ -62,7 +62,7 @@ def test_a_file_is_put_and_fetched_in_pieces(server, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fault", ["500", "503", "lost", "timeout", "late"])
 def test_a_write_whose_answer_is_lost_is_known_for_what_it_did(server, fault):
-    """Many requests fail: who has created or replaced is told so, once, and nobody else."""
+    """Many requests fail. Only the caller whose write succeeded gets a version back."""
     with faulty_store(
         server, Faults(share=0.3, kinds=(fault,), hold_s=0.6, most=4 if fault == "timeout" else 20)
     ) as url:
@@ -79,7 +79,7 @@ def test_a_write_whose_answer_is_lost_is_known_for_what_it_did(server, fault):
 
 
 def winners(write, text):
-    """Which of four that write at once are told that they did."""
+    """Return the writers, of four at once, whose write is reported to have succeeded."""
     won = []
 
     def attempt(me):
@@ -115,7 +115,7 @@ def test_a_store_that_goes_on_failing_is_one_sentence(server):
 
 
 def test_a_store_that_wants_no_quotes_in_if_match_is_served(server):
-    """As Ceph's gateway: what has to be found out is found out once."""
+    """Ceph's gateway wants none. The first replacement finds that out, the next ones use it."""
     with faulty_store(server, Faults(conditions="unquoted")) as url:
         here = bucket_at(url, "unquoted")
         version = here.create("name", b"first")
@@ -127,7 +127,7 @@ def test_a_store_that_wants_no_quotes_in_if_match_is_served(server):
 
 
 def test_a_refusal_that_comes_as_an_error_is_known_for_what_it_is(server):
-    """As Ceph's gateway says it to who has lost a race."""
+    """Ceph's gateway answers so to the loser of a race."""
     with faulty_store(server, Faults(conditions="unnamed")) as url:
         here = bucket_at(url, "unnamed")
         version = here.create("name", b"first")
@@ -140,7 +140,7 @@ def test_a_refusal_that_comes_as_an_error_is_known_for_what_it_is(server):
 
 @pytest.mark.slow
 def test_a_folder_of_many_objects_is_listed_page_by_page(server, monkeypatch):
-    monkeypatch.setattr(bucket_module, "REQUEST_S", stores.REQUEST_S)  # a page takes moto a second
+    monkeypatch.setattr(bucket_module, "REQUEST_S", stores.REQUEST_S)  # moto may take a second for a page
     here = bucket_at(server.endpoint, "many")
     names = [f"folder/{number:06d}" for number in range(2100)]
     with ThreadPoolExecutor(8) as pool:

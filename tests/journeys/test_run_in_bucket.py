@@ -94,7 +94,7 @@ def test_a_run_in_a_bucket_equals_the_run_on_disk(calm, server, tmp_path, monkey
 
 
 def check_finished_run(run, calm, tmp_path):
-    """Each command that is given the run alone reads it, and a later plan learns from it."""
+    """Check that commands read the run by its URI alone, and that a later plan learns from it."""
     status = json.loads(batchinfer("status", run.uri, "--json").out)
     assert (status["run"], status["state"], status["requests_done"]) == (run.uri, "finished", 20)
     report = json.loads(batchinfer("report", run.uri, "--json").out)
@@ -203,7 +203,7 @@ def test_wrong_places_are_one_sentence(calm, server, tmp_path, monkeypatch):
 
 
 def test_answers_of_an_earlier_run_in_the_bucket_are_reused(calm, server, tmp_path, monkeypatch):
-    """Of two samples the first has its answer; planned on one node, computed and finished on others."""
+    """The earlier run has the first of two samples. Plan, work and finish of the new one have a node each."""
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", server.endpoint)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     two = ("--set", "sampling.n=2")

@@ -17,6 +17,7 @@ import pytest
 
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.controller.units import result_table
+from batchinfer.data.tokenizer_process import MOST_STARTS
 from batchinfer.plan import packing
 from batchinfer.records import Completion, DamagedFileError, RequestKey
 from batchinfer.run.units.result_files import write_results
@@ -145,15 +146,18 @@ def kill_the_command(
 def run_while_killing(
     job: Path, run: Path, options: tuple[str, ...], *, num_kills: int, seed: int
 ) -> tuple[Ended, int]:
-    """Run the job and, once it is planned, kill a descendant of its controller at random moments.
+    """Run the job and kill its descendants at random moments.
+
+    Before the run is planned there are fewer than MOST_STARTS kills: its tokenizer process is not started more often.
 
     Returns:
         How the job ended, and how often somebody was killed.
     """
     rng, num_killed = random.Random(seed), 0
     process = start("run", job, "--set", f"output.dir={run}", *options)
-    wait_until(lambda: _is_planned(run), process)
     for _ in range(num_kills):
+        if num_killed == MOST_STARTS - 1:
+            wait_until(lambda: process.poll() is not None or _is_planned(run), process)
         try:
             process.wait(timeout=rng.uniform(0.2, 6.0 if num_killed else 1.5))
             break

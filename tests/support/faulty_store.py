@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, ClassVar
+from typing import Any
 
 from support.object_store import Server
 
@@ -89,6 +89,34 @@ class Faults:
                 fault = "stale" if kind == "list" and "stale" in self.kinds else "503" if fault == "stale" else fault
             self.injected[fault] += 1
             return fault
+
+
+class _Listener(ThreadingHTTPServer):
+    """The server of the proxy, which can end the connections that its clients keep alive."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, handler: type[BaseHTTPRequestHandler]) -> None:
+        super().__init__(("127.0.0.1", 0), handler)
+        self._connections: set[Any] = set()  # open sockets
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._connections.add(request)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._connections.discard(request)
+        super().shutdown_request(request)
+
+    def end_connections(self) -> None:
+        """End all open connections: through one that is kept alive, a client could use the store after its end."""
+        for connection in list(self._connections):
+            with suppress(OSError):  # it has ended meanwhile
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, *_: object) -> None:
+        """Print nothing when a caller that was killed ends its connection."""
 
 
 @contextmanager
@@ -178,29 +206,7 @@ def faulty_store(server: Server, faults: Faults) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             pass
 
-    class Listener(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128
-        connections: ClassVar[set[socket.socket]] = set()  # open
-
-        def process_request(self, request: Any, client_address: Any) -> None:
-            self.connections.add(request)
-            super().process_request(request, client_address)
-
-        def shutdown_request(self, request: Any) -> None:
-            self.connections.discard(request)
-            super().shutdown_request(request)
-
-        def end_connections(self) -> None:
-            """Leave none open: a client that keeps one alive could still use the store."""
-            for connection in list(self.connections):
-                with suppress(OSError):  # ended meanwhile
-                    connection.shutdown(socket.SHUT_RDWR)
-
-        def handle_error(self, *_: object) -> None:
-            """A caller that was killed ends its connection."""
-
-    listener = Listener(("127.0.0.1", 0), Handler)
+    listener = _Listener(Handler)
     thread = threading.Thread(target=listener.serve_forever, daemon=True)
     thread.start()
     try:
