@@ -90,7 +90,7 @@ def quick_ranks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_GPU:
             rank_forge.open_forge()
-            patch.setattr(local_ranks, "start_rank", rank_forge.start_rank)
+            patch.setattr(local_ranks, "start_ranks", rank_forge.start_ranks)
             patch.setattr(tokenizer_process, "start_process", rank_forge.start_tokenizer)
         yield
 

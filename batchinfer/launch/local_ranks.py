@@ -6,8 +6,10 @@ import socket
 import subprocess
 import time
 
+from batchinfer.host_info import has_gpu
 from batchinfer.launch.nodes import MeetingPoint
-from batchinfer.launch.rank_process import RankEnvironment, rank_variables, start_rank
+from batchinfer.launch.rank_forks import MOST_RANKS, ForkedRank, RankForks
+from batchinfer.launch.rank_process import RankEnvironment, RankStart, rank_variables, start_rank
 from batchinfer.net.stream import Stream
 
 
@@ -34,7 +36,7 @@ class LocalRanks:
         self._controller = controller
         self.one_host = one_host
         self.streams: list[Stream] = []  # to each rank, unless they connect to another process
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
 
     @property
     def num_ranks(self) -> int:
@@ -44,9 +46,11 @@ class LocalRanks:
         """Start the ranks, of which none may be running; return when, in Unix seconds."""
         assert not self._processes
         started_s = time.time()
-        for environment in self._environments:
-            variables = rank_variables(environment, num_ranks=self.num_ranks)
-            self._add(environment.rank, *self._start(variables))
+        starts = [self._prepare(environment) for environment in self._environments]
+        self._processes = start_ranks(starts)
+        for start in starts:
+            if start.end is not None:
+                start.end.close()
         return started_s
 
     def may_be(self, rank: int, pid: int) -> bool:
@@ -56,11 +60,8 @@ class LocalRanks:
 
     def ended(self) -> dict[int, str]:
         """Return the end of each ended process, as text, by rank."""
-        return {
-            rank: _describe(process.returncode)
-            for rank, process in self._processes.items()
-            if process.poll() is not None
-        }
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
+        return {rank: _describe(code) for rank, code in codes.items() if code is not None}
 
     def all_ended_well(self) -> bool:
         return all(process.poll() == 0 for process in self._processes.values())
@@ -89,17 +90,26 @@ class LocalRanks:
         self._processes.clear()
         self.streams.clear()
 
-    def _start(self, variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], socket.socket | None]:
-        if self._controller is not None:
-            return start_rank(variables, None), None
-        near, far = socket.socketpair()
-        with far:
-            return start_rank(variables, far), near
+    def _prepare(self, environment: RankEnvironment) -> RankStart:
+        end = None
+        if self._controller is None:
+            near, end = socket.socketpair()
+            self.streams.append(Stream(near))
+        return RankStart(environment.rank, rank_variables(environment, num_ranks=self.num_ranks), end)
 
-    def _add(self, rank: int, process: subprocess.Popen[bytes], end: socket.socket | None) -> None:
-        self._processes[rank] = process
-        if end is not None:
-            self.streams.append(Stream(end))
+
+def start_ranks(starts: list[RankStart]) -> dict[int, subprocess.Popen[bytes] | ForkedRank]:
+    """Start ranks on this host; return their processes by rank.
+
+    Several ranks are forked from one process, except next to GPUs, where each has cores enough to import for itself.
+    """
+    if len(starts) < 2 or has_gpu():
+        return {start.rank: start_rank(start) for start in starts}
+    processes: dict[int, subprocess.Popen[bytes] | ForkedRank] = {}
+    for first in range(0, len(starts), MOST_RANKS):
+        forks = RankForks(starts[first : first + MOST_RANKS])
+        processes |= {start.rank: ForkedRank(forks, start.rank) for start in starts[first : first + MOST_RANKS]}
+    return processes
 
 
 def _describe(code: int) -> str:

@@ -14,7 +14,7 @@ from batchinfer.records import ConfigError
 from batchinfer.stop_signals import signals_held
 
 _PREFIX = "BATCHINFER_RANK_"
-_SOCKET = _PREFIX + "SOCKET"  # the number of an inherited socket
+SOCKET = _PREFIX + "SOCKET"  # the number of an inherited socket
 # Memory that a step gives back is kept for the next one: the kernel would have to clear it again, page by page. Large
 # pages: reading weights and KV all over memory takes fewer address translations (a seventh of a decode step).
 MALLOC = (
@@ -58,7 +58,7 @@ class RankEnvironment:
             number, index, host, port, credentials = (os.environ[_PREFIX + name] for name in names)
         except KeyError:
             raise ConfigError("a rank is started by `batchinfer work` or `batchinfer run`, not by hand") from None
-        end = int(os.environ[_SOCKET]) if _SOCKET in os.environ else None
+        end = int(os.environ[SOCKET]) if SOCKET in os.environ else None
         if end is not None:
             os.set_inheritable(end, False)  # so that the controller sees at once when this process ends
         return cls(int(number), int(index), host, int(port), credentials, end)
@@ -103,19 +103,33 @@ def rank_variables(environment: RankEnvironment, *, num_ranks: int) -> dict[str,
     return {**settings, **os.environ, **environment.variables(cores)}
 
 
-def start_rank(variables: dict[str, str], end: socket.socket | None) -> subprocess.Popen[bytes]:
-    """Start a rank with these environment variables.
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """What a rank is started with.
 
-    Args:
-        end: the rank's end of a socket pair; None: the rank connects to its controller.
+    variables: all environment variables, see `rank_variables`.
+    end: the rank's end of a socket pair; None: the rank connects to its controller.
     """
+
+    rank: int
+    variables: dict[str, str]
+    end: socket.socket | None
+
+
+def start_rank(start: RankStart) -> subprocess.Popen[bytes]:
+    """Start a rank as a process of its own."""
+    if start.end is None:
+        return start_process(start.variables, None)
+    return start_process({**start.variables, SOCKET: str(start.end.fileno())}, start.end)
+
+
+def start_process(variables: dict[str, str], inherited: socket.socket | None) -> subprocess.Popen[bytes]:
+    """Start a process of a rank's program with these environment variables."""
     command = own_process.command("batchinfer.rank.main")
-    inherited = [] if end is None else [end.fileno()]
-    if end is not None:
-        variables = {**variables, _SOCKET: str(end.fileno())}
+    files = [] if inherited is None else [inherited.fileno()]
     # a rank's libraries print to stderr: standard output is for the command's results
     with signals_held():  # a rank ignores signals, but Ctrl-C may reach it before its first line has run
-        return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=2, pass_fds=inherited)
+        return subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=2, pass_fds=files)
 
 
 def thread_settings(num_threads: int) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The program of one rank: `python -m batchinfer.rank.main`, started by its node's controller or agent.
+"""The program of a rank: `python -m batchinfer.rank.main`, started by its node's controller or agent, or forked.
 
 The rank connects to the controller named in its environment, meets the other ranks of its group, loads its share of
 the model and steps until the controller ends the job; then it may stay for the next job. A rank ignores the signals
@@ -38,6 +38,7 @@ from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.data.bucket import Bucket
 from batchinfer.data.tokenizer import load_tokenizer
+from batchinfer.launch.rank_forks import fork_ranks
 from batchinfer.launch.rank_process import RankEnvironment
 from batchinfer.model.fused.graphs import ON_HOST, why_not_recorded
 from batchinfer.model.transformer import Transformer
@@ -77,6 +78,7 @@ RankChannel = Channel[FromController]
 def main() -> NoReturn:
     """Run one rank to its end."""
     ignore_signals()
+    fork_ranks()
     environment = RankEnvironment.read()
     environment.take_cores()
     try:

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchinfer
-from support.faults import descendants
+from support.faults import descendants, ranks_of
 from support.jobs import batchinfer as command
 from support.jobs import output_bytes
 from support.paths import RANDOM_MODEL
@@ -50,7 +50,7 @@ def command_of(pid: int) -> str:
 
 def ranks(model: batchinfer.Model) -> set[int]:
     """The processes of its ranks."""
-    return started_by(model._process._process.pid, "batchinfer.rank.main")
+    return set(ranks_of(model._process._process.pid))
 
 
 def wait_until(holds: Callable[[], object]) -> None:

@@ -93,16 +93,14 @@ def watched(target: Path) -> None:
 
 
 def _processes() -> dict[str, Any]:
-    """Private memory and descriptors of this process's children: the median's; and its own descriptors."""
+    """Private memory and descriptors of this process's ranks: the median's; and its own descriptors."""
+    from support.faults import ranks_of
+
     ranks = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
-                sizes = dict(line.split(":") for line in (folder / "smaps_rollup").read_text().splitlines()[1:])
-                private_kb = sum(int(sizes[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
-                ranks.append((private_kb / 1024, len(list((folder / "fd").iterdir()))))
-        except (OSError, ValueError):  # it has ended
-            continue
+    for folder in (Path("/proc", str(pid)) for pid in ranks_of(os.getpid())):
+        sizes = dict(line.split(":") for line in (folder / "smaps_rollup").read_text().splitlines()[1:])
+        private_kb = sum(int(sizes[name].split()[0]) for name in ("Private_Clean", "Private_Dirty"))
+        ranks.append((private_kb / 1024, len(list((folder / "fd").iterdir()))))
     memory_mb, descriptors = sorted(ranks)[len(ranks) // 2]
     own = len(list(Path("/proc/self/fd").iterdir()))
     return {"rank_mb": memory_mb, "rank_descriptors": descriptors, "descriptors": own}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from support.faults import LAYOUTS, TWO, descendants, ended, make_reference, wait_until
+from support.faults import LAYOUTS, TWO, ended, make_reference, ranks_of, wait_until
 from support.jobs import batchinfer, output_bytes, outputs, start
 
 
@@ -31,10 +31,10 @@ def test_a_killed_rank_is_named_and_started_again(reference, layout):
     run = folder / f"named-{layout}"
     process = start("run", folder / "job.toml", "--set", f"output.dir={run}", *LAYOUTS[layout])
     wait_until(lambda: list(run.glob("units/*/[0-9]*/part-*.parquet")), process)
-    killed = descendants(process.pid)[-1]
+    killed = ranks_of(process.pid)[-1]
     os.kill(killed, signal.SIGKILL)
     wait_until(lambda: not Path(f"/proc/{killed}").exists(), process)
-    wait_until(lambda: len(descendants(process.pid)) == 2, process)
+    wait_until(lambda: len(ranks_of(process.pid)) == 2, process)
     done = ended(process)
     assert done.code == 0, done.err
     assert "was killed by SIGKILL" in done.err
@@ -54,7 +54,7 @@ def test_a_rank_that_does_not_answer_is_replaced_after_the_deadline(reference, l
     options = (*LAYOUTS[layout], "--set", "cluster.collective_seconds=3.0")
     process = start("run", folder / "job.toml", "--set", f"output.dir={run}", *options)
     wait_until(lambda: list(run.glob("units/*/[0-9]*/part-*.parquet")), process)
-    os.kill(descendants(process.pid)[0], signal.SIGSTOP)
+    os.kill(ranks_of(process.pid)[0], signal.SIGSTOP)
     done = ended(process)
     assert done.code == 0, done.err
     assert "starting the ranks again" in done.err
@@ -65,7 +65,7 @@ def test_when_the_controller_is_killed_its_ranks_end(reference):
     folder, _ = reference
     process = start("run", folder / "job.toml", "--set", "output.dir=orphans", *TWO)
     wait_until(lambda: list((folder / "orphans").glob("units/*/[0-9]*/part-*.parquet")), process)
-    ranks = descendants(process.pid)
+    ranks = ranks_of(process.pid)
     assert len(ranks) == 2
     process.kill()
     process.communicate()

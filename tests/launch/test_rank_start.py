@@ -27,7 +27,7 @@ def test_a_signal_that_stops_a_job_ends_no_rank_from_its_first_moment_on():
     end, rank_end = socket.socketpair()
     with end, rank_end:
         variables = rank_process.rank_variables(rank_process.RankEnvironment(0), num_ranks=1)
-        rank = rank_process.start_rank(variables, rank_end)
+        rank = rank_process.start_rank(rank_process.RankStart(0, variables, rank_end))
     try:
         while True:
             status = Path(f"/proc/{rank.pid}/status").read_text()
@@ -42,13 +42,22 @@ def test_a_signal_that_stops_a_job_ends_no_rank_from_its_first_moment_on():
         rank.wait()
 
 
+TRAP = """
+import os
+def note():
+    with open(os.environ["SEEN"], "a") as file:
+        file.write(f"{os.getpid()} {os.environ['GOMP_SPINCOUNT']}\\n")
+if "BATCHINFER_RANK_NUMBER" in os.environ:
+    note()
+    os.register_at_fork(after_in_child=note)
+"""
+
+
 @pytest.fixture
 def seen(tmp_path, monkeypatch):
-    """Return a function that reads a line of each rank that was started from now on: (pid, spins)."""
-    line = "f'{os.getpid()} {os.environ[\"GOMP_SPINCOUNT\"]}\\n'"
-    trap = f"import os\nif 'BATCHINFER_RANK_NUMBER' in os.environ: open(os.environ['SEEN'], 'a').write({line})"
+    """Return a function that reads a line of each rank, and of what it is forked from, from now on: (pid, spins)."""
     (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(trap)
+    (tmp_path / "site" / "sitecustomize.py").write_text(TRAP)
     paths = [str(tmp_path / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
@@ -66,7 +75,7 @@ def test_threads_of_torch_do_not_stay_in_the_way_of_others(tmp_path, seen):
     write_questions(tmp_path / "prompts", (3,))
     done = ended(start("run", write_job(tmp_path, cluster={"decode_ranks": 2})))
     assert done.code == 0, done.err
-    assert [spins for _, spins in seen()] == [1000, 1000]
+    assert [spins for _, spins in seen()] == [1000, 1000, 1000]  # two ranks, and the process they are forked from
     assert not any(is_alive(pid) for pid, _ in seen())
 
 

@@ -237,10 +237,10 @@ def test_what_a_job_names_and_this_machine_has_runs(tmp_path, model):
 
 
 def test_a_rank_that_dies_while_it_is_asked_is_no_refusal(tmp_path, model, monkeypatch):
-    def ended_at_once(variables, end, stdin=subprocess.DEVNULL):
-        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"], env=variables, stdin=stdin)
+    def ended_at_once(starts):
+        return {start.rank: subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"]) for start in starts}
 
-    monkeypatch.setattr(local_ranks, "start_rank", ended_at_once)
+    monkeypatch.setattr(local_ranks, "start_ranks", ended_at_once)
     job, stop = load_job(job_of(tmp_path, cluster={"backend": "cpu"})), StopSignal()
     ranks = open_ranks(job, range(1), stop)
     try:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,17 @@ def descendants(pid: int) -> list[int]:
         frontier = {child for child, parent in parents.items() if parent in frontier}
         found += sorted(frontier)
     return found
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Ranks below `pid`, without the process that they may be forked from."""
+    found = []
+    for process in descendants(pid):
+        with suppress(OSError):
+            if b"batchinfer.rank.main" in Path(f"/proc/{process}/cmdline").read_bytes():
+                found.append(process)
+    forking = {process for process in found if not set(found).isdisjoint(descendants(process))}
+    return [process for process in found if process not in forking]
 
 
 def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], timeout_s: float = 200.0) -> Any:

@@ -23,7 +23,9 @@ from pathlib import Path
 import pytest
 
 from batchinfer.data import tokenizer_process, tokenizer_worker
-from batchinfer.launch import rank_process
+from batchinfer.launch import local_ranks
+from batchinfer.launch.rank_forks import ForkedRank
+from batchinfer.launch.rank_process import RankStart
 from batchinfer.rank import main
 
 # Read by a rank when it runs, not while modules are imported. Any other variable may have been.
@@ -34,7 +36,7 @@ READ_LATE = (
 TESTS = Path(__file__).parents[1]
 WARM = "support.warm_tokenizer"
 TRAP = "sitecustomize.py"  # what a test sets up in ranks
-_start_rank = rank_process.start_rank
+_start_ranks = local_ranks.start_ranks
 _variables: dict[str, str] = {}  # of the server
 _environment: dict[str, str] = {}  # those of them that what is imported may depend on
 _context: list[ForkServerContext] = []  # the server, once a test has asked for it
@@ -88,14 +90,16 @@ def start_tokenizer(control: int, stderr: int) -> Forked:
     return Forked(_run_tokenizer, socket.socket(fileno=os.dup(control)), Connection(os.dup(stderr)))
 
 
-def start_rank(variables: dict[str, str], end: socket.socket | None) -> Forked | subprocess.Popen[bytes]:
-    """Start as rank_process.start_rank does; fork unless these variables could change the imports."""
-    early = _early(variables)
+def start_ranks(starts: list[RankStart]) -> dict[int, Forked | ForkedRank | subprocess.Popen[bytes]]:
+    """Start as local_ranks.start_ranks does; fork from the server unless these variables could change the imports."""
+    early = _early(starts[0].variables)
     folder, _, others = early.pop("PYTHONPATH", "").partition(os.pathsep)
     trap = Path(folder, TRAP) if folder and list(Path(folder).glob("*")) == [Path(folder, TRAP)] else None
-    path = others if trap else variables.get("PYTHONPATH")
+    path = others if trap else starts[0].variables.get("PYTHONPATH")
     early |= {"PYTHONPATH": path} if path else {}
-    return Forked(_run, variables, end, os.getcwd(), trap) if early == _environment else _start_rank(variables, end)
+    if early != _environment:
+        return dict(_start_ranks(starts))
+    return {start.rank: Forked(_run, start.variables, start.end, os.getcwd(), trap) for start in starts}
 
 
 def _early(variables: Mapping[str, str]) -> dict[str, str]:
