@@ -243,15 +243,17 @@ inline void multiply_pair_tiles(TileRows rows, TileColumns columns, int64_t num_
 }
 
 constexpr int64_t kScratchRows = 4 * kTileSide, kScratchColumns = 4 * kTileSide;
+constexpr int64_t kScratchValues = kScratchRows * kScratchColumns;
 
 // Exact sums of each block of `block_words` words (a multiple of 16) of four 8-bit values. Calls finish(row, count, tile,
-// number, block, sums) with those of rows row … row + count - 1 and some tiles of columns, sums [count][64]; blocks of a
-// part come in ascending order. All rows pass `part_blocks` blocks before the next ones. While a block is multiplied, the one
-// before is finished, little by little: the two take different parts of the processor.
+// number, block, num_blocks, sums) with those of rows row … row + count - 1, some tiles of columns, and one or two blocks, so
+// that what they are added to is read and written half as often; sums [num_blocks][64][64], of rows that are not there
+// nothing. Blocks of a part come in ascending order. All rows pass `part_blocks` blocks before the next ones. While blocks are
+// multiplied, those before are finished, little by little: the two take different parts of the processor.
 template <class Finish>
 void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t block_words, int64_t num_blocks,
                          int64_t part_blocks, Ahead ahead, Finish finish) {
-  alignas(64) int32_t sums[2][kScratchRows * kScratchColumns];
+  alignas(64) int32_t sums[2][2][kScratchValues];
   const int64_t num_steps = block_words / kTileSide;
 
   struct Turns {  // between the steps of a block
@@ -259,18 +261,20 @@ void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, 
     Finish& finish;
     int64_t num_steps;
     struct {
-      int64_t row, count, tile, number, block;
+      int64_t row, count, tile, number, block, num_blocks;
       const int32_t* sums;
-    } last{};          // that is to be finished
-    int64_t done = 0;  // of its rows
+    } last{};          // that are to be finished
+    int64_t done = 0;  // of their rows
 
     void turn() {
       ahead.turn();
-      finish_until(std::min(last.count, done + (last.count + num_steps - 1) / num_steps));
+      const int64_t turns = num_steps * last.num_blocks;
+      if (done < last.count) finish_until(std::min(last.count, done + (last.count + turns - 1) / turns));
     }
     void finish_until(int64_t end) {
       if (done == end) return;
-      finish(last.row + done, end - done, last.tile, last.number, last.block, last.sums + done * kScratchColumns);
+      finish(last.row + done, end - done, last.tile, last.number, last.block, last.num_blocks,
+             last.sums + done * kScratchColumns);
       done = end;
     }
   };
@@ -279,10 +283,11 @@ void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, 
     const int64_t end = std::min(first + part_blocks, num_blocks);
     // multiply(word, sums) for the part's blocks of some rows and tiles
     const auto run = [&](int64_t row, int64_t count, int64_t tile, int64_t number, auto multiply) {
-      for (int64_t block = first; block < end; ++block, own = 1 - own) {
-        multiply(block * block_words, sums[own]);
+      for (int64_t block = first; block < end; block += 2, own = 1 - own) {
+        const int64_t num_blocks = std::min<int64_t>(2, end - block);
+        for (int64_t i = 0; i < num_blocks; ++i) multiply((block + i) * block_words, sums[own][i]);
         turns.finish_until(turns.last.count);
-        turns.last = {row, count, tile, number, block, sums[own]};
+        turns.last = {row, count, tile, number, block, num_blocks, sums[own][0]};
         turns.done = 0;
       }
     };
@@ -319,7 +324,7 @@ void multiply_byte_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, 
 template <class Finish>
 void multiply_whole_pair_tiles(TileRows rows, TileColumns columns, int64_t num_tiles, int64_t num_words, Ahead ahead,
                                Finish finish) {
-  alignas(64) float sums[2][kScratchRows * kScratchColumns];
+  alignas(64) float sums[2][kScratchValues];
   const int64_t num_steps = num_words / kTileSide;
 
   struct Turns {

@@ -9,6 +9,7 @@ namespace batchinfer {
 namespace {
 
 constexpr int64_t kPartBlocks = 4;    // of a panel in 8 or 4 bits that rows pass at a time
+constexpr int64_t kTilePartBlocks = 2;  // the same for rows in tiles, which finish two blocks at once
 constexpr int64_t kGroupSteps = kGroup / 4;
 
 // Where a panel in 8 bits has its parts (pack.cpp).
@@ -128,19 +129,27 @@ __attribute__((noinline)) void int4_tile(const ByteRows& x, const int64_t* rows,
 }
 
 #ifdef BATCHINFER_TILES
-// sums [count, 64] = (or, unless it is the first block, +=) exact sums of a block in N tiles of columns, times their scales.
-template <int N>
+// sums [count, 64] = (or, unless the first block is the weight's, +=) exact sums of B blocks in N tiles of columns, times
+// their scales.
+template <int N, int B>
 inline void add_scaled(const int32_t* exact, int64_t count, const float* x_scales, int64_t x_stride, const float* scales,
                        bool is_first, float* sums) {
-  Floats column_scales[N];
+  Floats column_scales[B][N];
+#pragma GCC unroll 2
+  for (int b = 0; b < B; ++b) {
 #pragma GCC unroll 4
-  for (int n = 0; n < N; ++n) column_scales[n] = floats(scales[n]);
+    for (int n = 0; n < N; ++n) column_scales[b][n] = floats(scales[b * kChunks + n]);
+  }
   for (int64_t r = 0; r < count; ++r, exact += kScratchColumns, x_scales += x_stride, sums += kPanelColumns) {
-    const Floats x_scale = floats(*x_scales);
 #pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
-      const Floats sum = as_floats(load_ints(exact + 16 * n)), before = is_first ? floats(0.0f) : load(sums + 16 * n);
-      store(sums + 16 * n, multiply_add(sum, x_scale * column_scales[n], before));
+      Floats sum = is_first ? floats(0.0f) : load(sums + 16 * n);
+#pragma GCC unroll 2
+      for (int b = 0; b < B; ++b) {
+        const Floats own = as_floats(load_ints(exact + b * kScratchValues + 16 * n));
+        sum = multiply_add(own, floats(x_scales[b]) * column_scales[b][n], sum);
+      }
+      store(sums + 16 * n, sum);
     }
   }
 }
@@ -148,14 +157,16 @@ inline void add_scaled(const int32_t* exact, int64_t count, const float* x_scale
 // Sums of rows in 8 bits that have scales [num_rows, num_blocks].
 inline void multiply_strip_in_tiles(TileRows rows, const float* x_scales, const BytePanel& panel, int64_t chunks,
                                     int64_t num_blocks, float* sums, Ahead next_panel) {
-  const int64_t part_blocks = rows.count > 2 * kTileSide ? kTilePartBytes / kBlock : std::max<int64_t>(1, num_blocks);
+  const int64_t part_blocks = rows.count > 2 * kTileSide ? kTilePartBlocks : std::max<int64_t>(1, num_blocks);
   multiply_byte_tiles(rows, {panel.values, 4 * kPanelColumns}, chunks, kBlock / 4, num_blocks, part_blocks, next_panel,
-                      [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, const int32_t* exact) {
+                      [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, int64_t both,
+                          const int32_t* exact) {
                         const float* const scales = panel.scales + block * kChunks + tile;
+                        const float* const own = x_scales + row * num_blocks + block;
                         float* const at = sums + row * kPanelColumns + 16 * tile;
                         up_to_four(number, [&](auto tiles) {
-                          add_scaled<tiles>(exact, count, x_scales + row * num_blocks + block, num_blocks, scales,
-                                            block == 0, at);
+                          both == 2 ? add_scaled<tiles, 2>(exact, count, own, num_blocks, scales, block == 0, at)
+                                    : add_scaled<tiles, 1>(exact, count, own, num_blocks, scales, block == 0, at);
                         });
                       });
 }

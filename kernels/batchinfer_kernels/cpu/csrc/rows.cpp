@@ -89,6 +89,23 @@ void add_sums(const Value* hidden, const float* sums, const Value* added, Value*
   });
 }
 
+// Rounds a block's values to 8 bits, signed ones or ones that are moved up by 128. Returns the scale.
+inline float block_to_bytes(const bf16* values, bool is_signed, uint8_t* bytes) {
+  // magnitudes in the order of their bits, those that are not finite last; compilers make vectors of this
+  bf16 most = 0;
+  for (int64_t i = 0; i < kBlock; ++i) most = std::max<bf16>(most, values[i] & 0x7FFF);
+  const bool is_finite = most < 0x7F80;
+  const float peak = wide_of(most);
+  const Floats factor = floats(is_finite && peak > 0 ? kMostInt8 / peak : 0.0f);
+  for (int64_t i = 0; i < kBlock; i += 16) {
+    const Ints whole = nearest_ints(load_wide(lanes(16), values + i) * factor);
+    const Mask wraps = is_less(whole, ints(0));
+    store_bytes(bytes + i, is_signed ? choose(wraps, plus(whole, ints(256)), whole) : plus(whole, ints(128)));
+  }
+  // a row that is not finite must not look finite afterwards: its scale is not
+  return is_finite ? peak / kMostInt8 : NAN;
+}
+
 void to_bytes(Rows<bf16> x, uint8_t* out, float* scales, int32_t* starts, int64_t num_rows, int64_t width) {
   const int64_t num_blocks = (width + kBlock - 1) / kBlock;
   const bool is_signed = starts || kHasTiles;
@@ -96,25 +113,12 @@ void to_bytes(Rows<bf16> x, uint8_t* out, float* scales, int32_t* starts, int64_
     for (int64_t block = 0; block < num_blocks; ++block) {
       const bf16* values = x.at(row) + block * kBlock;
       uint8_t* bytes = out + (row * num_blocks + block) * kBlock;
-      const int64_t count = std::min(kBlock, width - block * kBlock);
-      Floats peaks = floats(0.0f);
-      bool is_finite = true;
-      for (int64_t i = 0; i < count; i += 16) {
-        const Floats part = magnitude(load_wide(lanes(count - i), values + i));
-        is_finite = is_finite && !any(not_below(part, floats(INFINITY)));
-        peaks = larger(peaks, part);
+      bf16 padded[kBlock];
+      if (const int64_t count = width - block * kBlock; count < kBlock) {
+        std::fill(std::copy_n(values, count, padded), padded + kBlock, bf16{});
+        values = padded;
       }
-      const float peak = largest_of(peaks);
-      // a row that is not finite must not look finite afterwards: its scale is not
-      scales[row * num_blocks + block] = is_finite ? peak / kMostInt8 : NAN;
-      const Floats factor = floats(is_finite && peak > 0 ? kMostInt8 / peak : 0.0f);
-      for (int64_t i = 0; i < kBlock; i += 16) {
-        const Floats value = i < count ? load_wide(lanes(count - i), values + i) : floats(0.0f);
-        store_bytes(bytes + i, plus(nearest_ints(value * factor), ints(128)));
-      }
-      if (is_signed) {
-        for (int64_t i = 0; i < kBlock; ++i) bytes[i] ^= 0x80;
-      }
+      scales[row * num_blocks + block] = block_to_bytes(values, is_signed, bytes);
       if (!starts) continue;
       for (int64_t group = 0; group < kBlock / kGroup; ++group) {
         int32_t sum = 0;

@@ -167,7 +167,7 @@ void exact_sums(const ScreenedRows& x, int64_t first, int64_t num_rows, const in
 #ifdef BATCHINFER_TILES
   const Ahead ahead = pass.next_panel(panel_bytes, num_tile_turns(num_rows, chunks, num_words));
   multiply_byte_tiles(TileRows::apart(x.at(first), x.stride(), num_rows), {values, 4 * kPanelColumns}, chunks, num_words, 1, 1,
-                      ahead, [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t, const int32_t* exact) {
+                      ahead, [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t, int64_t, const int32_t* exact) {
                         for (int64_t r = 0; r < count; ++r) {
                           std::memcpy(sums + (row + r) * kPanelColumns + 16 * tile, exact + r * kScratchColumns, 64 * number);
                         }

@@ -83,14 +83,14 @@ bool bytes_agree(std::mt19937& random, int64_t num_rows, int64_t num_tiles, int6
   multiply_byte_tiles(
       TileRows::apart(rows.data(), num_blocks * kBlock, num_rows), {panel.data(), 4 * kColumns}, num_tiles, kBlockWords,
       num_blocks, 2, Ahead::nothing(),
-      [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, const int32_t* sums) {
-        for (int64_t r = 0; r < count; ++r) {
-          for (int64_t c = 0; c < kTileSide * number; ++c, ++num_seen) {
-            const int64_t column = kTileSide * tile + c;
+      [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t first, int64_t both, const int32_t* sums) {
+        for (int64_t block = first; block < first + both; ++block, sums += kScratchValues) {
+          for (int64_t i = 0; i < count * kTileSide * number; ++i, ++num_seen) {
+            const int64_t r = i / (kTileSide * number), c = i % (kTileSide * number), column = kTileSide * tile + c;
             int32_t expected = 0;
-            for (int64_t i = 0; i < kBlock; ++i) {
-              expected += int32_t{rows[((row + r) * num_blocks + block) * kBlock + i]} *
-                          panel[((block * kBlockWords + i / 4) * kColumns + column) * 4 + i % 4];
+            for (int64_t k = 0; k < kBlock; ++k) {
+              expected += int32_t{rows[((row + r) * num_blocks + block) * kBlock + k]} *
+                          panel[((block * kBlockWords + k / 4) * kColumns + column) * 4 + k % 4];
             }
             agree = agree && expected == sums[r * kScratchColumns + c];
           }

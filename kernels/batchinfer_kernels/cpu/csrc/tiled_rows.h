@@ -113,10 +113,12 @@ inline TiledByteRows copied_into_tiles(const ByteRows& x, int64_t begin, int64_t
 #endif
 
 // Bytes of a task's rows of x. Panels must pass faster for tiles, so more rows share one: processors with AMX have 2 MiB of
-// second-level cache. Whole products leave more of it to panels and results.
+// second-level cache. Whole products leave more of it to panels and results. Products in 8 bits are quickest with fewer rows
+// (256 KiB against 1 MiB: 9 % on a Granite Rapids, 27 November 2026).
 template <class Source>
 inline int64_t rows_room([[maybe_unused]] const Weight& weight) {
 #ifdef BATCHINFER_TILES
+  if (std::is_same_v<Source, ByteRows> && weight.kind == WeightKind::kInt8) return int64_t{256} << 10;
   return int64_t{is_whole<Source>(weight) ? 512 : 1024} << 10;
 #else
   return int64_t{384} << 10;
