@@ -62,7 +62,7 @@ _TORCH = ("-lc10", "-ltorch_cpu")
 # Units that include torch's headers are compiled as one, since reading these takes longer than compiling the rest, and
 # with few optimisations: their loops go over rows, requests and experts, not over the values of a row.
 _WITH_TORCH = ("layers", "speculation", "bindings", "compressed_bindings", "screen_bindings")
-# A quarter less of the compiler's time than -O3; and GCC collects its garbage beyond 1 GB only, which saves as much again.
+# A quarter less of the compiler's time than -O3; GCC collects its garbage beyond 1 GB only, which saves a fifth.
 _QUICKLY = ("-O1", "--param", "ggc-min-expand=100", "--param", "ggc-min-heapsize=1048576")
 _LONGEST = ("attention", "byte_strips", "compressed", "expert_mlp", "screen", "strips")  # of the others
 _SHARED = "for_kernels.h"  # of the others, compiled once
