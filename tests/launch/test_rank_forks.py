@@ -175,7 +175,7 @@ def test_a_single_rank_and_ranks_next_to_gpus_are_processes_of_their_own(program
 
 
 def test_as_many_ranks_as_one_process_forks_are_all_told_of(program):
-    """Messages of many ranks wait in the socket until somebody reads them."""
+    """They have more to say than the socket holds until somebody reads."""
     starts, streams = [], []
     for rank in range(MOST_RANKS):
         near, end = socket.socketpair()
