@@ -17,7 +17,7 @@ from batchinfer.launch import local_ranks
 from batchinfer.launch.local_ranks import start_ranks  # as it is before conftest.py takes its place
 from batchinfer.launch.rank_forks import MOST_RANKS, ForkedRank, RankForks
 from batchinfer.launch.rank_process import RankEnvironment, RankStart, rank_variables
-from support.faults import descendants, ended
+from support.faults import ended, rank_processes
 from support.faults import wait_until as wait_while_running
 from support.jobs import batchinfer, output_bytes, start, write_job, write_questions
 from support.kv_stores import wait_until
@@ -185,7 +185,7 @@ def test_as_many_ranks_as_one_process_forks_are_all_told_of(program):
     forks = RankForks(starts)
     for one in starts:
         one.end.close()
-    wait_until(lambda: all(forks.pid(rank) for rank in range(MOST_RANKS)))
+    wait_until(lambda: all(forks.pid(rank) for rank in range(MOST_RANKS)), seconds=120)
     said = [stream.recv(1000).decode().split() for stream in streams]
     assert [int(words[0]) for words in said] == [forks.pid(rank) for rank in range(MOST_RANKS)]
     assert [int(words[2]) for words in said] == list(range(MOST_RANKS))
@@ -212,12 +212,11 @@ def forked(process: subprocess.Popen[str]) -> list[int]:
     """Wait for the two ranks of a command; return the process that forked them, and them."""
 
     def found() -> list[int] | None:
-        running = descendants(process.pid)
-        of_ranks = [pid for pid in running if b"rank.main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        return of_ranks if len(of_ranks) == 3 else None
+        processes = rank_processes(process.pid)
+        return processes if len(processes) == 3 else None
 
-    processes: list[int] = wait_while_running(found, process)
-    return processes
+    started: list[int] = wait_while_running(found, process)
+    return started
 
 
 @pytest.mark.parametrize("victim", ["forking", "rank"])

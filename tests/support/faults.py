@@ -115,13 +115,19 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def ranks_of(pid: int) -> list[int]:
-    """Ranks below `pid`, without the process that they may be forked from."""
+def rank_processes(pid: int) -> list[int]:
+    """Processes below `pid` that run a rank's program: the one that ranks may be forked from, then the ranks."""
     found = []
     for process in descendants(pid):
-        with suppress(OSError):
+        with suppress(OSError):  # ended meanwhile
             if b"batchinfer.rank.main" in Path(f"/proc/{process}/cmdline").read_bytes():
                 found.append(process)
+    return found
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Ranks below `pid`, without the process that they may be forked from."""
+    found = rank_processes(pid)
     forking = {process for process in found if not set(found).isdisjoint(descendants(process))}
     return [process for process in found if process not in forking]
 
