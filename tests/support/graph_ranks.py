@@ -52,24 +52,32 @@ def install(
     from batchinfer.rank import context
     from batchinfer_kernels import registry
 
-    rank = int(os.environ["BATCHINFER_RANK_NUMBER"])
     deep_ep = ModuleType("deep_ep")
     deep_ep.Buffer = Buffer  # type: ignore[attr-defined]
     sys.modules["deep_ep"] = deep_ep
     open_group = mesh._open_group
-    room = (memory_for or {}).get(rank)
+
+    def has_memory(device: Any) -> bool:
+        room = (memory_for or {}).get(own_rank())
+        return room is None or Recorder.num_recorded < room
+
     stand_ins: list[tuple[ModuleType, str, Any]] = [
         (mesh, "_open_group", lambda backend, *others: open_group("gloo", *others)),
         (mesh, "check_device", lambda *_: None),
-        (registry, "reads_on_host", lambda operation: rank in refuses),
+        (registry, "reads_on_host", lambda operation: own_rank() in refuses),
         (graphs, "_why_no_graphs_on", lambda device: None),
         (graphs, "_CudaRecorder", Recorder),
-        (context, "has_memory", lambda device: room is None or Recorder.num_recorded < room),
+        (context, "has_memory", has_memory),
     ]
     for module, name, stand_in in stand_ins:
         assert hasattr(module, name)
         setattr(module, name, stand_in)
-    Recorder.dies = dies if dies is not None and dies[0] == rank and not Path(dies[2]).exists() else None
+    Recorder.dies = dies if dies is not None and not Path(dies[2]).exists() else None
+
+
+def own_rank() -> int:
+    """The number of this rank, which the process that ranks are forked from does not have."""
+    return int(os.environ["BATCHINFER_RANK_NUMBER"])
 
 
 class Recorder:
@@ -84,7 +92,7 @@ class Recorder:
 
         def start() -> StepOutput:
             nonlocal held
-            if Recorder.dies is not None and Recorder.num_started == Recorder.dies[1]:
+            if Recorder.dies is not None and (own_rank(), Recorder.num_started) == Recorder.dies[:2]:
                 Buffer.dies_in_s = Recorder.dies[2]
             Recorder.num_started += 1
             output = work()

@@ -35,11 +35,12 @@ def install(*, marks: str, dies: tuple[int, int] | None = None) -> None:
     from batchinfer.parallel import mesh
     from batchinfer.parallel.staged_exchange import StagedExchange
 
-    rank, died = int(os.environ["BATCHINFER_RANK_NUMBER"]), Path(marks, "died")
+    died = Path(marks, "died")
     plain, made = StagedExchange._all_to_all, 0
 
     def counted(self: StagedExchange, *arguments: Any) -> Any:
         nonlocal made
+        rank = int(os.environ["BATCHINFER_RANK_NUMBER"])  # not that of the process that ranks are forked from
         Path(marks, f"rank-{rank}").touch()
         if dies is not None and (rank, made) == dies and not died.exists():
             died.touch()
