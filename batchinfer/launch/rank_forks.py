@@ -19,6 +19,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 from batchinfer import own_process
 from batchinfer.launch.rank_process import SOCKET, RankStart, start_process
 from batchinfer.records import ExitCode
+from batchinfer.resource_errors import explain_resource_error
 
 _CONTROL = "BATCHINFER_RANK_CONTROL"  # the number of the inherited socket; only in forking processes
 MOST_RANKS = 128  # of a forking process: the kernel passes 253 files in a message, and some 200 KB
@@ -105,14 +107,9 @@ class ForkedRank:
         """The process number, or None if the rank does not run yet."""
         return self._forks.pid(self._rank)
 
-    @property
-    def returncode(self) -> int | None:
-        """The exit code, or minus the number of a signal; None while the rank may run."""
-        return self._forks.code(self._rank)
-
     def poll(self) -> int | None:
-        """Return `returncode`."""
-        return self.returncode
+        """Return the exit code, or minus the number of a signal; None while the rank may run."""
+        return self._forks.code(self._rank)
 
 
 def fork_ranks() -> None:
@@ -131,7 +128,11 @@ def fork_ranks() -> None:
     starts = json.loads(message or b"[]")  # empty if the controller is gone
     rank_of: dict[int, int] = {}
     for number, start in enumerate(starts):
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            print(f"rank {start['rank']}: {explain_resource_error(error) or error}", file=sys.stderr, flush=True)
+            os._exit(ExitCode.BAD_JOB)  # which ends the ranks that were forked
         if pid == 0:
             if ends:
                 os.environ[SOCKET] = str(ends[number])

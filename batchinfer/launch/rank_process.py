@@ -105,7 +105,7 @@ def rank_variables(environment: RankEnvironment, *, num_ranks: int) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class RankStart:
-    """What a rank is started with.
+    """The start settings of one rank.
 
     variables: all environment variables, see `rank_variables`.
     end: the rank's end of a socket pair; None: the rank connects to its controller.
@@ -117,7 +117,7 @@ class RankStart:
 
 
 def start_rank(start: RankStart) -> subprocess.Popen[bytes]:
-    """Start a rank as a process of its own."""
+    """Start one rank in a separate process."""
     if start.end is None:
         return start_process(start.variables, None)
     return start_process({**start.variables, SOCKET: str(start.end.fileno())}, start.end)

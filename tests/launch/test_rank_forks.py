@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.launch import local_ranks
-from batchinfer.launch.local_ranks import start_ranks  # as it is before conftest.py takes its place
+from batchinfer.launch.local_ranks import start_ranks  # the product's, which conftest.py replaces later
 from batchinfer.launch.rank_forks import MOST_RANKS, ForkedRank, RankForks
 from batchinfer.launch.rank_process import RankEnvironment, RankStart, rank_variables
 from support.faults import ended, rank_processes
@@ -158,6 +159,30 @@ def test_ranks_whose_imports_fail_have_the_exit_code_of_that(tmp_path, monkeypat
     forks.kill()  # which changes nothing
 
 
+def test_a_refused_fork_is_a_sentence_and_leaves_no_rank(tmp_path, monkeypatch, capfd):
+    lines = ["import errno, os", "plain, forks = os.fork, []", "def refused():", "    forks.append(1)"]
+    lines += [
+        "    if len(forks) > 1: raise BlockingIOError(errno.EAGAIN, 'no')",
+        "    return plain()",
+        "os.fork = refused",
+    ]
+    (tmp_path / "sitecustomize.py").write_text("\n".join([*lines, PROGRAM]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    variables = [rank_variables(RankEnvironment(rank), num_ranks=2) for rank in range(2)]
+    pairs = [socket.socketpair() for _ in range(2)]
+    forks = RankForks([RankStart(rank, variables[rank], pairs[rank][1]) for rank in range(2)])
+    forks.wait()
+    assert forks.code(1) == 2
+    assert re.search(
+        r"^rank 1: no more processes or threads can be started \(.*\); raise that limit", capfd.readouterr().err, re.M
+    )
+    pid = forks.pid(0)
+    wait_until(lambda: pid is None or not is_alive(pid))
+    for near, end in pairs:
+        near.close()
+        end.close()
+
+
 def started_kinds(num_ranks: int) -> set[type]:
     starts = [RankStart(rank, rank_variables(RankEnvironment(rank), num_ranks=2), None) for rank in range(num_ranks)]
     processes = start_ranks(starts)
@@ -175,7 +200,7 @@ def test_a_single_rank_and_ranks_next_to_gpus_are_processes_of_their_own(program
 
 
 def test_as_many_ranks_as_one_process_forks_are_all_told_of(program):
-    """They have more to say than the socket holds until somebody reads."""
+    """The socket's queue is shorter than the number of messages from 128 ranks."""
     starts, streams = [], []
     for rank in range(MOST_RANKS):
         near, end = socket.socketpair()
