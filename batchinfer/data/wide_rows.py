@@ -88,6 +88,30 @@ def decoded(batch: pa.RecordBatch, first_row: int) -> Iterator[pa.RecordBatch]:
         yield pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
+def joined(batches: Iterator[pa.RecordBatch], most_rows: int) -> Iterator[pa.RecordBatch]:
+    """Join batches of fewer rows as long as they have at most `most_rows` rows and BATCH_BYTES together.
+
+    Files with a dictionary are read a few rows at a time, in case all have its largest value. Nearly always that was
+    not so, and the work per batch would count more than that per row.
+    """
+    group: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        if group and (rows + batch.num_rows > most_rows or size + batch.nbytes > BATCH_BYTES):
+            yield _one_batch(group)
+            group, rows, size = [], 0, 0
+        group.append(batch)
+        rows, size = rows + batch.num_rows, size + batch.nbytes
+    if group:
+        yield _one_batch(group)
+
+
+def _one_batch(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(batches) == 1:
+        return batches[0]
+    return next(iter(pa.Table.from_batches(batches).combine_chunks().to_batches()), batches[0])
+
+
 def runs_of_rows(row_bytes: np.ndarray, most_bytes: int, most_rows: int) -> Iterator[tuple[int, int]]:
     """Yield runs [first, end) of rows with limited bytes and rows; a row of more bytes gets a separate run."""
     ends, first = np.cumsum(row_bytes), 0

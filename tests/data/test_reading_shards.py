@@ -98,6 +98,17 @@ def test_batches_hold_the_columns_asked_for_in_order(tmp_path):
     assert sum(batch.num_rows for batch in read_batches(one_shard(path), [], batch_rows=3)) == 10
 
 
+def test_short_rows_come_in_full_batches_though_the_file_has_a_dictionary(tmp_path):
+    # a dictionary of 1 MB: with a value of that size in each row, 256 rows would be all that memory allows
+    texts = [f"{row:030}" for row in range(30_000)]
+    path = write(tmp_path / "a.parquet", {"prompt": texts})
+    with pq.ParquetFile(path) as file:
+        assert file.metadata.row_group(0).column(0).has_dictionary_page
+    found = list(read_batches(one_shard(path), ["prompt"]))
+    assert [value for batch in found for value in batch["prompt"].to_pylist()] == texts
+    assert all(1024 - 256 < batch.num_rows <= 1024 for batch in found[:-1])
+
+
 def test_a_written_table_appears_whole_or_not_at_all(tmp_path):
     schema = pa.schema([("a", pa.int64())])
 

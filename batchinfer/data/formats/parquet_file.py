@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.data.formats.first_bytes import HEAD_BYTES, format_advice
 from batchinfer.data.shard_schemas import with_schema
-from batchinfer.data.wide_rows import BATCH_BYTES, Dictionaries, decoded, dictionaries_of
+from batchinfer.data.wide_rows import BATCH_BYTES, Dictionaries, decoded, dictionaries_of, joined
 from batchinfer.records import Shard
 
 MAGIC = b"PAR1"
@@ -69,6 +69,10 @@ def batches(
         return
     row_bytes = _row_bytes(file, columns, look=not dictionaries.unresolved)
     rows = max(1, min(batch_rows, dictionaries.most_rows, BATCH_BYTES // row_bytes))
+    yield from joined(_decoded_batches(file, columns, rows), batch_rows)
+
+
+def _decoded_batches(file: pq.ParquetFile, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
     num_rows = 0
     for batch in file.iter_batches(batch_size=rows, columns=columns, use_threads=False):
         yield from decoded(batch.select(columns), num_rows)
