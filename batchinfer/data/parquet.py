@@ -17,7 +17,7 @@ from batchinfer.whole_files import Publisher, published
 # In the metadata of a table that is in no manifest: the checksum of the file with _NO_SEAL in this place.
 _SEAL, _NO_SEAL = b"batchinfer.xxh3", b"0" * 32
 _VALUE_AT = len(_SEAL) + 2  # behind the key: Thrift's type of field and length
-_DISTINCT = ("row", "id", "answer_digest")  # columns whose values hardly repeat
+_DISTINCT = ("row", "id")  # columns whose values hardly repeat
 # pyarrow's errors for a damaged file: ArrowInvalid is a ValueError, ArrowMemoryError comes from absurd sizes
 DAMAGE = (OSError, ValueError, MemoryError, pa.ArrowException)
 

@@ -62,7 +62,7 @@ def write_plan(
         block_tokens: tokens per block of the KV store.
         answer_lengths: known answer lengths by prompt group.
         token_type: of the token ids of `prompts`.
-        with_digests: whether to return the answer digests, too.
+        with_digests: whether to return the answer digests.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -91,16 +91,15 @@ def write_plan(
                     planned.shared_tokens[part],
                     answer_lengths,
                 )
-                samplings = rows.sampling_digest[rows.sampling_code[planned.row_index[part]]]
-                found = answer_digests(token_ids, samplings, max_tokens[part], planned.score_from[part], keys[part])
                 if with_digests:
-                    found_digests.append(found)
+                    samplings = rows.sampling_digest[rows.sampling_code[planned.row_index[part]]]
+                    found_digests.append(
+                        answer_digests(token_ids, samplings, max_tokens[part], planned.score_from[part], keys[part])
+                    )
                 if answer_lengths:
                     expected_tokens[part] = expected
                 writer.write_table(
-                    _request_table(
-                        schema, rows, planned, keys, unit, part, token_ids, found, groups, expected, last_units
-                    )
+                    _request_table(schema, rows, planned, keys, unit, part, token_ids, groups, expected, last_units)
                 )
                 num_row_groups += 1
             kept = {"first_row_group": first_row_group, "num_row_groups": num_row_groups - first_row_group}
@@ -224,7 +223,6 @@ def _request_table(
     unit: int,
     part: slice,
     token_ids: pa.Array,
-    digests: pa.Array,
     groups: np.ndarray,
     expected_tokens: np.ndarray,
     last_units: dict[int, list[int]],
@@ -242,12 +240,18 @@ def _request_table(
         "cached_tokens": planned.cached_tokens[part],
         "score_from": planned.score_from[part],
         "prompt_group": groups,
-        "answer_digest": digests,
         "expected_tokens": pa.array(expected_tokens, pa.float32(), from_pandas=True),  # NaN becomes null
-        "last_units": pa.array([last_units.get(place) for place in range(part.start, part.stop)], TOKEN_IDS),
+        "last_units": _lists_of(last_units, part),
         "token_ids": token_ids,
     }
     return pa.table(columns, schema=schema)
+
+
+def _lists_of(last_units: dict[int, list[int]], part: slice) -> pa.Array:
+    """Return `_last_units` of a part of the requests as a column, null for requests that are not in it."""
+    places = range(part.start, part.stop)
+    found = [last_units.get(place) for place in places] if last_units else []
+    return pa.array(found, TOKEN_IDS) if any(found) else pa.nulls(len(places), TOKEN_IDS)
 
 
 def _duplicate_table(rows: RowTable, planned: PlannedRequests) -> pa.Table:

@@ -22,19 +22,21 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.config import JobConfig
+from batchinfer.config.sampling import JobSampling
 from batchinfer.data.parquet import own_file, own_parquet
 from batchinfer.data.schemas.internal import ANSWER_DIGEST, RESULTS
 from batchinfer.data.schemas.table import COMPUTED
 from batchinfer.equal_rows import is_of_one_kind
 from batchinfer.manifest import Manifest
 from batchinfer.ownership import check_folder, shared_with
+from batchinfer.plan.answer_digests import answer_digests, sampling_digest
 from batchinfer.plan.earlier_run import earlier_run
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.plan_tables import WrittenPlan
 from batchinfer.plan.requests import PlannedRequests
 from batchinfer.plan.rows import RowTable
 from batchinfer.progress import Stage, note
-from batchinfer.records import ConfigError
+from batchinfer.records import ConfigError, Sampling, sampling_from_json
 from batchinfer.run.equality import run_equality
 from batchinfer.run.fingerprint import Fingerprint, difference
 from batchinfer.run.units.counted import run_results
@@ -47,6 +49,8 @@ _SAME = ("model.config", "model.weights", "tokenizer and template", "model.dtype
 _VERSION = "version of batchinfer"
 _SAME_COLUMN = "continue_final_message"
 _KEY = ("shard", "row", "sample")
+_KEY_BYTES = 8 * len(_KEY)
+_OF_ANSWERS = ("token_ids", "sampling", "max_tokens", "score_from", "sampling_key")
 _NOT_RUN = ("cached_disk_tokens", "kv_tokens_sum", *(name for name, *_ in COMPUTED))
 _TIMES = ("admitted_s", "first_token_s", "finished_s")
 
@@ -93,7 +97,8 @@ class EarlierAnswers:
         if self._files and not is_of_one_kind(self._equality.numerics):
             kinds = self._equality.numerics or "processors that it did not record"
             raise self._refusal(f"it was computed with {kinds}, which may round differently from each other")
-        self._digests, self._keys = self._planned()
+        job_sampling = JobSampling.model_validate(state["fingerprint"]["sampling"]).to_sampling()
+        self._digests, self._keys = self._planned(job_sampling)
 
     def take(self, written: WrittenPlan, rows: RowTable, run: RunDir) -> Reused | None:
         """Write the answers into the units of the new plan, and return whose they are; None if there are none.
@@ -161,14 +166,30 @@ class EarlierAnswers:
             f"no answer of {self._run.shown} can be reused: {reason}; name another run, or leave --reuse out"
         )
 
-    def _planned(self) -> tuple[pa.Array, pa.Array]:
-        """Return the digests and keys of the earlier run's requests."""
+    def _planned(self, job_sampling: Sampling) -> tuple[pa.Array, pa.Array]:
+        """Return the digests and keys of the earlier run's requests.
+
+        Args:
+            job_sampling: the earlier job's own sampling.
+        """
+        digests: list[pa.Array] = []
+        keys: list[pa.Array] = []
+        of_text: dict[str | None, tuple[int, int]] = {None: sampling_digest(job_sampling)}
         with own_parquet(self._run.requests, self._manifest) as file:
-            if "answer_digest" not in file.schema_arrow.names:
-                raise self._refusal("an earlier version of batchinfer planned it, without digests of answers")
-            table = file.read(columns=["answer_digest", *_KEY])
-        digests = table["answer_digest"].cast(ANSWER_DIGEST).combine_chunks()
-        return digests, _key_bytes(table)
+            for group in range(file.num_row_groups):
+                table = file.read_row_group(group, columns=[*_KEY, *_OF_ANSWERS])
+                texts = table["sampling"].to_pylist()
+                of_text |= {text: sampling_digest(sampling_from_json(text)) for text in {*texts} - of_text.keys()}
+                digests.append(
+                    answer_digests(
+                        table["token_ids"].combine_chunks(),
+                        np.array([of_text[text] for text in texts], dtype=np.uint64).reshape(-1, 2),
+                        *(table[name].to_numpy() for name in ("max_tokens", "score_from", "sampling_key")),
+                    )
+                )
+                keys.append(_key_bytes(table))
+        empty = pa.array([], pa.binary(_KEY_BYTES))
+        return pa.chunked_array(digests, ANSWER_DIGEST).combine_chunks(), pa.concat_arrays([empty, *keys])
 
     def _answers(self) -> Iterator[pa.Table]:
         """Yield the ok results of each undamaged result file."""
@@ -261,6 +282,4 @@ def _key_bytes(table: pa.Table) -> pa.Array:
     keys = np.empty(table.num_rows, dtype=kinds)
     for name, _ in kinds:
         keys[name] = table[name].to_numpy()
-    return pa.FixedSizeBinaryArray.from_buffers(
-        pa.binary(keys.dtype.itemsize), len(keys), [None, pa.py_buffer(keys.tobytes())]
-    )
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(_KEY_BYTES), len(keys), [None, pa.py_buffer(keys.tobytes())])

@@ -57,7 +57,6 @@ REQUESTS = table(
     ),
     ("prompt_group", pa.int64(), "prompts with the same long start, the same number in every job; 0: no group"),
     ("expected_tokens", pa.float32(), "answer length of the group in an earlier run; null: not known"),
-    ("answer_digest", ANSWER_DIGEST, "of all that its answer depends on, apart from model, program and processor"),
     ("token_ids", TOKEN_IDS, "prompt tokens (see `with_token_type`)"),
 )
 DUPLICATES = table(
