@@ -135,8 +135,13 @@ class Count:
     def set(self, count: int, total: int) -> None:
         """Set the number of finished items and the total."""
         self.count, self.total = count, total
-        if time.monotonic() - self._told >= TOLD_S:
+        if self.is_due:
             self.tell()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next `set` calls the listeners."""
+        return time.monotonic() - self._told >= TOLD_S
 
     def tell(self) -> None:
         """Call the listeners now."""

@@ -111,6 +111,7 @@ class DecodeLoads(Generic[Key]):
         max_requests: slots of each.
         request_load: the cost of a request in a step.
         move_steps: sending a KV token takes as long as reading it in this many steps.
+        is_lone_rank: whether the only rank runs prompts and decode; then no request has to be noted.
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class DecodeLoads(Generic[Key]):
         max_requests: int,
         request_load: RequestLoad,
         move_steps: float,
+        is_lone_rank: bool = False,
     ) -> None:
+        self.is_lone_rank = is_lone_rank
         self._ranks = list(ranks)
         self._num_ranks = len(self._ranks)
         self._index_of = {rank: index for index, rank in enumerate(self._ranks)}

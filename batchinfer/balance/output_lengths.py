@@ -2,6 +2,7 @@
 
 # N requests
 
+from array import array
 from collections.abc import Hashable
 
 import numpy as np
@@ -17,20 +18,22 @@ class OutputLengths:
     def __init__(self) -> None:
         self._num_answers = self._num_tokens = 0  # of finished answers
         self._number_of: dict[Hashable, int] = {}
-        self._of_group = np.zeros((2, 16))  # finished answers and their tokens, by the group's number
+        # by the group's number: finished answers and their tokens
+        self._answers_of, self._tokens_of = array("d"), array("d")
 
     def number(self, group: Hashable) -> int:
         """Return a group's number, for `expected_each` and `remaining_each`."""
-        number = self._number_of.setdefault(group, len(self._number_of))
-        if number == self._of_group.shape[1]:
-            self._of_group = np.concatenate([self._of_group, np.zeros_like(self._of_group)], axis=1)
+        number = self._number_of.setdefault(group, len(self._answers_of))
+        if number == len(self._answers_of):
+            self._answers_of.append(0.0)
+            self._tokens_of.append(0.0)
         return number
 
     def finish(self, group: Hashable, num_tokens: int) -> None:
         """Record the length of a complete answer."""
         number = self.number(group)
-        self._of_group[0, number] += 1
-        self._of_group[1, number] += num_tokens
+        self._answers_of[number] += 1
+        self._tokens_of[number] += num_tokens
         self._num_answers += 1
         self._num_tokens += num_tokens
 
@@ -46,13 +49,13 @@ class OutputLengths:
             earlier = self._num_tokens / self._num_answers
         number = self._number_of.get(group)
         if number is not None:
-            earlier = (self._of_group.item(1, number) + earlier) / (self._of_group.item(0, number) + 1)
+            earlier = (self._tokens_of[number] + earlier) / (self._answers_of[number] + 1)
         return float(min(max_tokens, earlier))
 
     def expected_each(self, number_N: np.ndarray, max_tokens_N: np.ndarray, earlier_N: np.ndarray) -> np.ndarray:
         """Return `expected` of groups by number, [N]; `earlier_N` is NaN where nothing is known."""
         mean = self._num_tokens / self._num_answers if self._num_answers else np.inf
-        num_N, tokens_N = self._of_group[:, number_N]
+        num_N, tokens_N = _values(self._answers_of)[number_N], _values(self._tokens_of)[number_N]
         return np.minimum(max_tokens_N, (tokens_N + np.where(np.isnan(earlier_N), mean, earlier_N)) / (num_N + 1))
 
     def remaining_each(
@@ -64,8 +67,8 @@ class OutputLengths:
         to those of finished ones, divided by the number of finished ones (the mean if answers end at any token with
         equal odds). An answer that has run for more than half of its expectation is expected to run as long again.
         """
-        running = np.bincount(number_N, num_generated_N, self._of_group.shape[1])
-        num_N, tokens_N = (self._of_group + np.stack([0 * running, running]))[:, number_N]
+        running = np.bincount(number_N, num_generated_N, len(self._answers_of))
+        num_N, tokens_N = _values(self._answers_of)[number_N], (_values(self._tokens_of) + running)[number_N]
         mean = (self._num_tokens + running.sum()) / self._num_answers if self._num_answers else np.inf
         expected_N = np.where(
             np.isnan(earlier_N),
@@ -74,3 +77,8 @@ class OutputLengths:
         )
         remaining_N = np.maximum(expected_N - num_generated_N, num_generated_N)
         return np.minimum(remaining_N, max_tokens_N - num_generated_N)
+
+
+def _values(column: "array[float]") -> np.ndarray:
+    """Return a view of a growing column; it must be gone when the column grows."""
+    return np.frombuffer(column) if column else np.zeros(0)

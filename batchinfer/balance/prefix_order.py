@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import inf
+from operator import attrgetter
 
 import numpy as np
 
@@ -29,6 +30,9 @@ class _Branch:
     most_cached: float = inf  # the fewest leading tokens that a prompt below it may take from memory
     holds_first: bool = False
     holds_last: bool = False
+
+
+_longest = attrgetter("longest")
 
 
 def longest_first(
@@ -99,6 +103,10 @@ def _walk(
 
 
 def _sorted_children(branch: _Branch, before_tokens: int, after_tokens: int) -> list[_Branch]:
+    stays = (branch.holds_first and branch.depth < before_tokens) or (branch.holds_last and branch.depth < after_tokens)
+    if not stays and branch.most_cached >= branch.depth:  # of nearly all: only the lengths count
+        return sorted(branch.children, key=_longest, reverse=True)
+
     def stays_last(child: _Branch) -> bool:
         return child.holds_last and branch.depth < after_tokens
 
@@ -117,30 +125,22 @@ def _sorted_children(branch: _Branch, before_tokens: int, after_tokens: int) -> 
 def _tree(shared_tokens: np.ndarray, expected_tokens: np.ndarray, most_cached: np.ndarray) -> _Branch:
     """Build the prefix tree of prompts in the plan's order from the tokens that neighbours share."""
     path = [_Branch(-1)]  # from the root down to the latest prompt, whose subtree is `done`
-    num_requests = len(shared_tokens)
-    done = _leaf(0, num_requests, expected_tokens, most_cached)
-    for request in range(1, num_requests):
-        depth = int(shared_tokens[request])
+    leaves = [
+        _Branch(0, [], request, longest, most)
+        for request, (longest, most) in enumerate(zip(expected_tokens.tolist(), most_cached.tolist(), strict=True))
+    ]
+    leaves[0].holds_first = leaves[-1].holds_last = True
+    done = leaves[0]
+    for leaf, depth in zip(leaves[1:], shared_tokens[1:].tolist(), strict=True):
         while path[-1].depth > depth:
             done = _close(path.pop(), done)
         if path[-1].depth < depth:
             path.append(_Branch(depth))
         _add(path[-1], done)
-        done = _leaf(request, num_requests, expected_tokens, most_cached)
+        done = leaf
     while path:
         done = _close(path.pop(), done)
     return done
-
-
-def _leaf(request: int, num_requests: int, expected_tokens: np.ndarray, most_cached: np.ndarray) -> _Branch:
-    return _Branch(
-        0,
-        request=request,
-        longest=float(expected_tokens[request]),
-        most_cached=float(most_cached[request]),
-        holds_first=request == 0,
-        holds_last=request == num_requests - 1,
-    )
 
 
 def _close(branch: _Branch, last_child: _Branch) -> _Branch:

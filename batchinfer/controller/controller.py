@@ -98,9 +98,8 @@ class Controller:
     def _take(self, rank: int, message: FromRank) -> None:
         match message:
             case Steps():
-                for report in message.reports:
-                    self.deaths.step_ended()
-                    self.reports.take_step(rank, report)
+                self.deaths.step_ended()
+                self.reports.take_steps(rank, message.reports)
             case NeedsRequests():
                 self.sender.needs_work(rank, message.num_pages)
             case Handovers():

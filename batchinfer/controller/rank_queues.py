@@ -108,29 +108,31 @@ class RankQueues:
             found = common[index] if is_known else common_tokens(prompts[previous], prompts[index])
             shared.append(min(found, most_cached[index]))
         self._last_dealt = ordered[-1]
-        choices = deal_prefixes(
-            np.array([len(request.token_ids) for request in ordered]),
-            np.array(shared),
-            expected * self._with_decode,
-            num_ranks=len(self._ranks),
-            load_of_rank=np.array([self._load(rank) for rank in self._ranks]),
-        )
+        choices = np.zeros(len(ordered), dtype=np.int64)
+        if len(self._ranks) > 1:
+            choices = deal_prefixes(
+                np.array([len(request.token_ids) for request in ordered]),
+                np.array(shared),
+                expected * self._with_decode,
+                num_ranks=len(self._ranks),
+                load_of_rank=np.array([self._load(rank) for rank in self._ranks]),
+            )
         counted = counted_tokens([request.token_ids for request in ordered], shared, results or [])
         dealt: list[Request] = []
-        for request, place, end, index in zip(ordered, order, counted, choices.tolist(), strict=True):
-            shared_tokens, rank = shared[len(dealt)], self._ranks[index]
+        rank_before = None
+        columns = (ordered, order, shared, counted, choices.tolist())
+        for request, place, shared_tokens, end, index in zip(*columns, strict=True):
+            rank = self._ranks[index]
             # the rank of the request before finds what the two share
-            is_next = dealt and self._last_of_rank.get(rank) is dealt[-1]
-            found = shared_tokens if is_next else self._found(rank, request)
-            dealt.append(
-                request.dealt(
-                    shared_tokens,
-                    replicated_tokens=max(0, shared_tokens - found),
-                    counted_tokens=min(end, most_cached[place]),
-                    cached_tokens=shared_tokens if self.counts_as_dealt else request.cached_tokens,
-                )
+            found = shared_tokens if rank == rank_before else self._found(rank, request)
+            self._last_of_rank[rank] = request.dealt(
+                shared_tokens,
+                replicated_tokens=max(0, shared_tokens - found),
+                counted_tokens=min(end, most_cached[place]),
+                cached_tokens=shared_tokens if self.counts_as_dealt else request.cached_tokens,
             )
-            self._last_of_rank[rank] = dealt[-1]
+            dealt.append(self._last_of_rank[rank])
+            rank_before = rank
         self._waiting.append(dealt, choices, expected, after_tokens=after_tokens)
         return dealt
 

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 import pyarrow as pa
+from msgspec.structs import astuple
 
 from batchinfer.controller.units import result_table
 from batchinfer.data.parquet import table_writer
@@ -60,12 +61,13 @@ class Results:
             self._missing[completion.unit] -= 1
         return any(self._missing[completion.unit] == 0 for completion in completions)
 
-    def add_step(self, rank: int, record: StepRecord) -> None:
-        """Note a step. Numbers continue after a restart, the same on all ranks of a group."""
-        step = self._num_steps_of_rank.get(rank, 0)
-        self._num_steps_of_rank[rank] = step + 1
-        self._steps.append((rank, step, record))
-        self._journal.add(rank, step, record)
+    def add_steps(self, rank: int, records: list[StepRecord]) -> None:
+        """Note some steps. Numbers continue after a restart, the same on all ranks of a group."""
+        first = self._num_steps_of_rank.get(rank, 0)
+        self._num_steps_of_rank[rank] = first + len(records)
+        steps = [(rank, step, record) for step, record in enumerate(records, first)]
+        self._steps += steps
+        self._journal.add(steps)
 
     def set_store_counts(self, rank: int, counts: dict[str, float]) -> None:
         """Note the counts of a rank's KV store since the rank's start."""
@@ -98,7 +100,7 @@ class Results:
         target = self._run.session_stats("steps", self._session.name, self._num_step_files)
         ranks, numbers, records = zip(*self._steps, strict=True)
         names = StepRecord.__struct_fields__
-        columns: dict[str, Any] = {name: [getattr(record, name) for record in records] for name in names}
+        columns: dict[str, Any] = dict(zip(names, zip(*map(astuple, records), strict=True), strict=True))
         columns |= {"session": [self._session.name] * len(records), "rank": ranks, "step": numbers}
         with table_writer(target, STATS_STEPS.schema) as writer:
             writer.write_table(pa.table(columns, schema=STATS_STEPS.schema))

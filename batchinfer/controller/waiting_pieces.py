@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,12 +30,11 @@ class TakenWork:
         return sum(piece.num_tokens for piece in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class WaitingPiece:
-    """A piece of a prompt that waits for its rank."""
+class WaitingPiece(NamedTuple):
+    """A piece of a prompt that waits for its rank; `place` is that of its request in the order of the prefix tree."""
 
     request: Request
-    place: int  # of the request in the order of the prefix tree
+    place: int
     start: int  # prompt tokens that have run before it
     piece: PromptPiece
 
@@ -187,7 +187,7 @@ def cut_into_pieces(
     """Cut the prompts of each rank into steps (balance/prefill_steps.py).
 
     If a rank has too few KV pages for that, prompts stay whole and in the order of the prefix tree, which needs the
-    least memory.
+    least memory. So do those of a lone rank, whose steps no other rank waits for.
 
     Args:
         requests: in the order of the prefix tree.
@@ -197,18 +197,20 @@ def cut_into_pieces(
         after_of_rank: tokens that the last request of each rank shares with the next unit.
 
     Returns:
-        The pieces of each rank in the order in which they run, and whether they fill steps evenly.
+        The pieces of each rank in the order in which they run, and whether no rank has to wait for another.
     """
     shared = [own_shared(request) for request in requests]
-    shared_N = np.array(shared)
-    plans = _plan_within(requests, shared_N, index_of_rank, num_ranks, room, answer_tokens)
+    is_alone = num_ranks == 1
+    plans = (
+        None if is_alone else _plan_within(requests, np.array(shared), index_of_rank, num_ranks, room, answer_tokens)
+    )
     pieces: list[list[WaitingPiece]] = [[] for _ in range(num_ranks)]
     if plans is None:
         for place, (request, index) in enumerate(zip(requests, index_of_rank.tolist(), strict=True)):
             start, end = shared[place], len(request.token_ids)
             piece = PromptPiece(request.key, end, end - start, begins=True, ends_step=False)
             pieces[index].append(WaitingPiece(request, first_place + place, start, piece))
-        return (_with_branch_points(pieces, after_of_rank) if room.keeps_states else pieces), False
+        return (_with_branch_points(pieces, after_of_rank) if room.keeps_states else pieces), is_alone
     for of_rank, steps in zip(pieces, plans, strict=True):
         ends_step_P = np.diff(steps.step_P, append=steps.num_steps) > 0
         columns = (steps.prompt_P, steps.start_P, steps.end_P, ends_step_P)
@@ -237,7 +239,7 @@ def _branched(pieces: list[WaitingPiece], after_tokens: int) -> list[WaitingPiec
     by_key = {
         request.key: replace(request, branch_points=found) for request, found in zip(requests, points, strict=True)
     }
-    return [replace(item, request=by_key[item.request.key]) for item in pieces]
+    return [item._replace(request=by_key[item.request.key]) for item in pieces]
 
 
 def _plan_within(

@@ -167,6 +167,7 @@ def _controller(
         max_requests=cluster.running_requests,
         request_load=RequestLoad(*model.decode_loads),
         move_steps=MOVE_STEPS if group.local.one_host else MOVE_STEPS_BETWEEN_HOSTS,
+        is_lone_rank=cluster.num_ranks == 1,
     )
     results = Results(run, session, claims)
     history = ExpertHistory(run, cluster, model, may_keep=run.experts not in manifest)

@@ -170,7 +170,8 @@ class WorkProgress(Meter):
         self._pace.add(record)
         if self.sweeps is not None:
             self.sweeps.add(record)
-        self._update()
+        if self.tokens.is_due:
+            self._update()
 
     def finished(self, completions: list[Completion]) -> None:
         """Count requests that have ended, with an output or an error row."""
@@ -181,7 +182,8 @@ class WorkProgress(Meter):
         for unit, count in Counter(completion.unit for completion in completions).items():
             self._planned_of_kept += self._plan_U2[unit] * (count / max(self._requests_U[unit], 1))
         self.requests.advance(len(completions))
-        self._update()
+        if self.tokens.is_due:
+            self._update()
 
     def committed(self) -> None:
         """Note that all ended requests are on disk."""
@@ -277,6 +279,7 @@ class WorkProgress(Meter):
         self.tokens.set(int(self.done.sum()), int(self.planned.sum()))
 
     def __exit__(self, *error: Any) -> None:
+        self._update()
         self.requests.tell()
         self.tokens.tell()
         super().__exit__(*error)

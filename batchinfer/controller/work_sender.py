@@ -60,8 +60,7 @@ class WorkSender:
         """Note that a rank asks for requests and has `num_pages` KV pages."""
         self._needs_work.add(rank)
         self.dealer.keep_to_pages(num_pages)
-        is_uneven = self.dealer.has_uneven_steps and self.cluster.num_prefill_ranks > 1  # a lone rank has no imbalance
-        if is_uneven and not self._has_noted_pages:
+        if self.dealer.has_uneven_steps and not self._has_noted_pages:
             self._has_noted_pages = True
             note(
                 f"prefill steps are less even than planned: a rank has {num_pages:,} KV pages, too few to have several "

@@ -22,6 +22,7 @@ sys.path.insert(0, str(TESTS))
 
 from outside_the_model import write_prompts  # noqa: E402
 
+from batchinfer import own_process  # noqa: E402
 from support.jobs import start  # noqa: E402
 from support.scripted_ranks import ScriptedGroup, controller_of  # noqa: E402
 
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
     options = parser.parse_args()
+    own_process.configure_interpreter()  # as a command does
     profile = cProfile.Profile(time.process_time) if options.profile else None
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder) / "warm", WARM_ROWS, options.slots)  # imports, compiled functions

@@ -10,8 +10,8 @@ import pytest
 from support.jobs import batchinfer, write_job, write_shard
 from support.scripted_ranks import ScriptedGroup, controller_of
 
-CALLS_OF_A_REQUEST = 50  # 45 when this was written
-CALLS_OF_A_STEP = 45  # 39
+CALLS_OF_A_REQUEST = 32  # 29 when this was written
+CALLS_OF_A_STEP = 25  # 23
 
 
 def count_calls(folder: Path, num_rows: int, max_tokens: int) -> tuple[int, int]:

@@ -23,7 +23,7 @@ def journal(tmp_path):
     steps = StepJournal(run, "killed")
     for step in range(NUM_STEPS):
         words = {"kind": "decode", "graph": "replayed", "no_graph": None}
-        steps.add(0, step, StepRecord(**dict.fromkeys(StepRecord.__struct_fields__, 1) | words))
+        steps.add([(0, step, StepRecord(**dict.fromkeys(StepRecord.__struct_fields__, 1) | words))])
     return run, run.step_journal("killed")
 
 

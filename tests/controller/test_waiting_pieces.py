@@ -80,6 +80,18 @@ def test_with_room_for_one_prompt_they_run_one_after_the_other(with_decode):
         assert len(list(itertools.groupby(groups))) == len(set(groups)), "a group was left and entered again"
 
 
+@pytest.mark.parametrize("num_pages", [None, 10**6, 5])
+def test_prompts_of_a_lone_rank_run_whole_in_the_order_of_the_prefix_tree_whatever_room_there_is(num_pages):
+    sampling = SamplingConfig(max_tokens=ANSWER).to_sampling()
+    requests = [Request(RequestKey(0, row, 0), 0, [row // 6, *range(900)], sampling, row) for row in range(18)]
+    queues = RankQueues([0], OutputLengths(), RankRoom(300, RUNNING, num_pages))
+    queues.add(requests)
+    taken, pieces = taken_by(queues, 0)
+    assert not queues.has_uneven_steps, "no rank waits for another"
+    assert [request.key.row for request in taken] == list(range(18))
+    assert all(piece.begins and piece.end == 901 and not piece.ends_step for piece in pieces)
+
+
 def test_what_ranks_may_decode_at_once_counts_as_taken():
     needed = (RUNNING + 1) * (PROMPT_PAGES + 1)  # with one prompt under way
     assert make_queues(needed - 3).has_uneven_steps

@@ -9,9 +9,11 @@ A line is handed to the operating system, not forced to disk: it outlives its pr
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
@@ -35,15 +37,17 @@ class StepJournal:
         self._handle: int | None = None
         self._has_failed = False
 
-    def add(self, rank: int, step: int, record: Struct) -> None:
-        """Note a step. When that fails a warning says so, once: the next commit will say more."""
-        step_of_rank = {**asdict(record), "session": self._session, "rank": rank, "step": step}
-        content = json.dumps(step_of_rank).encode()
+    def add(self, steps: Iterable[tuple[int, int, Struct]]) -> None:
+        """Note steps: rank, number, record. When that fails a warning says so, once: the next commit will say more."""
+        lines = []
+        for rank, step, record in steps:
+            content = msgspec.json.encode({**asdict(record), "session": self._session, "rank": rank, "step": step})
+            lines.append(_checksum(content) + b" " + content + b"\n")
         try:
             if self._handle is None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-            os.write(self._handle, _checksum(content) + b" " + content + b"\n")
+            os.write(self._handle, b"".join(lines))
         except OSError as error:
             if not self._has_failed:
                 note(
