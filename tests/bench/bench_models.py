@@ -12,6 +12,7 @@ qwen3-moe Qwen3-MoE, 694 M parameters, 146 M active per token: small's experts, 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
@@ -166,6 +168,42 @@ def make_model(folder: Path, size: str, *, seed: int = 0, **other_shape: int) ->
     for file in TOKENIZER.iterdir():
         if file.suffix != ".safetensors" and file.name not in ("config.json", "generation_config.json", "README.md"):
             shutil.copy(file, folder)
+    return folder
+
+
+def make_int8_model(model: Path) -> Path:
+    """Write a checkpoint in 8 bits for vLLM beside this one, in compressed-tensors' format; return its folder.
+
+    Projections and experts are integers with a scale per row, by the largest value; rows of activations get theirs in
+    vLLM. Head, router and embeddings stay in bfloat16, as in batchinfer's fp8.
+    """
+    folder = model.with_name(f"{model.name}-int8")
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
+    tensors = {}
+    for file in sorted(model.glob("*.safetensors")):
+        for name, values in load_file(file).items():
+            if name.endswith(("_proj.weight", "_proj_with_mqa.weight")):
+                scale = values.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+                tensors[name] = (values.float() / scale).round().to(torch.int8)
+                tensors[name.replace(".weight", ".weight_scale")] = scale
+            else:
+                tensors[name] = values
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    int8 = {"num_bits": 8, "type": "int", "symmetric": True}
+    of_linear = {
+        "targets": ["Linear"],
+        "weights": {**int8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**int8, "strategy": "token", "dynamic": True},
+    }
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": of_linear},
+        "ignore": ["lm_head", "re:.*mlp.gate$"],
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder
 
 

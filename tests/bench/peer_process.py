@@ -17,7 +17,7 @@ from support.jobs import Ended
 
 BENCH = Path(__file__).parent
 ENVIRONMENT = BENCH.parents[1] / ".venv-peers"
-PEERS = ("vllm", "vllm-eager", "vllm-mla", "transformers", "llama.cpp")
+PEERS = ("vllm", "vllm-int8", "vllm-eager", "vllm-mla", "transformers", "llama.cpp")
 NUM_SEQUENCES, OTHER_SEQUENCES = {"tiny": 256, "sample": 256}, 64  # in one step of vLLM's or llama.cpp's
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 
@@ -118,7 +118,7 @@ def command_of(name: str, size: str, model: Path) -> list[str]:
             str(NUM_SEQUENCES.get(size, OTHER_SEQUENCES)),
         ]
     vllm = [python, str(BENCH / "peer_vllm.py"), str(model), num_sequences]
-    return vllm if name == "vllm" else [*vllm, name.replace("vllm-", "--")]
+    return vllm if name in ("vllm", "vllm-int8") else [*vllm, name.replace("vllm-", "--")]
 
 
 def gguf_of(model: Path) -> Path:

@@ -1,10 +1,10 @@
 """batchinfer against other engines on one machine: the same checkpoints, prompts and answer lengths, runs in turn.
 
 Random-weight models (bench_models.py), or the sample model with its job, in bfloat16 (batchinfer also in fp8 when
-asked), all cores. The peers are vLLM's CPU build (compiled, eager, and with attention over latents), transformers and
-llama.cpp; `make bench-peers` and `make bench-llama` put them into .venv-peers. A peer loads once and then waits, so
-that batchinfer and it run every workload by turns and a drift of the machine meets both; with --fresh it is started
-anew for every turn.
+asked), all cores. The peers are vLLM's CPU build (compiled, eager, with attention over latents, and in int8, for whose
+experts it needs AMX or an AMD processor), transformers and llama.cpp; `make bench-peers` and `make bench-llama` put
+them into .venv-peers. A peer loads once and then waits, so that batchinfer and it run every workload by turns and a
+drift of the machine meets both; with --fresh it is started anew for every turn.
 
 work     from the start of the first step to the end of the last, no loading: of batchinfer in a fresh process each
          time, of vLLM from its second run on (with --fresh: its first)
@@ -16,7 +16,7 @@ memory   peak of the largest process; vLLM's holds 4 GB for KV
 
     python tests/bench/peers.py [--sizes tiny small release qwen3 qwen3-moe sample]
                                 [--kinds shared shuffled unshared] [--rounds 3]
-                                [--peers vllm vllm-eager vllm-mla transformers llama.cpp] [--fresh] [--all]
+                                [--peers vllm vllm-int8 vllm-eager vllm-mla transformers llama.cpp] [--fresh] [--all]
                                 [--dtype bfloat16 | fp8]
 """
 
@@ -35,7 +35,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import duckdb
-from bench_models import GROUPED_SIZES, SIZES, TOKENIZER, make_model, workload
+from bench_models import GROUPED_SIZES, SIZES, TOKENIZER, make_int8_model, make_model, workload
 from engine import run_once
 from limits import gemm_flops, read_bytes_per_s
 from peer_process import ENVIRONMENT, PEERS, FreshPeer, OwnProcess, PeerProcess, compiled_folder, write_gguf
@@ -122,7 +122,7 @@ def compare(
     Args:
         folder: for the jobs and batchinfer's run.
         batch: transformers' batch size.
-        dtype: batchinfer's; peers run in bfloat16.
+        dtype: batchinfer's; peers run in bfloat16, but for vllm-int8.
     """
     job = folder / "requests.json"
     write_workload(job, requests, batch)
@@ -143,15 +143,16 @@ def compare(
 
 def compare_all(name: str, size: str, model: Path, options: argparse.Namespace) -> None:
     """Print a row per workload of a model on batchinfer and one peer."""
+    peer_model = make_int8_model(model) if name == "vllm-int8" else model
     has_compiled = compiled_folder(name, size) / "complete"
-    if name == "vllm" and not has_compiled.exists():
-        PeerProcess(name, size, model).close()
+    if name in ("vllm", "vllm-int8") and not has_compiled.exists():
+        PeerProcess(name, size, peer_model).close()
         has_compiled.touch()
     if name == "llama.cpp":
         write_gguf(model)
     num_rounds = options.rounds or (1 if name == "transformers" else 3)
     start = FreshPeer if options.fresh else PeerProcess
-    with tempfile.TemporaryDirectory() as scratch, contextlib.closing(start(name, size, model)) as peer:
+    with tempfile.TemporaryDirectory() as scratch, contextlib.closing(start(name, size, peer_model)) as peer:
         print(f"{name}: {peer.versions}", flush=True)
         for kind in options.kinds if size != "sample" else ("job",):
             batch = BATCH.get(size, OTHER_BATCH)[kind == "unshared"]
