@@ -160,8 +160,9 @@ class StepTensors:
             on_host["kv_tokens"] = torch.tensor([span.context_tokens for span in step.prefill], dtype=torch.int64)
             on_host["chunk_tokens"] = torch.tensor([span.num_tokens for span in step.prefill], dtype=torch.int64)
             page_ids = [span.page_ids for span in step.prefill]
-            values["page_table"] = _padded(page_ids)
-            on_host["shared_pages"] = _in_common(values["page_table"], page_ids)
+            num_pages_B = torch.tensor([ids.shape[0] for ids in page_ids], dtype=torch.int64)
+            values["page_table"] = _padded(page_ids, num_pages_B)
+            on_host["shared_pages"] = _in_common(values["page_table"], num_pages_B)
             ends_B = on_host["chunk_tokens"].cumsum(0)
             values["chunk_of_row"] = torch.searchsorted(ends_B, step.logit_rows, right=True)
         else:
@@ -301,20 +302,21 @@ def _of_decode(step: StepInput, is_counted: torch.Tensor) -> list[torch.Tensor]:
     return [*(getattr(step, name) for name in _OF_DECODE[:-1]), is_counted]
 
 
-def _padded(page_ids: list[torch.Tensor]) -> torch.Tensor:
+def _padded(page_ids: list[torch.Tensor], num_pages_B: torch.Tensor) -> torch.Tensor:
     """Return [B, P] int64: page ids as rows of one table, padded with zeros."""
-    table = torch.zeros(len(page_ids), max((len(ids) for ids in page_ids), default=0), dtype=torch.int64)
-    for row, ids in zip(table, page_ids, strict=True):
-        row[: len(ids)] = ids
-    return table
+    if not page_ids:
+        return torch.zeros(0, 0, dtype=torch.int64)
+    is_page_BP = torch.arange(int(num_pages_B.max())) < num_pages_B[:, None]
+    table_BP = torch.zeros(is_page_BP.shape, dtype=torch.int64)
+    table_BP[is_page_BP] = torch.cat(page_ids)
+    return table_BP
 
 
-def _in_common(page_table_BP: torch.Tensor, page_ids: list[torch.Tensor]) -> torch.Tensor:
+def _in_common(page_table_BP: torch.Tensor, num_pages_B: torch.Tensor) -> torch.Tensor:
     """Return [B] int64: the number of first pages that each row has in common with the row before it."""
-    shared_B = torch.zeros(len(page_ids), dtype=torch.int64)
-    if len(page_ids) > 1:
+    shared_B = torch.zeros_like(num_pages_B)
+    if len(num_pages_B) > 1:
         is_same = page_table_BP[1:] == page_table_BP[:-1]
-        lengths_B = torch.tensor([len(ids) for ids in page_ids])
         num_same = is_same.long().cumprod(1).sum(1)
-        shared_B[1:] = num_same.minimum(lengths_B[1:]).minimum(lengths_B[:-1])
+        shared_B[1:] = num_same.minimum(num_pages_B[1:]).minimum(num_pages_B[:-1])
     return shared_B

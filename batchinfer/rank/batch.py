@@ -85,10 +85,15 @@ def prefill_step(
     positions = _joined([np.arange(chunk.start, chunk.end) for chunk in chunks])
     slots = _joined([_slots(chunk.sequence.pages, chunk.start, chunk.end) for chunk in chunks])
     ends = np.cumsum([chunk.num_tokens for chunk in chunks], dtype=np.int64)
-    of_chunks = [_spans(chunk, int(end) - chunk.num_tokens) for chunk, end in zip(chunks, ends, strict=True)]
-    last_rows = [int(end) - 1 for chunk, end in zip(chunks, ends, strict=True) if chunk.is_sampled]
-    scored_rows = _joined([_scored_rows(chunk, int(end)) for chunk, end in zip(chunks, ends, strict=True)])
-    scored = [token for chunk in chunks for token in chunk.scored_tokens]
+    placed = list(zip(chunks, ends.tolist(), strict=True))
+    pages = [chunk.sequence.pages[: pages_for(chunk.end)] for chunk in chunks]
+    # one tensor for all: making a tensor takes as long as all else of a short prompt
+    page_ids = torch.tensor(list(chain.from_iterable(pages)), dtype=torch.int64).split(list(map(len, pages)))
+    of_chunks = [_spans(chunk, end - chunk.num_tokens, ids) for (chunk, end), ids in zip(placed, page_ids, strict=True)]
+    last_rows = [end - 1 for chunk, end in placed if chunk.is_sampled]
+    with_scores = [(chunk, end) for chunk, end in placed if chunk.sequence.request.score_from]
+    scored_rows = _joined([_scored_rows(chunk, end) for chunk, end in with_scores])
+    scored = [token for chunk, _ in with_scores for token in chunk.scored_tokens]
     counts = state_counts(chunks, num_states)
     state_rows = np.repeat(ends - counts, counts) + depths_of(counts)
     return StepInput(
@@ -108,17 +113,22 @@ def prefill_step(
     )
 
 
-def _spans(chunk: Chunk, row: int) -> list[PrefillSpan]:
-    """Return a chunk's spans, cut where a state is kept; the first one begins in this row of the step."""
+def _spans(chunk: Chunk, row: int, page_ids: torch.Tensor) -> list[PrefillSpan]:
+    """Return a chunk's spans, cut where a state is kept; the first one begins in this row of the step.
+
+    Args:
+        page_ids: pages of the sequence up to the chunk's end.
+    """
     sequence = chunk.sequence
+    if sequence.state_slot is None:
+        return [PrefillSpan(row, chunk.num_tokens, chunk.end, page_ids)]
     kept = {*sequence.kept_slots, *sequence.stored_states}
     cuts = sorted(place for place in kept if chunk.start < place < chunk.end)
     spans = []
     for start, end in pairwise([chunk.start, *cuts, chunk.end]):
         moves = sequence.moves.get(start, StateMoves())
         moves = moves._replace(keep_in=sequence.kept_slots.get(end), keep_as=sequence.stored_states.get(end))
-        page_ids = torch.tensor(sequence.pages[: pages_for(end)])
-        spans.append(PrefillSpan(row + start - chunk.start, end - start, end, page_ids, moves))
+        spans.append(PrefillSpan(row + start - chunk.start, end - start, end, page_ids[: pages_for(end)], moves))
     return spans
 
 
