@@ -37,7 +37,7 @@ class Reports:
 
     def take_steps(self, rank: int, reports: list[StepReport]) -> None:
         """Record some steps of a rank and the requests that ended in them."""
-        if self.session.first_prefill_s is None:
+        if self.session.first_prefill_s is None and reports:
             self.session.first_prefill_s = reports[0].record.start_s
             self.session.record("running")
         self.results.add_steps(rank, [report.record for report in reports])
