@@ -10,10 +10,10 @@ from dataclasses import fields
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.data.schemas.internal import ANSWER_DIGEST
 from batchinfer.records import Sampling
 
-_DIGEST_BYTES = ANSWER_DIGEST.byte_width
+_DIGEST_BYTES = 16
+ANSWER_DIGEST = pa.binary(_DIGEST_BYTES)
 # n changes no sample, and the seed acts through the sampling key alone; max_tokens counts as cut to the window
 _WITHOUT_EFFECT = ("n", "seed", "max_tokens")
 _SETTINGS = tuple(field.name for field in fields(Sampling) if field.name not in _WITHOUT_EFFECT)

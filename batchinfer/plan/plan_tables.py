@@ -10,10 +10,10 @@ import pyarrow as pa
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.data.parquet import table_writer
-from batchinfer.data.schemas.internal import ANSWER_DIGEST, DUPLICATES, PLAN_UNITS, REQUESTS, with_token_type
+from batchinfer.data.schemas.internal import DUPLICATES, PLAN_UNITS, REQUESTS, with_token_type
 from batchinfer.data.schemas.table import TOKEN_IDS
 from batchinfer.manifest import Manifest
-from batchinfer.plan.answer_digests import answer_digests
+from batchinfer.plan.answer_digests import ANSWER_DIGEST, answer_digests
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.packing import cut_units
 from batchinfer.plan.prefix.in_memory import last_units

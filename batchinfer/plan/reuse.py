@@ -24,12 +24,12 @@ import pyarrow.parquet as pq
 from batchinfer.config import JobConfig
 from batchinfer.config.sampling import JobSampling
 from batchinfer.data.parquet import own_file, own_parquet
-from batchinfer.data.schemas.internal import ANSWER_DIGEST, RESULTS
+from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.data.schemas.table import COMPUTED
 from batchinfer.equal_rows import is_of_one_kind
 from batchinfer.manifest import Manifest
 from batchinfer.ownership import check_folder, shared_with
-from batchinfer.plan.answer_digests import answer_digests, sampling_digest
+from batchinfer.plan.answer_digests import ANSWER_DIGEST, answer_digests, sampling_digest
 from batchinfer.plan.earlier_run import earlier_run
 from batchinfer.plan.forecast import PlannedWork
 from batchinfer.plan.plan_tables import WrittenPlan

@@ -4,8 +4,6 @@ import pyarrow as pa
 
 from batchinfer.data.schemas.table import COMPUTED, KEY, LOGPROBS, TOKEN_IDS, table
 
-ANSWER_DIGEST = pa.binary(16)
-
 TOKENS = table(
     "tokens",
     "one file per shard, one row per input row: tokenised and checked",
