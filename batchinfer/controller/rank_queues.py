@@ -1,4 +1,4 @@
-"""Queues of waiting requests by rank, in pieces that fill prefill steps evenly.
+"""Queues of waiting requests by rank, in pieces that fill the prefill steps of several ranks evenly.
 
 Requests are spread over the ranks by work, branch by branch of their prefix tree (balance/prefix_groups.py). A prefix
 that several ranks need is computed by each (`replicated_tokens`). Each rank's prompts are then cut into steps of equal

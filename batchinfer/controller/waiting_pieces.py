@@ -1,4 +1,4 @@
-"""Queues of prompt pieces that fill the prefill steps of ranks evenly."""
+"""Queues of prompt pieces that fill the prefill steps of several ranks evenly."""
 
 from collections import deque
 from collections.abc import Callable, Iterable

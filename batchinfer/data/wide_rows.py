@@ -91,8 +91,8 @@ def decoded(batch: pa.RecordBatch, first_row: int) -> Iterator[pa.RecordBatch]:
 def joined(batches: Iterator[pa.RecordBatch], most_rows: int) -> Iterator[pa.RecordBatch]:
     """Join batches of fewer rows as long as they have at most `most_rows` rows and BATCH_BYTES together.
 
-    Files with a dictionary are read a few rows at a time, in case all have its largest value. Nearly always that was
-    not so, and the work per batch would count more than that per row.
+    A file with a dictionary is read a few rows at a time, because each row may have the largest value. Rows are rarely
+    that large, and checking many small batches takes longer than checking few full ones.
     """
     group: list[pa.RecordBatch] = []
     rows = size = 0

@@ -87,7 +87,7 @@ def prefill_step(
     ends = np.cumsum([chunk.num_tokens for chunk in chunks], dtype=np.int64)
     placed = list(zip(chunks, ends.tolist(), strict=True))
     pages = [chunk.sequence.pages[: pages_for(chunk.end)] for chunk in chunks]
-    # one tensor for all: making a tensor takes as long as all else of a short prompt
+    # one tensor for all prompts, cut into views: a tensor for each would take longer
     page_ids = torch.tensor(list(chain.from_iterable(pages)), dtype=torch.int64).split(list(map(len, pages)))
     of_chunks = [_spans(chunk, end - chunk.num_tokens, ids) for (chunk, end), ids in zip(placed, page_ids, strict=True)]
     last_rows = [end - 1 for chunk, end in placed if chunk.is_sampled]

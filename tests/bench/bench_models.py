@@ -172,10 +172,10 @@ def make_model(folder: Path, size: str, *, seed: int = 0, **other_shape: int) ->
 
 
 def make_int8_model(model: Path) -> Path:
-    """Write a checkpoint in 8 bits for vLLM beside this one, in compressed-tensors' format; return its folder.
+    """Convert a checkpoint to int8 for vLLM, in the format of compressed-tensors; return the new folder.
 
-    Projections and experts are integers with a scale per row, by the largest value; rows of activations get theirs in
-    vLLM. Head, router and embeddings stay in bfloat16, as in batchinfer's fp8.
+    The weights of projections and experts are integers with one scale per row. vLLM computes the scales of activations
+    itself. Head, router and embeddings stay in bfloat16, as in batchinfer's fp8.
     """
     folder = model.with_name(f"{model.name}-int8")
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors*"), dirs_exist_ok=True)
