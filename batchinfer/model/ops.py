@@ -64,6 +64,7 @@ class Ops:
     draw: Operation
     log_sum_exp: Operation
     most_likely: Operation
+    apply_token_bitmask: Operation
     eight_bit: bool = False  # projections and experts are packed in 8 bits with a scale per block, and multiplied so
     four_bit: bool = False  # routed experts are packed in 4 bits with a scale per group instead
     fp4_experts: bool = False  # routed experts are held in FP4, as they are stored

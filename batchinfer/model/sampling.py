@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from batchinfer.model.logit_changes import Bitmask, LogitChanges
 from batchinfer.records import Sampling
 from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.transfer import to_device, to_host
@@ -27,6 +28,7 @@ class LogitOps:
     draw: Callable[..., torch.Tensor] = reference_rows.draw
     log_sum_exp: Callable[[torch.Tensor], torch.Tensor] = reference_rows.log_sum_exp
     most_likely: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] = reference_rows.most_likely
+    apply_token_bitmask: Bitmask = reference_rows.apply_token_bitmask
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,8 @@ class SamplingRows:
         return self.temperature, self.top_k, self.top_p, self.min_p, self.key, self.num_logprobs
 
 
-# Row numbers, each with what changes that row's logits [V] in place before a token is picked.
-Changes = Sequence[tuple[int, Callable[[torch.Tensor], None]]]
-
 _PLAIN_OPS = LogitOps()
+_NO_CHANGES = LogitChanges()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def sample(
     rows: SamplingRows,
     positions: np.ndarray,
     ops: LogitOps = _PLAIN_OPS,
-    changes: Changes = (),
+    changes: LogitChanges = _NO_CHANGES,
 ) -> Sampled:
     """Pick one token per row.
 
@@ -126,9 +126,8 @@ def sample(
         positions: [S] index of the new token in its output, from 0.
     """
     num_logprobs = int(rows.num_logprobs.max(initial=-1))
-    changed_SV = logits_SV.clone() if changes and num_logprobs >= 0 else logits_SV
-    for row, change in changes:
-        change(changed_SV[row])
+    changed_SV = logits_SV.clone() if num_logprobs >= 0 and not changes.are_none else logits_SV
+    changes.apply(changed_SV, ops.apply_token_bitmask)
     tokens, is_finite = _picked(changed_SV, rows, np.asarray(positions), ops)
     if num_logprobs < 0:
         return Sampled(tokens, is_finite)

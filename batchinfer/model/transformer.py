@@ -162,7 +162,8 @@ class Transformer:
     @property
     def logit_ops(self) -> LogitOps:
         """Operations on logits for `sample`."""
-        return LogitOps(self.ops.argmax, self.ops.draw, self.ops.log_sum_exp, self.ops.most_likely)
+        ops = self.ops
+        return LogitOps(ops.argmax, ops.draw, ops.log_sum_exp, ops.most_likely, ops.apply_token_bitmask)
 
     @property
     def kernels(self) -> str:

@@ -20,6 +20,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.rank.bucket_transfer import BucketTransfers
 from batchinfer.rank.logit_rules import RuleMaker
+from batchinfer.rank.stop_strings import StopTokens
 from batchinfer.rank.thinking import AnyThinking, HarmonyThinking, HarmonyTokens, Mode, Thinking, ThinkingTokens
 from batchinfer.records import Request
 
@@ -132,6 +133,11 @@ class RankContext:
     def rules(self) -> RuleMaker:
         """Factory of the rules of requests that change the model's logits."""
         return RuleMaker(self.tokenizer, self.model.config.vocab_size)
+
+    @cached_property
+    def stop_tokens(self) -> StopTokens:
+        """Tokens with which answers may complete their stop strings."""
+        return StopTokens(self.tokenizer)
 
     def thinking(self, request: Request) -> AnyThinking | None:
         """Return the thinking of a request's answer; None if the job and the request do not look for it."""

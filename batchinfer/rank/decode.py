@@ -56,7 +56,7 @@ def decode_step(
         schedule = context.graphs.schedule(graph)
     head, screened = context.greedy_head, None
     if head is not None and table.sequences:
-        screened = head.choose_rows(due.sampling, (row for row, _ in due.rules))
+        screened = head.choose_rows(due.sampling, (row for row, rules in due.rules if rules.has_values))
     step = due.step if screened is None else due.step.without_logits
     output = context.model.forward(step, context.pages, schedule, log)
     if not table.sequences:

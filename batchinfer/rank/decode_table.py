@@ -140,12 +140,17 @@ class DecodeTable:
         rows["kv_tokens"] += 1
         rows["num_new"] += 1
         rows["last_token"] = sampled.tokens
-        may_end = ~sampled.is_finite | rows["is_watched"] | (rows["num_new"] >= rows["max_tokens"])
+        may_end = ~sampled.is_finite | (rows["num_new"] >= rows["max_tokens"])
         may_end |= _are_among(sampled.tokens, self._eos_tokens) & ~rows["ignores_eos"]
         may_end |= _are_among(sampled.tokens, self._stop_tokens)
+        if len(watched := np.flatnonzero(rows["is_watched"])):
+            pairs = zip(watched.tolist(), sampled.tokens[watched].tolist(), strict=True)
+            may_end[watched] |= [self.sequences[row].must_see(token) for row, token in pairs]
         asked = np.flatnonzero(may_end).tolist()
+        is_behind = (rows["first_held"] < self._num_held).tolist()
         for row in asked:
-            self._hand_over(row)
+            if is_behind[row]:
+                self._hand_over(row)
             take_token(self.sequences[row], sampled, row, self._eos_token_ids)
         self._held[:, self._num_held] = sampled.tokens
         self._held_logprobs.put(self._num_held, sampled)

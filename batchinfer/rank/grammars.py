@@ -19,15 +19,17 @@ class GrammarMatcher:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
+        self.has_stopped = matcher.is_stopped()  # after the latest token; also where that was not allowed
 
     def accept(self, token: int) -> None:
         """Add a token to the answer."""
         self.matcher.consume_token(token)
+        self.has_stopped = self.matcher.is_stopped()
 
     @property
     def is_complete(self) -> bool:
         """Whether the answer is whole and nothing more may come but its end."""
-        return self.matcher.is_stopped() and not self.matcher.is_error()
+        return self.has_stopped and not self.matcher.is_error()
 
     @property
     def problem(self) -> str | None:

@@ -10,6 +10,7 @@ frequency_penalty of OpenAI's API, over the output; bad_words and min_tokens of 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,19 +19,16 @@ import numpy as np
 import torch
 
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
-from batchinfer.model.sampling import Changes
+from batchinfer.model.logit_changes import LogitChanges, TokenValues
 from batchinfer.rank.thinking import AnyThinking
 from batchinfer.records import Request, Sampling
-from batchinfer_kernels.reference.fp8 import divided
-from batchinfer_kernels.transfer import to_device
 
 if TYPE_CHECKING:
     from batchinfer.rank.grammars import GrammarMatcher, Grammars
 
 MOST_MASK_THREADS = 4
 
-# The logit of a forbidden token: finite, as rows are checked for that, and too small to have any weight in a draw.
-NEVER = -1e30
+ALL_BITS = np.uint32(2**32 - 1)
 
 
 class LogitRules:
@@ -59,28 +57,45 @@ class LogitRules:
         self._was_thinking = self._is_thinking
         self._is_stuck = False
         self._tokens: list[int] = []
-        self._ends = torch.tensor(sorted({*ends, *sampling.stop_token_ids}), dtype=torch.int64)
+        self._ends = sorted({*ends, *sampling.stop_token_ids})
         bias = sampling.logit_bias
-        self._biased = torch.tensor([token for token, _ in bias], dtype=torch.int64)
-        self._bias = torch.tensor([value for _, value in bias], dtype=torch.float32)
-        self._repeated = _Seen(prompt if sampling.repetition_penalty != 1.0 else [])
+        self._biased = np.array([token for token, _ in bias], dtype=np.int64)
+        self._bias = np.array([value for _, value in bias], dtype=np.float32)
+        self._repetition = np.array([sampling.repetition_penalty], dtype=np.float32)
+        self._presence = np.array([sampling.presence_penalty], dtype=np.float32)
+        self._has_counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
+        self._is_repetitive = sampling.repetition_penalty != 1.0
+        self.has_values = bool(bias) or self._has_counts or self._is_repetitive  # biases or penalties of some tokens
+        limits = grammar, sampling.thinking_budget
+        self._may_forbid = bool(sampling.min_tokens or bad_words) or any(limit is not None for limit in limits)
+        self._repeated = _Seen(prompt if self._is_repetitive else [])
         self._generated = _Seen([])
 
     def accept(self, token: int) -> None:
         """Take a generated token into account."""
         self._tokens.append(token)
-        if self._sampling.repetition_penalty != 1.0:
+        if self._is_repetitive:
             self._repeated.add(token)
-        if self._sampling.presence_penalty or self._sampling.frequency_penalty:
+        if self._has_counts:
             self._generated.add(token)
-        if self._grammar is not None and not (self._was_thinking or self._is_thinking):
+        if self._grammar is None:
+            return
+        if self._thinking is None:
+            self._grammar.accept(token)
+            return
+        if not (self._was_thinking or self._is_thinking):
             self._grammar.accept(token)
         self._was_thinking = self._is_thinking
 
     @property
     def grammar(self) -> GrammarMatcher | None:
         """The grammar that limits the next token; None if none does, as while the answer is thinking."""
-        return None if self._is_thinking else self._grammar
+        return self._grammar if self._thinking is None or not self._thinking.is_open else None
+
+    @property
+    def have_stopped(self) -> bool:
+        """Whether the answer cannot go on: it is complete, or there is a problem."""
+        return self._is_stuck or (self._grammar is not None and self._grammar.has_stopped)
 
     @property
     def is_complete(self) -> bool:
@@ -98,41 +113,48 @@ class LogitRules:
     def _is_thinking(self) -> bool:
         return self._thinking is not None and self._thinking.is_open
 
-    def apply(self, logits_V: torch.Tensor, mask: np.ndarray | None) -> None:
-        """Change the logits of the next token in place.
+    def values(self) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """Yield the biases and penalties: a field of LogitChanges, [K] int64 tokens, [K] or [1] float32 values."""
+        sampling = self._sampling
+        if len(self._biased):
+            yield "biases", self._biased, self._bias
+        if self._is_repetitive:
+            yield "repetition_penalties", self._repeated.tokens, self._repetition
+        if self._has_counts:
+            seen, counts = self._generated.tokens, self._generated.counts
+            yield "frequency_penalties", seen, np.float32(sampling.frequency_penalty) * counts
+            yield "presence_penalties", seen, self._presence
+
+    def allowed(self, mask: np.ndarray | None, vocab_size: int) -> np.ndarray | None:
+        """Return [ceil(V / 32)] uint32, the tokens that may come next; None: all of them.
 
         Args:
-            mask: [ceil(V / 32)] uint32, tokens that the grammar allows (`Grammars.masks`).
+            mask: likewise, those that the grammar allows (`Grammars.masks`), none beyond the vocabulary; it may be
+                changed and returned.
         """
-        sampling = self._sampling
-        if len(self._bias):
-            logits_V[to_device(self._biased, logits_V.device)] += to_device(self._bias, logits_V.device)
-        if sampling.repetition_penalty != 1.0:
-            seen, _ = self._repeated.on(logits_V.device)
-            values, penalty = logits_V[seen], sampling.repetition_penalty
-            logits_V[seen] = torch.where(values < 0, values * penalty, divided(values, penalty))
-        if sampling.presence_penalty or sampling.frequency_penalty:
-            seen, counts = self._generated.on(logits_V.device)
-            logits_V[seen] -= sampling.frequency_penalty * counts
-            logits_V[seen] -= sampling.presence_penalty
-        ends = self._ends if len(self._tokens) < sampling.min_tokens else self._ends[:0]
-        words = [last for *before, last in self._bad_words if before == self._tokens[len(self._tokens) - len(before) :]]
-        if mask is not None:
-            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(logits_V)]
-            # white space before <think> would count as part of the grammar's text
-            if self._thinking is not None and self._thinking.may_begin_with is not None and not self._tokens:
-                bits[self._thinking.may_begin_with] = 1
-            logits_V.masked_fill_(to_device(torch.from_numpy(bits == 0), logits_V.device), NEVER)
-            bits[[*ends.tolist(), *words]] = 0
-            self._is_stuck = bool(len(ends) or words) and not bits.any()
-        if len(ends):
-            logits_V[to_device(ends, logits_V.device)] = NEVER
-        for word in words:
-            logits_V[word] = NEVER
-        budget, thinking = sampling.thinking_budget, self._thinking
+        if not self._may_forbid:
+            return None
+        sampling, thinking = self._sampling, self._thinking
+        budget = sampling.thinking_budget
         if budget is not None and thinking is not None and thinking.is_open and thinking.num_tokens >= budget:
-            logits_V.fill_(NEVER)
-            logits_V[thinking.end_token] = 0.0
+            only = np.zeros(num_words(vocab_size), dtype=np.uint32)
+            _set_bits(only, [thinking.end_token])
+            return only
+        forbidden = self._ends if len(self._tokens) < sampling.min_tokens else []
+        words = [last for *before, last in self._bad_words if before == self._tokens[len(self._tokens) - len(before) :]]
+        if mask is None and not forbidden and not words:
+            return None
+        has_grammar = mask is not None
+        if mask is None:
+            mask = np.full(num_words(vocab_size), ALL_BITS)
+        # white space before <think> would count as part of the grammar's text
+        elif thinking is not None and thinking.may_begin_with is not None and not self._tokens:
+            _set_bits(mask, [thinking.may_begin_with])
+        if forbidden or words:
+            for token in (*forbidden, *words):
+                mask[token // 32] &= ~np.uint32(1 << token % 32)
+            self._is_stuck = has_grammar and not mask.any()
+        return mask
 
 
 class RuleMaker:
@@ -171,7 +193,8 @@ class RuleMaker:
     def begin(self, rows: list[tuple[int, LogitRules]]) -> StepRules:
         """Return the rules of some rows of a step; a thread computes the masks of grammars while the model computes."""
         matchers = [rules.grammar for _, rules in rows if rules.grammar is not None]
-        return StepRules(rows, self._thread.submit(self.grammars.masks, matchers) if matchers else None)
+        masks = self._thread.submit(self.grammars.masks, matchers) if matchers else None
+        return StepRules(rows, masks, self._vocab_size)
 
     @functools.cached_property
     def _thread(self) -> ThreadPoolExecutor:
@@ -180,18 +203,56 @@ class RuleMaker:
 
 @dataclass(frozen=True, slots=True)
 class StepRules:
-    """The rules of the rows of one step."""
+    """The rules of some rows of a step, rows ascending.
+
+    masks: [N, W] uint32 of the rows that have grammars; None: there are none.
+    vocab_size: the model's.
+    """
 
     rows: list[tuple[int, LogitRules]]
     masks: Future[np.ndarray] | None
+    vocab_size: int
 
-    def changes(self) -> Changes:
-        """Wait for the masks and return the changes of logits for `sample`."""
-        masks = iter(() if self.masks is None else self.masks.result())
-        return [
-            (row, functools.partial(rules.apply, mask=None if rules.grammar is None else next(masks)))
-            for row, rules in self.rows
-        ]
+    def changes(self) -> LogitChanges:
+        """Wait for the masks and return the changes of logits."""
+        if not self.rows:
+            return LogitChanges()
+        masks = iter(() if self.masks is None else self._within_vocabulary(self.masks.result()))
+        masked, allowed = [], []
+        for row, rules in self.rows:
+            may_come = rules.allowed(None if rules.grammar is None else next(masks), self.vocab_size)
+            if may_come is not None:
+                masked.append(row)
+                allowed.append(may_come)
+        parts: dict[str, tuple[list[int], list[np.ndarray], list[np.ndarray]]] = {}
+        for row, rules in self.rows:
+            for kind, tokens, values in rules.values() if rules.has_values else ():
+                rows, of_tokens, of_values = parts.setdefault(kind, ([], [], []))
+                rows.append(row)
+                of_tokens.append(tokens)
+                of_values.append(values)
+        return LogitChanges(
+            **{kind: TokenValues.of(*columns) for kind, columns in parts.items()},
+            masked_rows=np.array(masked, dtype=np.int64),
+            allowed=np.array(allowed, dtype=np.uint32).reshape(len(masked), num_words(self.vocab_size)),
+        )
+
+    def _within_vocabulary(self, masks: np.ndarray) -> np.ndarray:
+        """Return the masks without the tokens that the tokenizer has beyond the model's vocabulary."""
+        masks = masks[:, : num_words(self.vocab_size)]
+        if rest := self.vocab_size % 32:
+            masks[:, -1] &= np.uint32(2**rest - 1)
+        return masks
+
+
+def num_words(vocab_size: int) -> int:
+    """Return the number of 32-bit words with a bit for each token."""
+    return -(-vocab_size // 32)
+
+
+def _set_bits(words: np.ndarray, tokens: list[int]) -> None:
+    for token in tokens:
+        words[token // 32] |= np.uint32(1 << token % 32)
 
 
 class _Seen:
@@ -202,7 +263,18 @@ class _Seen:
         self._place = {token: place for place, token in enumerate(distinct.tolist())}
         self._tokens, self._counts = distinct, counts.astype(np.float32)
 
+    @property
+    def tokens(self) -> np.ndarray:
+        """[K] int64."""
+        return self._tokens[: len(self._place)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """[K] float32."""
+        return self._counts[: len(self._place)]
+
     def add(self, token: int) -> None:
+        """Count one more of a token."""
         place = self._place.get(token)
         if place is None:
             place = self._place[token] = len(self._place)
@@ -211,12 +283,6 @@ class _Seen:
                 self._tokens, self._counts = np.resize(self._tokens, room), np.resize(self._counts, room)
             self._tokens[place], self._counts[place] = token, 0
         self._counts[place] += 1
-
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [K] int64 tokens and [K] float32 counts on a device."""
-        num = len(self._place)
-        tokens, counts = torch.from_numpy(self._tokens[:num]), torch.from_numpy(self._counts[:num])
-        return to_device(tokens, device), to_device(counts, device)
 
 
 def bad_word_tokens(words: tuple[str, ...], tokenizer: PromptTokenizer) -> list[list[int]]:

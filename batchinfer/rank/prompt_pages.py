@@ -86,14 +86,17 @@ class PromptPages:
     def _sequence(self, request: Request, held: list[int], num_computed: int, times: RequestTimes) -> Sequence:
         """Start a request on these pages of its beginning, and free ones for the rest."""
         self.num_running += 1
-        thinking = self._context.thinking(request)
+        thinking, stop = self._context.thinking(request), request.sampling.stop
+        rules = self._context.rules.make(request, thinking)
+        has_text_alone = bool(stop) and rules is None and thinking is None
         return Sequence(
             request=request,
             pages=held + self.pool.reserve(self._num_pages(request) - len(held)),
             num_computed=num_computed,
             times=times,
-            stream=self._context.tokenizer.stream() if request.sampling.stop else None,
-            rules=self._context.rules.make(request, thinking),
+            stream=self._context.tokenizer.stream() if stop else None,
+            completing=self._context.stop_tokens.of(stop) if has_text_alone else None,
+            rules=rules,
             thinking=thinking,
             separates_reasoning=self._context.reasoning != "none",
         )

@@ -7,7 +7,7 @@ from batchinfer.kv.pages import pages_for
 from batchinfer.model.step import StateMoves, StateParts
 from batchinfer.protocol.messages import CachedTokens
 from batchinfer.rank.logit_rules import LogitRules
-from batchinfer.rank.stop_strings import StopSearch
+from batchinfer.rank.stop_strings import CompletingTokens, StopSearch
 from batchinfer.rank.thinking import AnyThinking, answer_text
 from batchinfer.records import Completion, Request, RequestTimes, TokenLogprobs
 
@@ -28,6 +28,7 @@ class Sequence:
     rules: LogitRules | None = None  # only for requests that change the model's logits
     thinking: AnyThinking | None = None  # only if the end of thinking matters
     separates_reasoning: bool = False  # thinking is kept apart from the text
+    completing: CompletingTokens | None = None  # of its stop strings; None: any token may be of importance
     state_slot: int | None = None  # of its state, if the model's requests have one
     # in these models, by prompt tokens before it: how the state begins, and the slots in which states are kept
     moves: dict[int, StateMoves] = field(default_factory=dict)
@@ -67,24 +68,30 @@ class Sequence:
         watched = (self.stream, self.rules, self.thinking)
         return any(item is not None for item in watched)
 
+    def must_see(self, token: int) -> bool:
+        """Whether `accept` must see this token at once, where `looks_at_every_token`; others may come later."""
+        return self.completing is None or self.completing[token]
+
     def accept(self, token: int, eos_token_ids: frozenset[int]) -> None:
         """Add a generated token, whose log-probability is there, and decide whether it is the last one."""
         sampling = self.request.sampling
         self.token_ids.append(token)
         if self.thinking is not None:
             self.thinking.accept(token)
+        have_stopped = False
         if self.rules is not None:
             self.rules.accept(token)
-            if self.rules.problem is not None:
-                self.fail(f"its structured output cannot go on: {self.rules.problem}")
+            have_stopped = self.rules.have_stopped
+            if have_stopped and (problem := self.rules.problem) is not None:
+                self.fail(f"its structured output cannot go on: {problem}")
                 return
         if token in eos_token_ids and not sampling.ignore_eos:
             self.finish_reason, self.ended_by_token = "stop", True
         elif token in sampling.stop_token_ids:
             self.finish_reason, self.stop_reason, self.ended_by_token = "stop", str(token), True
-        elif self.rules is not None and self.rules.is_complete:
+        elif have_stopped:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.request.sampling.max_tokens:
+        elif len(self.token_ids) >= sampling.max_tokens:
             self.finish_reason = "length"
         if self.stop_search is not None:
             self._look_for_stop_strings(self.stop_search)

@@ -1,8 +1,14 @@
 """Stop strings: where in the text of an answer one of them ends it."""
 
-from batchinfer.data.prompt_tokenizer import TextStream
+from __future__ import annotations
+
+import functools
+
+from batchinfer.data.prompt_tokenizer import UNFINISHED, PromptTokenizer, TextStream
 from batchinfer.rank.thinking import AnyThinking, answer_text
 from batchinfer.records import Sampling
+
+MOST_ENDS = 256  # sets of last characters whose tokens are kept
 
 
 class StopSearch:
@@ -54,6 +60,46 @@ class StopSearch:
                     self.text_end = start + len(string) * self._sampling.include_stop_str_in_output
                     found = string, place + 1
         self._num_read = max(self._num_read, num_tokens)
+        return found
+
+
+class StopTokens:
+    """Tokens with which an answer may complete a stop string: their text has the last character of one.
+
+    An answer is searched when one of these comes, and at its end. If a tokenizer's text of a token depended on its
+    neighbours in an unforeseen way, the stop string would be found later, and the answer cut at the same place.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before = tokenizer.encode_piece("a")[-1:]  # behind a word some tokens begin with a space
+        self._text_before = tokenizer.decode(self._before)
+        self._texts: dict[int, str] = {}
+        self._of_ends = functools.lru_cache(MOST_ENDS)(functools.partial(CompletingTokens, self))
+
+    def of(self, stop: tuple[str, ...]) -> CompletingTokens:
+        """Return the tokens that may complete one of these stop strings."""
+        return self._of_ends(frozenset(string[-1] for string in stop))
+
+    def text(self, token: int) -> str:
+        """Return the text that a token can add, alone and behind a word."""
+        if token not in self._texts:
+            behind = self._tokenizer.decode([*self._before, token])
+            text = self._tokenizer.decode([token]) + behind.removeprefix(self._text_before)
+            self._texts[token] = text
+        return self._texts[token]
+
+
+class CompletingTokens(dict[int, bool]):
+    """Whether each token may complete a stop string with one of these last characters, as it is first asked for."""
+
+    def __init__(self, tokens: StopTokens, ends: frozenset[str]) -> None:
+        super().__init__()
+        self._tokens = tokens
+        self._ends = ends | {UNFINISHED}  # a token with a part of a character may complete any
+
+    def __missing__(self, token: int) -> bool:
+        found = self[token] = not self._ends.isdisjoint(self._tokens.text(token))
         return found
 
 

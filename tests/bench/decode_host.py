@@ -1,18 +1,21 @@
 """The host's time of a decode step on a GPU, measured on a CPU: the device's work takes no time here.
 
-    python tests/bench/decode_host.py [--requests 256] [--prompt 1000] [--steps 300] [--profile]
+    python tests/bench/decode_host.py [--requests 256] [--prompt 1000] [--steps 300] [--profile] [--sampling JSON]
 
 A rank's own loop runs with CUDA graphs as it does on a GPU: it votes, makes the step's tables, fills them up, copies
 them to where a graph would read them, samples, takes the tokens in and reports. In place of a graph's replay and of the
-operations on logits the same results come back at once. Starting a graph and kernels, copies to and from a GPU, and the
-thread that sends messages are not in it. Times are those of the processor (user and system), so a busy machine changes
-them little.
+operations on logits the same results come back at once: the letter "a" for each request. Starting a graph and kernels,
+copies to and from a GPU, and the thread that sends messages are not in it. Times are those of the processor (user and
+system), so a busy machine changes them little. Stop strings, structured outputs and penalties, for example:
+
+    --sampling '{"stop": ["zzz"]}'   '{"structured_outputs": {"regex": "a*"}}'   '{"repetition_penalty": 1.1}'
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import json
 import pstats
 import sys
 import time
@@ -57,9 +60,12 @@ def points(model: Transformer, step: StepTensors, *_: Any) -> Generator[YieldPoi
     return StepOutput(torch.zeros(len(step.logit_rows), model.config.vocab_size), counts)
 
 
+TOKENIZER = load_tokenizer(MODEL)
+(TOKEN,) = TOKENIZER.encode_piece("a")
 LOGIT_OPS = LogitOps(
-    argmax=lambda logits: (torch.full((len(logits),), 7), torch.ones(len(logits), dtype=torch.bool)),
-    draw=lambda logits, *_: torch.full((len(logits),), 7),
+    argmax=lambda logits: (torch.full((len(logits),), TOKEN), torch.ones(len(logits), dtype=torch.bool)),
+    draw=lambda logits, *_: torch.full((len(logits),), TOKEN),
+    apply_token_bitmask=lambda logits, rows, allowed: None,
 )
 
 
@@ -93,11 +99,17 @@ class TimedFeed(Feed):
             self.profile.disable()
 
 
-def step_ms(num_requests: int, prompt_tokens: int, num_steps: int, *, profiles: bool = False) -> tuple[float, Any]:
-    """Return the mean milliseconds of a decode step's host, and the profile if one was asked for."""
+def step_ms(
+    num_requests: int, prompt_tokens: int, num_steps: int, asked: dict[str, Any], *, profiles: bool = False
+) -> tuple[float, Any]:
+    """Return the mean milliseconds of a decode step's host, and the profile if one was asked for.
+
+    Args:
+        asked: keys of the job's table [sampling].
+    """
     model = Transformer.load(MODEL, dtype=torch.bfloat16, backend="reference")
-    drawn = SamplingConfig(max_tokens=num_steps + _WARM_STEPS, temperature=0.7, top_p=0.95, ignore_eos=True)
-    sampling = drawn.to_sampling()
+    keys = {"temperature": 0.7, "top_p": 0.95, "ignore_eos": True, **asked}
+    sampling = SamplingConfig(max_tokens=num_steps + _WARM_STEPS, **keys).to_sampling()
     requests = [
         Request(RequestKey(0, row, 0), 0, [row % 900 + 20] + [9] * (prompt_tokens - 1), sampling, row)
         for row in range(num_requests)
@@ -109,7 +121,7 @@ def step_ms(num_requests: int, prompt_tokens: int, num_steps: int, *, profiles: 
         patch.object(Transformer, "logit_ops", PropertyMock(return_value=LOGIT_OPS)),
     ):
         tokens = num_requests * prompt_tokens  # all prompts in one step
-        context = Context(model, load_tokenizer(MODEL), num_pages, prefill_tokens=tokens, decode_requests=num_requests)
+        context = Context(model, TOKENIZER, num_pages, prefill_tokens=tokens, decode_requests=num_requests)
         RankWorker(context).run(feed)  # type: ignore[arg-type]
     times_s = feed.times_s[_WARM_STEPS:]
     return 1e3 * (times_s[-1] - times_s[0]) / (len(times_s) - 1), feed.profile
@@ -121,9 +133,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of each prompt")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
+    parser.add_argument("--sampling", type=json.loads, default={}, help="keys of [sampling], as a JSON object")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = options.requests, options.prompt, options.steps
+    sizes = options.requests, options.prompt, options.steps, options.sampling
     with torch.inference_mode():
         print(f"{options.requests} requests: {step_ms(*sizes)[0]:.2f} ms of the host a decode step", flush=True)
         if options.profile:

@@ -24,7 +24,7 @@ NAMES = (registry.INVARIANT, "hopper", "triton")
 DESCRIPTORS, AHEAD, PIECES = "triton-descriptors", "triton-ahead", "hopper-pieces"
 _SHORT_PIECE_PAGES = 40
 # A few values per token, or rows moved: plain PyTorch on GPUs, too.
-PLAIN = {"cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely"}
+PLAIN = {"apply_token_bitmask", "cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely"}
 DENSE, CONTIGUOUS, MASKED = "product, dense", "product, contiguous", "product, masked"
 _HOPPER_PROBES = {
     "linear": libraries.why_not_deep_gemm,

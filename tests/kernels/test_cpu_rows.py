@@ -238,6 +238,32 @@ def test_the_most_likely_tokens_are_those_of_the_reference(width, count, threads
     assert torch.equal(tokens[8:], in_order[0][8:])
 
 
+@pytest.mark.parametrize("width", [1, 31, 32, 33, 1000, 129280])
+def test_tokens_that_may_not_come_are_those_of_the_bitmask(width, threads):
+    logits = 3 * random(9, width, dtype=torch.float32)
+    logits[4, ::2] = torch.nan
+    draw = np.random.default_rng(width)
+    rows = torch.from_numpy(draw.permutation(9)[:6])
+    may_come = draw.random((6, width)) < np.array([[0.5], [0.01], [0.99], [1.0], [0.0], [0.5]])
+    bits = np.packbits(np.pad(may_come, ((0, 0), (0, -width % 32))), axis=1, bitorder="little")
+    allowed = torch.from_numpy(bits.view(np.int32))
+    expected = logits.clone()
+    for place, row in enumerate(rows.tolist()):
+        expected[row][torch.from_numpy(~may_come[place])] = -1e30
+    for num_threads in (1, 2):
+        threads(num_threads)
+        for operation in (ops.apply_token_bitmask, reference_rows.apply_token_bitmask):
+            changed = logits.clone()
+            operation(changed, rows, allowed)
+            assert torch.equal(changed.view(torch.int32), expected.view(torch.int32))
+
+
+def test_a_bitmask_for_rows_that_do_not_exist_is_refused():
+    logits, allowed = torch.zeros(3, 40), torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="row 3 of 3"):
+        ops.apply_token_bitmask(logits, torch.tensor([3]), allowed)
+
+
 def settings_of_draws(num_rows, seed):
     """Temperature, top_k, top_p, min_p and uniform of each row, from none to the extremes, in all combinations."""
     draw = np.random.default_rng(seed)

@@ -119,7 +119,7 @@ def test_a_hopper_gpu_gets_its_libraries_first(machine):
 
 
 # no kernels of their own on GPUs
-PLAIN = ("cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely")
+PLAIN = ("apply_token_bitmask", "cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely")
 
 
 def test_tensors_of_a_device_never_go_to_operations_for_another(machine, monkeypatch):

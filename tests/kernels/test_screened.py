@@ -75,6 +75,44 @@ def test_the_first_of_equal_words_is_taken(dtype):
     check_equal(x, weight[:512].repeat(8, 1), least_certain=0.9)
 
 
+def bitmask(may_come):
+    """[T, ceil(V / 32)] int32 from [T, V] bool."""
+    places = torch.arange(32)
+    padded = torch.nn.functional.pad(may_come.long(), (0, -may_come.shape[1] % 32)).view(len(may_come), -1, 32)
+    words = (padded << places).sum(2)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.9, 1.0])
+@pytest.mark.parametrize("words", [30, 2050, 4097])
+def test_words_that_may_not_come_are_left_out(words, share, dtype, threads):
+    """Rows of which a part of the words may come, among rows of which all, one, or none may."""
+    weight, x = random(words, 130, dtype=dtype), random(40, 130, seed=1, dtype=dtype)
+    may_come = torch.rand(40, words, generator=torch.Generator().manual_seed(2)) < share
+    best = exact_columns(x, weight)[0]
+    may_come[torch.arange(20), best[:20]] = False  # the best word of all
+    may_come[20:30] = True
+    may_come[30:34], may_come[34:38] = False, False
+    may_come[torch.arange(30, 34), torch.tensor([0, 7, words // 2, words - 1])] = True
+    logits = ops.linear(x, packed.pack(weight), float32_out=True)
+    ops.apply_token_bitmask(logits, torch.arange(40), bitmask(may_come))
+    expected, _ = ops.argmax(logits)
+    for num_threads in (1, 2):
+        threads(num_threads)
+        columns, is_certain = screen_of(weight).largest(x, bitmask(may_come))
+        assert torch.equal(columns[is_certain], expected[is_certain])
+        assert is_certain[30:38].all()
+        assert is_certain.float().mean() >= (0.9 if words > 500 else 0.0)
+    assert columns[34:38].tolist() == [0] * 4
+
+
+def test_a_bitmask_of_another_size_is_refused(dtype):
+    weight, x = random(300, 64, dtype=dtype), random(4, 64, seed=1, dtype=dtype)
+    for shape in ((4, 9), (3, 10), (4, 11)):
+        with pytest.raises(RuntimeError, match="allowed tokens must be contiguous int32, 4 x 10"):
+            screen_of(weight).largest(x, torch.full(shape, -1, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("shift", [1, 40, 1500])
 def test_words_that_nearly_tie_are_told_apart(shift, dtype):
     """The best word of each row gets a twin that differs in the last bit of one value, upwards or downwards."""

@@ -20,6 +20,7 @@ from batchinfer.model.transformer import Transformer
 from batchinfer.parallel.overlap import run_to_end
 from batchinfer.parallel.spans import MicroBatchSpans, SpanLog
 from batchinfer.rank.logit_rules import LogitRules
+from support.changed_logits import apply_rules
 from support.checkpoints import make_checkpoint
 from support.compile_triton import RECORDED
 from support.step_inputs import decode_input, prefill_input
@@ -133,7 +134,7 @@ def test_rules_of_an_answer_wait_for_nothing():
     rules.accept(8)
     mask = torch.full((2,), -1, dtype=torch.int32).numpy().view("uint32")
     with device_calls.counted_calls(with_hopper=False) as calls:
-        rules.apply(torch.zeros(40, device=META), mask)
+        apply_rules(rules, torch.zeros(40, device=META), mask)
         assert calls.waits == []
 
 
@@ -149,7 +150,7 @@ def test_greedy_and_drawn_tokens_are_read_together(monkeypatch):
     monkeypatch.setattr(sampling, "to_host", to_host)
     with device_calls.counted_calls(with_hopper=False) as calls:
         ops = Ops.select("auto", torch.bfloat16, device=META)
-        logit_ops = sampling.LogitOps(ops.argmax, ops.draw, ops.log_sum_exp, ops.most_likely)
+        logit_ops = sampling.LogitOps(ops.argmax, ops.draw, ops.log_sum_exp, ops.most_likely, ops.apply_token_bitmask)
         sampling.sample(torch.zeros(3, 40, device=META), rows, np.arange(3), logit_ops)
         assert (calls.waits, reads) == ([], [3])
         assert "sort" not in calls.kernels

@@ -13,6 +13,7 @@ from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.fused import greedy
 from batchinfer.model.fused.greedy import STEPS_BEFORE, TRIED_ROWS, GreedyHead
 from batchinfer.model.fused.stack import FusedDecode
+from batchinfer.model.logit_changes import LogitChanges
 from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.model.schedules import PLAIN, Schedule
 from batchinfer.model.step import StepHalves
@@ -31,7 +32,9 @@ GREEDY = SamplingConfig(max_tokens=20, ignore_eos=True)
 DRAWN = SamplingConfig(max_tokens=20, temperature=1.0, top_p=0.9)
 SCORED = SamplingConfig(max_tokens=20, logprobs=2)
 PENALISED = SamplingConfig(max_tokens=20, repetition_penalty=1.3)
-MIXED = (GREEDY, GREEDY, GREEDY, DRAWN, GREEDY, SCORED, GREEDY, PENALISED)
+FORBIDDING = SamplingConfig(max_tokens=20, min_tokens=15, stop_token_ids=list(range(8, 250)))
+STRUCTURED = SamplingConfig(max_tokens=20, structured_outputs={"regex": "[a-z]{3}( [a-z0-9]+)*"})
+MIXED = (GREEDY, GREEDY, FORBIDDING, DRAWN, GREEDY, SCORED, STRUCTURED, PENALISED)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "fp8", "int4"])
@@ -60,14 +63,18 @@ def states_of(model, count):
     return states.to(model.dtype)
 
 
-def forbid(token):
-    return lambda logits: logits.__setitem__(token, -1e30)
+def forbid(vocab_size, token_of_row):
+    """The changes by which a token may not come in each of some rows."""
+    allowed = np.full((len(token_of_row), -(-vocab_size // 32)), 2**32 - 1, dtype=np.uint32)
+    for words, token in zip(allowed, token_of_row.values(), strict=True):
+        words[token // 32] ^= np.uint32(1 << token % 32)
+    return LogitChanges(masked_rows=np.array(list(token_of_row)), allowed=allowed)
 
 
-def check_sampled(model, head, states, rows, changes=()):
+def check_sampled(model, head, states, rows, changes=LogitChanges(), changed=()):  # noqa: B008  # frozen
     """Compare the sample of these states with that of their logits; return the screened rows."""
     positions = np.arange(len(states))
-    screened = head.choose_rows(rows, [row for row, _ in changes])
+    screened = head.choose_rows(rows, changed)
     logits = model.ops.linear(states, model.weights.lm_head, float32_out=True)
     expected = sample(logits, rows, positions, model.logit_ops, changes)
     sampled = head.sample(states, screened, rows, positions, changes)
@@ -86,10 +93,13 @@ def test_rows_of_every_kind_get_what_they_get_from_all_logits(model, small):
     assert check_sampled(model, head, states_of(model, 9), rows_of([GREEDY] * 9)).tolist() == list(range(9))
     states, rows = states_of(model, 24), rows_of(MIXED * 3)
     best = model.ops.argmax(model.ops.linear(states, model.weights.lm_head, float32_out=True))[0]
-    changes = [(row, forbid(int(best[row]))) for row in (1, 7, 15)]
-    screened = check_sampled(model, head, states, rows, changes)
-    greedy_rows = [row for row in range(24) if MIXED[row % 8] in (GREEDY, PENALISED)]
-    assert screened.tolist() == [row for row in greedy_rows if row not in (1, 7, 15)]
+    changes = forbid(model.config.vocab_size, {row: int(best[row]) for row in (1, 3, 6, 7, 15)})
+    screened = check_sampled(model, head, states, rows, changes, [7, 15, 23])
+    others = (DRAWN, SCORED, PENALISED)
+    assert screened.tolist() == [row for row in range(24) if MIXED[row % 8] not in others]
+    # all rows screened, all with words that may not come
+    changes = forbid(model.config.vocab_size, dict(enumerate(best.tolist())))
+    assert len(check_sampled(model, head, states, rows_of([GREEDY] * 24), changes)) == 24
 
 
 def test_rows_that_are_not_certain_get_all_logits(model, small):
@@ -161,15 +171,17 @@ def results(feed):
 
 
 def test_answers_are_those_from_all_logits(model, small, monkeypatch):
-    tokenizer, largest, rows_screened = load_tokenizer(RANDOM_MODEL), Screen.largest, []
+    tokenizer, largest, rows_screened, rows_masked = load_tokenizer(RANDOM_MODEL), Screen.largest, [], []
 
-    def counted(screen, x):
+    def counted(screen, x, allowed):
         rows_screened.append(len(x))
-        return largest(screen, x)
+        rows_masked.append(0 if allowed is None else int((allowed != -1).any(1).sum()))
+        return largest(screen, x, allowed)
 
     monkeypatch.setattr(Screen, "largest", counted)
     screened = results(run_rank(model, tokenizer, make_requests()))
     assert sum(rows_screened) > 100
+    assert sum(rows_masked) > 40
     num_calls = len(rows_screened)
     monkeypatch.setattr(GreedyHead, "of", lambda model: None)
     assert screened == results(run_rank(model, tokenizer, make_requests()))

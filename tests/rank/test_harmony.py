@@ -16,6 +16,7 @@ from batchinfer.rank.logit_rules import RuleMaker
 from batchinfer.rank.sequence import Sequence
 from batchinfer.rank.thinking import HarmonyThinking, HarmonyTokens
 from batchinfer.records import Request, RequestKey, RequestTimes
+from support.changed_logits import apply_rules
 from support.paths import RANDOM_MODEL
 
 MARKS = ("<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>", "<|call|>")
@@ -110,7 +111,7 @@ def test_a_budget_ends_the_analysis_and_begins_the_final_message(tokenizer, budg
     while thinking.is_open:
         logits = torch.zeros(tokenizer.vocab_size)
         logits[wanted[len(written)]] = 1.0
-        rules.apply(logits, None)
+        apply_rules(rules, logits)
         written.append(int(logits.argmax()))
         thinking.accept(written[-1])
         rules.accept(written[-1])

@@ -17,9 +17,11 @@ from transformers import (
 from batchinfer.config import SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.sampling import SamplingRows, sample
-from batchinfer.rank.logit_rules import NEVER, LogitRules, RuleMaker, bad_word_tokens
+from batchinfer.rank.logit_rules import LogitRules, RuleMaker, StepRules, bad_word_tokens
 from batchinfer.rank.thinking import Thinking, ThinkingTokens
 from batchinfer.records import Request, RequestKey
+from batchinfer_kernels.reference.rows import FORBIDDEN, apply_token_bitmask
+from support.changed_logits import apply_rules
 from support.divisors import Divisors
 from support.paths import SAMPLE_MODEL
 
@@ -42,8 +44,8 @@ def changed(case, bad_words=(), **sampling):
     for token in generated:
         rules.accept(token)
     logits = logits.clone()
-    rules.apply(logits, None)
-    return torch.where(logits == NEVER, -torch.inf, logits)
+    apply_rules(rules, logits)
+    return torch.where(logits == FORBIDDEN, -torch.inf, logits)
 
 
 def by_transformers(case, processor, *, with_prompt=True):
@@ -122,7 +124,7 @@ def test_a_structured_output_of_which_bad_words_leave_nothing_is_an_error_that_s
     rules = maker.make(Request(RequestKey(0, 0, 0), 0, [5], how.to_sampling(), 0), None)
     (token,) = tokenizer.encode_piece("7")
     logits = torch.zeros(tokenizer.vocab_size)
-    rules.apply(logits, maker.grammars.masks([rules.grammar])[0])
+    apply_rules(rules, logits, maker.grammars.masks([rules.grammar])[0])
     rules.accept(token)  # whatever is drawn where nothing may come
     assert rules.problem == "bad_words and min_tokens forbid every token that may come next"
 
@@ -139,9 +141,8 @@ def test_tokens_beyond_the_models_vocabulary_change_nothing(asked):
     maker = RuleMaker(tokenizer, vocab_size)
     rules = maker.make(Request(RequestKey(0, 0, 0), 0, [5], how, 0), thinking)
     logits = torch.zeros(vocab_size)
-    ((_, change),) = maker.begin([(0, rules)]).changes()
-    change(logits)
-    assert logits[EOS] == NEVER
+    maker.begin([(0, rules)]).changes().apply(logits[None], apply_token_bitmask)
+    assert logits[EOS] == FORBIDDEN
     allowed = [tokenizer.decode([token]) for token in (logits == 0).nonzero().flatten().tolist()]
     assert 0 < len(allowed) < vocab_size
     assert "structured_outputs" not in asked or all(re.fullmatch("[a-z]+", text) for text in allowed)
@@ -154,11 +155,8 @@ def test_other_rows_and_log_probabilities_do_not_notice(case):
     positions = np.zeros(3, dtype=np.int64)
     plain = sample(logits.clone(), rows, positions)
     best = int(plain.tokens[2])
-
-    def never_the_best(row):
-        row[best] = NEVER
-
-    ruled = sample(logits.clone(), rows, positions, changes=[(2, never_the_best)])
+    never_the_best = StepRules([(2, LogitRules(how[2], [], frozenset(), [[best]], None))], None, VOCABULARY)
+    ruled = sample(logits.clone(), rows, positions, changes=never_the_best.changes())
     assert ruled.tokens[:2].tolist() == plain.tokens[:2].tolist()
     assert ruled.tokens[2] != best
     assert ruled.is_finite.all()
@@ -175,7 +173,7 @@ def test_draws_follow_the_changed_logits():
     rules = LogitRules(how, [], frozenset([EOS]), [], None)
     num = 20_000
     rows = SamplingRows.of([how] * num, rng.integers(0, 2**63, num).tolist())
-    changes = [(row, lambda logits_V: rules.apply(logits_V, None)) for row in range(num)]
+    changes = StepRules([(row, rules) for row in range(num)], None, len(logits)).changes()
     tokens = sample(logits.repeat(num, 1), rows, np.zeros(num, dtype=np.int64), changes=changes).tokens
     expected = logits.double()
     expected[4] += 1.5
@@ -186,3 +184,42 @@ def test_draws_follow_the_changed_logits():
     others = shares > 0
     chi_square = ((counts[others] - num * shares[others]) ** 2 / (num * shares[others])).sum()
     assert chi_square < 29.6  # 10 degrees of freedom, 0.1 %
+
+
+def test_rows_of_a_step_are_changed_together_as_each_alone():
+    """Every kind of rule, beside rows without rules, in a vocabulary that is no multiple of 32."""
+    rng = np.random.default_rng(5)
+    tokenizer = load_tokenizer(SAMPLE_MODEL)
+    maker, vocab_size = RuleMaker(tokenizer, tokenizer.vocab_size - 11), tokenizer.vocab_size - 11
+    kinds = (
+        {"logit_bias": {"5": 3.5, "90": -2.0}},
+        {"repetition_penalty": 1.3, "min_tokens": 30},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.25, "bad_words": ["the"]},
+        {"structured_outputs": {"regex": "[a-z]+ [0-9]+"}},
+        {"structured_outputs": {"regex": "[a-z ]+"}, "min_tokens": 30, "logit_bias": {"70": 1.0}},
+        {"min_tokens": 30, "stop_token_ids": [11, 64]},
+        {"bad_words": ["xyzzy"]},  # which cannot come next
+    )
+    rows = []
+    for number, kind in enumerate(kinds * 2):
+        how = SamplingConfig(max_tokens=99, **kind).to_sampling()
+        request = Request(RequestKey(0, number, 0), 0, rng.integers(20, vocab_size, 30).tolist(), how, number)
+        rules = maker.make(request, None)
+        for token in tokenizer.encode_piece("of the"[: number + 1]):
+            rules.accept(token)
+        rows.append((3 * number + 1, rules))
+    logits = torch.from_numpy(rng.normal(0, 4, (3 * len(rows) + 2, vocab_size)).astype(np.float32))
+    together = logits.clone()
+    maker.begin(rows).changes().apply(together, apply_token_bitmask)
+    alone = logits.clone()
+    for row, rules in rows:
+        mask = None if rules.grammar is None else maker.grammars.masks([rules.grammar])[0]
+        apply_rules(rules, alone[row], mask)
+    assert torch.equal(together, alone)
+    untouched = sorted(set(range(len(logits))) - {row for row, _ in rows} | {row for row, _ in rows[6::7]})
+    assert torch.equal(together[untouched], logits[untouched])
+    assert not any(torch.equal(together[row], logits[row]) for row, _ in rows if row not in untouched)
+    some = np.array([1, 2, 4, 10, 13, 19])  # rows of a part of the step
+    part = logits[some].clone()
+    maker.begin(rows).changes().of_rows(some, len(logits)).apply(part, apply_token_bitmask)
+    assert torch.equal(part, alone[some])

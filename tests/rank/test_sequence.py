@@ -11,6 +11,7 @@ from batchinfer.rank.logit_rules import RuleMaker
 from batchinfer.rank.sequence import Sequence
 from batchinfer.rank.thinking import Thinking, ThinkingTokens
 from batchinfer.records import Request, RequestKey, RequestTimes
+from support.changed_logits import apply_rules
 from support.paths import SAMPLE_MODEL
 
 TOKENIZER = load_tokenizer(SAMPLE_MODEL)
@@ -94,7 +95,7 @@ def test_a_structured_output_that_is_complete_ends_before_min_tokens_and_one_tha
     goes_on = run(DIGITS, **NUMBER | {"min_tokens": 4})
     assert goes_on.finish_reason is None
     logits = torch.zeros(TOKENIZER.vocab_size)
-    goes_on.rules.apply(logits, RULES.grammars.masks([goes_on.rules.grammar])[0])
+    apply_rules(goes_on.rules, logits, RULES.grammars.masks([goes_on.rules.grammar])[0])
     assert {int(token) for token in (logits == 0).nonzero()}.isdisjoint(TOKENIZER.eos_token_ids)
     assert (logits == 0).any()
 

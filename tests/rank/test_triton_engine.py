@@ -98,7 +98,7 @@ def logits_of(prompt, folder=RANDOM_MODEL, **options):
 
 
 # no kernels of their own on GPUs
-PLAIN = {"cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely"}
+PLAIN = {"apply_token_bitmask", "cos_sin", "copy_rows", "gather_rows", "log_sum_exp", "most_likely"}
 
 
 @pytest.mark.all  # make test: logits, above

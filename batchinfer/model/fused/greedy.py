@@ -1,8 +1,9 @@
 """Greedy tokens of decode steps from the states behind the last layer, without the logits of all words.
 
 Products in 8 bits rule out nearly all words, and the others' logits are exact, so tokens are those from all logits.
-Rows that need all logits (drawn tokens, log-probabilities, changed logits) get them. The head in 8 bits takes half the
-memory of one in bfloat16, a quarter of one in float32; it is made when some steps have shown that the job wants it.
+Words that a grammar forbids are left out. Rows that need all logits (drawn tokens, log-probabilities, biases and
+penalties) get them. The head in 8 bits takes half the memory of one in bfloat16, a quarter of one in float32; it is
+made when some steps have shown that the job wants it.
 """
 
 # S rows, D hidden, V vocabulary
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from batchinfer.model.sampling import Changes, Sampled, SamplingRows, sample
+from batchinfer.model.logit_changes import LogitChanges
+from batchinfer.model.sampling import Sampled, SamplingRows, sample
 from batchinfer_kernels.cpu.packed import Packed
 from batchinfer_kernels.cpu.screened import Screen, can_screen
 
@@ -63,7 +65,7 @@ class GreedyHead:
 
         Args:
             rows: of the step.
-            changed: numbers of rows whose logits are changed before a token is picked.
+            changed: numbers of rows in which tokens have biases or penalties.
         """
         is_greedy = (rows.temperature <= 0) & (rows.num_logprobs < 0)
         is_greedy[list(changed)] = False
@@ -79,7 +81,12 @@ class GreedyHead:
         return None if self._is_off else np.flatnonzero(is_greedy)
 
     def sample(
-        self, states_SD: torch.Tensor, screened: np.ndarray, rows: SamplingRows, positions: np.ndarray, changes: Changes
+        self,
+        states_SD: torch.Tensor,
+        screened: np.ndarray,
+        rows: SamplingRows,
+        positions: np.ndarray,
+        changes: LogitChanges,
     ) -> Sampled:
         """Pick one token per row, as `sample` does from the logits of these states.
 
@@ -88,20 +95,21 @@ class GreedyHead:
         """
         assert self._screen is not None
         is_all = len(screened) == len(states_SD)
-        tokens, is_certain = self._screen.largest(states_SD if is_all else states_SD[torch.from_numpy(screened)])
+        tokens, is_certain = self._screen.largest(
+            states_SD if is_all else states_SD[torch.from_numpy(screened)], changes.allowed_in(screened)
+        )
         certain = is_certain.numpy()
         self._note(certain)
         if is_all and certain.all():
             return Sampled(tokens.numpy(), certain)
         found = screened[certain]
         others = np.setdiff1d(np.arange(len(states_SD)), found)
-        place_of = {row: place for place, row in enumerate(others.tolist())}
         exact = sample(
             self._model.ops.linear(states_SD[torch.from_numpy(others)], self._head, float32_out=True),
             rows.take(others),
             np.asarray(positions)[others],
             self._model.logit_ops,
-            [(place_of[row], change) for row, change in changes],
+            changes.of_rows(others, len(states_SD)),
         )
         both = Sampled.joined([Sampled(tokens.numpy()[certain], certain[certain]), exact])
         return both.take(np.argsort(np.concatenate([found, others])))

@@ -405,6 +405,11 @@ def most_likely(logits_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
     return library().most_likely(logits_SV.contiguous(), count)
 
 
+@implementation(rejects=_float32)
+def apply_token_bitmask(logits_SV: torch.Tensor, rows_M: torch.Tensor, allowed_MW: torch.Tensor) -> None:
+    library().apply_token_bitmask(logits_SV, rows_M, allowed_MW)
+
+
 @implementation(rejects=_attention)
 def mla_prefill(
     q_THA: torch.Tensor, keys: PagedKeys, kv_b_HZC: Weight, num_tokens_B: torch.Tensor, *, v_dim: int, scale: float

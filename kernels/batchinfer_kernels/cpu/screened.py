@@ -32,18 +32,21 @@ class Screen:
         most = float((columns[:, _NORM] + columns[:, _ERROR]).max())
         return cls(weight, values, columns, most) if math.isfinite(most) else None
 
-    def largest(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def largest(self, x: torch.Tensor, allowed: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row's column with the largest product, the first among equals, and whether that is certain.
 
         A certain row has finite products only.
 
         Args:
             x: [T, D].
+            allowed: [T, ceil(V / 32)] int32, columns that may be the one, as in `apply_token_bitmask`, of a row without
+                any: column 0; None: all may.
 
         Returns:
             ([T] int64, [T] bool); the column of a row that is not certain means nothing.
         """
-        return library().largest_columns(whole_pairs(x), *self.weight.plain, self.values, self.columns, self.most)
+        screen = self.values, self.columns, self.most
+        return library().largest_columns(whole_pairs(x), *self.weight.plain, *screen, allowed)
 
 
 def can_screen(weight: Packed) -> bool:

@@ -35,6 +35,7 @@ from batchinfer_kernels.reference.pointwise import rms_norm, rms_norm_fp8, silu_
 from batchinfer_kernels.reference.products import batched_linear, linear, pack, pack_router, router
 from batchinfer_kernels.reference.rows import (
     add_sums,
+    apply_token_bitmask,
     argmax,
     copy_rows,
     cos_sin,
@@ -73,6 +74,7 @@ OPERATIONS: tuple[Callable[..., Any], ...] = (
     draw,
     log_sum_exp,
     most_likely,
+    apply_token_bitmask,
     mla_prefill,
     mla_decode,
     spread_queries,

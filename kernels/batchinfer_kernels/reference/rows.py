@@ -15,6 +15,8 @@ from batchinfer_kernels.reference.places import ExpertRows, stored_rows
 from batchinfer_kernels.reference.pointwise import rms_norm, rope
 
 WEIGHT_UNIT = 2**44  # the largest weight of a draw
+# The logit of a token that may not come: finite, as rows are checked for that, and too small to be drawn.
+FORBIDDEN = -1e30
 MAX_TOKENS = 2**18  # of a vocabulary, so that sums of weights fit into 63 bits
 
 
@@ -205,6 +207,19 @@ def argmax(logits_SV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if math.isfinite(float(logits_SV.sum())):
         return tokens, torch.ones(len(logits_SV), dtype=torch.bool)
     return tokens, torch.isfinite(logits_SV).all(dim=-1)
+
+
+def apply_token_bitmask(logits_SV: torch.Tensor, rows_M: torch.Tensor, allowed_MW: torch.Tensor) -> None:
+    """Give tokens that may not come the logit FORBIDDEN, in place.
+
+    Args:
+        logits_SV: float32.
+        rows_M: [M] int64, rows of which some tokens may not come, none twice.
+        allowed_MW: [M, ceil(V / 32)] int32, contiguous; token t may come if bit t % 32 of word t / 32 is set.
+    """
+    places_8 = torch.arange(8, dtype=torch.uint8, device=logits_SV.device)
+    bits_MV = (allowed_MW.view(torch.uint8)[..., None] >> places_8 & 1).flatten(1)[:, : logits_SV.shape[1]]
+    logits_SV[rows_M] = logits_SV[rows_M].masked_fill(bits_MV == 0, FORBIDDEN)
 
 
 def most_likely(logits_SV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -604,6 +604,14 @@ std::tuple<Tensor, Tensor> most_likely(const Tensor& logits, int64_t count) {
   return {tokens, largest};
 }
 
+void apply_token_bitmask(const Tensor& logits, const Tensor& rows, const Tensor& allowed) {
+  check_floats(logits, 2, "logits");
+  check_indices(rows, "rows");
+  check_range(rows, logits.size(0), "row");
+  batchinfer::apply_token_bitmask(write<float>(logits), read<int64_t>(rows), allowed_of(allowed, rows.numel(), logits.size(1)),
+                                  rows.numel(), logits.size(1));
+}
+
 void copy_rows(const Tensor& rows, const Tensor& from, const Tensor& to) {
   TORCH_CHECK(rows.size(1) <= 1 || rows.stride(1) == 1, "values of a row must be side by side");
   check_indices(to, "to");
@@ -640,6 +648,7 @@ TORCH_LIBRARY(batchinfer_cpu, m) {
       "gqa_rope_and_cache(Tensor x, int num_heads, int num_kv_heads, Tensor? norm_q, Tensor? norm_k, float eps, Tensor "
       "cos, Tensor sin, Tensor slots, Tensor(a!) pages) -> Tensor",
       gqa_rope_and_cache);
+  m.def("apply_token_bitmask(Tensor(a!) logits, Tensor rows, Tensor allowed) -> ()", apply_token_bitmask);
   m.def("copy_rows(Tensor(a!) rows, Tensor from_rows, Tensor to_rows) -> ()", copy_rows);
   // these change no argument: their C++ signatures say all
   m.def("packed_bytes", packed_bytes);

@@ -228,6 +228,22 @@ void argmax(const float* logits, int64_t num_rows, int64_t num_columns, int64_t*
 // The logarithm of the sum of e to each logit of a row.
 void log_sum_exp(const float* logits, int64_t num_rows, int64_t num_columns, double* out);
 
+// Tokens that may come next in some rows: [rows][ceil(V / 32)] words, token t at bit t % 32 of word t / 32.
+struct Allowed {
+  const uint32_t* words;  // null: all tokens in all rows
+  int64_t row_words;
+
+  static int64_t words_for(int64_t num_columns) { return (num_columns + 31) / 32; }
+  // Of tokens 16 * chunk to 16 * chunk + 15.
+  uint32_t bits(int64_t row, int64_t chunk) const {
+    return words == nullptr ? 0xFFFF : words[row * row_words + chunk / 2] >> 16 * (chunk % 2) & 0xFFFF;
+  }
+};
+
+// sampling.cpp: gives tokens that may not come the logit kForbidden; `rows` are those of `allowed` among the logits' rows.
+constexpr float kForbidden = -1e30f;  // finite, as rows are checked for that, and too small to have any weight in a draw
+void apply_token_bitmask(float* logits, const int64_t* rows, const Allowed& allowed, int64_t num_rows, int64_t num_columns);
+
 // most_likely.cpp: the tokens of the `count` largest logits of each row, which has as many, and these logits.
 void most_likely(const float* logits, int64_t num_rows, int64_t num_columns, int64_t count, int64_t* tokens,
                  float* largest);

@@ -11,7 +11,7 @@
 //   Floats, Ints     16 float32; 16 int32 (or the bits of two bfloat16 each)
 //   Doubles          8 float64
 //   First            the first `count` lanes, as rows end anywhere: lanes(count)
-//   Mask             yes or no for each lane, as comparisons give it
+//   Mask             yes or no for each lane, as comparisons or the first 16 bits of a number (mask_of) give it
 //
 // Operations without a name are + - * / of Floats and Doubles, each rounded once. All kinds give the same bits. The bfloat16
 // instructions of AVX-512 take subnormal numbers for zero and multiply the second value of a pair first; so do the other

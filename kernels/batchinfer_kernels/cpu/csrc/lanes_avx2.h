@@ -198,10 +198,15 @@ inline Mask compare(Floats a, Floats b) {
 inline Mask is_greater(Floats a, Floats b) { return compare<_CMP_GT_OQ>(a, b); }
 inline Mask is_equal(Floats a, Floats b) { return compare<_CMP_EQ_OQ>(a, b); }
 inline Mask not_below(Floats a, Floats b) { return compare<_CMP_NLT_UQ>(a, b); }  // also what is no number
+inline Mask both(Mask a, Mask b) { return {_mm256_and_ps(a.low, b.low), _mm256_and_ps(a.high, b.high)}; }
 inline Mask both(First first, Mask b) {
   if (first.count == 16) return b;
-  const Mask a = as_mask(bits_of(first));
-  return {_mm256_and_ps(a.low, b.low), _mm256_and_ps(a.high, b.high)};
+  return both(as_mask(bits_of(first)), b);
+}
+inline Mask mask_of(uint32_t bits) {
+  const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), high = _mm256_slli_epi32(low, 8);
+  const __m256i all = _mm256_set1_epi32(static_cast<int32_t>(bits));
+  return as_mask(Ints{_mm256_cmpeq_epi32(_mm256_and_si256(all, low), low), _mm256_cmpeq_epi32(_mm256_and_si256(all, high), high)});
 }
 inline Mask either(Mask a, Mask b) { return {_mm256_or_ps(a.low, b.low), _mm256_or_ps(a.high, b.high)}; }
 inline Mask no_lanes() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }

@@ -106,6 +106,7 @@ inline Mask is_greater(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CM
 inline Mask is_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline Mask not_below(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ); }  // also what is no number
 inline Mask both(First a, Mask b) { return a & b; }
+inline Mask mask_of(uint32_t bits) { return static_cast<Mask>(bits); }
 inline Mask either(Mask a, Mask b) { return a | b; }
 inline Mask no_lanes() { return 0; }
 inline bool any(Mask mask) { return mask != 0; }

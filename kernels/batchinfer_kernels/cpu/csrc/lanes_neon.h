@@ -247,9 +247,13 @@ inline Mask is_equal(Floats a, Floats b) {
 inline Mask not_below(Floats a, Floats b) {  // also what is no number
   return each<Mask>([&](int i) { return vmvnq_u32(vcltq_f32(a.at[i], b.at[i])); });
 }
-inline Mask both(First first, Mask b) {
-  const Mask a = as_mask(first);
+inline Mask both(Mask a, Mask b) {
   return each<Mask>([&](int i) { return a.at[i] & b.at[i]; });
+}
+inline Mask both(First first, Mask b) { return both(as_mask(first), b); }
+inline Mask mask_of(uint32_t bits) {
+  const int32x4_t first = {1, 2, 4, 8};
+  return each<Mask>([=](int i) { return vtstq_s32(vdupq_n_s32(static_cast<int32_t>(bits)), first << 4 * i); });
 }
 inline Mask either(Mask a, Mask b) {
   return each<Mask>([&](int i) { return a.at[i] | b.at[i]; });

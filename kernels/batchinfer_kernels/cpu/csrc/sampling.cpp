@@ -1,4 +1,4 @@
-// The most likely token of each row of logits, and how likely all of them are.
+// The most likely token of each row of logits, how likely all of them are, and tokens that may not come.
 
 #include <cmath>
 
@@ -24,6 +24,19 @@ void argmax(const float* logits, int64_t num_rows, int64_t num_columns, int64_t*
     const Mask has_it = is_equal(best, floats(largest_of(best)));
     tokens[row] = any(has_it) ? smallest_of(has_it, best_at) : 0;
     is_finite[row] = !any(not_below(strange, floats(INFINITY)));
+  });
+}
+
+void apply_token_bitmask(float* logits, const int64_t* rows, const Allowed& allowed, int64_t num_rows, int64_t num_columns) {
+  const double nanoseconds = num_rows * num_columns / 10.0;  // on one thread, roughly
+  run_tasks(num_rows, nanoseconds, [&](int64_t row) {
+    float* const values = logits + rows[row] * num_columns;
+    for (int64_t i = 0; i < num_columns; i += 16) {
+      const uint32_t bits = allowed.bits(row, i / 16);
+      if (bits == 0xFFFF) continue;
+      const First first = lanes(num_columns - i);
+      store(values + i, first, choose(mask_of(bits), load(first, values + i), floats(kForbidden)));
+    }
   });
 }
 

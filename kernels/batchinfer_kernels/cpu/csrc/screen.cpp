@@ -211,9 +211,15 @@ struct Best {
 template <class Value>
 class Search {
  public:
-  Search(const Rows<Value>& x, const Weight& weight, const Screen& screen, int64_t num_rows)
-      : x_(x), weight_(weight), screen_(screen), num_rows_(num_rows), rows_(x, weight, screen, num_rows), most_(num_rows),
-        best_(num_rows) {}
+  Search(const Rows<Value>& x, const Weight& weight, const Screen& screen, const Allowed& allowed, int64_t num_rows)
+      : x_(x), weight_(weight), screen_(screen), allowed_(allowed), num_rows_(num_rows), rows_(x, weight, screen, num_rows),
+        most_(num_rows), best_(num_rows), is_asked_(weight.num_panels(), !allowed.words) {
+    for (int64_t row = 0; allowed.words && row < num_rows; ++row) {
+      for (int64_t word = 0; word < allowed.row_words; ++word) {
+        is_asked_[word / 2] |= allowed.words[row * allowed.row_words + word] != 0;
+      }
+    }
+  }
 
   void run(int64_t* columns, bool* is_certain) {
     find();
@@ -258,6 +264,7 @@ class Search {
       const int64_t begin = first_panel(task), end = std::min(begin + each, num_panels);
       alignas(64) int32_t sums[kStripRows * kPanelColumns];
       for (int64_t panel = begin; panel < end; ++panel) {
+        if (!is_asked_[panel]) continue;
         const int64_t next = panel + 1 < end ? panel + 1 : first_panel(task_after(task)), chunks = num_chunks(weight_, panel);
         const float* const columns = screen_.columns + panel * Screen::kParts * kPanelColumns;
         for (int64_t row = row_begin; row < row_end; row += kStripRows) {
@@ -278,13 +285,15 @@ class Search {
     if (!own.is_bounded) return;
     float known = most_[row].load(std::memory_order_relaxed);
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+      const uint32_t bits = allowed_.bits(row, 4 * panel + chunk);
+      if (bits == 0) continue;
       const auto part = [&](Screen::Part number) { return load(columns + number * kPanelColumns + 16 * chunk); };
       const First first = lanes(weight_.num_columns - panel * kPanelColumns - 16 * chunk);
       const Floats value = as_floats(load_ints(sums + 16 * chunk)) * (floats(own.scale) * part(Screen::kScale));
       const Floats bound = multiply_add(part(Screen::kError), floats(own.of_error),
                                         multiply_add(part(Screen::kNorm), floats(own.of_norm), floats(own.rest)));
       const Floats upper = value + bound;
-      const Mask may_be_it = both(first, not_below(upper, floats(known)));
+      const Mask may_be_it = both(first, both(mask_of(bits), not_below(upper, floats(known))));
       if (!any(may_be_it)) continue;
       const float lower = largest_of(choose(may_be_it, value - bound, floats(-INFINITY)));
       found.push_back({row, 4 * panel + chunk, lower, largest_of(choose(may_be_it, upper, floats(-INFINITY)))});
@@ -312,8 +321,9 @@ class Search {
       linear_chunk(Rows<Value>{rows.data(), width}, weight_, chunk, products.data(), count);
       const int64_t num_columns = std::min<int64_t>(16, weight_.num_columns - 16 * chunk);
       for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = allowed_.bits(found[begin + i].row, chunk);
         for (int64_t column = 0; column < num_columns; ++column) {
-          best[begin + i].see({products[16 * i + column], 16 * chunk + column});
+          if (bits >> column & 1) best[begin + i].see({products[16 * i + column], 16 * chunk + column});
         }
       }
     });
@@ -323,11 +333,13 @@ class Search {
   const Rows<Value>& x_;
   const Weight& weight_;
   const Screen& screen_;
+  const Allowed& allowed_;
   const int64_t num_rows_;
   const ScreenedRows rows_;
   std::vector<std::atomic<float>> most_;  // of each row a value that its largest product reaches
   std::vector<std::vector<Found>> found_;  // by task
   std::vector<Best> best_;
+  std::vector<uint8_t> is_asked_;  // of each panel whether some row may take one of its columns
 };
 
 }  // namespace
@@ -344,13 +356,13 @@ void make_screen(const Weight& weight, uint8_t* values, float* columns) {
 }
 
 template <class Value>
-void largest_columns(const Rows<Value>& x, const Weight& weight, const Screen& screen, int64_t num_rows, int64_t* columns,
-                     bool* is_certain) {
-  Search<Value>(x, weight, screen, num_rows).run(columns, is_certain);
+void largest_columns(const Rows<Value>& x, const Weight& weight, const Screen& screen, const Allowed& allowed,
+                     int64_t num_rows, int64_t* columns, bool* is_certain) {
+  Search<Value>(x, weight, screen, allowed, num_rows).run(columns, is_certain);
 }
 
-template void largest_columns(const Rows<bf16>&, const Weight&, const Screen&, int64_t, int64_t*, bool*);
-template void largest_columns(const Rows<float>&, const Weight&, const Screen&, int64_t, int64_t*, bool*);
+template void largest_columns(const Rows<bf16>&, const Weight&, const Screen&, const Allowed&, int64_t, int64_t*, bool*);
+template void largest_columns(const Rows<float>&, const Weight&, const Screen&, const Allowed&, int64_t, int64_t*, bool*);
 
 bool screening_pays() { return kHasTiles || kFourParts == 1; }
 

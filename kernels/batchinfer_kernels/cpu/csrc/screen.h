@@ -32,11 +32,12 @@ struct Screen {
 // Fills a screen's values and columns from a packed weight in bfloat16 or float32.
 void make_screen(const Weight& weight, uint8_t* values, float* columns);
 
-// For each row the column with the largest product, the first among equals, as argmax has it of linear's result; a row is not
-// certain where a bound rules out too few columns or its products might not be finite: its column means nothing.
+// For each row the column with the largest product of those allowed, the first among equals, as argmax has it of linear's
+// result; 0 if none is allowed. A row is not certain where a bound rules out too few columns or its products might not be
+// finite: its column means nothing.
 template <class Value>
-void largest_columns(const Rows<Value>& x, const Weight& weight, const Screen& screen, int64_t num_rows, int64_t* columns,
-                     bool* is_certain);
+void largest_columns(const Rows<Value>& x, const Weight& weight, const Screen& screen, const Allowed& allowed,
+                     int64_t num_rows, int64_t* columns, bool* is_certain);
 
 // Whether products in 8 bits take half the time here.
 bool screening_pays();

@@ -2,6 +2,7 @@
 
 #include <torch/library.h>
 
+#include <optional>
 #include <tuple>
 
 #include "screen.h"
@@ -27,7 +28,8 @@ std::tuple<Tensor, Tensor> screen(const Tensor& packed, int64_t num_columns, int
 }
 
 std::tuple<Tensor, Tensor> largest_columns(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int64_t depth,
-                                           int64_t kind, const Tensor& values, const Tensor& columns, double most) {
+                                           int64_t kind, const Tensor& values, const Tensor& columns, double most,
+                                           const std::optional<Tensor>& allowed) {
   check(x_in, 2, "x");
   TORCH_CHECK(x_in.size(1) == depth, "x is ", x_in.size(1), " wide, weight ", depth);
   const Tensor x = with_whole_rows(x_in);
@@ -42,7 +44,9 @@ std::tuple<Tensor, Tensor> largest_columns(const Tensor& x_in, const Tensor& pac
   Tensor tokens = at::empty({x.size(0)}, x.options().dtype(at::kLong));
   Tensor is_certain = at::empty({x.size(0)}, x.options().dtype(at::kBool));
   with_values(x, [&]<class Value>(Value) {
-    batchinfer::largest_columns(rows_of<Value>(x), weight, screen, x.size(0), write<int64_t>(tokens), write<bool>(is_certain));
+    batchinfer::largest_columns(rows_of<Value>(x), weight, screen,
+                                allowed ? allowed_of(*allowed, x.size(0), num_columns) : Allowed{nullptr, 0}, x.size(0),
+                                write<int64_t>(tokens), write<bool>(is_certain));
   });
   return {tokens, is_certain};
 }

@@ -74,6 +74,15 @@ inline void check_floats(const Tensor& x, int64_t dim, const char* name) {
   TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.dim() == dim, name, " must be contiguous float32");
 }
 
+// Bits of the tokens that may come in some rows.
+inline Allowed allowed_of(const Tensor& words, int64_t num_rows, int64_t num_columns) {
+  const int64_t row_words = Allowed::words_for(num_columns);
+  TORCH_CHECK(words.device().is_cpu() && words.scalar_type() == at::kInt && words.is_contiguous() && words.dim() == 2 &&
+                  words.size(0) == num_rows && words.size(1) == row_words,
+              "allowed tokens must be contiguous int32, ", num_rows, " x ", row_words);
+  return {read<uint32_t>(words), row_words};
+}
+
 // x itself where each row is contiguous, else a copy.
 inline Tensor with_whole_rows(const Tensor& x) { return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous(); }
 template <class Value>
