@@ -77,9 +77,11 @@ class StopTokens:
         self._texts: dict[int, str] = {}
         self._of_ends = functools.lru_cache(MOST_ENDS)(functools.partial(CompletingTokens, self))
 
-    def of(self, stop: tuple[str, ...]) -> CompletingTokens:
-        """Return the tokens that may complete one of these stop strings."""
-        return self._of_ends(frozenset(string[-1] for string in stop))
+    def of(self, stop: tuple[str, ...]) -> CompletingTokens | None:
+        """Return the tokens that may complete one of these stop strings; None if any token may."""
+        ends = frozenset(string[-1] for string in stop)
+        # that a character stays partial is shown by the next token, whatever it is
+        return None if UNFINISHED in ends else self._of_ends(ends)
 
     def text(self, token: int) -> str:
         """Return the text that a token can add, alone and behind a word."""
