@@ -23,6 +23,7 @@ from batchinfer.rank.batch import (
 from batchinfer.rank.context import RankContext
 from batchinfer.rank.draft_states import CONTEXT
 from batchinfer.rank.drafter import Drafter
+from batchinfer.rank.logit_rules import StepRules
 from batchinfer.rank.prefill_queue import PrefillQueue
 from batchinfer.rank.prompt_pages import PromptPages
 from batchinfer.rank.sequence import Sequence
@@ -62,10 +63,11 @@ class Prefill:
         chunks, copies = self._queue.next_step(num_slots) if num_slots is not None else ([], {})
         computing_s = time.time()
         step, chunks = self._built(chunks, copies, in_pairs=in_pairs)
+        rules = self._begin_rules(chunks)
         output = self._context.model.forward(step, self._context.pages, self._context.schedule, log)
         if self._stored is not None:
             wait_for(self._context.model.device)
-        return self._end(chunks, output, time.time() - computing_s)
+        return self._end(chunks, rules, output, time.time() - computing_s)
 
     def take_steps(self, num_slots: Callable[[], int], *, most: int) -> list[PrefillPart]:
         """Take the next steps, all to run in one sweep.
@@ -105,9 +107,14 @@ class Prefill:
 
     def end(self, part: PrefillPart, swept: SweptStep) -> StepResult:
         """Give the sequences of a step of a sweep their results."""
-        return self._end(part.chunks, swept.output, swept.seconds)
+        return self._end(part.chunks, self._begin_rules(part.chunks), swept.output, swept.seconds)
 
-    def _end(self, chunks: list[Chunk], output: StepOutput, compute_s: float) -> StepResult:
+    def _begin_rules(self, chunks: list[Chunk]) -> StepRules:
+        """Return the rules of the prompts that get their first token."""
+        answering = [chunk.sequence for chunk in chunks if chunk.is_sampled]
+        return self._context.rules.begin([(row, one.rules) for row, one in enumerate(answering) if one.rules])
+
+    def _end(self, chunks: list[Chunk], rules: StepRules, output: StepOutput, compute_s: float) -> StepResult:
         """Keep blocks and scores of a step, and sample the first token of each complete prompt."""
         if output.scores is not None:
             take_scores(chunks, output.scores)
@@ -118,9 +125,8 @@ class Prefill:
         answering = [sequence for sequence in complete if sequence.request.sampling.max_tokens]
         if answering:
             num_new = np.zeros(len(answering), dtype=np.int64)
-            rules = [(row, sequence.rules) for row, sequence in enumerate(answering) if sequence.rules]
-            changes = self._context.rules.begin(rules).changes()
-            sampled = sample(output.logits, sampling_rows(answering), num_new, self._context.model.logit_ops, changes)
+            ops = self._context.model.logit_ops
+            sampled = sample(output.logits, sampling_rows(answering), num_new, ops, rules.changes())
             for row, sequence in enumerate(answering):
                 take_token(sequence, sampled, row, self._context.eos_token_ids)
             self._keep_states(answering, chunks, output)

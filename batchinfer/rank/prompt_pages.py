@@ -88,14 +88,14 @@ class PromptPages:
         self.num_running += 1
         thinking, stop = self._context.thinking(request), request.sampling.stop
         rules = self._context.rules.make(request, thinking)
-        has_text_alone = bool(stop) and rules is None and thinking is None
+        is_text_alone = bool(stop) and rules is None and thinking is None
         return Sequence(
             request=request,
             pages=held + self.pool.reserve(self._num_pages(request) - len(held)),
             num_computed=num_computed,
             times=times,
             stream=self._context.tokenizer.stream() if stop else None,
-            completing=self._context.stop_tokens.of(stop) if has_text_alone else None,
+            completing=self._context.stop_tokens.of(stop) if is_text_alone else None,
             rules=rules,
             thinking=thinking,
             separates_reasoning=self._context.reasoning != "none",

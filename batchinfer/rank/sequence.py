@@ -65,19 +65,22 @@ class Sequence:
     @property
     def looks_at_every_token(self) -> bool:
         """Whether `accept` must see each token, and not only those that may end the answer."""
-        watched = (self.stream, self.rules, self.thinking)
-        return any(item is not None for item in watched)
+        return self.stream is not None or self.rules is not None
 
     def must_see(self, token: int) -> bool:
         """Whether `accept` must see this token at once, where `looks_at_every_token`; others may come later."""
         return self.completing is None or self.completing[token]
 
     def accept(self, token: int, eos_token_ids: frozenset[int]) -> None:
-        """Add a generated token, whose log-probability is there, and decide whether it is the last one."""
+        """Add a generated token, whose log-probability is there, and decide whether it is the last one.
+
+        Tokens that `accept` need not see may have been added to `token_ids` before.
+        """
         sampling = self.request.sampling
         self.token_ids.append(token)
         if self.thinking is not None:
-            self.thinking.accept(token)
+            for unseen in self.token_ids[self.thinking.num_seen :]:
+                self.thinking.accept(unseen)
         have_stopped = False
         if self.rules is not None:
             self.rules.accept(token)

@@ -54,7 +54,7 @@ class Thinking:
         self._may_begin = last is None
         self.has_begun = self.is_open
         self.num_tokens = 0  # of the answer up to the end of thinking, which is one of them
-        self._num_seen = 0
+        self.num_seen = 0  # tokens of the answer
         self._num_before = 0  # tokens up to <think>, where that is one of the answer's
 
     @property
@@ -74,13 +74,13 @@ class Thinking:
 
     def accept(self, token: int) -> None:
         """Take a generated token into account."""
-        self._num_seen += 1
+        self.num_seen += 1
         if token == self.may_begin_with:
             self.is_open = self.has_begun = True
-            self._num_before = self._num_seen
+            self._num_before = self.num_seen
         self._may_begin = self._may_begin and self._tokens.is_blank(token)
         if self.is_open:
-            self.num_tokens = self._num_seen
+            self.num_tokens = self.num_seen
             self.is_open = token != self._tokens.end
 
     def split(self, token_ids: list[int]) -> tuple[list[int], list[int]]:
@@ -132,7 +132,7 @@ class HarmonyThinking:
         self._thoughts: list[list[int]] = []  # by message
         self.is_open = self.has_begun = False
         self.num_tokens = 0
-        self._num_seen = 0
+        self.num_seen = 0
         start = next((place for place in reversed(range(len(prompt))) if prompt[place] == tokens.start), None)
         if start is not None:
             self.is_open = True
@@ -140,7 +140,7 @@ class HarmonyThinking:
                 self.accept(token)
             self.has_begun = self.is_open and self._header is None
             self._thoughts = [[]] if self.has_begun else []
-            self.num_tokens = self._num_seen = self._header_start = 0
+            self.num_tokens = self.num_seen = self._header_start = 0
 
     @property
     def may_still_begin(self) -> bool:
@@ -157,18 +157,18 @@ class HarmonyThinking:
 
     def accept(self, token: int) -> None:
         """Take a generated token into account."""
-        self._num_seen += 1
+        self.num_seen += 1
         if not self.is_open:
             return
         if self._header is None and self.has_begun and token not in (self._tokens.end, self._tokens.start):
             self._thoughts[-1].append(token)
-            self.num_tokens = self._num_seen
+            self.num_tokens = self.num_seen
         elif token == self._tokens.end:
-            self._begin_header([], self._num_seen)
+            self._begin_header([], self.num_seen)
         elif token == self._tokens.message:
             self._end_header()
         elif token == self._tokens.start:
-            self._begin_header([token], self._num_seen - 1)
+            self._begin_header([token], self.num_seen - 1)
         elif self._header is not None:
             self._header.append(token)
 
@@ -187,7 +187,7 @@ class HarmonyThinking:
     def _end_header(self) -> None:
         text = self._tokens.text(self._header or [])
         self._header, self.has_begun = None, True
-        self.num_tokens = self._num_seen
+        self.num_tokens = self.num_seen
         if "<|channel|>analysis" in text:
             self._thoughts.append([])
             return

@@ -15,6 +15,7 @@ from batchinfer.model.sampling import Sampled
 from batchinfer.rank.decode_table import HELD_STEPS, DecodeTable
 from batchinfer.rank.sequence import Sequence
 from batchinfer.rank.stop_strings import StopTokens
+from batchinfer.rank.thinking import Thinking, ThinkingTokens
 from batchinfer.records import Request, RequestKey, RequestTimes
 from support.paths import SAMPLE_MODEL
 
@@ -51,18 +52,34 @@ TOKENIZERS = {
 }
 
 
-def table_of(tokenizer, samplings, first, *, sees_all):
-    """A table of running sequences, of which each has its first token."""
+def table_of(tokenizer, samplings, first, *, sees_all, thinking=None):
+    """A table of running sequences, of which each has its first token.
+
+    Args:
+        thinking: the tokens of its marks; every second answer begins in thinking, others may.
+    """
     table, stop_tokens = DecodeTable(frozenset({EOS})), StopTokens(tokenizer)
     for row, sampling in enumerate(samplings):
         how = SamplingConfig(**sampling).to_sampling()
-        completing = None if sees_all or not how.stop else stop_tokens.of(how.stop)
+        completing = None if sees_all or thinking or not how.stop else stop_tokens.of(how.stop)
         stream = tokenizer.stream() if how.stop else None
         request = Request(RequestKey(0, row, 0), 0, [5], how, 0)
-        sequence = Sequence(request, [row], 1, RequestTimes(), stream, completing=completing)
+        thoughts = thinking and Thinking(thinking, [5], "deepseek_r1" if row % 2 else "auto")
+        sequence = Sequence(
+            request,
+            [row],
+            1,
+            RequestTimes(),
+            stream,
+            thinking=thoughts,
+            separates_reasoning=thinking is not None and row % 3 > 0,
+            completing=completing,
+        )
         sequence.accept(first[row], frozenset({EOS}))
         if sequence.finish_reason is None:
             table.add([sequence])
+    if sees_all:
+        table._rows["is_watched"] = True
     return table
 
 
@@ -76,14 +93,22 @@ def ended(table, tokens, tokenizer):
         sampled = Sampled(np.array([of_rows[row] for row in rows]), np.ones(len(rows), dtype=bool))
         for sequence in table.accept(sampled):
             done = sequence.completion(tokenizer)
-            answer = (done.text, done.token_ids, done.finish_reason, done.stop_reason)
+            answer = (
+                done.text,
+                done.token_ids,
+                done.finish_reason,
+                done.stop_reason,
+                done.reasoning,
+                done.reasoning_tokens,
+            )
             found[sequence.request.key.row] = step, answer
     return found
 
 
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("thinks", [False, True])
 @pytest.mark.parametrize("kind", TOKENIZERS)
-def test_answers_end_in_the_same_step_as_when_every_token_is_looked_at(kind, seed):
+def test_answers_end_in_the_same_step_as_when_every_token_is_looked_at(kind, thinks, seed):
     tokenizer, draw = TOKENIZERS[kind](), random.Random(seed)
     num_rows, num_steps = 24, HELD_STEPS + 20
     words = range(max(2, tokenizer.vocab_size - 12), tokenizer.vocab_size)
@@ -97,10 +122,14 @@ def test_answers_end_in_the_same_step_as_when_every_token_is_looked_at(kind, see
         sampling = {"max_tokens": draw.choice([30, num_steps + 1]), "stop": stop}
         if row % 4 == 1:
             sampling |= {"min_tokens": 12, "include_stop_str_in_output": True}
-        samplings.append({"max_tokens": 50} if row % 6 == 5 else sampling)
+        samplings.append({"max_tokens": 50} if row % 6 >= 4 else sampling)
     first = [draw.choice(few) for _ in range(num_rows)]
-    lazy, eager = (table_of(tokenizer, samplings, first, sees_all=sees_all) for sees_all in (False, True))
+    marks = ThinkingTokens(few[0], few[1], lambda token: token == few[2]) if thinks else None
+    lazy, eager = (
+        table_of(tokenizer, samplings, first, sees_all=sees_all, thinking=marks) for sees_all in (False, True)
+    )
     expected = ended(eager, tokens, tokenizer)
+    assert thinks == any(answer[4] for _, answer in expected.values())
     assert ended(lazy, tokens, tokenizer) == expected
     assert {"stop", "length"} <= {answer[2] for _, answer in expected.values()}
 
