@@ -138,21 +138,24 @@ class LogitRules:
         budget = sampling.thinking_budget
         if budget is not None and thinking is not None and thinking.is_open and thinking.num_tokens >= budget:
             only = np.zeros(num_words(vocab_size), dtype=np.uint32)
-            _set_bits(only, [thinking.end_token])
+            _allow(only, thinking.end_token)
             return only
-        forbidden = self._ends if len(self._tokens) < sampling.min_tokens else []
-        words = [last for *before, last in self._bad_words if before == self._tokens[len(self._tokens) - len(before) :]]
-        if mask is None and not forbidden and not words:
+        forbidden = list(self._ends) if len(self._tokens) < sampling.min_tokens else []
+        for *before, last in self._bad_words:
+            if before == self._tokens[len(self._tokens) - len(before) :]:
+                forbidden.append(last)
+        if mask is None and not forbidden:
             return None
         has_grammar = mask is not None
         if mask is None:
             mask = np.full(num_words(vocab_size), ALL_BITS)
         # white space before <think> would count as part of the grammar's text
         elif thinking is not None and thinking.may_begin_with is not None and not self._tokens:
-            _set_bits(mask, [thinking.may_begin_with])
-        if forbidden or words:
-            for token in (*forbidden, *words):
-                mask[token // 32] &= ~np.uint32(1 << token % 32)
+            _allow(mask, thinking.may_begin_with)
+        if forbidden:
+            for token in forbidden:
+                if token < vocab_size:
+                    mask[token // 32] &= ~np.uint32(1 << token % 32)
             self._is_stuck = has_grammar and not mask.any()
         return mask
 
@@ -250,9 +253,8 @@ def num_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
-def _set_bits(words: np.ndarray, tokens: list[int]) -> None:
-    for token in tokens:
-        words[token // 32] |= np.uint32(1 << token % 32)
+def _allow(words: np.ndarray, token: int) -> None:
+    words[token // 32] |= np.uint32(1 << token % 32)
 
 
 class _Seen:

@@ -136,7 +136,8 @@ def test_tokens_beyond_the_models_vocabulary_change_nothing(asked):
     tokenizer.eos_token_ids = frozenset([EOS, 5000])
     vocab_size = tokenizer.vocab_size - 24
     assert max(tokens[-1] for tokens in bad_word_tokens(("parsnips",), tokenizer)) >= vocab_size
-    how = SamplingConfig(max_tokens=9, min_tokens=2, thinking_budget=0, **asked).to_sampling()
+    stops = {"stop_token_ids": [vocab_size, tokenizer.vocab_size - 1]}
+    how = SamplingConfig(max_tokens=9, min_tokens=2, thinking_budget=0, **stops, **asked).to_sampling()
     thinking = Thinking(ThinkingTokens(None, vocab_size), [], "deepseek_r1")
     maker = RuleMaker(tokenizer, vocab_size)
     rules = maker.make(Request(RequestKey(0, 0, 0), 0, [5], how, 0), thinking)
