@@ -12,6 +12,7 @@ from batchinfer.config import SamplingConfig
 from batchinfer.data.prompt_tokenizer import UNFINISHED, PromptTokenizer
 from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.model.sampling import Sampled
+from batchinfer.rank.batch import take_token
 from batchinfer.rank.decode_table import HELD_STEPS, DecodeTable
 from batchinfer.rank.sequence import Sequence
 from batchinfer.rank.stop_strings import StopTokens
@@ -75,12 +76,18 @@ def table_of(tokenizer, samplings, first, *, sees_all, thinking=None):
             separates_reasoning=thinking is not None and row % 3 > 0,
             completing=completing,
         )
-        sequence.accept(first[row], frozenset({EOS}))
+        take_token(sequence, sampled_in(-1, [row], first), 0, frozenset({EOS}))
         if sequence.finish_reason is None:
             table.add([sequence])
     if sees_all:
         table._rows["is_watched"] = True
     return table
+
+
+def sampled_in(step, rows, of_rows):
+    """The tokens of these rows in a step, with log-probabilities that tell rows and steps apart."""
+    tokens, logprobs = np.array([of_rows[row] for row in rows]), -1.0 - step - 0.01 * np.array(rows)
+    return Sampled(tokens, np.ones(len(rows), dtype=bool), logprobs, tokens[:, None], logprobs[:, None])
 
 
 def ended(table, tokens, tokenizer):
@@ -90,9 +97,10 @@ def ended(table, tokens, tokenizer):
         rows = [sequence.request.key.row for sequence in table.sequences]
         if not rows:
             break
-        sampled = Sampled(np.array([of_rows[row] for row in rows]), np.ones(len(rows), dtype=bool))
+        sampled = sampled_in(step, rows, of_rows)
         for sequence in table.accept(sampled):
             done = sequence.completion(tokenizer)
+            logprobs = done.logprobs and (bytes(done.logprobs.token_ids), bytes(done.logprobs.logprobs))
             answer = (
                 done.text,
                 done.token_ids,
@@ -100,6 +108,7 @@ def ended(table, tokens, tokenizer):
                 done.stop_reason,
                 done.reasoning,
                 done.reasoning_tokens,
+                logprobs,
             )
             found[sequence.request.key.row] = step, answer
     return found
@@ -122,6 +131,8 @@ def test_answers_end_in_the_same_step_as_when_every_token_is_looked_at(kind, thi
         sampling = {"max_tokens": draw.choice([30, num_steps + 1]), "stop": stop}
         if row % 4 == 1:
             sampling |= {"min_tokens": 12, "include_stop_str_in_output": True}
+        if row % 4 == 3:
+            sampling |= {"logprobs": 1}
         samplings.append({"max_tokens": 50} if row % 6 >= 4 else sampling)
     first = [draw.choice(few) for _ in range(num_rows)]
     marks = ThinkingTokens(few[0], few[1], lambda token: token == few[2]) if thinks else None
