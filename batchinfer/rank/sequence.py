@@ -28,7 +28,7 @@ class Sequence:
     rules: LogitRules | None = None  # only for requests that change the model's logits
     thinking: AnyThinking | None = None  # only if the end of thinking matters
     separates_reasoning: bool = False  # thinking is kept apart from the text
-    completing: CompletingTokens | None = None  # of its stop strings; None: any token may be of importance
+    completing: CompletingTokens | None = None  # tokens that may complete a stop string; None: look at every token
     state_slot: int | None = None  # of its state, if the model's requests have one
     # in these models, by prompt tokens before it: how the state begins, and the slots in which states are kept
     moves: dict[int, StateMoves] = field(default_factory=dict)

@@ -93,7 +93,11 @@ class StopTokens:
 
 
 class CompletingTokens(dict[int, bool]):
-    """Whether each token may complete a stop string with one of these last characters, as it is first asked for."""
+    """For each token, whether its text has the last character of a stop string; computed at the first look-up.
+
+    Args:
+        ends: last characters of stop strings.
+    """
 
     def __init__(self, tokens: StopTokens, ends: frozenset[str]) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ def bitmask(may_come):
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.9, 1.0])
 @pytest.mark.parametrize("words", [30, 2050, 4097])
 def test_words_that_may_not_come_are_left_out(words, share, dtype, threads):
-    """Rows of which a part of the words may come, among rows of which all, one, or none may."""
+    """In most rows a part of the words may come, in some rows all, in some one, in some none."""
     weight, x = random(words, 130, dtype=dtype), random(40, 130, seed=1, dtype=dtype)
     may_come = torch.rand(40, words, generator=torch.Generator().manual_seed(2)) < share
     best = exact_columns(x, weight)[0]

@@ -188,7 +188,7 @@ def test_draws_follow_the_changed_logits():
 
 
 def test_rows_of_a_step_are_changed_together_as_each_alone():
-    """Every kind of rule, beside rows without rules, in a vocabulary that is no multiple of 32."""
+    """Rows with each kind of rule, and rows without rules between them; the vocabulary is no multiple of 32."""
     rng = np.random.default_rng(5)
     tokenizer = load_tokenizer(SAMPLE_MODEL)
     maker, vocab_size = RuleMaker(tokenizer, tokenizer.vocab_size - 11), tokenizer.vocab_size - 11
