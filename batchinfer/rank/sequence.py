@@ -64,11 +64,11 @@ class Sequence:
 
     @property
     def looks_at_every_token(self) -> bool:
-        """Whether `accept` must see each token, and not only those that may end the answer."""
+        """Whether `accept` may have to see a token that is no end token, stop token or last token; `must_see` tells."""
         return self.stream is not None or self.rules is not None
 
     def must_see(self, token: int) -> bool:
-        """Whether `accept` must see this token at once, where `looks_at_every_token`; others may come later."""
+        """Return whether `accept` must see this token at once. Others are added to `token_ids` before the next one."""
         return self.completing is None or self.completing[token]
 
     def accept(self, token: int, eos_token_ids: frozenset[int]) -> None:
