@@ -1,7 +1,7 @@
 """Changes of a step's logits before tokens are picked, made for all rows at once.
 
-First biases, then penalties, then tokens that may not come, which neither brings back: so the tokens are those of vLLM's
-sampler, which forbids first.
+First biases, then penalties, then tokens that may not come, which neither brings back: so the tokens are those of
+vLLM's sampler, which forbids first.
 """
 
 # S rows of logits, V vocabulary, C changed logits, M rows of which some tokens may not come, W = ceil(V / 32) words
