@@ -112,8 +112,9 @@ def entries(cache):
     return sorted(path.suffix or path.name for path in (cache / "batchinfer/kernels").iterdir())
 
 
-# A command for each unit (those with torch are one), one for the header that others share, and one that links them.
-NUM_COMMANDS = len(list(build.SOURCES.glob("*.cpp"))) - (len(build._WITH_TORCH) - 1) + 2
+# A command for each unit (some are compiled as one), one for the header that others share, and one that links them.
+NUM_COMMANDS = len(list(build.SOURCES.glob("*.cpp"))) + 2
+NUM_COMMANDS -= sum(len(names) - 1 for names in (build._WITH_TORCH, *build._TOGETHER))
 
 
 # Which instructions the library uses: what the processor has, and what was named.

@@ -64,7 +64,12 @@ _TORCH = ("-lc10", "-ltorch_cpu")
 _WITH_TORCH = ("layers", "speculation", "bindings", "compressed_bindings", "screen_bindings")
 # A quarter less of the compiler's time than -O3; GCC collects its garbage beyond 1 GB only, which saves a fifth.
 _QUICKLY = ("-O1", "--param", "ggc-min-expand=100", "--param", "ggc-min-heapsize=1048576")
-_LONGEST = ("attention", "byte_strips", "compressed", "expert_mlp", "screen", "strips")  # of the others
+# Small ones of the others: to read the compiled header takes longer than to compile some of them.
+_TOGETHER = (
+    ("tasks", "threads", "mla_prefill", "sparse", "streams"),
+    ("draw", "linear", "most_likely", "rope", "rows"),
+    ("angles", "gate", "gqa_prefill", "pack", "paged_decode", "pairs", "sampling", "tile_check"),
+)
 _SHARED = "for_kernels.h"  # of the others, compiled once
 
 
@@ -410,10 +415,14 @@ def _compile(compiler: list[str], folder: Path, chosen: InstructionSet, limit_s:
         _write_includes(folder / _SHARED, [shared])
         steps.append(Step([*compiling, "-x", "c++-header", str(shared), "-o", str(compiled)], compiled))
         needs, included = compiled, ["-include", str(folder / _SHARED)]
-    if parts := [sources.pop(name) for name in _WITH_TORCH if name in sources]:
-        _write_includes(whole := folder / parts[0].name, parts)
-        add(whole, included=[*_QUICKLY])
-    for name in sorted(sources, key=lambda name: (name not in _LONGEST, name)):
+    for names in (_WITH_TORCH, *_TOGETHER):
+        if parts := [sources.pop(name) for name in names if name in sources]:
+            _write_includes(whole := folder / parts[0].name, parts)
+            if names == _WITH_TORCH:
+                add(whole, included=[*_QUICKLY])
+            else:
+                add(whole, included=included, needs=needs)
+    for name in sorted(sources):
         add(sources[name], included=included, needs=needs)
     compilers.run(steps, limit_s, folder)
     built = folder / "kernels.so"

@@ -2,10 +2,9 @@
 // in ops.py, which only call these with tensors of the right dtypes on the CPU. A packed weight comes as its bytes, its
 // number of columns, its depth and its kind (WeightKind).
 
-#include <torch/library.h>
-
 #include <cstring>
 
+#include "operations.h"
 #include "tensors.h"
 
 namespace batchinfer::tensors {
@@ -61,7 +60,7 @@ Tensor linear(const Tensor& x_in, const Tensor& packed, int64_t num_columns, int
   const Tensor x = with_whole_rows(x_in);
   const Weight weight = weight_of(packed, 1, num_columns, depth, kind, false);
   check_kind(x, weight);
-  Tensor out = at::empty({x.size(0), num_columns}, x.options().dtype(wide ? at::kFloat : x.scalar_type()));
+  Tensor out = empty({x.size(0), num_columns}, wide ? at::kFloat : x.scalar_type());
   if (stream) {
     check_like(*stream, 2, x, "stream");
     TORCH_CHECK(!wide && stream->sizes() == out.sizes(), "stream is ", stream->sizes(), ", not ", out.sizes());
@@ -91,7 +90,7 @@ Tensor batched_linear(const Tensor& x_in, const Tensor& packed, int64_t num_colu
   const Weight weights = weight_of(packed, num_batches, num_columns, depth, kind, false);
   check_kind(x, weights);
   TORCH_CHECK(!takes_bytes(weights.kind), "there are no batched products of 8-bit rows");
-  Tensor out = at::empty({num_rows, num_batches, num_columns}, x.options());
+  Tensor out = empty({num_rows, num_batches, num_columns}, x.scalar_type());
   with_values(x, [&]<class Value>(Value) {
     batchinfer::batched_linear<Value>({read<Value>(x), x.stride(1)}, x.stride(0), weights, write<Value>(out),
                                       num_batches * num_columns, num_columns, num_batches, num_rows);
@@ -106,7 +105,7 @@ Tensor router(const Tensor& x_in, const Tensor& packed, int64_t num_columns) {
   TORCH_CHECK(num_columns <= packed.size(0) * kPanelColumns, "a router of ", num_columns);
   const Tensor x = with_whole_rows(x_in);
   const Weight weight{read<uint8_t>(packed), WeightKind::kFloat32, num_columns, x.size(1)};
-  Tensor out = at::empty({x.size(0), num_columns}, x.options().dtype(at::kFloat));
+  Tensor out = empty({x.size(0), num_columns}, at::kFloat);
   with_values(x, [&]<class Value>(Value) {
     batchinfer::linear<Rows<Value>, float>(rows_of<Value>(x), weight, nullptr, write<float>(out), x.size(0));
   });
@@ -179,7 +178,7 @@ Tensor grouped_mlp(const Tensor& x_in, const Tensor& num_rows, const Tensor& gat
     check_indices(*tokens, "tokens");
     check_range(*tokens, x.size(0), "row");
   }
-  Tensor out = at::empty({total, hidden}, x.options());
+  Tensor out = empty({total, hidden}, x.scalar_type());
   run_experts(x, experts, weights.gate_up, weights.down, tokens ? read<int64_t>(*tokens) : nullptr, nullptr, out,
               forms_of(x, weights, num_rows.numel(), limit, alpha, shift, gate_up_bias, down_bias));
   return out;
@@ -192,7 +191,7 @@ Tensor mlp(const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in, 
   const Tensor x = with_whole_rows(x_in);
   const Weight gate_up = weight_of(gate_up_in, 1, 2 * intermediate, x.size(1), kind, true);
   const Weight down = weight_of(down_in, 1, x.size(1), intermediate, kind, false);
-  Tensor out = at::empty({x.size(0), x.size(1)}, x.options());
+  Tensor out = empty({x.size(0), x.size(1)}, x.scalar_type());
   if (stream) {
     check_like(*stream, 2, x, "stream");
     TORCH_CHECK(stream->sizes() == out.sizes(), "stream is ", stream->sizes(), ", not ", out.sizes());
@@ -209,7 +208,7 @@ Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up
   const ExpertWeights weights(num_rows, gate_up, down, intermediate, hidden, kind);
   const int64_t* counts = read<int64_t>(num_rows);
   TORCH_CHECK(x.size(0) == num_experts, "x has ", x.size(0), " experts, num_rows ", num_experts);
-  Tensor out = at::empty({x.size(0), room, hidden}, x.options());
+  Tensor out = empty({x.size(0), room, hidden}, x.scalar_type());
   std::vector<batchinfer::ExpertRows> experts;
   for (int64_t expert = 0; expert < num_experts; ++expert) {
     const int64_t count = counts[expert];
@@ -258,7 +257,7 @@ Tensor decode(const batchinfer::GroupedHeads& heads, const Tensor& q, const Tens
   for (int64_t i = 0; i < num_requests; ++i) {
     TORCH_CHECK(lengths[i] <= 64 * table_pages, lengths[i], " tokens in ", table_pages, " pages");
   }
-  Tensor out = at::empty({q.size(0), q.size(1), heads.value_dim}, q.options());
+  Tensor out = empty({q.size(0), q.size(1), heads.value_dim}, q.scalar_type());
   if (num_requests == 0) return out;
   TORCH_CHECK(q.size(0) % num_requests == 0, q.size(0), " rows are not a multiple of ", num_requests, " requests");
   const batchinfer::DecodeShape shape{heads, num_requests, q.size(0) / num_requests, table_pages};
@@ -321,7 +320,7 @@ Tensor mla_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
   const auto chunks = chunks_of(pages, page_table, num_tokens, context_tokens, positions, q.size(0));
   const int64_t kind = static_cast<int64_t>(q.scalar_type() == at::kFloat ? WeightKind::kFloat32 : WeightKind::kBfloat16);
   const Weight weight = weight_of(kv_up, num_heads, nope + value_dim, latent_dim, kind, false);
-  Tensor out = at::empty({q.size(0), num_heads, value_dim}, q.options());
+  Tensor out = empty({q.size(0), num_heads, value_dim}, q.scalar_type());
   const batchinfer::PrefillShape shape{num_heads, nope, rotary, value_dim, latent_dim, row_step,
                                        static_cast<float>(scale)};
   with_values(q, [&]<class Value>(Value) {
@@ -336,7 +335,7 @@ Tensor gqa_prefill(const Tensor& q, const Tensor& pages, const Tensor& page_tabl
                    int64_t window, const std::optional<Tensor>& sinks) {
   const batchinfer::GroupedHeads heads = keys_and_values(q, pages, num_kv_heads, scale, window, sinks);
   const auto chunks = chunks_of(pages, page_table, num_tokens, context_tokens, positions, q.size(0));
-  Tensor out = at::empty({q.size(0), q.size(1), q.size(2)}, q.options());
+  Tensor out = empty({q.size(0), q.size(1), q.size(2)}, q.scalar_type());
   with_values(q, [&]<class Value>(Value) {
     batchinfer::gqa_prefill(heads, chunks.data(), chunks.size(), read<Value>(q), read<Value>(pages),
                             read<int64_t>(positions), write<Value>(out));
@@ -366,7 +365,7 @@ Tensor gqa_rope_and_cache(const Tensor& x_in, int64_t num_heads, int64_t num_kv_
   };
   check_norm(norm_q, num_heads);
   check_norm(norm_k, num_kv_heads);
-  Tensor q = at::empty({num_rows, num_heads, head_dim}, x.options());
+  Tensor q = empty({num_rows, num_heads, head_dim}, x.scalar_type());
   with_values(x, [&]<class Value>(Value) {
     const batchinfer::HeadNorms<Value> norms{norm_q ? read<Value>(*norm_q) : nullptr, norm_k ? read<Value>(*norm_k) : nullptr,
                                              norm_q && norm_q->numel() != head_dim, norm_k && norm_k->numel() != head_dim,
@@ -436,7 +435,7 @@ Tensor choose_keys(const Tensor& q_in, const Tensor& head_weights, const Tensor&
   const batchinfer::Rotary rotary = rotary_of(cos, sin, num_rows, is_interleaved);
   TORCH_CHECK(rotary.rotary <= q_in.size(2), "the widths of q and angles do not fit");
   const Tensor q = q_in.clone();
-  Tensor slots = at::empty({num_rows, topk}, q.options().dtype(at::kInt));
+  Tensor slots = empty({num_rows, topk}, at::kInt);
   const batchinfer::IndexShape shape{num_rows, num_heads, q.size(2), row_step, page_table.size(1), topk};
   with_values(q, [&]<class Value>(Value) {
     batchinfer::rope(write<Value>(q), q.stride(0), q.stride(1), num_heads, num_rows, rotary);
@@ -459,7 +458,7 @@ Tensor mla_sparse(const Tensor& q, const Tensor& pages, const Tensor& slots, int
     TORCH_CHECK((0 <= slot && slot < num_slots) || slot == batchinfer::kNoSlot, "slot ", slot, " of ", num_slots);
     TORCH_CHECK((slot == batchinfer::kNoSlot) == (first == batchinfer::kNoSlot), "a query has keys in some slots only");
   }
-  Tensor out = at::empty({q.size(0), q.size(1), latent_dim}, q.options());
+  Tensor out = empty({q.size(0), q.size(1), latent_dim}, q.scalar_type());
   const batchinfer::SparseShape shape{q.size(0),  q.size(1),     q.size(2),                row_step,
                                       latent_dim, slots.size(1), static_cast<float>(scale)};
   with_values(q, [&]<class Value>(Value) {
@@ -480,8 +479,8 @@ std::tuple<Tensor, Tensor> gate(const Tensor& logits, const std::optional<Tensor
               method);
   TORCH_CHECK(num_groups > 0 && experts % num_groups == 0 && topk_groups <= num_groups, "groups must be equal");
   TORCH_CHECK(topk <= topk_groups * (experts / num_groups), "more experts per token than groups allow");
-  Tensor ids = at::empty({num_tokens, topk}, logits.options().dtype(at::kLong));
-  Tensor weights = at::empty({num_tokens, topk}, logits.options());
+  Tensor ids = empty({num_tokens, topk}, at::kLong);
+  Tensor weights = empty({num_tokens, topk}, logits.scalar_type());
   batchinfer::gate({static_cast<batchinfer::GateMethod>(method), num_tokens, experts, topk, num_groups, topk_groups,
                     normalize, static_cast<float>(scale)},
                    read<float>(logits), bias ? read<float>(*bias) : nullptr, write<int64_t>(ids),
@@ -493,8 +492,8 @@ std::tuple<Tensor, Tensor, Tensor> sort_by_expert(const Tensor& ids, int64_t num
   check_indices(ids, "ids");
   check_range(ids, num_experts, "expert");
   TORCH_CHECK(ids.dim() == 2, "one row of ids per token");
-  Tensor tokens = at::empty({ids.numel()}, ids.options()), place = at::empty({ids.numel()}, ids.options());
-  Tensor counts = at::empty({num_experts}, ids.options());
+  Tensor tokens = empty({ids.numel()}, ids.scalar_type()), place = empty({ids.numel()}, ids.scalar_type());
+  Tensor counts = empty({num_experts}, ids.scalar_type());
   batchinfer::sort_by_expert(read<int64_t>(ids), ids.size(0), ids.size(1), num_experts, write<int64_t>(tokens),
                              write<int64_t>(place), write<int64_t>(counts));
   return {tokens, place, counts};
@@ -505,7 +504,7 @@ Tensor sum_per_token(const Tensor& rows, const Tensor& place, const Tensor& weig
   check_indices(place, "place");
   check_floats(weights, 2, "weights");
   TORCH_CHECK(place.numel() == weights.numel() && rows.size(0) == weights.numel(), "one row per token and expert");
-  Tensor sums = at::empty({weights.size(0), rows.size(1)}, weights.options());
+  Tensor sums = empty({weights.size(0), rows.size(1)}, weights.scalar_type());
   with_values(rows, [&]<class Value>(Value) {
     batchinfer::sum_per_token(read<Value>(rows), read<int64_t>(place), read<float>(weights),
                               write<float>(sums), weights.size(0), weights.size(1), rows.size(1));
@@ -520,7 +519,7 @@ Tensor add_sums(const Tensor& hidden, const Tensor& sums, const std::optional<Te
     check_like(*added, 2, hidden, "added");
     TORCH_CHECK(added->sizes() == hidden.sizes(), "added has another shape");
   }
-  Tensor out = at::empty({hidden.size(0), hidden.size(1)}, hidden.options());
+  Tensor out = empty({hidden.size(0), hidden.size(1)}, hidden.scalar_type());
   with_values(hidden, [&]<class Value>(Value) {
     batchinfer::add_sums(read<Value>(hidden), read<float>(sums), added ? read<Value>(*added) : nullptr,
                          write<Value>(out), hidden.numel());
@@ -533,7 +532,7 @@ Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
   check_like(weight, 1, x_in, "weight");
   TORCH_CHECK(weight.size(0) == x_in.size(1), "x is ", x_in.size(1), " wide, weight ", weight.size(0));
   const Tensor x = with_whole_rows(x_in);
-  Tensor out = at::empty({x.size(0), x.size(1)}, x.options());
+  Tensor out = empty({x.size(0), x.size(1)}, x.scalar_type());
   with_values(x, [&]<class Value>(Value) {
     batchinfer::rms_norm(rows_of<Value>(x), read<Value>(weight), static_cast<float>(eps), write<Value>(out), x.size(0),
                          x.size(1));
@@ -547,7 +546,7 @@ Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in, double limit, double
   TORCH_CHECK(gate_in.sizes() == up_in.sizes() && gate_in.scalar_type() == up_in.scalar_type(),
               "gate and up must have one shape and one type");
   const Tensor gate = with_whole_rows(gate_in), up = with_whole_rows(up_in);
-  Tensor out = at::empty({gate.size(0), gate.size(1)}, gate.options());
+  Tensor out = empty({gate.size(0), gate.size(1)}, gate.scalar_type());
   with_values(gate, [&]<class Value>(Value) {
     batchinfer::silu_mul(rows_of<Value>(gate), rows_of<Value>(up), write<Value>(out), gate.size(0), gate.size(1),
                          {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(shift)});
@@ -562,8 +561,8 @@ void check_logits(const Tensor& logits) {
 
 std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
   check_logits(logits);
-  Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
-  Tensor is_finite = at::empty({logits.size(0)}, logits.options().dtype(at::kBool));
+  Tensor tokens = empty({logits.size(0)}, at::kLong);
+  Tensor is_finite = empty({logits.size(0)}, at::kBool);
   batchinfer::argmax(read<float>(logits), logits.size(0), logits.size(1), write<int64_t>(tokens),
                      write<bool>(is_finite));
   return {tokens, is_finite};
@@ -579,7 +578,7 @@ Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k
   }
   check_indices(top_k, "top_k");
   TORCH_CHECK(top_k.numel() == logits.size(0), "one top_k per row");
-  Tensor tokens = at::empty({logits.size(0)}, logits.options().dtype(at::kLong));
+  Tensor tokens = empty({logits.size(0)}, at::kLong);
   const DrawSettings settings{read<double>(temperature), read<int64_t>(top_k), read<double>(top_p),
                               read<double>(min_p), read<double>(uniform)};
   batchinfer::draw(read<float>(logits), settings, logits.size(0), logits.size(1), write<int64_t>(tokens));
@@ -588,7 +587,7 @@ Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k
 
 Tensor log_sum_exp(const Tensor& logits) {
   check_logits(logits);
-  Tensor out = at::empty({logits.size(0)}, logits.options().dtype(at::kDouble));
+  Tensor out = empty({logits.size(0)}, at::kDouble);
   batchinfer::log_sum_exp(read<float>(logits), logits.size(0), logits.size(1), write<double>(out));
   return out;
 }
@@ -597,8 +596,8 @@ std::tuple<Tensor, Tensor> most_likely(const Tensor& logits, int64_t count) {
   check_logits(logits);
   TORCH_CHECK(count >= 0, count, " tokens");
   count = std::min(count, logits.size(1));
-  Tensor tokens = at::empty({logits.size(0), count}, logits.options().dtype(at::kLong));
-  Tensor largest = at::empty({logits.size(0), count}, logits.options());
+  Tensor tokens = empty({logits.size(0), count}, at::kLong);
+  Tensor largest = empty({logits.size(0), count}, logits.scalar_type());
   batchinfer::most_likely(read<float>(logits), logits.size(0), logits.size(1), count, write<int64_t>(tokens),
                           write<float>(largest));
   return {tokens, largest};
@@ -625,7 +624,7 @@ void copy_rows(const Tensor& rows, const Tensor& from, const Tensor& to) {
 
 std::tuple<Tensor, Tensor> cos_sin(const Tensor& angles, double scale) {
   TORCH_CHECK(angles.scalar_type() == at::kFloat && angles.is_contiguous(), "angles must be contiguous float32");
-  Tensor cos = at::empty(angles.sizes(), angles.options()), sin = at::empty(angles.sizes(), angles.options());
+  Tensor cos = empty(angles.sizes(), angles.scalar_type()), sin = empty(angles.sizes(), angles.scalar_type());
   batchinfer::cos_sin(read<float>(angles), scale, angles.numel(), write<float>(cos), write<float>(sin));
   return {cos, sin};
 }
@@ -634,49 +633,41 @@ std::tuple<Tensor, Tensor> cos_sin(const Tensor& angles, double scale) {
 
 TORCH_LIBRARY(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
-  m.def("pack(Tensor(a!) packed, Tensor[] sources, int kind, bool is_paired) -> ()", pack);
-  m.def("pack_groups(Tensor(a!) packed, Tensor[] values, Tensor[] scales, int depth, int kind, bool is_paired) -> ()", pack_groups);
-  m.def(
-      "rope_and_cache(Tensor(a!) q, Tensor latents, Tensor norm, float eps, Tensor cos, Tensor sin, bool "
-      "is_interleaved, Tensor slots, Tensor(b!) pages) -> ()",
-      rope_and_cache);
-  m.def(
-      "index_cache(Tensor keys, Tensor norm, Tensor bias, float eps, Tensor cos, Tensor sin, bool is_interleaved, "
-      "Tensor slots, Tensor(a!) pages) -> ()",
-      index_cache);
-  m.def(
-      "gqa_rope_and_cache(Tensor x, int num_heads, int num_kv_heads, Tensor? norm_q, Tensor? norm_k, float eps, Tensor "
-      "cos, Tensor sin, Tensor slots, Tensor(a!) pages) -> Tensor",
-      gqa_rope_and_cache);
-  m.def("apply_token_bitmask(Tensor(a!) logits, Tensor rows, Tensor allowed) -> ()", apply_token_bitmask);
-  m.def("copy_rows(Tensor(a!) rows, Tensor from_rows, Tensor to_rows) -> ()", copy_rows);
-  // these change no argument: their C++ signatures say all
-  m.def("packed_bytes", packed_bytes);
-  m.def("linear", linear);
-  m.def("batched_linear", batched_linear);
-  m.def("router", router);
-  m.def("mlp", mlp);
-  m.def("grouped_mlp", grouped_mlp);
-  m.def("masked_mlp", masked_mlp);
-  m.def("mla_decode", mla_decode);
-  m.def("mla_prefill", mla_prefill);
-  m.def("gqa_decode", gqa_decode);
-  m.def("gqa_prefill", gqa_prefill);
-  m.def("choose_keys", choose_keys);
-  m.def("mla_sparse", mla_sparse);
-  m.def("gate", gate);
-  m.def("sort_by_expert", sort_by_expert);
-  m.def("sum_per_token", sum_per_token);
-  m.def("add_sums", add_sums);
-  m.def("gather_rows", gathered);
-  m.def("rms_norm", rms_norm);
-  m.def("silu_mul", silu_mul);
-  m.def("argmax", argmax);
-  m.def("draw", draw);
-  m.def("log_sum_exp", log_sum_exp);
-  m.def("most_likely", most_likely);
-  m.def("cos_sin", cos_sin);
-  m.def("tiles_agree", batchinfer::tiles_agree);
-  m.def("pairs_are_quick", batchinfer::pairs_are_quick);
-  m.def("choose_pairs", batchinfer::choose_pairs);
+  using batchinfer::operations::define;
+  // the numbers are those of arguments that are written to
+  define<pack>(m, "pack", {0});
+  define<pack_groups>(m, "pack_groups", {0});
+  define<rope_and_cache>(m, "rope_and_cache", {0, 8});
+  define<index_cache>(m, "index_cache", {8});
+  define<gqa_rope_and_cache>(m, "gqa_rope_and_cache", {9});
+  define<apply_token_bitmask>(m, "apply_token_bitmask", {0});
+  define<copy_rows>(m, "copy_rows", {0});
+  define<packed_bytes>(m, "packed_bytes");
+  define<linear>(m, "linear");
+  define<batched_linear>(m, "batched_linear");
+  define<router>(m, "router");
+  define<mlp>(m, "mlp");
+  define<grouped_mlp>(m, "grouped_mlp");
+  define<masked_mlp>(m, "masked_mlp");
+  define<mla_decode>(m, "mla_decode");
+  define<mla_prefill>(m, "mla_prefill");
+  define<gqa_decode>(m, "gqa_decode");
+  define<gqa_prefill>(m, "gqa_prefill");
+  define<choose_keys>(m, "choose_keys");
+  define<mla_sparse>(m, "mla_sparse");
+  define<gate>(m, "gate");
+  define<sort_by_expert>(m, "sort_by_expert");
+  define<sum_per_token>(m, "sum_per_token");
+  define<add_sums>(m, "add_sums");
+  define<gathered>(m, "gather_rows");
+  define<rms_norm>(m, "rms_norm");
+  define<silu_mul>(m, "silu_mul");
+  define<argmax>(m, "argmax");
+  define<draw>(m, "draw");
+  define<log_sum_exp>(m, "log_sum_exp");
+  define<most_likely>(m, "most_likely");
+  define<cos_sin>(m, "cos_sin");
+  define<batchinfer::tiles_agree>(m, "tiles_agree");
+  define<batchinfer::pairs_are_quick>(m, "pairs_are_quick");
+  define<batchinfer::choose_pairs>(m, "choose_pairs");
 }

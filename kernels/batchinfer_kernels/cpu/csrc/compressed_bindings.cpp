@@ -1,11 +1,8 @@
 // The operations of compressed attention and of hyper-connections for PyTorch; shapes as in reference/compressed.py and
 // reference/hyper.py.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/library.h>
-
 #include "compressed.h"
+#include "operations.h"
 #include "streams.h"
 #include "tensors.h"
 
@@ -24,7 +21,7 @@ Tensor rotate_heads(const Tensor& x_in, int64_t num_heads, const std::optional<T
     check_like(*norm, 1, x, "norm");
     TORCH_CHECK(norm->numel() == head_dim, "a norm of ", norm->numel(), " values for heads of ", head_dim);
   }
-  Tensor out = at::empty({num_rows, num_heads, head_dim}, x.options());
+  Tensor out = empty({num_rows, num_heads, head_dim}, x.scalar_type());
   with_values(x, [&]<class Value>(Value) {
     batchinfer::rotate_heads(rows_of<Value>(x), num_heads, head_dim, norm ? read<Value>(*norm) : nullptr,
                              static_cast<float>(eps), rotary, write<Value>(out), num_rows);
@@ -96,7 +93,7 @@ Tensor choose_entries(const Tensor& q, const Tensor& head_weights, const Tensor&
   const int64_t num_entries = page_table.size(1) * per_page;
   check_range(visible, num_entries + 1, "count of entries");
   topk = std::min(topk, num_entries);
-  Tensor rows = at::empty({num_rows, topk}, page_table.options());
+  Tensor rows = empty({num_rows, topk}, page_table.scalar_type());
   const batchinfer::ChoiceShape shape{num_rows, num_heads, width, per_page, page_table.size(1), topk};
   with_values(q, [&]<class Value>(Value) {
     batchinfer::choose_entries(shape, read<Value>(q), read<float>(head_weights), read<Value>(pages),
@@ -132,7 +129,7 @@ Tensor attend_entries(const Tensor& q, const Tensor& window, const Tensor& windo
   TORCH_CHECK(entries.has_value() == entry_ids.has_value(), "entries and their rows");
   const batchinfer::Rotary back = rotary_of(cos, sin, num_rows, true);
   TORCH_CHECK(back.rotary <= width, "angles of ", back.rotary, " values for rows of ", width);
-  Tensor out = at::empty({num_rows, num_heads, width}, q.options());
+  Tensor out = empty({num_rows, num_heads, width}, q.scalar_type());
   with_values(q, [&]<class Value>(Value) {
     const auto first = keys_of<Value>(window, window_ids, q);
     const auto second = entries ? keys_of<Value>(*entries, *entry_ids, q) : batchinfer::KeyRows<Value>{};
@@ -171,8 +168,8 @@ std::tuple<Tensor, Tensor, Tensor> stream_mix(const Tensor& mixed, const Tensor&
                   scale.numel() == 3 && num_rounds > 0,
               mixed.size(1), " mixed values of ", num_streams, " streams");
   const int64_t num_rows = mixed.size(0);
-  Tensor before = at::empty({num_rows, num_streams}, mixed.options()), after = at::empty({num_rows, num_streams}, mixed.options());
-  Tensor past = at::empty({num_rows, num_streams, num_streams}, mixed.options());
+  Tensor before = empty({num_rows, num_streams}, mixed.scalar_type()), after = empty({num_rows, num_streams}, mixed.scalar_type());
+  Tensor past = empty({num_rows, num_streams, num_streams}, mixed.scalar_type());
   batchinfer::stream_mix({num_rows, num_streams, 0}, read<float>(mixed), read<float>(scale), read<float>(base), num_rounds,
                          static_cast<float>(eps), write<float>(before), write<float>(after), write<float>(past));
   return {before, after, past};
@@ -181,7 +178,7 @@ std::tuple<Tensor, Tensor, Tensor> stream_mix(const Tensor& mixed, const Tensor&
 Tensor join_streams(const Tensor& streams, const Tensor& factors) {
   const auto shape = streams_of(streams);
   check_factors(factors, shape, shape.num_streams, "factors");
-  Tensor out = at::empty({shape.num_rows, shape.hidden}, streams.options());
+  Tensor out = empty({shape.num_rows, shape.hidden}, streams.scalar_type());
   with_values(streams, [&]<class Value>(Value) {
     batchinfer::join_streams(shape, read<Value>(streams), read<float>(factors), write<Value>(out));
   });
@@ -194,7 +191,7 @@ Tensor leave_streams(const Tensor& streams, const Tensor& after, const Tensor& p
   check_factors(past, shape, shape.num_streams * shape.num_streams, "factors between streams");
   check_like(y, 2, streams, "y");
   TORCH_CHECK(y.size(0) == shape.num_rows && y.size(1) == shape.hidden, "y is ", y.sizes());
-  Tensor out = at::empty({shape.num_rows, shape.num_streams, shape.hidden}, streams.options());
+  Tensor out = empty({shape.num_rows, shape.num_streams, shape.hidden}, streams.scalar_type());
   with_values(streams, [&]<class Value>(Value) {
     batchinfer::leave_streams(shape, read<Value>(streams), read<float>(after), read<float>(past), read<Value>(y),
                               write<Value>(out));
@@ -207,16 +204,13 @@ Tensor leave_streams(const Tensor& streams, const Tensor& after, const Tensor& p
 
 TORCH_LIBRARY_FRAGMENT(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
-  m.def(
-      "pool_entries(Tensor values, Tensor gates, Tensor bias, Tensor norm, float eps, Tensor cos, Tensor sin, Tensor "
-      "positions, Tensor requests, Tensor starts, Tensor slots, Tensor(a!) waiting, Tensor(b!) pages, Tensor page_table) "
-      "-> ()",
-      pool_entries);
-  m.def("norm_products(Tensor streams, Tensor(a!) products, float eps) -> ()", norm_products);
-  m.def("rotate_heads", rotate_heads);
-  m.def("choose_entries", choose_entries);
-  m.def("attend_entries", attend_entries);
-  m.def("stream_mix", stream_mix);
-  m.def("join_streams", join_streams);
-  m.def("leave_streams", leave_streams);
+  using batchinfer::operations::define;
+  define<pool_entries>(m, "pool_entries", {11, 12});
+  define<norm_products>(m, "norm_products", {1});
+  define<rotate_heads>(m, "rotate_heads");
+  define<choose_entries>(m, "choose_entries");
+  define<attend_entries>(m, "attend_entries");
+  define<stream_mix>(m, "stream_mix");
+  define<join_streams>(m, "join_streams");
+  define<leave_streams>(m, "leave_streams");
 }

@@ -3,7 +3,6 @@
 // same kernels in the same order, so the same bits.
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/where.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -43,7 +42,7 @@ class Input {
     TORCH_CHECK(x_.size(1) == weight.depth, "x is ", x_.size(1), " wide, weight ", weight.depth);
     TORCH_CHECK(held.is_int8() || held.is_wide(), "only experts are in 4 bits");
     check_kind(x_, weight);
-    Tensor out = at::empty({x_.size(0), weight.num_columns}, x_.options());
+    Tensor out = empty({x_.size(0), weight.num_columns}, x_.scalar_type());
     if (held.is_int8()) {
       if (!bytes_) bytes_.emplace(x_, WeightKind::kInt8);
       linear(bytes_->rows, weight, stream ? read<bf16>(*stream) : nullptr, write<bf16>(out), x_.size(0));
@@ -104,7 +103,7 @@ class Attention : public torch::CustomClassHolder {
       if (query_scale) scale(q, *query_scale);
       return q;
     }
-    const Tensor none = at::empty({hidden.size(0), 0, rotary_}, hidden.options());
+    const Tensor none = empty({hidden.size(0), 0, rotary_}, hidden.scalar_type());
     rope_and_cache(none, x.times(kv_down_), kv_norm_, latent_eps_, cos, sin, is_interleaved_, slots, pages);
     Input wanted(gathered(normed, *rows));
     const Tensor q = queries(wanted), turns = gathered(cos, *rows), sines = gathered(sin, *rows);
@@ -122,7 +121,7 @@ class Attention : public torch::CustomClassHolder {
     check_contiguous(q, 3, "q");
     const int64_t num_rows = q.size(0), width = nope_ + rotary_, latent_width = latent_dim_ + rotary_;
     TORCH_CHECK(q.size(1) == num_heads_ && q.size(2) == width, "q is ", q.sizes());
-    const Tensor absorbed = at::empty({num_rows, num_heads_, latent_width}, q.options());
+    const Tensor absorbed = empty({num_rows, num_heads_, latent_width}, q.scalar_type());
     with_values(q, [&]<class Value>(Value) {
       batched_linear<Value>({read<Value>(q), num_heads_ * width}, width, key_up_.weight, write<Value>(absorbed),
                             num_heads_ * latent_width, latent_width, num_heads_, num_rows);
@@ -132,7 +131,7 @@ class Attention : public torch::CustomClassHolder {
       }
     });
     const Tensor latents = mla_decode(absorbed, pages, page_table, kv_tokens, positions, latent_dim_, scale_);
-    const Tensor values = at::empty({num_rows, num_heads_ * value_dim_}, q.options());
+    const Tensor values = empty({num_rows, num_heads_ * value_dim_}, q.scalar_type());
     with_values(q, [&]<class Value>(Value) {
       batched_linear<Value>({read<Value>(latents), num_heads_ * latent_dim_}, latent_dim_, value_up_.weight,
                             write<Value>(values), num_heads_ * value_dim_, value_dim_, num_heads_, num_rows);
@@ -209,7 +208,7 @@ class Mixture : public torch::CustomClassHolder {
     const Tensor x = rms_norm(hidden, norm_, eps_);
     auto [ids, weights] = gate(tensors::router(x, router_, num_experts_), bias_, method_, topk_, num_groups_,
                                topk_groups_, normalize_, scale_);
-    Tensor counts = at::empty({num_experts_}, ids.options());
+    Tensor counts = empty({num_experts_}, ids.scalar_type());
     int64_t* const count = write<int64_t>(counts);
     std::fill_n(count, num_experts_, 0);
     for (int64_t i = 0; i < ids.numel(); ++i) ++count[read<int64_t>(ids)[i]];
@@ -236,15 +235,15 @@ class Mixture : public torch::CustomClassHolder {
       experts.push_back({first, count});
       first += count;
     }
-    const Tensor rows = at::empty({num_entries, width}, x.options());
+    const Tensor rows = empty({num_entries, width}, x.scalar_type());
     run_experts(x, experts, gate_up_.weight, down_.weight, tokens.data(), nullptr, rows);
     Tensor shared;
     if (shared_down_) {
-      shared = at::empty({num_tokens, width}, x.options());
+      shared = empty({num_tokens, width}, x.scalar_type());
       run_experts(x, {{0, num_tokens}}, shared_gate_up_->weight, shared_down_->weight, nullptr, nullptr,
                   shared);
     }
-    Tensor out = at::empty({num_tokens, width}, x.options());
+    Tensor out = empty({num_tokens, width}, x.scalar_type());
     with_values(x, [&]<class Value>(Value) {
       combine(read<Value>(hidden), read<Value>(rows), place.data(), read<float>(weights),
               shared_down_ ? read<Value>(shared) : nullptr, write<Value>(out), num_tokens, topk_, width);
@@ -273,7 +272,7 @@ struct Dense {
 
   // The new stream.
   Tensor run(const Tensor& hidden) const {
-    const Tensor x = rms_norm(hidden, norm, eps), out = at::empty_like(hidden);
+    const Tensor x = rms_norm(hidden, norm, eps), out = empty(hidden.sizes(), hidden.scalar_type());
     run_experts(x, {{0, x.size(0)}}, gate_up.weight, down.weight, nullptr, &hidden, out);
     return out;
   }
@@ -329,7 +328,7 @@ class Stack : public torch::CustomClassHolder {
     TORCH_CHECK(settings.size() == 4, "temperature, top_k, top_p, min_p");
     const int64_t num_links = uniforms.size(0);
     const bool is_drawn = uniforms.size(1) > 0;
-    const Tensor guesses = at::empty({num_links, last_rows.numel()}, tokens.options());
+    const Tensor guesses = empty({num_links, last_rows.numel()}, tokens.scalar_type());
     Tensor state = states, next = tokens;
     for (int64_t link = 0, first = 0; link < num_links; ++link) {
       const int64_t count = next.numel();
@@ -381,7 +380,7 @@ class Stack : public torch::CustomClassHolder {
       state.accept(tokens, is_finite, x);
       add_counts(counts, expert_counts);
     }
-    if (!expert_counts.defined()) expert_counts = at::empty({0, 0}, requests.options().dtype(at::kLong));
+    if (!expert_counts.defined()) expert_counts = empty({0, 0}, at::kLong);
     return {state.outcome(), expert_counts, state.totals().as_list(), {state.draft_s(), state.step_s()}};
   }
 
@@ -438,7 +437,7 @@ class Stack : public torch::CustomClassHolder {
     if (counts.empty()) return;
     const int64_t num_layers = static_cast<int64_t>(counts.size()), num_experts = counts[0].numel();
     const bool is_first = !sums.defined();
-    if (is_first) sums = at::empty({num_layers, num_experts}, counts[0].options());
+    if (is_first) sums = empty({num_layers, num_experts}, counts[0].scalar_type());
     for (int64_t layer = 0; layer < num_layers; ++layer) {
       int64_t* const sum = write<int64_t>(sums) + layer * num_experts;
       const int64_t* const count = read<int64_t>(counts[layer]);
@@ -472,7 +471,7 @@ class Stack : public torch::CustomClassHolder {
   }
 
   Tensor logits_of(const Tensor& x) const {
-    const Tensor logits = at::empty({x.size(0), head_.weight.num_columns}, x.options().dtype(at::kFloat));
+    const Tensor logits = empty({x.size(0), head_.weight.num_columns}, at::kFloat);
     with_values(x, [&]<class Value>(Value) {
       linear<Rows<Value>, float>(rows_of<Value>(x), head_.weight, nullptr, write<float>(logits), x.size(0));
     });

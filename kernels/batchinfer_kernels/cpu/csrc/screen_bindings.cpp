@@ -1,10 +1,9 @@
 // torch.ops.batchinfer_cpu.* of screen.h; screened.py calls them.
 
-#include <torch/library.h>
-
 #include <optional>
 #include <tuple>
 
+#include "operations.h"
 #include "screen.h"
 #include "tensors.h"
 
@@ -21,8 +20,8 @@ Weight screened_weight(const Tensor& packed, int64_t num_columns, int64_t depth,
 
 std::tuple<Tensor, Tensor> screen(const Tensor& packed, int64_t num_columns, int64_t depth, int64_t kind) {
   const Weight weight = screened_weight(packed, num_columns, depth, kind);
-  Tensor values = at::empty({weight.num_panels(), Screen::panel_bytes(depth)}, packed.options());
-  Tensor columns = at::empty({weight.num_panels(), Screen::kParts, kPanelColumns}, packed.options().dtype(at::kFloat));
+  Tensor values = empty({weight.num_panels(), Screen::panel_bytes(depth)}, packed.scalar_type());
+  Tensor columns = empty({weight.num_panels(), Screen::kParts, kPanelColumns}, at::kFloat);
   make_screen(weight, write<uint8_t>(values), write<float>(columns));
   return {values, columns};
 }
@@ -41,8 +40,8 @@ std::tuple<Tensor, Tensor> largest_columns(const Tensor& x_in, const Tensor& pac
   check_floats(columns, 3, "columns");
   TORCH_CHECK(columns.numel() == weight.num_panels() * Screen::kParts * kPanelColumns, "the screen of another weight");
   const Screen screen{read<uint8_t>(values), read<float>(columns), static_cast<float>(most)};
-  Tensor tokens = at::empty({x.size(0)}, x.options().dtype(at::kLong));
-  Tensor is_certain = at::empty({x.size(0)}, x.options().dtype(at::kBool));
+  Tensor tokens = empty({x.size(0)}, at::kLong);
+  Tensor is_certain = empty({x.size(0)}, at::kBool);
   with_values(x, [&]<class Value>(Value) {
     batchinfer::largest_columns(rows_of<Value>(x), weight, screen,
                                 allowed ? allowed_of(*allowed, x.size(0), num_columns) : Allowed{nullptr, 0}, x.size(0),
@@ -56,7 +55,8 @@ std::tuple<Tensor, Tensor> largest_columns(const Tensor& x_in, const Tensor& pac
 
 TORCH_LIBRARY_FRAGMENT(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
-  m.def("screen", screen);
-  m.def("largest_columns", largest_columns);
-  m.def("screening_pays", batchinfer::screening_pays);
+  using batchinfer::operations::define;
+  define<screen>(m, "screen");
+  define<largest_columns>(m, "largest_columns");
+  define<batchinfer::screening_pays>(m, "screening_pays");
 }

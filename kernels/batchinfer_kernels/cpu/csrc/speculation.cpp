@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kPageTokens = 64;
 
 Tensor longs(const std::vector<int64_t>& values) {
-  const Tensor out = at::empty({static_cast<int64_t>(values.size())}, at::kLong);
+  const Tensor out = empty({static_cast<int64_t>(values.size())}, at::kLong);
   if (!values.empty()) std::memcpy(out.mutable_data_ptr(), values.data(), values.size() * sizeof(int64_t));
   return out;
 }
@@ -169,13 +169,13 @@ StepRows Speculation::rows_of(const std::vector<int64_t>& tokens, const std::vec
   if (count == 0) return rows;
   const Tensor numbers = longs(positions);
   rows.cos = gathered(cos_, numbers), rows.sin = gathered(sin_, numbers);
-  rows.slots = at::empty({count}, at::kLong);
+  rows.slots = empty({count}, at::kLong);
   for (int64_t i = 0; i < count; ++i) {
     write<int64_t>(rows.slots)[i] = kv_slots[i] * pages_of_slot_ * kPageTokens + places[i];
   }
   const int64_t num_pages = *std::max_element(places.begin(), places.end()) / kPageTokens + 1;
-  rows.positions = at::empty({num_last}, at::kLong), rows.kv_tokens = at::empty({num_last}, at::kLong);
-  rows.page_table = at::empty({num_last, num_pages}, at::kLong);
+  rows.positions = empty({num_last}, at::kLong), rows.kv_tokens = empty({num_last}, at::kLong);
+  rows.page_table = empty({num_last, num_pages}, at::kLong);
   for (int64_t i = 0; i < num_last; ++i) {
     write<int64_t>(rows.positions)[i] = places[last_rows[i]];
     write<int64_t>(rows.kv_tokens)[i] = places[last_rows[i]] + 1;
@@ -227,8 +227,8 @@ StepRows Speculation::rows_to_run() {
   StepRows rows;
   const int64_t count = static_cast<int64_t>(tokens.size()), num_pages = (most_kv + kPageTokens - 1) / kPageTokens;
   rows.tokens = longs(tokens), rows.kv_tokens = longs(kv_tokens);
-  rows.positions = at::empty({count}, at::kLong), rows.slots = at::empty({count}, at::kLong);
-  rows.page_table = at::empty({count, num_pages}, at::kLong);
+  rows.positions = empty({count}, at::kLong), rows.slots = empty({count}, at::kLong);
+  rows.page_table = empty({count, num_pages}, at::kLong);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t position = kv_tokens[i] - 1;
     const int64_t* const pages = read<int64_t>(page_table_) + of_row[i] * table_pages_;
@@ -266,14 +266,14 @@ void Speculation::draw(const std::vector<std::pair<int64_t, int64_t>>& requests_
   if (drawn.empty()) return;
   const int64_t count = static_cast<int64_t>(drawn.size());
   const auto of_rows = [&](const Tensor& values) {
-    const Tensor out = at::empty({count}, values.options());
+    const Tensor out = empty({count}, values.scalar_type());
     for (int64_t i = 0; i < count; ++i) {
       std::memcpy(static_cast<uint8_t*>(out.mutable_data_ptr()) + 8 * i,
                   static_cast<const uint8_t*>(values.const_data_ptr()) + 8 * requests[i], 8);
     }
     return out;
   };
-  const Tensor uniforms = at::empty({count}, at::kDouble);
+  const Tensor uniforms = empty({count}, at::kDouble);
   std::memcpy(uniforms.mutable_data_ptr(), numbers.data(), count * sizeof(double));
   const Tensor some = count == logits.size(0) ? logits : gathered(logits, longs(drawn));
   const Tensor found = tensors::draw(some, of_rows(temperature_), of_rows(top_k_), of_rows(top_p_), of_rows(min_p_),
@@ -345,7 +345,7 @@ Tensor Speculation::outcome() const {
   size_t width = 0;
   for (const auto& tokens : taken_) width = std::max(width, tokens.size());
   const int64_t columns = 3 + static_cast<int64_t>(width);
-  const Tensor out = at::empty({num_requests_, columns}, at::kLong);
+  const Tensor out = empty({num_requests_, columns}, at::kLong);
   for (int64_t number = 0; number < num_requests_; ++number) {
     int64_t* const row = write<int64_t>(out) + number * columns;
     const auto& tokens = taken_[number];

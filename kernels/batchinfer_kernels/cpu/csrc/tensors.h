@@ -15,6 +15,9 @@ namespace batchinfer::tensors {
 
 using at::Tensor;
 
+// Uninitialised, on the CPU. Not inline: the compiler would spend a second on the many callers.
+[[gnu::noinline]] inline Tensor empty(at::IntArrayRef sizes, at::ScalarType type) { return at::empty(sizes, type); }
+
 template <class Value>
 const Value* read(const Tensor& x) {
   return static_cast<const Value*>(x.const_data_ptr());
@@ -120,11 +123,11 @@ struct Bytes {
 
   Bytes(const Tensor& x, WeightKind kind) {
     const int64_t num_rows = x.size(0), width = x.size(1), num_blocks = (width + kBlock - 1) / kBlock;
-    values = at::empty({num_rows, num_blocks * kBlock}, x.options().dtype(at::kByte));
-    scales = at::empty({num_rows, num_blocks}, x.options().dtype(at::kFloat));
+    values = empty({num_rows, num_blocks * kBlock}, at::kByte);
+    scales = empty({num_rows, num_blocks}, at::kFloat);
     int32_t* starts_at = nullptr;
     if (kind == WeightKind::kInt4) {
-      starts = at::empty({num_rows, num_blocks * (kBlock / kGroup)}, x.options().dtype(at::kInt));
+      starts = empty({num_rows, num_blocks * (kBlock / kGroup)}, at::kInt);
       starts_at = write<int32_t>(starts);
     }
     batchinfer::to_bytes(rows_of<bf16>(x), write<uint8_t>(values), write<float>(scales), starts_at, num_rows, width);
@@ -145,7 +148,7 @@ inline Tensor gathered(const Tensor& rows_in, const Tensor& numbers) {
   check_indices(numbers, "numbers");
   const Tensor rows = with_whole_rows(rows_in);
   check_range(numbers, rows.size(0), "row");
-  const Tensor out = at::empty({numbers.numel(), rows.size(1)}, rows.options());
+  const Tensor out = empty({numbers.numel(), rows.size(1)}, rows.scalar_type());
   const int64_t value_bytes = rows.element_size();
   gather_rows(rows.const_data_ptr(), rows.stride(0) * value_bytes, rows.size(1) * value_bytes,
               read<int64_t>(numbers), numbers.numel(), out.mutable_data_ptr());
