@@ -63,6 +63,7 @@ class LogitRules:
         self._bias = np.array([value for _, value in bias], dtype=np.float32)
         self._repetition = np.array([sampling.repetition_penalty], dtype=np.float32)
         self._presence = np.array([sampling.presence_penalty], dtype=np.float32)
+        self._frequency = np.float32(sampling.frequency_penalty)
         self._has_counts = bool(sampling.presence_penalty or sampling.frequency_penalty)
         self._is_repetitive = sampling.repetition_penalty != 1.0
         self.has_values = bool(bias) or self._has_counts or self._is_repetitive  # biases or penalties of some tokens
@@ -115,15 +116,14 @@ class LogitRules:
 
     def values(self) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """Yield the biases and penalties: a field of LogitChanges, [K] int64 tokens, [K] or [1] float32 values."""
-        sampling = self._sampling
         if len(self._biased):
             yield "biases", self._biased, self._bias
         if self._is_repetitive:
             yield "repetition_penalties", self._repeated.tokens, self._repetition
-        if self._has_counts:
-            seen, counts = self._generated.tokens, self._generated.counts
-            yield "frequency_penalties", seen, np.float32(sampling.frequency_penalty) * counts
-            yield "presence_penalties", seen, self._presence
+        if self._frequency:
+            yield "frequency_penalties", self._generated.tokens, self._frequency * self._generated.counts
+        if self._presence[0]:
+            yield "presence_penalties", self._generated.tokens, self._presence
 
     def allowed(self, mask: np.ndarray | None, vocab_size: int) -> np.ndarray | None:
         """Return [ceil(V / 32)] uint32, the tokens that may come next; None: all of them.
