@@ -17,7 +17,8 @@ from support.jobs import Ended
 
 BENCH = Path(__file__).parent
 ENVIRONMENT = BENCH.parents[1] / ".venv-peers"
-PEERS = ("vllm", "vllm-int8", "vllm-eager", "vllm-mla", "transformers", "llama.cpp")
+PEERS = ("vllm", "vllm-float32", "vllm-int8", "vllm-eager", "vllm-mla", "transformers", "llama.cpp", "llama.cpp-q8")
+GGUF_KINDS = {"llama.cpp": "BF16", "llama.cpp-q8": "Q8_0"}
 NUM_SEQUENCES, OTHER_SEQUENCES = {"tiny": 256, "sample": 256}, 64  # in one step of vLLM's or llama.cpp's
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/usr/local/lib")
 
@@ -110,27 +111,22 @@ def command_of(name: str, size: str, model: Path) -> list[str]:
     if name == "transformers":
         return [sys.executable, str(BENCH / "peer_transformers.py"), str(model)]
     python, num_sequences = str(ENVIRONMENT / "bin" / "python"), str(NUM_SEQUENCES.get(size, OTHER_SEQUENCES))
-    if name == "llama.cpp":
-        return [
-            python,
-            str(BENCH / "peer_llama.py"),
-            str(gguf_of(model)),
-            str(NUM_SEQUENCES.get(size, OTHER_SEQUENCES)),
-        ]
+    if name in GGUF_KINDS:
+        return [python, str(BENCH / "peer_llama.py"), str(gguf_of(name, model)), num_sequences]
     vllm = [python, str(BENCH / "peer_vllm.py"), str(model), num_sequences]
     return vllm if name in ("vllm", "vllm-int8") else [*vllm, name.replace("vllm-", "--")]
 
 
-def gguf_of(model: Path) -> Path:
-    """The file that `write_gguf` makes of a checkpoint."""
-    return model / "model.gguf"
+def gguf_of(name: str, model: Path) -> Path:
+    """The file that `write_gguf` makes of a checkpoint for this peer."""
+    return model / f"model-{GGUF_KINDS[name]}.gguf"
 
 
-def write_gguf(model: Path) -> None:
+def write_gguf(name: str, model: Path) -> None:
     """Convert a checkpoint for llama.cpp."""
     if not (ENVIRONMENT / ".installed-llama").exists():
         sys.exit("llama.cpp is missing: `make bench-llama` builds it")
-    command = [ENVIRONMENT / "bin" / "python", BENCH / "gguf_model.py", model, gguf_of(model)]
+    command = [ENVIRONMENT / "bin" / "python", BENCH / "gguf_model.py", model, gguf_of(name, model), GGUF_KINDS[name]]
     subprocess.run(command, check=True)
 
 

@@ -1,6 +1,6 @@
 """vLLM's CPU build at its best on these models, as a child process of peers.py.
 
-    python tests/bench/peer_vllm.py MODEL NUM_SEQUENCES [--eager | --mla]
+    python tests/bench/peer_vllm.py MODEL NUM_SEQUENCES [--eager | --mla | --float32]
 
 Its attention over latent KV (--mla) knows the release's latent size alone, and is quick with AMX alone. Elsewhere it is
 far quicker with ordinary attention over expanded keys and values.
@@ -26,14 +26,14 @@ ENVIRONMENT = {
 }
 
 
-def load(model: str, num_sequences: int, *, eager: bool) -> tuple[str, Run]:
+def load(model: str, num_sequences: int, *, eager: bool, dtype: str) -> tuple[str, Run]:
     """The engine, and what runs a workload from an empty prefix cache."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
         model=model,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=dtype,
         max_model_len=1536,
         max_num_seqs=num_sequences,
         max_num_batched_tokens=4096,
@@ -65,8 +65,10 @@ if __name__ == "__main__":
     parser.add_argument("num_sequences", type=int)
     parser.add_argument("--eager", action="store_true", help="not compiled")
     parser.add_argument("--mla", action="store_true", help="attention over latents")
+    parser.add_argument("--float32", action="store_true", help="instead of bfloat16")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT | ({"VLLM_MLA_DISABLE": "0"} if options.mla else {}))
     if options.eager:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process instead of three: the start takes 16 s less
-    serve(lambda: load(options.model, options.num_sequences, eager=options.eager))
+    dtype = "float32" if options.float32 else "bfloat16"
+    serve(lambda: load(options.model, options.num_sequences, eager=options.eager, dtype=dtype))

@@ -1,10 +1,12 @@
 """batchinfer against other engines on one machine: the same checkpoints, prompts and answer lengths, runs in turn.
 
 Random-weight models (bench_models.py), or the sample model with its job, in bfloat16 (batchinfer also in fp8 when
-asked), all cores. The peers are vLLM's CPU build (compiled, eager, with attention over latents, and in int8, for whose
-experts it needs AMX or an AMD processor), transformers and llama.cpp; `make bench-peers` and `make bench-llama` put
-them into .venv-peers. A peer loads once and then waits, so that batchinfer and it run every workload by turns and a
-drift of the machine meets both; with --fresh it is started anew for every turn.
+asked), all cores. The peers are vLLM's CPU build (compiled; eager; with attention over latents; in int8, for whose
+experts it needs AMX or an AMD processor; in float32, the only default where the processor has no AVX-512, since torch
+multiplies bfloat16 at a hundredth of that rate there), transformers and llama.cpp (in bfloat16; in Q8_0, 8 bits).
+`make bench-peers` and `make bench-llama` put them into .venv-peers. A peer loads once and then waits, so that
+batchinfer and it run every workload by turns and a drift of the machine meets both; with --fresh it is started anew for
+every turn.
 
 work     from the start of the first step to the end of the last, no loading: of batchinfer in a fresh process each
          time, of vLLM from its second run on (with --fresh: its first)
@@ -16,8 +18,9 @@ memory   peak of the largest process; vLLM's holds 4 GB for KV
 
     python tests/bench/peers.py [--sizes tiny small release qwen3 qwen3-moe sample]
                                 [--kinds shared shuffled unshared] [--rounds 3]
-                                [--peers vllm vllm-int8 vllm-eager vllm-mla transformers llama.cpp] [--fresh] [--all]
-                                [--dtype bfloat16 | fp8]
+                                [--peers vllm vllm-float32 vllm-int8 vllm-eager vllm-mla transformers llama.cpp
+                                 llama.cpp-q8] [--fresh] [--all]
+                                [--dtype bfloat16 | fp8 | float32]
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from platform import machine
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -38,11 +42,12 @@ import duckdb
 from bench_models import GROUPED_SIZES, SIZES, TOKENIZER, make_int8_model, make_model, workload
 from engine import run_once
 from limits import gemm_flops, read_bytes_per_s
-from peer_process import ENVIRONMENT, PEERS, FreshPeer, OwnProcess, PeerProcess, compiled_folder, write_gguf
+from peer_process import ENVIRONMENT, GGUF_KINDS, PEERS, FreshPeer, OwnProcess, PeerProcess, compiled_folder, write_gguf
 from peer_server import Requests, write_workload
 
 from batchinfer.records import ExitCode
 from batchinfer_kernels.cpu.build import why_not
+from batchinfer_kernels.cpu.instructions import processor_features
 from support.jobs import batchinfer
 
 DEMO = Path(__file__).parents[2] / "jobs" / "demo.toml"
@@ -122,7 +127,7 @@ def compare(
     Args:
         folder: for the jobs and batchinfer's run.
         batch: transformers' batch size.
-        dtype: batchinfer's; peers run in bfloat16, but for vllm-int8.
+        dtype: batchinfer's; peers run in bfloat16 unless their names say otherwise.
     """
     job = folder / "requests.json"
     write_workload(job, requests, batch)
@@ -145,11 +150,11 @@ def compare_all(name: str, size: str, model: Path, options: argparse.Namespace) 
     """Print a row per workload of a model on batchinfer and one peer."""
     peer_model = make_int8_model(model) if name == "vllm-int8" else model
     has_compiled = compiled_folder(name, size) / "complete"
-    if name in ("vllm", "vllm-int8") and not has_compiled.exists():
+    if name in ("vllm", "vllm-float32", "vllm-int8") and not has_compiled.exists():
         PeerProcess(name, size, peer_model).close()
         has_compiled.touch()
-    if name == "llama.cpp":
-        write_gguf(model)
+    if name in GGUF_KINDS:
+        write_gguf(name, model)
     num_rounds = options.rounds or (1 if name == "transformers" else 3)
     start = FreshPeer if options.fresh else PeerProcess
     with tempfile.TemporaryDirectory() as scratch, contextlib.closing(start(name, size, peer_model)) as peer:
@@ -165,10 +170,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--sizes", nargs="+", default=["tiny", "small"], choices=[*SIZES, *GROUPED_SIZES, "sample"])
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--peers", nargs="+", default=["vllm", "transformers"], choices=PEERS)
+    is_quick = machine() != "x86_64" or "avx512f" in processor_features()  # torch in bfloat16
+    peers = ["vllm", "transformers"] if is_quick else ["vllm-float32"]
+    parser.add_argument("--peers", nargs="+", default=peers, choices=PEERS)
     parser.add_argument("--rounds", type=int, help="turns of each workload: three, of transformers one")
     parser.add_argument("--fresh", action="store_true", help="start the peer anew for every turn")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "fp8"], help="batchinfer's")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "fp8", "float32"], help="batchinfer's")
     parser.add_argument("--all", action="store_true", help="transformers with small, too: minutes per workload")
     options = parser.parse_args()
     if reason := why_not():  # also compiles, so that no turn has to
