@@ -54,6 +54,12 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
     for name in job.output.keep_columns:
         if not any(name in schema.names for schema in schemas):
             problems.append(f"output.keep_columns names {name!r}, which no shard has; {_instead(name, schemas[0])}")
+    system = job.input.system
+    if any(system in schema.names for schema in schemas):
+        problems.append(
+            f"input.system is the text of every row's system message, but {system!r} is a column of the input; if rows "
+            "have system messages of their own, name a column of whole chats as input.messages"
+        )
     sentences = list(dict.fromkeys(sentence for sentence in problems if sentence is not None))
     if sentences:
         raise ConfigErrors(sentences)

@@ -13,7 +13,7 @@ from batchinfer.data.formats import lines
 from batchinfer.data.inputs import read_batches
 from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.shards import find_shards
-from support.checked_rows import checked, errors
+from support.checked_rows import checked, errors, make_job
 from support.formats import csv_text, json_lines
 
 GOOD = b'{"prompt": "What?"}'
@@ -69,6 +69,27 @@ def test_a_bad_line_is_a_row_that_names_it(tmp_path, line, told, end):
     first, bad, last = errors(tmp_path / "in.jsonl")
     assert (first, last) == (None, None)
     assert bad is None if told is None else bad.startswith(told), bad
+
+
+@pytest.mark.parametrize("key", ["prompt", "user"])
+def test_a_prompt_of_another_kind_is_an_error_row_whatever_the_key(tmp_path, key):
+    lines_of = [b'{"q": "What?"}', b'{"q": 5}', b'{"q": ["x"]}', b'{"q": {"x": 1}}', b'{"q": null}']
+    (tmp_path / "in.jsonl").write_bytes(b"\n".join(lines_of))
+    assert errors(tmp_path / "in.jsonl", make_job(tmp_path / "in.jsonl", keep=["q"], **{key: "q"})) == [
+        None,
+        "line 2: q is a number, not text",
+        "line 3: q is a list, not text",
+        "line 4: q is an object, not text",
+        "q is null",
+    ]
+
+
+@pytest.mark.parametrize("key", ["prompt", "user"])
+def test_a_prompt_of_digits_in_csv_is_text(tmp_path, key):
+    (tmp_path / "in.csv").write_bytes(b"q\n7\n8\n")
+    _, rows = checked(tmp_path / "in.csv", make_job(tmp_path / "in.csv", **{key: "q"}))
+    assert [row["error"] for row in rows] == [None, None]
+    assert len({tuple(row["token_ids"]) for row in rows}) == 2
 
 
 def test_lines_of_other_kinds_keep_their_place_in_a_large_file(tmp_path):

@@ -51,6 +51,11 @@ def test_rows_without_a_text_are_bad_rows(tmp_path):
         ({"user": "q"}, {"q": [7]}, "input.user: column 'q' is int64, but must be text"),
         ({"user": "q"}, {"q": chats_of(["a"])}, 'set input.messages = "q" instead'),
         ({"user": "q", "format": "openai"}, {"q": ["a"]}, "user does not go with format = 'openai'"),
+        (
+            {"user": "q", "system": "s"},
+            {"q": ["a"], "s": ["b"]},
+            "but 's' is a column of the input; if rows have system",
+        ),
     ],
 )
 def test_what_makes_no_users_messages_is_refused(tmp_path, inputs, columns, said):
@@ -114,3 +119,19 @@ def test_init_refuses_a_system_message_for_other_prompts(tmp_path, name, content
     assert "--system goes with" in ended.err
     assert told in ended.err
     assert not (tmp_path / "job.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("system", "warned"),
+    [
+        ("Count to {{ n }}.", "warning: input.system is sent as it is, with {{ n }}; only input.template is filled in"),
+        ("{% if n %}Count.{% endif %}", "with {% if n %}; only"),
+        ("Write {x} as JSON: {}.", None),
+    ],
+)
+def test_a_system_message_with_variables_is_warned_of(tmp_path, system, warned):
+    job = job_of(tmp_path, "user", {"template": "{{ q }} {{ n }}", "system": system}, {"q": ["a"], "n": [1]})
+    planned = batchinfer("plan", job)
+    assert planned.code == 0, planned.err
+    assert ("input.system" in planned.err) == (warned is not None)
+    assert (warned or "") in planned.err

@@ -56,7 +56,8 @@ def column_roles(job: JobConfig, prompt_columns: list[str]) -> dict[str, str]:
         *((name, "kept") for name in job.output.keep_columns),
         *((name, "variable") for name in prompt_columns),
         *((name, "json") for name in as_json if isinstance(name, str)),
-        *((given.choices, "choices"), (given.token_ids, "token_ids"), (given.prompt, "text"), (given.id, "id")),
+        *((given.choices, "choices"), (given.token_ids, "token_ids"), (given.id, "id")),
+        *((name, "text") for name in (given.prompt, given.user)),
     ]
     return {name: role for name, role in named if name is not None}
 

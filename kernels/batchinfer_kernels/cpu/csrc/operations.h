@@ -1,5 +1,5 @@
-// Functions as torch operations, declared by their C++ types. torch::Library::def makes many functions of each that it is
-// given, which takes the compiler longer than all the functions together; `define` makes one.
+// Functions as torch operations, declared by their C++ types. torch::Library::def has the compiler make many functions of
+// each that it is given, which took a seventh of its time for the units that include torch. `define` makes one.
 
 #pragma once
 
@@ -10,6 +10,7 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace batchinfer::operations {
