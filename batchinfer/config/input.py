@@ -52,7 +52,9 @@ class InputConfig(Part):
         None,
         description="Jinja over the row's columns that writes the raw prompt text; with system: the user's message",
     )
-    system: Text | None = Field(None, description="text of the system message of chats that have none")
+    system: str | None = Field(
+        None, description="text of the system message of chats that have none; empty, with template: a chat without one"
+    )
     chat_template_kwargs: dict[str, JsonValue] | Text | None = Field(
         None,
         description="variables for the chat template, such as enable_thinking, or JSON text of them ({...}); or a "

@@ -2,7 +2,7 @@
 
 prompt            text ─────────────────────────────► text
 user              text ─────────────────────────────► the user's message of a chat
-template          columns ─► Jinja ─► text ─────────► text, or with `system` the user's message of a chat
+template          columns ─► Jinja ─► text ─────────► text, or with `system`, even "", the user's message of a chat
 messages          list, or JSON text, or ShareGPT's ► messages ─► chat with tools and chat_template_kwargs
 format = openai   JSON of the request ──────────────► text, token ids, or chat with its own tools and kwargs
 """
@@ -108,7 +108,7 @@ class RowPrompts:
         Raises:
             RowError: the row's tools or variables are malformed.
         """
-        if self._system is not None and all(message["role"] != "system" for message in messages):
+        if self._system and all(message["role"] != "system" for message in messages):
             messages = [{"role": "system", "content": self._system}, *messages]
         tools, kwargs = self._tools, self._kwargs
         if _is_name(kwargs):

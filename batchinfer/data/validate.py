@@ -69,7 +69,11 @@ class ShardRows:
             self.lost_const = self._lost_null(batch, job.input.sampling, keys=("const",))
         if not writes_tools:
             self.num_unwritten_tools += rows_with_tools(job, batch.columns, batch.errors)
-        if job.input.prompt is not None and batch.holds_control is not None:
+        if (
+            job.input.prompt_kind in ("prompt", "template")
+            and not job.input.makes_chats
+            and batch.holds_control is not None
+        ):
             is_plain = ~batch.holds_control
             is_plain[list(batch.errors)] = False
             self.num_plain += int(np.count_nonzero(is_plain))

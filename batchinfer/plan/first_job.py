@@ -49,6 +49,7 @@ USUAL_NAMES = {
     "prompt": ("prompt", "question", "instruction", "query", "problem", "input", "text", "content"),
     "token_ids": ("token_ids", "input_ids", "prompt_token_ids", "tokens"),
 }
+BESIDE_NAMES = ("input", "context", "passage", "document", "article", "text")  # of texts that belong to a question
 CHATS_AS_JSON = {"messages": ""}  # of chat_keys
 ID_NAMES = ("id", "uuid", "custom_id", "key", "prompt_id", "question_id", "row_id", "idx", "index")
 
@@ -138,6 +139,10 @@ def _of_columns(columns: _Columns, model: Path, system: str | None) -> tuple[str
     lines[-1] += f"    # {words}"
     if system is not None:
         lines.append(f"system = {toml_value(system)}")
+    if "user" in keys and (beside := columns.beside(name)) is not None:
+        template = toml_value(f"{{{{ {name} }}}}\n\n{{{{ {beside} }}}}")
+        instead = "user" if system is not None else 'user, with system = ""'
+        lines.append(f"# template = {template}    # instead of {instead}: text of several columns")
     lines.append(f'id = {toml_value(ids or NO_IDS)}    # a column of text or integers; "none": rows have no ids')
     chosen = [
         ("prompts", f"column {name!r}, {words}"),
@@ -228,6 +233,11 @@ class _Columns:
         able = [name for name, kind in self._kinds.items() if name != prompts and is_id_type(kind)]
         likely = [*_named(able, ID_NAMES), *(name for name in able if name.lower().endswith("_id"))]
         return likely[0] if likely else None
+
+    def beside(self, prompts: str) -> str | None:
+        """Return another column of texts that usually belong to those of the prompts; None if there is none."""
+        texts = [name for name in self._texts if name != prompts] if prompts.isidentifier() else []
+        return next(iter(_named(texts, BESIDE_NAMES)), None)
 
     def others(self, prompts: str, ids: str | None) -> list[str]:
         """Return columns that may be kept next to the answers: all but prompts and ids, or else the prompts."""

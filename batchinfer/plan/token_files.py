@@ -152,9 +152,11 @@ class RowWarnings:
         if self.num_plain and has_chat_template and job.input.choices is None:
             what = "prompt is" if self.num_plain == 1 else "prompts are"
             column = json.dumps(job.input.prompt, ensure_ascii=False)
+            of_column = f"set input.user = {column} instead of input.prompt"
+            of_template = 'set input.system ("" for none)'
             note(
                 f"warning: {self.num_plain:,} {what} text that goes to the model as it is, although it has a chat "
-                f"template; set input.user = {column} instead of input.prompt if these are questions to it"
+                f"template; {of_template if job.input.prompt is None else of_column} if these are questions to it"
             )
         if self.num_unwritten_tools:
             warn_of_tools(job)

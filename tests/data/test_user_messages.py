@@ -36,6 +36,17 @@ def test_a_text_gives_the_bytes_of_a_chat_of_one_message(tmp_path, system, contr
     assert output_bytes(texts.parent / "run") == output_bytes(chats.parent / "run")
 
 
+def test_a_template_gives_the_bytes_of_a_chat_without_a_system_message(tmp_path):
+    columns = {"id": [0, 1], "a": ["What is 2 + 3?", "Hello"], "b": ["In words.", ""]}
+    texts = job_of(tmp_path, "template", {"template": "{{ a }}\n\n{{ b }}", "system": ""}, columns)
+    both = [f"{a}\n\n{b}" for a, b in zip(columns["a"], columns["b"], strict=True)]
+    chats = job_of(tmp_path, "chats", {"messages": "q"}, {"id": [0, 1], "q": chats_of(both)})
+    for job in (texts, chats):
+        ended = batchinfer("run", job)
+        assert ended.code == 0, ended.err
+    assert output_bytes(texts.parent / "run") == output_bytes(chats.parent / "run")
+
+
 def test_rows_without_a_text_are_bad_rows(tmp_path):
     job = job_of(tmp_path, "user", {"user": "q"}, {"id": [0, 1, 2], "q": ["Hello", "", None]})
     assert batchinfer("run", job).code == 3
@@ -71,6 +82,8 @@ def test_what_makes_no_users_messages_is_refused(tmp_path, inputs, columns, said
         ({"prompt": "q"}, QUESTIONS[:1], "warning: 1 prompt is " + WARNED),
         ({"prompt": "q"}, QUESTIONS[2:], None),
         ({"user": "q"}, QUESTIONS, None),
+        ({"template": "{{ q }}"}, QUESTIONS, "warning: 2 prompts are " + WARNED),
+        ({"template": "{{ q }}", "system": ""}, QUESTIONS, None),
     ],
 )
 def test_a_plan_warns_of_plain_questions_to_a_model_that_chats(tmp_path, inputs, texts, warned):
@@ -78,7 +91,8 @@ def test_a_plan_warns_of_plain_questions_to_a_model_that_chats(tmp_path, inputs,
     assert ended.code == 0, ended.err
     assert (WARNED in ended.err) == (warned is not None)
     if warned is not None:
-        assert f'{warned} template; set input.user = "q" instead of input.prompt' in ended.err
+        remedy = 'user = "q" instead of input.prompt' if "prompt" in inputs else 'system ("" for none)'
+        assert f"{warned} template; set input.{remedy} if these are questions to it" in ended.err
 
 
 def test_init_asks_a_model_that_chats_by_its_template(tmp_path):
@@ -87,6 +101,21 @@ def test_init_asks_a_model_that_chats_by_its_template(tmp_path):
     assert ended.code == 0, ended.err
     assert 'user = "question"' in (tmp_path / "job.toml").read_text()
     assert batchinfer("plan", tmp_path / "job.toml").code == 0
+
+
+@pytest.mark.parametrize("system", [[], ["--system", "Be brief."]])
+def test_init_shows_how_to_join_two_columns(tmp_path, system):
+    write_shard(tmp_path / "a.parquet", {"instruction": ["Add."], "input": ["1 2"], "output": ["3"]})
+    job = tmp_path / "job.toml"
+    ended = batchinfer("init", tmp_path / "a.parquet", "--model", RANDOM_MODEL, "-o", job, *system)
+    assert ended.code == 0, ended.err
+    of_one = job.read_text()
+    added = "" if system else 'system = ""\n'
+    job.write_text(of_one.replace("user = ", f"{added}# user = ").replace("# template = ", "template = "))
+    shown = batchinfer("plan", job, "--show", "0")
+    assert shown.code == 0, shown.err
+    assert "<｜User｜>Add.\n\n1 2<｜Assistant｜>" in shown.out
+    assert ("Be brief." in shown.out) == bool(system)
 
 
 def test_init_takes_a_system_message_for_all_rows(tmp_path):
