@@ -20,9 +20,9 @@ from batchinfer.api.job_keys import (
     SamplingKeys,
     SlurmKeys,
 )
-from batchinfer.api.other_names import OTHER_NAMES
 from batchinfer.api.plain_values import plain, with_schema
 from batchinfer.config import JobConfig, did_you_mean
+from batchinfer.config.other_names import OTHER_NAMES
 from batchinfer.config.sampling import JobSampling
 from batchinfer.records import ConfigError
 

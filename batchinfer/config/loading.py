@@ -15,6 +15,7 @@ from pydantic_core import ErrorDetails
 from batchinfer.config.exact_json import exact_float
 from batchinfer.config.job import JobConfig
 from batchinfer.config.model_folder import model_folder
+from batchinfer.config.other_names import remedy_in_a_file
 from batchinfer.config.sampling import KINDS, with_model_defaults
 from batchinfer.config.spelling import did_you_mean
 from batchinfer.config.toml_text import dump_parts, read_toml
@@ -232,7 +233,11 @@ def _instead(names: list[str], schema: type[BaseModel]) -> str:
     homes = [part for part in schema.model_fields if names[-1] in _keys(schema, part)]
     if homes and names[-1] not in known:
         return f"it belongs into [{homes[0]}]"
-    return did_you_mean(names[-1], known, "remove it" + (f" or use one of {', '.join(known)}" if known else ""))
+    closest = did_you_mean(names[-1], known)
+    remedy = remedy_in_a_file(names[-1]) if "sampling" in schema.model_fields else None
+    if remedy is not None and (not closest or closest.removeprefix("did you mean ").rstrip("?") not in remedy):
+        return remedy
+    return closest or "remove it" + (f" or use one of {', '.join(known)}" if known else "")
 
 
 def _keys(schema: type[BaseModel], part: str, *, required: bool = False) -> list[str]:

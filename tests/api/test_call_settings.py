@@ -13,8 +13,8 @@ from typing_extensions import TypedDict
 
 import batchinfer
 from batchinfer.api import job_keys, settings
-from batchinfer.api.other_names import OTHER_NAMES
 from batchinfer.config import JobConfig
+from batchinfer.config.other_names import OTHER_NAMES
 from batchinfer.config.sampling import JobSampling
 from support import job_keys_types
 from support.paths import RANDOM_MODEL

@@ -1,5 +1,7 @@
 """Names of settings in vLLM, transformers and OpenAI's API, with what to write here."""
 
+import re
+
 _RANKS = 'cluster={"prefill_ranks": N} sets the number of ranks, one per GPU, which share the experts'
 _LENGTH = "write max_tokens=N"
 _SCHEMA = 'write structured_outputs={"json": schema}'
@@ -122,3 +124,14 @@ OTHER_NAMES = {
     "base_url": "the model runs on this machine; leave it out",
     "timeout": "the model runs on this machine; leave it out",
 }
+
+
+_OF_CALLS = ("argument", "pydantic", "progress=", "output=FOLDER", "dtype=")  # what a job file has not, or elsewhere
+
+
+def remedy_in_a_file(name: str) -> str | None:
+    """Return what to write in a job file for another library's name; None if the name is unknown."""
+    hint = OTHER_NAMES.get(name)
+    if hint is None or any(words in hint for words in _OF_CALLS):
+        return None
+    return re.sub(r'"(\w+)": ', r"\1 = ", hint).replace("True", "true")
