@@ -2,6 +2,8 @@
 
 import re
 
+from batchinfer.config.sampling import JobSampling
+
 _RANKS = 'cluster={"prefill_ranks": N} sets the number of ranks, one per GPU, which share the experts'
 _LENGTH = "write max_tokens=N"
 _SCHEMA = 'write structured_outputs={"json": schema}'
@@ -135,3 +137,10 @@ def remedy_in_a_file(name: str) -> str | None:
     if hint is None or any(words in hint for words in _OF_CALLS):
         return None
     return re.sub(r'"(\w+)": ', r"\1 = ", hint).replace("True", "true")
+
+
+def remedy_in_a_row(name: str) -> str | None:
+    """Return what to write in a row's sampling, which is JSON, for another library's name; None if there is nothing."""
+    hint = OTHER_NAMES.get(name, "")
+    is_sampling = hint.startswith("write ") and set(re.findall(r"(\w+)=", hint)) <= JobSampling.model_fields.keys()
+    return hint.replace("True", "true") if is_sampling and "pydantic" not in hint else None

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from batchinfer.config import SamplingConfig
 from batchinfer.config.exact_json import exact_float
+from batchinfer.config.other_names import remedy_in_a_row
 from batchinfer.config.sampling import NOTHING_SCORED
 from batchinfer.records import ConfigError, Sampling, sampling_to_json
 from batchinfer.sanitize import error_text
@@ -111,7 +112,8 @@ class SamplingOverrides:
         problem = error.errors(include_url=False)[0]
         where = ".".join(str(name) for name in (self._column, *problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            return f"{where} is not a sampling key (`batchinfer schema` lists them)"
+            remedy = remedy_in_a_row(str(problem["loc"][-1]))
+            return f"{where} is not a sampling key{f'; {remedy}' if remedy else ' (`batchinfer schema` lists them)'}"
         message = problem["msg"].removeprefix("Value error, ").replace("Input", "it")
         if not problem["loc"]:  # a problem of several keys: the message begins with one
             return f"{where}.{message}"
