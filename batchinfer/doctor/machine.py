@@ -22,6 +22,8 @@ from batchinfer_kernels.row_survey import DTYPES, Surveyed, survey_rows
 
 LIBRARIES = ("torch", "pyarrow", "duckdb", "tokenizers", "safetensors", "pydantic")
 BENCH_SIZE = 2048
+LEAST_SIZE = 256  # of those that are tried first
+MOST_PRODUCT_S = 1.0
 BENCH_BYTES = 2**28
 REPEATS = 5
 
@@ -123,14 +125,27 @@ def _gpu() -> str:
 def _bench_lines() -> list[str]:
     lines = []
     for dtype in (torch.float32, torch.bfloat16):
-        square = torch.randn(BENCH_SIZE, BENCH_SIZE).to(dtype)
-        gflops = 2 * BENCH_SIZE**3 / _median_seconds(partial(torch.mm, square, square)) / 1e9
+        gflops = _product_flops(dtype) / 1e9
         lines.append(f"  matrix product {str(dtype).removeprefix('torch.'):<9} {gflops:10,.0f} GFLOP/s")
     block = torch.zeros(BENCH_BYTES // 4)
     target = torch.empty_like(block)
     seconds = _median_seconds(partial(target.copy_, block))
     lines.append(f"  memory copy (read + write) {2 * BENCH_BYTES / seconds / 1e9:8,.1f} GB/s")
     return lines + _core_lines()
+
+
+def _product_flops(dtype: torch.dtype) -> float:
+    """Return FLOP/s of products of BENCH_SIZE, or of smaller ones where these would take longer than MOST_PRODUCT_S.
+
+    Without AVX-512 torch multiplies bfloat16 a hundred times slower than float32.
+    """
+    size = LEAST_SIZE
+    while True:
+        square = torch.randn(size, size).to(dtype)
+        seconds = _median_seconds(partial(torch.mm, square, square))
+        if size >= BENCH_SIZE or 8 * seconds > MOST_PRODUCT_S:
+            return 2 * size**3 / seconds
+        size *= 2
 
 
 def _core_lines() -> list[str]:
