@@ -17,7 +17,7 @@ from batchinfer.config.job import JobConfig
 from batchinfer.config.model_folder import model_folder
 from batchinfer.config.other_names import remedy_in_a_file
 from batchinfer.config.sampling import KINDS, with_model_defaults
-from batchinfer.config.spelling import did_you_mean
+from batchinfer.config.spelling import closest, did_you_mean
 from batchinfer.config.toml_text import dump_parts, read_toml
 from batchinfer.config.uris import expand_path, is_uri, local_path, refuse_credentials
 from batchinfer.records import ConfigError, ConfigErrors
@@ -233,11 +233,10 @@ def _instead(names: list[str], schema: type[BaseModel]) -> str:
     homes = [part for part in schema.model_fields if names[-1] in _keys(schema, part)]
     if homes and names[-1] not in known:
         return f"it belongs into [{homes[0]}]"
-    closest = did_you_mean(names[-1], known)
-    remedy = remedy_in_a_file(names[-1]) if "sampling" in schema.model_fields else None
-    if remedy is not None and (not closest or closest.removeprefix("did you mean ").rstrip("?") not in remedy):
+    remedy = remedy_in_a_file(names[-1]) if schema is JobConfig else None
+    if remedy is not None and not remedy.startswith(f"write {closest(names[-1], known)}="):
         return remedy
-    return closest or "remove it" + (f" or use one of {', '.join(known)}" if known else "")
+    return did_you_mean(names[-1], known, "remove it" + (f" or use one of {', '.join(known)}" if known else ""))
 
 
 def _keys(schema: type[BaseModel], part: str, *, required: bool = False) -> list[str]:

@@ -127,12 +127,12 @@ OTHER_NAMES = {
     "timeout": "the model runs on this machine; leave it out",
 }
 
-
-_OF_CALLS = ("argument", "pydantic", "progress=", "output=FOLDER", "dtype=")  # what a job file has not, or elsewhere
+# In hints that are of no use in a job file: calls have arguments, shorthands and Python classes.
+_OF_CALLS = ("argument", "pydantic", "progress=", "output=FOLDER", "dtype=", "model=")
 
 
 def remedy_in_a_file(name: str) -> str | None:
-    """Return what to write in a job file for another library's name; None if the name is unknown."""
+    """Return what to write in a job file (TOML) instead of another library's name; None if there is no hint."""
     hint = OTHER_NAMES.get(name)
     if hint is None or any(words in hint for words in _OF_CALLS):
         return None
@@ -140,7 +140,9 @@ def remedy_in_a_file(name: str) -> str | None:
 
 
 def remedy_in_a_row(name: str) -> str | None:
-    """Return what to write in a row's sampling, which is JSON, for another library's name; None if there is nothing."""
+    """Return what to write in a row's sampling (JSON) instead of another library's name; None if there is no hint."""
     hint = OTHER_NAMES.get(name, "")
     is_sampling = hint.startswith("write ") and set(re.findall(r"(\w+)=", hint)) <= JobSampling.model_fields.keys()
-    return hint.replace("True", "true") if is_sampling and "pydantic" not in hint else None
+    if not is_sampling or "pydantic" in hint:
+        return None
+    return re.sub(r"(\w+)=", r'"\1": ', hint).replace("True", "true")

@@ -24,8 +24,14 @@ _OTHER_WORDS = {
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """Return the known word closest to `word` as a question; `otherwise` if no known word is close."""
+    meant = closest(word, known)
+    return otherwise if meant is None else f"did you mean {meant}?"
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """Return the known word closest to `word`; None if no known word is close."""
     by_fold = {name.lower(): name for name in known}
     if (meant := _OTHER_WORDS.get(word.lower())) in by_fold:
-        return f"did you mean {meant}?"
+        return meant
     found = difflib.get_close_matches(word.lower(), by_fold, n=1)
-    return f"did you mean {by_fold[found[0]]}?" if found else otherwise
+    return by_fold[found[0]] if found else None

@@ -48,7 +48,7 @@ class ShardRows:
     num_capped: int = 0  # good rows whose max_tokens was cut to the model's window
     first_error: str | None = None  # "row <row>: <sentence>" of the first bad row
     id_missing: bool = False  # the shard has no id column
-    num_plain: int = 0  # good rows of text without a control token, which goes to the model as it is
+    num_plain: int = 0  # good rows whose prompt is raw text without a control token
     num_unwritten_tools: int = 0  # good rows with tools that the chat template does not write
     lost_null: str | None = None  # "<key> in row <row>" of the first null of a tool that prompts leave out
     lost_const: str | None = None  # the same of a const in the sampling column, which schemas leave out

@@ -21,9 +21,9 @@ from batchinfer_kernels.cpu import build as cpu_build
 from batchinfer_kernels.row_survey import DTYPES, Surveyed, survey_rows
 
 LIBRARIES = ("torch", "pyarrow", "duckdb", "tokenizers", "safetensors", "pydantic")
-BENCH_SIZE = 2048
-LEAST_SIZE = 256  # of those that are tried first
-MOST_PRODUCT_S = 1.0
+BENCH_SIZE = 2048  # rows and columns of the matrices in the largest product that is timed
+LEAST_SIZE = 256  # and in the first one
+MOST_PRODUCT_S = 1.0  # of one product
 BENCH_BYTES = 2**28
 REPEATS = 5
 
@@ -135,9 +135,9 @@ def _bench_lines() -> list[str]:
 
 
 def _product_flops(dtype: torch.dtype) -> float:
-    """Return FLOP/s of products of BENCH_SIZE, or of smaller ones where these would take longer than MOST_PRODUCT_S.
+    """Return FLOP/s of a product of BENCH_SIZE, or of a smaller one where that would take longer than MOST_PRODUCT_S.
 
-    Without AVX-512 torch multiplies bfloat16 a hundred times slower than float32.
+    On an AMD Zen 2 torch multiplies bfloat16 at a hundredth of the rate of float32.
     """
     size = LEAST_SIZE
     while True:

@@ -49,7 +49,14 @@ USUAL_NAMES = {
     "prompt": ("prompt", "question", "instruction", "query", "problem", "input", "text", "content"),
     "token_ids": ("token_ids", "input_ids", "prompt_token_ids", "tokens"),
 }
-BESIDE_NAMES = ("input", "context", "passage", "document", "article", "text")  # of texts that belong to a question
+BESIDE_NAMES = (
+    "input",
+    "context",
+    "passage",
+    "document",
+    "article",
+    "text",
+)  # of columns whose text goes with a question
 CHATS_AS_JSON = {"messages": ""}  # of chat_keys
 ID_NAMES = ("id", "uuid", "custom_id", "key", "prompt_id", "question_id", "row_id", "idx", "index")
 
@@ -235,7 +242,7 @@ class _Columns:
         return likely[0] if likely else None
 
     def beside(self, prompts: str) -> str | None:
-        """Return another column of texts that usually belong to those of the prompts; None if there is none."""
+        """Return a column of text that usually goes with a question, such as input or context, or None."""
         texts = [name for name in self._texts if name != prompts] if prompts.isidentifier() else []
         return next(iter(_named(texts, BESIDE_NAMES)), None)
 

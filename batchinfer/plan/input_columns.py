@@ -55,7 +55,7 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
         if not any(name in schema.names for schema in schemas):
             problems.append(f"output.keep_columns names {name!r}, which no shard has; {_instead(name, schemas[0])}")
     system = job.input.system
-    if any(system in schema.names for schema in schemas):
+    if system and any(system in schema.names for schema in schemas):  # CSV from pandas has a column named ""
         problems.append(
             f"input.system is the text of every row's system message, but {system!r} is a column of the input; if rows "
             "have system messages of their own, name a column of whole chats as input.messages"

@@ -71,8 +71,8 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> lis
         note(f"warning: sampling.structured_outputs: {sentence}")
     if (braces := _JINJA.search(job.input.system or "")) is not None:
         note(
-            f"warning: input.system is sent as it is, with {braces[0]:.60}; only input.template is filled in from a "
-            "row's columns"
+            f"warning: input.system is sent as it is, with {' '.join(braces[0].split()):.60}; only input.template is "
+            "filled in from a row's columns"
         )
     if not encoders.writes_tools and job.input.tools is not None and tools_column(job) is None:
         warn_of_tools(job)

@@ -125,7 +125,7 @@ class RowWarnings:
     """Counts over the good rows of all shards; each warning is written once, after all rows were read."""
 
     num_capped: int = 0  # max_tokens cut to the model's window
-    num_plain: int = 0  # text without a control token, which goes to the model as it is
+    num_plain: int = 0  # raw text without a control token
     num_unwritten_tools: int = 0  # with tools that the chat template does not write
     lost_null: str | None = None  # the first null of a tool that prompts leave out, with its row and shard
     lost_const: str | None = None  # the first null const that schemas of the sampling column leave out, likewise

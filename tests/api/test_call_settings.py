@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 import batchinfer
 from batchinfer.api import job_keys, settings
 from batchinfer.config import JobConfig
-from batchinfer.config.other_names import OTHER_NAMES
+from batchinfer.config.other_names import OTHER_NAMES, remedy_in_a_file, remedy_in_a_row
 from batchinfer.config.sampling import JobSampling
 from support import job_keys_types
 from support.paths import RANDOM_MODEL
@@ -144,3 +144,14 @@ def test_hints_are_for_other_names_and_name_keys_that_exist():
         assert set(re.findall(r"(\w+)=", hint)) <= known, hint
         for part, key in re.findall(r'(\w+)={"(\w+)"', hint):
             assert key in of_part[part], hint
+
+
+def test_hints_in_files_are_toml_and_in_rows_json():
+    of_files = {name: remedy_in_a_file(name) for name in OTHER_NAMES}
+    of_rows = {name: remedy_in_a_row(name) for name in OTHER_NAMES}
+    assert of_files["enable_thinking"].startswith("write input={chat_template_kwargs = {enable_thinking = true}}")
+    assert of_rows["guided_json_object"] == 'write "structured_outputs": {"json_object": true}'
+    assert of_rows["max_new_tokens"] == 'write "max_tokens": N'
+    assert of_files["prompts"] is of_files["revision"] is of_rows["tensor_parallel_size"] is None
+    assert not [hint for hint in of_files.values() if hint is not None and ('": ' in hint or "True" in hint)]
+    assert not [hint for hint in of_rows.values() if hint is not None and ("=" in hint or "True" in hint)]

@@ -185,6 +185,11 @@ def test_set_takes_toml_values_and_bare_words(tmp_path):
         ("sampling.top_logprobs=2", "sampling.top_logprobs is not a known key; did you mean logprobs?"),
         ("cluster.max_num_seqs=8", "cluster.max_num_seqs is not a known key; write cluster={decode_requests = N}"),
         ("sampling.guided_json_object=true", "write structured_outputs={json_object = true}"),
+        (
+            "sampling.max_model_len=9",
+            "max_model_len is not a known key; the window is that of the model; for the length",
+        ),
+        ("model.revision='x'", "model.revision is not a known key; remove it or use one of"),
         ("input.prompts='a'", "input.prompts is not a known key; did you mean prompt?"),
         ("model.dtype=bf16", "did you mean bfloat16?"),
         ("model.dtype=int8", "did you mean fp8?"),

@@ -281,7 +281,7 @@ def test_a_row_overrides_the_jobs_sampling(tmp_path):
     ("override", "told"),
     [
         ({"temprature": 0.5}, "s.temprature is not a sampling key (`batchinfer schema` lists them)"),
-        ({"guided_choice": "x"}, 's.guided_choice is not a sampling key; write structured_outputs={"choice": […]}'),
+        ({"guided_choice": "x"}, 's.guided_choice is not a sampling key; write "structured_outputs": {"choice": […]}'),
         ({"tensor_parallel_size": 2}, "s.tensor_parallel_size is not a sampling key (`batchinfer schema` lists them)"),
         ({"temperature": -0.5}, "s.temperature is -0.5, but"),
         ({"temperature": float("nan")}, "s.temperature is nan, but"),

@@ -103,6 +103,12 @@ def test_init_asks_a_model_that_chats_by_its_template(tmp_path):
     assert batchinfer("plan", tmp_path / "job.toml").code == 0
 
 
+def test_no_system_message_beside_a_column_without_a_name(tmp_path):
+    job = job_of(tmp_path, "user", {"template": "{{ q }}", "system": ""}, {"": [0], "q": ["a"]})
+    planned = batchinfer("plan", job)
+    assert planned.code == 0, planned.err
+
+
 @pytest.mark.parametrize("system", [[], ["--system", "Be brief."]])
 def test_init_shows_how_to_join_two_columns(tmp_path, system):
     write_shard(tmp_path / "a.parquet", {"instruction": ["Add."], "input": ["1 2"], "output": ["3"]})
@@ -155,6 +161,7 @@ def test_init_refuses_a_system_message_for_other_prompts(tmp_path, name, content
     [
         ("Count to {{ n }}.", "warning: input.system is sent as it is, with {{ n }}; only input.template is filled in"),
         ("{% if n %}Count.{% endif %}", "with {% if n %}; only"),
+        ("Count to {{ n\n  + 1 }}.", "with {{ n + 1 }}; only"),
         ("Write {x} as JSON: {}.", None),
     ],
 )

@@ -64,7 +64,7 @@ _TORCH = ("-lc10", "-ltorch_cpu")
 _WITH_TORCH = ("layers", "speculation", "bindings", "compressed_bindings", "screen_bindings")
 # A quarter less of the compiler's time than -O3; GCC collects its garbage beyond 1 GB only, which saves a fifth.
 _QUICKLY = ("-O1", "--param", "ggc-min-expand=100", "--param", "ggc-min-heapsize=1048576")
-# Small ones of the others: to read the compiled header takes longer than to compile some of them.
+# Small units of the others are compiled together: reading the compiled header takes longer than compiling some of them.
 _TOGETHER = (
     ("tasks", "threads", "mla_prefill", "sparse", "streams"),
     ("draw", "linear", "most_likely", "rope", "rows"),
@@ -411,14 +411,14 @@ def _compile(compiler: list[str], folder: Path, chosen: InstructionSet, limit_s:
     needs = None
     included: list[str] = []
     if shared.exists():
-        # compilers take the compiled header in place of the one beside it, or read that one
+        # a compiler that cannot use the compiled header reads the header itself
         _write_includes(folder / _SHARED, [shared])
         steps.append(Step([*compiling, "-x", "c++-header", str(shared), "-o", str(compiled)], compiled))
         needs, included = compiled, ["-include", str(folder / _SHARED)]
     for names in (_WITH_TORCH, *_TOGETHER):
         if parts := [sources.pop(name) for name in names if name in sources]:
             _write_includes(whole := folder / parts[0].name, parts)
-            if names == _WITH_TORCH:
+            if names == _WITH_TORCH:  # without the shared header, with flags of their own
                 add(whole, included=[*_QUICKLY])
             else:
                 add(whole, included=included, needs=needs)

@@ -634,7 +634,7 @@ std::tuple<Tensor, Tensor> cos_sin(const Tensor& angles, double scale) {
 TORCH_LIBRARY(batchinfer_cpu, m) {
   using namespace batchinfer::tensors;
   using batchinfer::operations::define;
-  // the numbers are those of arguments that are written to
+  // the numbers are those of the arguments that the function writes to
   define<pack>(m, "pack", {0});
   define<pack_groups>(m, "pack_groups", {0});
   define<rope_and_cache>(m, "rope_and_cache", {0, 8});

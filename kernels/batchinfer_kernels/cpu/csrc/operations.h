@@ -18,7 +18,7 @@ namespace batchinfer::operations {
 using at::Tensor;
 using c10::IValue;
 
-// A type's name in torch's schemas, and its value from one of the interpreter.
+// The name of a type in torch's schemas, and the conversion from a value of torch's interpreter.
 template <class T>
 struct Type;
 template <>
