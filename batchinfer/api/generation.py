@@ -142,7 +142,10 @@ def _job(
     inputs, outputs = parts["input"], parts["output"]
     named |= {kind: inputs.pop(kind) for kind in (*KINDS, "template") if kind in inputs}
     others = {name for key in _COLUMNS if isinstance(name := inputs.get(key, key), str)}
-    reader, found = reader_of(data, named, others, outputs.get("keep_columns"))
+    system = inputs.get("system")
+    reader, found = reader_of(
+        data, named, others, outputs.get("keep_columns"), system if isinstance(system, str) else ""
+    )
     if found.keys() == {"prompt"} and not named and not raw and _has_chat_template(parts.get("model", {})):
         reader, are_chats = are_json_chats(reader, found["prompt"])
         found = {"messages" if are_chats else "user": found["prompt"]}

@@ -39,7 +39,8 @@ class InputKeys(TypedDict, total=False):
     template: str | None
     """Jinja over the row's columns that writes the raw prompt text; with system: the user's message"""
     system: str | None
-    """text of the system message of chats that have none; empty, with template: a chat without one"""
+    """system message of chats that have none: a text, or Jinja over the row's columns; empty: none (with template, a
+    chat without one)"""
     chat_template_kwargs: Mapping[str, Any] | str | None
     """variables for the chat template, such as enable_thinking, or JSON text of them ({...}); or a column: structs
     or JSON text"""

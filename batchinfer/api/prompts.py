@@ -30,7 +30,7 @@ _log = logging.getLogger("batchinfer")
 
 
 def reader_of(
-    data: Any, named: Mapping[str, str], others: set[str], kept: Any = None
+    data: Any, named: Mapping[str, str], others: set[str], kept: Any = None, system: str = ""
 ) -> tuple[pa.RecordBatchReader, dict[str, str]]:
     """Return a reader of the rows, and the columns of prompts by kind (one of KINDS).
 
@@ -40,6 +40,7 @@ def reader_of(
         named: the columns of prompts by kind, as named by the caller; if empty, the column is searched.
         others: columns with another use, which are not searched.
         kept: columns that are copied to the outputs, which are chosen only if no other column fits.
+        system: input.system, a template that may name columns.
 
     Raises:
         InputError: data has no prompts, or rows of several kinds; or a column that the job reads cannot be written.
@@ -71,9 +72,10 @@ def reader_of(
             f"column {name!r} of data cannot be taken: {reason}; convert it, or name the column of prompts (prompt=, "
             "messages= or token_ids=)"
         )
+    names = [*reader.schema.names, *lost]
+    others = others | {name for name in names if "{" in system and name in system}
     columns = dict(named) or _found(reader.schema, others, kept, chats)
-    template = named.get("template", "")
-    used = {*others, *kept, *columns.values(), *(name for name in [*reader.schema.names, *lost] if name in template)}
+    used = {*others, *kept, *columns.values(), *(name for name in names if name in named.get("template", ""))}
     return storable(reader, lost, used), columns
 
 

@@ -53,7 +53,9 @@ class InputConfig(Part):
         description="Jinja over the row's columns that writes the raw prompt text; with system: the user's message",
     )
     system: str | None = Field(
-        None, description="text of the system message of chats that have none; empty, with template: a chat without one"
+        None,
+        description="system message of chats that have none: a text, or Jinja over the row's columns; empty: none "
+        "(with template, a chat without one)",
     )
     chat_template_kwargs: dict[str, JsonValue] | Text | None = Field(
         None,

@@ -1,11 +1,13 @@
-"""Jinja templates: the model's chat template (messages to text) and input.template (a row's columns to a prompt).
+"""Jinja templates: the model's chat template (messages to text), and the job's texts that have a row's columns in them.
 
-A chat template is code of the model's author, so both run in a sandbox. The text equals that of transformers'
+A chat template is code of the model's author, so all run in a sandbox. The text equals that of transformers'
 `apply_chat_template`, with two differences. Functions of the clock or of chance are missing, because the same row must
 always give the same prompt (a date may be given as a variable). And the text's size is limited.
 """
 
+import functools
 import json
+import re
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -150,8 +152,14 @@ class ChatTemplate:
         return before if after.startswith(" ") else before.rstrip()
 
 
+_JINJA = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
+
+
 class RowTemplate:
-    """The job's input.template, which writes a prompt from a row's columns.
+    """A text of the job that is written from a row's columns.
+
+    Args:
+        key: that the text is of, input.template or input.system.
 
     Attributes:
         columns: the columns that the template names, sorted.
@@ -160,24 +168,30 @@ class RowTemplate:
         ModelError: the template is not valid Jinja, or names no column.
     """
 
-    def __init__(self, text: str) -> None:
-        environment = _environment(undefined=StrictUndefined, finalize=_not_null)
+    def __init__(self, text: str, key: str) -> None:
+        self._key = key
+        environment = _environment(undefined=StrictUndefined, finalize=functools.partial(_not_null, key))
         try:
             self.columns = sorted(meta.find_undeclared_variables(environment.parse(text)) - set(environment.globals))
             self._template = environment.from_string(text)
         except (TemplateError, ChatError, RecursionError) as error:
-            raise ModelError(f"input.template is not valid Jinja: {_one_line(error)}; correct it") from None
+            raise ModelError(f"{key} is not valid Jinja: {_one_line(error)}; correct it") from None
         if not self.columns:
-            raise ModelError("input.template names no column of the rows; write one as {{ column }}")
+            raise ModelError(f"{key} names no column of the rows; write one as {{{{ column }}}}")
+
+    @classmethod
+    def of_system(cls, text: str) -> "RowTemplate | None":
+        """Return the template of input.system; None if its text is the same for all rows: no `{{ … }}` or `{% … %}`."""
+        return cls(text, "input.system") if _JINJA.search(text) else None
 
     def render(self, row: dict[str, Any]) -> str:
-        """Return the prompt of a row.
+        """Return the text of a row.
 
         Raises:
             ChatError: the template fails on the row, or writes a value that is null.
         """
         return _written(
-            self._template, row, "input.template", lambda error: f"input.template fails on the row: {_one_line(error)}"
+            self._template, row, self._key, lambda error: f"{self._key} fails on the row: {_one_line(error)}"
         )
 
 
@@ -238,9 +252,9 @@ def _null_is_empty(value: Any) -> Any:
     return "" if value is None else value
 
 
-def _not_null(value: Any) -> Any:
+def _not_null(key: str, value: Any) -> Any:
     if value is None:
-        raise ChatError("input.template writes a value that is null; give it a default: {{ column or '' }}")
+        raise ChatError(f"{key} writes a value that is null; give it a default: {{{{ column or '' }}}}")
     return value
 
 

@@ -43,7 +43,11 @@ def wanted_columns(job: JobConfig, of_prompts: list[str]) -> list[WantedColumn]:
         if isinstance(name, str):
             kind = "sharegpt" if key == "messages" and job.input.format == "sharegpt" else key
             named[name] = WantedColumn(key, name, PROMPT_TYPES[kind])
-    wanted = [named.get(name, WantedColumn("template", name, PROMPT_TYPES["template"])) for name in of_prompts]
+    wanted = [
+        named.get(name)
+        or WantedColumn("template" if name in (job.input.template or "") else "system", name, PROMPT_TYPES["template"])
+        for name in of_prompts
+    ]
     if job.input.sampling is not None:
         wanted.append(WantedColumn("sampling", job.input.sampling, PROMPT_TYPES["sampling"]))
     if job.input.choices is not None:

@@ -2,6 +2,7 @@
 
 prompt            text ─────────────────────────────► text
 user              text ─────────────────────────────► the user's message of a chat
+system            text, or columns ─► Jinja ─► text ► the system message of a chat that has none
 template          columns ─► Jinja ─► text ─────────► text, or with `system`, even "", the user's message of a chat
 messages          list, or JSON text, or ShareGPT's ► messages ─► chat with tools and chat_template_kwargs
 format = openai   JSON of the request ──────────────► text, token ids, or chat with its own tools and kwargs
@@ -53,17 +54,24 @@ class RowPrompts:
         have_variables: whether rows may have variables for the chat template, in addition to those of the job.
 
     Raises:
-        ModelError: `template` is not valid Jinja, or names no column; `chat_template_kwargs` sets a variable that has
-            a key of its own, or strftime_now to a value that is no date.
+        ModelError: `template` or `system` is not valid Jinja, or names no column; `system` names columns beside
+            format = "openai"; `chat_template_kwargs` sets a variable that has a key of its own, or strftime_now to a
+            value that is no date.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
-        self._template = RowTemplate(settings["template"]) if settings["template"] else None
+        self._template = RowTemplate(settings["template"], "input.template") if settings["template"] else None
         kinds = ("messages", "user", "prompt", "token_ids")
         self._column: str = next((settings[kind] for kind in kinds if settings[kind]), "")
         self._is_user = settings["user"] is not None
         self._system: str | None = settings["system"]
+        self._row_system = RowTemplate.of_system(self._system or "")
+        if self._row_system is not None and settings["format"] == "openai":
+            raise ModelError(
+                "input.system has {{ … }} for columns of the rows, but lines of format = 'openai' have none; write the "
+                "text itself, or a system message into each line"
+            )
         self._tools, self._kwargs = settings["tools"], settings["chat_template_kwargs"]
         if isinstance(self._kwargs, dict):
             try:
@@ -76,6 +84,7 @@ class RowPrompts:
         self.have_variables = _is_name(self._kwargs) or settings["format"] == "openai"
         self.continues = bool(settings["continue_final_message"])
         own = self._template.columns if self._template else [self._column]
+        own += self._row_system.columns if self._row_system else []
         self.columns = list(dict.fromkeys([*own, *(name for name in (self._tools, self._kwargs) if _is_name(name))]))
 
     def of(self, column: pa.Array) -> list[Prompt]:
@@ -106,10 +115,11 @@ class RowPrompts:
             row: values of `columns`; None: only the job's own.
 
         Raises:
-            RowError: the row's tools or variables are malformed.
+            RowError: the row's tools or variables are malformed, or input.system fails on the row.
         """
         if self._system and all(message["role"] != "system" for message in messages):
-            messages = [{"role": "system", "content": self._system}, *messages]
+            system = _rendered(self._row_system, row) if self._row_system and row else self._system
+            messages = [{"role": "system", "content": system}, *messages] if system else messages
         tools, kwargs = self._tools, self._kwargs
         if _is_name(kwargs):
             kwargs = _keywords(kwargs, row[kwargs]) if row else None
@@ -121,10 +131,7 @@ class RowPrompts:
 
     def _prompt(self, row: dict[str, Any]) -> str | Chat | list[int]:
         if self._template is not None:
-            try:
-                text = self._template.render(row)
-            except ChatError as error:
-                raise RowError(str(error)) from None
+            text = _rendered(self._template, row)
             if not text:
                 raise RowError("input.template writes an empty prompt")
             return self.chat([{"role": "user", "content": text}], row) if self.makes_chats else text
@@ -148,6 +155,13 @@ class RowPrompts:
         kwargs = _keywords("body.chat_template_kwargs", request.get("chat_template_kwargs")) or {}
         variables = {**chat.variables, **kwargs, **({} if tools is None else {"tools": tools})}
         return Chat(chat.messages, variables, request.get("effort"))
+
+
+def _rendered(template: RowTemplate, row: dict[str, Any]) -> str:
+    try:
+        return template.render(row)
+    except ChatError as error:
+        raise RowError(str(error)) from None
 
 
 def _is_name(value: Any) -> bool:

@@ -57,6 +57,7 @@ BESIDE_NAMES = (
     "article",
     "text",
 )  # of columns whose text goes with a question
+SYSTEM_NAMES = ("system", "system_prompt", "system_message")
 CHATS_AS_JSON = {"messages": ""}  # of chat_keys
 ID_NAMES = ("id", "uuid", "custom_id", "key", "prompt_id", "question_id", "row_id", "idx", "index")
 
@@ -144,17 +145,18 @@ def _of_columns(columns: _Columns, model: Path, system: str | None) -> tuple[str
     ids = columns.ids(name)
     lines = [f"{key} = {toml_value(value)}" for key, value in keys.items()]
     lines[-1] += f"    # {words}"
+    chosen = [("prompts", f"column {name!r}, {words}")]
+    if system is None and "user" in keys and (column := columns.of_names(SYSTEM_NAMES, name)) is not None:
+        system = f"{{{{ {column} or '' }}}}"
+        chosen.append(("system", f"column {column!r}: each row's own system message"))
     if system is not None:
         lines.append(f"system = {toml_value(system)}")
-    if "user" in keys and (beside := columns.beside(name)) is not None:
+    if "user" in keys and (beside := columns.of_names(BESIDE_NAMES, name)) is not None:
         template = toml_value(f"{{{{ {name} }}}}\n\n{{{{ {beside} }}}}")
         instead = "user" if system is not None else 'user, with system = ""'
         lines.append(f"# template = {template}    # instead of {instead}: text of several columns")
     lines.append(f'id = {toml_value(ids or NO_IDS)}    # a column of text or integers; "none": rows have no ids')
-    chosen = [
-        ("prompts", f"column {name!r}, {words}"),
-        ("ids", f"column {ids!r}" if ids else "none: no column looks like one"),
-    ]
+    chosen.append(("ids", f"column {ids!r}" if ids else "none: no column looks like one"))
     return "\n".join(lines), chosen, columns.others(name, ids)
 
 
@@ -224,7 +226,7 @@ class _Columns:
         texts.sort(key=lambda name: -sum(len(text) for text in self._texts[name] if isinstance(text, str)))
         kinds = dict.fromkeys(texts, "prompt") | dict.fromkeys(tokens, "token_ids") | dict.fromkeys(chats, "messages")
         order = usual_columns(kinds)
-        order += [name for name in texts if name.lower() not in ID_NAMES] + tokens
+        order += [name for name in texts if name.lower() not in (*ID_NAMES, *SYSTEM_NAMES)] + tokens
         if not order:
             have = ", ".join(f"{name} ({kind})" for name, kind in list(self._kinds.items())[:20])
             raise ConfigError(
@@ -241,10 +243,10 @@ class _Columns:
         likely = [*_named(able, ID_NAMES), *(name for name in able if name.lower().endswith("_id"))]
         return likely[0] if likely else None
 
-    def beside(self, prompts: str) -> str | None:
-        """Return a column of text that usually goes with a question, such as input or context, or None."""
+    def of_names(self, known: tuple[str, ...], prompts: str) -> str | None:
+        """Return a column of text beside the prompts that has one of these names, or None; Jinja can name both."""
         texts = [name for name in self._texts if name != prompts] if prompts.isidentifier() else []
-        return next(iter(_named(texts, BESIDE_NAMES)), None)
+        return next(iter(_named(texts, known)), None)
 
     def others(self, prompts: str, ids: str | None) -> list[str]:
         """Return columns that may be kept next to the answers: all but prompts and ids, or else the prompts."""

@@ -5,6 +5,7 @@ import json
 import pyarrow as pa
 
 from batchinfer.config import DEFAULT_S3, JobConfig, S3Config, did_you_mean
+from batchinfer.config.toml_text import toml_value
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
 from batchinfer.data.columns import column_type
 from batchinfer.data.duckdb_sql import refuse_unknown_types
@@ -56,9 +57,11 @@ def check_columns(job: JobConfig, shards: list[Shard], of_prompts: list[str]) ->
             problems.append(f"output.keep_columns names {name!r}, which no shard has; {_instead(name, schemas[0])}")
     system = job.input.system
     if system and any(system in schema.names for schema in schemas):  # CSV from pandas has a column named ""
+        first = "" if system.isidentifier() else "name it in letters, digits and _, and "
+        remedy = toml_value(f"{{{{ {system if system.isidentifier() else 'name'} }}}}")
         problems.append(
-            f"input.system is the text of every row's system message, but {system!r} is a column of the input; if rows "
-            "have system messages of their own, name a column of whole chats as input.messages"
+            f"input.system is a text, but {system!r} is a column of the input; if it holds the rows' system messages, "
+            f"{first}set input.system = {remedy}"
         )
     sentences = list(dict.fromkeys(sentence for sentence in problems if sentence is not None))
     if sentences:

@@ -1,6 +1,5 @@
 """The input of a job: its shards, checks that the settings fit them, and the common arguments of planning steps."""
 
-import re
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -22,8 +21,6 @@ from batchinfer.progress import Stage, note
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.run.store.open import storage_of
 from batchinfer.rundir import RunDir
-
-_JINJA = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
 
 
 def find_inputs(job: JobConfig, encoders: Encoders, *, strict: bool) -> tuple[list[Shard], list[pa.Field]]:
@@ -69,11 +66,6 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> lis
         raise ConfigError(f"sampling.{error}") from None
     for sentence in warnings_of(job.sampling.to_sampling()):
         note(f"warning: sampling.structured_outputs: {sentence}")
-    if (braces := _JINJA.search(job.input.system or "")) is not None:
-        note(
-            f"warning: input.system is sent as it is, with {' '.join(braces[0].split()):.60}; only input.template is "
-            "filled in from a row's columns"
-        )
     if not encoders.writes_tools and job.input.tools is not None and tools_column(job) is None:
         warn_of_tools(job)
     kept = check_columns(job, shards, encoders.columns)

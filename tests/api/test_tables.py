@@ -223,6 +223,14 @@ def test_a_type_that_parquet_has_not_is_left_out_or_refused_by_name(name, tmp_pa
             prompts.reader_of(table, named, {"id"}, kept)
 
 
+def test_a_column_of_system_messages_is_no_column_of_prompts():
+    table = pa.table({"ask": QUESTIONS, "role": QUESTIONS, "list": pa.array([[1]] * len(QUESTIONS))})
+    with pytest.raises(batchinfer.ConfigError, match="ask"):
+        prompts.reader_of(table, {}, {"id", "list"})
+    reader, found = prompts.reader_of(table, {}, {"id", "list"}, system="You are {{ role }}.")
+    assert (found, reader.schema.names) == ({"prompt": "ask"}, table.column_names)
+
+
 @pytest.mark.parametrize("name", NOT_ARROW)
 def test_a_column_that_is_no_arrow_data_is_left_out_or_refused_by_name(name, tmp_path):
     frame = NOT_ARROW[name]()

@@ -65,8 +65,17 @@ def test_rows_without_a_text_are_bad_rows(tmp_path):
         (
             {"user": "q", "system": "s"},
             {"q": ["a"], "s": ["b"]},
-            "but 's' is a column of the input; if rows have system",
+            "but 's' is a column of the input; if it holds the rows' system messages, set input.system = \"{{ s }}\"",
         ),
+        (
+            {"user": "q", "system": "s t"},
+            {"q": ["a"], "s t": ["b"]},
+            'name it in letters, digits and _, and set input.system = "{{ name }}"',
+        ),
+        ({"user": "q", "system": "{{ s }}"}, {"q": ["a"]}, "input.system names 's', which no input shard has"),
+        ({"user": "q", "system": "{{ 7 }}"}, {"q": ["a"]}, "input.system names no column of the rows"),
+        ({"user": "q", "system": "{{ q +}}"}, {"q": ["a"]}, "input.system is not valid Jinja: "),
+        ({"format": "openai", "system": "{{ s }}"}, {"q": ["a"]}, "but lines of format = 'openai' have none; write"),
     ],
 )
 def test_what_makes_no_users_messages_is_refused(tmp_path, inputs, columns, said):
@@ -156,18 +165,58 @@ def test_init_refuses_a_system_message_for_other_prompts(tmp_path, name, content
     assert not (tmp_path / "job.toml").exists()
 
 
-@pytest.mark.parametrize(
-    ("system", "warned"),
-    [
-        ("Count to {{ n }}.", "warning: input.system is sent as it is, with {{ n }}; only input.template is filled in"),
-        ("{% if n %}Count.{% endif %}", "with {% if n %}; only"),
-        ("Count to {{ n\n  + 1 }}.", "with {{ n + 1 }}; only"),
-        ("Write {x} as JSON: {}.", None),
-    ],
-)
-def test_a_system_message_with_variables_is_warned_of(tmp_path, system, warned):
-    job = job_of(tmp_path, "user", {"template": "{{ q }} {{ n }}", "system": system}, {"q": ["a"], "n": [1]})
-    planned = batchinfer("plan", job)
-    assert planned.code == 0, planned.err
-    assert ("input.system" in planned.err) == (warned is not None)
-    assert (warned or "") in planned.err
+OWN = ["Be brief.", "", None, "Answer in French."]
+
+
+def test_rows_have_system_messages_of_their_own(tmp_path):
+    """A column's text is each row's system message, unless it is empty; the bytes are those of whole chats."""
+    questions = [*QUESTIONS, "Hello"]
+    system = "{{ s or '' }}{% if s and n > 2 %} Number {{ n }}.{% endif %}"
+    columns = {"id": [0, 1, 2, 3], "q": questions, "s": OWN, "n": [1, 2, 3, 4]}
+    texts = job_of(tmp_path, "own", {"user": "q", "system": system}, columns)
+    written = ["Be brief.", None, None, "Answer in French. Number 4."]
+    chats = [chats_of([q], own)[0] for q, own in zip(questions, written, strict=True)]
+    whole = job_of(tmp_path, "chats", {"messages": "q"}, {"id": [0, 1, 2, 3], "q": chats})
+    for job in (texts, whole):
+        ended = batchinfer("run", job)
+        assert ended.code == 0, ended.err
+    assert output_bytes(texts.parent / "run") == output_bytes(whole.parent / "run")
+
+
+def test_a_system_message_goes_with_chats_that_have_none(tmp_path):
+    chats = [chats_of(["Hello"])[0], chats_of(["Hello"], "Sing.")[0]]
+    job = job_of(
+        tmp_path, "chats", {"messages": "q", "system": "{{ s }}"}, {"id": [0, 1], "q": chats, "s": ["a b", None]}
+    )
+    for row, text in enumerate(["a b\n\n<｜User｜>", "Sing.\n\n<｜User｜>"]):
+        shown = batchinfer("plan", job, "--show", row)
+        assert shown.code == 0, shown.err
+        assert text in shown.out
+
+
+def test_rows_whose_system_message_is_null_are_bad_rows(tmp_path):
+    columns = {"id": [0, 1], "q": QUESTIONS[:2], "s": [None, "Be brief."]}
+    job = job_of(tmp_path, "own", {"template": "{{ q }}", "system": "{{ s }}"}, columns)
+    assert batchinfer("run", job).code == 3
+    (rows,) = outputs(job.parent / "run").values()
+    told = "input.system writes a value that is null; give it a default: {{ column or '' }}"
+    assert [row["error"] for row in rows] == [told, None]
+
+
+def test_a_system_message_with_braces_of_json_is_a_text(tmp_path):
+    system = 'Write {x} as JSON: {"a": {}}.'
+    shown = batchinfer("plan", job_of(tmp_path, "user", {"user": "q", "system": system}, {"q": ["a"]}), "--show", "0")
+    assert shown.code == 0, shown.err
+    assert system in shown.out
+
+
+@pytest.mark.parametrize("names", [("question", "system_prompt"), ("ask", "system")])
+def test_init_takes_the_rows_own_system_messages(tmp_path, names):
+    question, system = names
+    write_shard(tmp_path / "a.parquet", {system: ["Be brief. " * 9, None], question: QUESTIONS[:2]})
+    ended = batchinfer("init", tmp_path / "a.parquet", "--model", RANDOM_MODEL, "-o", tmp_path / "job.toml")
+    assert ended.code == 0, ended.err
+    assert f"column {system!r}: each row's own system message" in ended.out + ended.err
+    inputs = load_job(tmp_path / "job.toml").input
+    assert (inputs.user, inputs.system) == (question, f"{{{{ {system} or '' }}}}")
+    assert batchinfer("plan", tmp_path / "job.toml").code == 0

@@ -20,22 +20,25 @@ ROUNDING = 1e-12
 
 def simple_bound(load_E: np.ndarray, num_slots: int, num_gpus: int) -> float:
     """Return the mean load per GPU, or the smallest t with sum(max(1, ceil(load / t))) <= num_slots if larger."""
-    return max(float(load_E.sum()) / num_gpus, float((load_E / replica_counts(load_E, num_slots)).max()))
+    return max(float(load_E.sum()) / num_gpus, float((load_E / replica_counts(load_E, num_slots, num_slots)).max()))
 
 
 @compiled
-def replica_counts(load_E: np.ndarray, num_slots: int) -> np.ndarray:
+def replica_counts(load_E: np.ndarray, num_slots: int, most: int) -> np.ndarray:
     """Return [E] slots of each expert when every next slot goes to the expert with the largest load per slot.
 
-    No other counts have a smaller largest load per slot (step 2 of github.com/deepseek-ai/EPLB).
+    Up to `most` slots for an expert, unless all have so many. Without that limit no other counts have a smaller largest
+    load per slot (step 2 of github.com/deepseek-ai/EPLB).
     """
     num_slots_E = np.ones(len(load_E), np.int64)
     for _ in range(num_slots - len(load_E)):
-        most = 0
+        next_one = -1
         for expert in range(len(load_E)):
-            if load_E[expert] / num_slots_E[expert] > load_E[most] / num_slots_E[most]:
-                most = expert
-        num_slots_E[most] += 1
+            if num_slots_E[expert] < most and (
+                next_one < 0 or load_E[expert] / num_slots_E[expert] > load_E[next_one] / num_slots_E[next_one]
+            ):
+                next_one = expert
+        num_slots_E[max(next_one, 0)] += 1
     return num_slots_E
 
 

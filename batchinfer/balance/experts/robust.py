@@ -16,6 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from batchinfer.balance.compiled import compiled
+from batchinfer.balance.experts.bounds import replica_counts
 from batchinfer.balance.experts.moves import match
 from batchinfer.balance.experts.placement import ExpertPlacement, place_experts
 
@@ -75,28 +76,29 @@ def place_robustly(
     return replace(placement, expert_of_slot=expert_LR, share_of_slot=share_LR, gpu_load=gpu_load, bound=bound)
 
 
-@compiled
 def _heaviest_copied(load_E: np.ndarray, num_gpus: int, slots_per_gpu: int) -> np.ndarray:
     """Return experts per slot, [G, S], with further slots for the experts with most load per slot.
 
     Each slot of an expert is on another GPU if possible.
     """
-    num_slots_E = np.ones(len(load_E), np.int64)
-    for _ in range(num_gpus * slots_per_gpu - len(load_E)):
-        most = -1
-        for expert in range(len(load_E)):
-            is_most = most < 0 or load_E[expert] / num_slots_E[expert] > load_E[most] / num_slots_E[most]
-            if num_slots_E[expert] < num_gpus and is_most:
-                most = expert
-        num_slots_E[max(most, 0)] += 1
-    expert_GS, used_G = np.full((num_gpus, slots_per_gpu), -1), np.zeros(num_gpus, np.int64)
-    load_G = np.zeros(num_gpus)
-    for expert in np.argsort(-load_E / num_slots_E, kind="mergesort"):
+    num_slots_E = replica_counts(load_E, num_gpus * slots_per_gpu, num_gpus)
+    descending = np.argsort(-load_E / num_slots_E, kind="stable")
+    return _spread_copies(load_E, num_slots_E, descending, num_gpus, slots_per_gpu)
+
+
+@compiled
+def _spread_copies(
+    load_E: np.ndarray, num_slots_E: np.ndarray, descending: np.ndarray, num_gpus: int, slots_per_gpu: int
+) -> np.ndarray:
+    """Return experts per slot, [G, S]: each slot on the lightest GPU that lacks its expert, else on the lightest."""
+    expert_GS, used_G = np.empty((num_gpus, slots_per_gpu), np.int64), np.zeros(num_gpus, np.int64)
+    load_G, newest_G = np.zeros(num_gpus), np.full(num_gpus, -1, np.int64)  # its latest expert
+    for expert in descending:
         for _ in range(num_slots_E[expert]):
             best = -1
             for must_be_new in (True, False):
                 for gpu in range(num_gpus):
-                    if used_G[gpu] == slots_per_gpu or (must_be_new and (expert_GS[gpu] == expert).any()):
+                    if used_G[gpu] == slots_per_gpu or (must_be_new and newest_G[gpu] == expert):
                         continue
                     if best < 0 or load_G[gpu] < load_G[best]:
                         best = gpu
@@ -105,6 +107,7 @@ def _heaviest_copied(load_E: np.ndarray, num_gpus: int, slots_per_gpu: int) -> n
             expert_GS[best, used_G[best]] = expert
             load_G[best] += load_E[expert] / num_slots_E[expert]
             used_G[best] += 1
+            newest_G[best] = expert
     return expert_GS
 
 
@@ -138,9 +141,17 @@ def _even_shares(load_E: np.ndarray, expert_GS: np.ndarray, full_G: np.ndarray, 
     for gpu in range(num_gpus):
         for slot, expert in enumerate(expert_GS[gpu]):
             amount_GS[gpu, slot] = load_E[expert] / copies_E[expert]
+    off_G = np.empty(num_gpus)
     for _ in range(MAX_ROUNDS):
-        off_G = amount_GS.sum(axis=1) - full_G
-        if np.abs(off_G).max() <= close and amount_GS.min() >= 0.0:
+        are_there = True
+        for gpu in range(num_gpus):
+            total = 0.0
+            for slot in range(slots_per_gpu):
+                total += amount_GS[gpu, slot]
+                are_there = are_there and amount_GS[gpu, slot] >= 0.0
+            off_G[gpu] = total - full_G[gpu]
+            are_there = are_there and abs(off_G[gpu]) <= close
+        if are_there:
             share_GS = np.empty(expert_GS.shape)
             for gpu in range(num_gpus):
                 for slot, expert in enumerate(expert_GS[gpu]):

@@ -50,10 +50,10 @@ def search_pools(load_E: np.ndarray, num_gpus: int, slots_per_gpu: int, effort: 
     for run in range(effort.num_runs):
         hot = HOT[run % len(HOT)] / len(load_E)
         best = min(best, improve(load_E, slots_per_gpu, first, effort.num_trials, bound, run, hot=hot), key=_load)
-    num_slots_E = replica_counts(load_E, num_gpus * slots_per_gpu)
+    num_slots_E = replica_counts(load_E, num_gpus * slots_per_gpu, num_gpus * slots_per_gpu)
     descending = np.argsort(-load_E / num_slots_E, kind="stable")
-    expert_GS, greedy_load = _published_slots(load_E, num_slots_E, descending, num_gpus, slots_per_gpu)
-    if greedy_load < best.load:
+    expert_GS, load_G = _published_slots(load_E, num_slots_E, descending, num_gpus, slots_per_gpu)
+    if load_G.max() < best.load:
         greedy = pools_of_slots(load_E, expert_GS) or first
         best = min(
             best,
@@ -125,8 +125,8 @@ def _first_pools(
 @compiled
 def _published_slots(
     load_E: np.ndarray, num_slots_E: np.ndarray, descending: np.ndarray, num_gpus: int, slots_per_gpu: int
-) -> tuple[np.ndarray, float]:
-    """Return experts per slot, [G, S], as DeepSeek's EPLB places them without groups, and the fullest GPU's load.
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return experts per slot, [G, S], as DeepSeek's EPLB places them without groups, and each GPU's load, [G].
 
     The copies, heaviest first, each to the lightest GPU with a slot left (github.com/deepseek-ai/EPLB); shares are
     even.
@@ -142,4 +142,4 @@ def _published_slots(
             expert_GS[lightest, used_G[lightest]] = expert
             load_G[lightest] += load_E[expert] / num_slots_E[expert]
             used_G[lightest] += 1
-    return expert_GS, load_G.max()
+    return expert_GS, load_G
