@@ -71,7 +71,7 @@ class StepInput:
     scored: torch.Tensor | None = None  # [N] int64, prefill only: the next tokens of the last N of logit_rows
     num_alternatives: int = 0  # most likely tokens to report with each scored token
     num_states: int = 0  # prefill only: number of last logit_rows that return their state and nothing else
-    wants_logits: bool = True  # decode only: False if the rank samples from states (fused/greedy.py)
+    wants_logits: bool = True  # decode only: False if the rank samples from states (fused/screened_head.py)
 
     @property
     def is_decode(self) -> bool:

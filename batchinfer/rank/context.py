@@ -12,7 +12,7 @@ from batchinfer.kv.memory import KvMemory
 from batchinfer.model.attention_kinds import kind_of
 from batchinfer.model.fused.graph_size import num_filler_pages
 from batchinfer.model.fused.graphs import DecodeGraphs, has_memory, why_not_recorded
-from batchinfer.model.fused.greedy import GreedyHead
+from batchinfer.model.fused.screened_head import ScreenedHead
 from batchinfer.model.fused.stack import FusedDecode
 from batchinfer.model.mtp import Draft
 from batchinfer.model.schedules import Schedule, plain
@@ -85,9 +85,9 @@ class RankContext:
         return Schedule(decode=fused or plain)
 
     @cached_property
-    def greedy_head(self) -> GreedyHead | None:
-        """The head that finds greedy tokens of decode steps without all logits; None if there is none here."""
-        return GreedyHead.of(self.model) if self.place.runs_decode else None
+    def screened_head(self) -> ScreenedHead | None:
+        """The head that finds tokens of decode steps without all logits; None if there is none here."""
+        return ScreenedHead.of(self.model) if self.place.runs_decode else None
 
     @property
     def num_sweep_steps(self) -> int:

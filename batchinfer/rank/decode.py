@@ -54,7 +54,7 @@ def decode_step(
         assert context.graphs is not None
         assert drafts is None, "steps with guesses are not recorded"
         schedule = context.graphs.schedule(graph)
-    head, screened = context.greedy_head, None
+    head, screened = context.screened_head, None
     if head is not None and table.sequences:
         screened = head.choose_rows(due.sampling, (row for row, rules in due.rules if rules.has_values))
     step = due.step if screened is None else due.step.without_logits

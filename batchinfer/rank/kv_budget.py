@@ -14,7 +14,7 @@ from batchinfer.config import PAGE_TOKENS, ClusterConfig, JobConfig
 from batchinfer.config.rank_layout import RankPlace
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.kv.pages import pages_for
-from batchinfer.model.fused.greedy import GreedyHead
+from batchinfer.model.fused.screened_head import ScreenedHead
 from batchinfer.model.sampling import SamplingRows, sample
 from batchinfer.model.step import PrefillSpan, StepInput
 from batchinfer.model.transformer import Transformer
@@ -57,7 +57,7 @@ def kv_budget(job: JobConfig, model: Transformer, place: RankPlace, start: Start
     # KV on its way takes as much as the decode ranks' pages at most
     num_shares = num_local_ranks + (cluster.num_decode_ranks if cluster.mode == "disaggregated" else 0)
     # mapped weights count as free memory, but must not be displaced by pages; the host's ranks share some of them
-    screen_bytes = GreedyHead.num_bytes(model) if place.runs_decode else 0
+    screen_bytes = ScreenedHead.num_bytes(model) if place.runs_decode else 0
     free_bytes = max(0, free_memory_bytes() - num_local_ranks * (model.weights.mapped_bytes + screen_bytes))
     host_share = int(free_bytes * MEMORY_SHARE) // num_shares
     state_bytes = model.config.attention.state_bytes(model.dtype.itemsize)

@@ -42,6 +42,8 @@ from batchinfer.config import PAGE_TOKENS, SamplingConfig  # noqa: E402
 from batchinfer.launch.rank_process import MALLOC  # noqa: E402
 from batchinfer.model import transformer  # noqa: E402
 from batchinfer.model.attention_kinds import kind_of  # noqa: E402
+from batchinfer.model.fused.screened_head import STEPS_BEFORE, ScreenedHead  # noqa: E402
+from batchinfer.model.logit_changes import LogitChanges  # noqa: E402
 from batchinfer.model.mla import Attention  # noqa: E402
 from batchinfer.model.moe import MoeMlp  # noqa: E402
 from batchinfer.model.ops import Ops  # noqa: E402
@@ -49,8 +51,6 @@ from batchinfer.model.sampling import SamplingRows, sample  # noqa: E402
 from batchinfer.model.step import PrefillSpan, StepInput  # noqa: E402
 from batchinfer.model.transformer import Transformer  # noqa: E402
 from batchinfer.parallel.dispatch import LocalDispatcher  # noqa: E402
-from batchinfer_kernels.cpu.packed import Packed  # noqa: E402
-from batchinfer_kernels.cpu.screened import Screen, can_screen  # noqa: E402
 
 BATCH = {"tiny": 256, "small": 64, "release": 64}
 CONTEXT, SHARED_PAGES, GROUP = 490, 6, 8
@@ -60,8 +60,10 @@ SAMPLINGS = {
     "greedy": SamplingConfig(max_tokens=1),
     "temperature 0.6, top_p 0.95": SamplingConfig(max_tokens=1, temperature=0.6, top_p=0.95),
     "top_k 50": SamplingConfig(max_tokens=1, temperature=1.0, top_k=50),
+    "temperature 0.6, top_k 20, top_p 0.95": SamplingConfig(max_tokens=1, temperature=0.6, top_k=20, top_p=0.95),
     "greedy, log-probabilities of five": SamplingConfig(max_tokens=1, logprobs=5),
 }
+SCREENED = ("greedy", "temperature 0.6, top_k 20, top_p 0.95")
 LIKELY = 8.0  # times random logits: few tokens are likely, as with trained models
 
 
@@ -165,20 +167,25 @@ def print_end_of_step(model: Transformer, logits: torch.Tensor, step_s: float, r
             print(f"    sampling, {name}{said}: {sampling_s * 1e3:.1f} ms, {share:.1%} of both")
 
 
-def print_greedy_head(model: Transformer, step: StepInput, pages: torch.Tensor, rounds: int) -> None:
-    """Print what greedy tokens take without the logits of all words, as ranks pick them, as a share of the step."""
-    head = model.weights.lm_head
-    screen = Screen.of(head) if isinstance(head, Packed) and can_screen(head) else None
-    if screen is None:
-        print("    greedy tokens take all logits on this processor")
+def print_screened_head(model: Transformer, step: StepInput, pages: torch.Tensor, rounds: int) -> None:
+    """Print what tokens take without the logits of all words, as ranks pick them, as a share of the step."""
+    head = ScreenedHead.of(model)
+    if head is None:
+        print("    tokens take all logits here")
         return
-    without = step.without_logits
+    without, positions = step.without_logits, np.zeros(len(step.tokens), dtype=np.int64)
     states = model.forward(without, pages).states
     assert states is not None
     layers_s = median_seconds(partial(model.forward, without, pages), rounds)
-    head_s = median_seconds(partial(screen.largest, states), rounds)
-    share = head_s / (layers_s + head_s)
-    print(f"    greedy tokens without all logits: {head_s * 1e3:.1f} ms, {share:.1%} of a step that ends in them")
+    for name in SCREENED:
+        rows = SamplingRows.of([SAMPLINGS[name].to_sampling()] * len(positions), list(range(len(positions))))
+        screened = None
+        for _ in range(STEPS_BEFORE + 1):
+            screened = head.choose_rows(rows, [])
+        assert screened is not None
+        sample_s = median_seconds(partial(head.sample, states, screened, rows, positions, LogitChanges()), rounds)
+        share = sample_s / (layers_s + sample_s)
+        print(f"    {name}, without all logits: {sample_s * 1e3:.1f} ms, {share:.1%} of a step that ends in them")
 
 
 def main() -> None:
@@ -222,7 +229,7 @@ def main() -> None:
                             print(f"    {name:<20}{total / (options.rounds + 1) * 1e3:>9.2f} ms")
                     if kind.startswith("decode"):
                         print_end_of_step(model, model.forward(step, pages).logits, seconds, options.rounds)
-                        print_greedy_head(model, step, pages, options.rounds)
+                        print_screened_head(model, step, pages, options.rounds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Greedy tokens by screening: those of the exact product, whatever the words; and bounds that cannot be smaller."""
+"""Tokens by screening: those of the exact product, whatever the words; and bounds that cannot be smaller."""
 
 from __future__ import annotations
 
@@ -28,13 +28,25 @@ def screen_of(weight):
     return screen
 
 
+def settings_of(rows, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0):
+    """Settings of a draw, alike in all rows: temperature, top_k, top_p, min_p."""
+    shares = [torch.full((rows,), value, dtype=torch.float64) for value in (temperature, top_p, min_p)]
+    return shares[0], torch.full((rows,), top_k), *shares[1:]
+
+
+def largest(screen, x, allowed=None):
+    """[T] the greedy column of each row, [T] whether it is certain."""
+    columns, products, is_certain = screen.candidates(x, *settings_of(len(x)), allowed)
+    return columns.gather(1, ops.argmax(products)[0][:, None])[:, 0], is_certain
+
+
 def exact_columns(x, weight):
     return ops.argmax(ops.linear(x, packed.pack(weight), float32_out=True))
 
 
 def check_equal(x, weight, *, least_certain=1.0):
     """Compare with the exact product; return whether rows are certain."""
-    columns, is_certain = screen_of(weight).largest(x)
+    columns, is_certain = largest(screen_of(weight), x)
     expected, is_finite = exact_columns(x, weight)
     assert torch.equal(columns[is_certain], expected[is_certain])
     assert is_finite[is_certain].all()
@@ -58,9 +70,9 @@ def test_tokens_are_those_of_the_exact_product(rows, words, depth, dtype, thread
 def test_a_row_does_not_depend_on_the_others(dtype):
     weight, x = random(4096, 128, dtype=dtype), random(70, 128, seed=1, dtype=dtype)
     screen = screen_of(weight)
-    columns, is_certain = screen.largest(x)
+    columns, is_certain = largest(screen, x)
     for rows in (slice(0, 1), slice(69, 70), slice(3, 50)):
-        some, certain = screen.largest(x[rows])
+        some, certain = largest(screen, x[rows])
         assert torch.equal(some, columns[rows])
         assert torch.equal(certain, is_certain[rows])
 
@@ -83,6 +95,107 @@ def bitmask(may_come):
     return torch.where(words >= 2**31, words - 2**32, words).int()
 
 
+DRAWS = {
+    "top 1": {"top_k": 1},
+    "top 20": {"top_k": 20},
+    "top 20 and top_p": {"top_k": 20, "top_p": 0.9},
+    "top 20 and min_p": {"top_k": 20, "min_p": 0.2},
+    "all three": {"top_k": 50, "top_p": 0.8, "min_p": 0.05},
+    "min_p": {"min_p": 0.3},
+    "tiny min_p": {"top_k": 60, "min_p": 1e-13},
+}
+
+
+def check_drawn(x, weight, settings, *, least_certain, allowed=None):
+    """Compare draws from candidates with those from all products, at several places of each row's distribution."""
+    logits = ops.linear(x, packed.pack(weight), float32_out=True)
+    if allowed is not None:
+        ops.apply_token_bitmask(logits, torch.arange(len(x)), allowed)
+    columns, products, is_certain = screen_of(weight).candidates(x, *settings, allowed)
+    for share in (0.0, 0.3, 0.7, 0.999999):
+        uniform = torch.full((len(x),), share, dtype=torch.float64)
+        places = ops.draw(products, *settings, uniform)
+        expected = ops.draw(logits, *settings, uniform)
+        assert torch.equal(columns.gather(1, places[:, None])[is_certain, 0], expected[is_certain])
+    assert is_certain.float().mean() >= least_certain
+    return columns, products, is_certain
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("temperature", [1e-9, 0.3, 1.0, 8.0])
+def test_draws_are_those_from_all_products(name, temperature, dtype, threads):
+    """Flat distributions, peaked ones, and such of which all weights but a few are 0."""
+    weight = random(3000, 128, dtype=dtype)
+    for scale in (0.05, 1.0, 10.0):
+        x = scale * random(40, 128, seed=1, dtype=dtype)
+        settings = settings_of(len(x), temperature, **DRAWS[name])
+        for num_threads in (1, 2):
+            threads(num_threads)
+            is_flat = name == "min_p" and scale / temperature < 1
+            _, products, _ = check_drawn(x, weight, settings, least_certain=0.0 if is_flat else 0.9)
+            if "top_k" in DRAWS[name]:
+                num_candidates = (products > -1e30).sum(1)
+                assert (num_candidates <= DRAWS[name]["top_k"] + 1).float().mean() > 0.9
+
+
+def test_candidates_are_ascending_columns_with_their_products_and_no_more_than_may_be_drawn(dtype):
+    weight, x = random(3000, 128, dtype=dtype), random(40, 128, seed=1, dtype=dtype)
+    logits = ops.linear(x, packed.pack(weight), float32_out=True)
+    temperature, top_k, top_p, min_p = settings_of(len(x), 8.0, top_k=7)
+    temperature[::2], top_k[5] = 0.0, 40
+    columns, products, is_certain = screen_of(weight).candidates(x, temperature, top_k, top_p, min_p)
+    assert is_certain.float().mean() >= 0.9
+    for row in torch.nonzero(is_certain)[:, 0].tolist():
+        count = 1 if temperature[row] == 0 else int(top_k[row])
+        own = sorted(logits[row].topk(count).indices.tolist())
+        assert columns[row].tolist() == own + [0] * (columns.shape[1] - count)
+        assert torch.equal(products[row, :count], logits[row, own])
+        assert (products[row, count:] == -1e30).all()
+
+
+def test_words_that_weigh_the_same_come_by_their_numbers(dtype):
+    """Twins of the words around the last that top_k keeps, and words whose weights differ by less than a unit."""
+    weight, x = random(3000, 128, dtype=dtype), random(40, 128, seed=1, dtype=dtype)
+    order = ops.linear(x, packed.pack(weight), float32_out=True).argsort(descending=True)
+    for row in range(0, 40, 2):
+        weight[(order[row, 4] + 1500) % 3000] = weight[order[row, 4]].clone()
+    for top_k in (4, 5, 6):
+        check_drawn(x, weight, settings_of(40, 1.0, top_k=top_k), least_certain=0.9)
+    # products of the first words are far above the others', which differ by little: 24 to 33 temperatures below
+    for below in (24, 27.5, 29, 30.4, 30.6, 33):
+        steep = 1e-3 * random(3000, 128, dtype=dtype)
+        steep[:, 0] = 0
+        steep[1000:1003, 0] = 1
+        y = random(40, 128, seed=2, dtype=dtype)
+        y[:, 0] = below
+        check_drawn(y, steep, settings_of(40, 1.0, top_k=5), least_certain=0.0)
+
+
+def test_draws_among_words_that_may_come(dtype):
+    weight, x = random(3000, 130, dtype=dtype), random(40, 130, seed=1, dtype=dtype)
+    may_come = torch.rand(40, 3000, generator=torch.Generator().manual_seed(2)) < 0.3
+    may_come[0], may_come[1], may_come[2] = True, False, False
+    may_come[1, [3, 40, 2999]] = True
+    for name, settings in DRAWS.items():
+        of_rows = settings_of(40, 1.0, **settings)
+        for rows, share in ((slice(0, 2), 1.0), (slice(3, 40), 0.0 if name == "min_p" else 0.9)):
+            some, allowed = tuple(values[rows] for values in of_rows), bitmask(may_come[rows])
+            check_drawn(x[rows], weight, some, least_certain=share, allowed=allowed)
+        assert screen_of(weight).candidates(x, *of_rows, bitmask(may_come))[2][2], "no word may come in it"
+
+
+def test_a_row_of_draws_does_not_depend_on_the_others(dtype):
+    weight, x = random(4096, 128, dtype=dtype), random(70, 128, seed=1, dtype=dtype)
+    screen, settings = screen_of(weight), settings_of(70, 0.8, top_k=20)
+    columns, products, is_certain = screen.candidates(x, *settings)
+    for rows in (slice(0, 1), slice(69, 70), slice(3, 50)):
+        some = screen.candidates(x[rows], *(values[rows] for values in settings))
+        width = some[0].shape[1]
+        assert torch.equal(some[0], columns[rows, :width])
+        assert torch.equal(some[1], products[rows, :width])
+        assert torch.equal(some[2], is_certain[rows])
+
+
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.9, 1.0])
 @pytest.mark.parametrize("words", [30, 2050, 4097])
 def test_words_that_may_not_come_are_left_out(words, share, dtype, threads):
@@ -99,7 +212,7 @@ def test_words_that_may_not_come_are_left_out(words, share, dtype, threads):
     expected, _ = ops.argmax(logits)
     for num_threads in (1, 2):
         threads(num_threads)
-        columns, is_certain = screen_of(weight).largest(x, bitmask(may_come))
+        columns, is_certain = largest(screen_of(weight), x, bitmask(may_come))
         assert torch.equal(columns[is_certain], expected[is_certain])
         assert is_certain[30:38].all()
         assert is_certain.float().mean() >= (0.9 if words > 500 else 0.0)
@@ -110,7 +223,7 @@ def test_a_bitmask_of_another_size_is_refused(dtype):
     weight, x = random(300, 64, dtype=dtype), random(4, 64, seed=1, dtype=dtype)
     for shape in ((4, 9), (3, 10), (4, 11)):
         with pytest.raises(RuntimeError, match="allowed tokens must be contiguous int32, 4 x 10"):
-            screen_of(weight).largest(x, torch.full(shape, -1, dtype=torch.int32))
+            largest(screen_of(weight), x, torch.full(shape, -1, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("shift", [1, 40, 1500])
@@ -161,11 +274,11 @@ def test_words_whose_rounding_misleads(dtype):
     x[0, 255] = 0
     assert exact_columns(x, weight)[0] == 300
     screen = screen_of(weight)
-    assert screen.largest(x)[0] == 300
-    assert screen.largest(x)[1]
+    assert largest(screen, x)[0] == 300
+    assert largest(screen, x)[1]
     columns = screen.columns.clone()
     columns[:, ERROR] *= 0.9
-    assert replace(screen, columns=columns).largest(x)[0] == 40, "with smaller bounds the wrong word is found"
+    assert largest(replace(screen, columns=columns), x)[0] == 40, "with smaller bounds the wrong word is found"
 
 
 def test_rows_whose_rounding_misleads(dtype):
@@ -175,11 +288,11 @@ def test_rows_whose_rounding_misleads(dtype):
     weight[300, :255], weight[40, 256:511] = 1, 1
     assert exact_columns(x, weight)[0] == 300
     screen = screen_of(weight)
-    assert screen.largest(x)[0] == 300
-    assert screen.largest(x)[1]
+    assert largest(screen, x)[0] == 300
+    assert largest(screen, x)[1]
     columns = screen.columns.clone()
     columns[:, NORM] *= 0.5
-    assert replace(screen, columns=columns).largest(x)[0] == 40, "with smaller bounds the wrong word is found"
+    assert largest(replace(screen, columns=columns), x)[0] == 40, "with smaller bounds the wrong word is found"
 
 
 def test_bounds_are_above_what_rounding_lost(dtype):
@@ -231,10 +344,10 @@ def test_small_numbers(dtype):
 def test_a_mismatch_is_refused():
     screen = screen_of(random(100, 64))
     with pytest.raises(RuntimeError, match="x is 62 wide, weight 64"):
-        screen.largest(random(2, 62))
+        largest(screen, random(2, 62))
     with pytest.raises(RuntimeError, match="do not take rows"):
-        screen.largest(random(2, 64, dtype=torch.float32))
+        largest(screen, random(2, 64, dtype=torch.float32))
     with pytest.raises(RuntimeError, match="the screen of another weight"):
-        replace(screen, weight=packed.pack(random(200, 64))).largest(random(2, 64))
+        largest(replace(screen, weight=packed.pack(random(200, 64))), random(2, 64))
     with pytest.raises(RuntimeError, match="are not screened"):
         Screen.of(packed.pack(random(128, 128), is_int8=True))

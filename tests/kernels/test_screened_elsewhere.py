@@ -1,4 +1,4 @@
-"""Greedy words by screening, compiled for other processors without torch: on each those of the exact product."""
+"""Words by screening, compiled for other processors without torch: on each those of the exact product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchinfer_kernels.cpu import build
 from batchinfer_kernels.cpu.instructions import FOR_ARM, FOR_X86, InstructionSet, slowest
 
 PROGRAM = Path(__file__).parents[1] / "support" / "screened_words.cpp"
-PARTS = ("screen", "linear", "strips", "byte_strips", "pack", "pairs", "sampling")
+PARTS = ("screen", "linear", "strips", "byte_strips", "pack", "pairs", "sampling", "draw")
 ARM_COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 pytestmark = [

@@ -11,7 +11,7 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS, JobConfig
 from batchinfer.config.rank_layout import rank_places
-from batchinfer.model.fused.greedy import GreedyHead
+from batchinfer.model.fused.screened_head import ScreenedHead
 from batchinfer.model.page_memory import zeroed
 from batchinfer.model.transformer import Transformer
 from batchinfer.protocol.messages import Start
@@ -70,7 +70,7 @@ def test_memory_of_the_head_in_8_bits_is_left_by_pages(tmp_path, monkeypatch, me
     monkeypatch.setattr(kv_budget, "free_memory_bytes", lambda: 2000 * MB)
     bytes_of_pages = []
     for head in (0, 64 * MB):
-        monkeypatch.setattr(GreedyHead, "num_bytes", lambda model, head=head: head)
+        monkeypatch.setattr(ScreenedHead, "num_bytes", lambda model, head=head: head)
         page_bytes = PAGE_TOKENS * model.ops.page_format(model.dtype).bytes_per_token(model.config)
         bytes_of_pages.append(kv_budget.kv_budget(job, model, place, start, 1).num_pages * page_bytes)
     assert bytes_of_pages[0] - bytes_of_pages[1] == pytest.approx(share * 64 * MB, abs=page_bytes)

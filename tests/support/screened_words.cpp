@@ -1,4 +1,5 @@
-// Greedy words by screening next to those of the exact product, in bfloat16 and float32: a digest per dtype, or a failure.
+// Words by screening, greedy and drawn, next to those of the exact product, in bfloat16 and float32: a digest per dtype, or a
+// failure.
 // It needs no tensor library, so it can be built for other processors and emulated.
 
 #include <cstdio>
@@ -45,7 +46,24 @@ std::vector<Value> values(uint64_t& state, int64_t count) {
   return made;
 }
 
-// False where a certain row has another word than its exact products, or few rows are certain.
+// The word of a row, from its candidates alone.
+int64_t word_of(const std::vector<Candidate>& found, bool is_drawn) {
+  const auto count = static_cast<int64_t>(found.size());
+  std::vector<float> products;
+  for (const Candidate& each : found) products.push_back(each.product);
+  const double temperature = 0.7, one = 1.0, none = 0.0, uniform = 0.6;
+  const int64_t top_k = 5;
+  int64_t place = 0;
+  bool is_finite;
+  if (is_drawn) {
+    draw(products.data(), {&temperature, &top_k, &one, &none, &uniform}, 1, count, &place);
+  } else {
+    argmax(products.data(), 1, count, &place, &is_finite);
+  }
+  return found[place].column;
+}
+
+// False where a certain row has another word than its exact products, or few rows are certain. Odd rows draw from 5 words.
 template <class Value>
 bool agrees(int64_t rows, int64_t words, int64_t depth, uint64_t& digest) {
   uint64_t state = 88172645463325252u + rows;
@@ -59,7 +77,10 @@ bool agrees(int64_t rows, int64_t words, int64_t depth, uint64_t& digest) {
   std::vector<float> columns(weight.num_panels() * Screen::kParts * kPanelColumns), exact(rows * words);
   make_screen(weight, screened.data(), columns.data());
   const Screen screen{screened.data(), columns.data(), 1e6f};
-  std::vector<int64_t> found(rows), expected(rows);
+  std::vector<int64_t> expected(rows), drawn(rows), top_k(rows, 5);
+  std::vector<double> temperature(rows, 0.7), one(rows, 1.0), none(rows, 0.0), uniform(rows, 0.6);
+  std::vector<Wanted> wanted(rows);
+  for (int64_t row = 0; row < rows; ++row) wanted[row] = Wanted::of(row % 2 ? 0.7 : 0.0, row % 2 ? 5 : 0, 1.0, 0.0);
   std::vector<uint8_t> certain(rows), finite(rows);
   const Rows<Value> of_x{x.data(), depth};
   linear<Rows<Value>, float>(of_x, weight, nullptr, exact.data(), rows);
@@ -75,12 +96,13 @@ bool agrees(int64_t rows, int64_t words, int64_t depth, uint64_t& digest) {
   for (const Allowed& allowed : {Allowed{nullptr, 0}, Allowed{bits.data(), row_words}}) {
     if (allowed.words) apply_token_bitmask(exact.data(), numbers.data(), allowed, rows, words);
     argmax(exact.data(), rows, words, expected.data(), reinterpret_cast<bool*>(finite.data()));
-    largest_columns(of_x, weight, screen, allowed, rows, found.data(), reinterpret_cast<bool*>(certain.data()));
+    draw(exact.data(), {temperature.data(), top_k.data(), one.data(), none.data(), uniform.data()}, rows, words, drawn.data());
+    const auto found = candidates(of_x, weight, screen, wanted.data(), allowed, rows, reinterpret_cast<bool*>(certain.data()));
     int64_t num_certain = 0;
     for (int64_t row = 0; row < rows; ++row) {
-      if (certain[row] && found[row] != expected[row]) return false;
+      if (certain[row] && !found[row].empty() && word_of(found[row], row % 2) != (row % 2 ? drawn : expected)[row]) return false;
       num_certain += certain[row];
-      digest = (digest ^ static_cast<uint64_t>(expected[row])) * 1099511628211u;
+      digest = (digest ^ static_cast<uint64_t>((row % 2 ? drawn : expected)[row])) * 1099511628211u;
     }
     if (10 * num_certain < 8 * rows) return false;
   }

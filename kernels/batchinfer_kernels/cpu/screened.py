@@ -1,6 +1,6 @@
-"""Greedy tokens without all logits: products in 8 bits rule out nearly all columns, and the others' are exact.
+"""Tokens without all logits: products in 8 bits rule out nearly all columns, and the others' are exact.
 
-The tokens are those of `argmax(linear(x, weight))`, ties included; csrc/screen.h says why.
+The tokens are those of `argmax` and `draw` of `linear(x, weight)`, ties included; csrc/screen.h says why.
 """
 
 from __future__ import annotations
@@ -32,21 +32,37 @@ class Screen:
         most = float((columns[:, _NORM] + columns[:, _ERROR]).max())
         return cls(weight, values, columns, most) if math.isfinite(most) else None
 
-    def largest(self, x: torch.Tensor, allowed: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return each row's column with the largest product, the first among equals, and whether that is certain.
+    def candidates(
+        self,
+        x: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        allowed: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the columns that each row's token may be, their products, and whether the row is certain.
 
-        A certain row has finite products only.
+        Of a row with temperature 0 these are the columns with the largest product, of others the ones that `draw` may
+        take: at least the first top_k of its order, or with top_p from 1 on those with min_p of the largest weight. So
+        `draw` from these products takes the same column as from all.
 
         Args:
             x: [T, D].
-            allowed: [T, ceil(V / 32)] int32, columns that may be the one, as in `apply_token_bitmask`, of a row without
-                any: column 0; None: all may.
+            temperature: [T] float64; 0: greedy.
+            top_k: [T] int64, at least 1 in rows that are not greedy, unless they have min_p and no top_p.
+            top_p: [T] float64.
+            min_p: [T] float64.
+            allowed: [T, ceil(V / 32)] int32, columns that the token may be, as in `apply_token_bitmask`; None: all.
 
         Returns:
-            ([T] int64, [T] bool); the column of a row that is not certain means nothing.
+            ([T, K] int64 columns, ascending; [T, K] float32 products; [T] bool); K: as many as some row has. Behind a
+            row's own are column 0 and a product that has no weight. A certain row has finite products only; the columns
+            of a row that is not certain mean nothing.
         """
         screen = self.values, self.columns, self.most
-        return library().largest_columns(whole_pairs(x), *self.weight.plain, *screen, allowed)
+        settings = temperature, top_k, top_p, min_p
+        return library().screened_candidates(whole_pairs(x), *self.weight.plain, *screen, *settings, allowed)
 
 
 def can_screen(weight: Packed) -> bool:

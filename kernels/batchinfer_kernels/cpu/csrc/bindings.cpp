@@ -572,12 +572,7 @@ Tensor draw(const Tensor& logits, const Tensor& temperature, const Tensor& top_k
             const Tensor& min_p, const Tensor& uniform) {
   check_logits(logits);
   TORCH_CHECK(logits.size(1) <= kMostTokens, "a vocabulary of ", logits.size(1), " tokens, more than ", kMostTokens);
-  for (const Tensor* values : {&temperature, &top_p, &min_p, &uniform}) {
-    TORCH_CHECK(values->scalar_type() == at::kDouble && values->is_contiguous() && values->numel() == logits.size(0),
-                "settings must be contiguous float64, one value per row");
-  }
-  check_indices(top_k, "top_k");
-  TORCH_CHECK(top_k.numel() == logits.size(0), "one top_k per row");
+  check_settings({&temperature, &top_p, &min_p, &uniform}, top_k, logits.size(0));
   Tensor tokens = empty({logits.size(0)}, at::kLong);
   const DrawSettings settings{read<double>(temperature), read<int64_t>(top_k), read<double>(top_p),
                               read<double>(min_p), read<double>(uniform)};

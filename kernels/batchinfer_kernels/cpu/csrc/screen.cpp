@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
 #include <cstring>
 #include <vector>
 
@@ -185,7 +186,7 @@ void exact_sums(const ScreenedRows& x, int64_t first, int64_t num_rows, const in
 #endif
 }
 
-// 16 columns whose products may be the largest of a row.
+// 16 columns whose products may be among the largest of a row.
 struct Found {
   int64_t row, chunk;
   float lower, upper;
@@ -198,22 +199,47 @@ inline void raise(std::atomic<float>& most, float value) {
   }
 }
 
-// The largest exact product of a row so far.
-struct Best {
-  float value = -INFINITY;
-  int64_t column = 0;
+// The `count`-th largest of the values that several threads add; minus infinity before there are so many.
+class NthLargest {
+ public:
+  void begin(int64_t count) { largest_.assign(count, -INFINITY); }
+  float value() const { return least_.load(std::memory_order_relaxed); }
 
-  void see(const Best& other) {
-    if (other.value > value || (other.value == value && other.column < column)) *this = other;
+  void add(float value) {
+    if (largest_.empty() || !(value > this->value())) return;
+    while (is_busy_.test_and_set(std::memory_order_acquire)) {
+    }
+    if (value > largest_.front()) {  // the least of them
+      std::ranges::pop_heap(largest_, std::greater<>());
+      largest_.back() = value;
+      std::ranges::push_heap(largest_, std::greater<>());
+      least_.store(largest_.front(), std::memory_order_relaxed);
+    }
+    is_busy_.clear(std::memory_order_release);
   }
+
+ private:
+  std::vector<float> largest_;  // a heap
+  std::atomic<float> least_ = -INFINITY;
+  std::atomic_flag is_busy_;
 };
+
+// Weights of a draw (draw.cpp) are whole numbers up to 2^44, so tokens this many temperatures below the largest have none,
+constexpr double kWeightless = 31.25;
+// and products this far apart have different ones, at `below` temperatures below the largest.
+inline double apart(double below, double temperature) {
+  return below <= 28 ? 3.5 * 0x1p-44 * std::exp(below) * temperature : INFINITY;
+}
 
 template <class Value>
 class Search {
  public:
-  Search(const Rows<Value>& x, const Weight& weight, const Screen& screen, const Allowed& allowed, int64_t num_rows)
-      : x_(x), weight_(weight), screen_(screen), allowed_(allowed), num_rows_(num_rows), rows_(x, weight, screen, num_rows),
-        most_(num_rows), best_(num_rows), is_asked_(weight.num_panels(), !allowed.words) {
+  Search(const Rows<Value>& x, const Weight& weight, const Screen& screen, const Wanted* wanted, const Allowed& allowed,
+         int64_t num_rows)
+      : x_(x), weight_(weight), screen_(screen), wanted_(wanted), allowed_(allowed), num_rows_(num_rows),
+        rows_(x, weight, screen, num_rows), most_(num_rows), last_(num_rows), candidates_(num_rows),
+        is_asked_(weight.num_panels(), !allowed.words) {
+    for (int64_t row = 0; row < num_rows; ++row) last_[row].begin(wanted[row].count);
     for (int64_t row = 0; allowed.words && row < num_rows; ++row) {
       for (int64_t word = 0; word < allowed.row_words; ++word) {
         is_asked_[word / 2] |= allowed.words[row * allowed.row_words + word] != 0;
@@ -221,30 +247,42 @@ class Search {
     }
   }
 
-  void run(int64_t* columns, bool* is_certain) {
+  std::vector<std::vector<Candidate>> run(bool* is_certain) {
     find();
-    std::vector<Found> first(num_rows_, Found{-1, 0, 0, 0}), others;
-    std::vector<int64_t> num_left(num_rows_);
+    std::vector<std::vector<Found>> of_row(num_rows_);
     for (const std::vector<Found>& found : found_) {
       for (const Found& each : found) {
-        if (each.upper < most_[each.row].load()) continue;
-        Found& most = first[each.row];
-        if (most.row < 0 || each.lower > most.lower) most = each;
+        if (!(each.upper < known(each.row))) of_row[each.row].push_back(each);
       }
+    }
+    std::vector<Found> first, others;
+    std::vector<int64_t> num_first(num_rows_);
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      std::vector<Found>& found = of_row[row];
+      num_first[row] = std::min<int64_t>(std::max<int64_t>(wanted_[row].count, 1), found.size());
+      std::ranges::nth_element(found, found.begin() + num_first[row], std::greater<>(), &Found::lower);
+      first.insert(first.end(), found.begin(), found.begin() + num_first[row]);
     }
     score(first);
-    for (const std::vector<Found>& found : found_) {
-      for (const Found& each : found) {
-        if (each.upper < best_[each.row].value || each.chunk == first[each.row].chunk) continue;
-        others.push_back(each);
-        ++num_left[each.row];
-      }
-    }
     const int64_t most_left = std::max<int64_t>(1, (weight_.num_columns + 15) / 16 / kGivenUp);
-    for (int64_t row = 0; row < num_rows_; ++row) is_certain[row] = rows_[row].is_bounded && num_left[row] <= most_left;
-    std::erase_if(others, [&](const Found& each) { return !is_certain[each.row]; });
+    std::vector<double> least(num_rows_);  // what is below it was not scored
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      least[row] = last_wanted(row);
+      const size_t before = others.size();
+      for (auto each = of_row[row].begin() + num_first[row]; each != of_row[row].end(); ++each) {
+        if (!(each->upper < least[row])) others.push_back(*each);
+      }
+      is_certain[row] = rows_[row].is_bounded && static_cast<int64_t>(others.size() - before) <= most_left;
+      if (!is_certain[row]) others.resize(before, {});
+    }
     score(others);
-    for (int64_t row = 0; row < num_rows_; ++row) columns[row] = best_[row].column;
+    for (int64_t row = 0; row < num_rows_; ++row) {
+      const double last = last_wanted(row);
+      is_certain[row] &= least[row] <= last && last_[row].value() <= last;
+      std::erase_if(candidates_[row], [&](const Candidate& each) { return each.product < last; });
+      std::ranges::sort(candidates_[row], {}, &Candidate::column);
+    }
+    return std::move(candidates_);
   }
 
  private:
@@ -278,12 +316,32 @@ class Search {
     });
   }
 
-  // Notes which groups of a panel's columns may have the largest product of a row.
+  // A row's columns below this one are not wanted.
+  float known(int64_t row) const {
+    const double reached = most_[row].load(std::memory_order_relaxed) - wanted_[row].reach;
+    return std::max(last_[row].value(), std::nextafter(static_cast<float>(reached), -INFINITY));
+  }
+
+  // The same, as the exact products know it. Those that weigh as much as the last one may come before it.
+  double last_wanted(int64_t row) const {
+    const auto [count, reach, temperature] = wanted_[row];
+    std::vector<float> products;
+    for (const Candidate& each : candidates_[row]) products.push_back(each.product);
+    if (products.empty()) return -INFINITY;
+    const double most = std::ranges::max(products);
+    if (count == 0 || count > std::ssize(products)) return most - reach;
+    std::ranges::nth_element(products, products.begin() + count - 1, std::greater<>());
+    const double last = products[count - 1];
+    const double below = temperature > 0 ? (most - last) / temperature : 0;
+    return std::max(last - apart(below, temperature), most - reach);
+  }
+
+  // Notes which groups of a panel's columns may have one of the largest products of a row.
   void look_at(int64_t row, int64_t panel, int64_t chunks, const float* columns, const int32_t* sums,
                std::vector<Found>& found) {
     const ScreenedRows::Row& own = rows_[row];
     if (!own.is_bounded) return;
-    float known = most_[row].load(std::memory_order_relaxed);
+    float least = known(row), most = -INFINITY;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
       const uint32_t bits = allowed_.bits(row, 4 * panel + chunk);
       if (bits == 0) continue;
@@ -293,52 +351,55 @@ class Search {
       const Floats bound = multiply_add(part(Screen::kError), floats(own.of_error),
                                         multiply_add(part(Screen::kNorm), floats(own.of_norm), floats(own.rest)));
       const Floats upper = value + bound;
-      const Mask may_be_it = both(first, both(mask_of(bits), not_below(upper, floats(known))));
+      const Mask may_be_it = both(first, both(mask_of(bits), not_below(upper, floats(least))));
       if (!any(may_be_it)) continue;
       const float lower = largest_of(choose(may_be_it, value - bound, floats(-INFINITY)));
       found.push_back({row, 4 * panel + chunk, lower, largest_of(choose(may_be_it, upper, floats(-INFINITY)))});
-      known = std::max(known, lower);
+      last_[row].add(lower);
+      most = std::max(most, lower);
+      least = std::max(least, last_[row].value());
     }
-    raise(most_[row], known);
+    raise(most_[row], most);
   }
 
-  // Computes exact products, those of several rows with the same columns together.
+  // Computes exact products of what was found, those of several rows with the same columns together.
   void score(std::vector<Found> found) {
-    std::erase_if(found, [](const Found& each) { return each.row < 0; });
     std::ranges::sort(found, {}, [](const Found& each) { return std::pair(each.chunk, each.row); });
     std::vector<int64_t> starts;
     for (int64_t i = 0; i < std::ssize(found); ++i) {
       if (i == 0 || found[i].chunk != found[i - 1].chunk) starts.push_back(i);
     }
     starts.push_back(std::ssize(found));
-    std::vector<Best> best(found.size());
+    std::vector<float> products(16 * found.size());
     run_tasks(std::ssize(starts) - 1, 4.0 * found.size() * weight_.depth, [&](int64_t task) {
       const int64_t begin = starts[task], count = starts[task + 1] - begin, chunk = found[begin].chunk;
       const int64_t width = weight_.kind == WeightKind::kBfloat16 ? (weight_.depth + 1) / 2 * 2 : weight_.depth;
       std::vector<Value> rows(count * width);
-      std::vector<float> products(count * 16);
       for (int64_t i = 0; i < count; ++i) std::copy_n(x_.at(found[begin + i].row), width, rows.data() + i * width);
-      linear_chunk(Rows<Value>{rows.data(), width}, weight_, chunk, products.data(), count);
+      linear_chunk(Rows<Value>{rows.data(), width}, weight_, chunk, products.data() + 16 * begin, count);
+    });
+    for (size_t i = 0; i < found.size(); ++i) {
+      const auto [row, chunk, lower, upper] = found[i];
       const int64_t num_columns = std::min<int64_t>(16, weight_.num_columns - 16 * chunk);
-      for (int64_t i = 0; i < count; ++i) {
-        const uint32_t bits = allowed_.bits(found[begin + i].row, chunk);
-        for (int64_t column = 0; column < num_columns; ++column) {
-          if (bits >> column & 1) best[begin + i].see({products[16 * i + column], 16 * chunk + column});
+      for (int64_t column = 0; column < num_columns; ++column) {
+        if (allowed_.bits(row, chunk) >> column & 1) {
+          candidates_[row].push_back({16 * chunk + column, products[16 * i + column]});
         }
       }
-    });
-    for (size_t i = 0; i < found.size(); ++i) best_[found[i].row].see(best[i]);
+    }
   }
 
   const Rows<Value>& x_;
   const Weight& weight_;
   const Screen& screen_;
+  const Wanted* const wanted_;
   const Allowed& allowed_;
   const int64_t num_rows_;
   const ScreenedRows rows_;
-  std::vector<std::atomic<float>> most_;  // of each row a value that its largest product reaches
+  std::vector<std::atomic<float>> most_;   // of each row a value that its largest product reaches,
+  std::vector<NthLargest> last_;           // and one that as many products reach as are wanted
   std::vector<std::vector<Found>> found_;  // by task
-  std::vector<Best> best_;
+  std::vector<std::vector<Candidate>> candidates_;
   std::vector<uint8_t> is_asked_;  // of each panel whether some row may take one of its columns
 };
 
@@ -355,14 +416,26 @@ void make_screen(const Weight& weight, uint8_t* values, float* columns) {
   });
 }
 
-template <class Value>
-void largest_columns(const Rows<Value>& x, const Weight& weight, const Screen& screen, const Allowed& allowed,
-                     int64_t num_rows, int64_t* columns, bool* is_certain) {
-  Search<Value>(x, weight, screen, allowed, num_rows).run(columns, is_certain);
+Wanted Wanted::of(double temperature, int64_t top_k, double top_p, double min_p) {
+  if (temperature <= 0) return {1, 0, 0};
+  temperature = std::max(temperature, DBL_MIN);  // as draw
+  double reach = kWeightless;
+  // a share of the largest weight; top_p is of a sum that has what min_p leaves out
+  if (min_p > 0 && top_p >= 1) reach = std::min(reach, -std::log(min_p) + 2 * 0x1p-44 / min_p + 0x1p-20);
+  return {top_k, reach * temperature, temperature};
 }
 
-template void largest_columns(const Rows<bf16>&, const Weight&, const Screen&, const Allowed&, int64_t, int64_t*, bool*);
-template void largest_columns(const Rows<float>&, const Weight&, const Screen&, const Allowed&, int64_t, int64_t*, bool*);
+template <class Value>
+std::vector<std::vector<Candidate>> candidates(const Rows<Value>& x, const Weight& weight, const Screen& screen,
+                                               const Wanted* wanted, const Allowed& allowed, int64_t num_rows,
+                                               bool* is_certain) {
+  return Search<Value>(x, weight, screen, wanted, allowed, num_rows).run(is_certain);
+}
+
+template std::vector<std::vector<Candidate>> candidates(const Rows<bf16>&, const Weight&, const Screen&, const Wanted*,
+                                                        const Allowed&, int64_t, bool*);
+template std::vector<std::vector<Candidate>> candidates(const Rows<float>&, const Weight&, const Screen&, const Wanted*,
+                                                        const Allowed&, int64_t, bool*);
 
 bool screening_pays() { return kHasTiles || kFourParts == 1; }
 

@@ -73,6 +73,16 @@ inline void check_range(const Tensor& indices, int64_t end, const char* name) {
   }
 }
 
+// Settings of draws: `shares` in float64, top_k in int64, a value per row.
+inline void check_settings(std::initializer_list<const Tensor*> shares, const Tensor& top_k, int64_t num_rows) {
+  for (const Tensor* values : shares) {
+    TORCH_CHECK(values->scalar_type() == at::kDouble && values->is_contiguous() && values->numel() == num_rows,
+                "settings must be contiguous float64, one value per row");
+  }
+  TORCH_CHECK(top_k.scalar_type() == at::kLong && top_k.is_contiguous() && top_k.numel() == num_rows,
+              "top_k must be contiguous int64, one value per row");
+}
+
 inline void check_floats(const Tensor& x, int64_t dim, const char* name) {
   TORCH_CHECK(x.scalar_type() == at::kFloat && x.is_contiguous() && x.dim() == dim, name, " must be contiguous float32");
 }

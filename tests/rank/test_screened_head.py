@@ -1,4 +1,4 @@
-"""Decode steps that find greedy tokens without all logits: the same answers as from all logits."""
+"""Decode steps that find tokens without all logits: the same answers as from all logits."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 from batchinfer.config import SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
-from batchinfer.model.fused import greedy
-from batchinfer.model.fused.greedy import STEPS_BEFORE, TRIED_ROWS, GreedyHead
+from batchinfer.model.fused import screened_head
+from batchinfer.model.fused.screened_head import STEPS_BEFORE, TRIED_ROWS, ScreenedHead
 from batchinfer.model.fused.stack import FusedDecode
 from batchinfer.model.logit_changes import LogitChanges
 from batchinfer.model.sampling import SamplingRows, sample
@@ -31,10 +31,12 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no C++ operations o
 GREEDY = SamplingConfig(max_tokens=20, ignore_eos=True)
 DRAWN = SamplingConfig(max_tokens=20, temperature=1.0, top_p=0.9)
 SCORED = SamplingConfig(max_tokens=20, logprobs=2)
+TOP_K = SamplingConfig(max_tokens=20, temperature=0.8, top_k=20, top_p=0.9)
+MIN_P = SamplingConfig(max_tokens=20, temperature=0.5, min_p=0.2)
 PENALISED = SamplingConfig(max_tokens=20, repetition_penalty=1.3)
 FORBIDDING = SamplingConfig(max_tokens=20, min_tokens=15, stop_token_ids=list(range(8, 250)))
 STRUCTURED = SamplingConfig(max_tokens=20, structured_outputs={"regex": "[a-z]{3}( [a-z0-9]+)*"})
-MIXED = (GREEDY, GREEDY, FORBIDDING, DRAWN, GREEDY, SCORED, STRUCTURED, PENALISED)
+MIXED = (GREEDY, TOP_K, FORBIDDING, DRAWN, MIN_P, SCORED, STRUCTURED, PENALISED)
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "fp8", "int4"])
@@ -48,10 +50,10 @@ def model(request):
 @pytest.fixture
 def small(monkeypatch):
     """Screens heads of any size, from the first step on, next to any row; and on processors where it does not pay."""
-    monkeypatch.setattr(greedy, "LEAST_VALUES", 0)
-    monkeypatch.setattr(greedy, "STEPS_BEFORE", 0)
-    monkeypatch.setattr(greedy, "LEAST_BESIDE", 1)
-    monkeypatch.setattr(greedy, "can_screen", lambda head: True)
+    monkeypatch.setattr(screened_head, "LEAST_VALUES", 0)
+    monkeypatch.setattr(screened_head, "STEPS_BEFORE", 0)
+    monkeypatch.setattr(screened_head, "LEAST_BESIDE", 1)
+    monkeypatch.setattr(screened_head, "can_screen", lambda head: True)
 
 
 def rows_of(samplings):
@@ -89,7 +91,7 @@ def check_sampled(model, head, states, rows, changes=LogitChanges(), changed=())
 
 
 def test_rows_of_every_kind_get_what_they_get_from_all_logits(model, small):
-    head = GreedyHead.of(model)
+    head = ScreenedHead.of(model)
     assert check_sampled(model, head, states_of(model, 9), rows_of([GREEDY] * 9)).tolist() == list(range(9))
     states, rows = states_of(model, 24), rows_of(MIXED * 3)
     best = model.ops.argmax(model.ops.linear(states, model.weights.lm_head, float32_out=True))[0]
@@ -99,21 +101,23 @@ def test_rows_of_every_kind_get_what_they_get_from_all_logits(model, small):
     assert screened.tolist() == [row for row in range(24) if MIXED[row % 8] not in others]
     # all rows screened, all with words that may not come
     changes = forbid(model.config.vocab_size, dict(enumerate(best.tolist())))
-    assert len(check_sampled(model, head, states, rows_of([GREEDY] * 24), changes)) == 24
+    for kind in (GREEDY, TOP_K, MIN_P):
+        assert len(check_sampled(model, head, states, rows_of([kind] * 24), changes)) == 24
 
 
 def test_rows_that_are_not_certain_get_all_logits(model, small):
-    head, states = GreedyHead.of(model), states_of(model, 6)
+    head, states = ScreenedHead.of(model), states_of(model, 6)
     states[2] = 0  # all words are alike
     states[4, 3] = float("nan")
     check_sampled(model, head, states, rows_of([GREEDY, GREEDY, GREEDY, SCORED, GREEDY, GREEDY]))
+    check_sampled(model, head, states, rows_of([TOP_K, GREEDY, TOP_K, SCORED, MIN_P, TOP_K]))
 
 
 def test_screening_begins_after_some_greedy_steps_and_only_where_it_pays(model, monkeypatch):
-    assert GreedyHead.of(model) is None, "the head is too small"
-    monkeypatch.setattr(greedy, "LEAST_VALUES", 0)
-    monkeypatch.setattr(greedy, "can_screen", lambda head: True)
-    head, all_greedy = GreedyHead.of(model), rows_of([GREEDY] * 15)
+    assert ScreenedHead.of(model) is None, "the head is too small"
+    monkeypatch.setattr(screened_head, "LEAST_VALUES", 0)
+    monkeypatch.setattr(screened_head, "can_screen", lambda head: True)
+    head, all_greedy = ScreenedHead.of(model), rows_of([GREEDY] * 15)
     for _ in range(STEPS_BEFORE):
         assert head.choose_rows(rows_of([DRAWN, SCORED]), []) is None
         assert head.choose_rows(all_greedy, []) is None
@@ -122,19 +126,31 @@ def test_screening_begins_after_some_greedy_steps_and_only_where_it_pays(model, 
     assert head.choose_rows(rows_of([GREEDY] * 16 + [DRAWN]), []).tolist() == list(range(16))
     assert head.choose_rows(rows_of([GREEDY] * 16), [3]) is None
     assert head.choose_rows(rows_of([]), []) is None
+    few = [{"top_k": 256}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.5}]
+    many = [{"top_k": 257}, {"top_p": 0.9}, {"min_p": 0.1, "top_p": 0.9}, {"top_k": 20, "logprobs": 0}]
+    draws = rows_of([SamplingConfig(max_tokens=20, temperature=1.0, **keys) for keys in (few + many)])
+    assert head.choose_rows(draws.take(np.arange(3)), []).tolist() == [0, 1, 2]
+    for row in range(3, 7):
+        assert head.choose_rows(draws.take(np.array([row])), []) is None
 
 
-def test_screening_ends_where_most_rows_are_not_certain(model, small):
-    head, rows = GreedyHead.of(model), rows_of([GREEDY] * 64)
+@pytest.mark.parametrize(("ended", "other"), [(GREEDY, TOP_K), (TOP_K, GREEDY)])
+def test_screening_ends_where_most_rows_are_not_certain(model, small, ended, other):
+    """Greedy rows and drawn ones are judged apart."""
+    head, rows, others = ScreenedHead.of(model), rows_of([ended] * 64), rows_of([other] * 64)
     states = torch.zeros_like(states_of(model, 64))
     for _ in range(TRIED_ROWS // 64):
         check_sampled(model, head, states, rows)
     assert head.choose_rows(rows, []) is None
+    assert len(check_sampled(model, head, states_of(model, 64), others)) == 64
+    for _ in range(TRIED_ROWS // 64 - 1):
+        check_sampled(model, head, states, others)
+    assert head.choose_rows(others, []) is None
 
 
 def test_a_head_that_is_not_finite_is_not_screened(model, small, monkeypatch):
     monkeypatch.setattr(Screen, "of", lambda head: None)
-    assert GreedyHead.of(model).choose_rows(rows_of([GREEDY]), []) is None
+    assert ScreenedHead.of(model).choose_rows(rows_of([GREEDY]), []) is None
 
 
 def test_a_step_without_logits_gives_the_states_of_the_one_with_them(model):
@@ -171,18 +187,21 @@ def results(feed):
 
 
 def test_answers_are_those_from_all_logits(model, small, monkeypatch):
-    tokenizer, largest, rows_screened, rows_masked = load_tokenizer(RANDOM_MODEL), Screen.largest, [], []
+    tokenizer, candidates, rows_screened = load_tokenizer(RANDOM_MODEL), Screen.candidates, []
+    rows_masked, rows_drawn = [], []
 
-    def counted(screen, x, allowed):
+    def counted(screen, x, temperature, top_k, top_p, min_p, allowed):
         rows_screened.append(len(x))
+        rows_drawn.append(int((temperature > 0).sum()))
         rows_masked.append(0 if allowed is None else int((allowed != -1).any(1).sum()))
-        return largest(screen, x, allowed)
+        return candidates(screen, x, temperature, top_k, top_p, min_p, allowed)
 
-    monkeypatch.setattr(Screen, "largest", counted)
+    monkeypatch.setattr(Screen, "candidates", counted)
     screened = results(run_rank(model, tokenizer, make_requests()))
     assert sum(rows_screened) > 100
     assert sum(rows_masked) > 40
+    assert sum(rows_drawn) > 40
     num_calls = len(rows_screened)
-    monkeypatch.setattr(GreedyHead, "of", lambda model: None)
+    monkeypatch.setattr(ScreenedHead, "of", lambda model: None)
     assert screened == results(run_rank(model, tokenizer, make_requests()))
     assert len(rows_screened) == num_calls
