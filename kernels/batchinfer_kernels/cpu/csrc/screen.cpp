@@ -316,7 +316,7 @@ class Search {
     });
   }
 
-  // A row's columns below this one are not wanted.
+  // A row's products below this are not wanted.
   float known(int64_t row) const {
     const double reached = most_[row].load(std::memory_order_relaxed) - wanted_[row].reach;
     return std::max(last_[row].value(), std::nextafter(static_cast<float>(reached), -INFINITY));
