@@ -86,6 +86,16 @@ class SamplingConfig(Part):
         """Convert a single string to a list, as vLLM and OpenAI's API do."""
         return [value] if isinstance(value, str) else value
 
+    @field_validator("bad_words")
+    @classmethod
+    def _are_words(cls, value: list[str]) -> list[str]:
+        blank = next((word for word in value if not word.strip()), None)
+        if blank is not None:
+            raise ValueError(
+                f"holds {blank!r}, white space alone, which is part of many tokens; forbid single tokens by logit_bias"
+            )
+        return value
+
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _from_pairs(cls, value: Any) -> Any:
@@ -168,7 +178,10 @@ def with_model_defaults(sampling: JobSampling, model: Path) -> JobSampling:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"sampling.defaults wants {path}, which cannot be read: {error}; leave it out") from None
-    given = {name: found[name] for name in _OF_MODELS if isinstance(found, dict) and found.get(name) is not None}
+    found = found if isinstance(found, dict) else {}
+    given = {name: found[name] for name in _OF_MODELS if found.get(name) is not None}
+    if found.get("do_sample") is True:
+        given.setdefault("temperature", 1.0)
     for name in {"temperature", "top_p", "min_p", "repetition_penalty"} & given.keys():
         given[name] = float(given[name]) if type(given[name]) is int else given[name]
     values = given | sampling.model_dump(exclude_unset=True) | {"defaults": None}

@@ -179,14 +179,21 @@ def _template_text(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer, named: dict[str, str]) -> frozenset[int]:
-    """Return the ids that end an answer: of generation_config.json, else config.json, else the tokenizer's eos."""
+    """Return the ids that end an answer: of generation_config.json, else config.json; and the tokenizer's own.
+
+    Fine-tuned models may name the end token of their chats in the tokenizer alone. vLLM ends answers by both, too.
+    """
+    own = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
+    ends = set() if own is None else {own}
     for file in (folder / "generation_config.json", folder / "config.json"):
-        found = _read_json(file).get("eos_token_id")
+        values = _read_json(file)
+        found = values.get("eos_token_id")
+        if found is None and isinstance(values.get("text_config"), dict):  # of a model of text and images
+            found = values["text_config"].get("eos_token_id")
         if found is None:
             continue
         ids = found if isinstance(found, list) else [found]
         if not all(type(token) is int and token >= 0 for token in ids):
             raise ModelError(f"eos_token_id in {file} is {found!r}, which is not a token id or a list of them")
-        return frozenset(ids)
-    own = tokenizer.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    return frozenset() if own is None else frozenset([own])
+        return frozenset(ends | set(ids))
+    return frozenset(ends)

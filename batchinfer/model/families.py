@@ -31,7 +31,8 @@ class Grouped:
     attention_bias: bool = False
     biased_output: bool = True  # the bias is of the output, too
     has_sinks: bool = False
-    windows: Literal["none", "optional", "alternate"] = "none"  # optional: use_sliding_window turns them on
+    # use_sliding_window turns optional ones on; "off": it may not, as transformers and published keys name other layers
+    windows: Literal["none", "off", "optional", "alternate"] = "none"
     rotary_share: float = 1.0
     rotary_key: str | None = None  # the key with the number of values that are rotated
     rope_type: str = "default"
@@ -104,7 +105,7 @@ FAMILIES: dict[str, Family] = {
         scoring_func="softmax",
         norm_topk_prob=False,
         routed_scaling_factor=1.0,
-        grouped=Grouped(qk_norm="head", windows="optional"),
+        grouped=Grouped(qk_norm="head", windows="off"),
     ),
     "glm4_moe": Family(
         ("Glm4MoeForCausalLM",),

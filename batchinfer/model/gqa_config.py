@@ -50,8 +50,8 @@ class GqaConfig(AttentionConfig):
 
     @property
     def softmax_scale(self) -> float:
-        """Factor on query · key."""
-        return self.head_dim**-0.5 * self.rope.softmax_factor
+        """Factor on query · key; in these families YaRN's mscale_all_dim changes cos and sin alone."""
+        return self.head_dim**-0.5
 
     @property
     def full_share(self) -> float:
@@ -153,7 +153,10 @@ def _read_windows(reader: ConfigReader, grouped: Grouped, num_layers: int) -> tu
     """Return the window of each layer by `layer_types`, or where the family's layers have theirs."""
     kinds = reader.texts("layer_types")
     reader.expect("attn_type_list", [1] * num_layers, supported="1 for every layer, full attention")
-    if grouped.windows == "none" or (grouped.windows == "optional" and not _uses_windows(reader)):
+    if grouped.windows == "off":
+        reader.expect("use_sliding_window", False, supported="false for this model_type")
+        reader.pass_over("sliding_window", "max_window_layers")
+    if grouped.windows in ("none", "off") or (grouped.windows == "optional" and not _uses_windows(reader)):
         reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
         return (None,) * num_layers
     window = reader.size("sliding_window")

@@ -69,7 +69,7 @@ def read_rope(reader: ConfigReader, family: Family, max_positions: int, rotary_s
         rotary_share: share of a head's width that is rotary.
     """
     _check_share(reader, family, rotary_share)
-    reader.pass_over("original_max_position_embeddings")  # says nothing without YaRN
+    reader.pass_over("original_max_position_embeddings")  # counts with YaRN and llama3, which compare it with their own
     ropes = {
         key: _parse_rope(reader, section, family, max_positions, rotary_share)
         for key in ("rope_parameters", "rope_scaling")
@@ -109,10 +109,9 @@ def _parse_rope(
         query_scale = _parse_query_scale(rope, rope_type, max_positions, rotary_share)
     else:
         _check_share(rope, family, rotary_share)
-    if rope_type == "yarn":
-        config = _parse_yarn(reader, rope, theta, max_positions)
-    else:
-        config = _PARSERS[rope_type](rope, theta)
+    config = _parse_yarn(rope, theta, max_positions) if rope_type == "yarn" else _PARSERS[rope_type](rope, theta)
+    if original := config.original_max_positions:
+        reader.expect("original_max_position_embeddings", original, supported=f"the same as in {rope.prefix}")
     judge_unread_keys(rope, refuse_unknown=True)
     return replace(config, query_scale=query_scale)
 
@@ -172,10 +171,9 @@ _LATENT_TYPES = ("default", "yarn")
 _GROUPED_TYPES = (*_PARSERS, "yarn")
 
 
-def _parse_yarn(reader: ConfigReader, rope: ConfigReader, theta: float, max_positions: int) -> RopeConfig:
+def _parse_yarn(rope: ConfigReader, theta: float, max_positions: int) -> RopeConfig:
     rope.pass_over("finetuned")
     original = rope.size("original_max_position_embeddings")
-    reader.expect("original_max_position_embeddings", original, supported=f"the same as in {rope.prefix}")
     if original > max_positions:
         supported = f"at most max_position_embeddings = {max_positions}"
         raise rope.unsupported("original_max_position_embeddings", original, supported)

@@ -23,6 +23,7 @@ _FP8, _E8M0 = "F8_E4M3", "F8_E8M0"
 _FP8_SCALES = ("F32", "BF16", _E8M0)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Left in some checkpoints by the code that saved them; computed from config.json instead.
+HEAD = "lm_head.weight"
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 _MTP_PREFIX = "mtp."  # of layers for multi-token prediction in DeepSeek-V4's files
 _HASHED = ".gate.tid2eid"  # table of experts by token
@@ -109,6 +110,8 @@ def num_bytes_to_read(
             parts = (*_as_stored(checkpoint, config, name, shape), name + SCALE_SUFFIX)
             found = [part for part in parts if part in checkpoint]
             total += times * sum(checkpoint.info(part).num_bytes for part in found)
+    if config.tie_word_embeddings and HEAD in checkpoint:  # compared with the embedding
+        total += checkpoint.info(HEAD).num_bytes
     return total
 
 
@@ -118,7 +121,7 @@ def expected_tensors(config: ModelConfig) -> Tensors:
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
     yield "model.norm.weight", (hidden,)
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", (config.vocab_size, hidden)
+        yield HEAD, (config.vocab_size, hidden)
     if config.hyper is not None:
         yield from config.hyper.end_tensors(hidden)
     for layer in range(config.num_hidden_layers):
@@ -208,7 +211,7 @@ def _as_stored(
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
     """Return whether a tensor is optional and not used."""
-    if name.endswith(_IGNORED_SUFFIXES) or (config.tie_word_embeddings and name == "lm_head.weight"):
+    if name.endswith(_IGNORED_SUFFIXES) or (config.tie_word_embeddings and name == HEAD):
         return True
     if config.fp8_per_tensor and name.endswith(_INPUT_SCALE_SUFFIXES):
         return True

@@ -27,7 +27,7 @@ from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights
-from batchinfer.model.tensor_names import check_tensors, num_bytes_to_read
+from batchinfer.model.tensor_names import HEAD, check_tensors, num_bytes_to_read
 from batchinfer.model.weights import (
     Ends,
     LayerWeights,
@@ -110,7 +110,13 @@ def open_loader(
 def read_ends(loader: WeightLoader) -> Ends:
     """Read what is before and after the layers."""
     embedding = loader.tensor("model.embed_tokens.weight")
-    lm_head = loader.pack(embedding if loader.config.tie_word_embeddings else loader.source("lm_head.weight"))
+    is_tied = loader.config.tie_word_embeddings
+    if is_tied and HEAD in loader.checkpoint and not torch.equal(loader.tensor(HEAD), embedding):
+        raise ModelError(
+            f"{loader.checkpoint.info(HEAD).path}: {HEAD} differs from the embedding, but tie_word_embeddings in "
+            "config.json is true; set it to false if the model has this head of its own, else remove the tensor"
+        )
+    lm_head = loader.pack(embedding if is_tied else loader.source(HEAD))
     return Ends(embedding, loader.tensor("model.norm.weight"), lm_head, loader.streams("model.hc_head"))
 
 

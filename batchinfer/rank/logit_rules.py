@@ -288,11 +288,7 @@ class _Seen:
 
 
 def bad_word_tokens(words: tuple[str, ...], tokenizer: PromptTokenizer) -> list[list[int]]:
-    """Return each word's tokens at the start of a text, and after a space if its first token is another one there."""
-    found = []
-    for word in words:
-        plain, behind_space = (tokenizer.encode_piece(before + word.strip()) for before in ("", " "))
-        found.append(plain)
-        if behind_space[:1] != plain[:1] and len(behind_space) == len(plain):
-            found.append(behind_space)
-    return [tokens for tokens in found if tokens]
+    """Return each word's tokens at the start of a text, and after a space."""
+    texts = [before + word.lstrip() for word in words for before in ("", " ")]
+    found = dict.fromkeys(tuple(tokenizer.encode_piece(text)) for text in texts)
+    return [list(tokens) for tokens in found if tokens]

@@ -20,6 +20,7 @@ WRONG: list[tuple[dict, str]] = [
     ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
     ({"min_tokens": 17}, "min_tokens is 17, more than max_tokens = 16"),
     ({"bad_words": [""]}, "bad_words[0] is empty"),
+    ({"bad_words": ["a", " \n"]}, "bad_words holds ' \\n', white space alone"),
     ({"logit_bias": {"x": 1.0}}, "logit_bias 'x' is not a token id"),
     ({"logit_bias": {"7": 101.0}}, "logit_bias the bias of token 7 is 101; it may be -100 to 100"),
     ({"logit_bias": {"999999": 1.0}}, "logit_bias names token 999999, but the model has ids 0 to"),
@@ -94,6 +95,12 @@ class TestDefaultsOfTheModel:
         sampling = self.load(model.parent, defaults="generation_config", top_p=0.5)
         assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.6, 0.5, 20, 9)
         assert sampling.defaults is None  # written out
+
+    @pytest.mark.parametrize(("found", "temperature"), [({"do_sample": True}, 1.0), ({"top_p": 0.9}, 0.0)])
+    def test_a_file_that_says_to_draw_has_temperature_1_if_it_names_none(self, model, found, temperature):
+        (model / "generation_config.json").write_text(json.dumps(found))
+        assert self.load(model.parent, defaults="generation_config").temperature == temperature
+        assert self.load(model.parent, defaults="generation_config", temperature=0.5).temperature == 0.5
 
     def test_a_file_that_cannot_be_used_is_named(self, model):
         (model / "generation_config.json").write_text('{"top_p": 7}')

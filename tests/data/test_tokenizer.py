@@ -218,12 +218,18 @@ def test_a_list_of_templates_gives_its_default(folder):
 
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
-    [(7, 8, {7}), ([7, 9], 8, {7, 9}), (None, 8, {8}), (None, [8, 9], {8, 9}), (None, None, {1})],
+    [(7, 8, {1, 7}), ([7, 9], 8, {1, 7, 9}), (None, 8, {1, 8}), (None, [8, 9], {1, 8, 9}), (None, None, {1})],
 )
-def test_end_tokens_come_from_generation_config_first(folder, generation, config, expected):
+def test_end_tokens_are_the_tokenizers_and_those_of_generation_config_or_config(folder, generation, config, expected):
     change(folder / "generation_config.json", eos_token_id=generation)
     change(folder / "config.json", eos_token_id=config)
     assert load_tokenizer(folder).eos_token_ids == expected
+
+
+def test_end_tokens_of_a_model_of_text_and_images_are_in_its_part(folder):
+    change(folder / "generation_config.json", eos_token_id=None)
+    change(folder / "config.json", eos_token_id=None, text_config={"eos_token_id": [8, 9]})
+    assert load_tokenizer(folder).eos_token_ids == {1, 8, 9}
 
 
 def test_the_digest_follows_what_changes_prompts(folder):

@@ -169,6 +169,11 @@ PUBLISHED = {
     "gpt-oss-20b": (GPT_OSS_20B, {"windows": (128, None) * 12, "n_routed_experts": 32}, 2 * 24_576),
 }
 REFUSED = {
+    "qwen3-moe-with-windows": (QWEN3_MOE | {"use_sliding_window": True}, ["use_sliding_window is true", "false for"]),
+    "llama3-of-another-window": (
+        LLAMA | {"original_max_position_embeddings": 4096},
+        ["original_max_position_embeddings is 4096", "the same as in rope_scaling"],
+    ),
     "qwen3-moe-with-dense-layers": (QWEN3_MOE | {"mlp_only_layers": [3]}, ["mlp_only_layers is [3]"]),
     "qwen3-moe-every-other-layer": (QWEN3_MOE | {"decoder_sparse_step": 2}, ["decoder_sparse_step is 2"]),
     "llama-of-longrope": (

@@ -409,8 +409,18 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     assert "lm_head.weight" not in read_tensors(tmp_path)
     weights = load(tmp_path)
     assert weights.lm_head is weights.embedding
-    change(tmp_path, lm_head__weight=torch.zeros(96, 45))  # some tools write it all the same
-    assert load(tmp_path).lm_head.abs().sum() > 0
+    change(tmp_path, lm_head__weight=weights.embedding.clone())  # some tools write it all the same
+    told = []
+    assert load(tmp_path, on_read=lambda done, total: told.append((done, total))).lm_head.abs().sum() > 0
+    assert told[-1][0] == told[-1][1]
+
+
+def test_a_tied_head_beside_another_one_is_refused(tmp_path):
+    """transformers 5 uses the head that is stored, transformers 4 and vLLM the embedding."""
+    make_checkpoint(tmp_path, "v3-odd-sizes")
+    change(tmp_path, lm_head__weight=torch.zeros(96, 45))
+    with pytest.raises(ModelError, match=r"lm_head.weight differs from the embedding, but tie_word_embeddings in conf"):
+        load(tmp_path)
 
 
 def powers_of_two(folder, dtype):

@@ -129,6 +129,16 @@ def test_a_structured_output_of_which_bad_words_leave_nothing_is_an_error_that_s
     assert rules.problem == "bad_words and min_tokens forbid every token that may come next"
 
 
+@pytest.mark.parametrize("word", ["lamp", " lamp", "crowns\n"])
+def test_a_bad_word_does_not_come_at_the_start_or_behind_a_space(word):
+    """In the sample model's vocabulary " lamp" is one token and "lamp" are several."""
+    tokenizer = load_tokenizer(SAMPLE_MODEL)
+    found = bad_word_tokens((word,), tokenizer)
+    texts = [tokenizer.decode(tokens) for tokens in found]
+    assert texts == [word.lstrip(), " " + word.lstrip()]
+    assert found == [tokenizer.encode_piece(text) for text in texts]
+
+
 @pytest.mark.parametrize("asked", [{"bad_words": ["parsnips"]}, {"structured_outputs": {"regex": "[a-z]+"}}])
 def test_tokens_beyond_the_models_vocabulary_change_nothing(asked):
     """Tokenizer, generation_config.json and a plan may name ids for which the model has no logits."""

@@ -208,7 +208,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3": ("mistral3", MISTRAL | {"first_k_dense_replace": 0}),
     "mistral-params": ("mistral_params", MISTRAL | {"rope_parameters": UNSCALED_YARN}),
     "qwen3": ("qwen3", {}),
-    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": YARN}),
+    "qwen3-tied": (
+        "qwen3",
+        {"tie_word_embeddings": True, "attention_bias": True}
+        | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
+    ),
     "qwen3-windows": ("qwen3", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
     "qwen3-moe": ("qwen3_moe", GQA_EXPERTS),
     "qwen3-moe-normed": ("qwen3_moe", GQA_EXPERTS | {"norm_topk_prob": True, "num_key_value_heads": 1}),
