@@ -181,7 +181,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         num_hidden_layers=layers,
         attention=_read_attention(reader, family, layers, max_positions),
         max_position_embeddings=max_positions,
-        rms_norm_eps=reader.number("rms_norm_eps", 1e-6, above=0.0, at_most=1.0),
+        rms_norm_eps=reader.number("rms_norm_eps", family.rms_norm_eps, above=0.0, at_most=1.0),
         mlp_bias=read_flag(reader, family, "mlp_bias", default=False),
         tie_word_embeddings=reader.flag("tie_word_embeddings", default=family.ties_embeddings),
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),

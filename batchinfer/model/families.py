@@ -47,6 +47,8 @@ class Family:
     scoring_func: str = "sigmoid"
     norm_topk_prob: bool = True
     routed_scaling_factor: float | None = None  # None: config.json must say it
+    rms_norm_eps: float = 1e-6  # where config.json has none, as in transformers
+    rope_theta: float = 10000.0  # likewise
     has_expert_biases: bool = False  # of experts and router, and clamped SwiGLU
     expert_width: str = "moe_intermediate_size"  # the key of the experts' width
     num_dense_layers: int = 0  # first_k_dense_replace
@@ -80,7 +82,7 @@ FAMILIES: dict[str, Family] = {
         fixed={"rope_interleave": True},
     ),
     "kimi_k2": Family(("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
-    "glm4_moe_lite": Family(("Glm4MoeLiteForCausalLM",), num_dense_layers=1),
+    "glm4_moe_lite": Family(("Glm4MoeLiteForCausalLM",), rms_norm_eps=1e-5, num_dense_layers=1),
     "deepseek_v32": Family(
         ("DeepseekV32ForCausalLM",),
         num_dense_layers=3,
@@ -89,6 +91,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm_moe_dsa": Family(
         ("GlmMoeDsaForCausalLM",),
+        rms_norm_eps=1e-5,
         num_dense_layers=3,
         indexer=Indexer(rope_interleave=True, shares=True),
         fixed={"mlp_bias": False, "rope_interleave": True},
@@ -109,12 +112,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm4_moe": Family(
         ("Glm4MoeForCausalLM",),
+        rms_norm_eps=1e-5,
         num_dense_layers=1,
         routed_scaling_factor=1.0,
         grouped=Grouped(qk_norm="head", norm_key="use_qk_norm", biased_output=False, rotary_share=0.5),
     ),
     "minimax_m2": Family(
         ("MiniMaxM2ForCausalLM",),
+        rope_theta=5000000.0,
         routed_scaling_factor=1.0,
         expert_width="intermediate_size",
         grouped=Grouped(
@@ -128,6 +133,8 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt_oss": Family(
         ("GptOssForCausalLM",),
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
         topk_methods=("topk_softmax",),
         scoring_func="softmax",
         routed_scaling_factor=1.0,

@@ -81,7 +81,7 @@ def read_rope(reader: ConfigReader, family: Family, max_positions: int, rotary_s
         return next(iter(ropes.values()))
     if family.scales_queries:
         raise reader.unsupported("rope_parameters", None, "a JSON object with llama_4_scaling_beta")
-    return RopeConfig(theta=reader.number("rope_theta", 10000.0, above=1.0))
+    return RopeConfig(theta=reader.number("rope_theta", family.rope_theta, above=1.0))
 
 
 def _check_share(holder: ConfigReader, family: Family, rotary_share: float) -> None:
@@ -101,7 +101,7 @@ def _parse_rope(
     if rope_type not in types:
         raise rope.unsupported("rope_type", rope_type, " or ".join(f'"{one}"' for one in types))
     outer_theta = reader.optional_number("rope_theta", above=1.0)
-    theta = rope.number("rope_theta", outer_theta or 10000.0, above=1.0)
+    theta = rope.number("rope_theta", outer_theta or family.rope_theta, above=1.0)
     if outer_theta is not None and theta != outer_theta:
         raise rope.unsupported("rope_theta", theta, f"the same as the outer rope_theta = {outer_theta}")
     query_scale = None

@@ -241,3 +241,12 @@ def test_angles_of_gpt_oss_are_scaled_as_published(tmp_path):
     rope = load(tmp_path, GPT_OSS).attention.rope
     assert not rope.truncate
     assert rope.cos_sin_scale == pytest.approx(1.3466, abs=1e-4)
+
+
+@pytest.mark.parametrize("values", [GLM_AIR, MINIMAX, QWEN3], ids=lambda values: values["model_type"])
+def test_keys_that_are_missing_have_the_values_of_transformers(tmp_path, values):
+    absent = ("rms_norm_eps", "rope_theta")
+    config = load(tmp_path, {key: value for key, value in values.items() if key not in absent})
+    theirs = AutoConfig.for_model(values["model_type"])
+    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.attention.rope.theta == theirs.rope_parameters["rope_theta"]
