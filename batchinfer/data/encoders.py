@@ -65,6 +65,7 @@ class Encoders:
         columns: the input columns that prompts are made of.
         digest: changes with every change of the model folder that changes a prompt's ids.
         has_chat_template: whether the model folder has a chat template.
+        bos_token_id: the token that begins texts; None if there is none.
         writes_tools: whether the chat template, if there is one, writes the tools that it is given.
         ends_thinking: whether the tokenizer has a token for the end of thinking.
         tool_forms: forms in which the model writes tool calls (tokenizer_worker.py); empty if the folder shows none.
@@ -105,6 +106,7 @@ class Encoders:
         self.columns: list[str] = loaded["columns"]
         self.digest: str = loaded["digest"]
         self.has_chat_template: bool = loaded["has_chat_template"]
+        self.bos_token_id: int | None = loaded["bos_token_id"]
         self.writes_tools: bool = loaded["writes_tools"]
         self.ends_thinking: bool = loaded["ends_thinking"]
         self.tool_forms: list[str] = loaded["tool_forms"]

@@ -86,6 +86,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
         "digest": tokenizer.digest,
         "most_chars": tokenizer.most_chars(settings["most_tokens"]),
         "has_chat_template": tokenizer.template_text is not None,
+        "bos_token_id": tokenizer.token_id(tokenizer.named_tokens.get("bos_token", "")),
         "writes_tools": not prompts.may_make_chats
         or tokenizer.template_text is None
         or "tools" in tokenizer.chat_template().names,

@@ -126,6 +126,7 @@ class RowWarnings:
 
     num_capped: int = 0  # max_tokens cut to the model's window
     num_plain: int = 0  # raw text without a control token
+    num_doubled: int = 0  # raw text that begins with the tokenizer's first token twice
     num_unwritten_tools: int = 0  # with tools that the chat template does not write
     lost_null: str | None = None  # the first null of a tool that prompts leave out, with its row and shard
     lost_const: str | None = None  # the first null const that schemas of the sampling column leave out, likewise
@@ -135,6 +136,7 @@ class RowWarnings:
         """Add what was found in a shard."""
         self.num_capped += found.num_capped
         self.num_plain += found.num_plain
+        self.num_doubled += found.num_doubled
         self.num_unwritten_tools += found.num_unwritten_tools
         self.structured.update(found.warnings)
         if found.lost_null is not None and self.lost_null is None:
@@ -157,6 +159,12 @@ class RowWarnings:
             note(
                 f"warning: {self.num_plain:,} {what} text that goes to the model as it is, although it has a chat "
                 f"template; {of_template if job.input.prompt is None else of_column} if these are questions to it"
+            )
+        if self.num_doubled:
+            what = "prompt begins" if self.num_doubled == 1 else "prompts begin"
+            note(
+                f"warning: {self.num_doubled:,} {what} with the token that the tokenizer puts before every text, so "
+                "that it is there twice; take it out of the texts, or give chats as input.messages"
             )
         if self.num_unwritten_tools:
             warn_of_tools(job)

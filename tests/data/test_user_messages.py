@@ -104,6 +104,33 @@ def test_a_plan_warns_of_plain_questions_to_a_model_that_chats(tmp_path, inputs,
         assert f"{warned} template; set input.{remedy} if these are questions to it" in ended.err
 
 
+BEGIN = "<｜begin▁of▁sentence｜>"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "texts", "said"),
+    [
+        (
+            {"prompt": "q"},
+            [BEGIN + "a", "b", BEGIN + "c", None],
+            "warning: 2 prompts begin with the token that the tok",
+        ),
+        (
+            {"template": "{{ q }}"},
+            [BEGIN + "a", BEGIN[:-1]],
+            "warning: 1 prompt begins with the token that the tokeniz",
+        ),
+        ({"prompt": "q"}, ["a" + BEGIN, "b"], None),
+        ({"user": "q"}, [BEGIN + "a"], None),
+    ],
+)
+def test_a_plan_warns_of_texts_that_begin_with_the_tokenizers_first_token(tmp_path, inputs, texts, said):
+    ended = batchinfer("plan", job_of(tmp_path, "job", inputs, {"q": texts}))
+    assert ended.code == 0, ended.err
+    assert ("begin" in ended.err) == (said is not None)
+    assert (said or "") in ended.err
+
+
 def test_init_asks_a_model_that_chats_by_its_template(tmp_path):
     write_shard(tmp_path / "data" / "a.parquet", {"question": QUESTIONS})
     ended = batchinfer("init", tmp_path / "data", "--model", RANDOM_MODEL, "-o", tmp_path / "job.toml")
