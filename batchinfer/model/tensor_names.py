@@ -44,10 +44,11 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
         for weight, shape in expected_tensors(config)
         for name, part in _as_stored(checkpoint, config, weight, shape).items()
     }
+    mtp_layers = {layer for name in checkpoint if ".eh_proj." in name and (layer := _layer_of(name)) is not None}
     unknown: list[str] = []
     scales: list[str] = []
     for name in checkpoint:
-        if name in expected or _is_ignored(name, config):
+        if name in expected or _is_ignored(name, config, mtp_layers):
             continue
         is_scale = name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in expected
         (scales if is_scale else unknown).append(name)
@@ -209,19 +210,26 @@ def _as_stored(
     return form.parts(name, (num_out, num_in), checkpoint)
 
 
-def _is_ignored(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor is optional and not used."""
+def _is_ignored(name: str, config: ModelConfig, mtp_layers: set[int]) -> bool:
+    """Return whether a tensor is optional and not used.
+
+    Args:
+        mtp_layers: layers with the projection that only those for multi-token prediction have.
+    """
     if name.endswith(_IGNORED_SUFFIXES) or (config.tie_word_embeddings and name == HEAD):
         return True
     if config.fp8_per_tensor and name.endswith(_INPUT_SCALE_SUFFIXES):
         return True
     if config.num_mtp_layers and name.startswith(_MTP_PREFIX):
         return True
+    layer, first = _layer_of(name), config.num_hidden_layers
+    return layer in mtp_layers and first <= layer < first + config.num_mtp_layers
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the number of a tensor's layer; None if it is not of a layer."""
     parts = name.split(".")
-    first = config.num_hidden_layers
-    if parts[:2] != ["model", "layers"] or len(parts) < 4 or not parts[2].isdecimal():
-        return False
-    return first <= int(parts[2]) < first + config.num_mtp_layers
+    return int(parts[2]) if parts[:2] == ["model", "layers"] and len(parts) > 3 and parts[2].isdecimal() else None
 
 
 def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str, formats: tuple[str, ...]) -> None:

@@ -404,6 +404,14 @@ def test_loading_tells_how_much_is_read_of_what_it_will_read(tmp_path, sizes, st
         assert done[-1] == sum(tensor.nbytes for tensor in stored.values())
 
 
+def test_a_layer_too_many_is_no_layer_for_multi_token_prediction(tmp_path):
+    """transformers writes num_nextn_predict_layers = 1 for each DeepSeek V3, also for those without such a layer."""
+    make_checkpoint(tmp_path, "v3")
+    edit_config(tmp_path, num_nextn_predict_layers=1, num_hidden_layers=2)  # of 3
+    with pytest.raises(ModelError, match=r"unknown: model\.layers\.2\."):
+        load(tmp_path)
+
+
 def test_a_tied_head_is_the_embedding(tmp_path):
     make_checkpoint(tmp_path, "v3-odd-sizes")
     assert "lm_head.weight" not in read_tensors(tmp_path)
