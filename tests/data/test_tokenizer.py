@@ -153,13 +153,74 @@ CALLS = [
     [
         # as DeepSeek's own templates ask
         ("{% if m.content is none %}{% for c in m.tool_calls %}[{{ c.function.name }}]{% endfor %}{% endif %}", "[f]"),
-        ("{{ m['content'] }};{{ tools }}", "hi;;4;"),
+        ("{{ m['content'] }};{{ tools }}", "hi;None;None4;None"),
+        ("{{ m.content | trim }};{{ 'x' ~ m.content }};{{ m.content | string }}", "hi;xhi;hi;x;4;x4;4"),
+        ("{{ '%s' | format(m.content) }}{{ m.content | default('') }}{{ m.content or '' }}", "hihihi444"),
+        (
+            "{{ ['<', m.content, '>'] | join }}{{ m.content.split('b')[-1] }}{{ 'a' in m.content }}",
+            "<hi>hiFalse<>False<4>4False",
+        ),
+        ("{% if m.content is not none and m.content != none %}[{{ m.content }}]{% endif %}", "[hi][4]"),
+        (
+            "{{ m.content is string }}{{ m.content == '' }}{{ m.content is defined }}, ",
+            "TrueFalseTrue, FalseFalseTrue, TrueFalseTrue, ",
+        ),
+        (
+            "{{ {'content': m.content} | tojson }}{{ m.content | tojson }}",
+            '{"content": "hi"}"hi"{"content": null}null{"content": "4"}"4"',
+        ),
+        ("{% if m.tool_calls %}{{ m | tojson }}{{ 'content' in m }}{% endif %}", json.dumps(CALLS[1]) + "True"),
+        # parts of a content, as GLM's and Qwen3-VL's templates write them
+        (
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}p{% endfor %}{% endif %};",
+            "hi;;4;",
+        ),
         ("{% if m['tool_calls'] is defined %}{{ m['content'] or 'calls' }}{% endif %}", "calls"),
     ],
 )
 def test_the_content_of_a_message_that_calls_tools_is_none_and_is_written_as_nothing(written, expected):
     template = "{% for m in messages %}" + written + "{% endfor %}"
     assert ChatTemplate(template, {}).render(CALLS) == expected
+
+
+def test_a_null_among_the_arguments_of_a_call_is_written_as_by_transformers(reference):
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": None}}}
+    chat = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    expected = reference.apply_chat_template(chat, chat_template=template, tokenize=False)
+    assert ChatTemplate(template, {}).render(chat) == expected
+
+
+# how templates read the reasoning of earlier answers: most; gpt-oss; all that a message has
+READS = (
+    "{{ m.reasoning_content }};",
+    "{{ m.thinking }};",
+    "{{ m | tojson }}",
+    "{% if m.reasoning is defined %}{{ m.reasoning }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"reasoning": "why"},
+        {"thinking": "why"},
+        {"reasoning_content": "why"},
+        {"reasoning": "a", "reasoning_content": "b"},
+        {"thinking": "a", "reasoning": "b"},
+        {"reasoning_content": None, "thinking": None, "reasoning": "c"},
+        {"reasoning_content": "", "reasoning": "c"},
+        {},
+    ],
+)
+def test_reasoning_of_earlier_answers_is_given_under_the_names_of_transformers(reference, reads, keys):
+    chat = [*HELLO, {"role": "assistant", "content": "because", **keys}, *HELLO]
+    template = "{% for m in messages %}" + reads + "{% endfor %}"
+    expected = reference.apply_chat_template(chat, chat_template=template, tokenize=False)
+    assert ChatTemplate(template, {}).render(chat) == expected
 
 
 @pytest.mark.parametrize("processor", ["none", "bos", "bos and eos"])
