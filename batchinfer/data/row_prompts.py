@@ -51,6 +51,7 @@ class RowPrompts:
         columns: the input columns that prompts are made of.
         makes_chats: whether all prompts are chats.
         may_make_chats: whether prompts may be chats.
+        may_have_tools: whether the job has tools for its chats, or a column with them.
         have_variables: whether rows may have variables for the chat template, in addition to those of the job.
 
     Raises:
@@ -73,6 +74,7 @@ class RowPrompts:
                 "text itself, or a system message into each line"
             )
         self._tools, self._kwargs = settings["tools"], settings["chat_template_kwargs"]
+        self.may_have_tools = self._tools is not None
         if isinstance(self._kwargs, dict):
             try:
                 self._kwargs = _variables("input.chat_template_kwargs", self._kwargs)

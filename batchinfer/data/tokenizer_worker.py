@@ -81,16 +81,17 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
                 check_round_trip(tokenizer)
     except ModelError as error:
         return None, {"error": clip(str(error))}
+    of_tools = tokenizer.template_text(with_tools=True)
     return encoder, {
         "columns": prompts.columns,
         "digest": tokenizer.digest,
         "most_chars": tokenizer.most_chars(settings["most_tokens"]),
-        "has_chat_template": tokenizer.template_text is not None,
+        "has_chat_template": tokenizer.template_text() is not None,
         "writes_tools": not prompts.may_make_chats
-        or tokenizer.template_text is None
-        or "tools" in tokenizer.chat_template().names,
+        or of_tools is None
+        or "tools" in tokenizer.chat_template(with_tools=True).names,
         "ends_thinking": (thinking_tokens(tokenizer) or harmony_tokens(tokenizer)) is not None,
-        "tool_forms": forms_of_model(tokenizer.template_text, lambda mark: tokenizer.token_id(mark) is not None),
+        "tool_forms": forms_of_model(of_tools, lambda mark: tokenizer.token_id(mark) is not None),
     }
 
 

@@ -287,6 +287,40 @@ def test_a_final_message_that_cannot_be_continued_is_a_sentence_at_its_row(folde
     ]
 
 
+def test_each_row_gets_the_template_for_its_tools_and_arguments_in_its_form(tmp_path):
+    calls = "{% for c in messages[1].tool_calls or [] %}{{ c.function.arguments WRITTEN }}{% endfor %}"
+    folder = model_folder(tmp_path / "model", template=calls.replace("WRITTEN", "['city'] + ' as an object'"))
+    (folder / "additional_chat_templates").mkdir()
+    of_tools = "{{ tools[0].type }}" + calls.replace("WRITTEN", "+ ' as text'")
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(of_tools)
+    rows = {"m": [json.dumps([HELLO, CALL])] * 2, "t": [None, json.dumps([TOOL])]}
+    texts = ["Rome as an object", 'function{"city": "Rome"} as text']
+    wanted = [ids[1:] for ids in load_tokenizer(SAMPLE_MODEL).encode_prompts(texts)]
+    assert encoded(rows, folder, messages="m", tools="t") == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "tools", "is_refused"), [("rag", [TOOL], True), ("tool_use", None, True), ("tool_use", "t", False)]
+)
+def test_templates_of_which_none_is_for_the_chats_are_named(tmp_path, name, tools, is_refused):
+    folder = model_folder(tmp_path / "model")
+    table = json.loads((folder / "tokenizer_config.json").read_text())
+    table["chat_template"] = [{"name": name, "template": "x"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(table))
+    told = f"the chat templates of the model folder are called {name}, but chats"
+    if is_refused:
+        with pytest.raises(ModelError, match=told):
+            row_encoder(folder, messages="m", tools=tools)
+    else:
+        row_encoder(folder, messages="m", tools=tools).try_out()
+        first, second = encoded(
+            {"m": [[HELLO]] * 2, "t": [None, json.dumps([TOOL])]}, folder, messages="m", tools=tools
+        )
+        assert first.startswith(told)
+        assert second == load_tokenizer(SAMPLE_MODEL).encode_prompts(["x"])[0][1:]
+    assert encoded(["Hello"], folder, prompt="p") == load_tokenizer(SAMPLE_MODEL).encode_prompts(["Hello"])
+
+
 # ---- the job's template
 
 

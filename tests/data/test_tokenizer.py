@@ -271,10 +271,38 @@ def test_the_template_file_goes_before_the_config(folder):
     assert load_tokenizer(folder).chat_template().render(HELLO) == "from file"
 
 
-def test_a_list_of_templates_gives_its_default(folder):
-    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    change(folder / "tokenizer_config.json", chat_template=templates)
-    assert load_tokenizer(folder).chat_template().render(HELLO) == "plain"
+NAMED = {"tool_use": "tools{{ tools | length }}{{ messages | length }}", "default": "plain{{ messages[0].content }}"}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+
+
+def name_templates(folder: Path, named: dict[str, str], where: str) -> None:
+    """Give a model folder named templates: as a list in its settings, or as files."""
+    if where == "list":
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        change(folder / "tokenizer_config.json", chat_template=templates)
+        return
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in named.items():
+        file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+        (folder / file).write_text(text)
+
+
+@pytest.mark.parametrize("where", ["list", "files"])
+@pytest.mark.parametrize("tools", [None, TOOLS, []])
+@pytest.mark.parametrize("names", [["tool_use", "default"], ["default"], ["rag", "default"], ["rag"], ["tool_use"]])
+def test_the_template_for_chats_with_tools_is_the_one_of_transformers(folder, where, tools, names):
+    name_templates(folder, {name: NAMED.get(name, "rag") for name in names}, where)
+    tokenizer, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    variables = [{} if tools is None else {"tools": tools}]
+    try:
+        expected = reference.apply_chat_template(HELLO, tools=tools, return_dict=False, add_generation_prompt=True)
+    except ValueError:
+        others = "but chats without tools need" if names == ["tool_use"] else "but chats need"
+        told = f"the chat templates of the model folder are called {names[0]}, {others} one called default; write "
+        with pytest.raises(ModelError, match=told):
+            tokenizer.encode_chats([HELLO], variables=variables)
+        return
+    assert tokenizer.encode_chats([HELLO], variables=variables) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -294,7 +322,10 @@ def test_the_digest_follows_what_changes_prompts(folder):
     (folder / "chat_template.jinja").write_text("x")
     with_template = load_tokenizer(folder).digest
     change(folder / "generation_config.json", eos_token_id=[1, 2])
-    assert len({before, with_template, load_tokenizer(folder).digest}) == 3
+    with_end = load_tokenizer(folder).digest
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("y")
+    assert len({before, with_template, with_end, load_tokenizer(folder).digest}) == 4
 
 
 @pytest.mark.parametrize(
