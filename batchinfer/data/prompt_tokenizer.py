@@ -170,7 +170,7 @@ class PromptTokenizer:
 
     def _render(self, continues: bool, chat: list[Any]) -> str:
         messages, variables = chat
-        return self.chat_template(have_tools(variables)).render(messages, variables, continues=continues)
+        return self.chat_template(has_tools(variables)).render(messages, variables, continues=continues)
 
     def template_text(self, with_tools: bool = False) -> str | None:
         """Return the text of the chat template for chats with tools or without, None if there is none."""
@@ -233,7 +233,7 @@ class PromptTokenizer:
         return TextStream(self.decode)
 
 
-def have_tools(variables: dict[str, Any]) -> bool:
+def has_tools(variables: dict[str, Any]) -> bool:
     """Return whether a chat with these variables has tools, so that transformers takes the template for tools."""
     return variables.get("tools") is not None
 

@@ -1,17 +1,18 @@
 """Encoding of rows' prompts, and of choices that follow prompts, by the model's tokenizer in a worker process."""
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.data.chat import NO_DATE
+from batchinfer.data.chat import NO_DATE, ChatError
 from batchinfer.data.columns import ENCODED, python_values
 from batchinfer.data.effort import EFFORT_VARIABLES, effort_variables
-from batchinfer.data.prompt_tokenizer import PromptTokenizer, have_tools
+from batchinfer.data.prompt_tokenizer import PromptTokenizer, has_tools
 from batchinfer.data.row_prompts import Chat, Prompt, RowPrompts
-from batchinfer.data.row_values import RowError
+from batchinfer.data.row_values import DATE, RowError
 from batchinfer.data.text_encoder import ids_to_bytes
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
@@ -62,6 +63,23 @@ class RowEncoder:
         if NO_DATE in errors and None not in errors and self._prompts.makes_chats and not self._prompts.have_variables:
             raise ModelError(NO_DATE)
 
+    def lacks_date(self) -> bool:
+        """Return whether the template writes the date if it is given one, and the job gives its chats none."""
+        if not self._prompts.may_lack_date or not self._tokenizer.templates:
+            return False
+        chats = [self._ready(self._prompts.chat(chat)) for chat in _TRIAL_CHATS]
+        return any(self._writes_date(chat) for chat in chats if isinstance(chat, Chat))
+
+    def _writes_date(self, chat: Chat) -> bool:
+        template = self._tokenizer.chat_template(has_tools(chat.variables))
+        if DATE not in template.names:
+            return False
+        with_date = {**chat.variables, DATE: datetime.now().strftime}
+        try:
+            return template.render(chat.messages, chat.variables) != template.render(chat.messages, with_date)
+        except ChatError:
+            return False
+
     def encode(self, column: pa.Array) -> pa.RecordBatch:
         """Encode the prompts of a column, or of a struct of columns (see RowPrompts.of), as columns.ENCODED."""
         prompts = [self._ready(prompt) if isinstance(prompt, Chat) else prompt for prompt in self._prompts.of(column)]
@@ -78,7 +96,7 @@ class RowEncoder:
     def _ready(self, prompt: Chat) -> Prompt:
         """Return a chat as its template takes it, or an error if there is no template for the chat or its effort."""
         try:
-            template = self._tokenizer.chat_template(have_tools(prompt.variables))
+            template = self._tokenizer.chat_template(has_tools(prompt.variables))
         except ModelError as error:
             return RowError(str(error) if self._tokenizer.templates else _NO_TEMPLATE)
         variables = {} if prompt.effort is None else effort_variables(prompt.effort, template.names)

@@ -70,7 +70,7 @@ def serve(control: socket.socket) -> NoReturn:
 
 def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
     """Return the encoder and its properties for the command, or None and {"error": sentence}."""
-    encoder = None
+    encoder, lacks_date = None, False
     try:
         with _limited(seconds=settings["load_s"], num_bytes=settings["load_bytes"]):
             tokenizer = load_tokenizer(Path(settings["folder"]))
@@ -78,6 +78,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
             if settings["input"]["token_ids"] is None or settings["input"]["choices"] is not None:
                 encoder = RowEncoder(tokenizer, prompts, settings["most_tokens"], settings["input"]["control_tokens"])
                 encoder.try_out()
+                lacks_date = encoder.lacks_date()
                 check_round_trip(tokenizer)
     except ModelError as error:
         return None, {"error": clip(str(error))}
@@ -90,6 +91,7 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
         "writes_tools": not prompts.may_make_chats
         or of_tools is None
         or "tools" in tokenizer.chat_template(with_tools=True).names,
+        "lacks_date": lacks_date,
         "ends_thinking": (thinking_tokens(tokenizer) or harmony_tokens(tokenizer)) is not None,
         "tool_forms": forms_of_model(of_tools, lambda mark: tokenizer.token_id(mark) is not None),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 
 import pyarrow as pa
 import pytest
@@ -254,6 +255,53 @@ def test_a_plan_without_a_date_that_every_chat_needs_is_refused(dated, tmp_path)
     ended = plan("some")
     assert ended.code == 0
     assert f"1 bad rows in {tmp_path}/prompts/a.parquet; the first: row 0: {NO_DATE}" in ended.err
+
+
+# as Llama 3.2's
+FIXED = """{%- if not date_string is defined %}{% if strftime_now is defined -%}
+{% set date_string = strftime_now('%d %b %Y') %}{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}{% endif -%}
+{{ date_string }}{% for m in messages %}{{ m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "keys", "is_warned"),
+    [
+        (FIXED, {"messages": "m"}, True),
+        (FIXED, {"user": "u", "chat_template_kwargs": {"enable_thinking": True}}, True),
+        (FIXED, {"messages": "m", "chat_template_kwargs": {"strftime_now": "2024-07-26"}}, False),
+        (FIXED, {"messages": "m", "chat_template_kwargs": {"date_string": "today"}}, False),
+        (FIXED, {"messages": "m", "chat_template_kwargs": "k"}, False),
+        (FIXED, {"prompt": "u"}, False),
+        ("{{ messages[0].content }}{% if now is defined %}{{ strftime_now('%Y') }}{% endif %}", {"user": "u"}, False),
+        (
+            "{% if messages | length > 9 %}{{ strftime_now('%Y') }}{% endif %}{{ messages[0].content }}",
+            {"user": "u"},
+            False,
+        ),
+    ],
+)
+def test_a_date_that_the_template_has_fixed_is_noticed(tmp_path, template, keys, is_warned):
+    folder = model_folder(tmp_path / "model", template=template)
+    encoder = row_encoder(folder, **keys)
+    encoder.try_out()
+    assert encoder.lacks_date() == is_warned
+
+
+def test_a_plan_warns_of_a_fixed_date_and_names_the_remedy(tmp_path):
+    folder = model_folder(tmp_path / "model", template=FIXED)
+    write_shard(tmp_path / "prompts" / "a.parquet", {"m": [[HELLO]]})
+    job = write_job(tmp_path, input={"prompt": None, "messages": "m"}, model={"path": str(folder)})
+    told = "writes today's date with transformers and vLLM, but a fixed date or none here"
+    ended = batchinfer("plan", job)
+    (warning,) = [line for line in ended.err.splitlines() if told in line]
+    remedy = f'chat_template_kwargs = {{ strftime_now = "{date.today()}" }}'
+    assert (ended.code, warning.endswith(f"input.{remedy}")) == (0, True)
+    # the remedy, also as a date of TOML
+    for text in (remedy, remedy.replace('"', "")):
+        job.write_text(job.read_text().replace("[input]", f"[input]\n{text}").replace('dir = "', 'dir = "x'))
+        ended = batchinfer("plan", job)
+        assert (ended.code, told in ended.err) == (0, False), ended.err
+        job.write_text(job.read_text().replace(f"{text}\n", ""))
 
 
 def test_control_tokens_in_tools_are_text_where_the_job_says_so(folders):
