@@ -105,7 +105,7 @@ class BatchinferLM(TemplateLM):
         return self._tokenizer.chat_template().render(chat_history, continues=not add_generation_prompt)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return self._tokenizer.template_text if chat_template else None
+        return self._tokenizer.template_text() if chat_template else None
 
     def _token_id(self, name: str) -> int:
         found = self._tokenizer.token_id(self._tokenizer.named_tokens.get(name, ""))

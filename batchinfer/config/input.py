@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date, time
 from typing import Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
@@ -110,6 +111,12 @@ class InputConfig(Part):
         except (ValueError, RecursionError) as error:
             raise ValueError(f"begins as JSON does, but is not valid JSON: {first_line(error)}") from None
 
+    @field_validator("chat_template_kwargs", mode="before")
+    @classmethod
+    def _with_dates_as_text(cls, value: Any) -> Any:
+        """Convert dates of TOML, at any depth, to their ISO text."""
+        return _dates_as_text(value)
+
     @field_validator("tools")
     @classmethod
     def _none_of_an_empty_list(cls, value: Any) -> Any:
@@ -151,3 +158,11 @@ class InputConfig(Part):
 def _is_json(text: str) -> bool:
     """Return whether a value is JSON of a list or object, and not the name of a column."""
     return text.lstrip()[:1] in ("[", "{")
+
+
+def _dates_as_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _dates_as_text(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_dates_as_text(item) for item in value]
+    return value.isoformat() if isinstance(value, date | time) else value

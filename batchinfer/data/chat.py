@@ -25,6 +25,7 @@ MAX_CHARS = 1 << 26  # of one rendered chat; only a template gone wild writes mo
 _TRIAL_ARGUMENTS = {"city": "Rome on the Tiber"}  # of the call that shows which form a template takes
 _TRIAL_NAME, _TRIAL_ID = "weather", "call_0123456789abcdef"
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' mark of the place at which the final message goes on
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # of a message, in transformers' order
 # transformers and vLLM write the day on which they run
 NO_DATE = (
     "the chat template asks for today's date (strftime_now), on which a prompt must not depend; give it one: "
@@ -34,6 +35,24 @@ NO_DATE = (
 
 class ChatError(ValueError):
     """One chat cannot be rendered; the message is the row's error."""
+
+
+class _Null(str):
+    """Null as the content of a message that calls tools: equal to none in a template, and written as nothing."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return other is None or other is self
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(None)
+
+
+_NULL = _Null()
 
 
 class ChatTemplate:
@@ -48,12 +67,12 @@ class ChatTemplate:
 
     def __init__(self, text: str, special_tokens: dict[str, str]) -> None:
         self._variables = {**special_tokens, "tools": None, "documents": None, "add_generation_prompt": True}
-        layout = {"trim_blocks": True, "lstrip_blocks": True}
-        environment = _environment(**layout)
+        environment = _environment(trim_blocks=True, lstrip_blocks=True)
+        environment.tests["none"] = lambda value: value is None or value is _NULL
+        environment.tests["string"] = lambda value: isinstance(value, str) and value is not _NULL
         try:
             self._template = environment.from_string(text)
             self.names = frozenset(meta.find_undeclared_variables(environment.parse(text)))
-            self._of_calls = _environment(**layout, finalize=_null_is_empty).from_string(text)
         except (TemplateError, RecursionError) as error:
             raise ModelError(f"the chat template is not valid: {_one_line(error)}; correct the template") from None
 
@@ -116,7 +135,7 @@ class ChatTemplate:
         """Return the prompt text of a chat, up to the place where the assistant answers.
 
         Keys with null are left out, except for the content of a message that calls tools: templates ask whether that
-        content is null, and the text gets nothing for it.
+        content is null, and the text gets nothing for it. Reasoning is given under the names that transformers gives.
 
         Args:
             variables: more variables for the template, such as `tools`.
@@ -128,23 +147,15 @@ class ChatTemplate:
         Raises:
             ChatError: the template refuses the chat, or fails on it.
         """
-        chat = [
-            {
-                key: value
-                for key, value in message.items()
-                if value is not None or (key == "content" and message.get("tool_calls"))
-            }
-            for message in messages
-        ]
+        chat = [_as_templates_read(message) for message in messages]
         values = {**self._variables, **(variables or {}), "messages": chat}
-        template = self._of_calls if any(None in message.values() for message in chat) else self._template
         if not continues:
-            return _written(template, values, "the chat template", _failure)
+            return _written(self._template, values, "the chat template", _failure)
         final = chat[-1].get("content")
-        if final is None:
+        if final is None or final is _NULL:
             raise ChatError("the final message has no content to continue (input.continue_final_message)")
         chat[-1]["content"] = final + _CONTINUE
-        text = _written(template, {**values, "add_generation_prompt": False}, "the chat template", _failure)
+        text = _written(self._template, {**values, "add_generation_prompt": False}, "the chat template", _failure)
         # the template may have cut white space around the content, and with it the mark's own blank
         before, mark, after = text.rpartition(_CONTINUE.strip())
         if not mark or final.strip() not in text:
@@ -193,6 +204,18 @@ class RowTemplate:
         return _written(
             self._template, row, self._key, lambda error: f"{self._key} fails on the row: {_one_line(error)}"
         )
+
+
+def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without nulls (_NULL for the content of calls) and with reasoning under two names."""
+    calls = message.get("tool_calls")
+    found = {
+        key: _NULL if value is None else value
+        for key, value in message.items()
+        if value is not None or (key == "content" and calls)
+    }
+    reasoning = next((found[key] for key in _REASONING_KEYS if key in found), None)
+    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
 
 
 def _with_arguments(messages: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
@@ -248,10 +271,6 @@ def _written(template: Template, variables: dict[str, Any], what: str, failure: 
     return "".join(pieces)
 
 
-def _null_is_empty(value: Any) -> Any:
-    return "" if value is None else value
-
-
 def _not_null(key: str, value: Any) -> Any:
     if value is None:
         raise ChatError(f"{key} writes a value that is null; give it a default: {{{{ column or '' }}}}")
@@ -287,7 +306,18 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML characters, which prompts must not
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        _with_null(value), ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _with_null(value: Any) -> Any:
+    """Return a content, message or chat with None for _NULL; other values stay unchanged."""
+    if isinstance(value, list):
+        return [_with_null(message) if isinstance(message, dict) else message for message in value]
+    if isinstance(value, dict):
+        return {**value, "content": None} if value.get("content") is _NULL else value
+    return None if value is _NULL else value
 
 
 def _raise_exception(message: str) -> None:

@@ -67,6 +67,7 @@ class Encoders:
         has_chat_template: whether the model folder has a chat template.
         bos_token_id: the token that begins texts; None if there is none.
         writes_tools: whether the chat template, if there is one, writes the tools that it is given.
+        lacks_date: whether the chat template writes the date if it is given one, and the job gives none.
         ends_thinking: whether the tokenizer has a token for the end of thinking.
         tool_forms: forms in which the model writes tool calls (tokenizer_worker.py); empty if the folder shows none.
         most_chars: a text of more characters cannot fit into the window; None if no limit is known.
@@ -108,6 +109,7 @@ class Encoders:
         self.has_chat_template: bool = loaded["has_chat_template"]
         self.bos_token_id: int | None = loaded["bos_token_id"]
         self.writes_tools: bool = loaded["writes_tools"]
+        self.lacks_date: bool = loaded["lacks_date"]
         self.ends_thinking: bool = loaded["ends_thinking"]
         self.tool_forms: list[str] = loaded["tool_forms"]
         self.most_chars: int | None = loaded["most_chars"]

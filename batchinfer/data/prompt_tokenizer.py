@@ -27,15 +27,16 @@ _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
     chr(256 + place): byte for place, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))
 }
+_DEFAULT, _TOOL_USE = "default", "tool_use"  # names of chat templates, as transformers looks for them
 UNFINISHED = "\ufffd"  # decoded from the bytes of an incomplete character
 
 
 class PromptTokenizer:
-    """A model's tokenizer with its chat template.
+    """A model's tokenizer with its chat templates.
 
     Attributes:
         file: file of the vocabulary.
-        template_text: the chat template, None if there is none.
+        templates: texts of the chat templates by name; {} if there are none.
         named_tokens: texts of bos_token and other named tokens, by name.
         eos_token_ids: ids that end an answer.
         vocab_size: number of ids of the tokenizer (the model may have more).
@@ -46,14 +47,14 @@ class PromptTokenizer:
         self,
         tokenizer: Tokenizer,
         file: Path,
-        template: str | None,
+        templates: dict[str, str],
         named_tokens: dict[str, str],
         eos_token_ids: frozenset[int],
         digest: str,
     ) -> None:
         self._tokenizer, self.file = tokenizer, file
-        self.template_text, self.named_tokens = template, named_tokens
-        self._template: ChatTemplate | None = None
+        self.templates, self.named_tokens = templates, named_tokens
+        self._compiled: dict[str, ChatTemplate] = {}
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids, self.digest = eos_token_ids, digest
 
@@ -131,7 +132,7 @@ class PromptTokenizer:
         variables: list[dict[str, Any]] | None = None,
         continues: bool = False,
     ) -> list[bytes | str]:
-        """Encode chats by the chat template, which writes all special tokens.
+        """Encode chats by the chat template for chats with tools or without, which writes all special tokens.
 
         Args:
             variables: the template's variables for each chat (see ChatTemplate.render).
@@ -145,7 +146,7 @@ class PromptTokenizer:
         """
         from batchinfer.data.chat import ChatError
 
-        render = partial(_render, self.chat_template(), continues)
+        render = partial(self._render, continues)
         results: list[bytes | str] = [b""] * len(chats)
         places, texts = [], []
         for place, chat in enumerate(map(list, zip(chats, variables or [{}] * len(chats), strict=True))):
@@ -167,23 +168,45 @@ class PromptTokenizer:
             results[place] = ids
         return results
 
-    def chat_template(self) -> ChatTemplate:
-        """Return the compiled chat template.
+    def _render(self, continues: bool, chat: list[Any]) -> str:
+        messages, variables = chat
+        return self.chat_template(has_tools(variables)).render(messages, variables, continues=continues)
+
+    def template_text(self, with_tools: bool = False) -> str | None:
+        """Return the text of the chat template for chats with tools or without, None if there is none."""
+        return self.templates.get(self._template_name(with_tools))
+
+    def chat_template(self, with_tools: bool = False) -> ChatTemplate:
+        """Return the compiled chat template for chats with tools or without.
 
         Raises:
-            ModelError: the model folder has no chat template, or an invalid one.
+            ModelError: the model folder has no such chat template, or an invalid one.
         """
-        if self.template_text is None:
-            raise ModelError(
-                "the model folder has no chat template, which input.messages needs; add chat_template.jinja, "
-                "or give ready text in input.prompt"
-            )
-        if self._template is None:
+        name = self._template_name(with_tools)
+        if name not in self.templates:
+            raise ModelError(self._no_template())
+        if name not in self._compiled:
             # imported here because ranks only decode and need no template engine
             from batchinfer.data.chat import ChatTemplate
 
-            self._template = ChatTemplate(self.template_text, self.named_tokens)
-        return self._template
+            self._compiled[name] = ChatTemplate(self.templates[name], self.named_tokens)
+        return self._compiled[name]
+
+    def _template_name(self, with_tools: bool) -> str:
+        return _TOOL_USE if with_tools and _TOOL_USE in self.templates else _DEFAULT
+
+    def _no_template(self) -> str:
+        if not self.templates:
+            return (
+                "the model folder has no chat template, which input.messages needs; add chat_template.jinja, "
+                "or give ready text in input.prompt"
+            )
+        names = ", ".join(sorted(self.templates))
+        return (
+            f"the chat templates of the model folder are called {names}, but chats "
+            f"{'without tools ' if _TOOL_USE in self.templates else ''}need one called default; "
+            "write the text of the one to use to chat_template.jinja"
+        )
 
     def encode_piece(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
@@ -208,6 +231,11 @@ class PromptTokenizer:
     def stream(self) -> TextStream:
         """Return an incremental decoder for one request."""
         return TextStream(self.decode)
+
+
+def has_tools(variables: dict[str, Any]) -> bool:
+    """Return whether a chat with these variables has tools, so that transformers takes the template for tools."""
+    return variables.get("tools") is not None
 
 
 def thinking_tokens(tokenizer: PromptTokenizer) -> tuple[int | None, int] | None:
@@ -265,11 +293,6 @@ class TextStream:
             self._start, self._shown = self._shown, len(self._ids)
             self._num_shown = len(self._decode(self._ids[self._start :]))
         return piece
-
-
-def _render(template: ChatTemplate, continues: bool, chat: list[Any]) -> str:
-    messages, variables = chat
-    return template.render(messages, variables, continues=continues)
 
 
 def _holds(token: str) -> str:

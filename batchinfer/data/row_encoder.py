@@ -1,18 +1,18 @@
 """Encoding of rows' prompts, and of choices that follow prompts, by the model's tokenizer in a worker process."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from batchinfer.data.chat import NO_DATE
+from batchinfer.data.chat import NO_DATE, ChatError
 from batchinfer.data.columns import ENCODED, python_values
 from batchinfer.data.effort import EFFORT_VARIABLES, effort_variables
-from batchinfer.data.prompt_tokenizer import PromptTokenizer
+from batchinfer.data.prompt_tokenizer import PromptTokenizer, has_tools
 from batchinfer.data.row_prompts import Chat, Prompt, RowPrompts
-from batchinfer.data.row_values import RowError
+from batchinfer.data.row_values import DATE, RowError
 from batchinfer.data.text_encoder import ids_to_bytes
 from batchinfer.records import ModelError
 from batchinfer.sanitize import clip
@@ -44,8 +44,12 @@ class RowEncoder:
         self._tokenizer, self._prompts = tokenizer, prompts
         self._most_tokens = most_tokens
         self._control = control
-        if prompts.makes_chats or (prompts.may_make_chats and tokenizer.template_text is not None):
-            tokenizer.chat_template()  # raises before the first row if the template is bad
+        # raises before the first row if a template is bad or missing
+        if prompts.makes_chats:
+            tokenizer.chat_template(prompts.may_have_tools)
+        for with_tools in (False, True):
+            if prompts.may_make_chats and tokenizer.template_text(with_tools) is not None:
+                tokenizer.chat_template(with_tools)
 
     def try_out(self) -> None:
         """Encode trial rows, so that a tokenizer or template that crashes does so before the first row.
@@ -53,17 +57,32 @@ class RowEncoder:
         Raises:
             ModelError: each chat needs a date, which neither job nor rows give.
         """
-        is_chat = self._prompts.may_make_chats and self._tokenizer.template_text is not None
-        prompts = [self._prompts.chat(chat) if is_chat else chat[0]["content"] for chat in _TRIAL_CHATS]
+        is_chat = self._prompts.may_make_chats and self._tokenizer.templates
+        prompts = [self._ready(self._prompts.chat(chat)) if is_chat else chat[0]["content"] for chat in _TRIAL_CHATS]
         errors = self._encoded(prompts, self._prompt_ids)["error"].to_pylist()
         if NO_DATE in errors and None not in errors and self._prompts.makes_chats and not self._prompts.have_variables:
             raise ModelError(NO_DATE)
 
+    def lacks_date(self) -> bool:
+        """Return whether the template writes the date if it is given one, and the job gives its chats none."""
+        if not self._prompts.may_lack_date or not self._tokenizer.templates:
+            return False
+        chats = [self._ready(self._prompts.chat(chat)) for chat in _TRIAL_CHATS]
+        return any(self._writes_date(chat) for chat in chats if isinstance(chat, Chat))
+
+    def _writes_date(self, chat: Chat) -> bool:
+        template = self._tokenizer.chat_template(has_tools(chat.variables))
+        if DATE not in template.names:
+            return False
+        with_date = {**chat.variables, DATE: datetime.now().strftime}
+        try:
+            return template.render(chat.messages, chat.variables) != template.render(chat.messages, with_date)
+        except ChatError:
+            return False
+
     def encode(self, column: pa.Array) -> pa.RecordBatch:
         """Encode the prompts of a column, or of a struct of columns (see RowPrompts.of), as columns.ENCODED."""
-        prompts = [
-            self._with_effort(prompt) if isinstance(prompt, Chat) else prompt for prompt in self._prompts.of(column)
-        ]
+        prompts = [self._ready(prompt) if isinstance(prompt, Chat) else prompt for prompt in self._prompts.of(column)]
         return self._encoded(prompts, self._prompt_ids)
 
     def encode_choices(self, column: pa.Array) -> pa.RecordBatch:
@@ -74,17 +93,20 @@ class RowEncoder:
         ]
         return self._encoded(texts, self._choice_ids)
 
-    def _with_effort(self, prompt: Chat) -> Prompt:
-        """Return a chat with its effort as variables of the template, or an error if the template has none for it."""
-        if prompt.effort is None or self._tokenizer.template_text is None:
-            return prompt
-        variables = effort_variables(prompt.effort, self._tokenizer.chat_template().names)
-        if not variables:
+    def _ready(self, prompt: Chat) -> Prompt:
+        """Return a chat as its template takes it, or an error if there is no template for the chat or its effort."""
+        try:
+            template = self._tokenizer.chat_template(has_tools(prompt.variables))
+        except ModelError as error:
+            return RowError(str(error) if self._tokenizer.templates else _NO_TEMPLATE)
+        variables = {} if prompt.effort is None else effort_variables(prompt.effort, template.names)
+        if prompt.effort is not None and not variables:
             return RowError(
                 f"body.reasoning.effort is {prompt.effort!r}, but the model's chat template reads none of "
                 f"{', '.join(EFFORT_VARIABLES)}; leave it out"
             )
-        return replace(prompt, variables={**prompt.variables, **variables})
+        messages = template.with_ids(template.with_arguments(prompt.messages))
+        return Chat(messages, {**prompt.variables, **variables})
 
     def _encoded(self, prompts: Sequence[Prompt], encode: EncodeTexts) -> pa.RecordBatch:
         errors = [str(prompt) if isinstance(prompt, RowError) else None for prompt in prompts]
@@ -114,19 +136,14 @@ class RowEncoder:
         return iter(found)
 
     def _chat_ids(self, chats: list[Chat]) -> IdsAndControl:
-        if self._tokenizer.template_text is None:
-            return ((_NO_TEMPLATE, False) for _ in chats)
-        template = self._tokenizer.chat_template()
-        messages = [template.with_ids(template.with_arguments(chat.messages)) for chat in chats]
         found = self._tokenizer.chat_ids(
-            messages,
+            [chat.messages for chat in chats],
             self._most_tokens,
             self._control,
             variables=[chat.variables for chat in chats],
             continues=self._prompts.continues,
         )
-        texts = [[own, chat.variables] for own, chat in zip(messages, chats, strict=True)]
-        return self._with_control(texts, found)
+        return self._with_control([[chat.messages, chat.variables] for chat in chats], found)
 
     def _text_ids(self, texts: list[str]) -> IdsAndControl:
         return self._with_control(texts, self._tokenizer.prompt_ids(texts, self._most_tokens, self._control))

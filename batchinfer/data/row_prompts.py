@@ -16,11 +16,10 @@ import pyarrow as pa
 
 from batchinfer.data.chat import ChatError, RowTemplate
 from batchinfer.data.columns import python_values
-from batchinfer.data.row_values import RowError, json_value, tool_list, without_nulls
+from batchinfer.data.row_values import DATE, RowError, json_value, tool_list, without_nulls
 from batchinfer.records import ModelError
 
 _OWN_NAMES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
-_DATE = "strftime_now"  # transformers' name for the function by which templates write the date
 _SHAREGPT_ROLES = {"system": "system", "human": "user", "gpt": "assistant"}
 
 _OPENAI_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -51,6 +50,8 @@ class RowPrompts:
         columns: the input columns that prompts are made of.
         makes_chats: whether all prompts are chats.
         may_make_chats: whether prompts may be chats.
+        may_have_tools: whether the job has tools for its chats, or a column with them.
+        may_lack_date: whether there may be chats for which neither job nor rows give a date.
         have_variables: whether rows may have variables for the chat template, in addition to those of the job.
 
     Raises:
@@ -73,6 +74,7 @@ class RowPrompts:
                 "text itself, or a system message into each line"
             )
         self._tools, self._kwargs = settings["tools"], settings["chat_template_kwargs"]
+        self.may_have_tools = self._tools is not None
         if isinstance(self._kwargs, dict):
             try:
                 self._kwargs = _variables("input.chat_template_kwargs", self._kwargs)
@@ -81,6 +83,7 @@ class RowPrompts:
         has_chats = settings["messages"] is not None or self._is_user
         self.may_make_chats = has_chats or (self._template is not None and self._system is not None)
         self.makes_chats = self.may_make_chats and settings["format"] != "openai"
+        self.may_lack_date = self.may_make_chats and not _is_name(self._kwargs) and DATE not in (self._kwargs or {})
         self.have_variables = _is_name(self._kwargs) or settings["format"] == "openai"
         self.continues = bool(settings["continue_final_message"])
         own = self._template.columns if self._template else [self._column]
@@ -242,14 +245,14 @@ def _variables(what: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in kwargs:
         if name in _OWN_NAMES:
             raise RowError(f"{what} sets {name}, which the job has other keys for; leave it out")
-    date = kwargs.get(_DATE)
-    others = {name: value for name, value in kwargs.items() if name != _DATE}
+    date = kwargs.get(DATE)
+    others = {name: value for name, value in kwargs.items() if name != DATE}
     if date is None:
         return others
     try:
-        return {**others, _DATE: datetime.fromisoformat(date).strftime}
+        return {**others, DATE: datetime.fromisoformat(date).strftime}
     except (TypeError, ValueError):
-        raise RowError(f'{what} sets {_DATE} to {date!r}, which is no date such as "2026-01-31"') from None
+        raise RowError(f'{what} sets {DATE} to {date!r}, which is no date such as "2026-01-31"') from None
 
 
 def _of_structs(messages: Any) -> Any:

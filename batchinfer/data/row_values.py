@@ -13,6 +13,8 @@ from batchinfer.config import JobConfig
 from batchinfer.data.columns import is_text, list_lengths, without_dictionary
 from batchinfer.sanitize import error_text
 
+DATE = "strftime_now"  # transformers' name for the function by which chat templates write the date
+
 
 class RowError(ValueError):
     """A row makes no prompt; the message is its error."""
@@ -121,6 +123,22 @@ def rows_with_tools(job: JobConfig, batch: pa.RecordBatch, bad: Container[int]) 
         return 0
     found = have_tools(without_dictionary(batch[name]), are_requests=job.input.format == "openai").to_pylist()
     return sum(has_tools and row not in bad for row, has_tools in enumerate(found))
+
+
+class _ChatRequest(msgspec.Struct):
+    """A request as the formats of OpenAI write it, read for whether it is a chat with variables of its own."""
+
+    messages: Any = None
+    chat_template_kwargs: Any = None
+
+
+def chats_without_date(batch: pa.RecordBatch, bad: Container[int]) -> int:
+    """Return the number of OpenAI's requests in a batch that are chats and name no date, without bad rows."""
+    texts = enumerate(without_dictionary(batch["request"]).to_pylist() if "request" in batch.schema.names else [])
+    requests = [
+        msgspec.json.decode(text, type=_ChatRequest) for row, text in texts if text is not None and row not in bad
+    ]
+    return sum(one.messages is not None and DATE not in (one.chat_template_kwargs or {}) for one in requests)
 
 
 def have_tools(values: pa.Array | pa.ChunkedArray, *, are_requests: bool) -> pa.Array | pa.ChunkedArray:

@@ -65,22 +65,23 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = bool(config.get("split_special_tokens", False))
-    template = _template_text(folder, config)
+    templates = _templates(folder, config)
     eos_token_ids = _eos_token_ids(folder, tokenizer, named)
     settings = [named, config.get("added_tokens_decoder"), tokenizer.encode_special_tokens, sorted(eos_token_ids)]
     digest = hashlib.blake2b(digest_size=16)
-    for part in (text, template or "", json.dumps(settings, sort_keys=True)):
+    others = [templates[name] for name in ("tool_use",) if name in templates]
+    for part in (text, templates.get("default", ""), json.dumps(settings, sort_keys=True), *others):
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
-    return PromptTokenizer(tokenizer, file, template, named, eos_token_ids, digest.hexdigest())
+    return PromptTokenizer(tokenizer, file, templates, named, eos_token_ids, digest.hexdigest())
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Return whether a model folder has a chat template.
+    """Return whether a model folder has a chat template for chats without tools.
 
     Raises:
         ModelError: a settings file is broken.
     """
-    return _template_text(folder, _read_json(folder / "tokenizer_config.json")) is not None
+    return "default" in _templates(folder, _read_json(folder / "tokenizer_config.json"))
 
 
 def _vocabulary_file(folder: Path, config: dict[str, Any]) -> Path:
@@ -160,22 +161,26 @@ def _add_special_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dic
         tokenizer.add_special_tokens([token]) if token.special else tokenizer.add_tokens([token])
 
 
-def _template_text(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the chat template: chat_template.jinja, else `chat_template` in tokenizer_config.json, else our own.
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return the chat templates by name: of .jinja files, else `chat_template` in tokenizer_config.json, else our own.
 
-    `chat_template` is a text, or a list of named templates of which the one called `default` counts.
+    `chat_template` is a text, or a list of named templates. A template without a name is called `default`.
     """
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return _read_text(file)
+    files = {file.stem: file for file in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (file := folder / "chat_template.jinja").exists():
+        files = {"default": file, **files}
+    if files:
+        return {name: _read_text(files[name]) for name in sorted(files)}
     found = config.get("chat_template")
     if isinstance(found, list):
-        entries = [entry for entry in found if isinstance(entry, dict)]
-        found = next((entry.get("template") for entry in entries if entry.get("name") == "default"), None)
+        entries = [(entry.get("name"), entry.get("template")) for entry in found if isinstance(entry, dict)]
+        named = {name: text for name, text in entries if isinstance(name, str) and isinstance(text, str)}
+        if named:
+            return named
     if isinstance(found, str):
-        return found
+        return {"default": found}
     kind = _read_json(folder / "config.json").get("model_type")
-    return _read_text(OWN_TEMPLATES / f"{kind}.jinja") if kind in HAVE_OWN_TEMPLATE else None
+    return {"default": _read_text(OWN_TEMPLATES / f"{kind}.jinja")} if kind in HAVE_OWN_TEMPLATE else {}
 
 
 def _eos_token_ids(folder: Path, tokenizer: Tokenizer, named: dict[str, str]) -> frozenset[int]:

@@ -70,7 +70,7 @@ def serve(control: socket.socket) -> NoReturn:
 
 def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
     """Return the encoder and its properties for the command, or None and {"error": sentence}."""
-    encoder = None
+    encoder, lacks_date = None, False
     try:
         with _limited(seconds=settings["load_s"], num_bytes=settings["load_bytes"]):
             tokenizer = load_tokenizer(Path(settings["folder"]))
@@ -78,20 +78,23 @@ def _load(settings: dict[str, Any]) -> tuple[RowEncoder | None, dict[str, Any]]:
             if settings["input"]["token_ids"] is None or settings["input"]["choices"] is not None:
                 encoder = RowEncoder(tokenizer, prompts, settings["most_tokens"], settings["input"]["control_tokens"])
                 encoder.try_out()
+                lacks_date = encoder.lacks_date()
                 check_round_trip(tokenizer)
     except ModelError as error:
         return None, {"error": clip(str(error))}
+    of_tools = tokenizer.template_text(with_tools=True)
     return encoder, {
         "columns": prompts.columns,
         "digest": tokenizer.digest,
         "most_chars": tokenizer.most_chars(settings["most_tokens"]),
-        "has_chat_template": tokenizer.template_text is not None,
+        "has_chat_template": tokenizer.template_text() is not None,
         "bos_token_id": tokenizer.token_id(tokenizer.named_tokens.get("bos_token", "")),
         "writes_tools": not prompts.may_make_chats
-        or tokenizer.template_text is None
-        or "tools" in tokenizer.chat_template().names,
+        or of_tools is None
+        or "tools" in tokenizer.chat_template(with_tools=True).names,
+        "lacks_date": lacks_date,
         "ends_thinking": (thinking_tokens(tokenizer) or harmony_tokens(tokenizer)) is not None,
-        "tool_forms": forms_of_model(tokenizer.template_text, lambda mark: tokenizer.token_id(mark) is not None),
+        "tool_forms": forms_of_model(of_tools, lambda mark: tokenizer.token_id(mark) is not None),
     }
 
 

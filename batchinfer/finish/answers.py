@@ -16,7 +16,8 @@ class Answer:
     """The parts of an answer's text.
 
     calls: [] if the answer calls nothing, None if a call is cut off or not in the form.
-    content: the text before the calls, the whole text if there are none.
+    content: the text before, between and behind the calls, without blanks alone between and behind them; the whole text
+        if there are no calls.
     form: the form of the calls.
     """
 
@@ -44,7 +45,7 @@ class AnswerReader:
         hidden = hide_marks(text)
         found = self._read_hidden(hidden.text, is_cut)
         calls = None if found.calls is None else [hidden.restored(call) for call in found.calls]
-        return Answer(calls, text[: len(found.content)], found.form)
+        return Answer(calls, hidden.shown(found.content), found.form)
 
     def _read_hidden(self, text: str, is_cut: bool) -> Answer:
         start, is_certain = _end_of_thinking(text)
@@ -70,8 +71,8 @@ class AnswerReader:
         if thought is not None:
             return self._read_from(thought, text, is_cut)
         is_broken = self.own_forms and form.inner is not None and text.find(form.inner, start, place) >= 0
-        calls = None if is_broken else _calls(form, text[place:], is_cut)
-        return Answer(calls, text[:place].removesuffix(form.before), form)
+        calls, others = (None, "") if is_broken else _calls(form, text[place:], is_cut)
+        return Answer(calls, text[:place].removesuffix(form.before) + others, form)
 
     def _first_block(self, form: CallForm, text: str, start: int, is_cut: bool) -> int | None:
         """Return the position of the mark that begins the first block of calls, None if there is no block."""
@@ -128,17 +129,19 @@ def _end_of_later_thinking(text: str, start: int, place: int, is_cut: bool) -> i
     return None
 
 
-def _calls(form: CallForm, text: str, is_cut: bool) -> list[WrittenCall] | None:
-    """Return the calls in a text that begins with a block of calls."""
+def _calls(form: CallForm, text: str, is_cut: bool) -> tuple[list[WrittenCall] | None, str]:
+    """Return the calls in a text that begins with a block of calls, and the text behind the blocks."""
     calls: list[WrittenCall] = []
+    others = ""
     for block in form.begin.split(text)[1:]:
         end = form.end.search(block)
-        inside = block[: end.start()] if end else block
+        inside, behind = (block[: end.start()], block[end.end() :]) if end else (block, "")
         found = form.read(inside) if end or not (is_cut or form.needs_end) else None
         if not found:
-            return None
+            return None, ""
         calls += found
-    return calls
+        others += behind if behind.strip() else ""
+    return calls, others
 
 
 # what stands before the JSON of a call, in any form
@@ -162,6 +165,10 @@ class HiddenMarks:
 
     text: str
     _back: dict[int, str]
+
+    def shown(self, text: str) -> str:
+        """Return a part of the text as the answer has it."""
+        return text.translate(self._back)
 
     def restored(self, call: WrittenCall) -> WrittenCall:
         """Return a call that was read from the text as the answer has it."""

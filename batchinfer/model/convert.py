@@ -25,6 +25,7 @@ from batchinfer.model.weight_loading import open_loader, read_ends, read_mtp
 from batchinfer.records import ConfigError
 from batchinfer.whole_files import TEMPORARY, cannot_write, sync_file, sync_folder
 
+_TEMPLATES = "additional_chat_templates"
 _CARRIED = (".json", ".jinja", ".model", ".txt")  # tokenizer, templates, defaults; no weights and no code
 
 
@@ -100,8 +101,12 @@ def convert_model(
 
 
 def _carry(source: Path, folder: Path) -> None:
-    """Copy config.json, the tokenizer's files and generation settings."""
+    """Copy config.json, the tokenizer's files, chat templates and generation settings."""
     for path in sorted(source.iterdir()):
         if path.is_file() and path.suffix in _CARRIED and not path.name.endswith(".safetensors.index.json"):
             shutil.copyfile(path, folder / path.name)
             sync_file(folder / path.name)
+    if (templates := source / _TEMPLATES).is_dir():
+        (folder / _TEMPLATES).mkdir()
+        _carry(templates, folder / _TEMPLATES)
+        sync_folder(folder / _TEMPLATES)

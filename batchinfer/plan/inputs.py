@@ -1,6 +1,7 @@
 """The input of a job: its shards, checks that the settings fit them, and the common arguments of planning steps."""
 
 from dataclasses import dataclass
+from datetime import date
 
 import pyarrow as pa
 
@@ -68,6 +69,8 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> lis
         note(f"warning: sampling.structured_outputs: {sentence}")
     if not encoders.writes_tools and job.input.tools is not None and tools_column(job) is None:
         warn_of_tools(job)
+    if encoders.lacks_date and job.input.format != "openai":
+        warn_of_date(job)
     kept = check_columns(job, shards, encoders.columns)
     readable = [shard for shard in shards if shard.problem is None]
     if not any(shard.num_rows for shard in readable):
@@ -82,6 +85,15 @@ def warn_of_tools(job: JobConfig) -> None:
     note(
         f"warning: the chat template of {job.model.path} does not write tools, so the model does not see {tools}; give "
         "the folder a template that writes tools"
+    )
+
+
+def warn_of_date(job: JobConfig) -> None:
+    """Warn that chats get the date that the model's chat template has in its text, or none."""
+    note(
+        f"warning: the chat template of {job.model.path} writes today's date with transformers and vLLM, but a fixed "
+        "date or none here, where a prompt must not depend on the day; name the date: "
+        f'input.chat_template_kwargs = {{ strftime_now = "{date.today()}" }}'
     )
 
 

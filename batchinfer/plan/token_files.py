@@ -14,7 +14,7 @@ from batchinfer.data.column_checks import NO_IDS
 from batchinfer.data.prompts import PromptLimits
 from batchinfer.data.validate import ShardRows, rows_found, tokenize_shard
 from batchinfer.manifest import Manifest
-from batchinfer.plan.inputs import Prepared, warn_of_tools
+from batchinfer.plan.inputs import Prepared, warn_of_date, warn_of_tools
 from batchinfer.progress import Progress, note
 from batchinfer.records import DamagedFileError, InputError, Shard
 from batchinfer.run.quarantine import set_aside
@@ -128,6 +128,7 @@ class RowWarnings:
     num_plain: int = 0  # raw text without a control token
     num_doubled: int = 0  # raw text that begins with the tokenizer's first token twice
     num_unwritten_tools: int = 0  # with tools that the chat template does not write
+    num_dateless: int = 0  # chats of OpenAI's lines without the date that the chat template writes
     lost_null: str | None = None  # the first null of a tool that prompts leave out, with its row and shard
     lost_const: str | None = None  # the first null const that schemas of the sampling column leave out, likewise
     structured: Counter[str] = field(default_factory=Counter)  # rows by sentence about their structured outputs
@@ -138,6 +139,7 @@ class RowWarnings:
         self.num_plain += found.num_plain
         self.num_doubled += found.num_doubled
         self.num_unwritten_tools += found.num_unwritten_tools
+        self.num_dateless += found.num_dateless
         self.structured.update(found.warnings)
         if found.lost_null is not None and self.lost_null is None:
             self.lost_null = f"{found.lost_null} of {shard.path}"
@@ -168,6 +170,8 @@ class RowWarnings:
             )
         if self.num_unwritten_tools:
             warn_of_tools(job)
+        if self.num_dateless:
+            warn_of_date(job)
         if self.lost_null:
             note(
                 f"warning: column {job.input.tools!r} has null as {self.lost_null}; in structs, null values and "

@@ -18,6 +18,7 @@ DEAD_END = {
     "additionalProperties": False,
     "$defs": {"endless": {"anyOf": [{"$ref": "#/$defs/endless"}]}},
 }
+EITHER = {"oneOf": [{"type": "string", "minLength": 1}, {"type": "string", "maxLength": 5}]}
 BIG = 9007199254740993  # no double
 NO_TEXT = "no text satisfies it"
 DEEP = '{"items": ' * 5000 + "{}" + "}" * 5000
@@ -61,6 +62,9 @@ REFUSED = [
     ("json", {"type": "array", "items": {"const": BIG}, "minItems": -1}, "-1 at #/minItems is no whole number"),
     ("grammar", 'start: %json {"type": "array", "minItems": true}', "true at #/minItems is no whole number"),
     ("grammar", 'start: %json {"type": "array", "minItems": -1}', "-1 at #/minItems is no whole number"),
+    # an option of llguidance that is refused here is no advice
+    ("json", EITHER, "oneOf constraints are not supported; write anyOf"),
+    ("grammar", f"start: %json {json.dumps(EITHER)}", "oneOf constraints are not supported; write anyOf"),
     # schemas that are none
     ("json", {"type": "strng"}, "Invalid type: strng"),
     ("json", {"type": "object", "required": ["b"], "additionalProperties": False}, "Unsatisfiable"),

@@ -131,6 +131,17 @@ def test_null_in_variables_and_tools_is_written_as_json_text(tmp_path, form):
     assert again.input.model_dump(include=set(keys)) == keys
 
 
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [("2026-01-31", "2026-01-31"), ("2026-01-31T07:10:00Z", "2026-01-31T07:10:00+00:00"), ("07:10:00", "07:10:00")],
+)
+def test_a_date_of_toml_among_variables_is_its_text(tmp_path, written, text):
+    table = {**VALID, "input": {"files": ["a.parquet"], "messages": "m"}}
+    variables = f"{{ strftime_now = {written}, others = [{{ day = {written} }}] }}"
+    found = load_job(write_job(tmp_path, table), (f"input.chat_template_kwargs={variables}",))
+    assert found.input.chat_template_kwargs == {"strftime_now": text, "others": [{"day": text}]}
+
+
 @pytest.mark.parametrize("text", ["[{]", '{"a": 1', "[" * 100_000, "\n [1"])
 def test_json_text_that_is_none_is_no_column(tmp_path, text):
     table = {**VALID, "input": {"files": ["a.parquet"], "messages": "m", "tools": text}}

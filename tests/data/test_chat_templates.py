@@ -265,11 +265,11 @@ def test_v32_refuses_what_its_program_refuses(v32, turn, told):
 
 def test_a_folder_of_v32_needs_no_template_and_one_of_its_own_goes_first(folder_of_model):
     (folder_of_model / "tokenizer_config.json").write_text("{}")
-    assert load_tokenizer(folder_of_model).template_text is None
+    assert load_tokenizer(folder_of_model).template_text() is None
     (folder_of_model / "config.json").write_text('{"model_type": "deepseek_v32"}')
-    assert load_tokenizer(folder_of_model).template_text == (OWN_TEMPLATES / "deepseek_v32.jinja").read_text()
+    assert load_tokenizer(folder_of_model).template_text() == (OWN_TEMPLATES / "deepseek_v32.jinja").read_text()
     (folder_of_model / "chat_template.jinja").write_text("{{ messages }}")
-    assert load_tokenizer(folder_of_model).template_text == "{{ messages }}"
+    assert load_tokenizer(folder_of_model).template_text() == "{{ messages }}"
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +324,7 @@ def test_v4_writes_the_format_of_answers_behind_the_system_message_and_refuses_u
 
 def test_a_folder_of_v4_needs_no_template(folder_of_model):
     (folder_of_model / "config.json").write_text('{"model_type": "deepseek_v4"}')
-    assert load_tokenizer(folder_of_model).template_text == (OWN_TEMPLATES / "deepseek_v4.jinja").read_text()
+    assert load_tokenizer(folder_of_model).template_text() == (OWN_TEMPLATES / "deepseek_v4.jinja").read_text()
 
 
 def test_v4_renders_300_conversations_as_deepseek_recipe_does(v4):

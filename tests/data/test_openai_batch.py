@@ -139,6 +139,25 @@ def test_a_plan_warns_of_tools_that_lines_have_and_the_template_does_not_write(
     assert ("does not write tools, so the model does not see the lines' tools" in ended.err) == is_warned
 
 
+@pytest.mark.parametrize(
+    ("lines", "is_warned"),
+    [
+        ([completion("a"), chat("b", chat_template_kwargs={"strftime_now": "2026-01-31"})], False),
+        ([completion("a"), chat("b", chat_template_kwargs={"strftime_now": "yesterday"})], False),
+        ([completion("a"), chat("b", chat_template_kwargs={"thinking": True})], True),
+        ([completion("a"), response("b")], True),
+    ],
+)
+def test_a_plan_warns_of_chats_without_the_date_that_the_template_writes(tmp_path, lines, is_warned):
+    model = shutil.copytree(RANDOM_MODEL, tmp_path / "model")
+    template = "{{ messages[0].content }}{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% endif %}"
+    (model / "chat_template.jinja").write_text(template)
+    write_batch(tmp_path / "batch.jsonl", lines)
+    ended = batchinfer("plan", write_job(tmp_path, **PARTS, model={"path": str(model)}))
+    assert ended.code == 0, ended.err
+    assert ended.err.count("writes today's date with transformers and vLLM, but a fixed") == is_warned
+
+
 @pytest.mark.parametrize("tools", [[None, json.dumps([WEATHER])], [None, "[]"], [[], [WEATHER]], ["null", "[ ]"]])
 def test_a_plan_warns_of_a_column_of_tools_only_if_a_row_has_some(tmp_path, tools):
     chats = [[{"role": "user", "content": "Hello"}]] * 2

@@ -252,6 +252,18 @@ def test_no_body_is_more_than_an_error_row(tmp_path):
     assert all("body" in error for error in errors)
 
 
+def test_reasoning_of_earlier_answers_is_in_prompts_whichever_name_lines_and_template_give_it(tmp_path):
+    answer = {"role": "assistant", "content": "Hi"}
+    lines = [response("a", [HELLO, THOUGHT, SAID, HELLO])]
+    names = ("reasoning", "reasoning_content", "thinking")
+    lines += [chat(name, messages=[HELLO, answer | {name: "Hm."}, HELLO]) for name in names]
+    path = write_batch(tmp_path / "batch.jsonl", lines)
+    wanted = rows_with("Hm.", path)
+    for name in ("thinking", "reasoning_content"):
+        rows = rows_with("{% for m in messages %}{{ m." + name + " }}{% endfor %}", path)
+        assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in wanted]
+
+
 # ---- reasoning.effort
 
 LEVELS = "{{ messages[0].content }}{% if reasoning_effort is defined %} effort {{ reasoning_effort }}{% endif %}"

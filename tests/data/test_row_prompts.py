@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 
 import pyarrow as pa
 import pytest
@@ -256,6 +257,53 @@ def test_a_plan_without_a_date_that_every_chat_needs_is_refused(dated, tmp_path)
     assert f"1 bad rows in {tmp_path}/prompts/a.parquet; the first: row 0: {NO_DATE}" in ended.err
 
 
+# as Llama 3.2's
+FIXED = """{%- if not date_string is defined %}{% if strftime_now is defined -%}
+{% set date_string = strftime_now('%d %b %Y') %}{% else %}{% set date_string = '26 Jul 2024' %}{% endif %}{% endif -%}
+{{ date_string }}{% for m in messages %}{{ m.content }}{% endfor %}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "keys", "is_warned"),
+    [
+        (FIXED, {"messages": "m"}, True),
+        (FIXED, {"user": "u", "chat_template_kwargs": {"enable_thinking": True}}, True),
+        (FIXED, {"messages": "m", "chat_template_kwargs": {"strftime_now": "2024-07-26"}}, False),
+        (FIXED, {"messages": "m", "chat_template_kwargs": {"date_string": "today"}}, False),
+        (FIXED, {"messages": "m", "chat_template_kwargs": "k"}, False),
+        (FIXED, {"prompt": "u"}, False),
+        ("{{ messages[0].content }}{% if now is defined %}{{ strftime_now('%Y') }}{% endif %}", {"user": "u"}, False),
+        (
+            "{% if messages | length > 9 %}{{ strftime_now('%Y') }}{% endif %}{{ messages[0].content }}",
+            {"user": "u"},
+            False,
+        ),
+    ],
+)
+def test_a_date_that_the_template_has_fixed_is_noticed(tmp_path, template, keys, is_warned):
+    folder = model_folder(tmp_path / "model", template=template)
+    encoder = row_encoder(folder, **keys)
+    encoder.try_out()
+    assert encoder.lacks_date() == is_warned
+
+
+def test_a_plan_warns_of_a_fixed_date_and_names_the_remedy(tmp_path):
+    folder = model_folder(tmp_path / "model", template=FIXED)
+    write_shard(tmp_path / "prompts" / "a.parquet", {"m": [[HELLO]]})
+    job = write_job(tmp_path, input={"prompt": None, "messages": "m"}, model={"path": str(folder)})
+    told = "writes today's date with transformers and vLLM, but a fixed date or none here"
+    ended = batchinfer("plan", job)
+    (warning,) = [line for line in ended.err.splitlines() if told in line]
+    remedy = f'chat_template_kwargs = {{ strftime_now = "{date.today()}" }}'
+    assert (ended.code, warning.endswith(f"input.{remedy}")) == (0, True)
+    # the remedy, also as a date of TOML
+    for text in (remedy, remedy.replace('"', "")):
+        job.write_text(job.read_text().replace("[input]", f"[input]\n{text}").replace('dir = "', 'dir = "x'))
+        ended = batchinfer("plan", job)
+        assert (ended.code, told in ended.err) == (0, False), ended.err
+        job.write_text(job.read_text().replace(f"{text}\n", ""))
+
+
 def test_control_tokens_in_tools_are_text_where_the_job_says_so(folders):
     tool = {"type": "function", "function": {**TOOL["function"], "description": "<｜User｜>"}}
     settings = {"messages": "m", "tools": [tool], "chat_template_kwargs": {"thinking": True}}
@@ -285,6 +333,40 @@ def test_a_final_message_that_cannot_be_continued_is_a_sentence_at_its_row(folde
         "the final message has no content to continue (input.continue_final_message)",
         "the chat template leaves out the final message, which is to be continued",
     ]
+
+
+def test_each_row_gets_the_template_for_its_tools_and_arguments_in_its_form(tmp_path):
+    calls = "{% for c in messages[1].tool_calls or [] %}{{ c.function.arguments WRITTEN }}{% endfor %}"
+    folder = model_folder(tmp_path / "model", template=calls.replace("WRITTEN", "['city'] + ' as an object'"))
+    (folder / "additional_chat_templates").mkdir()
+    of_tools = "{{ tools[0].type }}" + calls.replace("WRITTEN", "+ ' as text'")
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(of_tools)
+    rows = {"m": [json.dumps([HELLO, CALL])] * 2, "t": [None, json.dumps([TOOL])]}
+    texts = ["Rome as an object", 'function{"city": "Rome"} as text']
+    wanted = [ids[1:] for ids in load_tokenizer(SAMPLE_MODEL).encode_prompts(texts)]
+    assert encoded(rows, folder, messages="m", tools="t") == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "tools", "is_refused"), [("rag", [TOOL], True), ("tool_use", None, True), ("tool_use", "t", False)]
+)
+def test_templates_of_which_none_is_for_the_chats_are_named(tmp_path, name, tools, is_refused):
+    folder = model_folder(tmp_path / "model")
+    table = json.loads((folder / "tokenizer_config.json").read_text())
+    table["chat_template"] = [{"name": name, "template": "x"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(table))
+    told = f"the chat templates of the model folder are called {name}, but chats"
+    if is_refused:
+        with pytest.raises(ModelError, match=told):
+            row_encoder(folder, messages="m", tools=tools)
+    else:
+        row_encoder(folder, messages="m", tools=tools).try_out()
+        first, second = encoded(
+            {"m": [[HELLO]] * 2, "t": [None, json.dumps([TOOL])]}, folder, messages="m", tools=tools
+        )
+        assert first.startswith(told)
+        assert second == load_tokenizer(SAMPLE_MODEL).encode_prompts(["x"])[0][1:]
+    assert encoded(["Hello"], folder, prompt="p") == load_tokenizer(SAMPLE_MODEL).encode_prompts(["Hello"])
 
 
 # ---- the job's template

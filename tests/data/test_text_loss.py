@@ -54,7 +54,7 @@ def with_parts(tokenizer, **parts):
 
 
 def refuse(tokenizer, tmp_path):
-    check_round_trip(PromptTokenizer(tokenizer, tmp_path / "tokenizer.json", None, {}, frozenset(), ""))
+    check_round_trip(PromptTokenizer(tokenizer, tmp_path / "tokenizer.json", {}, {}, frozenset(), ""))
 
 
 SOUND = {

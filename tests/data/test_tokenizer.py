@@ -153,13 +153,74 @@ CALLS = [
     [
         # as DeepSeek's own templates ask
         ("{% if m.content is none %}{% for c in m.tool_calls %}[{{ c.function.name }}]{% endfor %}{% endif %}", "[f]"),
-        ("{{ m['content'] }};{{ tools }}", "hi;;4;"),
+        ("{{ m['content'] }};{{ tools }}", "hi;None;None4;None"),
+        ("{{ m.content | trim }};{{ 'x' ~ m.content }};{{ m.content | string }}", "hi;xhi;hi;x;4;x4;4"),
+        ("{{ '%s' | format(m.content) }}{{ m.content | default('') }}{{ m.content or '' }}", "hihihi444"),
+        (
+            "{{ ['<', m.content, '>'] | join }}{{ m.content.split('b')[-1] }}{{ 'a' in m.content }}",
+            "<hi>hiFalse<>False<4>4False",
+        ),
+        ("{% if m.content is not none and m.content != none %}[{{ m.content }}]{% endif %}", "[hi][4]"),
+        (
+            "{{ m.content is string }}{{ m.content == '' }}{{ m.content is defined }}, ",
+            "TrueFalseTrue, FalseFalseTrue, TrueFalseTrue, ",
+        ),
+        (
+            "{{ {'content': m.content} | tojson }}{{ m.content | tojson }}",
+            '{"content": "hi"}"hi"{"content": null}null{"content": "4"}"4"',
+        ),
+        ("{% if m.tool_calls %}{{ m | tojson }}{{ 'content' in m }}{% endif %}", json.dumps(CALLS[1]) + "True"),
+        # parts of a content, as GLM's and Qwen3-VL's templates write them
+        (
+            "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}p{% endfor %}{% endif %};",
+            "hi;;4;",
+        ),
         ("{% if m['tool_calls'] is defined %}{{ m['content'] or 'calls' }}{% endif %}", "calls"),
     ],
 )
 def test_the_content_of_a_message_that_calls_tools_is_none_and_is_written_as_nothing(written, expected):
     template = "{% for m in messages %}" + written + "{% endfor %}"
     assert ChatTemplate(template, {}).render(CALLS) == expected
+
+
+def test_a_null_among_the_arguments_of_a_call_is_written_as_by_transformers(reference):
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": None}}}
+    chat = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    expected = reference.apply_chat_template(chat, chat_template=template, tokenize=False)
+    assert ChatTemplate(template, {}).render(chat) == expected
+
+
+# how templates read the reasoning of earlier answers: most; gpt-oss; all that a message has
+READS = (
+    "{{ m.reasoning_content }};",
+    "{{ m.thinking }};",
+    "{{ m | tojson }}",
+    "{% if m.reasoning is defined %}{{ m.reasoning }}{% endif %}",
+)
+
+
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"reasoning": "why"},
+        {"thinking": "why"},
+        {"reasoning_content": "why"},
+        {"reasoning": "a", "reasoning_content": "b"},
+        {"thinking": "a", "reasoning": "b"},
+        {"reasoning_content": None, "thinking": None, "reasoning": "c"},
+        {"reasoning_content": "", "reasoning": "c"},
+        {},
+    ],
+)
+def test_reasoning_of_earlier_answers_is_given_under_the_names_of_transformers(reference, reads, keys):
+    chat = [*HELLO, {"role": "assistant", "content": "because", **keys}, *HELLO]
+    template = "{% for m in messages %}" + reads + "{% endfor %}"
+    expected = reference.apply_chat_template(chat, chat_template=template, tokenize=False)
+    assert ChatTemplate(template, {}).render(chat) == expected
 
 
 @pytest.mark.parametrize("processor", ["none", "bos", "bos and eos"])
@@ -210,10 +271,38 @@ def test_the_template_file_goes_before_the_config(folder):
     assert load_tokenizer(folder).chat_template().render(HELLO) == "from file"
 
 
-def test_a_list_of_templates_gives_its_default(folder):
-    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    change(folder / "tokenizer_config.json", chat_template=templates)
-    assert load_tokenizer(folder).chat_template().render(HELLO) == "plain"
+NAMED = {"tool_use": "tools{{ tools | length }}{{ messages | length }}", "default": "plain{{ messages[0].content }}"}
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
+
+
+def name_templates(folder: Path, named: dict[str, str], where: str) -> None:
+    """Give a model folder named templates: as a list in its settings, or as files."""
+    if where == "list":
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        change(folder / "tokenizer_config.json", chat_template=templates)
+        return
+    (folder / "additional_chat_templates").mkdir()
+    for name, text in named.items():
+        file = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+        (folder / file).write_text(text)
+
+
+@pytest.mark.parametrize("where", ["list", "files"])
+@pytest.mark.parametrize("tools", [None, TOOLS, []])
+@pytest.mark.parametrize("names", [["tool_use", "default"], ["default"], ["rag", "default"], ["rag"], ["tool_use"]])
+def test_the_template_for_chats_with_tools_is_the_one_of_transformers(folder, where, tools, names):
+    name_templates(folder, {name: NAMED.get(name, "rag") for name in names}, where)
+    tokenizer, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    variables = [{} if tools is None else {"tools": tools}]
+    try:
+        expected = reference.apply_chat_template(HELLO, tools=tools, return_dict=False, add_generation_prompt=True)
+    except ValueError:
+        others = "but chats without tools need" if names == ["tool_use"] else "but chats need"
+        told = f"the chat templates of the model folder are called {names[0]}, {others} one called default; write "
+        with pytest.raises(ModelError, match=told):
+            tokenizer.encode_chats([HELLO], variables=variables)
+        return
+    assert tokenizer.encode_chats([HELLO], variables=variables) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +328,10 @@ def test_the_digest_follows_what_changes_prompts(folder):
     (folder / "chat_template.jinja").write_text("x")
     with_template = load_tokenizer(folder).digest
     change(folder / "generation_config.json", eos_token_id=[1, 2])
-    assert len({before, with_template, load_tokenizer(folder).digest}) == 3
+    with_end = load_tokenizer(folder).digest
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("y")
+    assert len({before, with_template, with_end, load_tokenizer(folder).digest}) == 4
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from batchinfer.data.encoders import Encoders
 from batchinfer.data.tokenizer import OWN_TEMPLATES
 from batchinfer.data.tokenizer_worker import forms_of_model
 from support.checked_rows import make_job
+from support.hostile import model_folder
 from support.paths import SAMPLE_MODEL
 
 V3 = "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name }}"
@@ -63,3 +64,14 @@ def test_the_tokens_of_a_model_folder_show_the_form(tmp_path, tokens, forms):
     job = job.model_copy(update={"model": job.model.model_copy(update={"path": str(tmp_path)})})
     with Encoders(job, window=2048) as encoders:
         assert encoders.tool_forms == forms
+
+
+def test_the_template_for_chats_with_tools_shows_the_form_and_whether_tools_are_written(tmp_path):
+    folder = model_folder(tmp_path / "model", template=YOUTU)
+    (folder / "additional_chat_templates").mkdir()
+    job = make_job("a", messages="m")
+    job = job.model_copy(update={"model": job.model.model_copy(update={"path": str(folder)})})
+    for text, is_written in ((KIMI, False), (KIMI + "{{ tools }}", True)):
+        (folder / "additional_chat_templates" / "tool_use.jinja").write_text(text)
+        with Encoders(job, window=2048) as encoders:
+            assert (encoders.tool_forms, encoders.writes_tools) == (["kimi_k2"], is_written)

@@ -472,6 +472,15 @@ def test_thinking_is_beside_the_answer():
     assert answer_of(ROW | {"reasoning": None, "reasoning_tokens": 0}).choices[0].message.model_extra == {}
 
 
+def test_text_behind_a_call_is_content_and_none_is_null():
+    calls = [{"name": "f", "arguments": "{}"}]
+    written = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for text, content in ((f"A {written} tail", "A  tail"), (f"{written}\ntail", "\ntail"), (f"{written}\n", None)):
+        (choice,) = answer_of(ROW | {"text": text, "tool_calls": calls}).choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", content)
+        assert [call.function.name for call in choice.message.tool_calls] == ["f"]
+
+
 def test_an_answer_that_is_cut_in_its_thinking_calls_nothing():
     row = ROW | {"text": "", "reasoning": "I call weather.", "tool_calls": [], "finish_reason": "length"}
     (choice,) = answer_of(row).choices

@@ -138,6 +138,19 @@ def test_calls_are_read_in_every_form(form):
     assert content_of(f"I look it up.\n{form(ROME)}") == "I look it up.\n"
 
 
+@pytest.mark.parametrize("form", [v3, v31, v32, v4, kimi, glm, youtu, minimax, harmony, harmony_role])
+def test_text_behind_and_between_calls_is_content(form):
+    assert content_of(f"A {form(ROME)} tail") == "A  tail"
+    assert content_of(f"{form(ROME)}\n so [1] <b>{form(LATER)}\nend\n") == "\n so [1] <b>\nend\n"
+    assert content_of(f"A\n{form(ROME)}\n{form(LATER)}\n\n") == "A\n"
+    assert content_of(f"{form(ROME, LATER)}\n") == ""
+    marked = {"name": "write", "arguments": json.dumps({"text": form(LATER) + " <[tail"})}
+    if form in (youtu, harmony, v31, kimi):
+        assert content_of(f"A {form(marked)} [tail] <1>") == "A  [tail] <1>"
+    # the part that is cut off or no call has no end
+    assert AnswerReader().read(f"A {form(ROME)} tail {form(ROME)[:-12]}").calls is None
+
+
 @pytest.mark.parametrize("form", [v32, kimi, glm, youtu, minimax, harmony, harmony_role, mistral])
 def test_a_call_without_arguments_and_with_tricky_texts(form):
     calls = [{"name": "now", "arguments": "{}"}, {"name": "a.b-c", "arguments": '{"x": "<b>\\n</b>", "y": [1, null]}'}]

@@ -15,6 +15,7 @@ OTHERWISE = {
     "a call outside a block": None,  # read
     "an object in place of parameters": [("f", '{"a": 1}')],  # no arguments
     "a second block": [("f", '{"a": "b"}'), ("g", "{}")],  # the first block's calls alone
+    "text behind the calls": [("f", "{}")],  # dropped, while it is content here
     "a mark in the thinking": [],  # the answer is dropped with it
     "a second end of thinking": [],  # dropped from the text, which is left here as it is
     "empty lines before the text": [],  # dropped

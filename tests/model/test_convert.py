@@ -191,6 +191,14 @@ def test_a_folder_has_what_a_job_reads_besides_weights(folder):
     assert choose_dtype(folder / "int4", Machine(1, has_gpu=False, is_quick_in_8_bits=True))[0] == "int4"
 
 
+def test_chat_templates_in_their_own_folder_are_copied(tmp_path):
+    source = shutil.copytree(RANDOM_MODEL, tmp_path / "source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("x")
+    convert(source, tmp_path / "int4", "int4")
+    assert (tmp_path / "int4" / "additional_chat_templates" / "tool_use.jinja").read_text() == "x"
+
+
 def test_the_layout_has_a_version_that_changes_with_it():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-64, 64, (70, 130), generator=generator).float().bfloat16()

@@ -48,8 +48,8 @@ def word_piece():
 
 TOKENIZERS = {
     "bytes": lambda: load_tokenizer(SAMPLE_MODEL),
-    "pieces": lambda: PromptTokenizer(sentence_piece(), SAMPLE_MODEL, None, {}, frozenset(), ""),
-    "words": lambda: PromptTokenizer(word_piece(), SAMPLE_MODEL, None, {}, frozenset(), ""),
+    "pieces": lambda: PromptTokenizer(sentence_piece(), SAMPLE_MODEL, {}, {}, frozenset(), ""),
+    "words": lambda: PromptTokenizer(word_piece(), SAMPLE_MODEL, {}, {}, frozenset(), ""),
 }
 
 

@@ -34,6 +34,8 @@ _NAMES_TOKENS = (
     "missing makes its rows error rows"
 )
 
+# an option of llguidance that no schema here may set
+_ONE_OF = (". Enable 'coerce_one_of' option to approximate oneOf with anyOf", "; write anyOf")
 _IN_SCHEMA = re.compile(r"at \d+\(\d+\): failed to compile JSON schema: (.*)")
 
 
@@ -67,7 +69,7 @@ def reason_of(error: str) -> str:
     reason = error.partition("<state>")[0]
     # of a schema in a grammar: the place and the lines behind the reason are those of the grammar
     in_schema = _IN_SCHEMA.match(reason)
-    return " ".join((in_schema[1] if in_schema else reason).split())
+    return " ".join((in_schema[1] if in_schema else reason).split()).replace(*_ONE_OF)
 
 
 @functools.lru_cache(256)  # texts of a million characters are held, too
