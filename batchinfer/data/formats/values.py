@@ -223,6 +223,15 @@ def role_of(field: pa.Field) -> str:
     return (field.metadata or {}).get(b"fitting", b"").decode()
 
 
+def keeps_values(field: pa.Field) -> bool:
+    """Return whether the values of a column of JSON stay as they are, whatever values other rows hold."""
+    kind = field.type
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    is_plain = pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_integer(kind)
+    return not role_of(field) and (is_plain or pa.types.is_null(kind))
+
+
 def json_text(value: Any) -> str:
     """Return a value as JSON; text stays unchanged."""
     return value if isinstance(value, str) else to_json(value)
