@@ -18,7 +18,7 @@ from batchinfer.data.column_checks import wanted_columns
 from batchinfer.data.columns import column_type, list_lengths, python_values
 from batchinfer.data.encoders import Encoders, Pieces
 from batchinfer.data.formats.line_rows import AS_JSON, bad_lines
-from batchinfer.data.formats.values import column_roles, keeps_values
+from batchinfer.data.formats.values import RESPELLED, column_roles, keeps_values, role_of
 from batchinfer.data.inputs import read_batches
 from batchinfer.data.kept_fields import cast_kept_columns
 from batchinfer.data.overrides import SamplingOverrides, warnings_of
@@ -184,11 +184,13 @@ class _Started:
 
 
 def _read_as_json(shard: Shard, job: JobConfig, of_prompts: list[str]) -> list[str]:
-    """Return the columns of templates whose values in JSON lines depend on other rows, once they have one type."""
-    if shard.format != "jsonl":
+    """Return the columns of templates whose values in lines are others once all rows have one type."""
+    if shard.format not in ("jsonl", "csv"):
         return []
     roles, schema = column_roles(job, of_prompts), file_schema(shard)
     named = [name for name in of_prompts if roles[name] in ("variable", "id") and name in schema.names]
+    if shard.format == "csv":
+        return [name for name in named if role_of(schema.field(name)) == RESPELLED]
     return [name for name in named if not keeps_values(schema.field(name))]
 
 
