@@ -124,7 +124,7 @@ def _check_damage(run: RunDir, *, reads_outputs: bool) -> None:
     manifest.check(*(file for file in manifest if file.is_relative_to(run.stats)))
     for file in sorted(run.stats.glob("*/*.parquet")):
         check_sealed(file, remedy=DELETE_STATISTICS)
-    outputs = [file for file in _output_files(run) if file in manifest]
+    outputs = _named_outputs(run, manifest)
     for file in outputs:
         manifest.open(file).close()  # compares the size
     if reads_outputs:
@@ -145,9 +145,11 @@ def _table_files(run: RunDir, name: str) -> list[Path]:
 
 def _output_files(run: RunDir) -> list[Path]:
     """Return the outputs that run.json names, whether they exist or not; those of a run so far are not named there."""
-    manifest = list(_manifest(run))
-    if not manifest:
-        return _parquet_files(run.outputs.rglob("*"))
+    manifest = _manifest(run)
+    return _named_outputs(run, manifest) if any(manifest) else _parquet_files(run.outputs.rglob("*"))
+
+
+def _named_outputs(run: RunDir, manifest: Manifest) -> list[Path]:
     return sorted(file for file in manifest if file.is_relative_to(run.outputs) and _is_parquet(file))
 
 

@@ -82,8 +82,9 @@ class Columns:
         self._typed = {name for name, role in roles.items() if role in ("id", "choices", "variable", "kept")}
         # columns without any right value so far; at the end, such a column gets the type of its values
         self._unfit = {name: _RIGHT[role] for name, role in roles.items() if role in _RIGHT}
-        of_text = {name: _kind_of_spelling if role == "variable" else _kind_of_text for name, role in roles.items()}
-        self._kind_of: dict[str, Callable[[Any], Kind]] = of_text if is_text else dict.fromkeys(roles, kind_of)
+        self._kind_of: dict[str, Callable[[Any], Kind]] = dict.fromkeys(roles, _kind_of_text if is_text else kind_of)
+        if is_text:
+            self._kind_of |= {name: _kind_of_spelling for name, role in roles.items() if role == "variable"}
         self._kinds: dict[str, Kind] = {}
 
     def add_names(self, names: Iterable[str]) -> None:
