@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from batchinfer.config import S3Config
-from batchinfer.data.formats.names import is_data_file
+from batchinfer.data.formats.names import is_data_file, is_overlooked
 from batchinfer.data.patterns import UnreadableFolderError, walk_folders
 from batchinfer.data.stores import WILDCARDS, StoreFile, objects_below
 from batchinfer.records import ConfigError
@@ -19,16 +19,18 @@ _ESCAPED = re.compile(r"\[([*?[])\]")  # an escaped wildcard
 _SAVED = "state.json"  # in a dataset that save_to_disk wrote
 
 
-def files_in_folder(folder: str, runs: set[str]) -> list[str]:
+def files_in_folder(folder: str, runs: set[str], overlooked: dict[str, list[str]]) -> list[str]:
     """Return the data files in a folder and below, of all splits; of a saved dataset only the files in its list.
 
     Args:
         runs: run folders below the folder are added here; their files are left out.
+        overlooked: names of files that may be data, but have another extension, are added here, by the folder.
 
     Raises:
         ConfigError: no file is found, or the list of a saved dataset or a folder below cannot be read.
     """
-    names = _data_files(folder, _names_below(folder, runs), lambda name: Path(folder, name).read_bytes())
+    others = overlooked.setdefault(folder, [])
+    names = _data_files(folder, _names_below(folder, runs), lambda name: Path(folder, name).read_bytes(), others)
     return [os.path.join(folder, name) for name in names]
 
 
@@ -54,7 +56,7 @@ def holds_data(folder: str) -> bool:
     A folder that cannot be listed counts as containing some.
     """
     try:
-        return len(files_in_folder(folder, set())) > 0
+        return len(files_in_folder(folder, set(), {})) > 0
     except UnreadableFolderError:
         return True
     except ConfigError:
@@ -91,7 +93,7 @@ def without_run_folders(pattern: str, matches: list[str], runs: set[str]) -> lis
     return [match for match in matches if not is_in_run(os.path.abspath(match))]
 
 
-def objects_in_folder(uri: str, s3: S3Config) -> list[str]:
+def objects_in_folder(uri: str, s3: S3Config, overlooked: dict[str, list[str]]) -> list[str]:
     """Return the URIs of the data files in a folder of an object store, at any depth (see `files_in_folder`).
 
     Raises:
@@ -99,15 +101,17 @@ def objects_in_folder(uri: str, s3: S3Config) -> list[str]:
         StoreError: the store does not answer, or refuses the request.
     """
     uri_of = objects_below(uri, s3)
-    return [uri_of[name] for name in _data_files(uri, uri_of, lambda name: _read_object(uri_of[name], s3))]
+    others = overlooked.setdefault(uri, [])
+    return [uri_of[name] for name in _data_files(uri, uri_of, lambda name: _read_object(uri_of[name], s3), others)]
 
 
-def _data_files(folder: str, names: Iterable[str], read: Callable[[str], bytes]) -> list[str]:
+def _data_files(folder: str, names: Iterable[str], read: Callable[[str], bytes], others: list[str]) -> list[str]:
     """Return the names of the files that are shards, sorted.
 
     Args:
         names: all files in the folder and below, relative to the folder.
         read: returns the content of a file, given its name.
+        others: names of files that may be data are added here.
     """
     names_in: dict[str, list[str]] = {}
     for name in names:
@@ -120,6 +124,7 @@ def _data_files(folder: str, names: Iterable[str], read: Callable[[str], bytes])
         is_saved = _SAVED in found
         shards = _saved_files(folder, f"{below}{_SAVED}", read) if is_saved else filter(is_data_file, found)
         files += (f"{below}{name}" for name in shards)
+        others += (f"{below}{name}" for name in found if not is_saved and is_overlooked(name))
     if not files:
         raise ConfigError(
             f"input.files names the folder {folder}, which holds no *.parquet, *.jsonl, *.ndjson, *.csv, *.tsv or "

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from batchinfer.config import JobConfig
 from batchinfer.data.columns import ENCODED, list_lengths, token_lists, without_dictionary
 from batchinfer.data.encoders import Encoders, Pieces
+from batchinfer.data.formats.line_rows import AS_JSON
 from batchinfer.data.text_encoder import too_long
 from batchinfer.sanitize import clip
 
@@ -62,7 +63,7 @@ class PromptChecks:
             done: Future[pa.RecordBatch] = Future()
             done.set_result(known)
             return [done]
-        columns = [_plain(batch.columns[name]) for name in self._encoders.columns]
+        columns = [_values(batch.columns, name) for name in self._encoders.columns]
         if self._kind == "template" or len(columns) > 1:
             return self._encoders.start(pa.StructArray.from_arrays(columns, names=self._encoders.columns))
         (column,) = columns
@@ -132,6 +133,13 @@ def bad_ids(lists: pa.Array, vocab_size: int) -> Iterator[tuple[int, str]]:
         value = ids[position].as_py()
         shown = "null" if value is None else f"{value}, which is not in [0, {vocab_size})"
         yield place, f"a token id is {shown}"
+
+
+def _values(batch: pa.RecordBatch, name: str) -> pa.Array:
+    """Return a column, as Arrow's JSON if the batch has its values as JSON text."""
+    if AS_JSON + name in batch.schema.names:
+        return pa.ExtensionArray.from_storage(pa.json_(), batch[AS_JSON + name])
+    return _plain(batch[name])
 
 
 def _plain(column: pa.Array) -> pa.Array:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchinfer.data.chat import ChatError, RowTemplate
-from batchinfer.data.columns import python_values
+from batchinfer.data.columns import is_json, python_values
 from batchinfer.data.row_values import DATE, RowError, json_value, tool_list, without_nulls
 from batchinfer.records import ModelError
 
@@ -89,13 +89,18 @@ class RowPrompts:
         own = self._template.columns if self._template else [self._column]
         own += self._row_system.columns if self._row_system else []
         self.columns = list(dict.fromkeys([*own, *(name for name in (self._tools, self._kwargs) if _is_name(name))]))
+        self._is_one = self._template is None and len(self.columns) == 1
+        self._as_json: list[str] = []  # columns of the rows at hand
 
     def of(self, column: pa.Array) -> list[Prompt]:
         """Return the prompt of each row, or the row's error.
 
         Args:
-            column: the column in `columns`; a struct of the columns if there are several, or a template.
+            column: the column in `columns`; a struct of the columns if there are several, or a template. A column of
+                Arrow's JSON stands for the values in its texts.
         """
+        parts = column.type if pa.types.is_struct(column.type) and not self._is_one else ()
+        self._as_json = [part.name for part in parts if is_json(part.type)]
         is_text = self._template is None and not self.may_make_chats and self._settings["format"] != "openai"
         return [
             value if is_text and isinstance(value, str) and value else self._checked(value)
@@ -103,11 +108,12 @@ class RowPrompts:
         ]
 
     def _checked(self, value: Any) -> Prompt:
-        is_one = self._template is None and len(self.columns) == 1
         try:
             if isinstance(value, UnicodeDecodeError):
                 raise RowError(f"{' or '.join(self.columns)} is not valid UTF-8")
-            return self._prompt({self.columns[0]: value} if is_one else value)
+            row = {self.columns[0]: value} if self._is_one else value
+            found = {name: json_value(name, row[name]) for name in self._as_json if row[name] is not None}
+            return self._prompt({**row, **found} if found else row)
         except RowError as error:
             return error
 

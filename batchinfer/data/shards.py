@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 
@@ -58,9 +59,14 @@ def find_shards(
     """
     paths = _matching_files(patterns, exclude, s3)
     names = _output_names(paths)
+    found = [Shard(i, path, names[i], 0, "", 0, format=format_of(path, format)) for i, path in enumerate(paths)]
+    return with_types(found, roles, s3)
+
+
+def with_types(shards: list[Shard], roles: Mapping[str, str], s3: S3Config = DEFAULT_S3) -> list[Shard]:
+    """Return the shards with types for these columns of files of lines (see `find_shards`)."""
     with ThreadPoolExecutor(max_workers=INSPECTORS) as pool:
-        found = [Shard(i, path, names[i], 0, "", 0, format=format_of(path, format)) for i, path in enumerate(paths)]
-        return list(pool.map(partial(_inspected, roles=roles, s3=s3), found))
+        return list(pool.map(partial(_inspected, roles=roles, s3=s3), shards))
 
 
 def refuse_changed(shards: list[Shard], s3: S3Config) -> None:
@@ -109,13 +115,14 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
     again: dict[str, None] = {}
     runs: set[str] = set()
     unread: set[str] = set()
+    overlooked: dict[str, list[str]] = {}
     try:
         for pattern in patterns:
             if is_uri(pattern):
-                files = _matching_uris(pattern, s3, unread)
+                files = _matching_uris(pattern, s3, unread, overlooked)
             else:
-                found = _matching_paths(pattern, runs, unread)
-                files = found if own is None else [file for file in found if not _is_below(file, own)]
+                found = _matching_paths(pattern, runs, unread, overlooked)
+                files = [file for file in found if not _is_below(file, own)]
                 if found and not files:
                     raise ConfigError(
                         f"input.files: what matches {pattern} is in the run folder {exclude}; choose another output.dir"
@@ -138,9 +145,33 @@ def _matching_files(patterns: list[str], exclude: Path | None, s3: S3Config) -> 
             "warning: input.files matches files and also folders, which are not read; name the folders to read them "
             f"too: {_named(passed)}"
         )
+    read = set(path_of_file.values())
+    warn_overlooked(
+        {
+            folder: [name for name in names if (path := f"{folder}{name}") not in read and not _is_below(path, own)]
+            for folder, names in overlooked.items()
+        }
+    )
     if again:
         note(f"warning: input.files lists these files more than once; each is read once: {_named(list(again))}")
     return sorted(path_of_file.values())
+
+
+def warn_overlooked(names_in: Mapping[str, list[str]]) -> None:
+    """Warn of files that are not read because of their extensions; does nothing if there are none.
+
+    Args:
+        names_in: the files' names by the folder that input.files names.
+    """
+    folders = [folder.rstrip("/") for folder, names in names_in.items() if names]
+    names = sorted(chain.from_iterable(names_in.values()))
+    if not names:
+        return
+    which, are, do = ("file", "is", "its name does") if len(names) == 1 else ("files", "are", "their names do")
+    note(
+        f"warning: {len(names):,} {which} in {_named(folders)} {are} left out, as {do} not end as data files' do: "
+        f"{_named(names)}"
+    )
 
 
 def _named(paths: list[str]) -> str:
@@ -148,25 +179,26 @@ def _named(paths: list[str]) -> str:
     return f"{', '.join(paths[:MOST_NAMED])}{f' and {more} more' if more > 0 else ''}"
 
 
-def _is_below(file: str, folder: str) -> bool:
-    return os.path.realpath(file).startswith(f"{folder}{os.sep}")
+def _is_below(file: str, folder: str | None) -> bool:
+    return folder is not None and os.path.realpath(file).startswith(f"{folder}{os.sep}")
 
 
-def _matching_uris(pattern: str, s3: S3Config, unread: set[str]) -> list[str]:
+def _matching_uris(pattern: str, s3: S3Config, unread: set[str], overlooked: dict[str, list[str]]) -> list[str]:
     matches = matching_objects(pattern, s3)
     files = [match for match in matches if not match.endswith("/")]
     folders = [match for match in matches if match.endswith("/")]
-    return files_of_matches(files, folders, partial(objects_in_folder, s3=s3), unread)
+    return files_of_matches(files, folders, partial(objects_in_folder, s3=s3, overlooked=overlooked), unread)
 
 
-def _matching_paths(pattern: str, runs: set[str], unread: set[str]) -> list[str]:
+def _matching_paths(pattern: str, runs: set[str], unread: set[str], overlooked: dict[str, list[str]]) -> list[str]:
     # a path that exists is no pattern, even if it contains wildcards
     is_plain = os.path.lexists(pattern)
     matches = [pattern] if is_plain else without_run_folders(pattern, matching_paths(pattern), runs)
     matches = [os.path.abspath(match) for match in matches]
     folders = [f"{match}{os.sep}" for match in matches if os.path.isdir(match)]
     files = [match for match in matches if not os.path.isdir(match)]
-    found = files_of_matches(files, folders, partial(files_in_folder, runs=runs), unread)
+    files_in = partial(files_in_folder, runs=runs, overlooked=overlooked)
+    found = files_of_matches(files, folders, files_in, unread)
     return [os.path.abspath(file) for file in found]
 
 

@@ -17,7 +17,8 @@ from batchinfer.data.choices import ChoiceChecks, Choices
 from batchinfer.data.column_checks import wanted_columns
 from batchinfer.data.columns import column_type, list_lengths, python_values
 from batchinfer.data.encoders import Encoders, Pieces
-from batchinfer.data.formats.line_rows import bad_lines
+from batchinfer.data.formats.line_rows import AS_JSON, bad_lines
+from batchinfer.data.formats.values import RESPELLED, column_roles, keeps_values, role_of
 from batchinfer.data.inputs import read_batches
 from batchinfer.data.kept_fields import cast_kept_columns
 from batchinfer.data.overrides import SamplingOverrides, warnings_of
@@ -26,7 +27,7 @@ from batchinfer.data.prompts import PromptChecks, PromptLimits, RowBatch
 from batchinfer.data.row_ids import IdColumn
 from batchinfer.data.row_values import VALUES, chats_without_date, first_lost_null, rows_with_tools, without_nulls
 from batchinfer.data.schemas.internal import TOKENS, smallest_token_type, with_token_type
-from batchinfer.data.shard_schemas import shard_schema
+from batchinfer.data.shard_schemas import file_schema, shard_schema
 from batchinfer.data.wide_rows import BATCH_BYTES
 from batchinfer.manifest import Manifest
 from batchinfer.records import Sampling, Shard
@@ -187,6 +188,17 @@ class _Started:
         return len(self.prompts) + (len(self.choices.pieces) if self.choices is not None else 0)
 
 
+def _read_as_json(shard: Shard, job: JobConfig, of_prompts: list[str]) -> list[str]:
+    """Return the columns of templates whose values in lines are others once all rows have one type."""
+    if shard.format not in ("jsonl", "csv"):
+        return []
+    roles, schema = column_roles(job, of_prompts), file_schema(shard)
+    named = [name for name in of_prompts if roles[name] in ("variable", "id") and name in schema.names]
+    if shard.format == "csv":
+        return [name for name in named if role_of(schema.field(name)) == RESPELLED]
+    return [name for name in named if not keeps_values(schema.field(name))]
+
+
 class _RowChecker:
     def __init__(
         self,
@@ -226,11 +238,13 @@ class _RowChecker:
         problems = [self._ids.problem, *(problem for _, problem in found)]
         self._problem = next((problem for problem in problems if problem is not None), None)  # that makes all rows bad
         self._has_sampling = ("sampling", None) in found
-        named = (job.input.id, *self._of_prompts, self._sampling, self._choices)
+        as_json = _read_as_json(shard, job, encoders.columns)
+        of_prompts = [f"{AS_JSON}{name}" if name in as_json else name for name in self._of_prompts]
+        named = (job.input.id, *of_prompts, self._sampling, self._choices)
         wanted = dict.fromkeys(name for name in named if name is not None)
         # kept columns are read here too: damage, or a value that does not fit, is found before anything is computed
         wanted |= dict.fromkeys(job.output.keep_columns)
-        self._columns = [name for name in wanted if column_type(schema, name) is not None]
+        self._columns = [name for name in wanted if column_type(schema, name.removeprefix(AS_JSON)) is not None]
 
     def checked_batches(self, progress: Callable[[int], None]) -> Iterator[pa.RecordBatch]:
         for started in self._started():

@@ -33,7 +33,8 @@ class JsonLines(Lines):
     """One file of JSON lines; DuckDB formats the values, times are in UTC.
 
     NaN and infinities, which JSON does not have, become null. Bytes of a text that are no UTF-8 become U+FFFD; a list
-    or struct with such a text becomes null. Of a key that a map has twice, the last value counts.
+    or struct with such a text becomes null. Of a key that a map has twice, the last value counts. Durations have
+    microseconds, and the ends of the ranges of times and dates are infinity and -infinity.
     """
 
     def __init__(self, connection: duckdb.DuckDBPyConnection) -> None:

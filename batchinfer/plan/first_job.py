@@ -23,14 +23,14 @@ from batchinfer.data.column_checks import NO_IDS, prompt_settings
 from batchinfer.data.columns import column_type, is_id_type, python_values
 from batchinfer.data.folders import without_run_folders
 from batchinfer.data.formats.line_rows import why_no_row
-from batchinfer.data.formats.names import extension_of, format_of, is_data_file, is_of_lines
+from batchinfer.data.formats.names import extension_of, format_of, is_data_file, is_of_lines, is_overlooked
 from batchinfer.data.formats.openai_batch import are_requests
 from batchinfer.data.inputs import read_batches
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.patterns import matching_paths
 from batchinfer.data.schemas.outputs import OUTPUTS
 from batchinfer.data.shard_schemas import shard_schema
-from batchinfer.data.shards import find_shards
+from batchinfer.data.shards import find_shards, warn_overlooked, with_types
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.first_dtype import choose_dtype, this_machine
@@ -195,7 +195,7 @@ def _typed_shards(files: list[str]) -> list[Shard]:
     shards = find_shards(files)
     of_lines = [shard for shard in shards if shard.problem is None and is_of_lines(shard.format)]
     names = {name for shard in of_lines for name in shard_schema(shard).names}
-    return find_shards(files, roles=dict.fromkeys(names, "kept")) if names else shards
+    return with_types(shards, dict.fromkeys(names, "kept")) if names else shards
 
 
 class _Columns:
@@ -304,17 +304,17 @@ def _patterns(data: str) -> tuple[list[str], list[str]]:
         found = without_run_folders(f"{shown}/{pattern}", matching_paths(f"{shown}/{pattern}"), set())
         return [os.path.relpath(name, path) for name in found if os.path.isfile(name)]
 
-    names = [name for name in below("**/*") if is_data_file(os.path.basename(name))]
+    all_names = below("**/*")
+    names = [name for name in all_names if is_data_file(os.path.basename(name))]
     formats = Counter(format_of(name, None) for name in names)
     chosen = "parquet" if "parquet" in formats else formats.most_common(1)[0][0] if formats else None
-    if chosen == "parquet":
-        inside = ["*.parquet" if below("*.parquet") else "**/*.parquet"]
-    elif len(formats) > 1:
-        inside = [
-            f"**/*{ending}" for ending in sorted({extension_of(n) for n in names if format_of(n, None) == chosen})
-        ]
-    else:
+    if chosen != "parquet" and len(formats) <= 1:
         return [shown], []  # find_shards reads the folder, as a saved dataset if it is one
+    found = [name for name in names if format_of(name, None) == chosen]
+    on_top = [name for name in found if chosen == "parquet" and os.sep not in name]
+    endings = sorted({extension_of(name) for name in on_top or found})
+    inside = [f"{'' if on_top else '**/'}*{ending}" for ending in endings]
+    warn_overlooked({str(path): [name for name in all_names if is_overlooked(os.path.basename(name))]})
     taken = {name for pattern in inside for name in below(pattern)}
     return [f"{shown}/{pattern}" for pattern in inside], [name for name in names if name not in taken]
 

@@ -8,6 +8,7 @@ from typing import Any
 import duckdb
 
 from batchinfer.data.duckdb_sql import literal, pattern
+from batchinfer.data.schemas.outputs import OUTPUTS
 from batchinfer.records import ConfigError
 from batchinfer.report.query_limits import SQL_S, Deadline, query_bytes, too_much_memory
 from batchinfer.report.views import VIEWS, absolute_folder, open_views, run_files
@@ -38,7 +39,7 @@ def run_query(
         ConfigError: a run folder is wrong (see open_views), or the SQL is not one SELECT, does not run, takes too long
             or too much memory, or accesses files, network, extensions or settings. Reading rows can raise it, too.
     """
-    connection = open_views(run_folders)
+    connection = open_views(run_folders, reads_outputs=OUTPUTS.name in sql.lower())
     files = [file for folder in run_folders for file in run_files(RunDir(absolute_folder(folder)))]
     return answer(connection, files, sql, seconds=seconds, views=[table.name for table in VIEWS])
 

@@ -2,6 +2,8 @@
 
 import tempfile
 import uuid
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from batchinfer.sanitize import first_line
 
 TABLES = (OUTPUTS, *STATS_TABLES)
 VIEWS = (*TABLES, DECODE_STEPS)
+CHECKERS = 8  # outputs compared with their checksums at a time
 # columns that runs of earlier versions lack; null there
 LATER_COLUMNS = {
     "requests": {
@@ -59,7 +62,7 @@ def connect() -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
+def open_views(run_folders: list[Path], *, reads_outputs: bool = True) -> duckdb.DuckDBPyConnection:
     """Open an in-memory database with the views of VIEWS.
 
     A table that a run does not have (no step was run, no shard could be read) is an empty table with the columns of
@@ -68,6 +71,8 @@ def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
 
     Args:
         run_folders: finished run folders; a folder that is given twice counts once.
+        reads_outputs: whether the caller reads outputs, whose bytes are compared with their checksums then; else only
+            their sizes are.
 
     Raises:
         ConfigError: a folder is no run folder, is not finished, or holds a table that is damaged or cannot be read.
@@ -77,7 +82,7 @@ def open_views(run_folders: list[Path]) -> duckdb.DuckDBPyConnection:
         raise ConfigError("no run folder was given; name at least one")
     for run in runs:
         _check_finished(run)
-        _check_damage(run)
+        _check_damage(run, reads_outputs=reads_outputs)
     connection = connect()
     try:
         for table in TABLES:
@@ -113,21 +118,47 @@ def _check_finished(run: RunDir) -> None:
         )
 
 
-def _check_damage(run: RunDir) -> None:
-    """Check statistics against the checksums in run.json, and session tables against the seals in the files."""
-    manifest = Manifest(run.root, read_json(run.run_json, remedy=replan_remedy(run.root)).get("files"))
+def _check_damage(run: RunDir, *, reads_outputs: bool) -> None:
+    """Check outputs and statistics against the checksums in run.json, and session tables against their seals."""
+    manifest = _manifest(run)
     manifest.check(*(file for file in manifest if file.is_relative_to(run.stats)))
     for file in sorted(run.stats.glob("*/*.parquet")):
         check_sealed(file, remedy=DELETE_STATISTICS)
+    outputs = _named_outputs(run, manifest)
+    for file in outputs:
+        manifest.open(file).close()  # compares the size
+    if reads_outputs:
+        with ThreadPoolExecutor(CHECKERS) as pool:
+            list(pool.map(manifest.check, outputs))
+
+
+def _manifest(run: RunDir) -> Manifest:
+    return Manifest(run.root, read_json(run.run_json, remedy=replan_remedy(run.root)).get("files"))
 
 
 def _table_files(run: RunDir, name: str) -> list[Path]:
     """Return the Parquet files of one view, sorted."""
     if name == OUTPUTS.name:
-        files = list(run.outputs.rglob("*"))
-    else:
-        files = [run.stats_file(name), *(run.stats / name).glob("*")]
-    return sorted(file for file in files if file.suffix.lower() == ".parquet" and file.is_file())
+        return _output_files(run)
+    return _parquet_files([run.stats_file(name), *(run.stats / name).glob("*")])
+
+
+def _output_files(run: RunDir) -> list[Path]:
+    """Return the outputs that run.json names, whether they exist or not; those of a run so far are not named there."""
+    manifest = _manifest(run)
+    return _named_outputs(run, manifest) if any(manifest) else _parquet_files(run.outputs.rglob("*"))
+
+
+def _named_outputs(run: RunDir, manifest: Manifest) -> list[Path]:
+    return sorted(file for file in manifest if file.is_relative_to(run.outputs) and _is_parquet(file))
+
+
+def _parquet_files(files: Iterable[Path]) -> list[Path]:
+    return sorted(file for file in files if _is_parquet(file) and file.is_file())
+
+
+def _is_parquet(file: Path) -> bool:
+    return file.suffix.lower() == ".parquet"
 
 
 def run_files(run: RunDir) -> list[Path]:

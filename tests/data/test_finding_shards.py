@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 
 import pyarrow as pa
 import pytest
 
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.shards import find_shards
 from batchinfer.records import ConfigError
 from support.formats import as_arrow
@@ -197,6 +199,40 @@ def test_a_folder_stands_for_its_data_files(tmp_path):
     (tmp_path / "hub" / "README.md").write_text("Read me.")
     shards = find_shards([str(tmp_path / "hub")])
     assert [shard.name for shard in shards] == ["data/train-0.parquet", "data/x/test.parquet", "more.parquet"]
+
+
+def test_extensions_match_without_regard_to_case(tmp_path):
+    write(tmp_path / "UP.PARQUET", {"prompt": ["x"]})
+    (tmp_path / "P2.JSONL").write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
+    (tmp_path / "t.Tsv.GZ").write_bytes(gzip.compress(b"id\tprompt\n1\tx\n"))
+    for patterns in ([str(tmp_path)], [f"{tmp_path}/*"]):
+        shards = find_shards(patterns, roles={"prompt": "text"})
+        assert [(shard.name, shard.num_rows, shard.problem) for shard in shards] == [
+            ("P2.parquet", 2, None), ("UP.parquet", 1, None), ("t.parquet", 1, None),
+        ]  # fmt: skip
+        assert shard_schema(shards[2]).names == ["id", "prompt"]
+
+
+def test_files_of_a_folder_that_look_like_data_are_named_when_left_out(tmp_path, capsys):
+    write(tmp_path / "up" / "p1.parquet", {"prompt": ["x"]})
+    usual = "README.md LICENSE _SUCCESS .part.crc _committed.json job.toml dataset_info.json a.log SHA256SUMS.txt"
+    for name in (*usual.split(), "run/run.json", "run/job.toml", "run/left.json"):
+        (tmp_path / "up" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "up" / name).write_text("{}")
+    find_shards([str(tmp_path / "up")], exclude=tmp_path / "up" / "run")
+    assert "warning" not in capsys.readouterr().err
+    (tmp_path / "up" / "p4.json").write_text("{}")
+    find_shards([str(tmp_path / "up")])
+    told = f"warning: 1 file in {tmp_path}/up is left out, as its name does not end as data files' do: p4.json\n"
+    assert capsys.readouterr().err.endswith(told)
+    for name in ("p3.jsonl.bz2", "deep/part-0004"):
+        (tmp_path / "up" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "up" / name).write_text("{}")
+    find_shards([str(tmp_path / "up")])
+    told = "are left out, as their names do not end as data files' do: deep/part-0004, p3.jsonl.bz2, p4.json\n"
+    assert capsys.readouterr().err.endswith(f"warning: 3 files in {tmp_path}/up {told}")
+    find_shards([f"{tmp_path}/up/*.parquet"])
+    assert capsys.readouterr().err == ""
 
 
 def test_input_in_the_run_folder_is_told_as_such(tmp_path):

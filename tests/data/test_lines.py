@@ -13,8 +13,10 @@ from batchinfer.data.formats import lines
 from batchinfer.data.inputs import read_batches
 from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.shards import find_shards
+from batchinfer.data.tokenizer import load_tokenizer
 from support.checked_rows import checked, errors, make_job
 from support.formats import csv_text, json_lines
+from support.paths import RANDOM_MODEL
 
 GOOD = b'{"prompt": "What?"}'
 
@@ -196,6 +198,10 @@ def test_an_open_quote_is_a_bad_row(tmp_path):
         (["true", "false"], pa.bool_()),
         (["True", "1"], pa.string()),
         (["nan"], pa.string()),
+        (["3", "2.5", "1e5", "0.123456789012345"], pa.float64()),
+        (["1234567890123.4567"], pa.string()),
+        (["1234567890123.456", "0.1234567890123456"], pa.float64()),
+        (["0.12345678901234567"], pa.string()),
     ],
 )
 def test_csv_columns_are_numbers_only_where_nothing_is_lost(tmp_path, texts, kind):
@@ -204,3 +210,30 @@ def test_csv_columns_are_numbers_only_where_nothing_is_lost(tmp_path, texts, kin
     assert found.type == kind
     if kind == pa.string():
         assert found.to_pylist() == texts
+
+
+@pytest.mark.parametrize(
+    ("texts", "is_text"),
+    [
+        (["2.5", "1e-05", "-0.1", "3.0"], False),
+        (["3", "-12"], False),
+        *((["2.5", text], True) for text in ("3", "2.50", "1e5", "1E-05", "-0", "1234567890123.4567")),
+    ],
+)
+def test_a_template_writes_numbers_of_csv_as_they_are_spelled(tmp_path, texts, is_text):
+    path = tmp_path / "in.csv"
+    path.write_bytes(csv_text([{"x": text, "id": "a"} for text in texts]))
+    of_row = "{{ x }} {{ 'text' if x is string else 'number' }}"
+    shard, rows = checked(path, make_job(path, id="id", template=of_row, keep=["x"]))
+    decode = load_tokenizer(RANDOM_MODEL).decode
+    kind = "text" if is_text else "number"
+    assert [decode(row["token_ids"]) for row in rows] == [f"{text} {kind}" for text in texts]
+    # whether a template names a column does not change what is kept of it
+    assert shard_schema(shard).field("x").type == column(path, "x").type
+
+
+def test_a_template_writes_true_and_false_of_csv_as_booleans(tmp_path):
+    path = tmp_path / "in.csv"
+    path.write_bytes(csv_text([{"x": "true", "id": "a"}]))
+    (row,) = checked(path, make_job(path, id="id", template="{{ x }}"))[1]
+    assert load_tokenizer(RANDOM_MODEL).decode(row["token_ids"]) == "True"

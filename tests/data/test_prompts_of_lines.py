@@ -13,9 +13,17 @@ from batchinfer.data.formats import jsonl
 from batchinfer.data.formats.values import column_roles
 from batchinfer.data.inputs import read_batches
 from batchinfer.data.shards import find_shards
+from batchinfer.data.tokenizer import load_tokenizer
 from batchinfer.records import sampling_from_json
 from support.checked_rows import checked, errors, make_job
 from support.formats import as_parquet, csv_text, json_lines
+from support.paths import RANDOM_MODEL
+
+# of columns id, meta and p
+SEEN = (
+    "{{ 'int' if id is integer else 'text' }} {{ meta | tojson }} {{ (meta.y is defined) if meta else false }} "
+    "{{ p | string }}"
+)
 
 
 def test_prompts_of_every_kind_come_from_lines_as_from_parquet(tmp_path):
@@ -40,6 +48,35 @@ def test_prompts_of_every_kind_come_from_lines_as_from_parquet(tmp_path):
         first, *others = [checked(path, make_job(path, of_job=of_job, **columns))[1] for path in paths]
         assert all(row["error"] is None for row in first)
         assert others == [first, first]
+
+
+WHAT_TEMPLATES_SEE = [
+    ('{"id": 1, "meta": {"b": 1, "a": null}, "p": 3}', 'int {"b": 1, "a": null} False 3'),
+    ('{"id": "x", "meta": {"y": 7}, "p": 2.5}', 'text {"y": 7} True 2.5'),
+    ('{"id": 2, "meta": {}, "p": "big"}', "int {} False big"),
+    ('{"id": 3, "meta": {"y": [1, 2.0, null]}, "p": true}', 'int {"y": [1, 2.0, null]} True True'),
+    ('{"id": 4, "p": 3, "meta": {"y": 123456789012345678901}}', 'int {"y": 123456789012345678901} True 3'),
+    ('{"id": 5, "p": [3], "meta": null}', "int null False [3]"),
+    ('{"id": 6, "p": null}', "int null False None"),
+]
+
+
+@pytest.mark.parametrize("key", ["template", "system"])
+def test_a_template_sees_the_values_of_its_line_whatever_other_lines_hold(tmp_path, key):
+    path, columns = tmp_path / "in.jsonl", {key: SEEN}
+    if key == "system":
+        columns["user"] = "q"
+    tokenizer = load_tokenizer(RANDOM_MODEL)
+
+    def seen(lines):
+        path.write_text("\n".join(line.replace("{", '{"q": "Who?", ', 1) for line in lines))
+        rows = checked(path, make_job(path, id="id", keep=["p"], **columns))[1]
+        return [row["error"] or tokenizer.decode(row["token_ids"]) for row in rows]
+
+    together = seen([line for line, _ in WHAT_TEMPLATES_SEE])
+    for (line, text), found in zip(WHAT_TEMPLATES_SEE, together, strict=True):
+        assert text in found
+        assert seen([line, '{"id": 9, "meta": null, "p": null}'])[0] == found  # a column may be missing in no file
 
 
 def test_messages_may_differ_from_line_to_line(tmp_path):

@@ -106,6 +106,19 @@ def test_decimals_keep_their_digits_beside_a_number_that_is_none():
     assert data == b'{"x":1234567890123456789.25,"y":null}\n'
 
 
+@pytest.mark.parametrize(
+    ("value", "kind", "text"),
+    [
+        (1_001_999, pa.duration("ns"), "00:00:00.001001"),
+        (1_001_999, pa.timestamp("ns"), "1970-01-01 00:00:00.001001999"),
+        (2**63 - 1, pa.timestamp("us"), "infinity"),
+        (-(2**31) + 1, pa.date32(), "-infinity"),
+    ],
+)
+def test_durations_have_microseconds_and_the_ends_of_times_are_infinity(value, kind, text):
+    assert lines_of(pa.table({"x": pa.array([value], kind)})) == [{"x": text}]
+
+
 def test_bytes_that_are_no_text_cost_their_value_only():
     def text(data: bytes) -> pa.Array:
         offsets = pa.py_buffer(b"".join(end.to_bytes(4, "little") for end in (0, len(data), len(data) + 1)))

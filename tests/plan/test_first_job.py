@@ -181,6 +181,7 @@ def test_columns_that_can_be_kept_are_named(tmp_path, made, columns, kept):
         (["a.jsonl", "b.ndjson.gz", "c.csv"], ["**/*.jsonl", "**/*.ndjson.gz"], "1 file (c.csv)"),
         (["a.jsonl", "deep/b.jsonl"], None, None),
         (["a.parquet", "notes.txt", ".b.csv"], ["*.parquet"], None),
+        (["A.PARQUET", "deep/c.parquet", "b.JSONL"], ["*.PARQUET"], "2 files (b.JSONL, deep/c.parquet)"),
     ],
 )
 def test_a_folder_of_several_formats_gives_one_and_names_what_is_left_out(tmp_path, names, files, left_out):
@@ -188,7 +189,7 @@ def test_a_folder_of_several_formats_gives_one_and_names_what_is_left_out(tmp_pa
     for name in names:
         path = tmp_path / "data" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith(".parquet"):
+        if name.lower().endswith(".parquet"):
             write_shard(path, {"prompt": ["Hello"]})
         else:
             path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
@@ -196,6 +197,19 @@ def test_a_folder_of_several_formats_gives_one_and_names_what_is_left_out(tmp_pa
     assert dict(found.choices).get("left out", "").partition(":")[0] == (left_out or "")
     expected = [f"data/{name}" for name in files] if files else ["data"]
     assert tomllib.loads(found.text)["input"]["files"] == expected
+
+
+@pytest.mark.parametrize("names", [["a.jsonl"], ["a.jsonl", "c.csv"]])
+def test_init_warns_once_of_files_that_no_job_reads(tmp_path, names, capsys):
+    (tmp_path / "data").mkdir()
+    for name in (*names, "p4.json"):
+        (tmp_path / "data" / name).write_text('{"prompt": "Hello"}\n')
+    first_job(str(tmp_path / "data"), RANDOM_MODEL, tmp_path / "job.toml")
+    told = capsys.readouterr().err
+    assert told.count("warning: ") == 1
+    assert told.endswith(
+        f"1 file in {tmp_path}/data is left out, as its name does not end as data files' do: p4.json\n"
+    )
 
 
 def test_files_of_run_folders_are_not_left_out_but_no_data(tmp_path, made):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 
@@ -148,6 +149,51 @@ def test_verify_names_truncated_statistics_and_a_flipped_output(finished, tmp_pa
     assert batchinfer("finish", run).code == 0
     steps.unlink()
     assert batchinfer("verify", run).code == 0
+
+
+def unlinked(path, rng):
+    path.unlink()
+
+
+def other_shard(path, rng):
+    """A sound file of the run under another one's name."""
+    shutil.copy(path.with_name("part-0.parquet"), path)
+
+
+ALL_OUTPUTS = "SELECT count(*) FROM Outputs"
+
+
+@pytest.mark.parametrize("kind", [unlinked, truncate, flip_bit, other_shard, renamed_column])
+def test_report_refuses_damaged_outputs_by_name(finished, tmp_path, kind):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    path = run / "outputs" / "part-1.parquet"
+    kind(path, random.Random(1))
+    for arguments in ((), ("--sql", ALL_OUTPUTS), ("--parquet", tmp_path / "tables"), ("--html", tmp_path / "page")):
+        ended = batchinfer("report", run, *arguments)
+        assert ended.code == 2
+        assert f"{path} is damaged: " in ended.err
+        assert f"`batchinfer finish {run}` writes all outputs again" in ended.err
+    assert batchinfer("finish", run).code == batchinfer("report", run).code == 0
+
+
+def test_report_reads_the_outputs_that_the_run_names_and_no_other_files(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.copy(run / "outputs" / "part-0.parquet", run / "outputs" / "stray.parquet")
+    (run / "outputs" / "notes.parquet").write_text("no table")
+    ended = batchinfer("report", run, "--sql", ALL_OUTPUTS, "--json")
+    assert (ended.code, json.loads(ended.out)) == (0, [{"count_star()": 9}]), ended
+    both = batchinfer("report", run, finished, "--sql", ALL_OUTPUTS, "--json")
+    assert json.loads(both.out) == [{"count_star()": 18}]
+
+
+def test_a_query_without_outputs_does_not_read_them(finished, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    flip_bit(run / "outputs" / "part-0.parquet", random.Random(1))
+    assert batchinfer("report", run, "--sql", "SELECT count(*) FROM requests").code == 0
+    assert batchinfer("report", run, "--sql", "SELECT * FROM requests, outputs").code == 2
 
 
 def test_verify_of_something_else_is_a_sentence(tmp_path):

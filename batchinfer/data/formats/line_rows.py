@@ -19,6 +19,7 @@ from batchinfer.sanitize import clip
 
 _FIRST_ERROR = b"first_error"  # in the metadata of a schema: error of the first row, if all rows are bad
 ROW_ERROR = "\0error"  # the last column of each batch: error sentence of a bad row, else null
+AS_JSON = "\0json:"  # before a column's name: the values of each row as JSON text
 
 
 def inspect(shard: Shard, source: Bytes, roles: Mapping[str, str]) -> Shard:
@@ -61,13 +62,21 @@ def why_no_row(schema: pa.Schema) -> str | None:
 def batches(shard: Shard, source: Bytes, columns: list[str], batch_rows: int) -> Iterator[pa.RecordBatch]:
     """Yield the rows with some of their columns, then the column ROW_ERROR.
 
+    Args:
+        columns: names of columns; with AS_JSON before them, their values are JSON text.
+
     Raises:
         RunMismatchError: the file changed after it was inspected.
         OSError, ValueError: the file is damaged.
     """
     hashed = HashedBytes(source)
     schema = file_schema(shard)
-    fields = [schema.field(name) for name in columns]
+    fields = [
+        pa.field(name, pa.string(), metadata={"fitting": "strict_json"})
+        if name.startswith(AS_JSON)
+        else schema.field(name)
+        for name in columns
+    ]
     group: list[Record] = []
     num_bytes = 0
     integers = next((field.name for field in fields if role_of(field) == "token_ids"), None)
@@ -109,7 +118,8 @@ def _batch(records: list[Record], fields: list[pa.Field]) -> pa.RecordBatch:
     ]
     arrays = []
     for field in fields:
-        found = [None if isinstance(values, str) else values.get(field.name) for _, _, values in records]
+        name = field.name.removeprefix(AS_JSON)
+        found = [None if isinstance(values, str) else values.get(name) for _, _, values in records]
         lists = integer_lists(found) if role_of(field) == "token_ids" else None
         if lists is not None:
             arrays.append(lists)

@@ -11,7 +11,19 @@ _FORMATS = {
     "arrow": "arrow",
     "feather": "arrow",
 }
-_EXTENSION = re.compile(r"\.(parquet|jsonl|ndjson|csv|tsv|arrow|feather)$|\.(jsonl|ndjson|csv|tsv)(?:\.(gz|zst))$")
+_EXTENSION = re.compile(
+    r"\.(parquet|jsonl|ndjson|csv|tsv|arrow|feather)$|\.(jsonl|ndjson|csv|tsv)(?:\.(gz|zst))$", re.IGNORECASE
+)
+# files that lie beside data in usual folders: documents, descriptions of data sets and models, code, logs, checksums
+_NO_DATA = re.compile(
+    r"(readme|licen[cs]e|notice|copying|changelog|citation|requirements|makefile|dockerfile)\b.*"
+    r"|(dataset_infos?|dataset_dict|state|metadata|croissant|config|generation_config|special_tokens_map"
+    r"|(added_)?tokens|tokenizer|tokenizer_config|.*\.index)\.json"
+    r"|.*\.(md|rst|html|pdf|png|jpe?g|gif|svg|webp|py|ipynb|sh|sbatch|toml|ya?ml|jinja|lock|log|out|err"
+    r"|safetensors|model|tiktoken|crc|md5|sha[0-9]+)"
+    r"|(md5|sha[0-9]+)sums?(\.txt)?",
+    re.IGNORECASE,
+)
 
 
 def format_of(path: str, wanted: str | None) -> str:
@@ -26,7 +38,7 @@ def format_of(path: str, wanted: str | None) -> str:
     if wanted is not None and wanted != "sharegpt":
         return wanted
     found = _EXTENSION.search(_plain(path))
-    return _FORMATS[found[1] or found[2]] if found else "parquet"
+    return _FORMATS[(found[1] or found[2]).lower()] if found else "parquet"
 
 
 def extension_of(path: str) -> str:
@@ -45,14 +57,19 @@ def is_data_file(name: str) -> bool:
     return not name.startswith((".", "_")) and _EXTENSION.search(name) is not None
 
 
+def is_overlooked(name: str) -> bool:
+    """Return whether a file in a folder of data may be data, but is no shard by its extension."""
+    return not name.startswith((".", "_")) and not is_data_file(name) and _NO_DATA.fullmatch(name) is None
+
+
 def compression_of(path: str) -> str | None:
     """Return Arrow's name for the compression of a file of lines; None if the file is not compressed."""
-    return {".gz": "gzip", ".zst": "zstd"}.get(re.sub(r".*(?=\.)", "", _plain(path)))
+    return {".gz": "gzip", ".zst": "zstd"}.get(re.sub(r".*(?=\.)", "", _plain(path)).lower())
 
 
 def delimiter_of(path: str) -> str:
     """Return the delimiter of fields in a CSV or TSV file."""
-    return "\t" if re.search(r"\.tsv(\.gz|\.zst)?$", _plain(path)) else ","
+    return "\t" if re.search(r"\.tsv(\.gz|\.zst)?$", _plain(path), re.IGNORECASE) else ","
 
 
 def output_name(name: str) -> str:

@@ -9,6 +9,7 @@ else JSON text; so does a column of prompts or ids in which no value is of the r
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from decimal import Decimal
 from typing import Any
 
 import msgspec
@@ -24,10 +25,13 @@ MOST_DEPTH = 16  # nested lists and structs
 
 # kind of values: "null", a scalar's name, "mixed", ("list", kind of items), ("struct", {name: kind})
 Kind = Any
-_SCALARS = {"bool": pa.bool_(), "int": pa.int64(), "long": pa.int64(), "float": pa.float64(), "text": pa.string()}
-# numbers that keep every digit as they are written
+# long: an integer that a double may not hold; spelled: a double that Python writes as the CSV file does
+_NUMBERS = {"int": pa.int64(), "long": pa.int64(), "float": pa.float64(), "spelled": pa.float64()}
+_SCALARS = {"bool": pa.bool_(), "text": pa.string(), **_NUMBERS}
+# numbers that keep every digit as they are written; doubles keep 15 digits
 _INT_TEXT = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _FLOAT_TEXT = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.([0-9]{0,16}[1-9]|0))?([eE][+-]?[0-9]{1,2})?")
+RESPELLED = "respelled"  # role of a field: doubles that Python writes in another way than the CSV file
 _BOOL_TEXTS = {"true": True, "True": True, "false": False, "False": False}
 
 
@@ -78,7 +82,9 @@ class Columns:
         self._typed = {name for name, role in roles.items() if role in ("id", "choices", "variable", "kept")}
         # columns without any right value so far; at the end, such a column gets the type of its values
         self._unfit = {name: _RIGHT[role] for name, role in roles.items() if role in _RIGHT}
-        self._kind_of: Callable[[Any], Kind] = _kind_of_text if is_text else kind_of
+        self._kind_of: dict[str, Callable[[Any], Kind]] = dict.fromkeys(roles, _kind_of_text if is_text else kind_of)
+        if is_text:
+            self._kind_of |= {name: _kind_of_spelling for name, role in roles.items() if role == "variable"}
         self._kinds: dict[str, Kind] = {}
 
     def add_names(self, names: Iterable[str]) -> None:
@@ -95,7 +101,7 @@ class Columns:
         for name, value in values.items():
             if name in self._typed or name in self._unfit:
                 known = kinds.get(name, "null")
-                kinds[name] = known if known == "mixed" else _wider(known, self._kind_of(value))
+                kinds[name] = known if known == "mixed" else _wider(known, self._kind_of[name](value))
             elif name not in kinds and (name in self._roles or len(kinds) < MOST_NAMES):
                 kinds[name] = "null"
 
@@ -131,6 +137,8 @@ class Columns:
         elif self._is_text:
             kept = pa.string() if kept is None else kept
             how = "" if kept in (pa.string(), pa.null()) else str(kept)
+            if role == "variable" and kind == "float":
+                how = RESPELLED
         elif kept is None:
             kept, how = pa.string(), "json" if role == "variable" else "strict_json"
         return pa.field(name, kept, metadata={"fitting": how})
@@ -166,7 +174,15 @@ def _kind_of_text(text: str | None) -> Kind:
         return "null"
     if _INT_TEXT.fullmatch(text):
         return kind_of(int(text))
-    return "float" if _FLOAT_TEXT.fullmatch(text) else "bool" if text in _BOOL_TEXTS else "text"
+    if _FLOAT_TEXT.fullmatch(text):
+        return "text" if len(text) > 15 and Decimal(repr(float(text))) != Decimal(text) else "float"
+    return "bool" if text in _BOOL_TEXTS else "text"
+
+
+def _kind_of_spelling(text: str | None) -> Kind:
+    """Return the kind of a text that a template writes."""
+    kind = _kind_of_text(text)
+    return "spelled" if kind == "float" and text is not None and repr(float(text)) == text else kind
 
 
 def _wider(first: Kind, second: Kind) -> Kind:
@@ -177,7 +193,8 @@ def _wider(first: Kind, second: Kind) -> Kind:
         return second
     if isinstance(first, str) or isinstance(second, str):
         numbers = {first, second} if isinstance(first, str) and isinstance(second, str) else set()
-        return "long" if numbers == {"int", "long"} else "float" if numbers == {"int", "float"} else "mixed"
+        is_double = len(numbers) == 2 and numbers <= {"int", "float", "spelled"}
+        return "long" if numbers == {"int", "long"} else "float" if is_double else "mixed"
     if first[0] != second[0]:
         return "mixed"
     if first[0] == "list":
@@ -221,6 +238,15 @@ def converter_of(field: pa.Field) -> Callable[[Any], Any] | None:
 def role_of(field: pa.Field) -> str:
     """Return the conversion of values for a field of `Columns.schema`: a key of _CONVERTERS, "" for none."""
     return (field.metadata or {}).get(b"fitting", b"").decode()
+
+
+def keeps_values(field: pa.Field) -> bool:
+    """Return whether the values of a column of JSON stay as they are, whatever values other rows hold."""
+    kind = field.type
+    while pa.types.is_list(kind):
+        kind = kind.value_type
+    is_plain = pa.types.is_string(kind) or pa.types.is_boolean(kind) or pa.types.is_integer(kind)
+    return not role_of(field) and (is_plain or pa.types.is_null(kind))
 
 
 def json_text(value: Any) -> str:
@@ -294,6 +320,7 @@ _CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "id_lists": _id_lists,
     "int64": int,
     "double": float,
+    RESPELLED: float,
     "bool": _BOOL_TEXTS.__getitem__,
 }
 # by role of columns that every row needs: a function that raises for a wrong value

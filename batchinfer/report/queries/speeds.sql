@@ -1,5 +1,6 @@
 -- speeds: one row, rates over delivered tokens (the first two) and over generated tokens.
---   rows_per_s, tokens_per_s         output rows, and input and output tokens, per second of the run's time (times.wall_s)
+--   rows_per_s, tokens_per_s         output rows (reused ones too), and input and output tokens (without those of reused
+--                                    rows), per second of the run's time (times.wall_s)
 --   output_tokens_per_s_per_request  mean over generated requests of two or more tokens of
 --                                    (generated tokens - 1) / (time of the last token - time of the first)
 --   mean_kv_tokens_per_output_token  KV length attended to, averaged over generated tokens
