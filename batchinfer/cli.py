@@ -133,6 +133,10 @@ def _run_command(process: Process) -> None:
         raise ConfigError("the working folder was deleted; `cd` to one that exists") from None
     try:
         cli.main(standalone_mode=False, obj=process)
+        process.stop.check()
+    except SystemExit:
+        process.stop.check()
+        raise
     except Exception as error:
         if process.stop.raised is not None:
             raise process.stop.raised from None

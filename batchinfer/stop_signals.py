@@ -34,6 +34,11 @@ class StopSignal:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self._handle)
 
+    def check(self) -> None:
+        """Raise the error again if the command goes on after it: C code that calls Python back may discard errors."""
+        if self.raised is not None:
+            raise self.raised
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """Delay signals until the end of the block: an error raised from Python into C++ would end the process."""

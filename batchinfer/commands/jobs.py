@@ -297,7 +297,9 @@ def run(
             with stop.held():  # as in _finish
                 import batchinfer.finish.finish  # while the ranks load: this process only waits for them
                 import batchinfer.report.summary  # noqa: F401
+        stop.check()
         _work(run_dir, config, session, stop, tracer, ranks)
+        stop.check()
         # another `run` that has joined this one may finish first: its result counts for both
         result = _when_free(config, partial(_finish, run_dir, config, stop, tracer, allow_partial=False))
     if as_json or not sys.stdout.isatty():  # else the summary on the same terminal says this

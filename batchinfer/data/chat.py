@@ -163,7 +163,7 @@ class ChatTemplate:
         return before if after.startswith(" ") else before.rstrip()
 
 
-_JINJA = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
+_JINJA = re.compile(r"\{[{%]")
 
 
 class RowTemplate:
@@ -176,23 +176,24 @@ class RowTemplate:
         columns: the columns that the template names, sorted.
 
     Raises:
-        ModelError: the template is not valid Jinja, or names no column.
+        ModelError: the template is not valid Jinja; input.template names no column.
     """
 
     def __init__(self, text: str, key: str) -> None:
-        self._key = key
-        environment = _environment(undefined=StrictUndefined, finalize=functools.partial(_not_null, key))
+        self._key, is_system = key, key == "input.system"
+        finalize = functools.partial(_not_null, key)
+        environment = _environment(undefined=StrictUndefined, finalize=finalize, keep_trailing_newline=is_system)
         try:
             self.columns = sorted(meta.find_undeclared_variables(environment.parse(text)) - set(environment.globals))
             self._template = environment.from_string(text)
         except (TemplateError, ChatError, RecursionError) as error:
             raise ModelError(f"{key} is not valid Jinja: {_one_line(error)}; correct it") from None
-        if not self.columns:
+        if not self.columns and not is_system:
             raise ModelError(f"{key} names no column of the rows; write one as {{{{ column }}}}")
 
     @classmethod
     def of_system(cls, text: str) -> "RowTemplate | None":
-        """Return the template of input.system; None if its text is the same for all rows: no `{{ … }}` or `{% … %}`."""
+        """Return the template of input.system; None for a text without `{{` and `{%`."""
         return cls(text, "input.system") if _JINJA.search(text) else None
 
     def render(self, row: dict[str, Any]) -> str:

@@ -68,6 +68,11 @@ class RowPrompts:
         self._is_user = settings["user"] is not None
         self._system: str | None = settings["system"]
         self._row_system = RowTemplate.of_system(self._system or "")
+        if self._row_system is not None and not self._row_system.columns:
+            try:
+                self._system, self._row_system = _rendered(self._row_system, {}), None
+            except RowError as error:
+                raise ModelError(f"{error}; correct it") from None
         if self._row_system is not None and settings["format"] == "openai":
             raise ModelError(
                 "input.system has {{ … }} for columns of the rows, but lines of format = 'openai' have none; write the "

@@ -12,6 +12,7 @@ from typing import Literal
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, RenderableType
 from rich.console import Group as Together
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -84,8 +85,13 @@ def figure_table(
 
 
 def drawn(*parts: RenderableType, width: int = WIDTH, on_terminal: bool = False) -> str:
-    """Return the parts one below the other, at most `width` columns wide; with escape codes only for a terminal."""
+    """Return the parts one below the other, at most `width` columns wide; with escape codes only for a terminal.
+
+    Tables that need more columns get them: rich would cut digits off numbers.
+    """
     console = Console(force_terminal=on_terminal, width=width, markup=False, emoji=False, highlight=False)
+    needed = (_needed(console, part) for part in parts if isinstance(part, Table))
+    console.width = max(width, *needed, 0)
     with console.capture() as captured:
         console.print(Together(*parts))
     return "".join(f"{line.rstrip()}\n" for line in captured.get().split("\n")[:-1])
@@ -101,6 +107,11 @@ def show(*parts: RenderableType, uncut: bool = False) -> None:
     on_terminal = sys.stdout.isatty()
     width = UNCUT if uncut else stdout_width()
     print(drawn(*parts, width=width, on_terminal=on_terminal), end="", flush=True)
+
+
+def _needed(console: Console, table: Table) -> int:
+    """Return the least width of a table in which words may wrap, but nothing else is cut."""
+    return Measurement.get(console, console.options.update(max_width=UNCUT), table).minimum
 
 
 def _cell(content: str | Text) -> Text:

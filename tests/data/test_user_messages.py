@@ -73,7 +73,8 @@ def test_rows_without_a_text_are_bad_rows(tmp_path):
             'name it in letters, digits and _, and set input.system = "{{ name }}"',
         ),
         ({"user": "q", "system": "{{ s }}"}, {"q": ["a"]}, "input.system names 's', which no input shard has"),
-        ({"user": "q", "system": "{{ 7 }}"}, {"q": ["a"]}, "input.system names no column of the rows"),
+        ({"user": "q", "system": "Answer {{ s }."}, {"q": ["a"]}, "input.system is not valid Jinja: "),
+        ({"user": "q", "system": "{{ 1 // 0 }}"}, {"q": ["a"]}, "input.system fails on the row: "),
         ({"user": "q", "system": "{{ q +}}"}, {"q": ["a"]}, "input.system is not valid Jinja: "),
         ({"format": "openai", "system": "{{ s }}"}, {"q": ["a"]}, "but lines of format = 'openai' have none; write"),
     ],
@@ -230,11 +231,18 @@ def test_rows_whose_system_message_is_null_are_bad_rows(tmp_path):
     assert [row["error"] for row in rows] == [told, None]
 
 
-def test_a_system_message_with_braces_of_json_is_a_text(tmp_path):
-    system = 'Write {x} as JSON: {"a": {}}.'
+@pytest.mark.parametrize(
+    ("system", "written"),
+    [
+        ('Write {x} as JSON: {"a": {}}.', 'Write {x} as JSON: {"a": {}}.'),
+        ("{% raw %}Fill in {{ name }}{% endraw %}.", "Fill in {{ name }}."),
+        ("Of {{ q }}:\n\n", "Of a:\n\n"),
+    ],
+)
+def test_a_system_message_with_braces_of_json_or_in_raw_is_a_text(tmp_path, system, written):
     shown = batchinfer("plan", job_of(tmp_path, "user", {"user": "q", "system": system}, {"q": ["a"]}), "--show", "0")
     assert shown.code == 0, shown.err
-    assert system in shown.out
+    assert written + "\n\n<｜User｜>" in shown.out
 
 
 @pytest.mark.parametrize("names", [("question", "system_prompt"), ("ask", "system")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import weakref
 
 import pytest
 
@@ -58,3 +59,18 @@ def test_the_end_of_a_terminal_stops_nothing_under_nohup():
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+def test_an_error_that_c_code_discarded_is_raised_again_by_the_check(stop, recwarn):
+    """An error in a weak reference's callback is discarded, as Cython discards those of its callbacks."""
+
+    class Thing:
+        pass
+
+    stop.check()
+    thing = Thing()
+    watched = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGINT))
+    del thing
+    assert watched() is None
+    with pytest.raises(InterruptedRunError, match="SIGINT"):
+        stop.check()

@@ -158,6 +158,14 @@ def test_a_terminal_gets_colours_and_nobody_elses_markup(monkeypatch):
     assert "\x1b[33m" not in drawn(*parts, on_terminal=True)
 
 
+@pytest.mark.parametrize("width", [10, 40, 46])
+def test_a_terminal_too_narrow_for_the_numbers_gets_wider_lines(width):
+    rows = [["  output rows", "1,234,567,890", "rows and words that wrap"], ["  ok", "324", "rows"]]
+    shown = drawn(drawn_table(rows, "lrw", min_widths=(27, 12)), width=width)
+    assert "1,234,567,890  rows" in shown
+    assert " 324  rows\n" in shown
+
+
 @pytest.mark.parametrize("width", [60, 70, 80, 200])
 def test_a_narrow_terminal_cuts_no_number(tmp_path, width):
     nodes = [session("a", 0, 100, ranks=2, prefill_s=10)]

@@ -51,6 +51,9 @@ class WorkerLease:
             return
         try:
             self._store.touch(self.path, self._data)
+        except FileNotFoundError:  # another command has finished the run, and with it all work
+            if self.path.parent.exists():
+                note("warning: the lease of this worker was deleted; others may take over its units")
         except (BatchinferError, OSError) as error:
             note(f"warning: cannot renew the lease of this worker: {error}")
 
