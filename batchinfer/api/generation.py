@@ -19,6 +19,7 @@ from batchinfer.api.settings import KINDS, Settings, parts_of, with_keys_of
 from batchinfer.config import job_of_table
 from batchinfer.config.model_folder import model_folder
 from batchinfer.data.tokenizer import has_chat_template
+from batchinfer.records import ConfigError
 from batchinfer.run.store.open import storage_of
 
 SHARD = "prompts.parquet"
@@ -126,6 +127,9 @@ def answer(
         start: starts the job's command.
     """
     check_progress(progress)
+    for key, value in (("raw", raw), ("stream", stream)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{key} is {value!r}; give True or False")
     named = {kind: name for kind, name in columns.items() if name is not None}
     with ExitStack() as stack:
         job = _job(data, named, parts, stack, start, raw=raw)

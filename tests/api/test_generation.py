@@ -223,6 +223,8 @@ WRONG = [
     ({"data": [[2**70]]}, "data cannot be read as Arrow columns"),
     ({"data": 5}, "data is a int, which holds no prompts"),
     ({"data": iter(["a"])}, "which holds no prompts; give list(data)"),
+    ({"data": ["a"], "raw": "no"}, "raw is 'no'; give True or False"),
+    ({"data": ["a"], "stream": 1}, "stream is 1; give True or False"),
     ({"data": ["a"], "progress": "bar"}, "progress is 'bar'; give True, False, \"tqdm\", or a function"),
     ({"data": pa.table({"n": [1]})}, "no column of data holds texts, messages or token ids (it has n)"),
     ({"data": pa.table({"a": ["x"], "b": ["y"]})}, "several columns of data could hold the prompts; name one:"),
