@@ -126,7 +126,7 @@ def rows_with_tools(job: JobConfig, batch: pa.RecordBatch, bad: Container[int]) 
 
 
 class _ChatRequest(msgspec.Struct):
-    """A request as the formats of OpenAI write it, read for whether it is a chat with variables of its own."""
+    """The parts of a request in OpenAI's format that show whether a chat names its date."""
 
     messages: Any = None
     chat_template_kwargs: Any = None

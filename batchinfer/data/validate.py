@@ -189,7 +189,7 @@ class _Started:
 
 
 def _read_as_json(shard: Shard, job: JobConfig, of_prompts: list[str]) -> list[str]:
-    """Return the columns of templates whose values in lines are others once all rows have one type."""
+    """Return the columns of templates that are read as JSON, since one type for all rows would change values."""
     if shard.format not in ("jsonl", "csv"):
         return []
     roles, schema = column_roles(job, of_prompts), file_schema(shard)

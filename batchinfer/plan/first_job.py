@@ -244,7 +244,7 @@ class _Columns:
         return likely[0] if likely else None
 
     def of_names(self, known: tuple[str, ...], prompts: str) -> str | None:
-        """Return a column of text beside the prompts that has one of these names, or None; Jinja can name both."""
+        """Return a column of text with one of these names, other than the prompts; None if Jinja cannot name both."""
         texts = [name for name in self._texts if name != prompts] if prompts.isidentifier() else []
         return next(iter(_named(texts, known)), None)
 

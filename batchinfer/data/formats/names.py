@@ -14,7 +14,7 @@ _FORMATS = {
 _EXTENSION = re.compile(
     r"\.(parquet|jsonl|ndjson|csv|tsv|arrow|feather)$|\.(jsonl|ndjson|csv|tsv)(?:\.(gz|zst))$", re.IGNORECASE
 )
-# files that lie beside data in usual folders: documents, descriptions of data sets and models, code, logs, checksums
+# names of other files in folders of data: documents, descriptions of data sets and models, code, logs, checksums
 _NO_DATA = re.compile(
     r"(readme|licen[cs]e|notice|copying|changelog|citation|requirements|makefile|dockerfile)\b.*"
     r"|(dataset_infos?|dataset_dict|state|metadata|croissant|config|generation_config|special_tokens_map"
