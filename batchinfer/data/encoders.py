@@ -65,7 +65,7 @@ class Encoders:
         columns: the input columns that prompts are made of.
         digest: changes with every change of the model folder that changes a prompt's ids.
         has_chat_template: whether the model folder has a chat template.
-        bos_token_id: the token that begins texts; None if there is none.
+        bos_token_id: the BOS token; None if the tokenizer names none.
         writes_tools: whether the chat template, if there is one, writes the tools that it is given.
         lacks_date: whether the chat template writes the date if it is given one, and the job gives none.
         ends_thinking: whether the tokenizer has a token for the end of thinking.

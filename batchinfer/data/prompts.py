@@ -48,7 +48,7 @@ class PromptChecks:
         self._prompt, self._kind = job.input.prompt_column, job.input.prompt_kind
         self._encoders = encoders
         is_raw = self._kind in ("prompt", "template") and not job.input.makes_chats
-        self._first = encoders.bos_token_id if is_raw else None
+        self._bos = encoders.bos_token_id if is_raw else None
         self._limits = limits
 
     def start(self, batch: RowBatch, known: pa.RecordBatch | None = None) -> Pieces:
@@ -97,14 +97,14 @@ class PromptChecks:
             batch.blame(row, "the prompt has no tokens")
         return prompts
 
-    def are_doubled(self, prompts: pa.Array) -> np.ndarray:
-        """Return [R] whether raw texts begin with the token that the tokenizer has put before them."""
-        is_doubled = np.zeros(len(prompts), dtype=bool)
-        if self._first is not None:
+    def have_double_bos(self, prompts: pa.Array) -> np.ndarray:
+        """Return [R] whether prompts of raw text begin with the BOS token twice, as their texts have one, too."""
+        is_double = np.zeros(len(prompts), dtype=bool)
+        if self._bos is not None:
             ids, has_two = prompts.values.to_numpy(zero_copy_only=False), list_lengths(prompts) > 1
             starts = prompts.offsets.to_numpy()[:-1][has_two]
-            is_doubled[has_two] = (ids[starts] == self._first) & (ids[starts + 1] == self._first)
-        return is_doubled
+            is_double[has_two] = (ids[starts] == self._bos) & (ids[starts + 1] == self._bos)
+        return is_double
 
     def check_room(self, batch: RowBatch, lengths: np.ndarray, max_tokens: np.ndarray) -> None:
         """Blame rows whose prompt, with a first new token if one is wanted, does not fit into the window.

@@ -50,7 +50,7 @@ class ShardRows:
     first_error: str | None = None  # "row <row>: <sentence>" of the first bad row
     id_missing: bool = False  # the shard has no id column
     num_plain: int = 0  # good rows whose prompt is raw text without a control token
-    num_doubled: int = 0  # good rows of raw text that begin with the tokenizer's first token twice
+    num_double_bos: int = 0  # good rows of raw text with the BOS token that the tokenizer adds itself
     num_unwritten_tools: int = 0  # good rows with tools that the chat template does not write
     num_dateless: int = 0  # good rows of OpenAI's chats without the date that the chat template writes
     lost_null: str | None = None  # "<key> in row <row>" of the first null of a tool that prompts leave out
@@ -286,7 +286,7 @@ class _RowChecker:
         lengths = list_lengths(prompts)
         n, max_tokens, sampling = self._samplings(batch)
         self._prompts.check_room(batch, lengths, max_tokens)
-        is_doubled = self._prompts.are_doubled(prompts)
+        has_double_bos = self._prompts.have_double_bos(prompts)
         choices = pa.nulls(num_rows, self.schema.field("choices").type)
         if self._choice_checks is not None and started.choices is not None:
             choices = self._choice_checks.checked(batch, started.choices, lengths)
@@ -295,7 +295,7 @@ class _RowChecker:
         room = self._window - lengths
         is_bad = np.zeros(num_rows, dtype=bool)
         is_bad[list(batch.errors)] = True
-        self.found.num_doubled += int(np.count_nonzero(is_doubled & ~is_bad))
+        self.found.num_double_bos += int(np.count_nonzero(has_double_bos & ~is_bad))
         self.found.num_capped += int(np.count_nonzero((max_tokens > room) & ~is_bad))
         errors = [batch.errors.get(row) for row in range(num_rows)] if batch.errors else [None] * num_rows
         return pa.RecordBatch.from_arrays(

@@ -126,7 +126,7 @@ class RowWarnings:
 
     num_capped: int = 0  # max_tokens cut to the model's window
     num_plain: int = 0  # raw text without a control token
-    num_doubled: int = 0  # raw text that begins with the tokenizer's first token twice
+    num_double_bos: int = 0  # raw text with the BOS token that the tokenizer adds itself
     num_unwritten_tools: int = 0  # with tools that the chat template does not write
     num_dateless: int = 0  # chats of OpenAI's lines without the date that the chat template writes
     lost_null: str | None = None  # the first null of a tool that prompts leave out, with its row and shard
@@ -137,7 +137,7 @@ class RowWarnings:
         """Add what was found in a shard."""
         self.num_capped += found.num_capped
         self.num_plain += found.num_plain
-        self.num_doubled += found.num_doubled
+        self.num_double_bos += found.num_double_bos
         self.num_unwritten_tools += found.num_unwritten_tools
         self.num_dateless += found.num_dateless
         self.structured.update(found.warnings)
@@ -162,11 +162,11 @@ class RowWarnings:
                 f"warning: {self.num_plain:,} {what} text that goes to the model as it is, although it has a chat "
                 f"template; {of_template if job.input.prompt is None else of_column} if these are questions to it"
             )
-        if self.num_doubled:
-            what = "prompt begins" if self.num_doubled == 1 else "prompts begin"
+        if self.num_double_bos:
+            what = "prompt begins" if self.num_double_bos == 1 else "prompts begin"
             note(
-                f"warning: {self.num_doubled:,} {what} with the token that the tokenizer puts before every text, so "
-                "that it is there twice; take it out of the texts, or give chats as input.messages"
+                f"warning: {self.num_double_bos:,} {what} with the BOS token, which the tokenizer adds to every text, "
+                "so that it is there twice; take it out of the texts, or give chats as input.messages"
             )
         if self.num_unwritten_tools:
             warn_of_tools(job)

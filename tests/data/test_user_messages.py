@@ -114,18 +114,18 @@ BEGIN = "<｜begin▁of▁sentence｜>"
         (
             {"prompt": "q"},
             [BEGIN + "a", "b", BEGIN + "c", None],
-            "warning: 2 prompts begin with the token that the tok",
+            "warning: 2 prompts begin with the BOS token, which",
         ),
         (
             {"template": "{{ q }}"},
             [BEGIN + "a", BEGIN[:-1]],
-            "warning: 1 prompt begins with the token that the tokeniz",
+            "warning: 1 prompt begins with the BOS token, which",
         ),
         ({"prompt": "q"}, ["a" + BEGIN, "b"], None),
         ({"user": "q"}, [BEGIN + "a"], None),
     ],
 )
-def test_a_plan_warns_of_texts_that_begin_with_the_tokenizers_first_token(tmp_path, inputs, texts, said):
+def test_a_plan_warns_of_texts_with_the_bos_token_that_the_tokenizer_adds(tmp_path, inputs, texts, said):
     ended = batchinfer("plan", job_of(tmp_path, "job", inputs, {"q": texts}))
     assert ended.code == 0, ended.err
     assert ("begin" in ended.err) == (said is not None)
