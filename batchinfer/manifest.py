@@ -253,5 +253,11 @@ def file_checksums(path: Path) -> Checksums:
     return Checksums(num_bytes, tuple(blocks or [_hash(b"")]))
 
 
-def _hash(data: bytes) -> str:
+def content_checksums(content: memoryview) -> Checksums:
+    """Return the checksums of bytes in memory."""
+    firsts = range(0, max(len(content), 1), BLOCK_BYTES)
+    return Checksums(len(content), tuple(_hash(content[first : first + BLOCK_BYTES]) for first in firsts))
+
+
+def _hash(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)

@@ -1,10 +1,13 @@
-"""The nouns of batchinfer and its errors, used by every room. Standard library only."""
+"""The nouns of batchinfer and its errors, used by every room."""
 
 import hashlib
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import msgspec
+from msgspec import Struct
 
 PHASES = ("prefill", "decode")  # the two kinds of steps of the model, which are counted apart
 COMPUTE, SEND, RECEIVE, FLIGHT, WAIT = "compute", "send", "receive", "flight", "wait"  # kinds of Span, of experts' rows
@@ -134,8 +137,7 @@ class Shard:
 SAMPLING_LISTS = ("stop", "stop_token_ids", "bad_words")  # of Sampling: tuples there, lists in TOML and JSON
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(Struct, frozen=True, array_like=True):
     """The sampling settings of one request; the defaults are in config.SamplingConfig."""
 
     max_tokens: int
@@ -188,8 +190,7 @@ class RequestKey(NamedTuple):
     sample: int
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Struct, frozen=True, array_like=True):
     """One prompt x one sample, ready to run."""
 
     key: RequestKey
@@ -215,14 +216,6 @@ class Request:
         """Leading prompt tokens whose KV may come from elsewhere; the others run, since their logits are needed."""
         return (self.score_from or len(self.token_ids)) - 1
 
-    def dealt(self, shared_tokens: int, replicated_tokens: int, counted_tokens: int, cached_tokens: int) -> "Request":
-        """Return the request with these counts; `dataclasses.replace` takes several times as long."""
-        return Request(
-            self.key, self.unit, self.token_ids, self.sampling, self.sampling_key, cached_tokens, shared_tokens,
-            replicated_tokens, counted_tokens, self.kept_tokens, self.last_units, self.prompt_group,
-            self.expected_tokens, self.score_from, self.branch_points,
-        )  # fmt: skip
-
     @property
     def num_alternatives(self) -> int:
         """Number of most likely tokens to report with each scored token; 1 for a choice (`choice_is_greedy`)."""
@@ -234,8 +227,7 @@ class Request:
         return self.sampling.max_tokens > 1
 
 
-@dataclass(slots=True)
-class RequestTimes:
+class RequestTimes(Struct, array_like=True):
     """Unix seconds of a request's milestones; 0.0 until reached."""
 
     admitted_s: float = 0.0
@@ -243,8 +235,7 @@ class RequestTimes:
     finished_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Struct, frozen=True, array_like=True):
     """A stretch of time of one rank in one step, Unix seconds."""
 
     kind: str  # COMPUTE, SEND, RECEIVE, FLIGHT, WAIT or KV
@@ -254,18 +245,17 @@ class Span:
     end_s: float
 
 
-@dataclass(slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, array_like=True):
     """Log-probabilities of N tokens under the raw logits, and of the K most likely alternatives of each, in columns.
 
     The columns are the bytes of arrays, so that a token costs no objects.
     """
 
     num_top: int  # K
-    token_ids: bytearray = field(default_factory=bytearray)  # [N] int32
-    logprobs: bytearray = field(default_factory=bytearray)  # [N] float64
-    top_token_ids: bytearray = field(default_factory=bytearray)  # [N, K] int32, most likely first
-    top_logprobs: bytearray = field(default_factory=bytearray)  # [N, K] float64
+    token_ids: bytearray = msgspec.field(default_factory=bytearray)  # [N] int32
+    logprobs: bytearray = msgspec.field(default_factory=bytearray)  # [N] float64
+    top_token_ids: bytearray = msgspec.field(default_factory=bytearray)  # [N, K] int32, most likely first
+    top_logprobs: bytearray = msgspec.field(default_factory=bytearray)  # [N, K] float64
 
     def __post_init__(self) -> None:
         num_tokens = len(self)
@@ -292,8 +282,7 @@ class TokenLogprobs:
             del column[width * num_tokens :]
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(Struct, frozen=True, array_like=True):
     """The result that a rank returns for one request."""
 
     key: RequestKey
@@ -306,7 +295,7 @@ class Completion:
     cached_memory_tokens: int
     cached_disk_tokens: int
     kv_tokens_sum: int  # sum over output tokens of the KV length each one attended to
-    times: RequestTimes = field(default_factory=RequestTimes)
+    times: RequestTimes = msgspec.field(default_factory=RequestTimes)
     logprobs: TokenLogprobs | None = None
     error: str | None = None
     replicated_tokens: int = 0  # prompt tokens that another rank computed, too; below 0: memory had more than planned
@@ -348,7 +337,7 @@ def sampling_key(seed: int, row_id: str, occurrence: int, sample: int) -> int:
 
 def sampling_to_json(sampling: Sampling) -> str:
     """Convert one row's resolved sampling to the text stored in the plan; equal samplings give equal text."""
-    return json.dumps({field.name: getattr(sampling, field.name) for field in fields(sampling)}, sort_keys=True)
+    return json.dumps(msgspec.structs.asdict(sampling), sort_keys=True)
 
 
 def sampling_from_json(text: str) -> Sampling:

@@ -5,10 +5,10 @@ that several ranks need is computed by each (`replicated_tokens`). Each rank's p
 tokens and attention work (balance/prefill_steps.py). A rank without requests takes over half of another rank's rest.
 """
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
+from msgspec.structs import replace
 
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.prefix_groups import deal_prefixes, num_kept
@@ -125,8 +125,9 @@ class RankQueues:
             rank = self._ranks[index]
             # the rank of the request before finds what the two share
             found = shared_tokens if rank == rank_before else self._found(rank, request)
-            self._last_of_rank[rank] = request.dealt(
-                shared_tokens,
+            self._last_of_rank[rank] = replace(
+                request,
+                shared_tokens=shared_tokens,
                 replicated_tokens=max(0, shared_tokens - found),
                 counted_tokens=min(end, most_cached[place]),
                 cached_tokens=shared_tokens if self.counts_as_dealt else request.cached_tokens,

@@ -8,27 +8,22 @@ from batchinfer.controller.dealer import Dealer
 from batchinfer.controller.experts.calibration import MOST_UNITS, num_calibration_tokens, prompt_pieces, spread
 from batchinfer.controller.open_units import OpenUnits
 from batchinfer.controller.results import Results
-from batchinfer.controller.units import read_unit
+from batchinfer.controller.units import PlannedRequests
 from batchinfer.controller.work_progress import WorkProgress
-from batchinfer.manifest import Manifest
 from batchinfer.progress import note
-from batchinfer.records import Request, Sampling
+from batchinfer.records import Request
 from batchinfer.run.units.claims import Claim, UnitClaims
 from batchinfer.run.units.result_files import is_reused, memory_tokens
-from batchinfer.rundir import RunDir
 
 
 @dataclass(slots=True)
 class UnitQueue:
     """Queue of units that are claimed and opened for the dealer.
 
-    default: sampling of rows without their own.
     reuses: whether rows have answers of an earlier run, so that some tokens that the plan shares are not computed.
     """
 
-    run: RunDir
-    manifest: Manifest  # of the plan
-    default: Sampling
+    requests: PlannedRequests
     units: OpenUnits
     claims: UnitClaims
     results: Results
@@ -50,7 +45,7 @@ class UnitQueue:
             self.progress.reopened(self.units.take_reopened())
             rows = self.units.all_rows
             after_tokens = rows[unit + 1]["shared_tokens"] if unit + 1 < len(rows) else 0
-            requests = read_unit(self.run, self.manifest, row, self.default, after_tokens=after_tokens)
+            requests = self.requests.of_unit(row, after_tokens=after_tokens)
             missing = self.results.open_unit(claim, {request.key for request in requests})
             self.progress.opened(unit, len(missing))
             if missing:
@@ -74,7 +69,7 @@ class UnitQueue:
         rows = self.units.rows
         num_tokens = num_calibration_tokens(sum(row["new_tokens"] for row in rows))
         rows = [rows[index] for index in spread(len(rows), MOST_UNITS)]
-        requests = [request for row in rows for request in read_unit(self.run, self.manifest, row, self.default)]
+        requests = [request for row in rows for request in self.requests.of_unit(row)]
         return prompt_pieces(requests, num_tokens)
 
     def is_done(self) -> bool:

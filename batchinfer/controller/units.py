@@ -1,14 +1,16 @@
 """Requests of a work unit read from the plan, and its results as rows."""
 
-from dataclasses import replace
+from functools import cached_property
 from itertools import starmap
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
+from msgspec.structs import replace
 
-from batchinfer.data.parquet import own_parquet
+from batchinfer.data.parquet import open_parquet, own_file
 from batchinfer.data.schemas.internal import RESULTS
 from batchinfer.data.schemas.table import LOGPROBS
 from batchinfer.manifest import Manifest
@@ -36,21 +38,40 @@ _REQUEST_COLUMNS = [*_NUMBERS, "sampling", "last_units", "expected_tokens", "tok
 _OF_AN_ERROR = {"status": "error", **dict.fromkeys(_TEXTS), **dict.fromkeys((*COUNTS, "completion_tokens"), 0)}
 
 
-def read_unit(
-    run: RunDir, manifest: Manifest, row: dict[str, Any], default: Sampling, *, after_tokens: int = 0
-) -> list[Request]:
-    """Return the requests of one unit in the plan's order. Only the unit's row groups are read.
+class PlannedRequests:
+    """The plan's requests, read unit by unit.
+
+    The file stays open from the first read on: its footer, which has an entry for every unit, is parsed once.
 
     Args:
         manifest: manifest of the plan.
-        after_tokens: tokens that the last request shares with the first of the next unit.
-
-    Raises:
-        DamagedFileError: the plan is damaged.
+        default: sampling of rows without their own.
     """
-    groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
-    with own_parquet(run.requests, manifest) as file:
-        table = file.read_row_groups(list(groups), columns=_REQUEST_COLUMNS)
+
+    def __init__(self, run: RunDir, manifest: Manifest, default: Sampling) -> None:
+        self._path, self._manifest, self._default = run.requests, manifest, default
+
+    @cached_property
+    def _file(self) -> pq.ParquetFile:
+        return open_parquet(self._path, self._manifest)
+
+    def of_unit(self, row: dict[str, Any], *, after_tokens: int = 0) -> list[Request]:
+        """Return the requests of one unit in the plan's order. Only the unit's row groups are read.
+
+        Args:
+            row: the unit's row of plan/units.
+            after_tokens: tokens that the last request shares with the first of the next unit.
+
+        Raises:
+            DamagedFileError: the plan is damaged.
+        """
+        groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
+        with own_file(self._path):
+            table = self._file.read_row_groups(list(groups), columns=_REQUEST_COLUMNS)
+        return _requests(table, self._default, after_tokens)
+
+
+def _requests(table: pa.Table, default: Sampling, after_tokens: int) -> list[Request]:
     columns = {name: table[name].to_numpy().tolist() for name in _NUMBERS}  # many times as fast as `to_pylist`
     cached = columns["cached_tokens"]
     sampling = table["sampling"].combine_chunks().dictionary_encode()

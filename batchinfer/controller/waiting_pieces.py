@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from batchinfer.balance.branch_points import branch_points
@@ -237,7 +238,8 @@ def _branched(pieces: list[WaitingPiece], after_tokens: int) -> list[WaitingPiec
         after_tokens=after_tokens,
     )
     by_key = {
-        request.key: replace(request, branch_points=found) for request, found in zip(requests, points, strict=True)
+        request.key: msgspec.structs.replace(request, branch_points=found)
+        for request, found in zip(requests, points, strict=True)
     }
     return [item._replace(request=by_key[item.request.key]) for item in pieces]
 

@@ -20,6 +20,7 @@ from batchinfer.controller.rank_start import RankStart
 from batchinfer.controller.reports import Reports
 from batchinfer.controller.results import Results
 from batchinfer.controller.unit_queue import UnitQueue
+from batchinfer.controller.units import PlannedRequests
 from batchinfer.controller.waiting_pieces import RankRoom
 from batchinfer.controller.work_progress import SweepCount, WorkProgress
 from batchinfer.controller.work_sender import WorkSender
@@ -174,7 +175,8 @@ def _controller(
     job_tokens = sum(row["new_tokens"] for row in units.all_rows)
     experts = ExpertPlacer(history, job, model, progress.requests, job_tokens=job_tokens)
     statistics = ExpertStatistics(run, session.name, history, group.ranks_of_role, model.moe_layers)
-    queue = UnitQueue(run, manifest, job.sampling.to_sampling(), units, claims, results, dealer, progress, reuses)
+    requests = PlannedRequests(run, manifest, job.sampling.to_sampling())
+    queue = UnitQueue(requests, units, claims, results, dealer, progress, reuses)
     return Controller(
         stop,
         cluster.commit_seconds,

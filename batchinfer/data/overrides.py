@@ -1,10 +1,10 @@
 """Per-row sampling: the values of the column input.sampling (structs or JSON texts) replace keys of [sampling]."""
 
-from dataclasses import replace
 from sys import getsizeof
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 from pydantic import ValidationError
 
 from batchinfer.config import SamplingConfig

@@ -102,8 +102,13 @@ def own_parquet(path: Path, manifest: Manifest) -> Iterator[pq.ParquetFile]:
     Raises:
         DamagedFileError: the file is missing or damaged.
     """
-    with own_file(path), pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r")) as file:
+    with own_file(path), open_parquet(path, manifest) as file:
         yield file
+
+
+def open_parquet(path: Path, manifest: Manifest) -> pq.ParquetFile:
+    """Open a table for many reads, each within `own_file`; its bytes are compared with the manifest's checksums."""
+    return pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r"))
 
 
 def read_rows(path: Path, manifest: Manifest | None = None) -> list[dict[str, Any]]:

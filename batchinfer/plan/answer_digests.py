@@ -5,7 +5,6 @@
 import hashlib
 import json
 import struct
-from dataclasses import fields
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +15,7 @@ _DIGEST_BYTES = 16
 ANSWER_DIGEST = pa.binary(_DIGEST_BYTES)
 # n changes no sample, and the seed acts through the sampling key alone; max_tokens counts as cut to the window
 _WITHOUT_EFFECT = ("n", "seed", "max_tokens")
-_SETTINGS = tuple(field.name for field in fields(Sampling) if field.name not in _WITHOUT_EFFECT)
+_SETTINGS = tuple(name for name in Sampling.__struct_fields__ if name not in _WITHOUT_EFFECT)
 
 
 def sampling_digest(sampling: Sampling) -> tuple[int, int]:

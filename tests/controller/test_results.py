@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import tracemalloc
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from batchinfer.controller.results import Results
 from batchinfer.controller.units import result_table

@@ -7,10 +7,10 @@ import queue
 import socket
 import struct
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from batchinfer.net.stream import Stream
 from batchinfer.protocol.channel import Channel, ChannelClosedError

@@ -1,11 +1,11 @@
 """The engine on one rank: a row's tokens never depend on other rows, and every prefix is computed once."""
 
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from batchinfer.config import PAGE_TOKENS, SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer

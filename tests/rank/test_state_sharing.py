@@ -6,6 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -62,7 +63,9 @@ def make_requests(num_prefixes, num_branches, longest, tail):
     requests = [Request(RequestKey(0, row, 0), 0, prompts[row], SAMPLING, 0) for row in plan.order]
     cached = plan.cached_tokens[plan.order].tolist()
     shared = zip(requests, cached, [*cached[1:], 0], strict=True)
-    return [replace(one, cached_tokens=count, kept_tokens=max(count, after)) for one, count, after in shared], plan
+    return [
+        msgspec.structs.replace(one, cached_tokens=count, kept_tokens=max(count, after)) for one, count, after in shared
+    ], plan
 
 
 class DealtFeed(Feed):
@@ -337,7 +340,7 @@ def test_a_state_from_disk_is_read_once_for_all_that_go_on_there(model, tokenize
         Request(RequestKey(0, row, 0), 0, prefix + [5 + row] * 9, SAMPLING, 0, kept_tokens=len(prefix))
         for row in range(4)
     ]
-    requests = requests[:1] + [replace(one, cached_tokens=len(prefix)) for one in requests[1:]]
+    requests = requests[:1] + [msgspec.structs.replace(one, cached_tokens=len(prefix)) for one in requests[1:]]
     unshared = results(run(model, tokenizer, requests, shares=False))
     found = []
     for _ in range(2):

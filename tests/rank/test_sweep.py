@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from batchinfer.config import SamplingConfig
 from batchinfer.data.tokenizer import load_tokenizer
