@@ -124,10 +124,16 @@ def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
     return f"input.{column.key}: {problems[0]}{_setting(column, first)}"
 
 
+def doubles_hint(kind: pa.DataType | None) -> str:
+    """Return how to write a column of ids that holds doubles; "" for any other type."""
+    is_double = kind == pa.float64()
+    return '; pandas makes doubles of integers with nulls: write the column with astype("Int64")' if is_double else ""
+
+
 def _setting(column: WantedColumn, schema: pa.Schema) -> str:
     """Return the setting that reads the column, or how to write it correctly; "" if neither is known."""
-    if column.key == "id" and column_type(schema, column.name) == pa.float64():
-        return '; pandas makes doubles of integers with nulls: write the column with astype("Int64")'
+    if column.key == "id" and (hint := doubles_hint(column_type(schema, column.name))):
+        return hint
     if column.key not in ("user", "prompt", "messages", "token_ids"):
         return ""
     kind = column_type(schema, column.name)
