@@ -84,7 +84,7 @@ def why_no_rows(shard: Shard, schema: pa.Schema, s3: S3Config = DEFAULT_S3) -> s
 
 
 def other_delimiter(schema: pa.Schema) -> str:
-    """Return what to do with a table whose only column's name holds semicolons or bars; "" for other tables."""
+    """Return the remedy for a CSV header with another delimiter (semicolons, bars, tabs); "" if the header is right."""
     for delimiter, words in ((";", "semicolons"), ("|", "bars"), ("\t", "tabs")):
         if len(schema.names) == 1 and delimiter in schema.names[0]:
             return f"its fields seem to be separated by {words}: write it with commas, or with tabs as *.tsv"

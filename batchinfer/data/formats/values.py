@@ -106,7 +106,7 @@ class Columns:
                 kinds[name] = "null"
 
     def _is_right(self, name: str, fit: Callable[[Any], Any], values: Mapping[str, object]) -> bool:
-        """Whether a row has what its column is for; it may have no id. msgspec.Raw is a list of integers."""
+        """Return whether a row's value suits the role of its column; an id may be missing. msgspec.Raw: integers."""
         value = values.get(name)
         if value is None or isinstance(value, msgspec.Raw):
             return value is not None or self._roles[name] == "id"
