@@ -212,7 +212,7 @@ class Request:
 
     @property
     def most_cached_tokens(self) -> int:
-        """Leading prompt tokens whose KV may come from elsewhere; the others run, since their logits are needed."""
+        """Most leading prompt tokens whose KV may come from a cache; later ones run, since their logits are needed."""
         return (self.score_from or len(self.token_ids)) - 1
 
     def dealt(self, shared_tokens: int, replicated_tokens: int, counted_tokens: int, cached_tokens: int) -> "Request":
