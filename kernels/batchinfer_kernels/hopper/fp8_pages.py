@@ -34,7 +34,7 @@ _HEADS, _WIDTH, _LATENT_DIM = (64, 128), 576, 512
 
 
 def why_not_auto() -> str:
-    """Return the reason why "auto" passes this version over."""
+    """Return the reason why "auto" does not choose this implementation."""
     return "a request costs as many keys as the longest one of its step, so only by name"
 
 
