@@ -39,7 +39,7 @@ def why_not_auto() -> str:
 
 
 def _decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
-    """CPU tensors, queries that are not in bfloat16, other heads than 64 or 128 of 512 + 64 latent values."""
+    """Reject CPU tensors, queries that are not in bfloat16, other heads than 64 or 128 of 512 + 64 latent values."""
     pages = keys.pages
     if not is_on_gpu(q_THW, pages):
         return "tensors are not on a GPU"
