@@ -29,7 +29,7 @@ Kind = Any
 _NUMBERS = {"int": pa.int64(), "long": pa.int64(), "float": pa.float64(), "spelled": pa.float64()}
 _SCALARS = {"bool": pa.bool_(), "text": pa.string(), **_NUMBERS}
 # numbers that keep every digit as they are written; doubles keep 15 digits
-_INT_TEXT = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_INT_TEXT = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _FLOAT_TEXT = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.([0-9]{0,16}[1-9]|0))?([eE][+-]?[0-9]{1,2})?")
 RESPELLED = "respelled"  # role of a field: doubles that Python writes in another way than the CSV file
 _BOOL_TEXTS = {"true": True, "True": True, "false": False, "False": False}
