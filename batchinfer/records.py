@@ -213,7 +213,7 @@ class Request(Struct, frozen=True, array_like=True):
 
     @property
     def most_cached_tokens(self) -> int:
-        """Leading prompt tokens whose KV may come from elsewhere; the others run, since their logits are needed."""
+        """Most leading prompt tokens whose KV may come from a cache; later ones run, since their logits are needed."""
         return (self.score_from or len(self.token_ids)) - 1
 
     @property

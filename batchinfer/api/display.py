@@ -1,4 +1,4 @@
-"""How the progress of a call is shown: the command's bars, tqdm's bars, lines now and then, or a caller's function."""
+"""Displays of a call's progress: the command's bars, tqdm's bars, a line about every 30 s, or a caller's function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Display:
         """Show a line of the command's stderr, which was logged before."""
 
     def close(self) -> None:
-        """Remove what must not stay on the screen."""
+        """Remove the bars from the screen."""
 
 
 class _OnTerminal(Display):

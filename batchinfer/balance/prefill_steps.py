@@ -386,7 +386,7 @@ def _put_long_answers_first(
     loads_S2: np.ndarray,
     sizes_I2: np.ndarray,
 ) -> None:
-    """Among as many items of about the same size as there are steps, give the longest answers the earliest steps."""
+    """Give the longest answers the earliest steps, within groups of `num_steps` items of about the same size."""
     for first in range(0, len(step_I), num_steps):
         items = first + np.flatnonzero(ready_I[first : first + num_steps] == 0)
         by_answer = items[np.argsort(-answers_I[items], kind="stable")]

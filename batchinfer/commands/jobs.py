@@ -391,7 +391,7 @@ def plan_here(
 
 
 def _note_stream(config: JobConfig, run_dir: RunDir) -> None:
-    """Say what streaming takes if this host's memory is too small for the weights; other hosts may have more."""
+    """Report the cost of streaming if this host's memory is too small for the weights; other hosts may have more."""
     from batchinfer.data.parquet import read_rows
     from batchinfer.launch.host_memory import stream_words, with_weights
     from batchinfer.launch.nodes import this_node

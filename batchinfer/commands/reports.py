@@ -104,7 +104,7 @@ def report(
 @_number_option("--price-miss", "$ per million miss tokens.")
 @_number_option("--price-output", "$ per million output tokens.")
 @click.option("--batch", is_flag=True, help="With the list's batch discount.")
-@click.option("--start", metavar="HH:MM", help="Begin at this time (UTC): the list's off-peak hours count.")
+@click.option("--start", metavar="HH:MM", help="Begin at this time (UTC): the list's off-peak and cheap hours count.")
 @json_option
 def price(
     run_folder: Path | None,

@@ -1,4 +1,4 @@
-"""Results kept when a run is planned again: those of units that have the same rows as before."""
+"""Results that a run keeps when it is planned again: those of units with the same rows as before."""
 
 from batchinfer.data.parquet import own_parquet
 from batchinfer.manifest import Manifest
@@ -26,7 +26,7 @@ def keep_same_units(run: RunDir, manifest: Manifest) -> None:
 
 
 def _is_same(run: RunDir, unit: int, planned: set[RequestKey]) -> bool:
-    """Return whether a unit keeps its results; `planned` is empty when the plan has no such unit."""
+    """Return whether a unit keeps its results; set them aside if not. `planned` is empty without the unit."""
     try:
         mark = done_mark(run, unit)
     except DamagedFileError as error:

@@ -160,7 +160,7 @@ class OpenUnits:
         return None
 
     def _claim_held(self, claims: UnitClaims, mine: set[int]) -> tuple[dict[str, Any], Claim] | None:
-        """Try units of others: always the same ones while they are held, since a lease has to be seen unchanged."""
+        """Try to take over units of other workers. Watch the same ones on each call: a lease must be seen unchanged."""
         first = int(np.searchsorted(self._held, self._watched_from))
         others = [unit for unit in np.roll(self._held, -first).tolist() if unit not in mine]
         watched = others[:MOST_WATCHED]

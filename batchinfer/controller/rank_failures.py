@@ -16,7 +16,7 @@ GIVEN_UP = 3  # requests without a result, if no step has succeeded yet
 
 
 class RanksFailError(BatchinferError):
-    """The ranks cannot be kept running, whatever requests they get."""
+    """Error: the ranks fail independently of their requests, so restarting them does not help."""
 
 
 class RankFailures:
@@ -45,10 +45,10 @@ class RankFailures:
         self._last_step_s = time.monotonic()
 
     def silence(self, *, has_heard: bool) -> str | None:
-        """Return why all ranks must be ended, or None: they have work, and no step has ended for too long.
+        """Return why all ranks must be ended, if they have work but have ended no step for too long; else None.
 
         Args:
-            has_heard: whether a message came since the last call.
+            has_heard: whether a rank has sent a message since the last call.
         """
         if has_heard or not self._dealer.num_running:
             self._last_signal_s = time.monotonic()

@@ -65,7 +65,7 @@ class RankQueues:
         self._waiting.keep_to_pages(num_pages, self._expected)
 
     def ranks_died(self) -> None:
-        """Forget the prefixes that the ranks had in memory."""
+        """Drop the records of the prefixes that the ranks had in memory."""
         self._last_of_rank.clear()
         self._last_dealt = None
 

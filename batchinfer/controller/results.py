@@ -55,14 +55,14 @@ class Results:
         return len(self._open)
 
     def add(self, completions: list[Completion]) -> bool:
-        """Note finished requests; return whether a unit is complete with them and should be committed."""
+        """Add finished requests; return whether they complete a unit, which should be committed."""
         for completion in completions:
             self._finished.setdefault(completion.unit, []).append(completion)
             self._missing[completion.unit] -= 1
         return any(self._missing[completion.unit] == 0 for completion in completions)
 
     def add_steps(self, rank: int, records: list[StepRecord]) -> None:
-        """Note some steps. Numbers continue after a restart, the same on all ranks of a group."""
+        """Add steps. Step numbers continue after a restart and are equal on all ranks of a group."""
         first = self._num_steps_of_rank.get(rank, 0)
         self._num_steps_of_rank[rank] = first + len(records)
         steps = [(rank, step, record) for step, record in enumerate(records, first)]
@@ -70,7 +70,7 @@ class Results:
         self._journal.add(steps)
 
     def set_store_counts(self, rank: int, counts: dict[str, float]) -> None:
-        """Note the counts of a rank's KV store since the rank's start."""
+        """Record the counts of a rank's KV store since the rank's start."""
         self._store_counts[self._num_starts, rank] = counts
 
     def ranks_ended(self) -> None:

@@ -73,7 +73,7 @@ class UnitQueue:
         return prompt_pieces(requests, num_tokens)
 
     def is_done(self) -> bool:
-        """Return whether all units are done, here and by others. Units of others may still have to be taken over."""
+        """Return whether all units of the job are done; other workers' units may still have to be taken over."""
         if self.dealer.num_unfinished or self.results.num_open:
             return False
         if self.units.are_all_done(self.claims.completed):

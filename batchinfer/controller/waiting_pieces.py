@@ -223,7 +223,11 @@ def cut_into_pieces(
 
 
 def _with_branch_points(pieces: list[list[WaitingPiece]], after_of_rank: list[int]) -> list[list[WaitingPiece]]:
-    """Add to the requests where later ones of their rank branch off."""
+    """Return the pieces with the branch points of their requests: prompt lengths after which later prompts branch off.
+
+    Args:
+        after_of_rank: tokens that the last request of each rank shares with the next unit.
+    """
     return [_branched(of_rank, after) for of_rank, after in zip(pieces, after_of_rank, strict=True)]
 
 

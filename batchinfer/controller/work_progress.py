@@ -72,7 +72,7 @@ class Pace:
 
 @dataclass(slots=True)
 class SweepCount:
-    """Sweeps of ranks whose weights are streamed; `planned` as the forecast has it, None: there is none."""
+    """Counts of the sweeps of ranks that stream their weights; `planned` is the forecast, None without one."""
 
     planned: int | None = None
     num_ranks: int = 1
@@ -89,7 +89,7 @@ class SweepCount:
         self._seconds += record.duration_s
 
     def figures(self) -> dict[str, Any]:
-        """Return the sweep that is under way, and a rank's bytes read per second of all sweeps and seconds waited."""
+        """Return the number of the current sweep, the bytes read per second of a rank, and its seconds of waiting."""
         speed = self.num_bytes / self._seconds if self._seconds else None
         return {
             "sweep": self._num_begun // self.num_ranks + 1,
@@ -100,7 +100,7 @@ class SweepCount:
 
 
 class WorkProgress(Meter):
-    """Progress of this controller, and of others by the units that they complete.
+    """Progress of this controller, and of other controllers by the units that they complete.
 
     Args:
         rows: all units, rows of plan/units, without reused answers.
@@ -141,7 +141,7 @@ class WorkProgress(Meter):
         return bool(self._ran.any() or self._kept.any())
 
     def done_elsewhere(self, unit: int, num_requests: int | None = None) -> None:
-        """Count a unit that others have completed, or `num_requests` that others finished of a unit claimed here."""
+        """Count a unit that another controller completed, or `num_requests` that one finished of a unit held here."""
         count = int(self._requests_U[unit]) if num_requests is None else num_requests
         tokens = self._plan_U2[unit] * (count / max(self._requests_U[unit], 1))
         self._elsewhere += tokens
@@ -150,7 +150,7 @@ class WorkProgress(Meter):
         self.requests.advance(count)
 
     def opened(self, unit: int, num_missing: int) -> None:
-        """Note that a unit is worked on here, of which earlier claims have left this number of requests."""
+        """Record that this controller works on a unit with `num_missing` requests without a result."""
         num_planned = int(self._requests_U[unit])
         not_accepted = max(0, num_missing - num_planned)  # reused answers
         self.requests.set(self.requests.count, self.requests.total + not_accepted)
@@ -205,14 +205,14 @@ class WorkProgress(Meter):
         return np.maximum(self._planned + self._kept - self._planned_of_kept, self.done)
 
     def left_s(self) -> float | None:
-        """Return the seconds until the job is done if others keep their speed; None: not known yet."""
+        """Return the seconds until the job is done if all controllers keep their speed; None if not known yet."""
         alone_s = self._alone_s()
         own = float(self._ran.sum())
         others = float((self._elsewhere - self._earlier).sum())
         return None if alone_s is None else alone_s * (own / (own + others) if own else 1.0)
 
     def _alone_s(self) -> float | None:
-        """Return the seconds that these ranks alone need for the rest: planned at first, increasingly measured."""
+        """Return the seconds that these ranks alone need for the rest: planned at first, later by measured speeds."""
         planned, done = self.planned, self.done
         left = planned - done
         share = float(done.sum() / planned.sum()) if planned.sum() else 1.0

@@ -50,14 +50,14 @@ class WorkSender:
         self.experts.calibrated(rank, message.tokens)
 
     def ranks_died(self) -> None:
-        """Forget requests that were moving or decoding."""
+        """Drop the records of requests that were moving or decoding, after the ranks died."""
         self._handovers.clear()
         self._adoptions.clear()
         self.loads.clear()
         self.experts.ranks_died()
 
     def needs_work(self, rank: int, num_pages: int) -> None:
-        """Note that a rank asks for requests and has `num_pages` KV pages."""
+        """Record that a rank with `num_pages` KV pages asks for requests."""
         self._needs_work.add(rank)
         self.dealer.keep_to_pages(num_pages)
         if self.dealer.has_uneven_steps and not self._has_noted_pages:

@@ -1,13 +1,14 @@
-"""A folder in an S3-compatible object store whose objects are created once and replaced by whoever saw them last.
+"""A folder in an S3-compatible object store, with conditional writes in place of a disk's links and renames.
 
-What a run folder on a disk does by links and renames is done here by conditional writes: If-None-Match creates an
-object unless it is there, If-Match replaces it unless somebody else has. A write whose answer is lost may have
-happened all the same: after any error that says neither yes nor no, and after each refusal, the object is read back
-and compared with what was to be written. So what is written under a condition must differ from all other writes of
-its name (a token, a counter). ETags are only ever compared, never understood. But in If-Match Ceph's radosgw takes them
-without the quotes only that they come with, and HTTP wants these: when the one is refused, the other is tried.
+If-None-Match creates an object unless it exists. If-Match replaces an object unless another process has replaced it. A
+write whose response is lost may still have succeeded: after each refusal, and after any error that leaves this open,
+the object is read back and compared with the data. So the data of a conditional write must differ from all other
+writes of the same name, by a token or a counter.
 
-obstore's own retries are off: it would take the refusal of a second try for the loss of a race that the first had won.
+ETags are compared, never parsed. HTTP wants them in quotes, but Ceph's radosgw takes them in If-Match without quotes
+only: if one form is refused, the other is tried.
+
+obstore's own retries are off: after a first try that won the race, it would report the refused second try as a loss.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """An object as it was read; `version` is what `replace` wants."""
+    """Content of an object, and its version (ETag), which `replace` takes."""
 
     data: bytes
     version: str
@@ -46,7 +47,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """An object by a listing, which may be older than the object."""
+    """An object in a listing, which may be older than the object."""
 
     name: str  # below the folder
     num_bytes: int
@@ -55,23 +56,26 @@ class Listed:
 
 
 class RefusedError(StoreError):
-    """A write was refused again and again although its condition held."""
+    """Error: each try of a write was refused although its condition held."""
 
 
 class Bucket:
     """The objects below a URI such as s3://bucket/folder; names count from there.
 
-    When this is made nothing is asked but which region a bucket of Amazon's is in. `attempts`: tries of a request.
+    The constructor sends a request only to find the region of a bucket at Amazon.
+
+    Args:
+        attempts: most tries of a request.
 
     Raises:
         ConfigError: the URI names no bucket, or obstore is not installed.
-        StoreError: from every method, when the store does not answer, refuses (RefusedError), or has no such bucket.
+        StoreError: from every method, if the store does not answer, refuses (RefusedError), or has no such bucket.
     """
 
     def __init__(self, uri: str, s3: S3Config, *, attempts: int = ATTEMPTS) -> None:
         self.uri, self._attempts = uri.rstrip("/"), attempts
         self._store = _connection(self.uri, s3, s3_endpoint(s3), CONNECT_S, REQUEST_S)
-        self._is_quoted = True  # what If-Match says
+        self._is_quoted = True  # the form of ETags in If-Match
         self.requests: collections.Counter[str] = collections.Counter()  # tries, by kind
 
     def read(self, name: str) -> Found | None:
@@ -79,19 +83,19 @@ class Bucket:
         return self._try("get", name, lambda: self._get(name))
 
     def create(self, name: str, data: bytes) -> str | None:
-        """Write an object that is not there yet; its version, or None when somebody else's is there."""
+        """Create an object and return its version; return None if another process has created it."""
         return self._write(name, data, None)
 
     def replace(self, name: str, data: bytes, version: str) -> str | None:
-        """Write over an object as it was seen; its new version, or None when it is another one meanwhile, or gone."""
+        """Replace this version of an object and return the new version; return None if it was replaced or deleted."""
         return self._write(name, data, version)
 
     def put(self, name: str, source: bytes | Path) -> None:
-        """Write an object whatever is there: for names that only one process writes, or whose bytes they tell."""
+        """Create or replace an object: for names with one writing process, or names that determine the content."""
         self._try("put", name, lambda: self._put(name, source, "overwrite"))
 
     def fetch(self, name: str, target: Path) -> bool:
-        """Write an object's bytes to a file; False when there is no such object."""
+        """Write an object's bytes to a file; return False if there is no such object."""
 
         def get() -> bool:
             try:
@@ -107,7 +111,7 @@ class Bucket:
         return self._try("get", name, get)
 
     def objects(self, folder: str) -> Iterator[Listed]:
-        """All objects in a folder and those below, by one request for each 1,000."""
+        """Yield all objects in a folder and below, by one request for each 1,000."""
 
         def pages() -> list[Any]:
             try:
@@ -141,7 +145,7 @@ class Bucket:
         self._try("delete", name, delete)
 
     def _write(self, name: str, data: bytes, version: str | None) -> str | None:
-        """Write an object if it has the version that is to be replaced, or does not exist (`version` None)."""
+        """Write an object if it has this version (None: if it does not exist); return its new version, else None."""
         errors = _library().exceptions
 
         def write() -> str | None:
@@ -149,18 +153,18 @@ class Bucket:
             try:
                 return self._put(name, data, _condition(version, is_quoted=is_quoted))
             except (FileNotFoundError, errors.AlreadyExistsError, errors.PreconditionError) as error:
-                self._refuse_no_bucket(error)  # "not found" is also said of a replaced object that is gone
+                self._refuse_no_bucket(error)  # 404 may also mean that the object to replace was deleted
                 failure: Exception = _UnchangedError("it is refused although nobody else has written it")
                 is_unmet = isinstance(error, errors.PreconditionError)
-            except errors.BaseError as error:  # may be done all the same; and radosgw says 500 to who has lost a race
+            except errors.BaseError as error:  # it may have succeeded; radosgw answers 500 to the loser of a race
                 _raise_if_final(error)
                 failure, is_unmet = error, False
             found = self._read_back(name)
             if found is not None and found.data == data:
-                return found.version  # this try, or an earlier one, whose answer was lost
+                return found.version  # written by this try, or by an earlier one whose response was lost
             if (None if found is None else found.version) != version:
-                return None  # somebody else's
-            if is_unmet:  # and not S3's 409, which tells of another write under way
+                return None  # written by another process
+            if is_unmet:  # not S3's 409, which means that another write is under way
                 self._is_quoted = not is_quoted
             raise failure
 
@@ -168,7 +172,7 @@ class Bucket:
 
     def _read_back(self, name: str) -> Found | None:
         self.requests["get"] += 1
-        return self._get(name)  # where this fails the write is tried again
+        return self._get(name)  # an error here repeats the write
 
     def _get(self, name: str) -> Found | None:
         try:
@@ -183,7 +187,15 @@ class Bucket:
         return str(written["e_tag"])
 
     def _try(self, kind: str, name: str, call: Callable[[], Result]) -> Result:
-        """Do something, again and again while the store may only be busy."""
+        """Return the result of `call`; repeat it after an error that may be temporary.
+
+        Args:
+            kind: of the request: get, put, list or delete.
+            name: of the object, for the error.
+
+        Raises:
+            StoreError: no try succeeded.
+        """
         base = _library().exceptions.BaseError
         pause_s = FIRST_PAUSE_S
         for attempt in range(self._attempts):
@@ -192,7 +204,7 @@ class Bucket:
                 return call()
             except (base, _UnchangedError, OSError) as error:
                 if isinstance(error, OSError) and error.errno is not None:
-                    raise  # of a file on this machine
+                    raise  # an error of a local file
                 if attempt == self._attempts - 1 or _is_final(error):
                     raise _failure(kind, f"{self.uri}/{name}", error) from None
             time.sleep(random.uniform(0, pause_s))
@@ -209,7 +221,7 @@ class Bucket:
 
 
 class _UnchangedError(Exception):
-    """Refused, but not for another's write."""
+    """Error: a write was refused, but no other process has written the object."""
 
 
 def _condition(version: str | None, *, is_quoted: bool) -> Any:
@@ -245,7 +257,7 @@ def _connection(uri: str, s3: S3Config, endpoint: str | None, connect_s: float, 
         endpoint = f"https://{endpoint}"
     options: dict[str, Any] = {"skip_signature": True} if s3.anonymous else profile_keys()
     if endpoint is not None:
-        options["aws_endpoint_url_s3"] = endpoint.rstrip("/")  # the key that goes before the environment
+        options["aws_endpoint_url_s3"] = endpoint.rstrip("/")  # this key overrides the environment
     return library.store.S3Store(
         name,
         prefix=prefix or None,
@@ -270,7 +282,7 @@ def _failure(kind: str, uri: str, error: Exception) -> StoreError:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether another try would bring the same answer."""
+    """Return whether another try would fail in the same way."""
     errors = _library().exceptions
     is_refused = isinstance(error, (errors.PermissionDeniedError, errors.UnauthenticatedError, errors.NotFoundError))
     return is_refused or re.search(_FINAL, str(error)) is not None
@@ -294,7 +306,7 @@ def _reason(error: Exception) -> str:
 
 
 def _cause(text: str) -> str | None:
-    """Why no request came through: the library's sentence does not say, what it prints below for debugging does."""
+    """Return why a request could not be sent, by the debugging output in an error's text, else None."""
     certificate = re.search(r"InvalidCertificate\(\s*(\w+)", text)
     if certificate is not None:
         return untrusted(certificate[1])

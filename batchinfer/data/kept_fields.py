@@ -19,8 +19,11 @@ _DIGITS_64 = {pa.int64(): 19, pa.uint64(): 20}
 _MOST_DIGITS = 76  # of a decimal
 
 
-def kept_fields(shards: list[Shard], keep_columns: list[str]) -> list[pa.Field]:
+def kept_fields(shards: list[Shard], keep_columns: list[str], *, may_be_missing: bool = False) -> list[pa.Field]:
     """Return the kept columns as fields of the outputs: each with a nullable type that holds every shard's values.
+
+    Args:
+        may_be_missing: whether a column that is in no shard has the type null; else it is refused.
 
     Raises:
         ConfigError: a column is in no shard, has the name of an output column, or has types that have no common type
@@ -34,7 +37,13 @@ def kept_fields(shards: list[Shard], keep_columns: list[str]) -> list[pa.Field]:
     schemas = schemas_of_rows(shards)
     if not schemas:
         return [pa.field(name, pa.null()) for name in keep_columns]
-    return [_kept_field(schemas, name) for name in keep_columns]
+    fields = {name: _kept_field(schemas, name) for name in keep_columns}
+    missing = [name for name, field in fields.items() if field is None]
+    if missing and not may_be_missing:
+        raise ConfigError(
+            f"output.keep_columns names {missing[0]!r}, which no shard has; remove it or correct the name"
+        )
+    return [field or pa.field(name, pa.null()) for name, field in fields.items()]
 
 
 def cast_kept_columns(batch: pa.RecordBatch, kept: Sequence[pa.Field], shard: Shard) -> pa.RecordBatch:
@@ -59,7 +68,8 @@ def _conformed(batch: pa.RecordBatch, field: pa.Field, shard: Shard) -> pa.Array
         ) from None
 
 
-def _kept_field(schemas: list[tuple[Shard, pa.Schema]], name: str) -> pa.Field:
+def _kept_field(schemas: list[tuple[Shard, pa.Schema]], name: str) -> pa.Field | None:
+    """Return a kept column as a field of the outputs, None if no shard has the column."""
     kept, kept_from = None, None
     for shard, schema in schemas:
         if len(schema.get_all_field_indices(name)) > 1:
@@ -80,9 +90,7 @@ def _kept_field(schemas: list[tuple[Shard, pa.Schema]], name: str) -> pa.Field:
             )
         if wider != kept:
             kept, kept_from = wider, shard.path
-    if kept is None:
-        raise ConfigError(f"output.keep_columns names {name!r}, which no shard has; remove it or correct the name")
-    return pa.field(name, kept)
+    return None if kept is None else pa.field(name, kept)
 
 
 def can_be_copied(name: str, kind: pa.DataType) -> bool:

@@ -107,7 +107,7 @@ class PromptChecks:
         return is_double
 
     def check_room(self, batch: RowBatch, lengths: np.ndarray, max_tokens: np.ndarray) -> None:
-        """Blame rows whose prompt, with a first new token if one is wanted, does not fit into the window.
+        """Mark rows as bad whose prompt does not fit into the window, with room for a new token if one is wanted.
 
         Args:
             lengths: [R] tokens of the prompts.

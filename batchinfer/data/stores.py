@@ -84,9 +84,9 @@ def locate(uri: str, s3: S3Config) -> Place:
 
 
 def matching_objects(pattern: str, s3: S3Config) -> list[str]:
-    """URIs of the objects and folders that a URI with wildcards matches, `**` crosses folders; or the URI itself.
+    """Return the URIs of the objects and folders that a URI matches; without wildcards, the URI itself if it exists.
 
-    Those of folders end with a slash.
+    `**` matches any number of folders. URIs of folders end with a slash.
 
     Raises:
         StoreError: the store does not answer, or refuses to.
@@ -166,7 +166,7 @@ class StoreFile(io.RawIOBase):
 
 @contextmanager
 def store_errors(what: str) -> Iterator[None]:
-    """Turn errors of a store into a StoreError of one sentence: cannot <what>, why, what to do."""
+    """Convert the errors of a store to a StoreError: "cannot <what>: <reason>; <remedy>"."""
     try:
         yield
     except BatchinferError:
@@ -227,7 +227,7 @@ def s3_region(bucket: str, s3: S3Config) -> str:
 
 @lru_cache(maxsize=64)
 def _s3_connection(bucket: str | None, endpoint: str | None, region: str | None, anonymous: bool) -> fs.S3FileSystem:
-    """One connection pool for all that is reached in the same way; `bucket`: asked for its region."""
+    """Return the file system for these settings, with one connection pool; ask Amazon for the region of `bucket`."""
     options: dict[str, Any] = {}
     if endpoint is not None:
         scheme, _, host = endpoint.rpartition("://")
@@ -278,7 +278,7 @@ def _below(uri: str, name: str) -> str:
 
 
 def _fits(names: list[str], wanted: list[str]) -> bool:
-    """Whether a path matches a glob, both cut at slashes; as in a shell, wildcards do not match a leading dot."""
+    """Return whether a path matches a glob, both split at slashes; as in a shell, wildcards match no leading dot."""
     if not wanted:
         return not names
     if wanted[0] == "**":

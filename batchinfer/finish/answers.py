@@ -113,7 +113,7 @@ def _end_of_thinking(text: str) -> tuple[int, bool]:
 
 
 def _end_of_later_thinking(text: str, start: int, place: int, is_cut: bool) -> int | None:
-    """Return the place behind the thinking that begins behind `start` and holds `place`; None: none does.
+    """Return the end of the thinking that begins after `start` and contains `place`, None without such thinking.
 
     A mark that begins thinking without an end does so only in an answer that is cut off: else prose quotes the mark.
     """

@@ -168,7 +168,9 @@ class OutputRows:
         tokenizer: Callable[[], PromptTokenizer],
     ) -> None:
         self._run, self._job, self._answers = run, job, answers
-        self._kept = kept_fields(shards, job.output.keep_columns)
+        # the plan may have found a column in a shard that turned out to be damaged when its rows were read
+        is_damaged = any(shard.problem is not None for shard in shards)
+        self._kept = kept_fields(shards, job.output.keep_columns, may_be_missing=is_damaged)
         tables = asked_for(job, prompt_logprobs=_wants_prompt_logprobs(connection, run, job))
         id_type = pa.type_for_alias(state["id_type"])
         self._own = output_schema(id_type, [], tables)

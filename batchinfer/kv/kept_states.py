@@ -54,7 +54,7 @@ class KeptStates:
         return self._kept[-1].slot
 
     def begin(self, tokens: list[int], wanted: Collection[int]) -> None:
-        """Note that a prompt begins: of the states on its path only those after `wanted` tokens are still needed."""
+        """Record the start of a prompt: drop the states on its path except those after `wanted` tokens."""
         for state in sorted(self._on_path(tokens), key=lambda state: len(state.tokens)):
             self._kept.remove(state)
             if len(state.tokens) in wanted:

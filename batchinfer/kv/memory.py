@@ -67,7 +67,7 @@ class KvMemory:
         return to_host(torch.cat([one[ids] for one in self.pages], dim=1))[0]
 
     def put_pages(self, page_ids: Sequence[int], content: torch.Tensor) -> None:
-        """Copy what `take_pages` returned into N pages; the caller may free its memory."""
+        """Copy [N, *page_shape], as `take_pages` returns it, into N pages; the caller may free its memory."""
         if isinstance(self.pages, torch.Tensor):
             put_pages(self.pages, page_ids, content)
             return
@@ -101,7 +101,7 @@ class KvMemory:
         return as_bytes([[one[slot] for one in layer] for layer in self.slots])
 
     def put_state(self, slot: int, content: torch.Tensor) -> None:
-        """Put what `take_state` returned into a slot."""
+        """Copy [state_bytes] uint8, as `take_state` returns it, into a slot."""
         for layer, parts in zip(self.slots, _parts(self.slots, content), strict=True):
             for one, part in zip(layer, parts, strict=True):
                 one[slot] = part.to(one.device)
@@ -130,7 +130,7 @@ def _row_bytes(layers: TensorsOfLayers) -> int:
 
 
 def _parts(layers: TensorsOfLayers, content: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Cut bytes into rows of these tensors; they are copies, so that each begins where its dtype may."""
+    """Split bytes into one row of each tensor; the rows are copies, so that each is aligned for its dtype."""
     found, start = [], 0
     for layer in layers:
         parts = []

@@ -83,7 +83,7 @@ def with_weights(job: JobConfig, ranks: Iterable[int]) -> JobConfig:
 
 
 def stream_words(job: JobConfig, units: Sequence[Mapping[str, Any]]) -> tuple[str, int | None]:
-    """Return what streaming takes, for people, and the most sweeps; None: a GPU's are not known in advance.
+    """Return a sentence on the cost of streaming, and the most sweeps; None on a GPU, where they are not known yet.
 
     Args, Raises: as of stream_forecast.
     """

@@ -70,11 +70,11 @@ class RankForks:
         self._process.kill()
 
     def wait(self) -> None:
-        """Wait until all these processes have ended."""
+        """Wait until the forking process and its ranks have ended."""
         self._read(wait=True)
 
     def _read(self, *, wait: bool) -> None:
-        """Take the messages that have come; if `wait`, all until the processes have ended."""
+        """Read the waiting messages; with `wait`, all messages until the processes have ended."""
         with self._lock:
             while not self._has_ended:
                 try:
@@ -96,7 +96,7 @@ class RankForks:
 
 
 class ForkedRank:
-    """One of these ranks, with what LocalRanks uses of subprocess.Popen."""
+    """A forked rank, with the methods of subprocess.Popen that LocalRanks uses."""
 
     def __init__(self, forks: RankForks, rank: int) -> None:
         self._forks, self._rank = forks, rank

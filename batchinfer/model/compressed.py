@@ -29,7 +29,7 @@ _MOST_IDS = 1 << 22  # numbers of rows of keys held at once
 
 
 class Queries(NamedTuple):
-    """Rows that are to attend: queries [S, H, C], and where they, their pages and the rows of their windows are.
+    """Queries [S, H, C] of the rows that attend, with their positions, pages and window rows.
 
     requests_S: the row of the table of each query.
     of_index: queries of the indexer [S, heads, I] and the weights of its heads [S, heads].

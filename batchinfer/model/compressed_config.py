@@ -26,7 +26,7 @@ _RATIOS = 0, INDEXED, WIDE
 
 @dataclass(frozen=True, slots=True)
 class Compressor:
-    """The sizes of what makes entries of `ratio` tokens, each `width` values wide."""
+    """Sizes of a compressor, which makes one entry of `width` values from `ratio` tokens."""
 
     ratio: int
     width: int

@@ -221,7 +221,7 @@ def _no_folder(folder: Path) -> str:
 
 
 def _read_file(path: Path) -> tuple[Carrier | None, ConfigReader, ConfigReader]:
-    """Return the carrier model, if there is one, the language model's part of the file, and the whole file."""
+    """Return the carrier model (None without one), the section of the language model, and the whole file."""
     values = read_json_object(path)
     if path.name == MISTRAL:
         reader = read_params(path, values)

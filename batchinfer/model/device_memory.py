@@ -90,7 +90,7 @@ def host_split(job: JobConfig, model: ModelConfig, packed: PackedFolder | None, 
 def device_forecast(
     job: JobConfig, model: ModelConfig, packed: PackedFolder | None, *, free_bytes: int
 ) -> DeviceForecast:
-    """Return what is known of a job's sweeps before its rank runs; the disk is measured if it is read.
+    """Return the forecast of a job's sweeps before its rank runs; measure the disk if layers are read from it.
 
     Raises:
         ConfigError, ModelError: as of host_split; a file cannot be read.

@@ -27,17 +27,17 @@ class DeviceSplit:
 
     @property
     def streamed(self) -> tuple[int, ...]:
-        """[M] the layers that are copied in every sweep."""
+        """[M] layers that are copied in every sweep."""
         return streamed_layers(self.device)
 
     @property
     def source(self) -> Literal["host", "disk"]:
-        """Where the layers of a sweep come from: a copy in the host's memory, or at least some of them from disk."""
+        """Source of a sweep's layers: "host" if all are in the host's memory, "disk" if some are read from disk."""
         return "disk" if self.host.sweep_bytes else "host"
 
 
 def streamed_layers(device: MemorySplit) -> tuple[int, ...]:
-    """Return the layers that share their slots with others."""
+    """Return the layers whose slot is shared, so that each sweep copies them again."""
     slots = device.slot_of_layer
     return tuple(layer for layer, slot in enumerate(slots) if slots.count(slot) > 1)
 
@@ -51,7 +51,7 @@ def split_device_memory(
     least_kv_bytes: int,
     useful_kv_bytes: int | None,
 ) -> DeviceSplit:
-    """Split a GPU's memory as `split_memory` does a rank's, and the host's for what is copied from it.
+    """Split a GPU's memory, as `split_memory` does a rank's, and the host's memory for the streamed layers.
 
     Args:
         layer_bytes: [L] size of each layer, at least two.

@@ -258,7 +258,7 @@ class _CudaCopies:
         return begin, end
 
     def arrive(self, copy: tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
-        """Have later work of the computing stream wait for a copy."""
+        """Make later work of the computing stream wait for a copy."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         computing = torch.cuda.current_stream(self._device)
         begin.record(computing)

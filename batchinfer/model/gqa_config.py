@@ -150,7 +150,7 @@ def _read_qk_norm(reader: ConfigReader, grouped: Grouped) -> Literal["head", "wh
 
 
 def _read_windows(reader: ConfigReader, grouped: Grouped, num_layers: int) -> tuple[int | None, ...]:
-    """Return the window of each layer by `layer_types`, or where the family's layers have theirs."""
+    """Return the window of each layer by `layer_types`, else by the family's rule; None for full attention."""
     kinds = reader.texts("layer_types")
     reader.expect("attn_type_list", [1] * num_layers, supported="1 for every layer, full attention")
     if grouped.windows == "off":

@@ -46,7 +46,11 @@ class TokenValues:
         return cls(np.repeat(rows, counts), np.concatenate(tokens), np.repeat(joined, counts) if is_for_all else joined)
 
     def of_rows(self, place_S: np.ndarray) -> TokenValues:
-        """Return those of rows that have a place of at least 0, under that number."""
+        """Return the values of some rows, renumbered.
+
+        Args:
+            place_S: [S] each row's new number; rows with a negative one are left out.
+        """
         places = place_S[self.rows]
         kept = places >= 0
         return TokenValues(places[kept], self.tokens[kept], self.values[kept])

@@ -201,7 +201,7 @@ class MoeMlp:
 
 
 def _expert_form(config: ModelConfig, weights: MoeWeights) -> dict[str, Any]:
-    """Return the activation and biases of experts that have others than plain SwiGLU."""
+    """Return the activation and biases of the experts as keyword arguments; {} for plain SwiGLU without biases."""
     form: dict[str, Any] = {}
     if config.expert_clamp is not None:
         form["activation"] = Activation(*config.expert_clamp)

@@ -30,10 +30,10 @@ class Clamp(NamedTuple):
 
 
 def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[str, Any]:
-    """Return the MoE fields of ModelConfig; zeros where all layers are dense.
+    """Return the MoE fields of ModelConfig; zeros if all layers are dense.
 
-    They are where there are no experts (0, or null as in the original release), and where no layer is behind the dense
-    ones. The other MoE keys say nothing then.
+    All layers are dense if there are no experts (0, or null as in the original release), or if no layer follows the
+    dense ones. The other MoE keys have no effect then.
     """
     family = FAMILIES[family_name]
     dense_layers = reader.size(
@@ -107,7 +107,7 @@ def _read_gate(reader: ConfigReader, family_name: str) -> str:
 
 
 def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> dict[str, int]:
-    """Expert groups and top-k, checked so that the gate always finds enough experts."""
+    """Read expert groups and top-k, and check that the gate always finds enough experts."""
     group_default = None if topk_method == "group_limited_greedy" else 1
     num_groups = reader.size("n_group", default=group_default, maximum=MAX_EXPERTS)
     topk_group = reader.size("topk_group", default=group_default, maximum=MAX_EXPERTS)

@@ -64,7 +64,7 @@ _KINDS: dict[str, type[Any]] = {
 
 
 class Layout(NamedTuple):
-    """Where the tensors of a part of the model are in a file or in memory.
+    """Positions of the tensors of a part of the model, in a file or in memory.
 
     entries: dtype, shape and first and last byte after `start` of each tensor, as in a safetensors header.
     forms: how each is packed.
@@ -97,7 +97,7 @@ class Layout(NamedTuple):
 def lay_out(
     weights: Ends | LayerWeights | MtpWeights, *, aligned: bool
 ) -> tuple[Layout, list[tuple[str, torch.Tensor]]]:
-    """Return where the tensors of a part of the model are to be, and the tensors in this order.
+    """Return the layout for the tensors of a part of the model, and the tensors in this order.
 
     Args:
         aligned: begin each tensor at a multiple of _GPU_ALIGNMENT.
@@ -307,7 +307,7 @@ class MappedParts:
         )
 
     def take(self, kind: type[Any], kinds: dict[str, type[Any]], name: str = "") -> Any:
-        """Return an object of this kind, made of the tensors with this prefix; None if there are none.
+        """Return an object of type `kind` built from the tensors with this prefix; None if there are no such tensors.
 
         Args:
             kinds: of its parts, by field; others are projections.

@@ -14,25 +14,25 @@ from batchinfer_kernels.reference.hyper import StreamMix, StreamRule, end_mix
 
 
 class Residual(Protocol):
-    """The way of the state around one sublayer.
+    """The residual connection around one sublayer (attention or MLP).
 
     A sublayer adds its result to the tensor that `base` returns, in its last product.
     """
 
     def enter(self, state: Any) -> tuple[torch.Tensor, Any]:
-        """Return a sublayer's input before its norm, and the part of the state that goes past the sublayer."""
+        """Return a sublayer's input before its norm, and `past`, the part of the state that bypasses the sublayer."""
         ...
 
     def take(self, ops: Ops, past: Any, rows_S: torch.Tensor) -> Any:
-        """Return that part of some tokens, by row."""
+        """Return the rows of `past` that belong to these tokens."""
         ...
 
     def base(self, past: Any) -> torch.Tensor:
-        """Return [T, D], to which the sublayer adds its result."""
+        """Return the [T, D] tensor to which the sublayer adds its result."""
         ...
 
     def leave(self, past: Any, sum_TD: torch.Tensor) -> Any:
-        """Return the state after a sublayer, whose result was added to the base."""
+        """Return the state after the sublayer; `sum_TD` is the base plus the sublayer's result."""
         ...
 
 
@@ -123,7 +123,7 @@ class StreamEnds:
 
 
 def residuals_of(ops: Ops, config: ModelConfig, weights: LayerWeights) -> tuple[Residual, Residual]:
-    """Return what is around a layer's attention, and around its MLP."""
+    """Return the residual connections around a layer's attention and around its MLP."""
     if config.hyper is None:
         return PlainResidual(), PlainResidual()
     assert weights.attention_streams is not None
@@ -137,7 +137,7 @@ def residuals_of(ops: Ops, config: ModelConfig, weights: LayerWeights) -> tuple[
 
 
 def ends_of(ops: Ops, config: ModelConfig, weights: ModelWeights) -> ResidualEnds:
-    """Return what is before the first layer and after the last one."""
+    """Return the entry and exit of the residual state, before the first layer and after the last one."""
     if config.hyper is None:
         return PlainResidual()
     assert weights.streams is not None

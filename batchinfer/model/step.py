@@ -195,7 +195,7 @@ class StepTensors:
 
 
 class RowsByReach(NamedTuple):
-    """Rows of a prefill step that see at most this number of keys (near), and the others; [N] int64, ascending."""
+    """Rows of a prefill step by the keys they see: at most a limit (near), or more (far); [N] int64, ascending."""
 
     near_rows: torch.Tensor
     near: AttentionStep  # these alone, for core attention

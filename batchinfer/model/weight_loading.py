@@ -108,7 +108,7 @@ def open_loader(
 
 
 def read_ends(loader: WeightLoader) -> Ends:
-    """Read what is before and after the layers."""
+    """Read the weights before and after the layers: embedding, last norm, head, and streams of the head."""
     embedding = loader.tensor("model.embed_tokens.weight")
     is_tied = loader.config.tie_word_embeddings
     if is_tied and HEAD in loader.checkpoint and not torch.equal(loader.tensor(HEAD), embedding):

@@ -45,7 +45,7 @@ class TravelStream:
         return self._stream.record_event()
 
     def arrive(self, tensors: Sequence[torch.Tensor], arrived: torch.cuda.Event) -> None:
-        """Have the computing thread's stream wait for `arrived`, so that later work may use these tensors."""
+        """Make the computing thread's stream wait for `arrived`, so that later work may use these tensors."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(arrived)
         for tensor in tensors:
@@ -112,7 +112,7 @@ class Exchange(Protocol):
 
 
 class LaneExchange:
-    """An exchange that waits for the others on a separate thread, one exchange after the other.
+    """An exchange that waits for the other ranks on a separate thread, one all-to-all after the other.
 
     On a GPU the thread has a separate stream, so that the caller's stream computes while rows travel.
 
@@ -151,11 +151,11 @@ class LaneExchange:
             return replace(received, ready_s=None, arrived_s=None), stream.arrived()
 
     def _departing(self, counts: Counts) -> Counts:
-        """Return what travels as the counts of rows that start now, from a CPU."""
+        """Return the counts to send with rows that start now from a CPU."""
         return counts
 
     def _all_to_all(self, rows: torch.Tensor, counts: Counts) -> ReceivedRows:
-        """Send the rows and return those of all ranks; on the thread."""
+        """Send rows to all ranks and return the rows received from them; runs on the thread."""
         raise NotImplementedError
 
 

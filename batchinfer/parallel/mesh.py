@@ -31,7 +31,7 @@ from batchinfer.records import ConfigError, PeerLostError
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """A rank's place in its group, and the settings to meet the others."""
+    """Number of a rank in its group, and the settings for joining it."""
 
     rank: int
     size: int
@@ -70,11 +70,11 @@ class Mesh:
 
     @classmethod
     def join(cls, seat: Seat, store: dist.Store, device: torch.device) -> Mesh:
-        """Meet the other ranks of the group.
+        """Join the group: connect to its other ranks and return the mesh.
 
         Raises:
             ConfigError: the exchange that the job names cannot run here.
-            PeerLostError: a rank did not come in time.
+            PeerLostError: a rank did not connect within the timeout.
         """
         if seat.size == 1:
             return cls.alone()
@@ -136,7 +136,7 @@ class Mesh:
         return [AllToAllDispatcher(self._exchange, placement, row_format) for placement in placements]
 
     def close(self) -> None:
-        """Leave the group."""
+        """Close the connections to the other ranks."""
         if self._exchange is not None:
             self._exchange.close()
         if self._agreements is not None and self._agreements is not self._exchange:
@@ -158,7 +158,12 @@ def explain_exchanges() -> dict[str, str | None]:
 
 
 def _open_group(backend: str, seat: Seat, store: dist.Store) -> dist.ProcessGroup:
-    """Open the group in torch."""
+    """Return the process group of torch.distributed, once all ranks have joined it.
+
+    Raises:
+        ConfigError: an interface that the user named does not exist.
+        PeerLostError: a rank did not join within the timeout.
+    """
     if seat.one_host:
         _stay_on_loopback()
     elif backend == "gloo" and seat.meeting is not None:
@@ -181,14 +186,14 @@ def _open_group(backend: str, seat: Seat, store: dist.Store) -> dist.ProcessGrou
 
 
 def _stay_on_loopback() -> None:
-    """Have gloo and NCCL listen on the loopback interface alone, unless the user has named another one."""
+    """Make gloo and NCCL listen on the loopback interface alone, unless the user has named another one."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
 
 
 def _listen_where_others_call(address: str) -> None:
-    """Have gloo listen at this address's interface, unless the user chose one; its default is often loopback."""
+    """Make gloo listen on the interface of this address, unless the user chose one; its default is often loopback."""
     interface = interface_of(address)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

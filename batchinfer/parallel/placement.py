@@ -135,7 +135,7 @@ class Placement:
         return slots_M
 
     def _tables_on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return `_tables` on this device, copied there once."""
+        """Return `_tables` on this device; the first call copies them."""
         if device not in self._copies:
             self._copies[device] = tuple(table.to(device) for table in self._tables)
         return self._copies[device]

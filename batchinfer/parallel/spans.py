@@ -37,12 +37,12 @@ class Arriving(Protocol[ReceivedT]):
 
     @property
     def ready_s(self) -> float | None:
-        """After `wait`: Unix time when the last of the other ranks had sent its part; None where that is not known."""
+        """Unix time when the last of the other ranks had sent its part, after `wait`; None if not known."""
         ...
 
     @property
     def arrived_s(self) -> float | None:
-        """After `wait`: Unix time when all of it was here; None where that is not known."""
+        """Unix time when all parts had arrived, after `wait`; None if not known."""
         ...
 
 
@@ -52,7 +52,7 @@ class SpanLog:
 
     spans: list[Span] = field(default_factory=list)
     last_arrival_s: float = 0.0
-    unpacking: list[Span] = field(default_factory=list)  # the ends of receiving spans, in which the rows are here
+    unpacking: list[Span] = field(default_factory=list)  # the ends of receiving spans, after the rows have arrived
     knows_waiting: bool = True  # whether the sending time of all arrived rows is known
 
     @contextmanager

@@ -34,7 +34,7 @@ from batchinfer.data.shards import find_shards, warn_overlooked, with_types
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.model.config import load_model_config
 from batchinfer.plan.first_dtype import choose_dtype, this_machine
-from batchinfer.plan.input_columns import other_delimiter, why_no_rows
+from batchinfer.plan.input_columns import doubles_hint, other_delimiter, why_no_rows
 from batchinfer.records import ConfigError, InputError, Shard
 from batchinfer.whole_files import publish_text
 
@@ -156,7 +156,7 @@ def _of_columns(columns: _Columns, model: Path, system: str | None) -> tuple[str
         instead = "user" if system is not None else 'user, with system = ""'
         lines.append(f"# template = {template}    # instead of {instead}: text of several columns")
     lines.append(f'id = {toml_value(ids or NO_IDS)}    # a column of text or integers; "none": rows have no ids')
-    chosen.append(("ids", f"column {ids!r}" if ids else "none: no column looks like one"))
+    chosen.append(("ids", f"column {ids!r}" if ids else f"none: {columns.why_no_ids(name)}"))
     return "\n".join(lines), chosen, columns.others(name, ids)
 
 
@@ -242,6 +242,15 @@ class _Columns:
         able = [name for name, kind in self._kinds.items() if name != prompts and is_id_type(kind)]
         likely = [*_named(able, ID_NAMES), *(name for name in able if name.lower().endswith("_id"))]
         return likely[0] if likely else None
+
+    def why_no_ids(self, prompts: str) -> str:
+        """Return why no column can hold ids: the type of the column that has the name of one, if there is such."""
+        named = _named([name for name in self._kinds if name != prompts], ID_NAMES)
+        if not named:
+            return "no column looks like one"
+        return (
+            f"column {named[0]!r} is {self._kinds[named[0]]}, not text or integer{doubles_hint(self._kinds[named[0]])}"
+        )
 
     def of_names(self, known: tuple[str, ...], prompts: str) -> str | None:
         """Return a column of text with one of these names, other than the prompts; None if Jinja cannot name both."""

@@ -84,7 +84,7 @@ def why_no_rows(shard: Shard, schema: pa.Schema, s3: S3Config = DEFAULT_S3) -> s
 
 
 def other_delimiter(schema: pa.Schema) -> str:
-    """Return what to do with a table whose only column's name holds semicolons or bars; "" for other tables."""
+    """Return the remedy for a CSV header with another delimiter (semicolons, bars, tabs); "" if the header is right."""
     for delimiter, words in ((";", "semicolons"), ("|", "bars"), ("\t", "tabs")):
         if len(schema.names) == 1 and delimiter in schema.names[0]:
             return f"its fields seem to be separated by {words}: write it with commas, or with tabs as *.tsv"
@@ -124,10 +124,16 @@ def _problem(column: WantedColumn, schemas: list[pa.Schema]) -> str | None:
     return f"input.{column.key}: {problems[0]}{_setting(column, first)}"
 
 
+def doubles_hint(kind: pa.DataType | None) -> str:
+    """Return how to write a column of ids that holds doubles; "" for any other type."""
+    is_double = kind == pa.float64()
+    return '; pandas makes doubles of integers with nulls: write the column with astype("Int64")' if is_double else ""
+
+
 def _setting(column: WantedColumn, schema: pa.Schema) -> str:
     """Return the setting that reads the column, or how to write it correctly; "" if neither is known."""
-    if column.key == "id" and column_type(schema, column.name) == pa.float64():
-        return '; pandas makes doubles of integers with nulls: write the column with astype("Int64")'
+    if column.key == "id" and (hint := doubles_hint(column_type(schema, column.name))):
+        return hint
     if column.key not in ("user", "prompt", "messages", "token_ids"):
         return ""
     kind = column_type(schema, column.name)

@@ -47,7 +47,7 @@ class Chunk:
 
     @property
     def scored_tokens(self) -> list[int]:
-        """The prompt's tokens that this chunk scores: each under the logits of the token before it."""
+        """Prompt tokens that this chunk scores, each by the logits of the token before it."""
         request = self.sequence.request
         return request.token_ids[max(self.start + 1, request.score_from) : self.end + 1] if request.score_from else []
 
@@ -114,7 +114,7 @@ def prefill_step(
 
 
 def _spans(chunk: Chunk, row: int, page_ids: torch.Tensor) -> list[PrefillSpan]:
-    """Return a chunk's spans, cut where a state is kept; the first one begins in this row of the step.
+    """Return a chunk's spans, cut after tokens whose state is kept; `row` of the step is the first span's start.
 
     Args:
         page_ids: pages of the sequence up to the chunk's end.

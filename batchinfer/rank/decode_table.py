@@ -105,7 +105,7 @@ class DecodeTable:
         self._num_first, self._is_arranged = None, False
 
     def remove(self, keys: Container[RequestKey]) -> list[Sequence]:
-        """Take the sequences of these requests out, as far as they are here, and return them."""
+        """Remove and return the sequences of these requests; requests without a sequence are ignored."""
         rows = [row for row, sequence in enumerate(self.sequences) if sequence.request.key in keys]
         for row in rows:
             self._hand_over(row)
@@ -212,7 +212,10 @@ def _are_among(tokens: np.ndarray, few: np.ndarray) -> np.ndarray:
 
 
 def _halve_sequences(kv_tokens: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return [S] rows, those of micro-batch 0 first, and their number; longest first to 0 1 1 0 0 1 1 0 ... in turn."""
+    """Return [S] rows, the rows of micro-batch 0 first, and their number.
+
+    From the longest sequence to the shortest, the micro-batches are 0 1 1 0 0 1 1 0 ...
+    """
     longest_first = np.argsort(-kv_tokens, kind="stable")
     micro_batch = (np.arange(len(kv_tokens)) + 1) // 2 % 2
     halves = [_by_turns(longest_first[micro_batch == half]) for half in (0, 1)]

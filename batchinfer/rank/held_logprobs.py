@@ -36,7 +36,7 @@ def add_logprobs(
 class HeldLogprobs:
     """Log-probabilities of up to `num_steps` steps.
 
-    Sequences join and leave at nearly every step, so their values stay in one place and only the places move.
+    Sequences join and leave at nearly every step: their values stay in one row, and only the row numbers move.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -47,7 +47,7 @@ class HeldLogprobs:
         self._top_logprobs = np.zeros((0, num_steps, 0))  # [R, num_steps, A]
 
     def add(self, num_top: list[int | None]) -> None:
-        """Add sequences behind the others by the alternatives that each wants; None: no log-probabilities."""
+        """Append sequences by their numbers of alternatives; None for a sequence without log-probabilities."""
         wanted = np.array([NO_PLACE if count is None else count for count in num_top], dtype=np.int64)
         rows = np.flatnonzero(wanted >= 0)
         places = np.full(len(wanted), NO_PLACE)
@@ -74,7 +74,12 @@ class HeldLogprobs:
         self._top_logprobs[places, step, :num_top] = sampled.top_logprobs[rows]
 
     def give(self, row: int, steps: slice, tokens: np.ndarray, logprobs: TokenLogprobs) -> None:
-        """Give a sequence what is held of its tokens in these steps ([number of steps])."""
+        """Copy the held log-probabilities of a sequence's tokens in these steps to `logprobs`.
+
+        Args:
+            row: the sequence.
+            tokens: [number of steps] its tokens.
+        """
         place = self._places[row]
         held = self._logprobs[place, steps], self._top_tokens[place, steps], self._top_logprobs[place, steps]
         add_logprobs(logprobs, tokens, *held)

@@ -237,13 +237,13 @@ def _graphs(model: Transformer, place: RankPlace, job: JobConfig) -> str | None:
 
 
 def _sharing(job: JobConfig, join: messages.Join, device: torch.device) -> str | None:
-    """Return a sentence for the user about ranks that share a GPU; None: there are none."""
+    """Return a sentence for the user if ranks share a GPU, else None."""
     num_ranks = 1 if device.type == "cpu" else ranks_per_gpu(job.cluster.exchange, join.num_local_ranks)
     return None if num_ranks == 1 else f"{num_ranks} ranks share a GPU: rows between them go through the host's memory"
 
 
 def _transfers(job: JobConfig, folder: Path, place: RankPlace) -> Path | BucketTransfers:
-    """Return where this rank puts KV for other hosts: a folder, or objects under the last parts of its path.
+    """Return where this rank writes KV for other hosts: a folder, or in a bucket objects named by its path.
 
     The folder is new for each start: an earlier process of the rank, on another host, may still write and delete.
     """

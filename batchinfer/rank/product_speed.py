@@ -114,7 +114,7 @@ def prefill_step(num_tokens: int, prompt_tokens: int, vocab_size: int) -> StepIn
 
 
 def decode_step(num_requests: int, kv_tokens: int, vocab_size: int) -> StepInput:
-    """Return a step of requests that have pages of their own with this many tokens, the new one included."""
+    """Return a decode step of requests that share no pages; `kv_tokens` counts the new token too."""
     pages = torch.arange(num_requests * pages_for(kv_tokens)).view(num_requests, -1)
     return StepInput(
         tokens=torch.arange(num_requests) * _STRIDE % vocab_size,
@@ -127,9 +127,9 @@ def decode_step(num_requests: int, kv_tokens: int, vocab_size: int) -> StepInput
 
 
 def _seconds(model: Transformer, stream: WeightStream, step: StepInput, config: ModelConfig) -> float:
-    """Return the seconds of a step in the whole model, from those in the layers that are held.
+    """Return the seconds of a step in the whole model, extrapolated from the layers in memory.
 
-    A layer that is not held takes as long as the last one of its kind, or as the last one of all.
+    A layer that is not in memory counts as much as the last one of its kind, else as the last layer in memory.
     """
     num_slots = 0 if config.attention.cuts_anywhere else len(step.logit_rows)  # one wanted row per request
     if num_slots:

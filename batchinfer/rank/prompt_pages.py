@@ -29,16 +29,16 @@ class PromptPages:
         return self._num_pages(request) <= self.pool.num_pages
 
     def match(self, request: Request) -> Match | None:
-        """Find what a request shares and free the rest of its pages; return None if the request has to wait."""
+        """Find the known pages that a request can share and free its other pages; return None if it has to wait."""
         found = self._known(request)
         if self._make_room(request, found):
             return found
-        # if nothing runs no page will become free: do without the page to copy from
+        # without running requests no page will become free: give up the page to copy from
         may_do_without = self.num_running == 0 and found.branch is not None
         return self._if_it_fits(request, found.full) if may_do_without else None
 
     def match_adopted(self, request: Request) -> Match | None:
-        """Find the whole pages that a request from another rank shares and free the rest, or return None."""
+        """Find the whole pages that a request from another rank can share and free its other pages, or return None."""
         return self._if_it_fits(request, self._known(request).full)
 
     def open(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
@@ -46,14 +46,14 @@ class PromptPages:
         return self._sequence(request, self._tree.hold(match), match.num_tokens, times)
 
     def adopt(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
-        """Start a request whose prompt ran on another rank; its KV is about to be put into its own pages."""
+        """Start a request whose prompt ran on another rank, before its KV is copied into its pages."""
         sequence = self.open(request, match, times)
         sequence.num_computed = sequence.num_prompt_tokens
         self.make_known(sequence, sequence.num_prompt_tokens)
         return sequence
 
     def make_known(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let later prompts share the pages of a prompt's first tokens."""
+        """Add the pages of a prompt's first tokens to the prefix tree, so that later prompts share them."""
         if self._share_prefixes:
             self._tree.insert(sequence.request.token_ids[:num_tokens], sequence.pages[: pages_for(num_tokens)])
 

@@ -64,15 +64,15 @@ class Sequence:
 
     @property
     def looks_at_every_token(self) -> bool:
-        """Whether `accept` may have to see a token that is no end token, stop token or last token; `must_see` tells."""
+        """Whether `accept` may have to see other tokens than end, stop and last tokens; see `must_see`."""
         return self.stream is not None or self.rules is not None
 
     def must_see(self, token: int) -> bool:
-        """Return whether `accept` must see this token at once. Others are added to `token_ids` before the next one."""
+        """Return whether `accept` must see this token at once; other tokens may be added to `token_ids` without it."""
         return self.completing is None or self.completing[token]
 
     def accept(self, token: int, eos_token_ids: frozenset[int]) -> None:
-        """Add a generated token, whose log-probability is there, and decide whether it is the last one.
+        """Add a generated token, after its log-probability, and decide whether it is the last one.
 
         Tokens that `accept` need not see may have been added to `token_ids` before.
         """

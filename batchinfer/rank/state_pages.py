@@ -1,7 +1,8 @@
-"""KV pages of running requests of models whose requests keep a state: a prefix is taken over where a state was kept.
+"""KV pages and states of running requests, for models whose requests have a state (DeepSeek V4).
 
-Spans of a step run in the order in which their chunks were added. So a slot that one of them gives back can be used by
-the next one, and a prompt may go on from a state that this very step keeps.
+A prompt can share a prefix only up to a token after which the state was kept. The spans of a step run in the order in
+which their chunks were added. So the next span can reuse a slot that one has released, and a prompt can continue from
+a state that the same step keeps.
 """
 
 from dataclasses import dataclass
@@ -19,10 +20,10 @@ from batchinfer.records import Request, RequestTimes
 
 @dataclass(frozen=True, slots=True)
 class StateMatch(Match):
-    """The kept state after which a prompt goes on; None: it begins with its first token."""
+    """The kept state from which a prompt continues; None if the prompt is computed from its first token."""
 
     state: KeptState | None
-    num_fixed_pages: int = 0  # of its pages, those that the prompt behind it does not change
+    num_fixed_pages: int = 0  # pages of the state's prefix that the rest of the prompt does not change
 
     @property
     def num_shared_pages(self) -> int:
@@ -45,9 +46,9 @@ class StatePages(PromptPages):
         self._adopts_alone = not context.place.runs_prefill
 
     def match(self, request: Request) -> StateMatch | None:
-        """Find the state after which a request goes on and free its pages; return None if the request has to wait.
+        """Find the kept state from which a request continues, and free pages for it; return None if it has to wait.
 
-        It takes over no more than the plan expects, so that its first planned piece has a token to compute.
+        The shared prefix is at most as long as planned, so that the first planned piece has a token to compute.
         """
         if not self._states.has_slot:
             return None
@@ -56,14 +57,14 @@ class StatePages(PromptPages):
         num_fixed = len(self._shared_pages(found))
         if self._states.make_room(self._num_pages(request) - num_fixed, keep=found):
             return StateMatch((), None, 0, found, num_fixed)
-        # if nothing runs no page will become free: do without the state and its pages
+        # without running requests no page will become free: give up the state and its pages
         may_do_without = self.num_running == 0 and found is not None
         if may_do_without and self._states.make_room(self._num_pages(request), keep=None):
             return StateMatch((), None, 0, None)
         return None
 
     def open(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
-        """Start a request where `match` found a state, with pages that it made free."""
+        """Start a request after the state that `match` found, on pages that `match` freed."""
         assert isinstance(match, StateMatch), "a match of this object"
         state, held = match.state, self._shared_pages(match.state)
         copied = [] if state is None else state.pages[len(held) :]
@@ -79,7 +80,7 @@ class StatePages(PromptPages):
         return sequence
 
     def match_adopted(self, request: Request) -> Match | None:
-        """Free pages for a request whose KV and state come from another rank, or return None.
+        """Free pages for a request whose KV and state come from another rank; return None if it has to wait.
 
         A rank that runs no prefill shares whole pages that no later token changes.
         """
@@ -91,7 +92,7 @@ class StatePages(PromptPages):
         return NO_MATCH if self._states.make_room(self._num_pages(request), keep=None) else None
 
     def adopt(self, request: Request, match: Match, times: RequestTimes) -> Sequence:
-        """Start a request whose prompt ran on another rank; its KV and its state are about to be put here."""
+        """Start a request whose prompt ran on another rank, before its KV and state are copied to this one."""
         sequence = self._sequence(request, self._tree.hold(match), len(request.token_ids), times)
         sequence.state_slot, sequence.num_branched = self._states.take_slot(), sequence.num_computed
         if self._adopts_alone and self._share_prefixes:
@@ -100,18 +101,18 @@ class StatePages(PromptPages):
         return sequence
 
     def make_known(self, sequence: Sequence, num_tokens: int) -> None:
-        """Keep states where later prompts branch off among the tokens that the sequence runs now."""
+        """Keep the states after those computed tokens of a sequence at which later prompts branch off."""
         for place in sorted(sequence.request.branch_points) if self._share_prefixes else ():
             if sequence.num_branched < place <= sequence.num_computed:
                 slot = self._states.keep(sequence.request.token_ids[:place], sequence.pages[: pages_for(place)])
-                if slot is not None and place in sequence.moves:  # it begins there, with a state from disk
+                if slot is not None and place in sequence.moves:  # the sequence begins there, with a state from disk
                     sequence.moves[place] = sequence.moves[place]._replace(share_in=slot)
                 elif slot is not None:
                     sequence.kept_slots[place] = slot
         sequence.num_branched = sequence.num_computed
 
     def release(self, sequence: Sequence) -> None:
-        """Release a sequence's pages and its slot; those of kept states stay until they are not needed any more."""
+        """Release a sequence's pages and slot; pages and slots of kept states are released later."""
         super().release(sequence)
         assert sequence.state_slot is not None, "a sequence of this object has a slot"
         self._states.free_slot(sequence.state_slot)
@@ -123,5 +124,5 @@ class StatePages(PromptPages):
         return state.pages[: self._fixed_pages(len(state.tokens))]
 
     def _fixed_pages(self, num_tokens: int) -> int:
-        """Return how many of the pages of a prompt's first tokens do not change when it goes on."""
+        """Return the number of leading pages of a prompt's first tokens that its later tokens do not change."""
         return pages_for(num_tokens // self._unit_tokens * self._unit_tokens)

@@ -121,11 +121,11 @@ class StoredPrefixes:
         return num_tokens
 
     def fill_sequence(self, sequence: Sequence, num_known_pages: int) -> int:
-        """Do what `fill` does for a sequence that has just got its pages."""
+        """Call `fill` for a sequence that has just received its pages."""
         return self.fill(sequence.request, num_known_pages, sequence.pages)
 
     def prepare(self, sequence: Sequence, end: int) -> None:
-        """Take notice that a sequence runs up to token `end` in the step that is being built."""
+        """Prepare for the next step, in which a sequence runs up to token `end`; overridden for states."""
 
     def older_tokens(self, request: Request, start: int, end: int) -> int:
         """Return the number of tokens from `start` to `end` of a filled prompt that the store had before this run.
@@ -135,7 +135,7 @@ class StoredPrefixes:
         return self._prompts[request.key].older_tokens(start, end, self._block_tokens)
 
     def note_step(self, chunks: list[Chunk], compute_s: float) -> None:
-        """Have the complete blocks of a prefill step written, and keep the step's time per token."""
+        """Queue the complete blocks of a prefill step for writing, and add to the time per token."""
         self._computed_tokens += sum(chunk.num_tokens for chunk in chunks)
         self._compute_s += compute_s
         for chunk in chunks:

@@ -100,7 +100,7 @@ class StoredStates(StoredPrefixes):
         return 0
 
     def prepare(self, sequence: Sequence, end: int) -> None:
-        """Let the step that is being built, in which a sequence runs up to token `end`, copy states out."""
+        """Mark the states to copy out in the next step, in which a sequence runs up to token `end`."""
         if self._persist == "none" or not self._states.is_writable:
             return
         names = self._prompts[sequence.request.key].names
@@ -110,7 +110,7 @@ class StoredStates(StoredPrefixes):
                 sequence.stored_states[place] = self._memory.empty_stored()
 
     def note_step(self, chunks: list[Chunk], compute_s: float) -> None:
-        """Have the complete blocks and the states of a prefill step written, and keep the step's time per token."""
+        """Queue the complete blocks and the states of a prefill step for writing, and add to the time per token."""
         names = [self._prompts[chunk.sequence.request.key].names for chunk in chunks]
         super().note_step(chunks, compute_s)
         for chunk, of_prompt in zip(chunks, names, strict=True):

@@ -48,7 +48,7 @@ class PromptPace:
         self._tokens, self._seconds = 0, 0.0
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Note a prefill step of a sweep."""
+        """Add a prefill step to the measurements of a sweep."""
         self._tokens += num_tokens
         self._seconds += seconds
 

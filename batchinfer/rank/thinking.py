@@ -149,7 +149,7 @@ class HarmonyThinking:
 
     @property
     def end_token(self) -> int:
-        """The next token on the way from here to the answer."""
+        """The next token of the marks that lead to the answer."""
         if self._header is None:
             return self._tokens.end
         header, way = tuple(self._header), self._tokens.to_answer[1:]

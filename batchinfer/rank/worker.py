@@ -158,7 +158,7 @@ class RankWorker:
         feed.send_placed(time.monotonic() - started_s)
 
     def _step(self, agreed: Agreed, feed: Feed) -> None:
-        """Run a step; requests that it starts go on here or at another rank."""
+        """Run a step; requests whose prompt it completes continue on this rank or on another one."""
         start_s, log = time.time(), SpanLog()
         if agreed.kind is Kind.PREFILL:
             ran = self._prefill.step(self._admission.num_to_admit, log, in_pairs=agreed.in_pairs)
@@ -176,7 +176,7 @@ class RankWorker:
         self._deliver(agreed, ran, log, feed, start_s=start_s)
 
     def _sweep(self, feed: Feed) -> None:
-        """Run one step of every running sequence, and all prompts that can run, through the layers together."""
+        """Run one sweep: a decode step of every running sequence, and all prompts that fit, layer by layer."""
         stream = self._context.model.stream
         assert stream is not None
         start_s, wait_s = time.time(), stream.wait_s
@@ -207,7 +207,7 @@ class RankWorker:
         start_s: float,
         share: SweepShare | None = None,
     ) -> None:
-        """Let sequences go on that a step has started, and report it."""
+        """Start decoding the prompts that a step completed, or hand them over, and report the step."""
         started, handovers = [], []
         if self._context.place.runs_decode:
             self._running.add(ran.started)

@@ -93,6 +93,6 @@ def _line(label: str, content: str, style: str = "") -> Text:
 
 
 def _short(shown: str) -> str:
-    """Return a folder's path from the working folder if the folder is below that, else as it is shown."""
+    """Return a folder's path relative to the working folder if it is inside, else unchanged."""
     here = f"{os.getcwd()}{os.sep}"
     return shown.removeprefix(here) or shown

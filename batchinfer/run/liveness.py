@@ -1,4 +1,4 @@
-"""Whether a process that has left its name in a run folder is still alive."""
+"""Check whether a process that is named in a run folder is still alive."""
 
 import functools
 import os
@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SILENT_S = 60.0  # without a sign of life for so long, by the file system's clock, a process of another host is gone
+SILENT_S = (
+    60.0  # a process of another host counts as dead after this time without a sign of life, by the file system's clock
+)
 
 
 def this_process() -> dict[str, Any]:
@@ -16,7 +18,7 @@ def this_process() -> dict[str, Any]:
 
 
 def is_dead(holder: Mapping[str, Any]) -> bool:
-    """Whether a process that this one would see in /proc has ended; of others nothing is known here.
+    """Return whether a process has ended; False if it is not visible in /proc here, as on another host.
 
     Args:
         holder: with the keys of `this_process`.
@@ -27,9 +29,9 @@ def is_dead(holder: Mapping[str, Any]) -> bool:
 
 
 def this_host() -> str:
-    """Names what processes share that reach each other's memory: abstract sockets, and the files of /proc.
+    """Return a name that two processes share if they can reach each other's abstract sockets and /proc entries.
 
-    Other hosts may have the same host name, and so may other containers on this one.
+    The host name is not enough: other hosts, and containers on this one, may have the same.
     """
     try:
         network = os.readlink("/proc/self/ns/net")
@@ -40,10 +42,10 @@ def this_host() -> str:
 
 @functools.cache
 def process_numbering() -> str | None:
-    """Names what gives this process its number: this start of the host's kernel, and the PID namespace in it.
+    """Return a name of this boot and PID namespace, in which a process id names one process at a time.
 
-    Containers on one host may have the same host name and boot, but other processes under the same numbers. None where
-    /proc does not say, or is that of another namespace.
+    Containers on one host may have the same host name and boot, but the same id names another process in each. None if
+    /proc is missing or belongs to another namespace.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -54,17 +56,17 @@ def process_numbering() -> str | None:
 
 
 def process_identity(pid: int) -> str | None:
-    """Names one process for ever, also after its number is used again; None when it has ended or cannot be seen."""
+    """Return a name of a process that stays unique after its id is reused; None if it has ended or is not visible."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    # a zombie has ended already: it only waits to be collected
+    # a zombie has ended: only its parent has not collected its exit status
     return None if fields[0] in ("Z", "X") else f"{process_numbering()}:{fields[19]}"
 
 
 def _exists(pid: int, identity: str) -> bool:
-    """Whether a process is still there; one of another user may be hidden in /proc."""
+    """Return whether a process is running; /proc may hide processes of other users."""
     if Path(f"/proc/{pid}").exists():
         return process_identity(pid) == identity
     try:

@@ -94,7 +94,7 @@ def _state(path: Path) -> list[int]:
 
 
 def _not_put_yet(run: RunDir, place: Place, states: dict[str, list[int]]) -> list[str]:
-    """Files that an earlier `finish` has not put there, or whose object is not of that size."""
+    """Return the files that no earlier `finish` has uploaded in this version, or whose object has another size."""
     earlier = _last_published(run)
     if earlier.get("place") != place.uri:
         return list(states)

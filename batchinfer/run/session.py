@@ -62,9 +62,9 @@ class Session:
         self.record("running")
 
     def hold_ranks(self, cluster: ClusterConfig, ranks: range) -> None:
-        """From now on the command holds these ranks of the job's on this node."""
+        """Record that the command holds these ranks of the job on this node from now on."""
         self._cluster, self._ranks = cluster, ranks
-        self.record("running")  # loading them may take long, and be the last that it does
+        self.record("running")  # now: loading takes long, and the command may be killed during it
 
     def record(self, state: str) -> None:
         """Publish the row with the end set to now."""
@@ -141,7 +141,7 @@ def keep_last_signs(storage: Storage) -> None:
 
 
 def process_start_s() -> float:
-    """Unix time when this process started (its first Python line where /proc is missing)."""
+    """Return the Unix time when this process started; without /proc, when it imported this module."""
     try:
         # field 22 of stat, counted after the parenthesised name, is the start in clock ticks since boot
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])

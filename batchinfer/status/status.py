@@ -208,7 +208,7 @@ class StatusReader:
 
     def _holder(self, row: dict[str, Any], claim: Path, files: list[Path], now_s: float) -> Holder | None:
         path = lease_of(claim)
-        if path is None:  # given back
+        if path is None:  # the unit was released
             return None
         try:
             lease = read_json(path, *HOLDER)

@@ -16,7 +16,7 @@ class Implementation(Generic[P, R]):
 
     run: the function; its result is undefined for arguments that `rejects` gives a reason for. The registry asks first.
     rejects: takes the same arguments and returns one short sentence, without values, why `run` cannot take them, or
-        None. The first line of its docstring lists the rejected arguments; `doctor` prints it.
+        None. The first line of its docstring, "Reject ARGUMENTS.", lists these; `doctor` prints ARGUMENTS.
     uses: other operations that `run` takes as keywords of their names.
     """
 
@@ -38,7 +38,7 @@ class Implementation(Generic[P, R]):
     @property
     def rejected_arguments(self) -> str:
         """The arguments that every call rejects, as `rejects` lists them."""
-        return (self.rejects.__doc__ or "").partition("\n")[0].rstrip(".")
+        return (self.rejects.__doc__ or "").partition("\n")[0].removeprefix("Reject ").rstrip(".")
 
 
 def implementation(
@@ -61,4 +61,4 @@ def on_args(rejects: Callable[..., str | None], *indices: int) -> Callable[..., 
 
 
 def accepts_all(*_: Any, **__: Any) -> None:
-    """Nothing."""
+    """Reject nothing."""

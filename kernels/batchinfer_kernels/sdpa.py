@@ -55,7 +55,7 @@ def mla_prefill(
 
 
 def _plain_heads(_q: torch.Tensor, _keys: PagedKeys, _num_tokens: torch.Tensor, form: GqaForm) -> str | None:
-    """Windows and sinks."""
+    """Reject heads with a window or sinks."""
     is_plain = form.window is None and form.sinks_H is None
     return None if is_plain else "heads have a window or sinks"
 

@@ -195,6 +195,8 @@ def test_an_open_quote_is_a_bad_row(tmp_path):
         (["007", "8"], pa.string()),  # a number would lose how it is written
         (["1.10", "1.2"], pa.string()),
         (["123456789012345678901"], pa.string()),
+        (["1234567890123456789", "-9223372036854775808", "9223372036854775807"], pa.int64()),
+        (["9223372036854775808", "1"], pa.string()),
         (["true", "false"], pa.bool_()),
         (["True", "1"], pa.string()),
         (["nan"], pa.string()),
@@ -210,6 +212,8 @@ def test_csv_columns_are_numbers_only_where_nothing_is_lost(tmp_path, texts, kin
     assert found.type == kind
     if kind == pa.string():
         assert found.to_pylist() == texts
+    if kind == pa.int64():
+        assert found.to_pylist() == [int(text) if text else None for text in texts]
 
 
 @pytest.mark.parametrize(

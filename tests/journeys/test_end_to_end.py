@@ -94,6 +94,18 @@ def test_a_job_without_any_readable_shard_ends_with_2(tmp_path):
     assert "part-0.parquet" in ended.err
 
 
+def test_a_kept_column_of_a_damaged_shard_alone_is_null_in_the_outputs(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [""]})
+    path = write_shard(tmp_path / "prompts" / "b.parquet", {"prompt": [question(0)], "task": ["sum"]})
+    data = bytearray(path.read_bytes())
+    place = pq.read_metadata(path).row_group(0).column(0).data_page_offset + 20
+    data[place : place + 40] = b"\xff" * 40
+    path.write_bytes(bytes(data))
+    ended = batchinfer("run", write_job(tmp_path, output={"keep_columns": ["task"]}))
+    assert ended.code == 3, ended.err
+    assert [row["task"] for row in outputs(tmp_path / "run")["a.parquet"]] == [None]
+
+
 def test_a_job_whose_rows_are_all_bad_loads_no_model(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": ["", ""]})
     write_shard(tmp_path / "prompts" / "b.parquet", {"prompt": pa.array([], pa.string())})

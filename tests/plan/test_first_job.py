@@ -130,6 +130,20 @@ def test_lines_with_another_extension_are_told_as_such(tmp_path):
     assert first_job(str(tmp_path / "a.ndjson"), RANDOM_MODEL, tmp_path / "job.toml").choices[1][0] == "prompts"
 
 
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"id": [1.0, None], "text": ["Hello", "Bye"]}, ["column 'id' is double", 'astype("Int64")']),
+        ({"uuid": [b"1"], "text": ["Hello"]}, ["column 'uuid' is binary, not text or integer"]),
+        ({"text": ["Hello"], "score": [1.5]}, ["none: no column looks like one"]),
+    ],
+)
+def test_ids_of_a_wrong_type_are_named(tmp_path, columns, words):
+    write_shard(tmp_path / "a.parquet", columns)
+    ids = dict(first_job(str(tmp_path / "a.parquet"), RANDOM_MODEL, tmp_path / "job.toml").choices)["ids"]
+    assert all(word in ids for word in words)
+
+
 def test_paths_are_those_from_the_job_files_folder_and_the_run_folder_is_a_new_one(tmp_path, made):
     job = made({"prompt": ["Hello"]})
     assert 'files = ["data/*.parquet"]' in (tmp_path / "job.toml").read_text()

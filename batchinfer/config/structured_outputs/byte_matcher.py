@@ -1,4 +1,4 @@
-"""Grammars tried out without a model: every token is one byte."""
+"""Matchers for trying a grammar without a model; every token is one byte."""
 
 import functools
 
@@ -27,7 +27,7 @@ def byte_matcher(grammar: str) -> LLMatcher:
 
 
 def is_stuck(matcher: LLMatcher) -> bool:
-    """Whether no text goes on from here, nor from behind the bytes that have to come next."""
+    """Return whether no byte may come next, neither here nor after the bytes that the grammar forces."""
     matcher.compute_bitmask()
     forced = b"" if matcher.is_error() else matcher.compute_ff_bytes()
     if 0 < len(forced) <= _MOST_FORCED:
@@ -37,7 +37,7 @@ def is_stuck(matcher: LLMatcher) -> bool:
 
 
 def is_dead_end(error: str) -> bool:
-    """Whether an error of llguidance says that no token may come next."""
+    """Return whether an error text of llguidance means that no token may come next."""
     return error.startswith("NoExtension")
 
 

@@ -1,4 +1,4 @@
-"""Endless constraints: rules in Lark that need themselves, and schemas that no finite value satisfies."""
+"""Search for endless constraints: Lark rules that need themselves, and schemas that no finite value satisfies."""
 
 import json
 import re
@@ -27,7 +27,7 @@ _TOKEN = re.compile(
 
 
 class Token(NamedTuple):
-    """A token and where it is; JSON behind a directive is a token of kind "json"."""
+    """A token and its position in the grammar; the JSON after a directive is a token of kind "json"."""
 
     kind: str
     text: str
@@ -43,7 +43,7 @@ def lark_tokens(text: str) -> Iterator[Token]:
     """Yield the tokens of a grammar without blanks and comments.
 
     Raises:
-        ValueError: what follows a directive is not JSON.
+        ValueError: a directive is not followed by JSON.
     """
     position, directive = 0, ""
     while position < len(text):
@@ -66,7 +66,7 @@ _START = "start"
 
 
 def is_endless(tokens: Iterable[Token]) -> bool:
-    """Whether the start rule of a grammar needs itself in every text; False also where that cannot be told."""
+    """Return whether each text of the start rule contains another text of it; False if that cannot be decided."""
     bodies = _bodies(list(tokens))
     ends: set[str] = set()
     try:
@@ -102,15 +102,15 @@ def _lines(tokens: list[Token]) -> list[list[Token]]:
 
 
 class _UnknownError(Exception):
-    """A rule has something that is not followed here."""
+    """Error: a rule uses a part of the notation that this file does not read."""
 
 
 class _Body:
-    """Reads the body of a rule once.
+    """Parser of a rule's body, for one pass.
 
     Args:
-        ends: rules of which it is known that a text of theirs ends.
-        rules: all names of rules; other names are of terminals or of parts that end.
+        ends: rules that are known to have a finite text.
+        rules: names of all rules; other names are terminals, which have finite texts.
     """
 
     def __init__(self, tokens: list[Token], ends: set[str], rules: Iterable[str]) -> None:
@@ -118,7 +118,7 @@ class _Body:
         self._ends, self._rules = ends, rules
 
     def ends(self) -> bool:
-        """Whether a text of the rule may end."""
+        """Return whether the rule has a finite text, given the rules in `ends`."""
         found = self._alternatives()
         if self._next is not None:
             raise _UnknownError
@@ -168,7 +168,7 @@ class _Body:
 
 
 def exclude_endless(schema: dict[str, Any]) -> bool | None:
-    """Replace the schemas that only endless values would satisfy by false, as far as values can do without them.
+    """Replace the schemas that only endless values satisfy by false, where a value may leave them out.
 
     A schema is endless if it needs itself: by references alone, or by a required property or item. llguidance would
     let an answer begin with such a value, and the answer could never end.
@@ -189,7 +189,7 @@ def exclude_endless(schema: dict[str, Any]) -> bool | None:
         return None
     endless = []
     for path, part in subschemas(schema):
-        named = [part.get(key) for key in ("$defs", "definitions")]  # by themselves they ask for nothing
+        named = [part.get(key) for key in ("$defs", "definitions")]  # definitions alone require nothing
         for place in children(part, path):
             if isinstance(place.value, dict) and id(place.value) not in ends:
                 endless += [] if any(place.holder is holder for holder in named) else [place]
@@ -199,7 +199,7 @@ def exclude_endless(schema: dict[str, Any]) -> bool | None:
 
 
 def _ends(root: dict[str, Any], part: dict[str, Any], ends: set[int]) -> bool:
-    """Whether a finite value may satisfy a schema, given the schemas of which that is known."""
+    """Return whether a finite value may satisfy a schema, given the ids of schemas with finite values."""
 
     def may_end(value: Any) -> bool:
         return id(value) in ends if isinstance(value, dict) else value is not False

@@ -1,9 +1,9 @@
-"""Numbers of schemas with which llguidance's arithmetic goes wrong: multipleOf among bounds, and whole open bounds.
+"""Search for numbers that llguidance computes wrongly: multipleOf together with bounds, and exclusive whole bounds.
 
-llguidance merges all that allOf, anyOf and $ref say of one number, reckons with the smallest common multiple in 32
-bits, and decides with doubles whether there is a multiple between two bounds. It leaves a range that it takes for empty
-out of an anyOf or of the optional properties without a word. So it does with the numbers of a property or an item of
-which several schemas say something.
+llguidance merges the limits that allOf, anyOf and $ref put on one number. It computes the least common multiple in 32
+bits, and uses doubles to decide whether a multiple lies between two bounds. It drops a range that it finds empty from
+an anyOf or from the optional properties, without a warning. The same holds for a property or item that several schemas
+limit.
 """
 
 import itertools
@@ -16,14 +16,14 @@ from batchinfer.config.structured_outputs.schema_numbers import SchemaNumber, is
 from batchinfer.config.structured_outputs.schema_tree import subschemas, target_of
 
 _BITS_32 = 1 << 32
-_MOST_WAYS = 100  # in which alternatives are put together, and numbers in one of them
-_MOST_VISITS = 10_000  # of sets of schemas that are put together for one value
+_MOST_WAYS = 100  # combinations of alternatives, and numbers in one of them
+_MOST_VISITS = 10_000  # of sets of schemas that apply to one value
 
-Bound = tuple[Fraction, bool]  # a number, and whether it is itself out of the range
+Bound = tuple[Fraction, bool]  # a number, and whether the bound is exclusive
 
 
 class _Range(NamedTuple):
-    """The numbers that some schemas together allow."""
+    """The range of numbers that several schemas allow together."""
 
     multiples: tuple[SchemaNumber, ...] = ()
     least: tuple[Bound, ...] = ()
@@ -199,7 +199,7 @@ def _limits(merged: _Range) -> tuple[Bound, Bound]:
 
 
 def _is_misjudged(merged: _Range) -> bool:
-    """Whether llguidance takes a range for empty that is not, or the other way round, or reckons beyond its numbers."""
+    """Return whether llguidance is wrong about a range being empty, or computes with numbers too large for it."""
     coefficient, exponent = 0, 0  # the common multiple is coefficient / 10**exponent
     for number in merged.multiples:
         multiple = abs(Fraction(number.value))
@@ -234,7 +234,7 @@ def _is_misjudged(merged: _Range) -> bool:
 
 
 def _loses_a_multiple(merged: _Range, coefficient: int, exponent: int) -> bool:
-    """Whether a multiple is the beginning of a bound's digits: llguidance wants more digits behind these."""
+    """Return whether a multiple's digits begin a bound's digits: llguidance would then ask for more digits."""
     step = Fraction(coefficient, 10**exponent)
     for bound, _ in (*merged.least, *merged.most):
         cut = Fraction(int(bound * 10**exponent), 10**exponent)
@@ -249,10 +249,10 @@ _FAR = Fraction(1 << 64)
 
 
 def _lacks_zeros(merged: _Range, coefficient: int, exponent: int) -> bool:
-    """Whether llguidance wants zeros behind a multiple, as in 0.50, that its pattern of the range does not take.
+    """Return whether llguidance asks for trailing zeros, as in 0.50, that its pattern of the range rejects.
 
-    That pattern takes no zeros behind the digits of a bound, nor behind numbers that begin with those of an open
-    bound, nor behind numbers between -1 and 0.
+    The pattern rejects trailing zeros after the digits of a bound, after numbers that begin with the digits of an open
+    bound, and after numbers between -1 and 0.
     """
     if not (merged.least or merged.most) or coefficient <= _MOST_SHORT or exponent < 2:
         return False
@@ -261,7 +261,7 @@ def _lacks_zeros(merged: _Range, coefficient: int, exponent: int) -> bool:
     short = Fraction(math.lcm(coefficient, 10), 10**exponent)  # its multiples have fewer places than the step
 
     def has_short(start: Fraction, end: Fraction) -> bool:
-        """Whether a short multiple of the range is between two numbers."""
+        """Return whether a multiple of `short` in the range lies between two numbers."""
         first = math.floor(max(start, low[0]) / short) * short
         found = (first + step * short for step in range(3))  # one may be `start`, another an open bound
         return any(
@@ -280,7 +280,7 @@ def _lacks_zeros(merged: _Range, coefficient: int, exponent: int) -> bool:
 
 
 def _places(number: Fraction) -> int:
-    """Return how many places a decimal number has behind its point."""
+    """Return the number of decimal places of a number."""
     return next(places for places in itertools.count() if (number * 10**places).denominator == 1)
 
 
@@ -291,7 +291,7 @@ def _is_empty(lowest: Bound, highest: Bound, step: Fraction) -> bool:
 
 
 def _is_empty_to_library(lowest: Bound, highest: Bound, step: float, is_integer: bool) -> bool:
-    """Do llguidance's arithmetic."""
+    """Return whether llguidance's own arithmetic, with doubles, finds the range empty."""
     if is_integer and _is_empty(lowest, highest, Fraction(1)):
         return True
     if lowest[0] > highest[0] or (lowest[0] == highest[0] and (lowest[1] or highest[1])):

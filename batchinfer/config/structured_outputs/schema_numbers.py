@@ -85,7 +85,7 @@ def make_exact(schema: dict[str, Any]) -> tuple[bool, list[SchemaNumber]]:
 
 
 def has_slow_multiples(schema: dict[str, Any]) -> bool:
-    """Whether llguidance takes long to compile a schema, since it has to count up to a large multipleOf."""
+    """Return whether llguidance compiles a schema slowly, because it counts up to a large multipleOf."""
     digits = ("".join(map(str, Decimal(one.value).as_tuple().digits)) for one in numbers_of(schema) if one.is_multiple)
     return any(int(text.rstrip("0") or "0") > _SLOW_COEFFICIENT for text in digits)
 
@@ -100,7 +100,7 @@ def refusal_of(number: SchemaNumber) -> str:
 
 
 def impossible_count(schema: dict[str, Any]) -> str | None:
-    """Return a sentence about a limit on items, characters or properties that is no number of these; None: none is."""
+    """Return a sentence about the first limit on items, characters or properties that is no count, else None."""
     for path, part in subschemas(schema):
         for keyword in _COUNTS:
             value = part.get(keyword, 0)
@@ -151,7 +151,7 @@ def _numbers_in(place: Place) -> Iterator[Place]:
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a schema is a number."""
+    """Return whether a value of a schema is a number; booleans are none."""
     return isinstance(value, int | Decimal | Literal) and not isinstance(value, bool)
 
 
@@ -160,7 +160,7 @@ def _is_whole(value: int | Decimal) -> bool:
 
 
 def _is_plain(number: SchemaNumber) -> bool:
-    """Whether llguidance gets the number right without any care."""
+    """Return whether llguidance reads the number exactly as it is written."""
     value = number.value
     if number.is_multiple:
         return _is_plain_literal(value) and _is_kept_as_multiple(value)
@@ -174,7 +174,7 @@ def _is_long_bound(number: SchemaNumber) -> bool:
 
 
 def is_too_long(bound: Decimal) -> bool:
-    """Whether llguidance cannot compile the pattern of a bound."""
+    """Return whether a bound has too many digits or zeros for llguidance to compile its pattern."""
     return bool(bound) and not -_MOST_ZEROS <= bound.adjusted() < _MOST_DIGITS
 
 
@@ -184,7 +184,7 @@ def _is_plain_literal(value: int | Decimal) -> bool:
 
 
 def _is_kept_as_multiple(value: int | Decimal) -> bool:
-    """Whether the integer and the power of ten that llguidance makes of a double are this number."""
+    """Return whether llguidance converts a multipleOf exactly, from a double to an integer and a power of ten."""
     coefficient: float = abs(float(value))
     exponent = 0
     while coefficient % 1:
@@ -193,7 +193,7 @@ def _is_kept_as_multiple(value: int | Decimal) -> bool:
 
 
 def _literal(number: SchemaNumber, literals: dict[Decimal, str]) -> Literal | int | None:
-    """Return what to write in the place of a number that is not plain, None if nothing brings it out right."""
+    """Return a spelling that llguidance reads as exactly this number, None if there is none."""
     value = number.value
     if number.is_multiple:
         return None
@@ -207,13 +207,13 @@ def _literal(number: SchemaNumber, literals: dict[Decimal, str]) -> Literal | in
 
 
 def _is_kept_integer(value: int, number: SchemaNumber) -> bool:
-    """Whether an integer comes out as itself."""
+    """Return whether llguidance keeps an integer exactly."""
     if abs(value) < _EXACT:
         return True
     is_of_integers = number.schema.get("type") == "integer"
     if is_of_integers and (number.keyword, value) in _LARGEST:
         return True
-    # a bound that is not part of its range is moved by 1, as a double
+    # llguidance moves an exclusive bound by 1, as a double
     if abs(value) >= _INT64 or number.keyword.startswith("exclusive") or int(float(value)) != value:
         return False
     if number.keyword not in BOUNDS or is_of_integers:

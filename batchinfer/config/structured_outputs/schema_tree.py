@@ -200,7 +200,7 @@ _KEYWORDS = frozenset((
 
 
 def is_annotation(key: str) -> bool:
-    """Whether a key says nothing of a value and has no schemas below it."""
+    """Return whether a key restricts no value and contains no schemas."""
     return key.startswith("x-") or (key in _KEYWORDS and key not in (*ASSERTIONS, *DEFINITIONS))
 
 

@@ -29,7 +29,7 @@ Kind = Any
 _NUMBERS = {"int": pa.int64(), "long": pa.int64(), "float": pa.float64(), "spelled": pa.float64()}
 _SCALARS = {"bool": pa.bool_(), "text": pa.string(), **_NUMBERS}
 # numbers that keep every digit as they are written; doubles keep 15 digits
-_INT_TEXT = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_INT_TEXT = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _FLOAT_TEXT = re.compile(r"-?(0|[1-9][0-9]{0,14})(\.([0-9]{0,16}[1-9]|0))?([eE][+-]?[0-9]{1,2})?")
 RESPELLED = "respelled"  # role of a field: doubles that Python writes in another way than the CSV file
 _BOOL_TEXTS = {"true": True, "True": True, "false": False, "False": False}
@@ -106,7 +106,7 @@ class Columns:
                 kinds[name] = "null"
 
     def _is_right(self, name: str, fit: Callable[[Any], Any], values: Mapping[str, object]) -> bool:
-        """Whether a row has what its column is for; it may have no id. msgspec.Raw is a list of integers."""
+        """Return whether a row's value suits the role of its column; an id may be missing. msgspec.Raw: integers."""
         value = values.get(name)
         if value is None or isinstance(value, msgspec.Raw):
             return value is not None or self._roles[name] == "id"

@@ -10,7 +10,7 @@ from batchinfer.data.schemas.table import LOGPROBS, LOGPROBS_WITH_TEXTS, TOKEN_I
 OUTPUTS = table(
     "outputs",
     "one file per input shard, its rows in its order, each n times; kept input columns follow",
-    ("id", pa.string(), "the row's id (integer when all shards have integer ids)"),
+    ("id", pa.string(), "the row's id (int64 when all shards have integer ids, none of them uint64)"),
     ("row", pa.int64(), "position of the row in its shard"),
     ("sample", pa.int32(), "0 .. n - 1"),
     ("status", pa.string(), "'ok' or 'error'"),

@@ -93,7 +93,7 @@ class FusedMoe(MoeMlp):
     def points(
         self, hidden_TD: torch.Tensor, routing: Routing, spans: MicroBatchSpans, *, shared_under: YieldPoint
     ) -> Generator[YieldPoint, None, torch.Tensor]:
-        """See MoeMlp; without anything to wait for there is no point to yield at."""
+        """See MoeMlp. Yield no point if no rows travel to other ranks: there is nothing to wait for."""
         if self._stays_here:
             self.num_local_rows += routing.ids_TK.numel()
             with spans.compute("MLP"):

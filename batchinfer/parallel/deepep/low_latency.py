@@ -31,7 +31,7 @@ class Receiver:
         self._hook: Callable[[], None] | None = hook
 
     def receive(self) -> None:
-        """Let the current stream wait for the rows and take them in; do nothing if it was done."""
+        """Make the current stream wait for the rows and receive them; do nothing on later calls."""
         hook, self._hook = self._hook, None
         if hook is not None:
             hook()
@@ -106,7 +106,7 @@ class LowLatencyDispatcher(SlotDispatcher):
 
     @property
     def why_not_recorded(self) -> str | None:
-        """None, see Dispatcher: blocks have one size, and no count is read on the host."""
+        """No reason (None), see Dispatcher: blocks have one size, and no count is read on the host."""
         return None
 
     def dispatch(
@@ -135,7 +135,7 @@ class LowLatencyDispatcher(SlotDispatcher):
         return LowLatencyHandle(rows, num_rows_S, slots_TK, topk_weights.contiguous(), ep_handle, receiver)
 
     def combine(self, y: ExpertRows, handle: LowLatencyHandle) -> LowLatencySums:
-        """Start sending the filled rows of each block back; DeepEP weights them where they are summed."""
+        """Start sending the filled rows of each block back; DeepEP weights them when it sums them."""
         assert isinstance(y, torch.Tensor), "blocks have no places of their own"
         self.buffer.receive_last()
         sums_TD, _, hook = self.buffer.buffer.low_latency_combine(

@@ -129,7 +129,7 @@ def check_prompts(token_ids: np.ndarray, offsets: np.ndarray, block_tokens: int,
 
 
 def _shared_with_predecessor(token_ids: np.ndarray, offsets: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """[N] length of the common prefix of the k-th and the (k - 1)-th prompt in the order; 0 for the first."""
+    """Return [N] int64, the tokens that each prompt of the order shares with the one before it; 0 for the first."""
     lengths = np.diff(offsets)[order]
     starts = offsets[:-1][order]
     shared = np.zeros(len(order), dtype=np.int64)
@@ -150,7 +150,12 @@ def _shared_with_predecessor(token_ids: np.ndarray, offsets: np.ndarray, order: 
 
 
 def _first_mismatch(differs: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """[M] for each run of `counts` flags, the place of its first True, or its length when there is none."""
+    """Return [M] int64, the index of the first True in each of M consecutive runs of flags, else the run's length.
+
+    Args:
+        differs: flags of all runs.
+        counts: [M] lengths of the runs.
+    """
     ends = np.cumsum(counts)
     starts = ends - counts
     places = np.flatnonzero(differs)

@@ -1,4 +1,4 @@
-"""A part of many prompts as flat arrays, and what it takes in memory."""
+"""Flat arrays of a part of the sorted prompts, and their size in memory."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ PROMPT_BYTES = 48  # index, offset and shared tokens, and the order and shared t
 
 @dataclass(frozen=True, slots=True)
 class SortedPrompts:
-    """P prompts that come one after the other in sorted order.
+    """P consecutive prompts of the sorted order.
 
     Attributes:
         index: [P] int64, their places in the input.
@@ -29,7 +29,7 @@ class SortedPrompts:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that they take while they are merged."""
+        """Bytes of memory that these prompts take during a merge."""
         return bytes_of(len(self), len(self.token_ids), self.token_ids.itemsize)
 
     def prompt(self, place: int) -> np.ndarray:
@@ -39,12 +39,12 @@ class SortedPrompts:
 
 
 def bytes_of(num_prompts: int, num_tokens: int, token_bytes: int = TOKEN_BYTES) -> int:
-    """Memory that prompts take while they are sorted or merged."""
+    """Return the bytes of memory that prompts take while they are sorted or merged."""
     return token_bytes * num_tokens + PROMPT_BYTES * num_prompts
 
 
 def join_parts(parts: list[SortedPrompts]) -> SortedPrompts:
-    """Parts one after the other as one; at least one part."""
+    """Concatenate parts, at least one."""
     if len(parts) == 1:
         return parts[0]
     return SortedPrompts(
@@ -56,14 +56,14 @@ def join_parts(parts: list[SortedPrompts]) -> SortedPrompts:
 
 
 def offsets_of(lengths: np.ndarray) -> np.ndarray:
-    """[N + 1] int64, where things of these lengths begin when they lie one after the other, and where the last ends."""
+    """Return [N + 1] int64, the starts of N consecutive items by their lengths, and the end of the last one."""
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def index_type(num_items: int) -> type[np.signedinteger]:
-    """Return the integer type of places among `num_items` items: int32 where they fit."""
+    """Return the integer type for indices of `num_items` items: int32 if it is large enough, else int64."""
     return np.int32 if num_items <= np.iinfo(np.int32).max else np.int64
 
 

@@ -105,7 +105,7 @@ def _merge_two(
 
 @compiled
 def _common_tokens(token_ids: np.ndarray, offsets: np.ndarray, one: int, other: int, known: int) -> int:
-    """Length of the common prefix of two prompts that share their first `known` tokens."""
+    """Return the number of tokens in the common prefix of two prompts that share at least `known` tokens."""
     one_start, other_start = offsets[one], offsets[other]
     most = min(offsets[one + 1] - one_start, offsets[other + 1] - other_start)
     common = known
@@ -116,7 +116,7 @@ def _common_tokens(token_ids: np.ndarray, offsets: np.ndarray, one: int, other: 
 
 @compiled
 def _is_not_greater(token_ids: np.ndarray, offsets: np.ndarray, one: int, other: int, common: int) -> bool:
-    """Whether prompt `one` comes before or is equal to prompt `other`, given the length of their common prefix."""
+    """Return whether prompt `one` sorts before or equal to prompt `other`; `common`: length of their common prefix."""
     one_place, other_place = offsets[one] + common, offsets[other] + common
     if one_place == offsets[one + 1]:
         return True

@@ -13,7 +13,7 @@ from batchinfer.plan.prefix.sorted_runs import read_run
 
 
 def merge_runs(files: list[Path], part_bytes: int) -> Iterator[SortedPrompts]:
-    """All prompts of the runs in sorted order, equal ones in the order of their places in the input.
+    """Yield all prompts of the runs in sorted order, part by part; equal prompts in input order.
 
     A part of each run is in memory. The prompts up to the smallest of the parts' last prompts are complete: what is
     still on disk comes after them. They are merged and handed out, and the runs whose parts are used up read on.
@@ -47,7 +47,7 @@ class _RunCursor:
         self.last_key = b""  # the same as big-endian bytes, which sort like it
 
     def has_prompts(self) -> bool:
-        """Whether prompts are left; reads on when the part in memory is used up."""
+        """Return whether prompts are left; load the next part if the one in memory is used up."""
         if self._part is None or self._first == len(self._part):
             self._part, self._first = next(self._parts, None), 0
             if self._part is not None:
@@ -71,7 +71,9 @@ class _RunCursor:
 
 
 def _complete_pieces(cursors: list[_RunCursor]) -> list[SortedPrompts]:
-    """From each run the prompts that nothing on disk can come before; the run that sets the limit gives its whole part.
+    """Return the prompts of each run's part in memory that no prompt on disk precedes.
+
+    The limit is the smallest of the parts' last prompts; the run that has it gives its whole part.
 
     Of equal prompts those of earlier runs come first, so a later run keeps its prompts equal to the limit.
     """

@@ -1,4 +1,4 @@
-"""Sorted runs of prompts on disk: each prompt stored as what it shares with the one before it, and the rest.
+"""Sorted runs of prompts on disk: of each prompt the length of the prefix shared with its predecessor, and the rest.
 
 A run is an Arrow IPC file; its record batches are blocks that can be read one by one, because the first prompt of each
 is stored whole.
@@ -46,7 +46,7 @@ def write_run(target: Path, token_ids: np.ndarray, offsets: np.ndarray, first_in
 
 
 def _first_tokens(token_ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """Return [N] uint64, each prompt's first tokens, so that these integers sort like the prompts as far as they go."""
+    """Return [N] uint64, the first tokens of each prompt packed so that the integers sort like these tokens."""
     found = np.zeros(len(offsets) - 1, dtype=np.uint64)
     for place in range(8 // token_ids.itemsize):
         found <<= np.uint64(8 * token_ids.itemsize)
@@ -64,7 +64,7 @@ def read_run(source: Path, part_bytes: int) -> Iterator[SortedPrompts]:
 
 
 def _read_blocks(source: Path, first: int, num_bytes: int) -> list[SortedPrompts]:
-    """Blocks from block `first` on that fit into `num_bytes`, at least one; none at the end of the run."""
+    """Return the blocks from number `first` on that fit into `num_bytes`, at least one; [] at the end of the run."""
     blocks: list[SortedPrompts] = []
     # opened again each time, since a large job has more runs than a process may hold files open;
     # not memory-mapped, since pages of the file would count as memory of this process
@@ -80,7 +80,7 @@ def _read_blocks(source: Path, first: int, num_bytes: int) -> list[SortedPrompts
 
 
 def _blocks(lengths: np.ndarray, token_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first, end) of consecutive prompts that make up a block."""
+    """Yield (first, end), the range of prompts of each block."""
     offsets = offsets_of(lengths)
     first = 0
     while first < len(lengths):

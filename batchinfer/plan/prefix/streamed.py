@@ -64,7 +64,7 @@ class PrefixStream:
         self._remove_files()
 
     def add(self, token_ids: np.ndarray, offsets: np.ndarray) -> None:
-        """Hand in the next prompts of the input.
+        """Add the next prompts of the input.
 
         Args:
             token_ids: flat [num_tokens] integers; copied.
@@ -107,7 +107,7 @@ class PrefixStream:
         return prefix_plan(order, shared, lengths)
 
     def in_order(self) -> Iterator[SortedPrompts]:
-        """All prompts in the plan's order, part by part; `plan` comes first."""
+        """Yield all prompts in the plan's order, part by part. Call `plan` first."""
         if self._plan_in_memory is not None:
             yield from _parts_of(*self._buffer.prompts(), self._plan_in_memory)
             return
@@ -122,7 +122,7 @@ class PrefixStream:
         return merge_runs(self._runs, self._run_bytes // MERGE_COPIES)
 
     def _write_buffer(self) -> None:
-        """Let a writer sort and write the full buffer, and go on with an empty one."""
+        """Pass the full buffer to a writer thread, which sorts and writes it, and start an empty one."""
         self._wait_for_writers(NUM_WRITERS - 1)
         target = self._scratch / f"{len(self._runs):05d}.arrow"
         self._runs.append(target)
@@ -148,7 +148,7 @@ class _Buffer:
         self._lengths: list[np.ndarray] = []
 
     def fill(self, token_ids: np.ndarray, offsets: np.ndarray, first: int) -> int:
-        """Take as many prompts from prompt `first` on as there is room for, at least one when it is empty."""
+        """Copy the prompts from `first` on that fit, at least one into an empty buffer; return their number."""
         token_bytes = self._token_ids.itemsize
         count = num_that_fit(offsets, first, self._free_bytes, token_bytes)
         if count == 0 and not self._lengths:
@@ -165,7 +165,7 @@ class _Buffer:
         return count
 
     def prompts(self) -> tuple[np.ndarray, np.ndarray]:
-        """(flat token ids, [N + 1] offsets) of what it holds."""
+        """Return the prompts as flat token ids and [N + 1] int64 offsets."""
         lengths = np.concatenate(self._lengths) if self._lengths else np.zeros(0, np.int64)
         return self._token_ids[: self._num_tokens], offsets_of(lengths)
 
@@ -182,7 +182,7 @@ def _write_run(target: Path, buffer: _Buffer) -> None:
 
 
 def _parts_of(token_ids: np.ndarray, offsets: np.ndarray, plan: PrefixPlan) -> Iterator[SortedPrompts]:
-    """Prompts that are in memory in the plan's order, part by part."""
+    """Yield prompts in memory in the plan's order, in parts of about PART_BYTES."""
     lengths = np.diff(offsets)[plan.order]
     ordered_offsets = offsets_of(lengths)
     first = 0

@@ -98,6 +98,23 @@ class PriceList:
         saved = sum(window.discount * window.minutes_within(start_minute, length) for window in self.off_peak)
         return factor * (1.0 - saved / length)
 
+    def mean_gpu_hour(self, *, start_minute: float | None, hours: float | None) -> float | None:
+        """Return the mean price of an accelerator-hour over a job in $, None if it is not known.
+
+        Args:
+            start_minute: minute of the day (UTC) at which the job begins; None: cheap hours do not count.
+            hours: duration of the job.
+
+        Raises:
+            ConfigError: `start_minute` without `hours`, if the list has cheap hours.
+        """
+        if start_minute is None or not self.cheap_hours:
+            return self.gpu_hour
+        if not hours:
+            raise ConfigError("cheap hours need to know how long the job takes; give the hours, too")
+        start_s = start_minute * 60
+        return self.gpu_cost(start_s, start_s + hours * 3600) / hours
+
     def gpu_hours_between(self, start_s: float, end_s: float) -> list[tuple[float, float, float]]:
         """Return consecutive (from, to, $ per accelerator-hour) in Unix seconds; 0.0 $ without a price."""
         changes = sorted({60 * minute for window in self.cheap_hours for minute in (window.start, window.end)})

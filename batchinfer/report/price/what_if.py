@@ -82,11 +82,13 @@ def price(
     over computed tokens (misses and output).
 
     Raises:
-        ConfigError: neither cost nor revenue can be computed, or off-peak hours need the job's duration.
+        ConfigError: neither cost nor revenue can be computed, or off-peak or cheap hours need the job's duration.
     """
     hit, miss, output = amounts.hit_tokens, amounts.miss_tokens, amounts.output_tokens
     factor = prices.token_factor(is_batch=is_batch, start_minute=start_minute, hours=amounts.hours)
-    cost = margin.cost(amounts.held_gpu_hours, prices.gpu_hour)
+    gpu_hours = amounts.held_gpu_hours
+    gpu_hour = None if gpu_hours is None else prices.mean_gpu_hour(start_minute=start_minute, hours=amounts.hours)
+    cost = margin.cost(gpu_hours, gpu_hour)
     list_price = margin.revenue(
         hit, miss, output, input_hit=prices.input_hit, input_miss=prices.input_miss, output=prices.output
     )
@@ -103,7 +105,7 @@ def price(
         "cached_tokens": hit,
         "cache_hit_rate": None if not inputs or hit is None else hit / inputs,
         "output_tokens": output,
-        "gpu_hours": amounts.held_gpu_hours,
+        "gpu_hours": gpu_hours,
         **margin.money(cost, revenue, output),
         "profit_usd": None if cost is None or revenue is None else revenue - cost,
         "token_price_factor": factor,

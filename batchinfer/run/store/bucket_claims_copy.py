@@ -119,7 +119,7 @@ class ClaimsCopy:
         self._each(self._bucket.delete, orphans)
 
     def is_here(self, name: str, listed: Listed) -> bool:
-        """Whether this process has fetched the version of an object that was listed."""
+        """Return whether the copy has the listed version of an object, fetched by this process."""
         return self._have.get(name) == listed.version and (self._run.root / name).exists()
 
     def note(self, name: str, listed: Listed) -> None:

@@ -27,7 +27,7 @@ class BucketCopy:
 
     @property
     def has_run(self) -> bool:
-        """Whether there was a run.json when it was last fetched or committed."""
+        """Whether run.json existed at the last fetch or commit."""
         return self._version is not None
 
     def fetch(self, *parts: Part) -> None:
@@ -83,7 +83,7 @@ class BucketCopy:
         self._claims.collect_garbage()
 
     def put_what_was_set_aside(self) -> None:
-        """Do in the bucket what was done to the copy: marks and units that are under quarantine/ now."""
+        """Move the done marks and units to quarantine/ in the bucket that were moved there in the copy."""
         self._claims.put_what_was_set_aside()
 
     def _fetch_state(self) -> None:

@@ -48,14 +48,14 @@ class BucketFiles:
         self._bucket.put(self.name(path), path)
 
     def put_changed(self, path: Path) -> None:
-        """Put a file unless this version of it was put or fetched before."""
+        """Upload a file unless this version was uploaded or fetched before."""
         now = _as_it_is(path)
         if self._kept.get(path) != now:
             self.put(path)
             self._kept[path] = now
 
     def note_kept(self, path: Path) -> None:
-        """Note that the bucket has this version of a file."""
+        """Record that the bucket has the file's current version."""
         self._kept[path] = _as_it_is(path)
 
     def fetch_vouched(self, path: Path, checksums: Checksums) -> None:

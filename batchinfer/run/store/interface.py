@@ -33,7 +33,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A document by a listing, which may be older than the document."""
+    """A document in a listing, which may be older than the document."""
 
     path: Path
     num_bytes: int
@@ -133,7 +133,7 @@ class Storage(ABC):
         """Return the local file of a document, with the content that the document has now."""
 
     def fetch(self, *parts: Part) -> None:
-        """Have parts of the run folder as local files, as they are now."""
+        """Update the local files of these parts of the run folder; do nothing on a file system."""
         if self.copy is not None:
             self.copy.fetch(*parts)
 

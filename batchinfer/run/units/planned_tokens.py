@@ -1,4 +1,4 @@
-"""Tokens that a plan expects of its units: what progress is measured by."""
+"""Tokens that a plan expects of its units, by which progress is measured."""
 
 # U units
 
@@ -8,9 +8,10 @@ import numpy as np
 
 
 def planned_tokens(rows: list[dict[str, Any]], counts: dict[str, Any]) -> np.ndarray:
-    """[U, 2] float, by unit: prompt tokens to compute, and output tokens expected.
+    """Return [U, 2] float64: the prompt tokens to compute and the output tokens expected of each unit.
 
-    Where the plan knows how long answers are, a unit gets a share of them by its limits (max_tokens); else its limits.
+    The plan's expected output tokens are divided among the units by their limits (sums of max_tokens). Without an
+    expectation, each unit counts its limit.
 
     Args:
         rows: of plan/units.

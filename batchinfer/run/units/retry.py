@@ -74,7 +74,7 @@ def _retry(storage: Storage) -> Retried:
 
 
 def _failed_in(files: list[Path]) -> dict[Path, int]:
-    """Failed requests in each file."""
+    """Return the number of failed requests in each result file."""
     statuses = {}
     for path in files:
         reason = damage(path)

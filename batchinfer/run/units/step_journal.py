@@ -1,10 +1,10 @@
-"""Steps since the last commit, so that the report can count them when their controller is killed.
+"""Journal of the steps since the last commit, by which the report counts them if the controller is killed.
 
-    stats/steps/<session>.journal     a line per step, its checksum and JSON, written when the step is known, gone with
-                                      the next commit
-    stats/steps/<session>-lost.parquet   what `finish` made of a journal that nobody took away
+    stats/steps/<session>.journal        a line per step: checksum and JSON, written when the step is reported; the
+                                         next commit deletes the file
+    stats/steps/<session>-lost.parquet   the steps of a killed session's journal, written by `finish`
 
-A line is handed to the operating system, not forced to disk: it outlives its process, not its machine.
+Lines are written without fsync: they survive the process, but not a crash of the machine.
 """
 
 import json
@@ -38,7 +38,7 @@ class StepJournal:
         self._has_failed = False
 
     def add(self, steps: Iterable[tuple[int, int, Struct]]) -> None:
-        """Note steps: rank, number, record. When that fails a warning says so, once: the next commit will say more."""
+        """Append steps as (rank, number, record). Warn once if that fails; the next commit reports more."""
         lines = []
         for rank, step, record in steps:
             content = msgspec.json.encode({**asdict(record), "session": self._session, "rank": rank, "step": step})
@@ -56,20 +56,20 @@ class StepJournal:
             self._has_failed = True
 
     def clear(self) -> None:
-        """All noted steps are in stats/steps now."""
+        """Delete the journal after a commit: its steps are in stats/steps."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
             self._path.unlink(missing_ok=True)
-            # a finish meanwhile, while this process was stopped, took them for lost
+            # a `finish` may have counted these steps as lost while this process was stopped
             _lost_file(self._run, self._session).unlink(missing_ok=True)
 
 
 def keep_lost_steps(run: RunDir) -> None:
-    """Put steps of sessions that were killed into stats/steps.
+    """Write the journals' steps that no commit has to <session>-lost.parquet in stats/steps.
 
-    Of sessions that still work these are steps of their next commit. It may come at any moment: it takes away what it
-    finds here, and what it came too early to find goes here.
+    A session that still runs commits such steps later. Its commit deletes the file; if the commit came before the
+    file was written, the steps are removed from the file here.
 
     Raises:
         ConfigError: a file is damaged or cannot be written.
@@ -83,7 +83,7 @@ def keep_lost_steps(run: RunDir) -> None:
         steps = _read_lost(path)
         lost = _not_committed(run, path.name.removesuffix(_LOST), steps)
         if len(lost) < len(steps):
-            _write_steps(path, lost)  # also when none is left: of a file that is gone an object store would not know
+            _write_steps(path, lost)  # also without steps: a deleted file would stay in an object store
 
 
 def _not_committed(run: RunDir, session: str, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ def _not_committed(run: RunDir, session: str, steps: list[dict[str, Any]]) -> li
 
 def _read_steps(path: Path) -> list[dict[str, Any]]:
     """Return the sound steps of a journal; warn of damaged ones."""
-    # killed while it was written, the last line has no end
+    # the last line has no end if the process was killed while it wrote
     lines = [line[:-1] for line in _content(path).splitlines(keepends=True) if line.endswith(b"\n")]
     parts = [line.partition(b" ") for line in lines]
     sound = [json.loads(content) for checksum, _, content in parts if checksum == _checksum(content)]
@@ -129,7 +129,7 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _known_steps(run: RunDir, session: str) -> set[tuple[int, int]]:
-    """(rank, step) of what a session has committed."""
+    """Return the (rank, step) pairs that a session has committed."""
     known: set[tuple[int, int]] = set()
     for path in (run.stats / "steps").glob(f"{session}-[0-9]*.parquet"):
         with own_file(path):

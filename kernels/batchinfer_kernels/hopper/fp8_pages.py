@@ -34,12 +34,12 @@ _HEADS, _WIDTH, _LATENT_DIM = (64, 128), 576, 512
 
 
 def why_not_auto() -> str:
-    """Return the reason why "auto" passes this version over."""
+    """Return the reason why "auto" does not choose this implementation."""
     return "a request costs as many keys as the longest one of its step, so only by name"
 
 
 def _decode(q_THW: torch.Tensor, keys: PagedKeys, *, latent_dim: int, **_: Any) -> str | None:
-    """CPU tensors, queries that are not in bfloat16, other heads than 64 or 128 of 512 + 64 latent values."""
+    """Reject CPU tensors, queries that are not in bfloat16, other heads than 64 or 128 of 512 + 64 latent values."""
     pages = keys.pages
     if not is_on_gpu(q_THW, pages):
         return "tensors are not on a GPU"

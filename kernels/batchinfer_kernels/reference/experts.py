@@ -17,7 +17,7 @@ Weight = torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled
 
 
 class ExpertBiases(NamedTuple):
-    """What is added to the products of each expert, in the dtype of the rows."""
+    """Biases of each expert's products, in the dtype of the rows."""
 
     gate_up_EF: torch.Tensor  # [E, 2 * F], the gate's values before the up values
     down_ED: torch.Tensor  # [E, D]

@@ -27,11 +27,11 @@ from batchinfer_kernels.reference.pointwise import rms_norm, rope
 
 
 class GqaForm(NamedTuple):
-    """How the heads of one layer attend.
+    """Settings of grouped-query attention in one layer.
 
     num_kv_heads: KV.
     scale: factor on the scores.
-    window: how many tokens up to itself a token sees; None: all.
+    window: number of tokens that a token attends to, itself included; None: all.
     sinks_H: [H] float32, a score per head without a value: exp(sink) is added to the sum that weights are divided by;
         `scale` is no factor of it. None: there is none.
     """
@@ -54,7 +54,7 @@ class GqaForm(NamedTuple):
 
 
 class NewHeads(NamedTuple):
-    """How a step's projections become queries, and keys and values in the pages of one layer.
+    """Settings for making queries, and keys and values in one layer's pages, from a step's projections.
 
     num_heads, num_kv_heads: H and KV; H is a multiple of KV.
     norm_q, norm_k: weights of RMS norms with this `eps`, before the rotation: [A] norms each head alone, [H * A] and

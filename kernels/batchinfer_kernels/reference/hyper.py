@@ -14,14 +14,14 @@ from batchinfer_kernels.reference.products import router
 
 
 class StreamRule(NamedTuple):
-    """How a token's mixed values become factors: rounds of Sinkhorn, and what is added to sums and factors."""
+    """Settings of the factors of a token's streams: rounds of Sinkhorn, and `eps`, added to sums and factors."""
 
     num_rounds: int
     eps: float
 
 
 class StreamMix(NamedTuple):
-    """Factors of a sublayer: of its input and of its result, by stream, and between streams."""
+    """Factors of a sublayer, by stream: of its input, of its result, and from old to new streams."""
 
     before_TN: torch.Tensor
     after_TN: torch.Tensor

@@ -123,7 +123,7 @@ def _gather(weights_at, columns_at, width, least, end, PART: tl.constexpr):
 
 @triton.jit
 def _gathered(weights_at, columns_at, start, length, TILE: tl.constexpr):
-    """Return a tile of the gathered weights; -1 behind their end."""
+    """Return a tile of the gathered weights, padded with -1."""
     places = start + tl.arange(0, TILE)
     columns = tl.load(columns_at + places, mask=places < length, other=0)
     return tl.load(weights_at + columns, mask=places < length, other=-1)
@@ -131,7 +131,7 @@ def _gathered(weights_at, columns_at, start, length, TILE: tl.constexpr):
 
 @triton.jit
 def _from(weights_at, columns_at, length, least, IS_SUM: tl.constexpr, TILE: tl.constexpr):
-    """For each of 8 lower bounds `least`, count or sum the gathered weights from this bound on; [8] int64."""
+    """Return [8] int64, for each of 8 bounds `least` the number or sum of the gathered weights from this bound on."""
     found = tl.zeros((8,), tl.int64)
     for start in range(0, length, TILE):
         weights = _gathered(weights_at, columns_at, start, length, TILE)[:, None]

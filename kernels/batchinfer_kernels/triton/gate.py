@@ -85,7 +85,7 @@ def _gate(  # noqa: PLR0915  (one kernel for all methods)
     IS_LIMITED: tl.constexpr, SUMS_TWO: tl.constexpr, NORMALIZE: tl.constexpr,
     ROWS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Tensors are [tokens, groups, experts of a group]."""
+    """Choose TOPK experts and their weights for ROWS tokens; tensors are [tokens, groups, experts of a group]."""
     token = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_token = token < num_tokens
     groups, places = tl.arange(0, GROUPS)[None, :], tl.arange(0, SIZE)[None, None, :]

@@ -34,7 +34,7 @@ def linear(
     float32_out: bool = False,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Leave sums in float32 with `float32_out`, without rounding to bfloat16."""
+    """Compute x · weightᵀ (+ bias) (+ residual) in bfloat16; with `float32_out` in float32, the sums unrounded."""
     values, scales = values_of(weight), None
     dtype = torch.float32 if float32_out else torch.bfloat16
     out = torch.empty(len(x), values.shape[0], dtype=dtype, device=values.device)

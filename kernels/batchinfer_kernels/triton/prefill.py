@@ -85,10 +85,10 @@ def mla_prefill_fp8(
     v_dim: int,
     scale: float,
 ) -> torch.Tensor:
-    """Compute mla_prefill over FP8 pages: a kernel of its own widens the rows of the step's requests first.
+    """Compute mla_prefill over FP8 pages: a separate kernel first widens the rows of the step's requests.
 
     The result has the bits of mla_prefill over the widened rows. All heads and many queries read each row, so widening
-    costs little beside the product that makes keys and values from it.
+    costs little compared with the product that makes keys and values from it.
     """
     latent_dim = kv_b_HZC.shape[-1]
 

@@ -1,14 +1,14 @@
-"""The cut of a step's prefill attention: whose keys are made once, which queries share a program.
+"""The cut of a step's prefill attention into programs: keys that are made once, and queries that share a program.
 
-Requests next to each other whose first pages are the same ones form a run. The keys of a run's common pages (its
-prefix) are made once, those behind them once per request. A program attends with one tile of queries: some of one
-request, or whole short requests of one run, first to the prefix, then to the requests' own keys one after another.
+Adjacent requests with the same first pages form a run. The keys of a run's common pages (its prefix) are made once,
+the keys after them once per request. A program attends with one tile of queries, which are some of one request or all
+of several short requests of one run: first to the prefix, then to the own keys of one request after another.
 
     made keys      prefix | own keys of a | own keys of b | ...
     a program      rows of a, rows of b: all see the prefix, each its own request's keys
 
-A row meets the tiles of its keys in ascending order in any cut, and a tile that it does not see changes none of its
-bits. So the cut of its sums depends on the request alone, and what is shared and who is near changes nothing.
+In any cut a row meets the tiles of its keys in ascending order, and a tile that it does not see changes none of its
+bits. So the order of its sums depends on the request alone, not on the shared prefix or on neighbouring requests.
 """
 
 # T tokens, B requests, P pages, X made keys (whole pages), N programs per head

@@ -97,6 +97,21 @@ def test_the_batch_discount_and_off_peak_hours_of_a_list_are_asked_for(tmp_path)
     assert "a page (2025-03-01)" in text
 
 
+def test_cheap_hours_count_from_the_start_of_a_job(tmp_path):
+    path = tmp_path / "list.toml"
+    path.write_text(GOOD + 'gpu_hour = 2.0\n[[cheap_hours]]\nfrom = "22:00"\nto = "06:00"\ngpu_hour = 0.5\n')
+    numbers = ("--nodes", "2", "--gpus-per-node", "4", "--json")
+
+    def cost(*arguments):
+        return json.loads(batchinfer("price", "--prices", path, *numbers, *arguments).out)["cost_usd"]
+
+    assert cost("--hours", "10") == pytest.approx(8 * 10 * 2.0)
+    # 20:00 to 06:00: two hours at 2 $, eight at 0.5 $
+    assert cost("--hours", "10", "--start", "20:00") == pytest.approx(8 * (2 * 2.0 + 8 * 0.5))
+    # two whole days: 16 of 24 hours at 2 $
+    assert cost("--hours", "48", "--start", "07:30") == pytest.approx(8 * 2 * (16 * 2.0 + 8 * 0.5))
+
+
 def test_accelerators_are_cheaper_at_hours_of_the_day(tmp_path):
     #  days    | 0           | 1           |        cheap from 22:00 to 06:00 UTC
     #              6      22     6      22
