@@ -21,6 +21,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchinfer import own_process
 from batchinfer.config import JobConfig, SamplingConfig, checked, dump_job
+from batchinfer.config.model_folder import model_folder
 from batchinfer.data.chat import ChatError
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
 from batchinfer.data.row_prompts import template_variables
@@ -40,7 +41,7 @@ class BatchinferLM(TemplateLM):
     """A backend that scores and generates with a model folder: each call of lm-eval is one job on this machine.
 
     Args:
-        path: the model folder.
+        path: the model folder, or owner/name of one in the Hugging Face cache.
         work_dir: folder for the jobs, in which a stopped evaluation resumes; unset: a temporary one.
         max_length: most tokens that the model reads for a request; unset: one less than its window, since a job's
             prompt and choice share the window, and the last token is only predicted.
@@ -65,7 +66,7 @@ class BatchinferLM(TemplateLM):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self._path = Path(path).absolute()
+        self._path = Path(model_folder(Path.cwd(), path))
         parts: Parts = {"model": {"path": str(self._path)}}
         for key, value in settings.items():
             part, dot, name = "model.dtype".partition(".") if key == "dtype" else key.partition(".")
@@ -77,8 +78,9 @@ class BatchinferLM(TemplateLM):
             parts.setdefault(part, {})[name] = value
         self._variables = _template_variables(parts)
         self.jobs = Jobs(None if work_dir is None else Path(work_dir).absolute(), parts)
+        config = load_model_config(self._path)
         self._tokenizer = load_checked_tokenizer(self._path)
-        self.max_length = max_length or load_model_config(self._path).max_positions - 1
+        self.max_length = max_length or config.max_positions - 1
         self.max_gen_toks = 256
 
     # ---- lm-eval's interface to the tokenizer

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.records import BatchinferError, ConfigError
+from batchinfer.records import BatchinferError, ConfigError, ModelError
 from support.paths import ROOT, SAMPLE_MODEL, SAMPLE_PROMPTS
 from support.scripted_model import THINKING, write_scripted_model
 
@@ -132,7 +132,17 @@ def test_chats_have_the_text_of_the_hf_backend(ours, theirs, is_question):
     assert ours.chat_template(True) == theirs.chat_template(True)
 
 
-@pytest.mark.all  # make test: figures of tasks, above
+def test_a_model_may_be_named_as_in_the_cache(tmp_path, monkeypatch):
+    folder = tmp_path / "models--acme--tiny" / "snapshots" / "abc"
+    shutil.copytree(SAMPLE_MODEL, folder)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert BatchinferLM("acme/tiny").tokenizer_name == str(folder).replace("/", "__")
+    with pytest.raises(ModelError, match=r"no model folder .*acme/large"):
+        BatchinferLM("acme/large")
+
+
 def test_chats_get_the_variables_of_the_arguments(tmp_path):
     shutil.copytree(SAMPLE_MODEL, tmp_path / "model")
     template = (
