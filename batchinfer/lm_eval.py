@@ -21,7 +21,11 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from batchinfer import own_process
 from batchinfer.config import JobConfig, SamplingConfig, checked, dump_job
+from batchinfer.config.model_folder import model_folder
+from batchinfer.data.chat import ChatError
 from batchinfer.data.prompt_tokenizer import PromptTokenizer
+from batchinfer.data.row_prompts import template_variables
+from batchinfer.data.row_values import RowError
 from batchinfer.data.text_loss import load_checked_tokenizer
 from batchinfer.model.config import load_model_config
 from batchinfer.progress import note
@@ -37,13 +41,14 @@ class BatchinferLM(TemplateLM):
     """A backend that scores and generates with a model folder: each call of lm-eval is one job on this machine.
 
     Args:
-        path: the model folder.
+        path: the model folder, or owner/name of one in the Hugging Face cache.
         work_dir: folder for the jobs, in which a stopped evaluation resumes; unset: a temporary one.
         max_length: most tokens that the model reads for a request; unset: one less than its window, since a job's
             prompt and choice share the window, and the last token is only predicted.
         batch_size, max_batch_size, device: lm-eval passes them to each backend; here ranks form their own batches, on
             the devices of cluster.backend.
-        settings: dtype, and any part.key=value of the job file.
+        settings: dtype, and any part.key=value of the job file. Jobs get token ids, so variables for the chat template
+            (input.chat_template_kwargs) are used here.
 
     Raises:
         ConfigError: a key of settings is none of these.
@@ -61,7 +66,7 @@ class BatchinferLM(TemplateLM):
         **settings: Any,
     ) -> None:
         super().__init__()
-        self._path = Path(path).absolute()
+        self._path = Path(model_folder(Path.cwd(), path))
         parts: Parts = {"model": {"path": str(self._path)}}
         for key, value in settings.items():
             part, dot, name = "model.dtype".partition(".") if key == "dtype" else key.partition(".")
@@ -71,9 +76,11 @@ class BatchinferLM(TemplateLM):
                     "the job file, such as cluster.prefill_ranks"
                 )
             parts.setdefault(part, {})[name] = value
+        self._variables = _template_variables(parts)
         self.jobs = Jobs(None if work_dir is None else Path(work_dir).absolute(), parts)
+        config = load_model_config(self._path)
         self._tokenizer = load_checked_tokenizer(self._path)
-        self.max_length = max_length or load_model_config(self._path).max_positions - 1
+        self.max_length = max_length or config.max_positions - 1
         self.max_gen_toks = 256
 
     # ---- lm-eval's interface to the tokenizer
@@ -102,7 +109,11 @@ class BatchinferLM(TemplateLM):
         return ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self._tokenizer.chat_template().render(chat_history, continues=not add_generation_prompt)
+        template = self._tokenizer.chat_template()
+        try:
+            return template.render(chat_history, self._variables, continues=not add_generation_prompt)
+        except ChatError as error:
+            raise BatchinferError(f"a chat of the task cannot be used: {error}") from None
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return self._tokenizer.template_text() if chat_template else None
@@ -183,6 +194,25 @@ class BatchinferLM(TemplateLM):
             {"input": {"sampling": "sampling"}, "sampling": {"max_tokens": self.max_gen_toks}},
         )
         return _answers(rows)
+
+
+def _template_variables(parts: Parts) -> dict[str, Any]:
+    """Take the variables for the chat template out of the parts of a job file.
+
+    Raises:
+        ConfigError: they are not a table, or one of them has a wrong value.
+    """
+    name = "input.chat_template_kwargs"
+    given = parts.get("input", {}).pop("chat_template_kwargs", None)
+    chats = {"files": ["prompts.parquet"], "messages": "messages", "chat_template_kwargs": given}
+    job = {"input": chats, "output": {"dir": "run"}, "model": {"path": "model"}, "sampling": {"max_tokens": 1}}
+    found = checked(JobConfig, job, Path("model_args")).input.chat_template_kwargs
+    if isinstance(found, str):
+        raise ConfigError(f'model_args: {name} is {found!r}, not a table such as {{"enable_thinking": false}}')
+    try:
+        return template_variables(name, found or {})
+    except RowError as error:
+        raise ConfigError(f"model_args: {error}") from None
 
 
 def _note_cut(num_cut: int, max_length: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from batchinfer.records import BatchinferError, ConfigError
+from batchinfer.records import BatchinferError, ConfigError, ModelError
 from support.paths import ROOT, SAMPLE_MODEL, SAMPLE_PROMPTS
 from support.scripted_model import THINKING, write_scripted_model
 
@@ -129,6 +130,35 @@ def test_chats_have_the_text_of_the_hf_backend(ours, theirs, is_question):
     assert text == theirs.apply_chat_template(chat, add_generation_prompt=is_question)
     assert ours.tok_encode(text) == theirs.tok_encode(text)
     assert ours.chat_template(True) == theirs.chat_template(True)
+
+
+def test_a_model_may_be_named_as_in_the_cache(tmp_path, monkeypatch):
+    folder = tmp_path / "models--acme--tiny" / "snapshots" / "abc"
+    shutil.copytree(SAMPLE_MODEL, folder)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert BatchinferLM("acme/tiny").tokenizer_name == str(folder).replace("/", "__")
+    with pytest.raises(ModelError, match=r"no model folder .*acme/large"):
+        BatchinferLM("acme/large")
+
+
+def test_chats_get_the_variables_of_the_arguments(tmp_path):
+    shutil.copytree(SAMPLE_MODEL, tmp_path / "model")
+    template = (
+        "{{ strftime_now('%d %b %Y') }} {{ messages[-1].content }}{% if not enable_thinking %}</think>{% endif %}"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "content": "Well?"}]
+    with pytest.raises(BatchinferError, match=r"a chat of the task cannot be used: .* asks for today's date"):
+        BatchinferLM(str(tmp_path / "model")).apply_chat_template(chat)
+    given = {"strftime_now": "2026-01-31", "enable_thinking": False}
+    for variables in (given, json.dumps(given)):
+        model = BatchinferLM(str(tmp_path / "model"), **{"input.chat_template_kwargs": variables})
+        assert model.apply_chat_template(chat) == "31 Jan 2026 Well?</think>"
+    for wrong, why in {"enable_thinking": "not a table such as", '{"strftime_now": "now"}': "which is no date"}.items():
+        with pytest.raises(ConfigError, match=rf"model_args: input.chat_template_kwargs .*{why}"):
+            BatchinferLM(str(tmp_path / "model"), **{"input.chat_template_kwargs": wrong})
 
 
 @pytest.mark.all  # make test: figures of tasks, above

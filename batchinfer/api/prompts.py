@@ -74,7 +74,13 @@ def reader_of(
         )
     names = [*reader.schema.names, *lost]
     others = others | {name for name in names if "{" in system and name in system}
-    columns = dict(named) or _found(reader.schema, others, kept, chats)
+    is_empty = not isinstance(data, Mapping) and hasattr(data, "__len__") and not len(data)
+    schema = _untyped(reader.schema) if is_empty else reader.schema
+    columns = dict(named) or _found(schema, others, kept, chats, is_empty=is_empty)
+    if is_empty:
+        both = zip(reader.schema, schema, strict=True)
+        fields = [untyped if field.name in {*others, *columns.values()} else field for field, untyped in both]
+        reader = pa.RecordBatchReader.from_batches(pa.schema(fields), ())
     used = {*others, *kept, *columns.values(), *(name for name in names if name in named.get("template", ""))}
     return storable(reader, lost, used), columns
 
@@ -115,7 +121,11 @@ def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBa
     kinds = {_kind(row, place) for place, row in enumerate(rows)} - {""}
     if len(kinds) > 1:
         raise InputError(f"data holds rows of several kinds ({' and '.join(sorted(kinds))}); give rows of one kind")
-    kind = kinds.pop() if kinds else next(iter(named), "prompt")
+    # nulls may be of any kind, empty lists are chats or token ids
+    unknown = next(iter(named), "prompt")
+    if unknown not in ("messages", "token_ids") and any(row is not None for row in rows):
+        unknown = "token_ids"
+    kind = kinds.pop() if kinds else unknown
     columns = _columns_of(kind, named)
     values: Sequence[Any] = rows
     if kind == "messages":
@@ -177,15 +187,25 @@ def are_json_chats(reader: pa.RecordBatchReader, name: str) -> tuple[pa.RecordBa
     return pa.RecordBatchReader.from_batches(reader.schema, chain([first], reader)), chat_keys(texts) == CHATS_AS_JSON
 
 
-def _found(schema: pa.Schema, others: set[str], kept: list[str], chats: set[str]) -> dict[str, str]:
+def _untyped(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with nulls for doubles, which is what pandas makes of columns without values."""
+    return pa.schema([field.with_type(pa.null()) if field.type == pa.float64() else field for field in schema])
+
+
+def _found(
+    schema: pa.Schema, others: set[str], kept: list[str], chats: set[str], *, is_empty: bool = False
+) -> dict[str, str]:
     """Return the column of prompts by its kind: the only one whose type fits, or the first with a usual name.
 
     Args:
         chats: columns with chats as JSON text.
+        is_empty: there are no rows, so that columns of nulls fit if no other column does.
     """
     asked = [field for field in schema if field.name not in others and not INDEX.fullmatch(field.name)]
     kinds = {field.name: "messages" if field.name in chats else _kind_of(field.type) for field in asked}
     fits = {name: kind for name, kind in kinds.items() if kind}
+    if is_empty and not fits:
+        fits = {field.name: "prompt" for field in asked if pa.types.is_null(field.type)}
     if len(fits) > 1:
         fits = {name: kind for name, kind in fits.items() if name not in kept} or fits
     if not fits:

@@ -101,7 +101,9 @@ class SamplingConfig(Part):
     def _from_pairs(cls, value: Any) -> Any:
         """Convert pairs, the form of a map in a Parquet column, to a dict, and integer keys to text."""
         if isinstance(value, list) and all(isinstance(item, tuple) and len(item) == 2 for item in value):
-            value = dict(value)
+            pairs, value = value, dict(value)
+            if len(value) < len(pairs):
+                raise ValueError("names a token twice")
         if not isinstance(value, dict):
             return value
         return {str(key) if type(key) is int else key: bias for key, bias in value.items()}
@@ -114,6 +116,8 @@ class SamplingConfig(Part):
                 raise ValueError(f"{token!r} is not a token id")
             if abs(bias) > MOST_BIAS:
                 raise ValueError(f"the bias of token {token} is {bias:g}; it may be -100 to 100")
+        if len({int(token) for token in value}) < len(value):
+            raise ValueError("names a token twice")
         return value
 
     @field_validator("structured_outputs", mode="before")

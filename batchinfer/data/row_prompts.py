@@ -82,7 +82,7 @@ class RowPrompts:
         self.may_have_tools = self._tools is not None
         if isinstance(self._kwargs, dict):
             try:
-                self._kwargs = _variables("input.chat_template_kwargs", self._kwargs)
+                self._kwargs = template_variables("input.chat_template_kwargs", self._kwargs)
             except RowError as error:
                 raise ModelError(str(error)) from None
         has_chats = settings["messages"] is not None or self._is_user
@@ -248,10 +248,10 @@ def _keywords(column: str, value: Any) -> dict[str, Any] | None:
         return None
     if not isinstance(found, dict):
         raise RowError(f"{column} is not an object of variables for the chat template")
-    return _variables(column, found)
+    return template_variables(column, found)
 
 
-def _variables(what: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+def template_variables(what: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the variables for the chat template; a date at strftime_now becomes a function that formats the date."""
     for name in kwargs:
         if name in _OWN_NAMES:

@@ -81,7 +81,16 @@ def has_chat_template(folder: Path) -> bool:
     Raises:
         ModelError: a settings file is broken.
     """
-    return "default" in _templates(folder, _read_json(folder / "tokenizer_config.json"))
+    return "default" in chat_template_names(folder)
+
+
+def chat_template_names(folder: Path) -> tuple[str, ...]:
+    """Return the names of a model folder's chat templates, sorted.
+
+    Raises:
+        ModelError: a settings file is broken.
+    """
+    return tuple(sorted(_templates(folder, _read_json(folder / "tokenizer_config.json"))))
 
 
 def _vocabulary_file(folder: Path, config: dict[str, Any]) -> Path:

@@ -14,7 +14,7 @@ import torch
 
 from batchinfer.config import PAGE_TOKENS, VALUE_BYTES, ClusterConfig, JobConfig
 from batchinfer.data.encoders import Encoders
-from batchinfer.data.tokenizer import has_chat_template
+from batchinfer.data.tokenizer import chat_template_names, has_chat_template
 from batchinfer.host_info import free_memory_bytes
 from batchinfer.kv.pages import pages_for
 from batchinfer.launch.host_memory import measured_forecast
@@ -75,7 +75,11 @@ class DtypeFit:
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
-    """A model folder that can be read, on this machine. `dtypes` has every dtype of a job."""
+    """A model folder that can be read, on this machine. `dtypes` has every dtype of a job.
+
+    has_chat_template: whether there is a template for chats without tools.
+    chat_templates: the names of all templates.
+    """
 
     model: str
     model_type: str
@@ -83,6 +87,7 @@ class ModelCheck:
     routed_experts: int
     window_tokens: int
     has_chat_template: bool
+    chat_templates: tuple[str, ...]
     unknown_keys: tuple[str, ...]
     device: str
     free_bytes: int
@@ -159,6 +164,7 @@ def check_model(folder: Path) -> ModelCheck:
         routed_experts=config.n_routed_experts,
         window_tokens=config.max_position_embeddings,
         has_chat_template=has_template,
+        chat_templates=chat_template_names(folder),
         unknown_keys=config.unknown_keys,
         device=device.type,
         free_bytes=free,
@@ -173,11 +179,10 @@ def model_text(check: ModelCheck) -> str:
     """Return the check in sentences."""
     experts = f"{check.routed_experts} routed experts" if check.routed_experts else "no experts"
     where = "on this host" if check.device == "cpu" else "on the first GPU"
-    template = "a chat template" if check.has_chat_template else "no chat template, so it takes prompts but no messages"
     lines = [
         f"{check.model} {'runs' if check.runs else 'does not run'} here.",
         f"It is a model of type {check.model_type} with {check.layers} layers, {experts}, a window of "
-        f"{check.window_tokens:,} tokens, and {template}.",
+        f"{check.window_tokens:,} tokens, and {_template_sentence(check)}.",
         f"{_gb(check.free_bytes)} is free {where}; requests are counted with {check.request_tokens:,} tokens each.",
         "",
         *(f"  {name:<9} {_sentence(fit, check.device)}" for name, fit in check.dtypes.items()),
@@ -187,6 +192,19 @@ def model_text(check: ModelCheck) -> str:
     if check.unknown_keys:
         lines += ["", f"Keys of config.json that are not known and not used: {', '.join(check.unknown_keys)}."]
     return "\n".join(lines)
+
+
+def _template_sentence(check: ModelCheck) -> str:
+    if check.has_chat_template:
+        return "a chat template"
+    if not check.chat_templates:
+        return "no chat template, so it takes prompts but no messages"
+    names, with_tools = ", ".join(check.chat_templates), "tool_use" in check.chat_templates
+    return (
+        f"chat templates called {names} but none called default, so it takes prompts and "
+        f"{'messages only with tools' if with_tools else 'no messages'}; "
+        "to take all messages, write the text of the template to use to chat_template.jinja"
+    )
 
 
 def _sentence(fit: DtypeFit, device: str) -> str:

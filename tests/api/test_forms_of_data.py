@@ -48,6 +48,37 @@ def test_rows_as_dicts_have_the_columns_of_all_rows():
     assert read([{"prompt": "a"}, {"prompt": "b"}])[1] == [{"id": 0, "prompt": "a"}, {"id": 1, "prompt": "b"}]
 
 
+@pytest.mark.parametrize("named", [{}, {"user": "prompt"}, {"messages": "prompt"}, {"token_ids": "prompt"}])
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pd.DataFrame({"id": [], "prompt": []}),
+        pd.DataFrame({"prompt": [[USER]], "n": [1]})[:0],
+        pd.DataFrame(columns=["id", "prompt"]),
+        pl.DataFrame({"prompt": []}),
+    ],
+    ids=["doubles", "objects", "columns alone", "polars"],
+)
+def test_a_frame_without_rows_has_no_type_for_its_prompts(frame, named):
+    reader, columns = prompts.reader_of(frame, named, OTHERS)
+    assert columns == (named or {"prompt": "prompt"})
+    assert reader.schema.field("prompt").type == pa.null()
+    assert "id" not in reader.schema.names or reader.schema.field("id").type == pa.null()
+    assert reader.read_all().num_rows == 0
+
+
+def test_other_columns_of_a_frame_without_rows_keep_their_types():
+    frame = pd.DataFrame({"prompt": ["a"], "score": [0.5]})[:0]
+    assert prompts.reader_of(frame, {}, OTHERS, ["score"])[0].schema.field("score").type == pa.float64()
+    assert "it has prompt" in refusal(pl.DataFrame({"prompt": []}, schema={"prompt": pl.Int64}))
+
+
+def test_empty_lists_alone_are_token_ids_unless_they_are_named():
+    assert read([[], None]) == ({"token_ids": "token_ids"}, [{"id": 0, "token_ids": []}, {"id": 1, "token_ids": None}])
+    assert read([[]], messages="chat") == ({"messages": "chat"}, [{"id": 0, "chat": "[]"}])
+    assert refusal([[]], user="prompt") == "user is 'prompt', but data is a list of token_ids; leave user out"
+
+
 def test_chats_in_rows_are_those_of_a_list_message_by_message():
     chats = [[USER, CALL], [PARTS], None]
     columns, rows = read([{"messages": chat, "expected": "5"} for chat in chats])

@@ -122,6 +122,30 @@ def test_a_refused_folder_comes_with_its_reason(folder, break_it, why):
     assert why in ended.err
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["default", "tool_use"], "and a chat template."),
+        (
+            ["tool_use"],
+            "chat templates called tool_use but none called default, so it takes prompts and messages only with",
+        ),
+        (
+            ["rag"],
+            "chat templates called rag but none called default, so it takes prompts and no messages; to take all",
+        ),
+        ([], "no chat template, so it takes prompts but no messages."),
+    ],
+)
+def test_named_chat_templates_are_told_from_a_missing_one(tmp_path, names, said):
+    model = shutil.copytree(RANDOM_MODEL, tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    template = settings.pop("chat_template")
+    settings["chat_template"] = [{"name": name, "template": template} for name in names]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert said in batchinfer("doctor", "--model", model).out
+
+
 @pytest.mark.parametrize("arguments", [("--json",), ("--model", "x", "--bench"), ("--model", "x", "--all")])
 def test_reports_that_exclude_each_other_are_refused(arguments):
     ended = batchinfer("doctor", *arguments)

@@ -23,6 +23,7 @@ WRONG: list[tuple[dict, str]] = [
     ({"bad_words": ["a", " \n"]}, "bad_words holds ' \\n', white space alone"),
     ({"logit_bias": {"x": 1.0}}, "logit_bias 'x' is not a token id"),
     ({"logit_bias": {"7": 101.0}}, "logit_bias the bias of token 7 is 101; it may be -100 to 100"),
+    ({"logit_bias": {"7": 1.0, "07": 2.0}}, "logit_bias names a token twice"),
     ({"logit_bias": {"999999": 1.0}}, "logit_bias names token 999999, but the model has ids 0 to"),
     (
         {"stop_token_ids": [5, 999999], "min_tokens": 2},
@@ -77,6 +78,8 @@ def test_all_keys_survive_the_journey_to_the_ranks(tmp_path):
 
 def test_pairs_of_a_map_column_are_biases():
     assert SamplingConfig(max_tokens=1, logit_bias=[(5, 1.0), (6, 2.0)]).logit_bias == {"5": 1.0, "6": 2.0}
+    with pytest.raises(ValueError, match="names a token twice"):
+        SamplingConfig(max_tokens=1, logit_bias=[(5, 1.0), (5, 2.0)])
 
 
 class TestDefaultsOfTheModel:
