@@ -46,6 +46,7 @@ class Family:
     topk_methods: tuple[str, ...] = ("noaux_tc",)  # permitted choices of experts; the first is the default
     scoring_func: str = "sigmoid"
     norm_topk_prob: bool = True
+    num_groups: int | None = 1  # n_group and topk_group where config.json has none; None: it must say them
     routed_scaling_factor: float | None = None  # None: config.json must say it
     rms_norm_eps: float = 1e-6  # where config.json has none, as in transformers
     rope_theta: float = 10000.0  # likewise
@@ -73,7 +74,7 @@ class Carrier:
 
 
 FAMILIES: dict[str, Family] = {
-    "deepseek_v3": Family(("DeepseekV3ForCausalLM",)),
+    "deepseek_v3": Family(("DeepseekV3ForCausalLM",), num_groups=None),
     "deepseek_v2": Family(
         ("DeepseekV2ForCausalLM",),
         topk_methods=("greedy", "group_limited_greedy"),
@@ -81,10 +82,11 @@ FAMILIES: dict[str, Family] = {
         norm_topk_prob=False,
         fixed={"rope_interleave": True},
     ),
-    "kimi_k2": Family(("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
+    "kimi_k2": Family(("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"), num_groups=None),
     "glm4_moe_lite": Family(("Glm4MoeLiteForCausalLM",), rms_norm_eps=1e-5, num_dense_layers=1),
     "deepseek_v32": Family(
         ("DeepseekV32ForCausalLM",),
+        num_groups=None,
         num_dense_layers=3,
         indexer=Indexer(rope_interleave=False),
         fixed={"mlp_bias": False, "rope_interleave": True},

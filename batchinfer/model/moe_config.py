@@ -81,7 +81,7 @@ def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[st
             "moe_intermediate_size": reader.size(family.expert_width),
             "routed_scaling_factor": reader.number("routed_scaling_factor", family.routed_scaling_factor, above=0.0),
         }
-        fields |= _read_groups(reader, num_experts, topk_method)
+        fields |= _read_groups(reader, num_experts, topk_method, family.num_groups)
     else:
         reader.pass_over(*_MOE_KEYS)
     return fields
@@ -106,9 +106,9 @@ def _read_gate(reader: ConfigReader, family_name: str) -> str:
     return scoring_func if scoring_func == SQRT_SOFTPLUS else topk_method
 
 
-def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> dict[str, int]:
+def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str, default: int | None) -> dict[str, int]:
     """Expert groups and top-k, checked so that the gate always finds enough experts."""
-    group_default = None if topk_method == "group_limited_greedy" else 1
+    group_default = None if topk_method == "group_limited_greedy" else default
     num_groups = reader.size("n_group", default=group_default, maximum=MAX_EXPERTS)
     topk_group = reader.size("topk_group", default=group_default, maximum=MAX_EXPERTS)
     topk = reader.size("num_experts_per_tok", "experts_per_token", maximum=MAX_EXPERTS)

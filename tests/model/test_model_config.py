@@ -244,6 +244,9 @@ REFUSED = [
     (V2, {"num_experts_per_tok": 65}, ["num_experts_per_tok", "65", "64"]),
     (V3, {"n_group": 256, "topk_group": 8}, ["n_group", "256", "groups of at least 2"]),
     (V2, {"topk_method": "group_limited_greedy", "n_group": None}, ["n_group", "missing"]),
+    (V3, {"n_group": REMOVE}, ["n_group is missing"]),  # transformers and the release take 8 of which 4 are used
+    (V3, {"topk_group": REMOVE}, ["topk_group is missing"]),
+    (V3, {"n_group": None, "topk_group": None}, ["n_group is missing"]),
     (V3, {"first_k_dense_replace": 62}, ["first_k_dense_replace", "62", "61"]),
     (V3, {"num_local_experts": 128}, ["num_local_experts", "128", "n_routed_experts = 256"]),
     (V3, {"num_mtp_layers": 2}, ["num_mtp_layers", "2", "num_nextn_predict_layers = 1"]),
