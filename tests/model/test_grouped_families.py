@@ -176,6 +176,10 @@ REFUSED = {
     ),
     "qwen3-moe-with-dense-layers": (QWEN3_MOE | {"mlp_only_layers": [3]}, ["mlp_only_layers is [3]"]),
     "qwen3-moe-every-other-layer": (QWEN3_MOE | {"decoder_sparse_step": 2}, ["decoder_sparse_step is 2"]),
+    "qwen3-moe-with-a-factor": (QWEN3_MOE | {"routed_scaling_factor": 2.5}, ["routed_scaling_factor is 2.5", "1 for"]),
+    "minimax-with-groups": (MINIMAX | {"n_group": 8, "topk_group": 4}, ["n_group is 8", "1 for this model_type"]),
+    "minimax-not-normed": (MINIMAX | {"norm_topk_prob": False}, ["norm_topk_prob is false", "true for"]),
+    "gpt-oss-not-normed": (GPT_OSS | {"norm_topk_prob": False}, ["norm_topk_prob is false", "true for"]),
     "llama-of-longrope": (
         LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
         ["rope_scaling.rope_type", "longrope", "llama3"],
