@@ -35,7 +35,7 @@ class Grouped:
     windows: Literal["none", "off", "optional", "alternate"] = "none"
     rotary_share: float = 1.0
     rotary_key: str | None = None  # the key with the number of values that are rotated
-    rope_type: str = "default"
+    needs_rope: bool = False  # config.json must have rope_parameters or rope_scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ FAMILIES: dict[str, Family] = {
         expert_width="intermediate_size",
         has_expert_biases=True,
         fixed={"mlp_bias": False, "norm_topk_prob": True},
-        grouped=Grouped(attention_bias=True, has_sinks=True, windows="alternate"),
+        grouped=Grouped(attention_bias=True, has_sinks=True, windows="alternate", needs_rope=True),
     ),
     "deepseek_v4": Family(
         ("DeepseekV4ForCausalLM",), scoring_func="sqrtsoftplus", compressed=True, fixed={"mlp_bias": False}

@@ -81,6 +81,8 @@ def read_rope(reader: ConfigReader, family: Family, max_positions: int, rotary_s
         return next(iter(ropes.values()))
     if family.scales_queries:
         raise reader.unsupported("rope_parameters", None, "a JSON object with llama_4_scaling_beta")
+    if family.grouped is not None and family.grouped.needs_rope:
+        raise reader.unsupported("rope_parameters", None, "a JSON object, here or as rope_scaling")
     return RopeConfig(theta=reader.number("rope_theta", family.rope_theta, above=1.0))
 
 

@@ -189,6 +189,8 @@ REFUSED = {
     "minimax-of-other-norms": (MINIMAX | {"qk_norm_type": "per_head"}, ["qk_norm_type", '"per_layer"']),
     "minimax-with-shared-experts": (MINIMAX | {"shared_intermediate_size": 512}, ["shared_intermediate_size is 512"]),
     "gpt-oss-without-window": (GPT_OSS | {"sliding_window": None}, ["sliding_window is missing"]),
+    # transformers takes YaRN with a factor of 32 then
+    "gpt-oss-without-yarn": (GPT_OSS | {"rope_scaling": None}, ["rope_parameters is null", "as rope_scaling"]),
     "gpt-oss-of-other-layers": (GPT_OSS | {"layer_types": ["chunked_attention"] * 36}, ["layer_types", "each of 36"]),
 }
 DELTA_NET = "three of four layers keep a linear-attention state (gated delta-net), which no pages hold"
