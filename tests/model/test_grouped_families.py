@@ -184,7 +184,15 @@ REFUSED = {
         LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
         ["rope_scaling.rope_type", "longrope", "llama3"],
     ),
-    "glm-rotated-otherwise": (GLM_AIR | {"partial_rotary_factor": 0.26}, ["partial_rotary_factor is 0.26"]),
+    "glm-rotated-otherwise": (
+        GLM_AIR | {"partial_rotary_factor": 0.26},
+        ["partial_rotary_factor is 0.26", "share of head_dim = 128"],
+    ),
+    "llama-half-rotated": (LLAMA | {"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5", "all of a head"]),
+    "qwen3-half-rotated": (
+        QWEN3 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+        ["rope_parameters.partial_rotary_factor is 0.5", "all of a head"],
+    ),
     "minimax-of-linear-attention": (MINIMAX | {"attn_type_list": [0] * 62}, ["attn_type_list", "full attention"]),
     "minimax-of-other-norms": (MINIMAX | {"qk_norm_type": "per_head"}, ["qk_norm_type", '"per_layer"']),
     "minimax-with-shared-experts": (MINIMAX | {"shared_intermediate_size": 512}, ["shared_intermediate_size is 512"]),
