@@ -247,6 +247,8 @@ REFUSED = [
     (V3, {"n_group": REMOVE}, ["n_group is missing"]),  # transformers and the release take 8 of which 4 are used
     (V3, {"topk_group": REMOVE}, ["topk_group is missing"]),
     (V3, {"n_group": None, "topk_group": None}, ["n_group is missing"]),
+    (V3, {"norm_topk_prob": None}, ["norm_topk_prob is null", "true or false"]),  # transformers norms no weights then
+    (V3, {"rope_interleave": None}, ["rope_interleave is null"]),
     (V2, {"norm_topk_prob": True}, ["norm_topk_prob is true", "false"]),
     (V3, {"first_k_dense_replace": 62}, ["first_k_dense_replace", "62", "61"]),
     (V3, {"num_local_experts": 128}, ["num_local_experts", "128", "n_routed_experts = 256"]),
