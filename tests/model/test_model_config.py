@@ -291,6 +291,12 @@ REFUSED = [
 ]
 
 
+def test_a_folder_with_an_adapter_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ModelError, match="adapters are not applied; merge it into the weights"):
+        load(tmp_path, V3)
+
+
 @pytest.mark.parametrize(
     ("base", "patch", "words"), REFUSED, ids=[f"{k}-{'+'.join(p)}" for k, (_, p, _) in enumerate(REFUSED)]
 )
