@@ -33,7 +33,7 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
         ModelError: none of the three files exists, or a file is broken; the message names the file.
     """
     settings_file = folder / "tokenizer_config.json"
-    config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(settings_file)}
+    config = _settings(folder)
     file = _vocabulary_file(folder, config)
     try:
         text = file.read_text(encoding="utf-8")
@@ -46,10 +46,13 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
             config = tekken_file.NAMED | config
         else:
             tokenizer = Tokenizer.from_str(_with_marks_shown(text))
-        named = _named_tokens(config)
-        _add_special_tokens(tokenizer, config, named)
+        named, further = _named_tokens(config), _further_special_tokens(config)
+        further = [token for token in further if tokenizer.token_to_id(token) is None]
+        new = _add_tokens(tokenizer, config, [*named.values(), *further], _shown_marks(text))
         if file.name == tiktoken_model.FILE:
             tiktoken_model.check_names(settings_file, tokenizer, names)
+        else:
+            _check_ids(folder, tokenizer, config, new)
     except ModelError:
         raise
     except Exception as error:
@@ -69,7 +72,7 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
     eos_token_ids = _eos_token_ids(folder, tokenizer, named)
     settings = [named, config.get("added_tokens_decoder"), tokenizer.encode_special_tokens, sorted(eos_token_ids)]
     digest = hashlib.blake2b(digest_size=16)
-    others = [templates[name] for name in ("tool_use",) if name in templates]
+    others = [*(templates[name] for name in ("tool_use",) if name in templates), *further]
     for part in (text, templates.get("default", ""), json.dumps(settings, sort_keys=True), *others):
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
     return PromptTokenizer(tokenizer, file, templates, named, eos_token_ids, digest.hexdigest())
@@ -132,9 +135,35 @@ def _read_text(file: Path) -> str:
         raise ModelError(f"cannot read {file}: {error}; restore the file") from None
 
 
+def _settings(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json, with the older files beside it if it does not list the added tokens itself.
+
+    transformers reads special_tokens_map.json, which goes first, and added_tokens.json only then.
+    """
+    config = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" in config:
+        return config
+    config |= _read_json(folder / "special_tokens_map.json")
+    file = folder / "added_tokens.json"
+    if added := _read_json(file):
+        if not all(type(id) is int and id >= 0 for id in added.values()):
+            raise ModelError(f"{file} is no object of token ids by their texts; restore the file")
+        special = {*_named_tokens(config).values(), *_further_special_tokens(config)}
+        config["added_tokens_decoder"] = {
+            str(id): {"content": text, "special": text in special, "normalized": text not in special}
+            for text, id in added.items()
+        }
+    return config
+
+
+def _shown_marks(text: str) -> list[str]:
+    """Return the marks that answers need, by the text of the vocabulary file."""
+    return [*SHOWN_MARKS, *(_HARMONY_MARKS if json.dumps(_HARMONY_CHANNEL) in text else ())]
+
+
 def _with_marks_shown(text: str) -> str:
     """Return the text of tokenizer.json with the marks that answers need as ordinary tokens: decoding keeps these."""
-    shown = [*SHOWN_MARKS, *(_HARMONY_MARKS if json.dumps(_HARMONY_CHANNEL) in text else ())]
+    shown = _shown_marks(text)
     if not any(json.dumps(mark) in text for mark in shown):
         return text
     file = json.loads(text)
@@ -154,20 +183,53 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
     return named
 
 
-def _add_special_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """Add the tokens that only tokenizer_config.json declares to the tokenizer, in the order of their ids."""
+def _further_special_tokens(config: dict[str, Any]) -> list[str]:
+    """Return the texts of special tokens without a name of their own, or with one that only the model's code knows."""
+    found: list[Any] = []
+    for key in ("extra_special_tokens", "additional_special_tokens"):
+        value = config.get(key)
+        found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    texts = [token.get("content") if isinstance(token, dict) else token for token in found]
+    return [text for text in texts if isinstance(text, str) and text]
+
+
+def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any], special: list[str], shown: list[str]) -> set[str]:
+    """Add the tokens that only the settings declare, in the order of their ids; return their texts.
+
+    Tokens that `added_tokens_decoder` lists get its flags, and those in `special` are special, also if they are known.
+
+    Args:
+        special: texts of special tokens that the settings name.
+        shown: texts of tokens that are not special.
+    """
     listed = config.get("added_tokens_decoder") or {}
     details = {value["content"]: value for _, value in sorted(listed.items(), key=lambda item: int(item[0]))}
-    for name, text in named.items():
-        if isinstance(config[name], dict):
-            details.setdefault(text, config[name])
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    for text in dict.fromkeys([*details, *named.values()]):
-        if text in known:
-            continue
-        flags = {key: bool(details.get(text, {}).get(key)) for key in ("lstrip", "rstrip", "single_word", "normalized")}
-        token = AddedToken(text, special=text in named.values() or bool(details.get(text, {}).get("special")), **flags)
-        tokenizer.add_special_tokens([token]) if token.special else tokenizer.add_tokens([token])
+    declared = {config[name]["content"]: config[name] for name in NAMED_TOKENS if isinstance(config.get(name), dict)}
+    known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+    for text in dict.fromkeys([*details, *special]):
+        old = known.get(text)
+        flags = details.get(text) or (declared.get(text, {}) if old is None else old.__getstate__())
+        is_special = text in special or bool(flags.get("special"))
+        token = AddedToken(
+            text,
+            special=is_special and text not in shown,
+            normalized=bool(flags.get("normalized", not is_special)),
+            **{name: bool(flags.get(name)) for name in ("lstrip", "rstrip", "single_word")},
+        )
+        if old is None or old.__getstate__() != token.__getstate__():
+            tokenizer.add_special_tokens([token]) if token.special else tokenizer.add_tokens([token])
+    return {text for text in details if text not in known}
+
+
+def _check_ids(folder: Path, tokenizer: Tokenizer, config: dict[str, Any], new: set[str]) -> None:
+    """Raise ModelError if a token that tokenizer.json lacks has another id than the settings say."""
+    for listed, token in (config.get("added_tokens_decoder") or {}).items():
+        found = tokenizer.token_to_id(token["content"])
+        if token["content"] in new and found != int(listed):
+            raise ModelError(
+                f"the tokenizer's settings in {folder} give {token['content']!r} the id {listed}, but it is {found} "
+                "behind the tokens of the vocabulary file, which does not have it; restore the files"
+            )
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:

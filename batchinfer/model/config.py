@@ -159,6 +159,11 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise ModelError(_no_folder(Path(folder)))
     if not Path(folder).is_dir():
         raise ModelError(f"{folder} is a file; give the folder that holds config.json and *.safetensors")
+    if (adapter := Path(folder) / "adapter_config.json").exists():
+        raise ModelError(
+            f"{adapter} is of an adapter (LoRA), and adapters are not applied; merge it into the weights (in PEFT "
+            "merge_and_unload), or remove this file if they have it already."
+        )
     carrier, reader, outer = _read_file(config_file(Path(folder)))
     name = _read_family(reader)
     family = FAMILIES[name]

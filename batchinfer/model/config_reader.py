@@ -142,9 +142,9 @@ class ConfigReader:
         return float(value)
 
     def flag(self, key: str, *, default: bool) -> bool:
-        """Return true or false; 0 and 1 are refused."""
+        """Return true or false; 0 and 1 are refused, and null of a flag that is on by default: elsewhere it is off."""
         value = self._value(key)
-        if value is None:
+        if value is None and not (default and key in self._values):
             return default
         if not isinstance(value, bool):
             raise self.unsupported(key, value, "true or false")

@@ -35,7 +35,7 @@ class Grouped:
     windows: Literal["none", "off", "optional", "alternate"] = "none"
     rotary_share: float = 1.0
     rotary_key: str | None = None  # the key with the number of values that are rotated
-    rope_type: str = "default"
+    needs_rope: bool = False  # config.json must have rope_parameters or rope_scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,9 @@ class Family:
     topk_methods: tuple[str, ...] = ("noaux_tc",)  # permitted choices of experts; the first is the default
     scoring_func: str = "sigmoid"
     norm_topk_prob: bool = True
+    num_groups: int | None = 1  # n_group and topk_group where config.json has none; None: it must say them
     routed_scaling_factor: float | None = None  # None: config.json must say it
+    has_plain_gate: bool = False  # without groups and factor: n_group, topk_group and routed_scaling_factor may be 1
     rms_norm_eps: float = 1e-6  # where config.json has none, as in transformers
     rope_theta: float = 10000.0  # likewise
     has_expert_biases: bool = False  # of experts and router, and clamped SwiGLU
@@ -73,18 +75,20 @@ class Carrier:
 
 
 FAMILIES: dict[str, Family] = {
-    "deepseek_v3": Family(("DeepseekV3ForCausalLM",)),
+    "deepseek_v3": Family(("DeepseekV3ForCausalLM",), num_groups=None),
     "deepseek_v2": Family(
         ("DeepseekV2ForCausalLM",),
         topk_methods=("greedy", "group_limited_greedy"),
         scoring_func="softmax",
         norm_topk_prob=False,
-        fixed={"rope_interleave": True},
+        # a true norm_topk_prob means nothing in transformers, and no routed_scaling_factor in DeepSeek's own code
+        fixed={"rope_interleave": True, "norm_topk_prob": False},
     ),
-    "kimi_k2": Family(("DeepseekV3ForCausalLM", "KimiK2ForCausalLM")),
+    "kimi_k2": Family(("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"), num_groups=None),
     "glm4_moe_lite": Family(("Glm4MoeLiteForCausalLM",), rms_norm_eps=1e-5, num_dense_layers=1),
     "deepseek_v32": Family(
         ("DeepseekV32ForCausalLM",),
+        num_groups=None,
         num_dense_layers=3,
         indexer=Indexer(rope_interleave=False),
         fixed={"mlp_bias": False, "rope_interleave": True},
@@ -108,6 +112,7 @@ FAMILIES: dict[str, Family] = {
         scoring_func="softmax",
         norm_topk_prob=False,
         routed_scaling_factor=1.0,
+        has_plain_gate=True,
         grouped=Grouped(qk_norm="head", windows="off"),
     ),
     "glm4_moe": Family(
@@ -121,7 +126,9 @@ FAMILIES: dict[str, Family] = {
         ("MiniMaxM2ForCausalLM",),
         rope_theta=5000000.0,
         routed_scaling_factor=1.0,
+        has_plain_gate=True,
         expert_width="intermediate_size",
+        fixed={"mlp_bias": False, "norm_topk_prob": True},
         grouped=Grouped(
             qk_norm="whole",
             norm_key="use_qk_norm",
@@ -138,9 +145,11 @@ FAMILIES: dict[str, Family] = {
         topk_methods=("topk_softmax",),
         scoring_func="softmax",
         routed_scaling_factor=1.0,
+        has_plain_gate=True,
         expert_width="intermediate_size",
         has_expert_biases=True,
-        grouped=Grouped(attention_bias=True, has_sinks=True, windows="alternate"),
+        fixed={"mlp_bias": False, "norm_topk_prob": True},
+        grouped=Grouped(attention_bias=True, has_sinks=True, windows="alternate", needs_rope=True),
     ),
     "deepseek_v4": Family(
         ("DeepseekV4ForCausalLM",), scoring_func="sqrtsoftplus", compressed=True, fixed={"mlp_bias": False}

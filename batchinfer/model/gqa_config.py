@@ -132,6 +132,8 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
 
 def _rotary_share(reader: ConfigReader, grouped: Grouped, head_dim: int) -> float:
     """Return the share of a head that is rotated, which read_rope compares with all keys that say it."""
+    if grouped.rotary_share == 1.0 and grouped.rotary_key is None:
+        return 1.0  # transformers ignores another share, or fails, by rope_type
     sections = (reader, reader.section("rope_parameters"), reader.section("rope_scaling"))
     said = [one.optional_number("partial_rotary_factor", above=0.0, at_most=1.0) for one in sections if one is not None]
     default = grouped.rotary_share

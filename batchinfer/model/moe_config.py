@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 from batchinfer.model.config_reader import ConfigReader
 from batchinfer.model.families import FAMILIES
+from batchinfer.model.mla_config import read_flag
 
 # The tensors of a checkpoint are listed before they are read: this keeps that list finite for any config.json.
 MAX_EXPERTS = 4096
@@ -63,12 +64,15 @@ def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[st
         "topk_method": topk_method,
         "n_group": 1,
         "topk_group": 1,
-        "norm_topk_prob": reader.flag("norm_topk_prob", default=family.norm_topk_prob),
+        "norm_topk_prob": read_flag(reader, family, "norm_topk_prob", default=family.norm_topk_prob),
         "routed_scaling_factor": 1.0,
         "expert_clamp": None,
         "has_expert_biases": family.has_expert_biases,
         "num_hash_layers": reader.size("num_hash_layers", minimum=0, maximum=num_layers) if family.compressed else 0,
     }
+    if family.has_plain_gate:
+        for key in ("n_group", "topk_group", "routed_scaling_factor"):
+            reader.expect(key, 1, 1.0, supported="1 for this model_type")
     if family.compressed:
         fields["expert_clamp"] = Clamp(reader.number("swiglu_limit", above=0.0))
         reader.expect("norm_topk_prob", True, supported="true")
@@ -81,7 +85,7 @@ def read_moe(reader: ConfigReader, family_name: str, num_layers: int) -> dict[st
             "moe_intermediate_size": reader.size(family.expert_width),
             "routed_scaling_factor": reader.number("routed_scaling_factor", family.routed_scaling_factor, above=0.0),
         }
-        fields |= _read_groups(reader, num_experts, topk_method)
+        fields |= _read_groups(reader, num_experts, topk_method, family.num_groups)
     else:
         reader.pass_over(*_MOE_KEYS)
     return fields
@@ -106,9 +110,13 @@ def _read_gate(reader: ConfigReader, family_name: str) -> str:
     return scoring_func if scoring_func == SQRT_SOFTPLUS else topk_method
 
 
-def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str) -> dict[str, int]:
-    """Read expert groups and top-k, and check that the gate always finds enough experts."""
-    group_default = None if topk_method == "group_limited_greedy" else 1
+def _read_groups(reader: ConfigReader, num_experts: int, topk_method: str, default: int | None) -> dict[str, int]:
+    """Read expert groups and top-k, and check that the gate always finds enough experts.
+
+    Args:
+        default: `n_group` and `topk_group` where config.json has none; None: they must be there.
+    """
+    group_default = None if topk_method == "group_limited_greedy" else default
     num_groups = reader.size("n_group", default=group_default, maximum=MAX_EXPERTS)
     topk_group = reader.size("topk_group", default=group_default, maximum=MAX_EXPERTS)
     topk = reader.size("num_experts_per_tok", "experts_per_token", maximum=MAX_EXPERTS)

@@ -81,12 +81,16 @@ def read_rope(reader: ConfigReader, family: Family, max_positions: int, rotary_s
         return next(iter(ropes.values()))
     if family.scales_queries:
         raise reader.unsupported("rope_parameters", None, "a JSON object with llama_4_scaling_beta")
+    if family.grouped is not None and family.grouped.needs_rope:
+        raise reader.unsupported("rope_parameters", None, "a JSON object, here or as rope_scaling")
     return RopeConfig(theta=reader.number("rope_theta", family.rope_theta, above=1.0))
 
 
 def _check_share(holder: ConfigReader, family: Family, rotary_share: float) -> None:
     """Raise unless partial_rotary_factor, where it is given, is the share that is rotated."""
-    share, why = (rotary_share, "as elsewhere") if family.grouped else (1.0, "all of qk_rope_head_dim is rotated")
+    share, why = 1.0, "all of qk_rope_head_dim is rotated"
+    if family.grouped is not None:
+        share, why = rotary_share, "as elsewhere" if rotary_share < 1 else "all of a head is rotated"
     partial = holder.number("partial_rotary_factor", share)
     if partial != share:
         raise holder.unsupported("partial_rotary_factor", partial, f"{share}: {why}")

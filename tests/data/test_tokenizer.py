@@ -249,6 +249,55 @@ def test_tokens_declared_only_in_the_config_are_known(folder):
     assert tokenizer.vocab_size == 1026
 
 
+FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+MORE_SETTINGS: dict[str, dict[str, object]] = {  # file -> content; 1024 and 1025 are the next ids
+    "an older file": {"added_tokens.json": {"<extra>": 1024, "<end>": 1025}},
+    "an older file in another order": {"added_tokens.json": {"<end>": 1025, "<extra>": 1024}},
+    "further special tokens": {"tokenizer_config.json": {"extra_special_tokens": ["<extra>", "<end>"]}},
+    "by their older name": {"special_tokens_map.json": {"additional_special_tokens": ["<extra>", "<end>"]}},
+    "of the model's own code": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<extra>"}}},
+    "the older file first": {"special_tokens_map.json": {"eos_token": "<｜User｜>"}},
+    "other flags": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {
+                "2": {"content": "<｜User｜>", **FLAGS, "lstrip": True, "rstrip": True, "special": True},
+                "3": {"content": "<｜Assistant｜>", **FLAGS, "special": False},
+            }
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", MORE_SETTINGS)
+def test_tokens_and_flags_of_the_settings_are_those_of_transformers(folder, name):
+    for file, values in MORE_SETTINGS[name].items():
+        change(folder / file, **values)
+    tokenizer, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    text = "a <extra> b<end> <｜User｜> c <｜Assistant｜>\n"
+    assert tokenizer.encode_prompts([text]) == [reference(text).input_ids]
+    assert tokenizer.named_tokens["eos_token"] == reference.eos_token
+    ids = list(range(tokenizer.vocab_size))
+    assert list(map(tokenizer.decode, ([token] for token in ids))) == reference.batch_decode(
+        [[token] for token in ids], skip_special_tokens=True
+    )
+
+
+def test_a_token_that_the_config_makes_special_is_left_out_of_answers(folder):
+    table = json.loads((folder / "tokenizer.json").read_text())
+    table["added_tokens"].append({"id": 1024, "content": "<end>", **FLAGS, "special": False})
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    assert load_tokenizer(folder).decode([1024]) == "<end>"
+    change(folder / "tokenizer_config.json", eos_token="<end>")
+    assert load_tokenizer(folder).decode([1024]) == ""
+    assert AutoTokenizer.from_pretrained(folder).decode([1024], skip_special_tokens=True) == ""
+
+
+def test_an_added_token_with_another_id_than_the_config_says_is_refused(folder):
+    change(folder / "tokenizer_config.json", added_tokens_decoder={"1030": {"content": "<extra>", "special": False}})
+    with pytest.raises(ModelError, match="give '<extra>' the id 1030, but it is 1024"):
+        load_tokenizer(folder)
+
+
 def test_decode_skips_special_tokens(sample, reference):
     ids = [0, *reference("hello there", add_special_tokens=False).input_ids, 1]
     assert sample.decode(ids) == "hello there"

@@ -176,15 +176,29 @@ REFUSED = {
     ),
     "qwen3-moe-with-dense-layers": (QWEN3_MOE | {"mlp_only_layers": [3]}, ["mlp_only_layers is [3]"]),
     "qwen3-moe-every-other-layer": (QWEN3_MOE | {"decoder_sparse_step": 2}, ["decoder_sparse_step is 2"]),
+    "qwen3-moe-with-a-factor": (QWEN3_MOE | {"routed_scaling_factor": 2.5}, ["routed_scaling_factor is 2.5", "1 for"]),
+    "minimax-with-groups": (MINIMAX | {"n_group": 8, "topk_group": 4}, ["n_group is 8", "1 for this model_type"]),
+    "minimax-not-normed": (MINIMAX | {"norm_topk_prob": False}, ["norm_topk_prob is false", "true for"]),
+    "gpt-oss-not-normed": (GPT_OSS | {"norm_topk_prob": False}, ["norm_topk_prob is false", "true for"]),
     "llama-of-longrope": (
         LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
         ["rope_scaling.rope_type", "longrope", "llama3"],
     ),
-    "glm-rotated-otherwise": (GLM_AIR | {"partial_rotary_factor": 0.26}, ["partial_rotary_factor is 0.26"]),
+    "glm-rotated-otherwise": (
+        GLM_AIR | {"partial_rotary_factor": 0.26},
+        ["partial_rotary_factor is 0.26", "share of head_dim = 128"],
+    ),
+    "llama-half-rotated": (LLAMA | {"partial_rotary_factor": 0.5}, ["partial_rotary_factor is 0.5", "all of a head"]),
+    "qwen3-half-rotated": (
+        QWEN3 | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}},
+        ["rope_parameters.partial_rotary_factor is 0.5", "all of a head"],
+    ),
     "minimax-of-linear-attention": (MINIMAX | {"attn_type_list": [0] * 62}, ["attn_type_list", "full attention"]),
     "minimax-of-other-norms": (MINIMAX | {"qk_norm_type": "per_head"}, ["qk_norm_type", '"per_layer"']),
     "minimax-with-shared-experts": (MINIMAX | {"shared_intermediate_size": 512}, ["shared_intermediate_size is 512"]),
     "gpt-oss-without-window": (GPT_OSS | {"sliding_window": None}, ["sliding_window is missing"]),
+    # transformers takes YaRN with a factor of 32 then
+    "gpt-oss-without-yarn": (GPT_OSS | {"rope_scaling": None}, ["rope_parameters is null", "as rope_scaling"]),
     "gpt-oss-of-other-layers": (GPT_OSS | {"layer_types": ["chunked_attention"] * 36}, ["layer_types", "each of 36"]),
 }
 DELTA_NET = "three of four layers keep a linear-attention state (gated delta-net), which no pages hold"

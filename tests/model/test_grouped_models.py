@@ -315,7 +315,7 @@ def test_simulate_knows_rows_windows_and_missing_experts(folders):
     ("changes", "words"),
     [
         ({"num_key_value_heads": 4}, ["num_key_value_heads is 4", "a divisor of num_attention_heads = 6"]),
-        ({"partial_rotary_factor": 0.4}, ["partial_rotary_factor is 0.4", "share of head_dim = 8"]),
+        ({"partial_rotary_factor": 0.4}, ["partial_rotary_factor is 0.4", "1.0: all of a head is rotated"]),
         ({"layer_types": ["linear_attention"] * 3}, ["layer_types", '"full_attention" for every layer']),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, ["longrope", '"llama3"', '"yarn"']),
         (

@@ -244,6 +244,12 @@ REFUSED = [
     (V2, {"num_experts_per_tok": 65}, ["num_experts_per_tok", "65", "64"]),
     (V3, {"n_group": 256, "topk_group": 8}, ["n_group", "256", "groups of at least 2"]),
     (V2, {"topk_method": "group_limited_greedy", "n_group": None}, ["n_group", "missing"]),
+    (V3, {"n_group": REMOVE}, ["n_group is missing"]),  # transformers and the release take 8 of which 4 are used
+    (V3, {"topk_group": REMOVE}, ["topk_group is missing"]),
+    (V3, {"n_group": None, "topk_group": None}, ["n_group is missing"]),
+    (V3, {"norm_topk_prob": None}, ["norm_topk_prob is null", "true or false"]),  # transformers norms no weights then
+    (V3, {"rope_interleave": None}, ["rope_interleave is null"]),
+    (V2, {"norm_topk_prob": True}, ["norm_topk_prob is true", "false"]),
     (V3, {"first_k_dense_replace": 62}, ["first_k_dense_replace", "62", "61"]),
     (V3, {"num_local_experts": 128}, ["num_local_experts", "128", "n_routed_experts = 256"]),
     (V3, {"num_mtp_layers": 2}, ["num_mtp_layers", "2", "num_nextn_predict_layers = 1"]),
@@ -283,6 +289,12 @@ REFUSED = [
     (V3, {"quantization_config": V3["quantization_config"] | {"fmt": "e5m2"}}, ["fmt", "e5m2", "e4m3"]),
     (V3, {"quantization_config": [8]}, ["quantization_config", "[8]", "object"]),
 ]
+
+
+def test_a_folder_with_an_adapter_is_refused(tmp_path):
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ModelError, match="adapters are not applied; merge it into the weights"):
+        load(tmp_path, V3)
 
 
 @pytest.mark.parametrize(
