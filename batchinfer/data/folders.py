@@ -115,12 +115,11 @@ def _data_files(folder: str, names: Iterable[str], read: Callable[[str], bytes],
     """
     names_in: dict[str, list[str]] = {}
     for name in names:
-        parts = name.split("/")
-        if not any(map(_is_hidden, parts[:-1])):
-            names_in.setdefault("/".join(parts[:-1]), []).append(parts[-1])
+        place, slash, last = name.rpartition("/")
+        if not any(map(_is_hidden, place.split("/"))):
+            names_in.setdefault(f"{place}{slash}", []).append(last)
     files: list[str] = []
-    for place, found in names_in.items():
-        below = f"{place}/" if place else ""
+    for below, found in names_in.items():
         is_saved = _SAVED in found
         shards = _saved_files(folder, f"{below}{_SAVED}", read) if is_saved else filter(is_data_file, found)
         files += (f"{below}{name}" for name in shards)

@@ -86,7 +86,8 @@ def locate(uri: str, s3: S3Config) -> Place:
 def matching_objects(pattern: str, s3: S3Config) -> list[str]:
     """Return the URIs of the objects and folders that a URI matches; without wildcards, the URI itself if it exists.
 
-    `**` matches any number of folders. URIs of folders end with a slash.
+    `**` matches any number of folders. URIs of folders end with a slash. An object whose name has brackets may be named
+    as it is.
 
     Raises:
         StoreError: the store does not answer, or refuses to.
@@ -95,18 +96,19 @@ def matching_objects(pattern: str, s3: S3Config) -> list[str]:
     while len(folders) > 1 and not folders[-1]:
         folders.pop()
     num_plain = next((i for i, part in enumerate(folders) if WILDCARDS.search(part)), None)
-    if num_plain is None:
+    if num_plain is None or "[" in pattern:
         place = locate(pattern, s3)
         with store_errors(f"read {pattern}"):
             kind = place.files.get_file_info(place.path).type
-        return {fs.FileType.File: [pattern], fs.FileType.Directory: [_below(place.uri, "")]}.get(kind, [])
+        if num_plain is None or kind == fs.FileType.File:
+            return {fs.FileType.File: [pattern], fs.FileType.Directory: [_below(place.uri, "")]}.get(kind, [])
     wanted = folders[num_plain:]
     base = locate(f"{head}{'/'.join(folders[:num_plain])}{tail}", s3)
     is_deep = len(wanted) > 1 or "**" in wanted
     with store_errors(f"list {base.uri}"):
         found = base.files.get_file_info(fs.FileSelector(base.path, recursive=is_deep))
     ends = {fs.FileType.File: "", fs.FileType.Directory: "/"}
-    names = [(info.path[len(base.path) :].strip("/"), ends[info.type]) for info in found if info.type in ends]
+    names = [(_name_below(base, info).rstrip("/"), ends[info.type]) for info in found if info.type in ends]
     return sorted(base.below(name + end).uri for name, end in names if _fits(name.split("/"), wanted))
 
 
@@ -119,7 +121,7 @@ def objects_below(uri: str, s3: S3Config) -> dict[str, str]:
     base = locate(uri, s3)
     with store_errors(f"list {base.uri}"):
         found = base.files.get_file_info(fs.FileSelector(base.path, recursive=True))
-    names = [info.path[len(base.path) :].lstrip("/") for info in found if info.type == fs.FileType.File]
+    names = [_name_below(base, info) for info in found if info.type == fs.FileType.File]
     return {name: base.below(name).uri for name in names}
 
 
@@ -269,6 +271,11 @@ def _cut(uri: str) -> tuple[str, list[str], str]:
     path, chain, archive = uri.partition("::")
     scheme, _, path = path.partition("://")
     return f"{scheme}://", path.split("/"), f"{chain}{archive}"
+
+
+def _name_below(base: Place, info: fs.FileInfo) -> str:
+    """Return a listed object's name in the folder; it begins with a slash if the key has two there."""
+    return info.path[len(base.path) :].removeprefix("/")
 
 
 def _below(uri: str, name: str) -> str:

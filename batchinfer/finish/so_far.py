@@ -13,6 +13,7 @@ from batchinfer.data.schemas.statistics import STATS_REQUESTS
 from batchinfer.finish.join import HAS_ENDED, create_results, open_database, output_rows, query
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.statistics import write_request_stats, write_run_stats
+from batchinfer.manifest import Manifest
 from batchinfer.records import Shard
 from batchinfer.run.equality import run_equality
 from batchinfer.rundir import RunDir, read_state, shards_of_state
@@ -47,6 +48,8 @@ def write_so_far(run: RunDir, job: JobConfig, files: list[Path], folder: Path) -
     shards = shards_of_state(state) if is_planned else []
     num_rows = 0
     if is_planned:
+        planned = (run.requests, run.duplicates, *(run.tokens(shard.index) for shard in shards if not shard.problem))
+        Manifest(run.root, state.get("files")).check(*planned)
         num_rows = _write_rows(run, job, target, shards, files)
     else:
         pq.write_table(STATS_REQUESTS.schema.empty_table(), target.stats_file("requests"))

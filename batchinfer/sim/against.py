@@ -93,10 +93,12 @@ def read_rows(path: Path, model: ModelConfig, parity: Parity = "all") -> tuple[l
         raise ConfigError(
             f"--against knows the rows of {' and '.join(NAMES)}; give a model folder of that architecture"
         )
+    wanted = "give the path of silicon_sample.csv, a file of the package aiconfigurator-core"
     try:
-        records = pv.read_csv(path).to_pylist()
+        with path.open("rb") as file:
+            records = pv.read_csv(file).to_pylist()
     except (OSError, pa.ArrowInvalid) as error:
-        raise ConfigError(f"{path} cannot be read: {first_line(error)}; give silicon_sample.csv") from None
+        raise ConfigError(f"{path} cannot be read: {first_line(error)}; {wanted}") from None
     rows, left_out = [], Counter[str]()
     try:
         for index, record in enumerate(records):
@@ -108,7 +110,7 @@ def read_rows(path: Path, model: ModelConfig, parity: Parity = "all") -> tuple[l
             else:
                 left_out[reason] += 1
     except KeyError as error:
-        raise ConfigError(f"{path} has no column {error.args[0]}; give silicon_sample.csv of {HINT[12:]}") from None
+        raise ConfigError(f"{path} has no column {error.args[0]}; {wanted}") from None
     return rows, left_out
 
 

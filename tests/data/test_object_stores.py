@@ -440,12 +440,27 @@ def test_folders_beside_objects_are_named_and_nobody_looks_into_them(server, mon
     )
 
 
+def test_an_object_with_brackets_in_its_name_is_found_as_it_stands(server):
+    for name in ("part[1].jsonl", "part1.jsonl"):
+        server.put("data", f"brackets/{name}", b'{"id": "x", "prompt": "Hello"}\n')
+    s3 = S3Config(endpoint=server.endpoint)
+    assert [shard.path for shard in find_shards(["s3://data/brackets/part[1].jsonl"], s3=s3)] == [
+        "s3://data/brackets/part[1].jsonl"
+    ]
+
+
 @pytest.mark.all  # make test: bad places, above
 def test_objects_whose_names_no_output_file_can_have_are_refused(server):
     s3 = S3Config(endpoint=server.endpoint)
     server.put("data", "odd/x//y.parquet", b"")
     with pytest.raises(ConfigError, match="cannot be that of a file"):
         find_shards(["s3://data/odd/**"], s3=s3)
+    row = b'{"id": "x", "prompt": "Hello"}\n'
+    server.put("data", "twice/z.jsonl", row)
+    server.put("data", "twice//z.jsonl", row)  # is not the object above
+    for pattern in ("s3://data/twice/", "s3://data/twice/**"):
+        with pytest.raises(ConfigError, match=r"twice//z\.jsonl cannot be that of a file"):
+            find_shards([pattern], s3=s3)
     server.put("data", "up/../../y.parquet", b"")  # names of dots count as hidden
     with pytest.raises(ConfigError, match="no file matches"):
         find_shards(["s3://data/up/**"], s3=s3)

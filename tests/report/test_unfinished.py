@@ -84,6 +84,30 @@ def test_the_figures_of_a_killed_run_are_of_its_durable_rows(killed):
     assert sorted(run.rglob("*")) == before, "reading changes nothing"
 
 
+def test_damaged_files_of_an_unfinished_run_are_named_where_they_are(killed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(killed.parent / "run", run)
+    for path in (run / "tokens" / "00000.parquet", run / "plan" / "requests.parquet"):
+        content = bytearray(path.read_bytes())
+        for share in (0.1, 0.5):
+            flipped = int(share * len(content))
+            path.write_bytes(content[:flipped] + bytes([content[flipped] ^ 4]) + content[flipped + 1 :])
+            ended = command("report", run)
+            assert ended.code == 2
+            assert f"error: {path} is damaged: " in ended.err
+            assert f"batchinfer plan --again {run}" in ended.err
+        path.write_bytes(content)
+    path = next(run.glob("stats/steps/*.parquet"))
+    content = path.read_bytes()
+    for damaged in (content[:100] + b"x" + content[101:], content[: len(content) // 2], b""):
+        path.write_bytes(damaged)
+        ended = command("report", run)
+        assert ended.code == 2
+        assert f"error: {path} is damaged: " in ended.err
+    path.unlink()
+    assert command("report", run).code == 0
+
+
 def test_every_form_says_that_a_run_is_unfinished(killed, tmp_path):
     run = killed.parent / "run"
     finished = tmp_path / "whole"

@@ -252,4 +252,5 @@ def test_simulate_takes_a_spec_or_measurements(tmp_path):
     assert batchinfer("simulate", "spec.toml", "--against", "x.csv", "--model", "y").code == 2
     ended = batchinfer("simulate", "--against", tmp_path / "none.csv", "--model", V3_FOLDER)
     assert ended.code == 2
-    assert "none.csv cannot be read" in ended.err
+    wanted = "give the path of silicon_sample.csv, a file of the package aiconfigurator-core"
+    assert f"none.csv cannot be read: No such file or directory; {wanted}" in ended.err
