@@ -24,6 +24,7 @@ from batchinfer.records import ConfigError
 TEMPORARY = ".tmp"  # suffix of temporary files and folders, whose names begin with a dot
 NAME_BYTES = 100  # of the target's name in the temporary name
 REMOVALS, REMOVAL_PAUSE_S = 5, 0.1  # tries to delete a folder that other processes still use
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # errors of a limit of open files: no fault of a file or a request
 SYNCED_TOGETHER = 4  # files that a publisher syncs at the same time
 MOST_WAITING = 64  # written files that are not published yet, and are lost if the process is killed
@@ -127,7 +128,8 @@ def cannot_write(path: Path, error: OSError) -> ConfigError:
     """Return the error for a file of the run folder that cannot be written."""
     if error.errno in NO_DESCRIPTOR:
         return too_many_files(f"cannot write {path}")
-    return ConfigError(f"cannot write {path}: {error.strerror or error}; free space or choose another folder")
+    remedy = "free space or choose" if error.errno in FULL_DISK else "choose"
+    return ConfigError(f"cannot write {path}: {error.strerror or error}; {remedy} another folder")
 
 
 def too_many_files(what: str) -> ConfigError:

@@ -15,6 +15,7 @@ from batchinfer.records import Completion, ConfigError, RequestKey, TokenLogprob
 from batchinfer.run.session import Session
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.run.units.claims import UnitClaims, done_mark
+from batchinfer.run.units.damage import reopen_damaged_units
 from batchinfer.run.units.result_files import result_keys
 from batchinfer.rundir import RunDir
 from batchinfer.stop_signals import StopSignal
@@ -94,6 +95,22 @@ def test_folders_whose_names_say_a_value_change_no_row(tmp_path):
         results.commit()
         (path,) = done_mark(run, 0).files
     assert result_keys(path) == [RequestKey(0, 1, 0)]
+
+
+def test_a_unit_whose_result_was_deleted_meanwhile_is_computed_again(tmp_path):
+    run = RunDir(tmp_path)
+    store = FolderStorage(run)
+    with UnitClaims(store) as claims:
+        results = Results(run, Session("work", StopSignal()), claims)
+        results.open_unit(claims.try_claim(0), {RequestKey(0, row, 0) for row in range(2)})
+        results.add([completion(0)])
+        results.commit()
+        (first,) = run.unit(0).rglob("part-*.parquet")
+        first.unlink()
+        results.add([completion(1)])
+        results.commit()
+    assert first in done_mark(run, 0).files
+    assert reopen_damaged_units(store) == [0]
 
 
 def test_what_an_earlier_claim_has_on_disk_is_not_missing(tmp_path):

@@ -69,7 +69,7 @@ class UnitClaims:
         self._lease = WorkerLease(store)
         self._watch = Watch(store.find)
         self._others: dict[int, _Held] = {}  # by unit
-        self._mine: set[int] = set()  # units that this process holds
+        self._mine: dict[int, dict[Path, int]] = {}  # units that this process holds: sizes of its result files
         self.completed: set[int] = set()
         self.accepts_reused: bool | None = True
 
@@ -116,7 +116,7 @@ class UnitClaims:
         if not self._store.create(folder / CLAIM, _claim_document(self._run, self._lease.path, inherited)):
             return None
         folder.mkdir(parents=True, exist_ok=True)
-        self._mine.add(unit)
+        self._mine[unit] = {}
         return Claim(unit, folder, tuple(inherited))
 
     def lapses_s(self, unit: int) -> float:
@@ -127,15 +127,20 @@ class UnitClaims:
     def add(self, claim: Claim, path: Path) -> None:
         """Make a result file in a claim's folder durable; it counts from then on."""
         self._store.put(path)
+        if claim.unit in self._mine:
+            self._mine[claim.unit][path] = path.stat().st_size
 
     def complete(self, claim: Claim) -> None:
-        """Mark the unit done with this claim's results, unless it was taken over; the first mark counts."""
+        """Mark the unit done with this claim's results, unless it was taken over; the first mark counts.
+
+        The mark vouches for every result that was added, also for one that is gone: so its rows are computed again.
+        """
         if self._store.get(self._run.claim(claim.unit, _next_name(claim.folder)) / CLAIM) is not None:
             note(f"warning: unit {claim.unit} was taken over by another worker while this one was not heard of")
         else:
-            files = [*claim.inherited, *own_files(claim.folder)]
+            files = file_sizes([*claim.inherited, *own_files(claim.folder)]) | self._mine.get(claim.unit, {})
             mark_done(self._store, claim.unit, claim.folder, files, by=self._lease.path.name)
-        self._mine.discard(claim.unit)
+        self._mine.pop(claim.unit, None)
         self.completed.add(claim.unit)
 
     def _is_still_held(self, unit: int) -> bool:
@@ -151,14 +156,20 @@ class UnitClaims:
         return False
 
 
-def mark_done(store: Storage, unit: int, claim: Path, files: list[Path], *, by: str = "") -> None:
+def file_sizes(files: list[Path]) -> dict[Path, int]:
+    """Return the size of each file in bytes."""
+    return {path: path.stat().st_size for path in files}
+
+
+def mark_done(store: Storage, unit: int, claim: Path, files: dict[Path, int], *, by: str = "") -> None:
     """Mark a unit done with the results of a claim; the first mark counts.
 
     Args:
         claim: the claim's folder.
+        files: its result files and their sizes in bytes.
         by: name of the worker's lease.
     """
-    sizes = {path.relative_to(store.run.root).as_posix(): path.stat().st_size for path in files}
+    sizes = {path.relative_to(store.run.root).as_posix(): size for path, size in files.items()}
     mark = {"unit": unit, "claim": claim.name, "files": sizes, "by": by}
     store.create(store.run.done(unit), json_text(mark).encode())
 

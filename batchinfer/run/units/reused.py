@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.run.store.interface import Storage
-from batchinfer.run.units.claims import mark_done, offer_first
+from batchinfer.run.units.claims import file_sizes, mark_done, offer_first
 from batchinfer.run.units.result_files import REUSED_FOLDER, own_files
 from batchinfer.rundir import RunDir
 from batchinfer.whole_files import remove_folder
@@ -43,7 +43,7 @@ def offer_reused(storage: Storage, state: dict[str, Any]) -> None:
             storage.put(path)
         claim = offer_first(storage, unit, files)
         if claim is not None and state[REUSED]["is_all"]:
-            mark_done(storage, unit, claim, files)
+            mark_done(storage, unit, claim, file_sizes(files))
 
 
 def rows_to_compute(rows: list[dict[str, Any]], state: dict[str, Any]) -> list[dict[str, Any]]:
