@@ -37,6 +37,11 @@ UNREADABLE = {
     "an open quote": ("a.csv", b'id,prompt\n"1,x\n', "a.csv: line 2 is not valid CSV: unexpected end of data"),
     "no JSON": ("a.jsonl", b"x\ny\n", "can be read: line 1 is not valid JSON: invalid character"),
     "JSON of Latin-1": ("a.jsonl", b'{"prompt": "\xe9"}\n', "can be read: line 1 is not valid UTF-8"),
+    "objects over lines": (
+        "a.jsonl",
+        b'{\n"prompt": "x"\n}\n',
+        "can be read: line 1 is not valid JSON: Input data was",
+    ),
     "lists": ("a.jsonl", b"[1]\n[2]\n", "can be read: line 1 is a list, not an object"),
 }
 
@@ -48,6 +53,12 @@ def test_a_file_without_a_readable_row_says_why_the_first_is_bad(name, tmp_path)
     with pytest.raises(ConfigError, match=r"^no row of the input can be read") as raised:
         check(tmp_path)
     assert reason in str(raised.value)
+
+
+def test_objects_over_several_lines_are_named_with_what_to_do(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(UNREADABLE["objects over lines"][1])
+    with pytest.raises(ConfigError, match=r"its objects go over several lines: .* \(`jq -c \.`\), as \*\.jsonl$"):
+        check(tmp_path)
 
 
 @pytest.mark.parametrize("name", UNREADABLE)

@@ -14,6 +14,7 @@ _ADVICE = {
     "arrow": 'it looks like Arrow IPC: set input.format = "arrow"',
     "jsonl": 'it looks like JSON lines: set input.format = "jsonl", or name it *.jsonl',
     "csv": 'it looks like CSV: set input.format = "csv", or name it *.csv',
+    "objects": "its objects go over several lines: write each on a line of its own (`jq -c .`), as *.jsonl",
     "array": "it looks like one JSON array: write each of its items on a line of its own (`jq -c '.[]'`), as *.jsonl",
 }
 
@@ -26,7 +27,9 @@ def format_advice(head: bytes, taken_for: str) -> str:
         taken_for: the format in which the file was read.
     """
     found = _looks_like(head)
-    return "" if found in (None, taken_for) else f"; {_ADVICE[found]}"
+    if found is None or found == taken_for or (found == "objects" and taken_for != "jsonl"):
+        return ""
+    return f"; {_ADVICE[found]}"
 
 
 def _looks_like(head: bytes) -> str | None:
@@ -40,7 +43,9 @@ def _looks_like(head: bytes) -> str | None:
     first, end, _ = text.partition(b"\n")
     is_whole = bool(end) or len(head) < HEAD_BYTES
     if text.startswith(b"{"):
-        return "jsonl" if not is_whole or _is_json(first) else None
+        if not is_whole or _is_json(first):
+            return "jsonl"
+        return "objects" if first.strip() == b"{" else None
     if text.startswith(b"["):
         return "array"
     return "csv" if is_whole and _is_header(first) else None
