@@ -188,9 +188,9 @@ def test_a_transfer_for_which_the_disk_has_no_room_is_no_fault_of_its_request(sm
     file.parent.mkdir()
     if trouble == "full":
         small_disk.fill(but_bytes=4096)
-        reason = "No space left on device"
+        reason = "No space left on device; free space"
     else:
         small_disk.set_read_only(True)
-        reason = "Read-only file system"
-    with pytest.raises(ConfigError, match=f"cannot write {file}: {reason}; free space"):
+        reason = "Read-only file system; choose another folder"
+    with pytest.raises(ConfigError, match=f"cannot write {file}: {reason}"):
         write_transfer(KvMemory(some_pages()), [3, 1], file=file)

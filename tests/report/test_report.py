@@ -424,7 +424,7 @@ def test_what_is_no_finished_run_is_refused_with_the_remedy(tmp_path):
 def test_a_damaged_table_is_named(tmp_path):
     run = write_run(tmp_path / "r", nodes=[session("a", 0, 1)])
     (run / "stats" / "nodes" / "a.parquet").write_bytes(b"not parquet")
-    with pytest.raises(ConfigError, match=r"cannot read the table nodes of .*/r") as caught:
+    with pytest.raises(ConfigError, match=r"/r/stats/nodes/a\.parquet is damaged: .*; delete it") as caught:
         read_report(run)
     assert caught.value.exit_code == ExitCode.BAD_JOB
     assert "\n" not in str(caught.value)
