@@ -46,8 +46,9 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
             config = tekken_file.NAMED | config
         else:
             tokenizer = Tokenizer.from_str(_with_marks_shown(text))
+        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         named, further = _named_tokens(config), _further_special_tokens(config)
-        further = [token for token in further if tokenizer.token_to_id(token) is None]
+        further = [token for token in further if token not in known]
         new = _add_tokens(tokenizer, config, [*named.values(), *further], _shown_marks(text))
         if file.name == tiktoken_model.FILE:
             tiktoken_model.check_names(settings_file, tokenizer, names)
@@ -148,11 +149,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     if added := _read_json(file):
         if not all(type(id) is int and id >= 0 for id in added.values()):
             raise ModelError(f"{file} is no object of token ids by their texts; restore the file")
-        special = {*_named_tokens(config).values(), *_further_special_tokens(config)}
-        config["added_tokens_decoder"] = {
-            str(id): {"content": text, "special": text in special, "normalized": text not in special}
-            for text, id in added.items()
-        }
+        # without flags: those of tokenizer.json count
+        config["added_tokens_decoder"] = {str(id): {"content": text} for text, id in added.items()}
     return config
 
 
@@ -208,7 +206,8 @@ def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any], special: list[str]
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     for text in dict.fromkeys([*details, *special]):
         old = known.get(text)
-        flags = details.get(text) or (declared.get(text, {}) if old is None else old.__getstate__())
+        flags = {} if old is None else old.__getstate__()
+        flags = flags | details[text] if text in details else flags or declared.get(text, {})
         is_special = text in special or bool(flags.get("special"))
         token = AddedToken(
             text,
