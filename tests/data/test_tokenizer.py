@@ -255,6 +255,12 @@ MORE_SETTINGS: dict[str, dict[str, object]] = {  # file -> content; 1024 and 102
     "an older file in another order": {"added_tokens.json": {"<end>": 1025, "<extra>": 1024}},
     "a special token in the vocabulary": {"tokenizer_config.json": {"extra_special_tokens": ["our"]}},
     "further special tokens": {"tokenizer_config.json": {"extra_special_tokens": ["<extra>", "<end>"]}},
+    "a token that is no special one after all": {
+        "tokenizer_config.json": {
+            "extra_special_tokens": ["<extra>"],
+            "added_tokens_decoder": {"1024": {"content": "<extra>", **FLAGS, "special": False}},
+        }
+    },
     "by their older name": {"special_tokens_map.json": {"additional_special_tokens": ["<extra>", "<end>"]}},
     "of the model's own code": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<extra>"}}},
     "the older file first": {"special_tokens_map.json": {"eos_token": "<｜User｜>"}},
