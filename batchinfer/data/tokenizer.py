@@ -46,9 +46,10 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
             config = tekken_file.NAMED | config
         else:
             tokenizer = Tokenizer.from_str(_with_marks_shown(text))
+        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
         named, further = _named_tokens(config), _further_special_tokens(config)
-        further = [token for token in further if tokenizer.token_to_id(token) is None]
-        new = _add_tokens(tokenizer, config, [*named.values(), *further], _shown_marks(text))
+        further = [token for token in further if token not in known]
+        new = _add_tokens(tokenizer, config, [*named.values()], further, _shown_marks(text))
         if file.name == tiktoken_model.FILE:
             tiktoken_model.check_names(settings_file, tokenizer, names)
         else:
@@ -148,11 +149,8 @@ def _settings(folder: Path) -> dict[str, Any]:
     if added := _read_json(file):
         if not all(type(id) is int and id >= 0 for id in added.values()):
             raise ModelError(f"{file} is no object of token ids by their texts; restore the file")
-        special = {*_named_tokens(config).values(), *_further_special_tokens(config)}
-        config["added_tokens_decoder"] = {
-            str(id): {"content": text, "special": text in special, "normalized": text not in special}
-            for text, id in added.items()
-        }
+        # without flags: those of tokenizer.json count
+        config["added_tokens_decoder"] = {str(id): {"content": text} for text, id in added.items()}
     return config
 
 
@@ -193,23 +191,27 @@ def _further_special_tokens(config: dict[str, Any]) -> list[str]:
     return [text for text in texts if isinstance(text, str) and text]
 
 
-def _add_tokens(tokenizer: Tokenizer, config: dict[str, Any], special: list[str], shown: list[str]) -> set[str]:
+def _add_tokens(
+    tokenizer: Tokenizer, config: dict[str, Any], named: list[str], further: list[str], shown: list[str]
+) -> set[str]:
     """Add the tokens that only the settings declare, in the order of their ids; return their texts.
 
-    Tokens that `added_tokens_decoder` lists get its flags, and those in `special` are special, also if they are known.
+    Tokens that `added_tokens_decoder` lists get its flags, and those in `named` are special, also if they are known.
 
     Args:
-        special: texts of special tokens that the settings name.
+        named: texts of special tokens that the settings name.
+        further: texts of tokens that are special unless `added_tokens_decoder` says otherwise.
         shown: texts of tokens that are not special.
     """
     listed = config.get("added_tokens_decoder") or {}
     details = {value["content"]: value for _, value in sorted(listed.items(), key=lambda item: int(item[0]))}
     declared = {config[name]["content"]: config[name] for name in NAMED_TOKENS if isinstance(config.get(name), dict)}
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-    for text in dict.fromkeys([*details, *special]):
+    for text in dict.fromkeys([*details, *named, *further]):
         old = known.get(text)
-        flags = details.get(text) or (declared.get(text, {}) if old is None else old.__getstate__())
-        is_special = text in special or bool(flags.get("special"))
+        flags = {} if old is None else old.__getstate__()
+        flags = flags | details[text] if text in details else flags or declared.get(text, {})
+        is_special = text in named or bool(flags.get("special", text in further))
         token = AddedToken(
             text,
             special=is_special and text not in shown,

@@ -113,6 +113,23 @@ def test_a_unit_whose_result_was_deleted_meanwhile_is_computed_again(tmp_path):
     assert reopen_damaged_units(store) == [0]
 
 
+def test_a_unit_whose_inherited_result_was_deleted_meanwhile_is_computed_again(tmp_path):
+    run = RunDir(tmp_path)
+    store = FolderStorage(run)
+    keys = {RequestKey(0, row, 0) for row in range(2)}
+    for row in range(2):
+        with UnitClaims(store) as claims:
+            results = Results(run, Session("work", StopSignal()), claims)
+            results.open_unit(claims.try_claim(0), keys)
+            for first in run.unit(0).rglob("part-*.parquet"):
+                first.unlink()
+            results.add([completion(row)])
+            results.commit()
+            claims.end()
+    assert first in done_mark(run, 0).files
+    assert reopen_damaged_units(store) == [0]
+
+
 def test_what_an_earlier_claim_has_on_disk_is_not_missing(tmp_path):
     run = RunDir(tmp_path)
     keys = {RequestKey(0, row, 0) for row in range(3)}

@@ -253,7 +253,14 @@ FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": F
 MORE_SETTINGS: dict[str, dict[str, object]] = {  # file -> content; 1024 and 1025 are the next ids
     "an older file": {"added_tokens.json": {"<extra>": 1024, "<end>": 1025}},
     "an older file in another order": {"added_tokens.json": {"<end>": 1025, "<extra>": 1024}},
+    "a special token in the vocabulary": {"tokenizer_config.json": {"extra_special_tokens": ["our"]}},
     "further special tokens": {"tokenizer_config.json": {"extra_special_tokens": ["<extra>", "<end>"]}},
+    "a token that is no special one after all": {
+        "tokenizer_config.json": {
+            "extra_special_tokens": ["<extra>"],
+            "added_tokens_decoder": {"1024": {"content": "<extra>", **FLAGS, "special": False}},
+        }
+    },
     "by their older name": {"special_tokens_map.json": {"additional_special_tokens": ["<extra>", "<end>"]}},
     "of the model's own code": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<extra>"}}},
     "the older file first": {"special_tokens_map.json": {"eos_token": "<｜User｜>"}},
@@ -273,7 +280,7 @@ def test_tokens_and_flags_of_the_settings_are_those_of_transformers(folder, name
     for file, values in MORE_SETTINGS[name].items():
         change(folder / file, **values)
     tokenizer, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-    text = "a <extra> b<end> <｜User｜> c <｜Assistant｜>\n"
+    text = "a <extra> b<end> <｜User｜> c <｜Assistant｜>\nourour"
     assert tokenizer.encode_prompts([text]) == [reference(text).input_ids]
     assert tokenizer.named_tokens["eos_token"] == reference.eos_token
     ids = list(range(tokenizer.vocab_size))
@@ -290,6 +297,17 @@ def test_a_token_that_the_config_makes_special_is_left_out_of_answers(folder):
     change(folder / "tokenizer_config.json", eos_token="<end>")
     assert load_tokenizer(folder).decode([1024]) == ""
     assert AutoTokenizer.from_pretrained(folder).decode([1024], skip_special_tokens=True) == ""
+
+
+def test_flags_of_tokenizer_json_go_before_the_older_file(folder):
+    table = json.loads((folder / "tokenizer.json").read_text())
+    table["added_tokens"].append({"id": 1024, "content": "<end>", **FLAGS, "lstrip": True, "special": True})
+    (folder / "tokenizer.json").write_text(json.dumps(table))
+    change(folder / "added_tokens.json", **{"<end>": 1024, "<extra>": 1025})
+    tokenizer, reference = load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.encode_prompts(["a <end> <extra>"]) == [reference("a <end> <extra>").input_ids]
+    decoded = [tokenizer.decode([token]) for token in (1024, 1025)]
+    assert decoded == [reference.decode([token], skip_special_tokens=True) for token in (1024, 1025)] == ["", "<extra>"]
 
 
 def test_an_added_token_with_another_id_than_the_config_says_is_refused(folder):

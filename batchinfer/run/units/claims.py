@@ -69,7 +69,7 @@ class UnitClaims:
         self._lease = WorkerLease(store)
         self._watch = Watch(store.find)
         self._others: dict[int, _Held] = {}  # by unit
-        self._mine: dict[int, dict[Path, int]] = {}  # units that this process holds: sizes of its result files
+        self._mine: dict[int, dict[Path, int]] = {}  # units that this process holds: sizes of their result files
         self.completed: set[int] = set()
         self.accepts_reused: bool | None = True
 
@@ -116,7 +116,7 @@ class UnitClaims:
         if not self._store.create(folder / CLAIM, _claim_document(self._run, self._lease.path, inherited)):
             return None
         folder.mkdir(parents=True, exist_ok=True)
-        self._mine[unit] = {}
+        self._mine[unit] = file_sizes(inherited)
         return Claim(unit, folder, tuple(inherited))
 
     def lapses_s(self, unit: int) -> float:
@@ -133,12 +133,14 @@ class UnitClaims:
     def complete(self, claim: Claim) -> None:
         """Mark the unit done with this claim's results, unless it was taken over; the first mark counts.
 
-        The mark vouches for every result that was added, also for one that is gone: so its rows are computed again.
+        The mark vouches for every result that was inherited or added, also for one that is gone: so its rows are
+        computed again.
         """
         if self._store.get(self._run.claim(claim.unit, _next_name(claim.folder)) / CLAIM) is not None:
             note(f"warning: unit {claim.unit} was taken over by another worker while this one was not heard of")
         else:
-            files = file_sizes([*claim.inherited, *own_files(claim.folder)]) | self._mine.get(claim.unit, {})
+            files = self._mine.get(claim.unit) or file_sizes([*claim.inherited])
+            files |= file_sizes([path for path in own_files(claim.folder) if path not in files])
             mark_done(self._store, claim.unit, claim.folder, files, by=self._lease.path.name)
         self._mine.pop(claim.unit, None)
         self.completed.add(claim.unit)
