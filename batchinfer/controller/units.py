@@ -1,6 +1,5 @@
 """Requests of a work unit read from the plan, and its results as rows."""
 
-from functools import cached_property
 from itertools import starmap
 from operator import attrgetter
 from typing import Any
@@ -41,7 +40,8 @@ _OF_AN_ERROR = {"status": "error", **dict.fromkeys(_TEXTS), **dict.fromkeys((*CO
 class PlannedRequests:
     """The plan's requests, read unit by unit.
 
-    The file stays open from the first read on: its footer, which has an entry for every unit, is parsed once.
+    The file stays open from the first read on: its footer, which has an entry for every unit, is parsed once. A plan
+    that takes its place is opened, and refused by its checksums.
 
     Args:
         manifest: manifest of the plan.
@@ -50,10 +50,15 @@ class PlannedRequests:
 
     def __init__(self, run: RunDir, manifest: Manifest, default: Sampling) -> None:
         self._path, self._manifest, self._default = run.requests, manifest, default
+        self._file: pq.ParquetFile | None = None
+        self._opened: tuple[int, ...] = ()  # which file `_file` is
 
-    @cached_property
-    def _file(self) -> pq.ParquetFile:
-        return open_parquet(self._path, self._manifest)
+    def _current_file(self) -> pq.ParquetFile:
+        status = self._path.stat()
+        found = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        if self._file is None or found != self._opened:
+            self._file, self._opened = open_parquet(self._path, self._manifest), found
+        return self._file
 
     def of_unit(self, row: dict[str, Any], *, after_tokens: int = 0) -> list[Request]:
         """Return the requests of one unit in the plan's order. Only the unit's row groups are read.
@@ -67,7 +72,7 @@ class PlannedRequests:
         """
         groups = range(row["first_row_group"], row["first_row_group"] + row["num_row_groups"])
         with own_file(self._path):
-            table = self._file.read_row_groups(list(groups), columns=_REQUEST_COLUMNS)
+            table = self._current_file().read_row_groups(list(groups), columns=_REQUEST_COLUMNS)
         return _requests(table, self._default, after_tokens)
 
 
