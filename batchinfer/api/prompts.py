@@ -188,7 +188,7 @@ def are_json_chats(reader: pa.RecordBatchReader, name: str) -> tuple[pa.RecordBa
 
 
 def _untyped(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with nulls for doubles, which is what pandas makes of columns without values."""
+    """Return the schema with the type null for float64, the type of pandas' columns without values."""
     return pa.schema([field.with_type(pa.null()) if field.type == pa.float64() else field for field in schema])
 
 

@@ -86,8 +86,8 @@ def locate(uri: str, s3: S3Config) -> Place:
 def matching_objects(pattern: str, s3: S3Config) -> list[str]:
     """Return the URIs of the objects and folders that a URI matches; without wildcards, the URI itself if it exists.
 
-    `**` matches any number of folders. URIs of folders end with a slash. An object whose name has brackets may be named
-    as it is.
+    `**` matches any number of folders. URIs of folders end with a slash. A pattern with brackets is first
+    looked up as a literal name.
 
     Raises:
         StoreError: the store does not answer, or refuses to.

@@ -137,9 +137,9 @@ def _read_text(file: Path) -> str:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, with the older files beside it if it does not list the added tokens itself.
+    """Return tokenizer_config.json; without `added_tokens_decoder`, with two older files merged in, as in transformers.
 
-    transformers reads special_tokens_map.json, which goes first, and added_tokens.json only then.
+    Keys of special_tokens_map.json replace those of tokenizer_config.json; added_tokens.json lists the added tokens.
     """
     config = _read_json(folder / "tokenizer_config.json")
     if "added_tokens_decoder" in config:

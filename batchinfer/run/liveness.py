@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SILENT_S = (
-    60.0  # a process of another host counts as dead after this time without a sign of life, by the file system's clock
-)
+SILENT_S = 60.0  # without a sign of life, by the file system's clock, after which another host's process counts as dead
 
 
 def this_process() -> dict[str, Any]:
