@@ -22,9 +22,9 @@ HARMLESS = _names(
     output_router_logits output_scores torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward problem_type
     finetuning_task id2label label2id num_labels task_specific_params tokenizer_class prefix is_decoder head_dim
 
-    initializer_range embedding_initializer_range attention_dropout hidden_dropout resid_pdrop embd_pdrop dropout
-    router_jitter_noise input_jitter_noise aux_loss_alpha seq_aux router_aux_loss_coef router_z_loss_coef
-    mtp_loss_scaling_factor pretraining_tp ep_size gradient_checkpointing
+    initializer_range embedding_initializer_range attention_dropout hidden_dropout residual_dropout resid_pdrop
+    embd_pdrop dropout router_jitter_noise input_jitter_noise aux_loss_alpha seq_aux router_aux_loss_coef
+    router_z_loss_coef mtp_loss_scaling_factor pretraining_tp ep_size gradient_checkpointing
     use_mtp num_mtp_modules mtp_transformer_layers initial_context_length mlp_intermediate_size
     shared_moe_mode use_routing_bias
 
@@ -42,7 +42,7 @@ OFF = _names(
     qk_layernorm qk_norm qk_norm_type qk_layer_norms use_qk_norm clip_qkv alibi attn_logit_softcapping
     final_logit_softcapping attn_temperature_tuning attn_output_gate use_gated_attention attention_sinks
     num_attention_sinks learnable_sink_init no_rope_layers no_rope_layer_interval rope_local_base_freq
-    rope_scaling_layers layer_rope_theta mrope_section llama_4_scaling use_mem_rope
+    rope_scaling_layers layer_rope_theta mrope_section use_mrope llama_4_scaling use_mem_rope
     use_bias use_qkv_bias qkv_bias query_bias key_bias value_bias add_bias_linear attention_out_bias proj_bias
     lm_head_bias moe_bias
 

@@ -27,12 +27,13 @@ class Grouped:
     norm_key: str | None = None  # the key that turns the norm on; None: it is always there
     norm_default: bool = False
     norm_notes: tuple[tuple[str, str], ...] = ()  # keys about the norm, and their only value
-    has_biases: bool = True  # attention_bias may be true
     attention_bias: bool = False
     biased_output: bool = True  # the bias is of the output, too
     has_sinks: bool = False
     # use_sliding_window turns optional ones on; "off": it may not, as transformers and published keys name other layers
-    windows: Literal["none", "off", "optional", "alternate"] = "none"
+    # "every": every layer has one if sliding_window is a number
+    windows: Literal["none", "off", "optional", "alternate", "every"] = "none"
+    window: int = 0  # of every layer where config.json does not say sliding_window, as in transformers; 0: none
     rotary_share: float = 1.0
     rotary_key: str | None = None  # the key with the number of values that are rotated
     needs_rope: bool = False  # config.json must have rope_parameters or rope_scaling
@@ -128,13 +129,12 @@ FAMILIES: dict[str, Family] = {
         routed_scaling_factor=1.0,
         has_plain_gate=True,
         expert_width="intermediate_size",
-        fixed={"mlp_bias": False, "norm_topk_prob": True},
+        fixed={"mlp_bias": False, "norm_topk_prob": True, "attention_bias": False},
         grouped=Grouped(
             qk_norm="whole",
             norm_key="use_qk_norm",
             norm_default=True,
             norm_notes=(("qk_norm_type", "per_layer"),),
-            has_biases=False,
             rotary_key="rotary_dim",
         ),
     ),
@@ -155,6 +155,33 @@ FAMILIES: dict[str, Family] = {
         ("DeepseekV4ForCausalLM",), scoring_func="sqrtsoftplus", compressed=True, fixed={"mlp_bias": False}
     ),
     "llama": Family(("LlamaForCausalLM",), has_experts=False, grouped=Grouped(), fixed={}),
+    "qwen2": Family(
+        ("Qwen2ForCausalLM",),
+        has_experts=False,
+        fixed={"mlp_bias": False, "attention_bias": True},
+        grouped=Grouped(attention_bias=True, biased_output=False, windows="optional"),
+    ),
+    "seed_oss": Family(
+        ("SeedOssForCausalLM",), has_experts=False, grouped=Grouped(attention_bias=True, biased_output=False), fixed={}
+    ),
+    "mistral": Family(
+        ("MistralForCausalLM",),
+        has_experts=False,
+        fixed={"mlp_bias": False, "attention_bias": False},
+        grouped=Grouped(windows="every", window=4096),
+    ),
+    "mixtral": Family(
+        ("MixtralForCausalLM",),
+        rms_norm_eps=1e-5,
+        rope_theta=1000000.0,
+        topk_methods=("greedy",),
+        scoring_func="softmax",
+        routed_scaling_factor=1.0,
+        has_plain_gate=True,
+        expert_width="intermediate_size",
+        fixed={"mlp_bias": False, "norm_topk_prob": True, "attention_bias": False},
+        grouped=Grouped(windows="every"),
+    ),
 }
 CARRIERS: dict[str, Carrier] = {
     "kimi_k25": Carrier(

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from batchinfer.model.attention_config import AttentionConfig, LayerMatrices, Tensors, linear_tensors
 from batchinfer.model.config_reader import ConfigReader
 from batchinfer.model.families import Family, Grouped
+from batchinfer.model.mla_config import read_flag
 from batchinfer.model.rope_config import read_rope
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"  # layer_types
@@ -115,7 +116,7 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
     if rotated % 2 or not 0 < rotated <= head_dim:
         supported = f"a share of head_dim = {head_dim} that is an even number of values"
         raise reader.unsupported("partial_rotary_factor", share, supported)
-    has_bias = reader.flag("attention_bias", default=grouped.attention_bias) if grouped.has_biases else False
+    has_bias = read_flag(reader, family, "attention_bias", default=grouped.attention_bias)
     return GqaConfig(
         num_attention_heads=heads,
         rope=read_rope(reader, family, max_positions, share),
@@ -158,6 +159,11 @@ def _read_windows(reader: ConfigReader, grouped: Grouped, num_layers: int) -> tu
     if grouped.windows == "off":
         reader.expect("use_sliding_window", False, supported="false for this model_type")
         reader.pass_over("sliding_window", "max_window_layers")
+    if grouped.windows == "every":
+        window = reader.size("sliding_window", default=grouped.window, null=0)
+        kind = _WINDOW if window else _FULL
+        reader.expect("layer_types", [kind] * num_layers, supported=f'"{kind}" for every layer')
+        return (window or None,) * num_layers
     if grouped.windows in ("none", "off") or (grouped.windows == "optional" and not _uses_windows(reader)):
         reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
         return (None,) * num_layers

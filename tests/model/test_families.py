@@ -278,9 +278,9 @@ REFUSED = {
     "glm-5-pattern-of-others": (GLM_5 | {"index_topk_pattern": "FX" * 39}, ["indexer_types", '"X"']),
     "v3-as-v4": (V3 | {"model_type": "deepseek_v4", "architectures": None}, ["scoring_func", "sqrtsoftplus"]),
     "mistral-large-4": (V3 | {"model_type": "mistral_large4"}, ["mistral_large4", "share latents"]),
-    "mistral-small-3": (
-        SMALL_4 | {"text_config": {"model_type": "mistral", "hidden_size": 5120}},
-        ['text_config.model_type is "mistral"', "mistral4"],
+    "ministral-3": (
+        SMALL_4 | {"text_config": {"model_type": "ministral3", "hidden_size": 5120}},
+        ['text_config.model_type is "ministral3"', "mistral4"],
     ),
     "mistral-4-without-beta": (mistral_rope(llama_4_scaling_beta=None), ["llama_4_scaling_beta is missing"]),
     "mistral-4-without-yarn": (mistral_rope(type=None, rope_type="default"), ["rope_type", '"yarn"']),

@@ -126,6 +126,97 @@ MINIMAX = {
     "use_routing_bias": True,
     "vocab_size": 200064,
 }
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+R1_DISTILL = QWEN2 | {
+    "eos_token_id": 151643,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 21,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "rope_theta": 10000,
+    "sliding_window": 4096,
+    "use_mrope": False,
+    "vocab_size": 151936,
+}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+MISTRAL_NEMO = MISTRAL | {
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "max_position_embeddings": 131072,
+    "num_hidden_layers": 40,
+    "vocab_size": 131072,
+}
+MIXTRAL = MISTRAL | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.02,
+    "vocab_size": 32000,
+}
+SEED_OSS = {
+    "architectures": ["SeedOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.1,
+    "attention_out_bias": False,
+    "eos_token_id": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "intermediate_size": 27648,
+    "max_position_embeddings": 524288,
+    "mlp_bias": False,
+    "model_type": "seed_oss",
+    "num_attention_heads": 80,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "residual_dropout": 0.1,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"rope_type": "default"},
+    "rope_theta": 10000000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 155136,
+}
 PUBLISHED = {
     "qwen3-0.6b": (
         QWEN3
@@ -164,6 +255,13 @@ PUBLISHED = {
         {"qk_norm": "whole", "rotary_dim": 64, "moe_intermediate_size": 1536, "routed_scaling_factor": 1.0},
         253_952,
     ),
+    "qwen2.5-7b": (QWEN2, {"qkv_bias": True, "out_bias": False, "head_dim": 128, "windows": (None,) * 28}, 57_344),
+    "deepseek-r1-distill-qwen-1.5b": (R1_DISTILL, {"qkv_bias": True, "max_positions": 131072}, 28_672),
+    "mistral-7b-v0.3": (MISTRAL, {"qkv_bias": False, "windows": (None,) * 32}, 131_072),
+    "mistral-7b-v0.1": (MISTRAL | {"sliding_window": 4096, "rope_theta": 10000.0}, {"windows": (4096,) * 32}, 131_072),
+    "mistral-nemo": (MISTRAL_NEMO, {"head_dim": 128, "max_positions": 131072}, 163_840),
+    "mixtral-8x7b": (MIXTRAL, {"num_moe_layers": 32, "moe_intermediate_size": 14336, "n_routed_experts": 8}, 131_072),
+    "seed-oss-36b": (SEED_OSS, {"qkv_bias": True, "out_bias": False}, 262_144),
     # pages of layers with windows are kept whole: twice what the others' would take
     "gpt-oss-120b": (GPT_OSS, {"has_sinks": True, "windows": (128, None) * 18, "has_fp4_experts": True}, 2 * 36_864),
     "gpt-oss-20b": (GPT_OSS_20B, {"windows": (128, None) * 12, "n_routed_experts": 32}, 2 * 24_576),
@@ -196,6 +294,20 @@ REFUSED = {
     "minimax-of-linear-attention": (MINIMAX | {"attn_type_list": [0] * 62}, ["attn_type_list", "full attention"]),
     "minimax-of-other-norms": (MINIMAX | {"qk_norm_type": "per_head"}, ["qk_norm_type", '"per_layer"']),
     "minimax-with-shared-experts": (MINIMAX | {"shared_intermediate_size": 512}, ["shared_intermediate_size is 512"]),
+    "qwen2-without-biases": (
+        QWEN2 | {"attention_bias": False},
+        ["attention_bias is false", "true for this model_type"],
+    ),
+    "mistral-with-biases": (
+        MISTRAL | {"attention_bias": True},
+        ["attention_bias is true", "false for this model_type"],
+    ),
+    "mistral-of-other-layers": (
+        MISTRAL | {"sliding_window": 4096, "layer_types": ["full_attention"] * 32},
+        ["layer_types", '"sliding_attention" for every layer'],
+    ),
+    "mixtral-not-normed": (MIXTRAL | {"norm_topk_prob": False}, ["norm_topk_prob is false", "true for"]),
+    "seed-oss-with-a-biased-output": (SEED_OSS | {"attention_out_bias": True}, ["attention_out_bias is true"]),
     "gpt-oss-without-window": (GPT_OSS | {"sliding_window": None}, ["sliding_window is missing"]),
     # transformers takes YaRN with a factor of 32 then
     "gpt-oss-without-yarn": (GPT_OSS | {"rope_scaling": None}, ["rope_parameters is null", "as rope_scaling"]),
@@ -257,7 +369,16 @@ def test_angles_of_gpt_oss_are_scaled_as_published(tmp_path):
     assert rope.cos_sin_scale == pytest.approx(1.3466, abs=1e-4)
 
 
-@pytest.mark.parametrize("values", [GLM_AIR, MINIMAX, QWEN3], ids=lambda values: values["model_type"])
+def test_a_missing_window_is_that_of_transformers(tmp_path):
+    for values in (MISTRAL, MIXTRAL):
+        config = load(tmp_path, {key: value for key, value in values.items() if key != "sliding_window"})
+        theirs = AutoConfig.for_model(values["model_type"]).sliding_window
+        assert set(config.attention.windows) == {theirs}
+
+
+@pytest.mark.parametrize(
+    "values", [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS], ids=lambda values: values["model_type"]
+)
 def test_keys_that_are_missing_have_the_values_of_transformers(tmp_path, values):
     absent = ("rms_norm_eps", "rope_theta")
     config = load(tmp_path, {key: value for key, value in values.items() if key not in absent})

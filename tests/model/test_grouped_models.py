@@ -108,7 +108,7 @@ def one_rank(folders):
     [
         # make test: a layout of a model of each kind
         pytest.param(name, ranks, marks=() if (name, ranks) in QUICK else pytest.mark.all)
-        for name in (*EXPERTS, "llama", "qwen3-windows")
+        for name in (*EXPERTS, "llama", "qwen3-windows", "mistral-windows")
         for ranks in LAYOUTS
         if name in EXPERTS or "redundant" not in ranks
     ],

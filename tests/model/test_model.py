@@ -36,6 +36,7 @@ INVARIANT_MODELS = (
     "qwen3-windows",
     "qwen3-moe-normed",
     "llama-biased",
+    "mistral-windows",
     "minimax-m2",
     "gpt-oss",
 )

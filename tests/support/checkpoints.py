@@ -39,12 +39,20 @@ from transformers import (
     Mistral3ForConditionalGeneration,
     Mistral4Config,
     Mistral4ForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
     YoutuConfig,
     YoutuForCausalLM,
 )
@@ -253,6 +261,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_attention_heads": 4, "num_key_value_heads": 4}
         | {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
+    "qwen2": ("qwen2", {"rope_parameters": YARN}),
+    "qwen2-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "mistral": ("mistral", {"sliding_window": None, "rms_norm_eps": 1e-5}),
+    "mistral-windows": ("mistral", {"sliding_window": 40, "head_dim": 10}),
+    "mistral3-dense": ("mistral3_dense", {"sliding_window": None}),
+    "seed-oss": ("seed_oss", {"mlp_bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}),
     "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
 GROUPED_MODELS = [name for name, (family, _) in MODELS.items() if FAMILIES.get(family) and FAMILIES[family].grouped]
@@ -276,9 +294,15 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "minimax_m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
+_MISTRAL3_TEXT = {"mistral3": "mistral4", "mistral3_dense": "mistral"}
 _BASES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
+    **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss"), GQA),
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
     "youtu": {key: value for key, value in BASE.items() if key not in _MOE_KEYS}
     | {"bos_token_id": 0, "eos_token_id": 1},
@@ -303,11 +327,10 @@ def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **override
         model: PreTrainedModel = Kimi_K25ForConditionalGeneration(
             Kimi_K25Config(**parts, projection_hidden_size=16, tie_word_embeddings=False)
         )
-    elif family == "mistral3":
+    elif family in _MISTRAL3_TEXT:
+        text = {"model_type": _MISTRAL3_TEXT[family], **fields}
         model = Mistral3ForConditionalGeneration(
-            Mistral3Config(
-                text_config={"model_type": "mistral4", **fields}, vision_config=_PIXTRAL, tie_word_embeddings=False
-            )
+            Mistral3Config(text_config=text, vision_config=_PIXTRAL, tie_word_embeddings=False)
         )
     else:
         config, of_config = _CLASSES[family]
