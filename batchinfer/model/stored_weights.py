@@ -96,7 +96,7 @@ class StoredWeights:
 
     def _integers(self, form: IntegerForm, name: str) -> Integers:
         words = self._checkpoint.read(form.part(name, "values"))
-        scale = self._scale(form.part(name, "scales"))
+        scale = self._scale(form.part(name, "scales"), signed=True)  # AutoRound's are of either sign
         if form.method == "compressed-tensors":
             self._check_shape(form.part(name, "shape"), self.shape(name))
             return from_compressed_tensors(words, scale, form.group)
@@ -130,12 +130,13 @@ class StoredWeights:
         grid = [-(-size // block) for size, block in zip(self.shape(name), self._fp8_block, strict=True)]
         return scale.reshape(1, 1).expand(grid).contiguous()
 
-    def _scale(self, name: str) -> torch.Tensor:
+    def _scale(self, name: str, *, signed: bool = False) -> torch.Tensor:
         """Return scales in float32, which holds every stored form exactly."""
         scale = self._checkpoint.read(name).float()
         least, most = (bound.item() for bound in scale.aminmax())  # NaN where one is
-        if not 0 <= least <= most < math.inf:
-            raise self._wrong(name, f"is from {least:g} to {most:g}, but a scale is finite and not negative")
+        if not (math.isfinite(least) and math.isfinite(most) and (signed or least >= 0)):
+            needs = "finite" if signed else "finite and not negative"
+            raise self._wrong(name, f"is from {least:g} to {most:g}, but a scale is {needs}")
         return scale
 
     def _wrong(self, name: str, what: str) -> ModelError:

@@ -44,6 +44,8 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
         for weight, shape in expected_tensors(config)
         for name, part in _as_stored(checkpoint, config, weight, shape).items()
     }
+    if config.tie_word_embeddings and HEAD in checkpoint:  # it is compared with the embedding
+        expected[HEAD] = StoredPart((config.vocab_size, config.hidden_size), ())
     mtp_layers = {layer for name in checkpoint if ".eh_proj." in name and (layer := _layer_of(name)) is not None}
     unknown: list[str] = []
     scales: list[str] = []
@@ -112,7 +114,7 @@ def num_bytes_to_read(
             found = [part for part in parts if part in checkpoint]
             total += times * sum(checkpoint.info(part).num_bytes for part in found)
     if config.tie_word_embeddings and HEAD in checkpoint:  # compared with the embedding
-        total += checkpoint.info(HEAD).num_bytes
+        total += sum(checkpoint.info(part).num_bytes for part in (HEAD, HEAD + SCALE_SUFFIX) if part in checkpoint)
     return total
 
 
@@ -216,7 +218,7 @@ def _is_ignored(name: str, config: ModelConfig, mtp_layers: set[int]) -> bool:
     Args:
         mtp_layers: layers with the projection that only those for multi-token prediction have.
     """
-    if name.endswith(_IGNORED_SUFFIXES) or (config.tie_word_embeddings and name == HEAD):
+    if name.endswith(_IGNORED_SUFFIXES):
         return True
     if config.fp8_per_tensor and name.endswith(_INPUT_SCALE_SUFFIXES):
         return True

@@ -121,6 +121,20 @@ def test_what_is_stored_in_four_bits_is_not_rounded_again():
 
 
 @pytest.mark.usefixtures("cpp")
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_a_part_stored_in_groups_may_lie_beside_a_plain_one(is_paired):
+    """As where a checkpoint leaves some modules in 16 bits."""
+    gate, up = random(48, 70), random(48, 70)
+    held = []
+    for parts in ((gate, up), (to_groups(gate), up), (gate, to_groups(up))):
+        weight = packed.Packed.empty(1, 96, 70, kind=packed.WeightKind.INT4, is_paired=is_paired)
+        weight.put(0, *parts)
+        held.append(weight.data)
+    assert torch.equal(held[0], held[1])
+    assert torch.equal(held[0], held[2])
+
+
+@pytest.mark.usefixtures("cpp")
 @pytest.mark.parametrize("shape", SHAPES)
 def test_cpp_products_are_those_of_the_twin_with_the_same_bits_in_any_company(shape, threads):
     weight, x = random(*shape, seed=1), random(100, shape[1])

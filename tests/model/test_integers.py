@@ -24,11 +24,11 @@ from support.tiers import first_in_make_test
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 96, "intermediate_size": 96, "q_lora_rank": 32, "kv_lora_rank": 32}
 FORMS = {
     "awq": AWQ,
+    "autoround as gptq": AUTOROUND,  # with scales of either sign
     "gptq": GPTQ,
     "gptq with zero points": GPTQ | {"sym": False},
     "gptq in no order": GPTQ | {"sym": False, "desc_act": True},
     "gptq's second format": GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
-    "autoround as gptq": AUTOROUND,
     "autoround with zero points": AUTOROUND | {"sym": False, "packing_format": "auto_round:gptqmodel"},
     "autoround as awq": AUTOROUND | {"sym": False, "packing_format": "auto_round:auto_awq"},
 }

@@ -68,8 +68,13 @@ def test_fp8_weights_and_scales_that_do_not_fit(tmp_path, changes, words):
 
 
 @pytest.mark.parametrize("options", [{}, IN_BFLOAT16], ids=["widened", "held"])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
-@pytest.mark.parametrize(("store", "suffix"), [(quantise, "_scale_inv"), (pack_int4, "_scale")])
+@pytest.mark.parametrize(
+    ("store", "suffix", "value"),
+    [
+        *((quantise, "_scale_inv", value) for value in (float("nan"), float("inf"), -1.0)),
+        *((pack_int4, "_scale", value) for value in (float("nan"), float("inf"), -float("inf"))),
+    ],
+)
 def test_scales_that_cannot_be_are_refused(tmp_path, store, suffix, value, options):
     make_checkpoint(tmp_path, "v3", **WHOLE_GROUPS)
     store(tmp_path)
@@ -77,7 +82,7 @@ def test_scales_that_cannot_be_are_refused(tmp_path, store, suffix, value, optio
     scale = read_tensors(tmp_path)[name]
     scale[0, -1] = value
     change(tmp_path, **{name: scale})
-    with pytest.raises(ModelError, match=rf"{name} is from .* a scale is finite and not negative"):
+    with pytest.raises(ModelError, match=rf"{name} is from .* a scale is finite"):
         load(tmp_path, **options)
 
 

@@ -431,6 +431,25 @@ def test_a_tied_head_beside_another_one_is_refused(tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        (
+            torch.zeros(96, 45).to(torch.float8_e4m3fn),
+            r"lm_head\.weight is FP8, but there is no lm_head\.weight_scale_inv",
+        ),
+        (torch.zeros(96, 45, dtype=torch.int32), r"lm_head\.weight is I32; supported are"),
+        (torch.zeros(95, 45), r"lm_head\.weight is \[95, 45\] instead of \[96, 45\]"),
+    ],
+)
+def test_the_header_of_a_tied_head_is_checked_too(tmp_path, head, words):
+    make_checkpoint(tmp_path, "v3-odd-sizes")
+    edit_config(tmp_path, quantization_config=FP8)
+    change(tmp_path, lm_head__weight=head)
+    with pytest.raises(ModelError, match=words):
+        load(tmp_path)
+
+
 def powers_of_two(folder, dtype):
     """Change the scales of an FP8 checkpoint to powers of two in this dtype, as `scale_fmt` "ue8m0" means them."""
     tensors = read_tensors(folder)

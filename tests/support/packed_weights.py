@@ -111,6 +111,7 @@ def pack_with_zeros(folder: Path, config: dict[str, Any]) -> dict[str, torch.Ten
     """Pack projections of whole groups, as AWQ's, GPTQ's or AutoRound's `config` says; returns them multiplied out.
 
     GPTQ's in no order have the groups of their inputs listed, and a symmetric one has 8 for all its zero points.
+    AutoRound's symmetric scales have the sign that makes a group's largest magnitude the lowest integer.
     """
     stored, plain = {}, {}
     for name, tensor in read_tensors(folder).items():
@@ -121,13 +122,19 @@ def pack_with_zeros(folder: Path, config: dict[str, Any]) -> dict[str, torch.Ten
         group_M = torch.arange(num_in) // config["group_size"]
         if config.get("desc_act"):
             group_M = group_M[torch.randperm(num_in, generator=torch.Generator().manual_seed(num_in))]
-        scale = torch.stack([tensor[:, group_M == group].abs().amax(1) / 7.5 for group in range(num_groups)], 1).half()
+        packing = config.get("packing_format", config["quant_method"])
+        least, most = (
+            torch.stack([getattr(tensor[:, group_M == group], bound)(1) for group in range(num_groups)], 1)
+            for bound in ("amin", "amax")
+        )
+        scale = (torch.maximum(most, -least) / 7.5).half()
+        if config.get("sym") and packing.startswith("auto_round"):
+            scale = torch.where(most < -least, scale, -scale)
         spread = torch.arange(scale.numel()).view(scale.shape) % 6 + 5
         zeros = torch.full(scale.shape, 8) if config.get("sym") else spread
         values = (tensor / scale[:, group_M].float()).round().long().add(zeros[:, group_M]).clamp(0, 15)
         plain[name] = (values - zeros[:, group_M]).float() * scale[:, group_M].float()
         prefix = name.removesuffix(".weight")
-        packing = config.get("packing_format", config["quant_method"])
         if packing.endswith("awq"):
             stored |= {f"{prefix}.qweight": awq_words(values.t()), f"{prefix}.qzeros": awq_words(zeros.t())}
         else:

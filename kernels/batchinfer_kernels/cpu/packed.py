@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from batchinfer_kernels.cpu import build
 from batchinfer_kernels.reference.fp4 import Fp4Scaled
-from batchinfer_kernels.reference.group_scaled import GroupScaled
+from batchinfer_kernels.reference.group_scaled import GroupScaled, to_groups
 
 PANEL_COLUMNS = 64
 
@@ -89,7 +89,12 @@ class Packed:
         return replace(self, data=self.data[slot : slot + 1])
 
     def put(self, slot: int, *parts_NM: torch.Tensor | GroupScaled | Fp4Scaled) -> None:
-        """Pack a weight into a slot, given in one part or in equal parts above each other, all of one form."""
+        """Pack a weight into a slot, given in one part or in equal parts above each other.
+
+        Plain parts beside one in groups are rounded to groups, with the bits of `pack`.
+        """
+        if any(isinstance(part, GroupScaled) for part in parts_NM):
+            parts_NM = tuple(to_groups(part) if isinstance(part, torch.Tensor) else part for part in parts_NM)
         groups = [part for part in parts_NM if isinstance(part, GroupScaled | Fp4Scaled)]
         if groups:
             values = [part.values.contiguous() for part in groups]
