@@ -18,7 +18,10 @@ from batchinfer.protocol.messages import (
     Message,
     SharedValue,
     decode_from_rank,
+    own_version,
 )
+from batchinfer.records import ConfigError
+from batchinfer.run.liveness import this_host
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +77,20 @@ class RankConnections:
 
         Raises:
             queue.Empty: none called.
+            ConfigError: its program is of another version than this one.
         """
         channel, hello = self._callers.get(timeout=wait_s)
         rank = hello.rank
         if not 0 <= rank < len(self._places) or not may_be(rank, hello.pid):
             channel.close()  # a rank of an earlier start, ended meanwhile
             return
+        if hello.version != own_version():
+            channel.close()
+            raise ConfigError(
+                f"rank {rank} on host {_name_of(hello.host)} runs batchinfer {hello.version}, its controller on host "
+                f"{_name_of(this_host())} runs {own_version()}; install the same batchinfer and msgspec for both, then "
+                "run the same command again"
+            )
         if rank in self._connected:
             # another node has started its ranks once more: the latest one counts
             self._connected[rank].channel.close()
@@ -143,3 +154,8 @@ class RankConnections:
 def _last_word(reason: Exception) -> Failed | None:
     """Convert the end of a connection to a message: Failed if its last bytes were malformed, else None."""
     return Failed(str(reason)) if isinstance(reason, MalformedMessageError) else None
+
+
+def _name_of(host: str) -> str:
+    """Return the name of a host, without what tells its containers apart; see this_host."""
+    return host.partition(":")[0]

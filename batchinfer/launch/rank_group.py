@@ -58,6 +58,7 @@ class RankGroup:
 
         Raises:
             RanksDiedError: a rank of this process has ended.
+            ConfigError: its program is of another version than this one.
         """
         try:
             self.connections.accept(self.local.may_be, POLL_S)

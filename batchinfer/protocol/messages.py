@@ -4,12 +4,15 @@ A message is a struct, named in its bytes. Each end accepts only messages that t
 of their types: anything else is a MalformedMessageError.
 """
 
+import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
+from batchinfer import __version__
 from batchinfer.equal_rows import EqualRows
 from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Span, TokenLogprobs
 
@@ -114,11 +117,16 @@ class SharedValue(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """The first message of a rank; `pid` and `host` identify its process."""
+    """The first message of a rank; `pid` and `host` identify its process.
+
+    version: of its program, see `own_version`. Controllers of other versions read this message, too: fields may only be
+        added, with defaults.
+    """
 
     rank: int
     pid: int
     host: str
+    version: str = "an earlier version"
 
 
 class CanRun(Message, frozen=True):
@@ -347,6 +355,17 @@ FromRank = (
 FromController = (SharedValue | Join | Start | Requests | Adopt | FreeKv | GiveAway | Calibrate | CountExperts) | (
     PlaceExperts | Wake | Leave
 )
+
+
+@functools.cache
+def own_version() -> str:
+    """Return the version of this process's program, with a digest of all fields of messages in their order.
+
+    Two checkouts may have one version and other messages; records are arrays, in which one field would be taken for
+    another without an error.
+    """
+    form = repr(msgspec.inspect.type_info(FromRank | FromController)).encode()
+    return f"{__version__} (messages {hashlib.blake2b(form, digest_size=4).hexdigest()})"
 
 
 def _plain_number(value: Any) -> object:

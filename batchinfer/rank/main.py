@@ -97,7 +97,7 @@ def main() -> NoReturn:
 
     channel.read_on(take, at_end=lambda reason: _controller_ended(channel, reason))
     channel.send_on(at_fault=lambda error: _fail(channel, error))
-    channel.send(messages.Hello(environment.rank, os.getpid(), this_host()))
+    channel.send(messages.Hello(environment.rank, os.getpid(), this_host(), messages.own_version()))
     code = _run(channel, received, store, environment)
     channel.close()
     _end(code)

@@ -117,7 +117,9 @@ def _doing(figures: dict[str, Any]) -> str:
 
 
 def _activity(status: Status) -> str:
-    """Return the run's activity in words, and the next command to run if no process works on it."""
+    """Return the run's activity in words, and the next command to run if no process works on it and no task will."""
+    if status.activity in ("planned", "interrupted") and (status.tasks_running or status.tasks_waiting):
+        return f"{status.activity}, no worker at present; its tasks in {status.launcher} go on with it"
     is_stale = "planning was interrupted; `batchinfer plan` continues"
     run = shlex.quote(status.run)
     workers = f"running with {status.workers:,} worker{'s' if status.workers != 1 else ''}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from batchinfer.config.rank_layout import RankPlace
 from batchinfer.launch import rank_group
@@ -12,6 +15,7 @@ from batchinfer.launch.dead_ranks import RanksDiedError
 from batchinfer.launch.local_ranks import LocalRanks
 from batchinfer.launch.rank_group import RankGroup
 from batchinfer.net.tls import call
+from batchinfer.protocol import messages
 from batchinfer.protocol.channel import Channel, ChannelClosedError
 from batchinfer.protocol.messages import (
     Bye,
@@ -20,9 +24,11 @@ from batchinfer.protocol.messages import (
     FromController,
     Hello,
     Leave,
+    Message,
     NeedsRequests,
     SharedValue,
     decode_from_controller,
+    own_version,
 )
 from batchinfer.records import ConfigError, ModelError, StoreError
 
@@ -39,12 +45,12 @@ def ends(monkeypatch):
 
 
 def called(group: RankGroup, hello: Hello) -> Channel[FromController]:
-    """The channel of a rank that was let in."""
+    """The channel of a rank of this version that was let in."""
     connections = group.connections
     assert connections.listener is not None
     stream = call("127.0.0.1", connections.listener.port, connections.credentials, 5.0)
     rank = Channel(stream, decode_from_controller)
-    rank.send(hello)
+    rank.send(replace(hello, version=own_version()))
     while connections.hosts.get(hello.rank) != hello.host:
         group.accept()
     return rank
@@ -53,6 +59,11 @@ def called(group: RankGroup, hello: Hello) -> Channel[FromController]:
 def send_for_ever(group, rank):
     while True:
         group.connections.send(rank, SharedValue("", b""))
+
+
+def accept_for_ever(group):
+    while True:
+        group.accept()
 
 
 def all_that_comes(group):
@@ -85,6 +96,38 @@ def test_what_no_rank_can_run_is_refused_and_is_no_fault_of_a_request(ends, kind
     rank.send(Failed("no such tensor", kind.__name__))
     with pytest.raises(kind, match="no such tensor"):
         all_that_comes(group)
+
+
+@pytest.mark.parametrize(
+    ("told", "named"),
+    [({"version": "0.0.9 (messages 1234)"}, r"0\.0\.9 \(messages 1234\)"), ({}, "an earlier version")],
+)
+def test_a_rank_of_another_version_is_refused(told, named):
+    group = RankGroup([PLACE], LocalRanks(range(0)), "127.0.0.1")
+    try:
+        connections = group.connections
+        stream = call("127.0.0.1", connections.listener.port, connections.credentials, 5.0)
+        content = msgspec.msgpack.encode({"type": "Hello", "rank": 0, "pid": 1, "host": "far:boot:net", **told})
+        stream.send(len(content).to_bytes(4, "big") + content)
+        sentence = (
+            rf"rank 0 on host far runs batchinfer {named}, its controller on host \S+ runs {re.escape(own_version())};"
+        )
+        with pytest.raises(ConfigError, match=sentence):
+            accept_for_ever(group)
+        with pytest.raises(ChannelClosedError):
+            Channel(stream, decode_from_controller).receive()
+    finally:
+        group.close()
+
+
+def test_the_version_tells_fields_in_another_order(monkeypatch):
+    fields = [(name, int) for name in ("first", "second")]
+    versions = []
+    for order in (fields, fields[::-1]):
+        steps = msgspec.defstruct("Steps", order, bases=(Message,), frozen=True)
+        monkeypatch.setattr(messages, "FromRank", steps)
+        versions.append(own_version.__wrapped__())
+    assert len({own_version(), *versions}) == 3
 
 
 def test_the_latest_call_of_a_rank_counts(ends):

@@ -144,6 +144,7 @@ def test_own_templates(job, tmp_path):
         (("--array", "1", "--time", "2"), "120 s before that"),
         (("--array", "1", "--time", "1:59"), "120 s before that"),
         (("--array", "1", "--time", "0-0:02:00"), "120 s before that"),
+        (("--array", "1", "--time", "3:00"), "60 s early"),
         (("--array", "1", "--sbatch-arg", "script.sh"), "one whole option"),
         (("--array", "1", "--sbatch-arg=--array=1"), "submit sets itself"),
         (("--array", "1", "--sbatch-arg=--depend=singleton"), "submit sets itself"),

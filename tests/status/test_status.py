@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -257,3 +258,11 @@ def test_sweeps_of_streamed_weights_have_a_line(planned, about):
     session = SessionStatus("s", "work", "node", under_way=[figures | sweeps], **parts)
     lines = format_status(Status(run="r", state="planned", activity="running", sessions=[session])).splitlines()
     assert f"  sweep 3{about}, weights at 1.20 GB/s, 3 min waited for them" in lines
+
+
+@pytest.mark.parametrize("activity", ["planned", "interrupted"])
+def test_a_run_whose_tasks_wait_in_their_launcher_is_not_to_be_computed_here(activity):
+    idle = Status(run="/data/run", state="planned", activity=activity, launcher="Slurm", tasks_running=0)
+    first, waiting = (format_status(replace(idle, tasks_waiting=tasks)).splitlines()[0] for tasks in (0, 2))
+    assert "`batchinfer run /data/run`" in first
+    assert waiting == f"/data/run: {activity}, no worker at present; its tasks in Slurm go on with it"

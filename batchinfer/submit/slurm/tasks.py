@@ -33,6 +33,7 @@ from batchinfer.submit.submission import check_group, find_template, how_to_foll
 from batchinfer.whole_files import publish_text
 
 STOP_S = 120  # a task stops this long before its time limit, by --signal of jobs/array.sbatch
+EARLY_S = 60  # Slurm may send a signal so much earlier
 _WHERE = ("partition", "account", "qos")
 Sender = Callable[[list[str]], str]  # an sbatch command -> the job's number
 
@@ -77,10 +78,11 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
     if shape.time is not None:
         client.check_time(shape.time)
         has_own_signal = shape.template is not None or any(word.startswith("--signal") for word in shape.sbatch_args)
-        if not has_own_signal and 0 < client.limit_seconds(shape.time) <= STOP_S:
+        if not has_own_signal and 0 < client.limit_seconds(shape.time) <= STOP_S + EARLY_S:
             raise ConfigError(
-                f"--time is {shape.time!r}, and a task stops {STOP_S} s before that to commit finished requests: it "
-                "would restart forever; give a longer one (minutes, HH:MM:SS or DAYS-HH:MM:SS)"
+                f"--time is {shape.time!r}, and a task stops {STOP_S} s before that to commit finished requests, "
+                f"which Slurm may call for {EARLY_S} s early: it could restart forever; give a longer one "
+                "(minutes, HH:MM:SS or DAYS-HH:MM:SS)"
             )
     for argument in shape.sbatch_args:
         client.check_extra_argument(argument)
