@@ -106,6 +106,17 @@ def own_parquet(path: Path, manifest: Manifest) -> Iterator[pq.ParquetFile]:
         yield file
 
 
+def check_columns(path: Path, manifest: Manifest, columns: list[str]) -> None:
+    """Read columns of a table of the run folder and compare their bytes with the manifest's checksums.
+
+    Raises:
+        DamagedFileError: the file is missing or damaged.
+    """
+    with own_parquet(path, manifest) as file:
+        for _ in file.iter_batches(columns=columns, use_threads=False):
+            pass
+
+
 def open_parquet(path: Path, manifest: Manifest) -> pq.ParquetFile:
     """Open a table for many reads, each within `own_file`; its bytes are compared with the manifest's checksums."""
     return pq.ParquetFile(pa.PythonFile(manifest.open(path), mode="r"))
