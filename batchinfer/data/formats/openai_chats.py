@@ -153,6 +153,7 @@ def _logprobs(body: dict[str, Any], url: str) -> int | None:
     wanted = body.get("logprobs", False)
     if not isinstance(wanted, bool):
         raise WrongValueError(f"body.logprobs is {shown(wanted)}, not true or false")
-    if "top_logprobs" in body and not wanted:
+    num_top = integer_of(body, "top_logprobs", MOST_LOGPROBS) if "top_logprobs" in body else 0
+    if num_top and not wanted:
         raise WrongValueError("body.top_logprobs is set, but body.logprobs is not true")
-    return integer_of(body, "top_logprobs", MOST_LOGPROBS) if "top_logprobs" in body else 0 if wanted else None
+    return num_top if wanted else None
