@@ -73,10 +73,7 @@ def may_call(body: dict[str, Any]) -> bool:
 
 def same_keys(body: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a body whose keys have the same name in [sampling]."""
-    found = {name: body[name] for name in body if name in SAMPLING}
-    if found.get("top_k") == -1:  # vLLM's word for all
-        found["top_k"] = 0
-    return found
+    return {name: body[name] for name in body if name in SAMPLING}
 
 
 def structured(form: Any, name: str, where: str, holder: Any) -> dict[str, Any]:
