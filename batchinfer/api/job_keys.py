@@ -108,7 +108,7 @@ class SamplingKeys(TypedDict, total=False):
     top_p: float
     """keep the smallest set of tokens with this probability; 1: all"""
     top_k: int
-    """keep the k most likely tokens; 0: all"""
+    """keep the k most likely tokens; 0 or -1: all"""
     min_p: float
     """then drop tokens below this share of the top probability"""
     n: int

@@ -59,12 +59,13 @@ def peek(target: Path, sql: str | None, as_json: bool, follow: bool, with_prompt
         _follow(run, reader)
         return
     status = reader.read()
+    files = _sound(run, reader.counted)
     if with_prompts:
-        _print_prompts(run, config, reader.counted, as_json=as_json)
+        _print_prompts(run, config, files, as_json=as_json)
         _tell_done(status)
         return
     question = newest_rows(NUM_ROWS) if sql is None else read_sql(sql)
-    print_rows(lambda: query_results(run, reader.counted, question), as_json=as_json)
+    print_rows(lambda: query_results(run, files, question), as_json=as_json)
     _tell_done(status)
 
 
@@ -78,13 +79,40 @@ def _follow(run: RunDir, reader: StatusReader) -> None:
         new = [path for path in reader.counted if path not in seen]
         seen.update(new)
         if new:
-            for row in query_results(run, new, ALL_ROWS)[1]:
+            is_first = len(seen) == len(new)
+            for row in query_results(run, _sound(run, new, with_ids=is_first), ALL_ROWS)[1]:
                 click.echo(_line(*row))
         quiet = quiet + 1 if status.activity == "interrupted" else 0
         if status.activity in ("computed", "finished", "partial") or quiet == QUIET_LOOKS:
             _tell_done(status)
             return
         time.sleep(FOLLOW_S)
+
+
+def _sound(run: RunDir, files: list[Path], *, with_ids: bool = True) -> list[Path]:
+    """Return the undamaged result files, after the others were named.
+
+    Raises:
+        DamagedFileError: the ids in a token file are damaged; only `with_ids`.
+    """
+    from batchinfer.data.parquet import check_columns
+    from batchinfer.manifest import Manifest
+    from batchinfer.progress import note
+    from batchinfer.run.units.result_files import damage
+    from batchinfer.rundir import read_state, shards_of_state
+
+    if files and with_ids:
+        state = read_state(run)
+        manifest = Manifest(run.root, state.get("files"))
+        for shard in (shard for shard in shards_of_state(state) if shard.problem is None):
+            check_columns(run.tokens(shard.index), manifest, ["id", "shard", "row"])
+    reasons = {path: damage(path) for path in files}
+    for path, reason in reasons.items():
+        if reason is not None:
+            note(
+                f"warning: {path} is damaged ({reason}); its rows are left out, and computed again by `batchinfer run`"
+            )
+    return [path for path, reason in reasons.items() if reason is None]
 
 
 def _print_prompts(run: RunDir, job: JobConfig, files: list[Path], *, as_json: bool) -> None:

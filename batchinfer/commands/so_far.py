@@ -22,7 +22,10 @@ from batchinfer.status.status import StatusReader
 def is_unfinished(folder: Path) -> bool:
     """Return whether a run folder has rows to compute or outputs to write."""
     run = RunDir(folder)
-    return run.run_json.is_file() and (not run.stats_file("run").exists() or read_state(run)["state"] == "partial")
+    if not run.run_json.is_file():
+        return False
+    state = read_state(run)["state"]
+    return state == "partial" or (state != "finished" and not run.stats_file("run").exists())
 
 
 @contextmanager

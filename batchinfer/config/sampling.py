@@ -39,7 +39,7 @@ class SamplingConfig(Part):
     )
     temperature: float = Field(0.0, ge=0, le=100, description="0: greedy, the default")
     top_p: float = Field(1.0, gt=0, le=1, description="keep the smallest set of tokens with this probability; 1: all")
-    top_k: int = Field(0, ge=0, lt=2**31, description="keep the k most likely tokens; 0: all")
+    top_k: int = Field(0, ge=-1, lt=2**31, description="keep the k most likely tokens; 0 or -1: all")
     min_p: float = Field(0.0, ge=0, le=1, description="then drop tokens below this share of the top probability")
     n: int = Field(1, ge=1, le=16384, description="samples per row")
     seed: int = Field(0, ge=-INT64_MAX, le=INT64_MAX, description="same seed and row: same tokens in every run")
@@ -79,6 +79,12 @@ class SamplingConfig(Part):
     prompt_logprobs: int | None = Field(
         None, ge=0, le=100, description="the same for each token of the prompt; unset: no log-probabilities of it"
     )
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_is_zero(cls, value: int) -> int:
+        """Convert -1, which vLLM has for all tokens."""
+        return max(value, 0)
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -1,6 +1,7 @@
 """Results of the ranks on disk: result files of claimed units, steps, counts of the KV store."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -27,6 +28,7 @@ class Results:
         self._missing: dict[int, int] = {}  # by unit: number of requests without a completion
         self._finished: dict[int, list[Completion]] = {}  # by unit: completions not yet on disk
         self._num_parts: dict[int, int] = {}
+        self._written: list[tuple[Claim, Path]] = []  # result files that the store does not have yet
         self._steps: list[tuple[int, int, StepRecord]] = []  # rank, number, record
         self._journal = StepJournal(run, session.name)
         self._num_step_files = 0
@@ -81,11 +83,13 @@ class Results:
 
     def commit(self) -> None:
         """Write finished requests to disk, then mark complete units done; continue where an error interrupted."""
+        self._send_written()
         for unit in list(self._finished):
             path = write_results(self._open[unit].folder, self._num_parts[unit], result_table(self._finished[unit]))
-            self._claims.add(self._open[unit], path)
+            self._written.append((self._open[unit], path))
             self._num_parts[unit] += 1
             del self._finished[unit]
+            self._send_written()
         self._write_steps()
         self._write_store_counts()
         for unit in [unit for unit, missing in self._missing.items() if missing == 0]:
@@ -93,6 +97,11 @@ class Results:
             del self._open[unit], self._missing[unit]
         self._session.record("running")
         self.last_commit_s = time.monotonic()
+
+    def _send_written(self) -> None:
+        while self._written:
+            self._claims.add(*self._written[0])
+            del self._written[0]
 
     def _write_steps(self) -> None:
         if not self._steps:

@@ -14,7 +14,7 @@ import io
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from fnmatch import fnmatchcase
@@ -59,7 +59,7 @@ def locate(uri: str, s3: S3Config) -> Place:
     """Find the file system behind a URI; nothing is asked of it yet, but which region an S3 bucket is in.
 
     Raises:
-        ConfigError: the URI has no bucket, or nothing that is installed knows its scheme.
+        ConfigError: the URI has no bucket, or an empty name in its path, or nothing that is installed knows its scheme.
         StoreError: the bucket's region cannot be found out.
     """
     scheme, _, path = uri.partition("://")
@@ -67,6 +67,8 @@ def locate(uri: str, s3: S3Config) -> Place:
         bucket = path.partition("/")[0]
         if not bucket or WILDCARDS.search(bucket):
             raise ConfigError(f"{uri} names no bucket; write s3://bucket/folder")
+        if "//" in path.rstrip("/"):
+            raise ConfigError(f"{uri} has two slashes in a row, which names of files cannot have; correct the URI")
         with store_errors(f"find the bucket of {uri}"):
             return Place(_s3_files(bucket, s3), path.rstrip("/"), uri.rstrip("/"))
     try:
@@ -100,6 +102,8 @@ def matching_objects(pattern: str, s3: S3Config) -> list[str]:
         place = locate(pattern, s3)
         with store_errors(f"read {pattern}"):
             kind = place.files.get_file_info(place.path).type
+            if kind == fs.FileType.NotFound:
+                _check_bucket(place)
         if num_plain is None or kind == fs.FileType.File:
             return {fs.FileType.File: [pattern], fs.FileType.Directory: [_below(place.uri, "")]}.get(kind, [])
     wanted = folders[num_plain:]
@@ -245,6 +249,16 @@ def _s3_connection(bucket: str | None, endpoint: str | None, region: str | None,
         allow_delayed_open=True,
         **options,
     )
+
+
+def _check_bucket(place: Place) -> None:
+    """Raise StoreError if a place is in an S3 bucket that does not exist; one that may not be asked for passes."""
+    bucket = place.path.partition("/")[0]
+    if not isinstance(place.files, fs.S3FileSystem):
+        return
+    with suppress(OSError):
+        if place.files.get_file_info(bucket).type == fs.FileType.NotFound:
+            raise StoreError(f"there is no bucket {bucket}, which {place.uri} names; check the name and s3.endpoint")
 
 
 def _fsspec_files(uri: str) -> tuple[fs.FileSystem, str]:

@@ -13,6 +13,8 @@ from batchinfer.records import ModelError
 from batchinfer.sanitize import error_text
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FURTHER, _OLDER_FURTHER = "extra_special_tokens", "additional_special_tokens"
+_OF_CODE = "model_specific_special_tokens"
 # These marks of tool calls and channels are special tokens, which decoding leaves out; answers need the marks.
 _MISTRAL_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 _MINIMAX_MARKS = ("<minimax:tool_call>", "</minimax:tool_call>")
@@ -46,10 +48,11 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
             config = tekken_file.NAMED | config
         else:
             tokenizer = Tokenizer.from_str(_with_marks_shown(text))
-        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        named, further = _named_tokens(config), _further_special_tokens(config)
-        further = [token for token in further if token not in known]
-        new = _add_tokens(tokenizer, config, [*named.values()], further, _shown_marks(text))
+        known = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+        named = _named_tokens(config)
+        of_code = [token for token in config[_OF_CODE] if not known.get(token)]
+        further = [token for token in config[_FURTHER] if token not in known]
+        new = _add_tokens(tokenizer, config, [*named.values(), *of_code], further, _shown_marks(text))
         if file.name == tiktoken_model.FILE:
             tiktoken_model.check_names(settings_file, tokenizer, names)
         else:
@@ -73,7 +76,7 @@ def load_tokenizer(folder: Path) -> PromptTokenizer:
     eos_token_ids = _eos_token_ids(folder, tokenizer, named)
     settings = [named, config.get("added_tokens_decoder"), tokenizer.encode_special_tokens, sorted(eos_token_ids)]
     digest = hashlib.blake2b(digest_size=16)
-    others = [*(templates[name] for name in ("tool_use",) if name in templates), *further]
+    others = [*(templates[name] for name in ("tool_use",) if name in templates), *of_code, *further]
     for part in (text, templates.get("default", ""), json.dumps(settings, sort_keys=True), *others):
         digest.update(part.encode("utf-8", "surrogatepass") + b"\0")
     return PromptTokenizer(tokenizer, file, templates, named, eos_token_ids, digest.hexdigest())
@@ -140,18 +143,47 @@ def _settings(folder: Path) -> dict[str, Any]:
     """Return tokenizer_config.json; without `added_tokens_decoder`, with two older files merged in, as in transformers.
 
     Keys of special_tokens_map.json replace those of tokenizer_config.json; added_tokens.json lists the added tokens.
+    `extra_special_tokens` lists the texts of special tokens without names. Their older key counts where the newer one
+    is empty; in special_tokens_map.json, where neither key is in tokenizer_config.json. `model_specific_special_tokens`
+    lists those with names that only the model's code knows.
     """
     config = _read_json(folder / "tokenizer_config.json")
-    if "added_tokens_decoder" in config:
-        return config
-    config |= _read_json(folder / "special_tokens_map.json")
-    file = folder / "added_tokens.json"
-    if added := _read_json(file):
-        if not all(type(id) is int and id >= 0 for id in added.values()):
-            raise ModelError(f"{file} is no object of token ids by their texts; restore the file")
-        # without flags: those of tokenizer.json count
-        config["added_tokens_decoder"] = {str(id): {"content": text} for text, id in added.items()}
-    return config
+    if not config.get(_FURTHER) and _OLDER_FURTHER in config:
+        config[_FURTHER] = config.pop(_OLDER_FURTHER)
+    of_code, added = _tokens_of_code(config), {}
+    if "added_tokens_decoder" not in config:
+        older = _read_json(folder / "special_tokens_map.json")
+        if isinstance(older.get(_FURTHER), list):
+            older[_FURTHER] = [*(config.get(_FURTHER) or []), *older[_FURTHER]]
+        config |= older
+        of_code += _tokens_of_code(config)
+        file = folder / "added_tokens.json"
+        if added := _read_json(file):
+            if not all(type(id) is int and id >= 0 for id in added.values()):
+                raise ModelError(f"{file} is no object of token ids by their texts; restore the file")
+            # without flags: those of tokenizer.json count
+            config["added_tokens_decoder"] = {str(id): {"content": text} for text, id in added.items()}
+    if _FURTHER in config:
+        further = _texts(config[_FURTHER])
+    else:
+        further = [text for text in _texts(config.get(_OLDER_FURTHER)) if text not in added]
+    return config | {_FURTHER: further, _OF_CODE: _texts(of_code)}
+
+
+def _tokens_of_code(values: dict[str, Any]) -> list[Any]:
+    """Return the tokens with names that only the model's code knows; take their object out of the settings."""
+    names = [name for name in values if name.endswith("_token") and name not in NAMED_TOKENS]
+    found = [values[name] for name in names if isinstance(values[name], str)]
+    if isinstance(values.get(_FURTHER), dict):
+        found += values.pop(_FURTHER).values()
+    return found
+
+
+def _texts(tokens: Any) -> list[str]:
+    """Return the texts of a list of tokens, each as text or as {"content": text, ...}; [] for anything else."""
+    found = tokens if isinstance(tokens, list) else []
+    texts = [token.get("content") if isinstance(token, dict) else token for token in found]
+    return [text for text in texts if isinstance(text, str) and text]
 
 
 def _shown_marks(text: str) -> list[str]:
@@ -179,16 +211,6 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
         if isinstance(value, str) and value:
             named[name] = value
     return named
-
-
-def _further_special_tokens(config: dict[str, Any]) -> list[str]:
-    """Return the texts of special tokens without a name of their own, or with one that only the model's code knows."""
-    found: list[Any] = []
-    for key in ("extra_special_tokens", "additional_special_tokens"):
-        value = config.get(key)
-        found += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
-    texts = [token.get("content") if isinstance(token, dict) else token for token in found]
-    return [text for text in texts if isinstance(text, str) and text]
 
 
 def _add_tokens(

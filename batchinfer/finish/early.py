@@ -12,9 +12,11 @@ import pyarrow as pa
 
 from batchinfer.config import JobConfig
 from batchinfer.data.inputs import with_schemas
+from batchinfer.data.parquet import check_columns
 from batchinfer.finish.join import HAS_ENDED, SORT_BYTES, create_results, query, sort_limit
 from batchinfer.finish.long_answers import LongAnswers
 from batchinfer.finish.outputs import OutputRows
+from batchinfer.manifest import Manifest
 from batchinfer.run.fingerprint import planned_tokenizer
 from batchinfer.run.units.result_files import damage
 from batchinfer.rundir import RunDir, read_state, shards_of_state
@@ -32,10 +34,15 @@ class EarlyRows:
     def __init__(self, run: RunDir, job: JobConfig) -> None:
         self._run, self._job = run, job
         self._seen: set[Path] = set()
+        self._is_plan_checked = False
         self._next_look_s = 0.0
 
     def new(self) -> Iterator[tuple[int, pa.Table]]:
-        """Yield (shard, rows as in outputs/) for new results. A row may come twice; bad rows do."""
+        """Yield (shard, rows as in outputs/) for new results. A row may come twice; bad rows do.
+
+        Raises:
+            DamagedFileError: a file of the plan is damaged.
+        """
         if time.monotonic() < self._next_look_s or self._job.input.choices is not None:
             return
         started_s = time.monotonic()
@@ -53,6 +60,12 @@ class EarlyRows:
             return
         state = read_state(self._run)
         shards = [shard for shard in with_schemas(shards_of_state(state), self._job.s3) if shard.problem is None]
+        if not self._is_plan_checked:
+            manifest = Manifest(self._run.root, state.get("files"))
+            manifest.check(self._run.requests, self._run.duplicates)
+            for shard in shards:
+                check_columns(self._run.tokens(shard.index), manifest, ["id", "shard", "row", "n", "choices", "error"])
+            self._is_plan_checked = True
         with (
             tempfile.TemporaryDirectory(prefix="batchinfer-") as spill,
             duckdb.connect(config={"memory_limit": sort_limit(SORT_BYTES), "temp_directory": spill}) as connection,

@@ -29,7 +29,7 @@ from batchinfer.data.inputs import read_batches
 from batchinfer.data.parquet import table_writer
 from batchinfer.data.patterns import matching_paths
 from batchinfer.data.schemas.outputs import OUTPUTS
-from batchinfer.data.shard_schemas import shard_schema
+from batchinfer.data.shard_schemas import id_type, schemas_of_rows, shard_schema
 from batchinfer.data.shards import find_shards, warn_overlooked, with_types
 from batchinfer.data.tokenizer import has_chat_template
 from batchinfer.model.config import load_model_config
@@ -101,7 +101,7 @@ def first_job(data: str, model: Path, target: Path, system: str | None = None) -
         raise ConfigError(
             f"--system goes with a column of texts, but {data} has lines of an OpenAI batch; leave it out"
         )
-    inputs, of_inputs, others = (*_OF_BATCH, []) if is_batch else _of_columns(_Columns(readable[0]), model, system)
+    inputs, of_inputs, others = (*_OF_BATCH, []) if is_batch else _of_columns(_Columns(readable), model, system)
     run = _free_folder(folder, target.stem)
     (dtype, why), max_tokens = choose_dtype(model, this_machine()), min(MAX_TOKENS, max(1, window // 2))
     text = _TEMPLATE.format(
@@ -199,13 +199,15 @@ def _typed_shards(files: list[str]) -> list[Shard]:
 
 
 class _Columns:
-    """The columns of a shard, from which prompts and ids are chosen."""
+    """The columns of the first shard, from which prompts are chosen, and those of all shards, for ids."""
 
-    def __init__(self, shard: Shard) -> None:
+    def __init__(self, shards: list[Shard]) -> None:
+        shard = shards[0]
         schema = shard_schema(shard)
         kinds = {name: column_type(schema, name) for name in schema.names}
         self._kinds: dict[str, pa.DataType] = {name: kind for name, kind in kinds.items() if kind is not None}
         found = {name: prompt_settings(kind) for name, kind in self._kinds.items()}
+        self._unfit_ids = _unfit_ids(shards)
         self._settings = {name: settings for name, settings in found.items() if settings is not None}
         texts = [name for name in self._settings if "prompt" in self._settings[name][1]]
         rows = next(read_batches(shard, texts, LOOK_ROWS, s3=DEFAULT_S3), None) if texts else None
@@ -238,19 +240,18 @@ class _Columns:
         return {key: value or name for key, value in keys.items()}, name, words
 
     def ids(self, prompts: str) -> str | None:
-        """Return the column of ids by its name and type, None if there is none."""
-        able = [name for name, kind in self._kinds.items() if name != prompts and is_id_type(kind)]
-        likely = [*_named(able, ID_NAMES), *(name for name in able if name.lower().endswith("_id"))]
+        """Return the column of ids by its name and its types in all shards, None if there is none."""
+        able = [name for name, unfit in self._unfit_ids.items() if name != prompts and unfit is None]
+        likely = [*_named(able, ID_NAMES), *able]
         return likely[0] if likely else None
 
     def why_no_ids(self, prompts: str) -> str:
-        """Return why no column can hold ids: the type of the column that has the name of one, if there is such."""
-        named = _named([name for name in self._kinds if name != prompts], ID_NAMES)
-        if not named:
+        """Return why no column can hold ids: a type of the column that has the name of one, if there is such."""
+        named = _named([name for name in self._unfit_ids if name != prompts], ID_NAMES)
+        unfit = self._unfit_ids[named[0]] if named else None
+        if unfit is None:
             return "no column looks like one"
-        return (
-            f"column {named[0]!r} is {self._kinds[named[0]]}, not text or integer{doubles_hint(self._kinds[named[0]])}"
-        )
+        return f"column {named[0]!r} is {unfit[1]}{unfit[0]}, not text or integer{doubles_hint(unfit[1])}"
 
     def of_names(self, known: tuple[str, ...], prompts: str) -> str | None:
         """Return a column of text with one of these names, other than the prompts; None if Jinja cannot name both."""
@@ -262,6 +263,22 @@ class _Columns:
         taken = {*OUTPUTS.schema.names, ids}
         free = [name for name in self._kinds if name not in taken]
         return [name for name in free if name != prompts][:MAX_KEPT] or [name for name in free if name == prompts]
+
+
+def _unfit_ids(shards: list[Shard]) -> dict[str, tuple[str, pa.DataType] | None]:
+    """Return, by column with a name of ids, None if it can hold ids in all shards, else where not, and its type there.
+
+    The place is " in FILE", or "" if it is all shards.
+    """
+    found = schemas_of_rows(shards)
+    names = dict.fromkeys(name for _, schema in found for name in schema.names)
+    unfit = {}
+    for name in (name for name in names if name.lower() in ID_NAMES or name.lower().endswith("_id")):
+        able = (pa.float64(),) if id_type(shards, name) == pa.int64() else ()  # beside integers
+        kinds = [(shard.path, column_type(schema, name)) for shard, schema in found]
+        wrong = [(path, kind) for path, kind in kinds if kind is not None and kind not in able and not is_id_type(kind)]
+        unfit[name] = (f" in {wrong[0][0]}" if len(wrong) < len(found) else "", wrong[0][1]) if wrong else None
+    return unfit
 
 
 def usual_columns(kinds: Mapping[str, str]) -> list[str]:

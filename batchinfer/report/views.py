@@ -111,7 +111,7 @@ def _check_finished(run: RunDir) -> None:
         if was_planned(run):
             read_state(run)  # raises the error of a run.json that was deleted
         raise ConfigError(f"{run.root} is not a run folder (it has no {run.run_json.name}); give the job's output.dir")
-    if not _table_files(run, "run"):
+    if not _table_files(run, "run") and run.stats_file("run") not in _manifest(run):
         raise ConfigError(
             f"the run in {run.root} is not finished; `batchinfer run {run.root}` goes on with it, "
             f"`batchinfer peek {run.root} --sql QUERY` asks the answers so far"

@@ -3,8 +3,14 @@
 import json
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.config.loading import load_job
+from batchinfer.finish.early import EarlyRows
+from batchinfer.records import DamagedFileError
+from batchinfer.rundir import RunDir
 from support.faults import MIXED, SLOW, plan_units
 from support.jobs import answers, batchinfer, start, write_job, write_questions, write_shard
 
@@ -96,3 +102,40 @@ def test_sql_may_only_read_the_answers(worked, sql, told):
     assert ended.code == 2
     assert told in ended.err
     assert len(ended.err.splitlines()) == 1
+
+
+@pytest.fixture
+def copied(worked, tmp_path):
+    shutil.copytree(worked.parent / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+def change_text(path, column, text):
+    """Write a Parquet file again with another text in each row of a column."""
+    table = pq.read_table(path)
+    place = table.schema.get_field_index(column)
+    pq.write_table(table.set_column(place, table.field(place), pa.array([text] * len(table), pa.string())), path)
+
+
+def test_ids_of_a_damaged_token_file_are_not_shown(worked, copied):
+    path = copied / "tokens" / "00001.parquet"
+    change_text(path, "id", "another")
+    for options in ((), ("--sql", "SELECT 1"), ("--follow",), ("--prompts",)):
+        shown = batchinfer("peek", copied, *options)
+        assert (shown.code, "another" in shown.out) == (2, False)
+        assert f"{path} is damaged" in shown.err
+        assert "plan --again" in shown.err
+    early = EarlyRows(RunDir(copied), load_job(worked))
+    with pytest.raises(DamagedFileError, match=r"00001\.parquet is damaged"):
+        list(early.new())
+
+
+def test_answers_of_a_damaged_result_file_are_left_out_with_a_warning(copied):
+    path = min((copied / "units").glob("*/*/part-*.parquet"))
+    num_rows = len(pq.read_table(path))
+    change_text(path, "text", "another")
+    shown = batchinfer("peek", copied, "--json", "--sql", "SELECT text FROM results")
+    assert shown.code == 0
+    assert len(json.loads(shown.out)) == 16 - num_rows
+    assert "another" not in shown.out
+    assert f"warning: {path} is damaged" in shown.err

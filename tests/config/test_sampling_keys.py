@@ -76,6 +76,12 @@ def test_all_keys_survive_the_journey_to_the_ranks(tmp_path):
     assert record.structured == ("json", json.dumps(SCHEMA))
 
 
+def test_all_tokens_are_top_k_0_or_as_vllm_writes_it_minus_1():
+    assert SamplingConfig(max_tokens=1, top_k=-1) == SamplingConfig(max_tokens=1, top_k=0)
+    with pytest.raises(ValueError, match="greater than or equal to -1"):
+        SamplingConfig(max_tokens=1, top_k=-2)
+
+
 def test_pairs_of_a_map_column_are_biases():
     assert SamplingConfig(max_tokens=1, logit_bias=[(5, 1.0), (6, 2.0)]).logit_bias == {"5": 1.0, "6": 2.0}
     with pytest.raises(ValueError, match="names a token twice"):
@@ -128,7 +134,7 @@ WRONG_ROWS: list[dict] = [
     {"max_tokens": 0},
     {"n": 0},
     {"top_p": 0.0},
-    {"top_k": -1},
+    {"top_k": -2},
     {"min_p": 2.0},
     {"logprobs": -1},
     {"stop": [""]},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tracemalloc
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from batchinfer.controller.results import Results
 from batchinfer.controller.units import result_table
-from batchinfer.records import Completion, ConfigError, RequestKey, TokenLogprobs
+from batchinfer.records import Completion, ConfigError, RequestKey, StoreError, TokenLogprobs
 from batchinfer.run.session import Session
 from batchinfer.run.store.folder import FolderStorage
 from batchinfer.run.units.claims import UnitClaims, done_mark
@@ -167,3 +168,22 @@ def test_a_commit_that_fails_is_made_up_for_by_the_next(tmp_path):
         (part,) = done_mark(run, unit).files
         assert result_keys(part) == [RequestKey(0, unit, 0)]
     assert all(len(list(folder.glob("part-*"))) == 1 for folder in folders)
+
+
+def test_rows_whose_file_the_store_did_not_take_are_in_no_second_file(tmp_path, monkeypatch):
+    run = RunDir(tmp_path)
+    store = FolderStorage(run)
+    with UnitClaims(store) as claims:
+        results = Results(run, Session("work", StopSignal()), claims)
+        results.open_unit(claims.try_claim(0), {RequestKey(0, row, 0) for row in range(2)})
+        results.add([completion(0)])
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "put", Mock(side_effect=StoreError("no network")))
+            with pytest.raises(StoreError):
+                results.commit()
+        results.add([completion(1)])
+        monkeypatch.setattr(store, "put", put := Mock(wraps=store.put))
+        results.commit()
+    files = [*done_mark(run, 0).files]
+    assert sorted(key.row for path in files for key in result_keys(path)) == [0, 1]
+    assert [call.args[0] for call in put.call_args_list if call.args[0] in files] == files

@@ -269,6 +269,8 @@ def test_a_place_with_results_of_another_job_is_refused(local, remote, server):
 
 BAD = [
     ({"input.files": '["s3://no-such-bucket/a/*.parquet"]'}, "NO_SUCH_BUCKET"),
+    ({"input.files": '["s3://no-such-bucket/a.parquet"]'}, "there is no bucket no-such-bucket"),
+    ({"input.files": '["s3://data//job/part-0.parquet"]'}, "has two slashes in a row"),
     ({"input.files": '["s3://data/job/none.parquet"]'}, "no file matches s3://data/job/none.parquet"),
     ({"input.files": '["s3://data/job/*.csv"]'}, "no file matches s3://data/job/*.csv"),
     ({"input.files": '["s3://data/notes"]'}, "names the folder s3://data/notes/, which holds no *.parquet"),

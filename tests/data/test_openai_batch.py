@@ -241,6 +241,9 @@ SAMPLING = [
     ({"top_k": -1, "min_p": 0.5, "repetition_penalty": 2, "ignore_eos": True}, {
         "top_k": 0, "min_p": 0.5, "repetition_penalty": 2.0, "ignore_eos": True}),
     ({"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "stream": False}, {}),
+    ({"prompt_cache_options": {"ttl": "30m"}, "prediction": {"type": "content", "content": "x"}, "n": 1}, {}),
+    ({"verbosity": "medium", "logit_bias": {}, "stop": [], "top_logprobs": 0, "logprobs": False}, {}),
+    ({"best_of": 1, "suffix": "", "echo": False, "length_penalty": 1.0, "early_stopping": False}, {}),
 ]  # fmt: skip
 
 
@@ -351,7 +354,9 @@ BAD = [
     (completion("x", messages=[]), "line 2: body.messages is not supported for /v1/completions; leave it out"),
     (completion("x", enable_thinking=True), "line 2: body.enable_thinking is not supported for /v1/completions; leave"),
     (completion("x", max_new_tokens=5), "line 2: body.max_new_tokens is not supported for /v1/completions; set body.m"),
-    (completion("x", best_of=3), "line 2: body.best_of is not supported for /v1/completions; leave it out"),
+    (completion("x", best_of=3), "line 2: body.best_of is 3, but only 1 is supported"),
+    (completion("x", suffix="x"), 'line 2: body.suffix is "x", but only "" is supported'),
+    (chat("x", verbosity="low"), 'line 2: body.verbosity is "low", but only "medium" is supported'),
     (completion("x", echo=True), "line 2: body.echo is true, but only false is supported"),
     (completion("x", tools=[FUNCTION]), "line 2: body.tools is not supported for /v1/completions; leave it out"),
     (chat("x", messages=None), "line 2: body.messages is missing"),

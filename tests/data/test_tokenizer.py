@@ -262,6 +262,32 @@ MORE_SETTINGS: dict[str, dict[str, object]] = {  # file -> content; 1024 and 102
         }
     },
     "by their older name": {"special_tokens_map.json": {"additional_special_tokens": ["<extra>", "<end>"]}},
+    "the older name in both files": {
+        "tokenizer_config.json": {"additional_special_tokens": ["<extra>"]},
+        "special_tokens_map.json": {"additional_special_tokens": ["<end>"]},
+    },
+    "the older name without tokens before the other file": {
+        "tokenizer_config.json": {"additional_special_tokens": []},
+        "special_tokens_map.json": {"additional_special_tokens": ["<extra>"]},
+    },
+    "the newer name in both files": {
+        "tokenizer_config.json": {"extra_special_tokens": ["<extra>"]},
+        "special_tokens_map.json": {"extra_special_tokens": ["<end>"]},
+    },
+    "both names": {
+        "tokenizer_config.json": {"extra_special_tokens": ["<end>"], "additional_special_tokens": ["<extra>"]}
+    },
+    "both names, one with names": {
+        "tokenizer_config.json": {
+            "extra_special_tokens": {"image_token": "<end>"},
+            "additional_special_tokens": ["our"],
+        }
+    },
+    "special by the map alone": {
+        "added_tokens.json": {"<extra>": 1024, "<end>": 1025},
+        "special_tokens_map.json": {"additional_special_tokens": ["<extra>"]},
+    },
+    "a name of the model's own code": {"tokenizer_config.json": {"image_token": "<end>"}},
     "of the model's own code": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<extra>"}}},
     "the older file first": {"special_tokens_map.json": {"eos_token": "<｜User｜>"}},
     "other flags": {

@@ -144,6 +144,25 @@ def test_ids_of_a_wrong_type_are_named(tmp_path, columns, words):
     assert all(word in ids for word in words)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "column", "words"),
+    [
+        ([1.0, None], [1, 2], "id", "column 'id'"),
+        (None, [1, 2], "id", "column 'id'"),
+        ([1, 2], ["a", "b"], "id", "column 'id'"),
+        ([1, 2], [[1], [2]], "none", "column 'id' is list<element: int64> in {}, not text or integer"),
+        (["a", "b"], [1.0, None], "none", "column 'id' is double in {}, not text or integer; pandas"),
+        (None, [True, False], "none", "column 'id' is bool in {}, not text or integer"),
+    ],
+)
+def test_ids_are_of_a_right_type_in_all_files(tmp_path, first, second, column, words):
+    for name, ids in (("a", first), ("b", second)):
+        write_shard(tmp_path / f"{name}.parquet", {"text": ["Hello", "Bye"]} | ({} if ids is None else {"id": ids}))
+    found = first_job(str(tmp_path / "*.parquet"), RANDOM_MODEL, tmp_path / "job.toml")
+    assert f'id = "{column}"' in found.text
+    assert words.format(tmp_path / "b.parquet") in dict(found.choices)["ids"]
+
+
 def test_paths_are_those_from_the_job_files_folder_and_the_run_folder_is_a_new_one(tmp_path, made):
     job = made({"prompt": ["Hello"]})
     assert 'files = ["data/*.parquet"]' in (tmp_path / "job.toml").read_text()

@@ -73,10 +73,7 @@ def may_call(body: dict[str, Any]) -> bool:
 
 def same_keys(body: dict[str, Any]) -> dict[str, Any]:
     """Return the values of a body whose keys have the same name in [sampling]."""
-    found = {name: body[name] for name in body if name in SAMPLING}
-    if found.get("top_k") == -1:  # vLLM's word for all
-        found["top_k"] = 0
-    return found
+    return {name: body[name] for name in body if name in SAMPLING}
 
 
 def structured(form: Any, name: str, where: str, holder: Any) -> dict[str, Any]:
@@ -153,6 +150,7 @@ def _logprobs(body: dict[str, Any], url: str) -> int | None:
     wanted = body.get("logprobs", False)
     if not isinstance(wanted, bool):
         raise WrongValueError(f"body.logprobs is {shown(wanted)}, not true or false")
-    if "top_logprobs" in body and not wanted:
+    num_top = integer_of(body, "top_logprobs", MOST_LOGPROBS) if "top_logprobs" in body else 0
+    if num_top and not wanted:
         raise WrongValueError("body.top_logprobs is set, but body.logprobs is not true")
-    return integer_of(body, "top_logprobs", MOST_LOGPROBS) if "top_logprobs" in body else 0 if wanted else None
+    return num_top if wanted else None

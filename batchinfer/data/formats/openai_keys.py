@@ -18,7 +18,7 @@ _OF_RESPONSES = {"input", "instructions", "max_output_tokens", "reasoning", "tex
 # the model's name, and keys that change no answer
 _ALWAYS = {
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "priority", "request_id",
+    "prompt_cache_retention", "prompt_cache_options", "prediction", "priority", "request_id", "cache_salt",
 }  # fmt: skip
 _KNOWN = {
     CHAT: SAMPLING | _OF_CHATS | _OF_TEMPLATES,
@@ -29,7 +29,9 @@ _KNOWN = {
 _ONLY = {
     "stream": False, "echo": False, "parallel_tool_calls": True, "modalities": ["text"], "use_beam_search": False,
     "skip_special_tokens": True, "add_generation_prompt": True, "continue_final_message": False, "background": False,
-    "truncation": "disabled",
+    "truncation": "disabled", "best_of": 1, "suffix": "", "verbosity": "medium", "length_penalty": 1,
+    "early_stopping": False, "spaces_between_special_tokens": True, "include_reasoning": True,
+    "return_token_ids": False, "return_tokens_as_token_ids": False,
 }  # fmt: skip
 
 _LEAVE_OUT = "leave it out"
