@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from batchinfer.status.status import Status, StatusReader
 
 NUM_ROWS = 10
+NUM_FILES = 256  # of results, written last, in which the latest answers are looked for
 FOLLOW_S = 2.0
 QUIET_LOOKS = 5  # without a worker before --follow ends: a worker may be between two units
 SHOWN_CHARS = 1000  # of a long prompt, from each end
@@ -59,7 +60,7 @@ def peek(target: Path, sql: str | None, as_json: bool, follow: bool, with_prompt
         _follow(run, reader)
         return
     status = reader.read()
-    files = _sound(run, reader.counted)
+    files = _sound(run, reader.counted if sql is not None else newest_files(reader.counted))
     if with_prompts:
         _print_prompts(run, config, files, as_json=as_json)
         _tell_done(status)
@@ -87,6 +88,11 @@ def _follow(run: RunDir, reader: StatusReader) -> None:
             _tell_done(status)
             return
         time.sleep(FOLLOW_S)
+
+
+def newest_files(files: list[Path]) -> list[Path]:
+    """Return the result files that were written last: rows that ended last are in these."""
+    return sorted(files, key=lambda path: path.stat().st_mtime_ns if path.exists() else 0)[-NUM_FILES:]
 
 
 def _sound(run: RunDir, files: list[Path], *, with_ids: bool = True) -> list[Path]:

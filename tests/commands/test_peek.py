@@ -1,12 +1,14 @@
 """The answers so far: of a run that is planned, interrupted, worked on and finished."""
 
 import json
+import os
 import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchinfer.commands.peek import NUM_FILES, newest_files
 from batchinfer.config.loading import load_job
 from batchinfer.finish.early import EarlyRows
 from batchinfer.records import DamagedFileError
@@ -139,3 +141,12 @@ def test_answers_of_a_damaged_result_file_are_left_out_with_a_warning(copied):
     assert len(json.loads(shown.out)) == 16 - num_rows
     assert "another" not in shown.out
     assert f"warning: {path} is damaged" in shown.err
+
+
+def test_the_latest_answers_are_looked_for_in_the_files_written_last(tmp_path):
+    files = [tmp_path / f"part-{number}.parquet" for number in range(NUM_FILES + 3)]
+    for number, path in enumerate(files):
+        path.touch()
+        os.utime(path, (0, 7919 * number % 1000))
+    assert {path.stat().st_mtime for path in set(files) - set(newest_files(files))} == {0, 3, 6}
+    assert newest_files([tmp_path / "gone", *files[:2]])[0] == tmp_path / "gone"
