@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from batchinfer.data.chat import ChatTemplate
 
 # Tokens that begin and end thinking: of DeepSeek and most other models, and of Mistral.
-THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 # In harmony (gpt-oss) an answer is a row of messages, each with a header; thinking is messages of the channel analysis.
 ANALYSIS_MARKS = ("<|channel|>analysis<|message|>", "<|end|>")
 HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")

@@ -12,7 +12,7 @@ Mode = Literal["none", "auto", "deepseek_r1"]
 
 @dataclass(frozen=True, slots=True)
 class ThinkingTokens:
-    """The ids of <think> (None: the tokenizer has none) and </think>, or of Mistral's [THINK] and [/THINK]."""
+    """The ids of <think> (None: the tokenizer has none) and </think>, or of the marks of Mistral or Seed-OSS."""
 
     begin: int | None
     end: int

@@ -550,8 +550,9 @@ def test_streamed_pieces_join_to_the_decoded_text(sample, seed):
         assert text == sample.decode(ids[:place]).rstrip("\ufffd")
 
 
-def test_marks_of_tool_calls_are_shown_and_thinking_of_mistral_is_found(folder):
-    texts = ("[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]")
+@pytest.mark.parametrize("marks", [("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")])
+def test_marks_of_tool_calls_are_shown_and_thinking_of_mistral_and_seed_is_found(folder, marks):
+    texts = ("[TOOL_CALLS]", "[ARGS]", *marks)
     table = json.loads((folder / "tokenizer.json").read_text())
     first = load_tokenizer(folder).vocab_size
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
