@@ -50,7 +50,7 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
     unknown: list[str] = []
     scales: list[str] = []
     for name in checkpoint:
-        if name in expected or _is_ignored(name, config, mtp_layers):
+        if name in expected or _is_ignored(name, config, mtp_layers) or _may_be_zeros(name, checkpoint, config):
             continue
         is_scale = name.endswith(SCALE_SUFFIX) and name.removesuffix(SCALE_SUFFIX) in expected
         (scales if is_scale else unknown).append(name)
@@ -74,6 +74,16 @@ def check_tensors(checkpoint: TensorHeaders, config: ModelConfig) -> None:
         _check_format(checkpoint, config, name, part.formats)
     for name in scales:
         _check_scale(checkpoint, config, name)
+
+
+def spare_biases(checkpoint: TensorHeaders, config: ModelConfig) -> list[str]:
+    """Return the biases that the model does not have, of a checkpoint that `check_tensors` has passed.
+
+    Some writers of GPTQ's form store one of zeros beside every weight.
+    """
+    candidates = [name for name in checkpoint if _may_be_zeros(name, checkpoint, config)]
+    expected = {name for name, _ in expected_tensors(config)} if candidates else set()
+    return [name for name in candidates if name not in expected]
 
 
 def why_no_mtp(checkpoint: TensorHeaders, config: ModelConfig) -> str | None:
@@ -226,6 +236,14 @@ def _is_ignored(name: str, config: ModelConfig, mtp_layers: set[int]) -> bool:
         return True
     layer, first = _layer_of(name), config.num_hidden_layers
     return layer in mtp_layers and first <= layer < first + config.num_mtp_layers
+
+
+def _may_be_zeros(name: str, checkpoint: TensorHeaders, config: ModelConfig) -> bool:
+    """Return whether a tensor is the bias of a weight in GPTQ's form."""
+    form, (prefix, _, kind) = config.integers, name.rpartition(".")
+    return (
+        form is not None and form.method == "gptq" and kind == "bias" and form.is_stored(f"{prefix}.weight", checkpoint)
+    )
 
 
 def _layer_of(name: str) -> int | None:

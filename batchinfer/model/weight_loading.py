@@ -27,7 +27,7 @@ from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights
-from batchinfer.model.tensor_names import HEAD, check_tensors, num_bytes_to_read
+from batchinfer.model.tensor_names import HEAD, check_tensors, num_bytes_to_read, spare_biases
 from batchinfer.model.weights import (
     Ends,
     LayerWeights,
@@ -97,6 +97,7 @@ def open_loader(
     tell = None if on_read is None else lambda num_bytes: on_read(num_bytes, total_bytes)
     checkpoint = open_checkpoint(folder, config.carrier, tell)
     check_tensors(checkpoint, config)
+    _forget_spare_biases(checkpoint, config)
     if expert_ids is None:
         expert_ids = [range(config.n_routed_experts)] * config.num_moe_layers
     held = tuple(tuple(ids) for ids in expert_ids)
@@ -105,6 +106,20 @@ def open_loader(
             raise ModelError(f"expert_ids {ids} are not all below n_routed_experts = {config.n_routed_experts}.")
     total_bytes = num_bytes_to_read(checkpoint, config, held, mtp=mtp)
     return WeightLoader(checkpoint, config, dtype, torch.device(device), held, ops)
+
+
+def _forget_spare_biases(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Remove biases that the model does not have from the checkpoint's names; they must be zeros."""
+    spare = spare_biases(checkpoint, config)
+    values = Checkpoint(checkpoint)  # whose reads do not count
+    for name in spare:
+        if values.read(name).any():
+            raise ModelError(
+                f"{checkpoint.info(name).path}: {name} is a bias that the model does not have by config.json, and "
+                "it is not zero; use a checkpoint of this model_type"
+            )
+    for name in spare:
+        del checkpoint.infos[name]
 
 
 def read_ends(loader: WeightLoader) -> Ends:

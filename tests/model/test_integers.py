@@ -140,3 +140,23 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path):
     assert f"{expert}.qzeros is [2, 11] instead of [2, 12]" in refused(tensors | {f"{expert}.qzeros": narrow})
     floats = tensors[f"{expert}.qweight"].float()
     assert f"{expert}.qweight is F32 instead of I32." in refused(tensors | {f"{expert}.qweight": floats})
+
+
+def test_biases_of_zeros_that_gptqs_writers_add_are_left_out(tmp_path):
+    make_checkpoint(tmp_path, "qwen2", hidden_size=64, intermediate_size=96, num_attention_heads=8)
+    pack_with_zeros(tmp_path, GPTQ)
+    tensors = read_tensors(tmp_path)
+    of_weights = {name: f"{name.removesuffix('.qweight')}.bias" for name in tensors if name.endswith(".qweight")}
+    spare = {bias: torch.zeros(tensors[name].shape[1]).half() for name, bias in of_weights.items()}
+    added = sorted(spare.keys() - tensors.keys())
+    assert [name.rpartition("layers.0.")[2] for name in added[:4]] == [
+        *("mlp.down_proj.bias", "mlp.gate_proj.bias", "mlp.up_proj.bias"),
+        "self_attn.o_proj.bias",
+    ]
+    write_tensors(tmp_path, spare | tensors)
+    layer = load_weights(tmp_path, load_model_config(tmp_path), dtype=torch.float32).layers[0]
+    assert layer.mlp.gate_up.bias is layer.mlp.down.bias is layer.attention.out.bias is None
+    assert layer.attention.qkv.bias is not None
+    write_tensors(tmp_path, spare | tensors | {added[1]: spare[added[1]] + 1})
+    with pytest.raises(ModelError, match=r"layers.0.mlp.gate_proj.bias is a bias that the model does not have"):
+        load_weights(tmp_path, load_model_config(tmp_path), dtype=torch.float32)
