@@ -11,9 +11,11 @@ from batchinfer.model.config_reader import ConfigReader
 from batchinfer.model.integer_forms import IntegerForm
 
 INT4_FORMAT, FP8_FORMAT = "pack-quantized", "float-quantized"  # of compressed-tensors
+_FP8_STRATEGIES = "block", "channel", "tensor"
 # How scales were rounded or found when they were made, and which tensors have none, as their headers say.
 _FP8_NOTES = ("scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize")
-_FP8_BLOCK = 128, 128
+FP8_BLOCK = 128, 128
+_FP8_ROW = 1, 2**31 - 1  # a block is a row of any length
 _COMPRESSED_NOTES = (
     *("ignore", "targets", "observer", "observer_kwargs", "scale_dtype", "zp_dtype"),
     *("global_compression_ratio", "run_compressed", "version", "provider"),
@@ -61,15 +63,14 @@ def read_quantization(section: ConfigReader | None) -> dict[str, Any]:
         return fields
     method = section.text("quant_method", default="")
     if method == "compressed-tensors" and section.text("format", default="") == FP8_FORMAT:
-        _check_fp8_groups(section)
-        return fields | {"fp8_block": _FP8_BLOCK}
+        return fields | _read_fp8_groups(section)
     if method == "mxfp4":
         section.pass_over("modules_to_not_convert", "dequantize")
         judge_unread_keys(section, refuse_unknown=True)
         return fields | {"has_fp4_experts": True}
     if method in _INTEGERS:
         return fields | {"integers": _INTEGERS[method](section)}
-    return fields | {"fp8_block": _FP8_BLOCK, "fp8_per_tensor": not _has_fp8_blocks(section)}
+    return fields | {"fp8_block": FP8_BLOCK, "fp8_per_tensor": not _has_fp8_blocks(section)}
 
 
 def _has_fp8_blocks(section: ConfigReader) -> bool:
@@ -85,22 +86,29 @@ def _has_fp8_blocks(section: ConfigReader) -> bool:
     if not section.has("weight_block_size") and section.text("activation_scheme", default="") == "static":
         return False
     section.expect("activation_scheme", "dynamic", supported='"dynamic"')
-    section.expect("weight_block_size", list(_FP8_BLOCK), supported="[128, 128]", needed=True)
+    section.expect("weight_block_size", list(FP8_BLOCK), supported="[128, 128]", needed=True)
     return True
 
 
-def _check_fp8_groups(section: ConfigReader) -> None:
-    """Check that compressed-tensors' FP8 weights are in blocks, and that inputs are rounded by their own values."""
+def _read_fp8_groups(section: ConfigReader) -> dict[str, Any]:
+    """Read compressed-tensors' FP8 weights: a scale per block, per row or per weight.
+
+    Inputs are rounded by their own values here, also where a weight with one scale has a fixed one for its inputs.
+    """
     scheme, weights = _one_group(section)
     scheme.expect("format", FP8_FORMAT, supported=f'"{FP8_FORMAT}"')
     weights.expect("num_bits", 8, supported="8", needed=True)
     weights.expect("type", "float", supported='"float"', needed=True)
-    weights.expect("strategy", "block", supported='"block"', needed=True)
-    weights.expect("block_structure", list(_FP8_BLOCK), supported="[128, 128]", needed=True)
+    weights.expect("strategy", *_FP8_STRATEGIES, supported='"block", "channel" or "tensor"', needed=True)
+    strategy = weights.text("strategy", default="")
+    if strategy == "block":
+        weights.expect("block_structure", list(FP8_BLOCK), supported="[128, 128]", needed=True)
     weights.expect("symmetric", True, supported="true: there are no zero points")
-    if (inputs := scheme.section("input_activations")) is not None:
+    if strategy != "tensor" and (inputs := scheme.section("input_activations")) is not None:
         inputs.expect("dynamic", True, supported="true: inputs are rounded by their own values")
+    scheme.pass_over("input_activations")
     _judge_groups(section, scheme, weights)
+    return {"fp8_block": _FP8_ROW if strategy == "channel" else FP8_BLOCK, "fp8_per_tensor": strategy == "tensor"}
 
 
 def _read_compressed_tensors(section: ConfigReader) -> IntegerForm:

@@ -8,6 +8,7 @@ from batchinfer.model.checkpoint import Checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.integer_forms import PER_WORD, IntegerForm
 from batchinfer.model.integers import Integers, from_awq, from_compressed_tensors, from_gptq
+from batchinfer.model.quantization import FP8_BLOCK
 from batchinfer.model.tensor_names import FP4_GROUP, FP4_SCALES, FP4_VALUES, SCALE_SUFFIX
 from batchinfer.records import ModelError
 from batchinfer_kernels import registry
@@ -61,12 +62,14 @@ class StoredWeights:
             return self.read_fp4(name).plain(dtype)
         stored = self._checkpoint.read(name)
         if stored.dtype == torch.float8_e4m3fn:
-            return self._dequantize(stored, self._block_scale(name), dtype, self._fp8_block)
+            rows, columns = self._fp8_block or FP8_BLOCK
+            block = rows, min(columns, stored.shape[1])
+            return self._dequantize(stored, self._block_scale(name), dtype, block)
         return stored.to(dtype)
 
     def read_blocks(self, name: str) -> BlockScaled | None:
-        """Return a weight that is stored in FP8 bit for bit, None if it is stored otherwise."""
-        if name + SCALE_SUFFIX not in self._checkpoint:
+        """Return a weight that is stored in FP8 in blocks bit for bit, None if it is stored otherwise."""
+        if name + SCALE_SUFFIX not in self._checkpoint or self._fp8_block != FP8_BLOCK:
             return None
         return BlockScaled(self._checkpoint.read(name), self._block_scale(name))
 

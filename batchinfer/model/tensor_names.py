@@ -28,7 +28,7 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 _MTP_PREFIX = "mtp."  # of layers for multi-token prediction in DeepSeek-V4's files
 _HASHED = ".gate.tid2eid"  # table of experts by token
 # Scales of activations, stored next to weights with one scale each; here activations are rounded by their own values.
-_INPUT_SCALE_SUFFIXES = (".activation_scale", "_proj_activation_scale")
+_INPUT_SCALE_SUFFIXES = (".activation_scale", "_proj_activation_scale", ".input_scale")
 _MAX_LISTED = 10
 
 

@@ -69,8 +69,8 @@ REFUSED: list[tuple[Any, str]] = [
     (int4_config(format="float-quantized"), f"{WEIGHTS}.num_bits is 4, but supported is 8"),
     (int4_config(format="float-quantized", num_bits=8), f'{WEIGHTS}.type is "int", but supported is "float"'),
     (
-        int4_config(format="float-quantized", num_bits=8, type="float", strategy="channel"),
-        f'{WEIGHTS}.strategy is "channel", but supported is "block"',
+        int4_config(format="float-quantized", num_bits=8, type="float", strategy="group"),
+        f'{WEIGHTS}.strategy is "group", but supported is "block", "channel" or "tensor"',
     ),
     (
         int4_config(format="float-quantized", num_bits=8, type="float", strategy="block"),

@@ -69,6 +69,42 @@ def store_in_blocks(folder: Path) -> dict[str, torch.Tensor]:
     return plain
 
 
+def store_by_row(folder: Path, strategy: str) -> dict[str, torch.Tensor]:
+    """Store a checkpoint as llm-compressor's FP8_DYNAMIC ("channel") or FP8 ("tensor"); return it multiplied out."""
+    stored, plain = {}, {}
+    for name, tensor in one_by_one(read_tensors(folder)).items():
+        stored[name] = plain[name] = tensor
+        if name.endswith("_proj.weight"):
+            largest = tensor.abs().amax(1, keepdim=True) if strategy == "channel" else tensor.abs().amax()[None]
+            stored[f"{name}_scale"] = scale = (largest / 440).bfloat16()
+            stored[name] = to_fp8(tensor, scale.float())
+            plain[name] = stored[name].float() * scale.float()
+            if strategy == "tensor":
+                stored[name.replace(".weight", ".input_scale")] = torch.ones(1)
+    write_tensors(folder, stored)
+    edit_config(folder, quantization_config=llm_compressor_fp8(strategy))
+    return plain
+
+
+def llm_compressor_fp8(strategy: str) -> dict[str, Any]:
+    rounded = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None}
+    of_inputs = (
+        {"dynamic": True, "strategy": "token"} if strategy == "channel" else {"dynamic": False, "strategy": "tensor"}
+    )
+    scheme = {
+        "weights": rounded | {"strategy": strategy, "dynamic": False, "observer": "minmax"},
+        "targets": ["Linear"],
+    }
+    return {
+        "config_groups": {"group_0": scheme | {"input_activations": rounded | of_inputs, "output_activations": None}},
+        "format": "float-quantized",
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
 def logits_of(folder: Path, **options: Any) -> list[torch.Tensor]:
     requests = PagedRequests(Transformer.load(folder, **options), [torch.arange(70)], max_new_tokens=3)
     requests.prefill([0], (1000,))
@@ -90,6 +126,29 @@ def test_weights_in_fp8_compute_what_they_are_multiplied_out(tmp_path, store):
     whole = "model.layers.1.mlp.experts.down_proj"
     values = stored[whole][3] if whole in stored else stored[f"{EXPERT}.down_proj.weight"]
     assert torch.equal(held.values[3, :, :130].view(torch.uint8), values.view(torch.uint8))
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-moe", "v3"])
+def test_weights_of_llm_compressor_in_fp8_compute_what_they_are_multiplied_out(tmp_path, name, strategy):
+    for folder in ("stored", "plain"):
+        make_checkpoint(tmp_path / folder, name)
+    write_tensors(tmp_path / "plain", store_by_row(tmp_path / "stored", strategy))
+    ways: list[dict[str, Any]] = [{"dtype": torch.float32}]
+    if strategy == "channel":  # weights with one scale are held as stored in FP8, the plain ones are rounded
+        ways.append({"dtype": torch.bfloat16, "eight_bit": True, "backend": "reference"})
+    for way in ways:
+        found, expected = (logits_of(tmp_path / folder, **way) for folder in ("stored", "plain"))
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+
+
+def test_a_scale_per_row_of_another_shape_is_refused(tmp_path):
+    make_checkpoint(tmp_path, "qwen2")
+    store_by_row(tmp_path, "channel")
+    name = "model.layers.0.self_attn.o_proj.weight_scale"
+    write_tensors(tmp_path, read_tensors(tmp_path) | {name: torch.ones(1, 1)})
+    with pytest.raises(ModelError, match=rf"{name}_inv is F32 \[1, 1\] instead of .*\[32, 1\]"):
+        check_tensors(read_headers(tmp_path), load_model_config(tmp_path))
 
 
 def test_a_scale_of_another_shape_than_one_or_the_blocks_is_refused(tmp_path):
