@@ -109,11 +109,9 @@ class ClaimsCopy:
         counted = {name for unit in self._done for name, _ in self._named(unit)}
         results = (item.name for item in self._bucket.objects("units") if not item.name.endswith(f"/{CLAIM}"))
         orphans = [name for name in results if name not in counted]
-        # those of an earlier version, too
-        workers = [item for folder in ("work/workers", "workers") for item in self._bucket.objects(folder)]
+        workers = list(self._bucket.objects("work/workers"))
         now_s = time.time() - self._clock() if workers else 0.0
         orphans += [item.name for item in workers if now_s - item.written_s > OLD_S]
-        orphans += [item.name for item in self._bucket.objects("leases")]
         left = ("work/meeting-", "work/transfers-")
         orphans += [item.name for item in self._bucket.objects("work") if item.name.startswith(left)]
         self._each(self._bucket.delete, orphans)
