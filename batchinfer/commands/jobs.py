@@ -429,10 +429,6 @@ def _finish(
 def _note_finished(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> None:
     from batchinfer.progress import note
 
-    note(_finished_text(run_dir, config, result))
-
-
-def _finished_text(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> str:
     lines = [f"{result.num_rows:,} rows in {run_dir.shown}/outputs, {result.num_errors:,} of them error rows"]
     if result.commonest_error is not None:
         share = f"{result.num_commonest:,} of {result.num_errors:,}"
@@ -442,4 +438,4 @@ def _finished_text(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> s
     if config.output.push is not None:
         lines.append(f"outputs as a Hugging Face dataset: {run_dir.shown}/dataset; name the licence in its README.md")
     lines += [f"no outputs for {path}: it could not be read" for path in result.unreadable]
-    return "\n".join(lines)
+    note("\n".join(lines))
