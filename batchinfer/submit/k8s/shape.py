@@ -48,7 +48,7 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
         if name is not None:
             names.check_name(option, name)
     for template, own in ((shape.task_template, shape.template), ("k8s/finish.yaml", shape.finish_template)):
-        find_template(template, None if own is None else Path(own))
+        find_template(template, own)
     check_group(job.cluster, shape.nodes_per_group, shape.gpus_per_node)
     _check_volumes(job, shape)
 
