@@ -18,11 +18,10 @@ from batchinfer.data.bucket import Bucket, Listed
 from batchinfer.data.parquet import read_rows
 from batchinfer.manifest import Manifest, file_checksums
 from batchinfer.records import ConfigError, DamagedFileError
-from batchinfer.rundir import RunDir, read_state, worker_lease
+from batchinfer.rundir import CLAIM, RunDir, read_state, worker_lease
 from batchinfer.whole_files import published
 
 Each = Callable[[Callable[[Any], object], Iterable[Any]], None]
-CLAIM = "claim.json"
 OLD_S = 3600.0  # a worker that has not written for so long
 
 

@@ -29,9 +29,7 @@ from batchinfer.run.store.interface import Storage
 from batchinfer.run.store.watch import Watch
 from batchinfer.run.units.lease import WorkerLease
 from batchinfer.run.units.result_files import is_result, is_reused, own_files, sound_files
-from batchinfer.rundir import RunDir
-
-CLAIM = "claim.json"
+from batchinfer.rundir import CLAIM, RunDir
 
 
 @dataclass(frozen=True, slots=True)
