@@ -10,6 +10,7 @@ from batchinfer.checked_json import read_json
 from batchinfer.records import InputError, Shard
 
 LINE_FILES = {"parquet": (), "jsonl": (".jsonl",), "openai": (".jsonl", ".errors.jsonl")}  # by output.format
+CLAIM = "claim.json"  # in the folder of a claim
 LAUNCHERS = ("slurm", "k8s", "ray")  # each has a folder with records of its submissions
 DELETE_STATISTICS = "delete it: statistics do without it"  # remedy for damaged statistics of a session
 

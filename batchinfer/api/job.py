@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,8 @@ class Job:
             ConfigError, RunMismatchError: the folder has no plan, or another job's.
         """
         from batchinfer.status.status import StatusReader
-        from batchinfer.status.text import as_document
 
-        return as_document(StatusReader(self._run_dir(may_be_planning=True), storage_of(self.config)).read())
+        return asdict(StatusReader(self._run_dir(may_be_planning=True), storage_of(self.config)).read())
 
     def outputs(self) -> Answers:
         """Return all output rows in input order, shard by shard.

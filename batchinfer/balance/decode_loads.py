@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 
 from batchinfer.balance.decode import admit
-from batchinfer.balance.decode_moves import propose_moves
+from batchinfer.balance.decode_moves import NOWHERE, propose_moves
 from batchinfer.balance.output_lengths import OutputLengths
 from batchinfer.balance.request_load import RequestLoad
 from batchinfer.records import Request, RequestKey
@@ -30,7 +30,6 @@ MOVE_STEPS_BETWEEN_HOSTS = 64.0
 
 Key = TypeVar("Key", bound=Hashable)
 
-NOWHERE = -1
 _ROW = np.dtype(
     [
         ("rank", np.int64),  # index into the list of ranks

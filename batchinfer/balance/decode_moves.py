@@ -13,7 +13,7 @@ START_MOVING = 1.03  # busiest rank / mean: below, no request moves
 STOP_MOVING = 1.01
 LASTING = 0.08  # busiest rank / mean - 1, by move_steps, that lasts as long as requests run; less evens out sooner
 DELAY_STEPS = 2  # a rank gives a request away one step after the search, and another rank runs it one step later
-NOWHERE = -1  # in place of the rank of a request that stays
+NOWHERE = -1  # in place of the rank of a request that stays, or has none yet
 
 
 @dataclass(frozen=True, slots=True)

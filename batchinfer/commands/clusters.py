@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -24,7 +25,7 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
     from batchinfer.run.planned import planned_run
     from batchinfer.run.store.open import storage_of
     from batchinfer.status.status import StatusReader
-    from batchinfer.status.text import as_document, format_status, watch_status
+    from batchinfer.status.text import format_status, watch_status
 
     if watch and as_json:
         raise click.UsageError("--json is one document; leave --watch out")
@@ -34,7 +35,7 @@ def status(target: Path, watch: bool, as_json: bool) -> None:
         watch_status(reader, click.echo)
     else:
         found = reader.read()
-        click.echo(json.dumps(as_document(found), indent=1) if as_json else format_status(found))
+        click.echo(json.dumps(asdict(found), indent=1) if as_json else format_status(found))
 
 
 @click.command()

@@ -17,6 +17,7 @@ import click
 
 from batchinfer.commands.options import (
     EXIT_CODES,
+    EarlierRuns,
     Process,
     alone,
     earlier_run_options,
@@ -73,9 +74,7 @@ def plan(
     overrides: tuple[str, ...],
     strict: bool,
     trace: bool,
-    learn_from: Path | None,
-    expert_loads: Path | None,
-    reuse: Path | None,
+    earlier_runs: EarlierRuns,
 ) -> None:
     """Check all rows of JOB, order the requests, print a summary.
 
@@ -87,12 +86,11 @@ def plan(
 
     if show is not None:
         flags = {"--again": again, "--strict": strict, "--trace": trace, "--suggest": suggest}
-        given = {**flags, "--learn-from": learn_from, "--expert-loads": expert_loads, "--reuse": reuse}
-        if useless := [option for option, value in given.items() if value]:
+        if useless := [*(option for option, is_given in flags.items() if is_given), *earlier_runs.options]:
             raise click.UsageError(f"--show prints a prompt and plans nothing; leave {', '.join(useless)} out")
         _show_prompt(job_of(job, overrides), show, process.tokenizer)
         return
-    if again and reuse is not None:
+    if again and earlier_runs.reuse is not None:
         raise click.UsageError("--again repairs a plan and keeps the answers that it reuses; leave --reuse out")
     with alone("plan", process.stop) as session:
         config = job_of(job, overrides)
@@ -101,9 +99,7 @@ def plan(
             session,
             tracer_of(trace),
             strict=strict,
-            learn_from=learn_from,
-            expert_loads=expert_loads,
-            reuse=reuse,
+            earlier_runs=earlier_runs,
             again=keep_same_units if again else None,
             tokenizer=process.tokenizer,
             has_caller=process.has_caller,
@@ -251,9 +247,7 @@ def run(
     overrides: tuple[str, ...],
     strict: bool,
     trace: bool,
-    learn_from: Path | None,
-    expert_loads: Path | None,
-    reuse: Path | None,
+    earlier_runs: EarlierRuns,
     as_json: bool,
 ) -> None:
     """Plan, compute and finish JOB here, then print a summary.
@@ -269,7 +263,7 @@ def run(
     refuse_several_processes("run")
     stop = process.stop
     config = job_of(job, overrides)
-    know_experts = learn_from is not None or expert_loads is not None
+    know_experts = earlier_runs.learn_from is not None or earlier_runs.expert_loads is not None
     ahead: AbstractContextManager[RankLoader | None]
     if process.kept is None:
         ahead = ranks_ahead(config, stop, know_experts=know_experts)
@@ -285,9 +279,7 @@ def run(
                 session,
                 tracer,
                 strict=strict,
-                learn_from=learn_from,
-                expert_loads=expert_loads,
-                reuse=reuse,
+                earlier_runs=earlier_runs,
                 can_run_here=lambda: refuse_if_job_cannot_run(config, ranks, stop),
                 tokenizer=process.tokenizer,
                 has_caller=process.has_caller,
@@ -348,9 +340,7 @@ def plan_here(
     tracer: Tracer,
     *,
     strict: bool,
-    learn_from: Path | None,
-    expert_loads: Path | None,
-    reuse: Path | None = None,
+    earlier_runs: EarlierRuns,
     can_run_here: Callable[[], None] | None = None,
     again: Callable[[RunDir, Manifest], None] | None = None,
     tokenizer: TokenizerProcess | None = None,
@@ -370,9 +360,7 @@ def plan_here(
             config,
             session,
             strict=strict,
-            learn_from=learn_from,
-            expert_loads=expert_loads,
-            reuse=reuse,
+            **earlier_runs._asdict(),
             can_run_here=can_run_here,
             again=again,
             tokenizer=tokenizer,
@@ -441,10 +429,6 @@ def _finish(
 def _note_finished(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> None:
     from batchinfer.progress import note
 
-    note(_finished_text(run_dir, config, result))
-
-
-def _finished_text(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> str:
     lines = [f"{result.num_rows:,} rows in {run_dir.shown}/outputs, {result.num_errors:,} of them error rows"]
     if result.commonest_error is not None:
         share = f"{result.num_commonest:,} of {result.num_errors:,}"
@@ -454,4 +438,4 @@ def _finished_text(run_dir: RunDir, config: JobConfig, result: FinishedRun) -> s
     if config.output.push is not None:
         lines.append(f"outputs as a Hugging Face dataset: {run_dir.shown}/dataset; name the licence in its README.md")
     lines += [f"no outputs for {path}: it could not be read" for path in result.unreadable]
-    return "\n".join(lines)
+    note("\n".join(lines))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -92,7 +92,29 @@ def verbosity_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+class EarlierRuns(NamedTuple):
+    """The earlier runs that a plan uses, by the options of `earlier_run_options`."""
+
+    learn_from: Path | None
+    expert_loads: Path | None
+    reuse: Path | None
+
+    @property
+    def options(self) -> list[str]:
+        """The options that are given."""
+        return [f"--{name.replace('_', '-')}" for name, run in self._asdict().items() if run is not None]
+
+
 def earlier_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options for earlier runs, which the command gets as one argument, `earlier_runs`."""
+
+    @wraps(command)
+    def with_earlier_runs(
+        *arguments: Any, learn_from: Path | None, expert_loads: Path | None, reuse: Path | None, **options: Any
+    ) -> None:
+        command(*arguments, earlier_runs=EarlierRuns(learn_from, expert_loads, reuse), **options)
+
+    with_options: Callable[..., None] = with_earlier_runs
     for option in (
         click.option(
             "--reuse",
@@ -115,8 +137,8 @@ def earlier_run_options(command: Callable[..., None]) -> Callable[..., None]:
             "predict time and cost. Shards that it tokenised with the same tokenizer are not tokenised again.",
         ),
     ):
-        command = option(command)
-    return command
+        with_options = option(with_options)
+    return with_options
 
 
 def alone(command: str, stop: StopSignal) -> Session:

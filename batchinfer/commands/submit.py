@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from batchinfer.commands.goals import GOAL_OPTIONS, GoalOptions, follow_run, submit_with_goal
-from batchinfer.commands.options import earlier_run_options, job_options, pass_stop, tracer_of
-from batchinfer.commands.target import EarlierRuns, Target
+from batchinfer.commands.options import EarlierRuns, earlier_run_options, job_options, pass_stop, tracer_of
+from batchinfer.commands.target import Target
 from batchinfer.rundir import LAUNCHERS
 from batchinfer.stop_signals import StopSignal
 
@@ -132,9 +132,7 @@ def submit(
     overrides: tuple[str, ...],
     strict: bool,
     trace: bool,
-    learn_from: Path | None,
-    expert_loads: Path | None,
-    reuse: Path | None,
+    earlier_runs: EarlierRuns,
     **shape: Any,
 ) -> None:
     """Plan JOB here, compute it on Slurm, Kubernetes or Ray.
@@ -160,7 +158,6 @@ def submit(
     for name in ("template", "finish_template"):
         shape[name] = None if shape[name] is None else str(shape[name].absolute())
     options = {name: value for name, value in shape.items() if to in ONLY_OF.get(name, (to,))}
-    earlier_runs = EarlierRuns(learn_from, expert_loads, reuse)
     job = Target(target, overrides, stop, tracer_of(trace), strict=strict, dry_run=dry_run, earlier_runs=earlier_runs)
     if job.is_run and any(earlier_runs):
         raise click.UsageError("--learn-from, --expert-loads and --reuse count when a plan is made; a run has its plan")

@@ -5,26 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import click
 
 from batchinfer.commands.jobs import plan_here
-from batchinfer.commands.options import alone
+from batchinfer.commands.options import EarlierRuns, alone
 from batchinfer.stop_signals import StopSignal
 
 if TYPE_CHECKING:
     from batchinfer.config import JobConfig
     from batchinfer.run.trace import Tracer
     from batchinfer.rundir import RunDir
-
-
-class EarlierRuns(NamedTuple):
-    """Earlier runs that a plan uses, see the options of `plan`."""
-
-    learn_from: Path | None
-    expert_loads: Path | None
-    reuse: Path | None
 
 
 @dataclass(frozen=True)
@@ -71,16 +63,7 @@ class Target:
         _, job = self.run_and_job
         if not self.is_run:
             with alone("plan", self.stop) as session:
-                learn_from, expert_loads, reuse = self.earlier_runs
-                plan_here(
-                    job,
-                    session,
-                    self.tracer,
-                    strict=self.strict,
-                    learn_from=learn_from,
-                    expert_loads=expert_loads,
-                    reuse=reuse,
-                )
+                plan_here(job, session, self.tracer, strict=self.strict, earlier_runs=self.earlier_runs)
 
     def print_expected(self, tasks: int, nodes: int) -> None:
         """Print the plan's expectation on stderr; stdout is for the submission itself."""

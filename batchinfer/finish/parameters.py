@@ -10,6 +10,7 @@ from urllib.parse import unquote
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchinfer.config.structured_outputs.schema_tree import list_under
 from batchinfer.finish.json_text import BLANKS, NO_JSON, json_value, quoted
 
 # the values that a schema allows, by their type; None: any value of the type
@@ -79,9 +80,9 @@ class Parameters:
         yield from declared or ([others] if isinstance(others, dict) and others else [])
         for part in [
             self._target(schema),
-            *_parts(schema, "allOf"),
-            *_parts(schema, "anyOf"),
-            *_parts(schema, "oneOf"),
+            *list_under(schema, "allOf"),
+            *list_under(schema, "anyOf"),
+            *list_under(schema, "oneOf"),
             *(schema.get(key) for key in ("then", "else")),
             *(part for _, part in _members(schema, "dependentSchemas")),
         ]:
@@ -97,9 +98,9 @@ class Parameters:
         return self._allowed[id(schema)]
 
     def _computed(self, schema: dict[str, Any]) -> Allowed | None:
-        found = [self._allowed_by(part) for part in [self._target(schema), *_parts(schema, "allOf")]]
+        found = [self._allowed_by(part) for part in [self._target(schema), *list_under(schema, "allOf")]]
         for key in ("anyOf", "oneOf"):
-            found.append(_either([self._allowed_by(part) for part in _parts(schema, key)]))
+            found.append(_either([self._allowed_by(part) for part in list_under(schema, key)]))
         names = schema.get("type")
         named = [_TYPES.get(name.lower()) if isinstance(name, str) else None for name in _listed(names)]
         found.append(_either(named))
@@ -122,11 +123,6 @@ class Parameters:
             else:
                 found = found.get(key) if isinstance(found, dict) else None
         return found
-
-
-def _parts(schema: dict[str, Any], key: str) -> list[Any]:
-    found = schema.get(key)
-    return found if isinstance(found, list) else []
 
 
 def _members(schema: dict[str, Any], key: str) -> list[tuple[str, Any]]:

@@ -14,9 +14,9 @@ from batchinfer.manifest import Manifest
 from batchinfer.progress import Progress
 from batchinfer.records import ConfigError, DamagedFileError
 from batchinfer.run.job_file import REMEDY, recorded_job
-from batchinfer.run.units.claims import CLAIM, counted_files, done_mark, last_claim, lease_of
+from batchinfer.run.units.claims import counted_files, done_mark, last_claim, lease_of
 from batchinfer.run.units.result_files import damage
-from batchinfer.rundir import DELETE_STATISTICS, RunDir, read_state, replan_remedy, submission_records
+from batchinfer.rundir import CLAIM, DELETE_STATISTICS, RunDir, read_state, replan_remedy, submission_records
 
 
 @dataclass(frozen=True, slots=True)

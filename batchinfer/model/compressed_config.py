@@ -9,7 +9,6 @@ Entries grow with the prompt and are in pages. The window's rows, and the rows o
 are a state of fixed size.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -237,7 +236,8 @@ def _read_ratios(reader: ConfigReader, num_layers: int) -> tuple[int, ...]:
     """Return the tokens of an entry in each layer; the list may go on for layers of multi-token prediction."""
     ratios = reader.whole_numbers("compress_ratios")
     if len(ratios) < num_layers or not set(_RATIOS).issuperset(ratios):
-        supported = f"{_any_of(_RATIOS)} for each of {num_layers} layers, and for those of multi-token prediction"
+        known = " or ".join(map(str, _RATIOS))
+        supported = f"{known} for each of {num_layers} layers, and for those of multi-token prediction"
         raise reader.unsupported("compress_ratios", ratios or None, supported)
     return tuple(ratios[:num_layers])
 
@@ -251,7 +251,3 @@ def _read_ropes(reader: ConfigReader, family: Family, max_positions: int) -> tup
         told = reader.section("rope_scaling")
         raise reader.unsupported("rope_scaling", None if told is None else told.unread(), "YaRN without any mscale")
     return RopeConfig(theta=theta), replace(scaled, theta=base, attention_factor=1.0)
-
-
-def _any_of(values: Iterable[int]) -> str:
-    return " or ".join(map(str, values))

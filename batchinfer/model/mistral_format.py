@@ -70,7 +70,7 @@ def read_params(path: Path, values: dict[str, Any]) -> ConfigReader:
             f"{path} has no kv_lora_rank or no moe; of models with a params.json only those with latent attention and "
             "routed experts are supported (Mistral Large 3)."
         )
-    flat = _flat(path, values)
+    flat = _flat(ConfigReader(path, values), values)
     rope: dict[str, Any] = {"rope_type": "yarn"}
     # YaRN's factor on cos and sin is 1 in both cases
     rope |= (
@@ -107,7 +107,7 @@ class _ParamsReader(ConfigReader):
         return None if inside is None else _ParamsReader(self.path, inside.unread(), f"{self._way}{key}.")
 
 
-def _flat(path: Path, values: dict[str, Any]) -> dict[str, Any]:
+def _flat(reader: ConfigReader, values: dict[str, Any]) -> dict[str, Any]:
     """Return all keys by their full names; check the keys that can have only a few values."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
@@ -116,13 +116,9 @@ def _flat(path: Path, values: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, dict):
             flat |= {f"{key}.{name}": inside for name, inside in value.items()}
         else:
-            raise _unsupported(path, key, value, "a JSON object")
+            raise reader.unsupported(key, value, "a JSON object")
     supported = _FIXED | {_SAME_WINDOW: (flat.get("yarn.original_max_position_embeddings"),)}
     for key, wanted in supported.items():
         if flat.get(key) is not None and not any(flat[key] == one and type(flat[key]) is type(one) for one in wanted):
-            raise _unsupported(path, key, flat[key], " or ".join(map(show, wanted)))
+            raise reader.unsupported(key, flat[key], " or ".join(map(show, wanted)))
     return flat
-
-
-def _unsupported(path: Path, key: str, value: object, supported: str) -> ModelError:
-    return ModelError(f"{path}: {key} is {show(value)}, but supported is {supported}.")

@@ -50,17 +50,16 @@ _ALIGNMENT = 64
 _GPU_ALIGNMENT = 256  # as of memory from CUDA
 _GAP = "gap."  # begins the names of tensors that only fill gaps
 _DTYPES = {
-    **{"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn},
-    **{"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64},
-}
+    "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "BF16": torch.bfloat16, "F32": torch.float32,
+    "I64": torch.int64,
+}  # fmt: skip
 _SCALED = (BlockScaled, GroupScaled, Fp4Scaled)  # by the number in a file
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _KINDS: dict[str, type[Any]] = {
-    **{"layer": LayerWeights, "indexer": IndexerWeights},
-    **{"mlp": MlpWeights, "shared": MlpWeights},
-    **{"entries": CompressorWeights, "keys": CompressorWeights, "index": IndexWeights},
-    **dict.fromkeys(("streams", "attention_streams", "mlp_streams"), StreamWeights),
-}
+    "layer": LayerWeights, "indexer": IndexerWeights, "mlp": MlpWeights, "shared": MlpWeights,
+    "entries": CompressorWeights, "keys": CompressorWeights, "index": IndexWeights,
+    "streams": StreamWeights, "attention_streams": StreamWeights, "mlp_streams": StreamWeights,
+}  # fmt: skip
 
 
 class Layout(NamedTuple):
@@ -109,11 +108,8 @@ def lay_out(
         if aligned and (gap := -end % _GPU_ALIGNMENT):
             entries[f"{_GAP}{name}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [end, end + gap]}
             end += gap
-        entries[name] = {
-            **{"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)},
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
+        dtype, shape, first, end = _NAMES[tensor.dtype], list(tensor.shape), end, end + tensor.nbytes
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [first, end]}
     layout = Layout(entries, {name: form for name, _, form in parts}, 0, end)
     return layout, [(name, tensor) for name, tensor, _ in parts]
 

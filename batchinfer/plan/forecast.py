@@ -81,7 +81,7 @@ def balances(
         rank = deal_prefixes(lengths, shared, outputs, num_ranks=num_ranks)
         rank_of_part = np.zeros(end - first, dtype=np.int64)
         rank_of_part[order - first] = rank
-        dealt.append((first, end, rank_of_part))
+        dealt.append((order, rank_of_part))
         if num_ranks > 1 and len(loads) <= MAX_STEPPED_UNITS:
             plans = plan_rank_steps(
                 lengths,
@@ -117,36 +117,29 @@ def _order_of_unit(work: PlannedWork, first: int, end: int) -> tuple[np.ndarray,
 
 
 def _decode_series(
-    work: PlannedWork, cluster: ClusterConfig, dealt: list[tuple[int, int, np.ndarray]], request_load: RequestLoad
+    work: PlannedWork, cluster: ClusterConfig, dealt: list[tuple[np.ndarray, np.ndarray]], request_load: RequestLoad
 ) -> DecodeSeries:
     """Return the loads of the decode ranks in a simulated run through some of the units.
 
     Args:
-        dealt: of each unit: first request, last request (exclusive) and [n] the rank of each request.
+        dealt: of each unit: [n] the requests in the order of dealing, and [n] the rank of each request, in plan order.
     """
-    per_unit = max(1.0, float(np.mean([end - first for first, end, _ in dealt])))
+    per_unit = max(1.0, float(np.mean([len(order) for order, _ in dealt])))
     num_units = ceil(FILLINGS * cluster.num_decode_ranks * cluster.decode_requests / per_unit)
     chosen = [dealt[place] for place in _spread(len(dealt), num_units)]
-    requests = np.concatenate([np.arange(first, end) for first, end, _ in chosen])
+    requests = np.concatenate([np.sort(order) for order, _ in chosen])
     groups, outputs = _likely_answers(work)
     columns = (work.prompt_tokens, outputs, work.max_tokens, work.expected_tokens, groups)
     answers = Answers(*(column[requests] for column in columns))
     source: Source = ReadyPrompts(len(requests))
     if cluster.mode == "colocated":
         units, num_before = [], 0
-        for first, end, rank in chosen:
-            part = slice(first, end)
-            after = work.shared_tokens[end] if end < len(work.shared_tokens) else 0
-            order = longest_first(
-                work.shared_tokens[part],
-                work.answer_tokens[part],
-                before_tokens=int(work.shared_tokens[first]),
-                after_tokens=int(after),
-            )
-            by_rank = order[np.argsort(rank[order], kind="stable")]
+        for order, rank in chosen:
+            places = order - order.min()
+            by_rank = places[np.argsort(rank[places], kind="stable")]
             ends = np.cumsum(np.bincount(rank, minlength=cluster.num_decode_ranks))[:-1]
             units.append([queue.tolist() for queue in np.split(num_before + by_rank, ends)])
-            num_before += end - first
+            num_before += len(order)
         source = DealtPrompts(units, (work.prompt_tokens - work.shared_tokens + work.answer_tokens)[requests])
     ranks = PaperRanks(
         answers,

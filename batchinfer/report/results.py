@@ -7,8 +7,8 @@ from typing import Any
 import duckdb
 
 from batchinfer.data.duckdb_sql import read_parquet
+from batchinfer.data.parquet import own_parquet
 from batchinfer.data.schemas.internal import RESULTS
-from batchinfer.data.token_rows import prompt_ids
 from batchinfer.manifest import Manifest
 from batchinfer.records import ConfigError
 from batchinfer.report.foreign_sql import answer
@@ -19,8 +19,6 @@ from batchinfer.sanitize import first_line
 
 # the columns of a quick look; the text of a failed row is its error
 FIRST_COLUMNS = "coalesce(id, 'row ' || row) AS id, status, finish_reason, left(coalesce(error, text), 1000) AS text"
-
-
 # the columns next to a prompt
 PROMPT_COLUMNS = (
     "shard, row, sample, coalesce(id, 'row ' || row) AS id, status, finish_reason, completion_tokens, "
@@ -54,9 +52,31 @@ def newest_prompts(
     names, rows = query_results(run, files, newest_rows(num_rows, PROMPT_COLUMNS))
     found = [dict(zip(names, row, strict=True)) for row in rows]
     for item in found:
-        ids = prompt_ids(run.tokens(item.pop("shard")), manifest, item["row"], item["sample"])
+        ids = _prompt_ids(run.tokens(item.pop("shard")), manifest, item["row"], item["sample"])
         item |= {"prompt": decode(ids), "prompt_tokens": len(ids)}
     return found
+
+
+def _prompt_ids(path: Path, manifest: Manifest, row: int, sample: int) -> list[int]:
+    """Return the token ids of a request's prompt, with the choice that ends it in a job with choices.
+
+    Args:
+        path: a token file (schemas.TOKENS).
+        row: of a good row, its position in the file.
+        sample: number of the sample, or of the choice.
+
+    Raises:
+        DamagedFileError: the file is missing or damaged.
+    """
+    with own_parquet(path, manifest) as file:
+        group, first = 0, 0
+        while row >= first + file.metadata.row_group(group).num_rows:
+            first += file.metadata.row_group(group).num_rows
+            group += 1
+        table = file.read_row_group(group, columns=["token_ids", "choices"]).slice(row - first, 1)
+    (found,) = table.to_pylist()
+    ids: list[int] = found["token_ids"]
+    return ids if found["choices"] is None else ids + found["choices"][sample]
 
 
 def query_results(run: RunDir, files: list[Path], sql: str) -> tuple[list[str], Iterator[tuple[Any, ...]]]:

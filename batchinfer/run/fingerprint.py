@@ -122,7 +122,8 @@ def config_digest(folder: Path) -> str:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {path}: {error}") from None
-    return _digest(json.dumps(config, sort_keys=True, separators=(",", ":")).encode())
+    canonical = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
 def weights_digest(folder: Path) -> str:
@@ -187,10 +188,6 @@ def _some(names: Iterable[str], path_of: Mapping[str, str]) -> str:
     """Return the path of the first shard by name, and the number of the others."""
     first, *others = sorted(names)
     return path_of.get(first, first) + (f" and {len(others):,} more" if others else "")
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _short(value: Any) -> str:

@@ -21,6 +21,7 @@ from batchinfer.rundir import RunDir
 from batchinfer.whole_files import file_system_s
 
 BEAT_S = 5.0
+_ABOUT = ("command", "node", "task", "restarts", "time_s", "under_way")  # keys of a heartbeat
 
 
 class Heartbeat:
@@ -104,11 +105,10 @@ def signs_of_life(run: RunDir) -> dict[str, SessionStatus]:
     now_s = file_system_s(run.root)
     for path in sorted(run.heartbeat("x").parent.glob("*.json")):
         try:
-            said = read_json(path, "host", "pid", "process", "command", "node", "task", "restarts", "under_way")
+            said = read_json(path, "host", "pid", "process", *_ABOUT)
             silent_s = max(0.0, now_s - path.stat().st_mtime)
         except (DamagedFileError, FileNotFoundError):  # it ends just now
             continue
-        about = {key: said[key] for key in ("command", "node", "task", "restarts", "under_way")}
-        when = {"time_s": said.get("time_s", 0.0), "silent_s": silent_s}  # an earlier version's says none
-        found[path.stem] = SessionStatus(session=path.stem, is_dead=is_dead(said), **when, **about)
+        about = {key: said[key] for key in _ABOUT}
+        found[path.stem] = SessionStatus(session=path.stem, is_dead=is_dead(said), silent_s=silent_s, **about)
     return found

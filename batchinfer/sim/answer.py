@@ -22,10 +22,9 @@ from batchinfer.sim.search import LARGEST_BATCH, Rated, Rater
 from batchinfer.sim.spec import DaySpec, Spec
 from batchinfer.sim.steps import Unit, decode_step
 from batchinfer.sim.suggest import MILLION, changes, changes_table
-from batchinfer.sim.workload import Workload, make_workload
+from batchinfer.sim.workload import HOUR_S, Workload, make_workload
 
 MAX_TRIES = 8  # to find the nodes that finish in time
-HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from math import ceil
 from batchinfer.balance.pace import Stretch, Terms, tasks_now
 from batchinfer.records import ConfigError
 from batchinfer.sim.search import Rated
+from batchinfer.sim.workload import HOUR_S
 
-HOUR_S = 3600.0
 LOOK_S = 900.0  # between two decisions: waiting work and new work are to be done by the next one
 
 

@@ -29,11 +29,10 @@ from batchinfer.model.stream_forecast import JobTokens, ProductSpeeds, StreamFor
 from batchinfer.model.weight_bytes import weight_bytes
 from batchinfer.model.weight_mode import experts_of_rank, split_for
 from batchinfer.sim.spec import ModelSpec, WorkloadSpec
-from batchinfer.sim.workload import Workload, make_workload
+from batchinfer.sim.workload import HOUR_S, Workload, make_workload
 
 Positive = Annotated[float, Field(gt=0)]
 Count = Annotated[int, Field(ge=1, le=2**20)]
-HOUR_S = 3600.0
 
 
 class StreamSpec(Part):

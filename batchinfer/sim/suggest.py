@@ -20,9 +20,9 @@ from batchinfer.sim.search import EP_SIZES, Rated, Rater
 from batchinfer.sim.spec import WorkloadSpec
 from batchinfer.sim.speeds import DEFAULTS, rater_of
 from batchinfer.sim.steps import Unit
-from batchinfer.sim.workload import make_workload
+from batchinfer.sim.workload import HOUR_S, make_workload
 
-HOUR_S, MILLION = 3600.0, 1e6
+MILLION = 1e6
 # changes that are no layouts
 AS_GIVEN, FULL, NEWER = "as given, for a server", "all units are full", f"DeepEP of {LATEST}"
 

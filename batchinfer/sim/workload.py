@@ -17,7 +17,7 @@ from batchinfer.rundir import RunDir
 from batchinfer.sanitize import first_line
 from batchinfer.sim.spec import WorkloadSpec
 
-DAY_S = 86_400.0
+DAY_S, HOUR_S = 86_400.0, 3600.0
 PART_TOKENS = 4096
 
 

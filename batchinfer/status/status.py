@@ -15,10 +15,10 @@ from batchinfer.records import DamagedFileError
 from batchinfer.run.heartbeat import SessionStatus, signs_of_life
 from batchinfer.run.store.interface import Part, Storage
 from batchinfer.run.store.watch import HOLDER, LEASE_S, is_over
-from batchinfer.run.units.claims import CLAIM, done_mark, last_claim, lease_of, result_files
+from batchinfer.run.units.claims import done_mark, last_claim, lease_of, result_files
 from batchinfer.run.units.planned_tokens import planned_tokens
 from batchinfer.run.units.result_files import is_reused
-from batchinfer.rundir import RunDir, read_state
+from batchinfer.rundir import CLAIM, RunDir, read_state
 from batchinfer.status.result_counts import (
     ResultFile,
     left_s,

@@ -4,7 +4,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from batchinfer.progress import duration
@@ -27,11 +26,6 @@ def watch_status(reader: StatusReader, show: Callable[[str], None]) -> None:
         if status.activity in ("finished", "partial"):
             return
         time.sleep(WATCH_S)
-
-
-def as_document(status: Status) -> dict[str, Any]:
-    """Return the status as one JSON document."""
-    return asdict(status)
 
 
 def format_status(status: Status) -> str:

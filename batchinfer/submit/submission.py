@@ -70,19 +70,19 @@ def sent_records(run: RunDir, launcher: str, *needs: str) -> list[tuple[Path, di
     return [(path, read_json(path, *needs)) for path in submission_records(run, [launcher])]
 
 
-def find_template(name: str, own: Path | None) -> Path:
+def find_template(name: str, own: str | None) -> Path:
     """Return the template to submit: the user's file if given, else the file that came with batchinfer.
 
     Args:
         name: path in jobs/, for example `array.sbatch` or `k8s/tasks.yaml`.
-        own: the user's own file.
+        own: path of the user's own file.
 
     Raises:
         ConfigError: the file does not exist.
     """
     in_working_copy = Path(__file__).parents[2] / "jobs" / name
     installed = Path(sys.prefix) / "share" / "batchinfer" / "jobs" / name
-    candidates = [in_working_copy, installed] if own is None else [own.absolute()]
+    candidates = [in_working_copy, installed] if own is None else [Path(own).absolute()]
     for path in candidates:
         if path.is_file():
             return path

@@ -14,9 +14,8 @@ from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled
 from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 
-Weight = (
-    torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled | Packed
-)  # as the operation `pack` returns it; weight[slot] is one of several
+# as the operation `pack` returns it; weight[slot] is one of several
+Weight = torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled | Packed
 
 
 @dataclass(frozen=True, slots=True)

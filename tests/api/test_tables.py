@@ -146,10 +146,6 @@ def through_a_shard(data, folder, **named):
     return pq.read_table(folder / "in" / "prompts.parquet")
 
 
-def in_two_chunks(values):
-    return pa.chunked_array([values[:1], values[1:]])
-
-
 def polars_frame(name):
     values, dtype = OF_POLARS[name]
     return pl.DataFrame({"prompt": QUESTIONS, "x": pl.Series(values, dtype=dtype)})

@@ -2,10 +2,6 @@
 
 import pytest
 
-from batchinfer.config import S3Config
-from batchinfer.records import ConfigError
-from batchinfer.run.store.bucket import BucketStorage
-from batchinfer.run.units.claims import UnitClaims
 from support.bucket_claimants import ROWS, disturbed
 from support.faulty_store import Faults
 from support.s3_servers import server_with
@@ -35,13 +31,3 @@ def test_a_unit_costs_so_many_requests(server, tmp_path):
         # the claim, then each result, then whether it was taken over, and the mark; a worker's lease comes and goes
         expected = num_units * (1 + ROWS + 2) + 2
         assert faults.requests.total() - faults.requests["list"] == expected
-
-
-def test_units_that_an_earlier_version_has_begun_are_refused_unless_they_are_done(server, tmp_path):
-    storage = BucketStorage("s3://runs/old", S3Config(endpoint=server.endpoint), str(tmp_path))
-    storage.bucket.put("leases/000003", b"{}")
-    with pytest.raises(ConfigError, match="begun by an earlier version of batchinfer; compute the rest with that"):
-        UnitClaims(storage).__enter__()
-    storage.bucket.put("done/000003", b"{}")
-    with UnitClaims(storage) as claims:
-        assert claims.try_claim(0) is not None

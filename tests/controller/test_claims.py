@@ -9,15 +9,13 @@ import sys
 import time
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 from batchinfer.checked_json import publish_json, read_json
 from batchinfer.run import liveness
 from batchinfer.run.store import watch
 from batchinfer.run.store.folder import FolderStorage
-from batchinfer.run.units.claims import UnitClaims, is_given_back, last_claim, lease_of
-from batchinfer.run.units.result_files import write_results
+from batchinfer.run.units.claims import UnitClaims, last_claim, lease_of
 from batchinfer.rundir import RunDir
 
 HOLD = """
@@ -214,20 +212,3 @@ def test_a_claim_that_its_worker_has_not_created_yet_is_none(tmp_path):
     assert last_claim(run, 0) is None
     with UnitClaims(FolderStorage(run)) as mine:
         assert mine.try_claim(0).name == "0000"
-
-
-def test_a_claim_of_an_earlier_version_is_held_by_its_own_lease_and_inherited(tmp_path, monkeypatch):
-    run, store = RunDir(tmp_path), FolderStorage(RunDir(tmp_path))
-    old = run.claim(0, "0000")
-    old.mkdir(parents=True)
-    lease = {**liveness.this_process(), "node": "n", "task": None, "restarts": 0, "released": False}
-    publish_json(old / "lease.json", lease)
-    publish_json(old / "claim.json", {"inherited": []})
-    part = write_results(old, 0, pa.table({"row": [1]}))
-    with UnitClaims(store) as mine:
-        assert mine.try_claim(0) is None
-        assert not is_given_back(old)
-        publish_json(old / "lease.json", {**lease, "released": True})
-        assert is_given_back(old)
-        claim = mine.try_claim(0)
-    assert (claim.name, claim.inherited) == ("0001", (part,))

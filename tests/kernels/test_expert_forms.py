@@ -99,6 +99,15 @@ def fp4(*shape, seed=0):
     return Fp4Scaled(values, scales)
 
 
+def in_tiles(weight, *, is_paired=False):
+    weights = weight if weight.values.dim() == 3 else Fp4Scaled(weight.values[None], weight.scales[None])
+    count, columns, num_bytes = weights.values.shape
+    tiles = packed.Packed.empty(count, columns, 2 * num_bytes, kind=packed.WeightKind.FP4, is_paired=is_paired)
+    for slot in range(count):
+        tiles.put(slot, weights[slot])
+    return tiles
+
+
 def test_fp4_is_taken_apart_by_hand():
     held = fp4(3, 64)
     held.scales[0] = torch.tensor([127, 130])
@@ -122,7 +131,7 @@ def test_fp4_is_taken_apart_by_hand():
 @pytest.mark.parametrize(("columns", "depth"), [(64, 32), (70, 96), (131, 416), (5, 1056)])
 def test_products_with_fp4_have_the_bits_of_those_with_its_plain_values(columns, depth, threads):
     weight, x = fp4(columns, depth), random(101, depth, dtype=torch.bfloat16)
-    tiles, plain = packed.pack_fp4(weight), packed.pack(weight.plain())
+    tiles, plain = in_tiles(weight), packed.pack(weight.plain())
     assert tiles.data.shape[1] * 3 < plain.data.shape[1]
     for num_threads, rows in [
         (1, slice(0, 1)),
@@ -142,7 +151,7 @@ def test_experts_in_fp4_have_the_bits_of_plain_ones():
     gate_up, down = fp4(4, 2 * width, hidden, seed=1), fp4(4, hidden, width, seed=2)
     biases = ExpertBiases(random(4, 2 * width, dtype=torch.bfloat16), random(4, hidden, dtype=torch.bfloat16))
     options = {"activation": GPT_OSS, "biases": biases}
-    tiles = packed.pack_fp4(gate_up, is_paired=True), packed.pack_fp4(down)
+    tiles = in_tiles(gate_up, is_paired=True), in_tiles(down)
     y = cpu.grouped_mlp(x, counts, *tiles, **options)
     assert torch.equal(y, cpu.grouped_mlp(x, counts, gate_up.plain(), down.plain(), **options))
     assert_near(y, reference.grouped_mlp(x, counts, gate_up, down, **options))

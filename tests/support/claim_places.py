@@ -97,12 +97,6 @@ def is_done(place: Place, unit: int = 0) -> bool:
     return store.run.done(unit).name in store.names(store.run.done_marks)
 
 
-def _bytes_of(bucket: Bucket, name: str) -> bytes:
-    found = bucket.read(name)
-    assert found is not None
-    return found.data
-
-
 def file_in(place: Place, name: str) -> Any:
     """Read and write of one document of the run folder, behind the store's back."""
     store = place.store("hand")

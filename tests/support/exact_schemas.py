@@ -12,9 +12,10 @@ from fractions import Fraction
 from typing import Any
 
 import jsonschema
+import numpy as np
 from jsonschema import validators
 
-from batchinfer.config.structured_outputs.byte_matcher import END, byte_matcher, next_tokens
+from batchinfer.config.structured_outputs.byte_matcher import END, byte_matcher
 
 COUNTS = ("minItems", "maxItems")  # keywords whose numbers are integers of Python
 
@@ -229,7 +230,8 @@ def random_text(grammar: str, rng: random.Random, most_bytes: int = 150) -> byte
     """A text that the grammar admits; None: it is longer, or too much for the library."""
     matcher, text = byte_matcher(grammar), bytearray()
     while len(text) < most_bytes:
-        tokens = next_tokens(matcher)
+        allowed = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        tokens = np.flatnonzero(np.unpackbits(allowed, bitorder="little")).tolist()  # bytes, and END where it may end
         if "too many expressions" in matcher.get_error():
             return None
         assert not matcher.is_error(), (bytes(text), matcher.get_error())

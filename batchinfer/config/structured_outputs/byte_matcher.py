@@ -2,7 +2,6 @@
 
 import functools
 
-import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from llguidance._tokenizer import TokenizerWrapper
 
@@ -39,12 +38,6 @@ def is_stuck(matcher: LLMatcher) -> bool:
 def is_dead_end(error: str) -> bool:
     """Return whether an error text of llguidance means that no token may come next."""
     return error.startswith("NoExtension")
-
-
-def next_tokens(matcher: LLMatcher) -> list[int]:
-    """Return the bytes that may come next, and END where the text may end."""
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    return np.flatnonzero(bits).tolist()
 
 
 @functools.cache

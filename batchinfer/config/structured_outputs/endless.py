@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from batchinfer.config.structured_outputs.schema_tree import children, subschemas, target_of
+from batchinfer.config.structured_outputs.schema_tree import children, list_under, subschemas, target_of
 
 _BLANKS = re.compile(r"\s*")
 _TOKEN = re.compile(
@@ -207,24 +207,19 @@ def _ends(root: dict[str, Any], part: dict[str, Any], ends: set[int]) -> bool:
     target = target_of(root, part.get("$ref"))
     if target is not None and not may_end(target.value):
         return False
-    if not all(map(may_end, _list(part, "allOf"))):
+    if not all(map(may_end, list_under(part, "allOf"))):
         return False
-    if any(_list(part, name) and not any(map(may_end, _list(part, name))) for name in ("anyOf", "oneOf")):
+    if any(list_under(part, name) and not any(map(may_end, list_under(part, name))) for name in ("anyOf", "oneOf")):
         return False
-    types = [part["type"]] if isinstance(part.get("type"), str) else _list(part, "type")
+    types = [part["type"]] if isinstance(part.get("type"), str) else list_under(part, "type")
     if not types or any(kind not in ("array", "object") for kind in types):
         return True
-    properties, required = part.get("properties"), _list(part, "required")
+    properties, required = part.get("properties"), list_under(part, "required")
     properties = properties if isinstance(properties, dict) else {}
     if "object" in types and all(may_end(properties.get(name)) for name in required if isinstance(name, str)):
         return True
     least = part.get("minItems", 0)
-    first, rest = _list(part, "prefixItems"), part.get("items")
+    first, rest = list_under(part, "prefixItems"), part.get("items")
     needs_rest = isinstance(least, int) and least > len(first)
     needed = [*first[: least if isinstance(least, int) else 0], *([rest] if needs_rest else [])]
     return "array" in types and all(may_end(item) for item in needed if not isinstance(item, list))
-
-
-def _list(part: dict[str, Any], key: str) -> list[Any]:
-    value = part.get(key)
-    return value if isinstance(value, list) else []

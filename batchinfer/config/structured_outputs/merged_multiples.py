@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from batchinfer.config.structured_outputs.schema_numbers import SchemaNumber, is_number, numbers_of
-from batchinfer.config.structured_outputs.schema_tree import subschemas, target_of
+from batchinfer.config.structured_outputs.schema_tree import list_under, subschemas, target_of
 
 _BITS_32 = 1 << 32
 _MOST_WAYS = 100  # combinations of alternatives, and numbers in one of them
@@ -96,11 +96,11 @@ class _Merger:
         if id(part) not in self._known:
             self._known[id(part)] = [()]  # a schema that refers to itself adds nothing
             target = target_of(self._root, part.get("$ref"))
-            needed = [*_list(part, "allOf"), *([] if target is None else [target.value])]
+            needed = [*list_under(part, "allOf"), *([] if target is None else [target.value])]
             own: list[tuple[dict[str, Any], ...]] = [(part,)]
             choices = [own, *map(self._ways, needed)]
             for key in ("anyOf", "oneOf"):
-                choices.append([way for other in _list(part, key) for way in self._ways(other)])
+                choices.append([way for other in list_under(part, key) for way in self._ways(other)])
             self._known[id(part)] = self._together(choices)
         return self._known[id(part)]
 
@@ -113,7 +113,7 @@ class _Merger:
     def _ranges(self, parts: list[dict[str, Any]]) -> list[_Range]:
         found = [_Range()]
         for part in parts:
-            values = [part["const"]] if "const" in part else _list(part, "enum")
+            values = [part["const"]] if "const" in part else list_under(part, "enum")
             numbers = [Fraction(value) for value in values if is_number(value)][:_MOST_WAYS]
             points = [_Range(least=((number, False),), most=((number, False),)) for number in numbers]
             own = self._own(part)
@@ -127,7 +127,7 @@ class _Merger:
         }
         multiple = self._watched.get((id(part), "multipleOf"))
         wholes = [self._watched.get((id(part), key)) for key in ("exclusiveMinimum", "exclusiveMaximum")]
-        types = [part["type"]] if isinstance(part.get("type"), str) else _list(part, "type")
+        types = [part["type"]] if isinstance(part.get("type"), str) else list_under(part, "type")
         return _Range(
             () if multiple is None else (multiple,),
             bounds["minimum"] + bounds["exclusiveMinimum"],
@@ -153,7 +153,7 @@ def _below(parts: list[dict[str, Any]]) -> Iterator[tuple[Any, ...]]:
             others.get(pattern, part.get("additionalProperties")) for part, others in zip(parts, patterns, strict=True)
         )
     yield tuple(part.get("additionalProperties") for part in parts)
-    firsts = [_list(part, "prefixItems") or _list(part, "items") for part in parts]
+    firsts = [list_under(part, "prefixItems") or list_under(part, "items") for part in parts]
     for place in range(max(map(len, firsts)) + 1):
         yield tuple(
             first[place] if place < len(first) else part.get("items") for part, first in zip(parts, firsts, strict=True)
@@ -300,8 +300,3 @@ def _is_empty_to_library(lowest: Bound, highest: Bound, step: float, is_integer:
     first += step if lowest[1] and first == float(lowest[0]) else 0
     last -= step if highest[1] and last == float(highest[0]) else 0
     return math.ceil(first) > math.floor(last) if is_integer else first > last
-
-
-def _list(part: dict[str, Any], key: str) -> list[Any]:
-    value = part.get(key)
-    return value if isinstance(value, list) else []

@@ -69,6 +69,12 @@ def children(schema: dict[str, Any], path: str) -> list[Place]:
     return found
 
 
+def list_under(part: dict[str, Any], key: str) -> list[Any]:
+    """Return the list of a key of one schema; empty if it has none."""
+    value = part.get(key)
+    return value if isinstance(value, list) else []
+
+
 def target_of(root: dict[str, Any], reference: Any) -> Place | None:
     """Return the place that a reference within the document names by its path; None if there is none."""
     if not isinstance(reference, str):

@@ -36,7 +36,7 @@ from batchinfer.run.store.lock import locked
 from batchinfer.rundir import RunDir
 
 # of what a plan leaves that was killed, or that has not committed yet
-OWN_NAMES = {"job.toml", "plan", "tokens", "leases", "units", "done", "workers", "locks", "stats", "work", "quarantine"}
+OWN_NAMES = {"job.toml", "plan", "tokens", "units", "done", "locks", "stats", "work", "quarantine"}
 
 
 class BucketStorage(Storage):

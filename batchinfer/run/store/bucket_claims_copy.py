@@ -18,11 +18,10 @@ from batchinfer.data.bucket import Bucket, Listed
 from batchinfer.data.parquet import read_rows
 from batchinfer.manifest import Manifest, file_checksums
 from batchinfer.records import ConfigError, DamagedFileError
-from batchinfer.rundir import RunDir, read_state, worker_lease
+from batchinfer.rundir import CLAIM, RunDir, read_state, worker_lease
 from batchinfer.whole_files import published
 
 Each = Callable[[Callable[[Any], object], Iterable[Any]], None]
-CLAIM = "claim.json"
 OLD_S = 3600.0  # a worker that has not written for so long
 
 
@@ -109,11 +108,9 @@ class ClaimsCopy:
         counted = {name for unit in self._done for name, _ in self._named(unit)}
         results = (item.name for item in self._bucket.objects("units") if not item.name.endswith(f"/{CLAIM}"))
         orphans = [name for name in results if name not in counted]
-        # those of an earlier version, too
-        workers = [item for folder in ("work/workers", "workers") for item in self._bucket.objects(folder)]
+        workers = list(self._bucket.objects("work/workers"))
         now_s = time.time() - self._clock() if workers else 0.0
         orphans += [item.name for item in workers if now_s - item.written_s > OLD_S]
-        orphans += [item.name for item in self._bucket.objects("leases")]
         left = ("work/meeting-", "work/transfers-")
         orphans += [item.name for item in self._bucket.objects("work") if item.name.startswith(left)]
         self._each(self._bucket.delete, orphans)

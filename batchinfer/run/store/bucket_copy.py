@@ -52,7 +52,7 @@ class BucketCopy:
     def commit(self, *, again: bool) -> None:
         state = read_state(self.run)
         if MADE not in state:
-            for folder in ("done", "leases", "units", "stats"):  # of an earlier run here; nothing of this was computed
+            for folder in ("done", "units", "stats"):  # of an earlier run here; nothing of this was computed
                 self._files.delete_below(folder)
             state[MADE] = secrets.token_hex(8)
             publish_json(self.run.run_json, state)

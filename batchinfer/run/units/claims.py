@@ -8,8 +8,6 @@
 Whoever creates a claim's document has the unit; taking a unit over is creating the next number. A worker that was taken
 over and goes on writes into its own old claim. Its later results are ignored, because the next claim names exactly
 what it inherits. An old listing therefore costs work, and never doubles a row.
-
-Earlier versions wrote a lease for each claim, units/000007/0001/lease.json, which is watched in the same way.
 """
 
 from __future__ import annotations
@@ -25,15 +23,13 @@ from typing import Self
 
 from batchinfer.checked_json import json_text, parse_json, read_json
 from batchinfer.progress import note
-from batchinfer.records import ConfigError, DamagedFileError
+from batchinfer.records import DamagedFileError
 from batchinfer.run.store import watch
 from batchinfer.run.store.interface import Storage
 from batchinfer.run.store.watch import Watch
 from batchinfer.run.units.lease import WorkerLease
 from batchinfer.run.units.result_files import is_result, is_reused, own_files, sound_files
-from batchinfer.rundir import RunDir
-
-CLAIM, OLD_LEASE = "claim.json", "lease.json"
+from batchinfer.rundir import CLAIM, RunDir
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,6 @@ class UnitClaims:
         self.accepts_reused: bool | None = True
 
     def __enter__(self) -> Self:
-        _refuse_old_bucket(self._store)
         self._lease.__enter__()
         return self
 
@@ -245,11 +240,9 @@ def _lease_in(data: bytes | None, claim: Path) -> Path | None:
     The lease of a damaged document is the document itself: it never changes, so it runs out.
     """
     try:
-        worker = None if data is None else parse_json(data, claim / CLAIM, "inherited").get("worker")
+        worker = None if data is None else parse_json(data, claim / CLAIM, "worker", "inherited")["worker"]
     except DamagedFileError:
         return claim / CLAIM
-    if worker is None:  # an earlier version's
-        return claim / OLD_LEASE
     return claim.parents[2] / worker if worker else None
 
 
@@ -265,21 +258,6 @@ def _inherited_in(data: bytes | None, claim: Path) -> list[Path]:
         return []
     files = [claim.parents[2] / name for name in names]
     return [file for file in files if file.parent.parent == claim.parent]
-
-
-def _refuse_old_bucket(store: Storage) -> None:
-    """Refuse to work on units that an earlier version has begun in an object store, by leases of another form.
-
-    Raises:
-        ConfigError: there are some that are not done.
-    """
-    run = store.run
-    begun = set(store.names(run.root / "leases"))
-    if begun and begun - set(store.names(run.done_marks)):
-        raise ConfigError(
-            f"{run.shown} was begun by an earlier version of batchinfer; compute the rest with that version, or "
-            f"`batchinfer finish --allow-partial {run.shown}`"
-        )
 
 
 # ---- readers: of local files, which `Storage.fetch` brings

@@ -5,7 +5,6 @@ A template is parsed, changed as a tree and written again, so that no path or na
 
 import os
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 from batchinfer.records import ConfigError
@@ -96,7 +95,7 @@ def _load(name: str, own: str | None, kind: str) -> Manifest:
     """
     import yaml
 
-    path = find_template(name, None if own is None else Path(own))
+    path = find_template(name, own)
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -7,10 +7,22 @@ from batchinfer.records import ConfigError
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 LABEL = re.compile(_LABEL)
 SUBDOMAIN = re.compile(rf"{_LABEL}(\.{_LABEL})*")
-IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
 _NUMBER = r"[0-9]+(\.[0-9]+)?"
-PROCESSORS = re.compile(rf"{_NUMBER}m?")
-MEMORY = re.compile(rf"{_NUMBER}(k|M|G|T|Ki|Mi|Gi|Ti)")
+# forms of options' values, each with the remedy for another form
+FORMS = {
+    "--image": (
+        re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*"),
+        "name one as a node can pull it, registry.example/team/batchinfer:1",
+    ),
+    # a part of host names, so it has no dots
+    "--namespace": (LABEL, "namespaces have a-z, 0-9 and - only, no dots, 63 characters at most"),
+    "--cpus": (re.compile(rf"{_NUMBER}m?"), "write a number of processors, for example 16"),
+    # with a unit: Kubernetes reads 64 as 64 bytes, and 64m as 0.064
+    "--memory": (
+        re.compile(rf"{_NUMBER}(k|M|G|T|Ki|Mi|Gi|Ti)"),
+        "write a quantity of Kubernetes with its unit, for example 64Gi",
+    ),
+}
 
 
 def check_name(option: str, value: str) -> str:
@@ -28,50 +40,15 @@ def check_name(option: str, value: str) -> str:
     return value
 
 
-def check_namespace(value: str) -> str:
-    """Check a namespace and return it; a namespace is a part of host names, so it has no dots.
+def check_form(option: str, value: str) -> None:
+    """Check the value of one of these options.
 
     Raises:
-        ConfigError: `value` is no valid namespace.
+        ConfigError: it has another form.
     """
-    if LABEL.fullmatch(value) is None:
-        raise ConfigError(
-            f"--namespace is {value!r}; namespaces have a-z, 0-9 and - only, no dots, 63 characters at most"
-        )
-    return value
-
-
-def check_image(value: str) -> str:
-    """Check the name of an image and return it.
-
-    Raises:
-        ConfigError: `value` is no image name.
-    """
-    if IMAGE.fullmatch(value) is None:
-        raise ConfigError(f"--image is {value!r}; name one as a node can pull it, registry.example/team/batchinfer:1")
-    return value
-
-
-def check_processors(value: str) -> str:
-    """Check a number of processors and return it.
-
-    Raises:
-        ConfigError: `value` is no such number.
-    """
-    if PROCESSORS.fullmatch(value) is None:
-        raise ConfigError(f"--cpus is {value!r}; write a number of processors, for example 16")
-    return value
-
-
-def check_memory(value: str) -> str:
-    """Check an amount of memory and return it. A unit is required: Kubernetes reads 64 as 64 bytes, and 64m as 0.064.
-
-    Raises:
-        ConfigError: `value` is no quantity with a unit.
-    """
-    if MEMORY.fullmatch(value) is None:
-        raise ConfigError(f"--memory is {value!r}; write a quantity of Kubernetes with its unit, for example 64Gi")
-    return value
+    form, remedy = FORMS[option]
+    if form.fullmatch(value) is None:
+        raise ConfigError(f"{option} is {value!r}; {remedy}")
 
 
 def split_volume(value: str) -> tuple[str, str]:

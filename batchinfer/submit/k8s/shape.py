@@ -40,18 +40,15 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
         ConfigError: a name or quantity cannot be used, the run folder is on no volume, or the ranks do not spread over
             the nodes.
     """
-    names.check_image(shape.image)
-    if shape.namespace is not None:
-        names.check_namespace(shape.namespace)
+    for option in names.FORMS:
+        value = getattr(shape, option.removeprefix("--"))
+        if value is not None:
+            names.check_form(option, value)
     for option, name in (("--queue", shape.queue), ("--secret", shape.secret)):
         if name is not None:
             names.check_name(option, name)
-    if shape.cpus is not None:
-        names.check_processors(shape.cpus)
-    if shape.memory is not None:
-        names.check_memory(shape.memory)
     for template, own in ((shape.task_template, shape.template), ("k8s/finish.yaml", shape.finish_template)):
-        find_template(template, None if own is None else Path(own))
+        find_template(template, own)
     check_group(job.cluster, shape.nodes_per_group, shape.gpus_per_node)
     _check_volumes(job, shape)
 

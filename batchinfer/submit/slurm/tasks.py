@@ -87,7 +87,7 @@ def check_shape(job: JobConfig, shape: Shape) -> None:
     for argument in shape.sbatch_args:
         client.check_extra_argument(argument)
     for name, own in (("array.sbatch", shape.template), ("finish.sbatch", shape.finish_template)):
-        find_template(name, None if own is None else Path(own))
+        find_template(name, own)
     check_group(job.cluster, shape.nodes_per_group, shape.gpus_per_node)
 
 
@@ -316,7 +316,7 @@ def _given(shape: Shape, *names: str) -> list[str]:
 
 
 def _sbatch(run: RunDir, options: list[str], template: str, own: str | None) -> list[str]:
-    path = find_template(template, None if own is None else Path(own))
+    path = find_template(template, own)
     folder = run.root if run.uri is None else Path.cwd()
     command = own_process.command("batchinfer")
     return ["sbatch", "--parsable", f"--chdir={folder}", *options, str(path), run.shown, *command]

@@ -127,16 +127,6 @@ def pack(weight: torch.Tensor, *, is_int8: bool = False, is_int4: bool = False, 
     return packed
 
 
-def pack_fp4(weight: Fp4Scaled, *, is_paired: bool = False) -> Packed:
-    """Pack one weight, or several of one shape, in E2M1; products have the bits of its plain values."""
-    weights = weight if weight.values.dim() == 3 else Fp4Scaled(weight.values[None], weight.scales[None])
-    count, num_columns, num_bytes = weights.values.shape
-    packed = Packed.empty(count, num_columns, 2 * num_bytes, kind=WeightKind.FP4, is_paired=is_paired)
-    for slot in range(count):
-        packed.put(slot, weights[slot])
-    return packed
-
-
 def pack_router(weight_ED: torch.Tensor) -> PackedRouter:
     """Pack a router's float32 weight."""
     num_experts, depth = weight_ED.shape

@@ -7,13 +7,9 @@ from typing import NamedTuple
 import torch
 
 from batchinfer_kernels.reference.block_scaled import BlockScaled
-from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.fp8 import ScaledRows, dequantize_fp8_rows, quantize_fp8_rows
-from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.reference.pointwise import SWIGLU, Activation, silu_mul
-from batchinfer_kernels.reference.products import linear
-
-Weight = torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled
+from batchinfer_kernels.reference.products import Weight, linear
 
 
 class ExpertBiases(NamedTuple):

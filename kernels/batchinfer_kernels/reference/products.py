@@ -17,6 +17,7 @@ from batchinfer_kernels.reference.group_scaled import GroupScaled, to_groups
 ROW_MULTIPLE = 8
 _COLUMN_MULTIPLE = 4  # 16 bytes of float32
 _ALIGNMENT_BYTES = 64
+Weight = torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled
 
 
 def pack(
@@ -41,7 +42,7 @@ def pack_router(weight_ED: torch.Tensor) -> torch.Tensor:
 
 def linear(
     x: torch.Tensor | ScaledRows,
-    weight: torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled,
+    weight: Weight,
     bias: torch.Tensor | None = None,
     *,
     float32_out: bool = False,

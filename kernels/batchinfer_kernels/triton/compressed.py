@@ -16,6 +16,7 @@ from batchinfer_kernels.reference.compressed import NO_ROW, EntryKeys, KeyRows, 
 from batchinfer_kernels.triton.indexer import MAX_SCORE_BYTES, score_keys
 from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
+from batchinfer_kernels.triton.rows import rotated
 from batchinfer_kernels.triton.topk import best_rows
 
 _TILE_HEADS = 16
@@ -126,12 +127,6 @@ def _split(x, ROWS: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _turned_end(first, second, cos, sin):
-    """Return the pairs turned, rounded to bfloat16."""
-    return to_bfloat16(first * cos - second * sin), to_bfloat16(second * cos + first * sin)
-
-
-@triton.jit
 def _angles_of_pairs(cos_ptr, sin_ptr, row, pair, WIDTH: tl.constexpr, PAIRS: tl.constexpr):
     """Return cos and sin of each pair of a row, 1 and 0 of those that are not turned."""
     at = pair - (WIDTH // 2 - PAIRS)
@@ -161,7 +156,7 @@ def _rotate_heads(
         first = to_bfloat16(to_bfloat16(first * factor).to(tl.float32) * weight).to(tl.float32)
         second = to_bfloat16(to_bfloat16(second * factor).to(tl.float32) * other_weight).to(tl.float32)
     cos, sin = _angles_of_pairs(cos_ptr, sin_ptr, row, pair, WIDTH, PAIRS)
-    first, second = _turned_end(first, second, cos[None, :], sin[None, :])
+    first, second = rotated(first, second, cos[None, :], sin[None, :])
     out_at = out_ptr + (row * num_heads + head[:, None]) * WIDTH + 2 * pair[None, :]
     tl.store(out_at, first, mask=is_inside)
     tl.store(out_at + 1, second, mask=is_inside)
@@ -221,7 +216,7 @@ def _pool_entries(
         pair = tl.arange(0, WIDTH_TILE // 2)
         even, odd = _split(entry, 1, WIDTH_TILE // 2)
         cos, sin = _angles_of_pairs(cos_ptr, sin_ptr, row, pair, WIDTH, PAIRS)
-        even, odd = _turned_end(even, odd, cos[None, :], sin[None, :])
+        even, odd = rotated(even, odd, cos[None, :], sin[None, :])
         place = last // TOKENS * (WIDTH // PIECE) + 2 * pair // PIECE
         per_page = page_values // PIECE
         is_pair = pair < WIDTH // 2
@@ -310,7 +305,7 @@ def _attend_entries(
     out = to_bfloat16(sums / total[:, None]).to(tl.float32)
     even, odd = _split(out, ROWS, WIDTH_TILE // 2)
     cos, sin = _angles_of_pairs(cos_ptr, sin_ptr, query, pair, WIDTH, PAIRS)
-    even, odd = _turned_end(even, odd, cos[None, :], -sin[None, :])
+    even, odd = rotated(even, odd, cos[None, :], -sin[None, :])
     out_at = out_ptr + (query * num_heads + head)[:, None] * WIDTH + 2 * pair[None, :]
     is_inside = is_head[:, None] & (pair < WIDTH // 2)[None, :]
     tl.store(out_at, even, mask=is_inside)

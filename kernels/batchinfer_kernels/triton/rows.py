@@ -178,7 +178,7 @@ def _rms_norm_fp8(
 
 
 @triton.jit
-def _rotated(first, second, cos, sin):
+def rotated(first, second, cos, sin):
     """Rotate pairs of float32 values by their angles and round to bfloat16."""
     return to_bfloat16(first * cos - second * sin), to_bfloat16(second * cos + first * sin)
 
@@ -197,12 +197,12 @@ def _rotate(
         is_column = is_row & (columns < 2 * PAIRS)
         x = tl.load(from_at + columns, mask=is_column, other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(x, (x.shape[0], PAIRS_TILE, 2)))
-        first, second = _rotated(first, second, cos, sin)
+        first, second = rotated(first, second, cos, sin)
         tl.store(to_at + columns, tl.reshape(tl.join(first, second), (x.shape[0], 2 * PAIRS_TILE)), mask=is_column)
     else:
         first = tl.load(from_at + pairs, mask=is_pair, other=0.0).to(tl.float32)
         second = tl.load(from_at + PAIRS + pairs, mask=is_pair, other=0.0).to(tl.float32)
-        first, second = _rotated(first, second, cos, sin)
+        first, second = rotated(first, second, cos, sin)
         tl.store(to_at + pairs, first, mask=is_pair)
         tl.store(to_at + PAIRS + pairs, second, mask=is_pair)
 
