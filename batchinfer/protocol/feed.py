@@ -65,7 +65,7 @@ class Feed:
         self._has_asked = False
         self._leave: messages.Leave | None = None
         self._steps_s = max(STEPS_S, STEPS_S_PER_RANK * num_ranks)
-        self._inbox = Inbox()  # messages that `take_in` has read
+        self._inbox = Inbox()  # messages that `goes_on` has read
         self._steps: list[StepReport] = []  # not reported yet
         self._last_steps_s = self._last_experts_s = time.monotonic()
         self._num_running = self._num_running_told = 0
