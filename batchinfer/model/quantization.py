@@ -10,8 +10,9 @@ from batchinfer.model.config_keys import judge_unread_keys
 from batchinfer.model.config_reader import ConfigReader
 from batchinfer.model.integer_forms import IntegerForm
 
-INT4_FORMAT, FP8_FORMAT = "pack-quantized", "float-quantized"  # of compressed-tensors
+INT4_FORMAT, FP8_FORMAT, INT8_FORMAT = "pack-quantized", "float-quantized", "int-quantized"  # of compressed-tensors
 _FP8_STRATEGIES = "block", "channel", "tensor"
+FP8, INT8 = "F8_E4M3", "I8"  # as files name them
 # How scales were rounded or found when they were made, and which tensors have none, as their headers say.
 _FP8_NOTES = ("scale_fmt", "modules_to_not_convert", "ignored_layers", "dequantize")
 FP8_BLOCK = 128, 128
@@ -59,11 +60,12 @@ def read_quantization(section: ConfigReader | None) -> dict[str, Any]:
         ModelError: the weights are stored in another way; the message names the key and its value.
     """
     fields: dict[str, Any] = {"fp8_block": None, "fp8_per_tensor": False, "integers": None, "has_fp4_experts": False}
+    fields["eight_bits"] = FP8
     if section is None:
         return fields
     method = section.text("quant_method", default="")
-    if method == "compressed-tensors" and section.text("format", default="") == FP8_FORMAT:
-        return fields | _read_fp8_groups(section)
+    if method == "compressed-tensors" and section.text("format", default="") in (FP8_FORMAT, INT8_FORMAT):
+        return fields | _read_8_bit_groups(section)
     if method == "mxfp4":
         section.pass_over("modules_to_not_convert", "dequantize")
         judge_unread_keys(section, refuse_unknown=True)
@@ -90,16 +92,20 @@ def _has_fp8_blocks(section: ConfigReader) -> bool:
     return True
 
 
-def _read_fp8_groups(section: ConfigReader) -> dict[str, Any]:
-    """Read compressed-tensors' FP8 weights: a scale per block, per row or per weight.
+def _read_8_bit_groups(section: ConfigReader) -> dict[str, Any]:
+    """Read compressed-tensors' weights in 8 bits: FP8 with a scale per block, row or weight, integers with one per row.
 
     Inputs are rounded by their own values here, also where a weight with one scale has a fixed one for its inputs.
     """
     scheme, weights = _one_group(section)
-    scheme.expect("format", FP8_FORMAT, supported=f'"{FP8_FORMAT}"')
+    name = section.text("format", default="")
+    is_fp8 = name == FP8_FORMAT
+    scheme.expect("format", name, supported=f'"{name}"')
     weights.expect("num_bits", 8, supported="8", needed=True)
-    weights.expect("type", "float", supported='"float"', needed=True)
-    weights.expect("strategy", *_FP8_STRATEGIES, supported='"block", "channel" or "tensor"', needed=True)
+    kind = "float" if is_fp8 else "int"
+    weights.expect("type", kind, supported=f'"{kind}"', needed=True)
+    known = _FP8_STRATEGIES if is_fp8 else ("channel",)
+    weights.expect("strategy", *known, supported=" or ".join(f'"{one}"' for one in known), needed=True)
     strategy = weights.text("strategy", default="")
     if strategy == "block":
         weights.expect("block_structure", list(FP8_BLOCK), supported="[128, 128]", needed=True)
@@ -108,12 +114,16 @@ def _read_fp8_groups(section: ConfigReader) -> dict[str, Any]:
         inputs.expect("dynamic", True, supported="true: inputs are rounded by their own values")
     scheme.pass_over("input_activations")
     _judge_groups(section, scheme, weights)
-    return {"fp8_block": _FP8_ROW if strategy == "channel" else FP8_BLOCK, "fp8_per_tensor": strategy == "tensor"}
+    return {
+        "fp8_block": _FP8_ROW if strategy == "channel" else FP8_BLOCK,
+        "fp8_per_tensor": strategy == "tensor",
+        "eight_bits": FP8 if is_fp8 else INT8,
+    }
 
 
 def _read_compressed_tensors(section: ConfigReader) -> IntegerForm:
     """Return the form of compressed-tensors' weights, which must be symmetric 4-bit integers."""
-    section.expect("format", INT4_FORMAT, supported=f'"{INT4_FORMAT}" or "{FP8_FORMAT}"', needed=True)
+    section.expect("format", INT4_FORMAT, supported=f'"{INT4_FORMAT}", "{FP8_FORMAT}" or "{INT8_FORMAT}"', needed=True)
     scheme, weights = _one_group(section)
     scheme.expect("format", INT4_FORMAT, supported=f'"{INT4_FORMAT}"')
     weights.expect("num_bits", 4, supported="4", needed=True)

@@ -2,7 +2,7 @@
 
     Mistral's own code      layers.3.attention.wq_a.weight          model.layers.3.self_attn.q_a_proj.weight
                             layers.3.attention.wq_a.qscale_weight   … q_a_proj.weight_scale_inv
-    compressed-tensors      … q_a_proj.weight_scale (of FP8)        … q_a_proj.weight_scale_inv
+    compressed-tensors      … q_a_proj.weight_scale (of 8 bits)     … q_a_proj.weight_scale_inv
     MiniMax-M2              … block_sparse_moe.gate.weight          … mlp.gate.weight
                             … block_sparse_moe.experts.7.w1.weight  … mlp.experts.7.gate_proj.weight
     DeepSeek-V4             layers.3.attn.wq_a.weight (names kept)  model.layers.3.self_attn.wq_a.weight
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from batchinfer.model.moe_config import MAX_EXPERTS
 
-_FP8 = "F8_E4M3"
+_EIGHT_BITS = "F8_E4M3", "I8"
 _BLOCK_ROWS = 128  # of one FP8 scale
 
 
@@ -124,7 +124,7 @@ def own_names(infos: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
         weight = infos.get(name.removesuffix("_scale"))
         if (of_experts := _INTERLEAVED.fullmatch(name)) is not None and of_experts["experts"] in interleaved:
             named.update(_deinterleaved(of_experts, info))
-        elif name.endswith(".weight_scale") and weight is not None and weight.dtype == _FP8:
+        elif name.endswith(".weight_scale") and weight is not None and weight.dtype in _EIGHT_BITS:
             named[f"{name}_inv"] = info
         else:
             named.update(_taken_apart(name, info, infos))

@@ -61,7 +61,7 @@ class StoredWeights:
         if name + FP4_VALUES in self._checkpoint:
             return self.read_fp4(name).plain(dtype)
         stored = self._checkpoint.read(name)
-        if stored.dtype == torch.float8_e4m3fn:
+        if stored.dtype in (torch.float8_e4m3fn, torch.int8):
             rows, columns = self._fp8_block or FP8_BLOCK
             block = rows, min(columns, stored.shape[1])
             return self._dequantize(stored, self._block_scale(name), dtype, block)

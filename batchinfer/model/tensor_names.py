@@ -260,11 +260,12 @@ def _check_format(checkpoint: TensorHeaders, config: ModelConfig, name: str, for
             raise ModelError(f"{info.path}: {name} is {info.dtype} instead of {' or '.join(formats)}.")
         return
     has_scale = name + SCALE_SUFFIX in checkpoint
-    if info.dtype == _FP8:
-        if config.fp8_block is None:
-            raise ModelError(f"{info.path}: {name} is FP8, but config.json has no quantization_config with blocks.")
+    if info.dtype in (_FP8, config.eight_bits):
+        kind = "FP8" if info.dtype == _FP8 else info.dtype
+        if config.fp8_block is None or info.dtype != config.eight_bits:
+            raise ModelError(f"{info.path}: {name} is {kind}, but config.json has no quantization_config that says so.")
         if not has_scale or len(info.shape) != 2:
-            raise ModelError(f"{info.path}: {name} is FP8, but there is no {name}{SCALE_SUFFIX} for its blocks.")
+            raise ModelError(f"{info.path}: {name} is {kind}, but there is no {name}{SCALE_SUFFIX} for its blocks.")
     elif info.dtype not in _FLOATS:
         raise ModelError(f"{info.path}: {name} is {info.dtype}; supported are {', '.join(_FLOATS)} and {_FP8}.")
     elif has_scale:

@@ -62,15 +62,20 @@ REFUSED: list[tuple[Any, str]] = [
     *(
         (int4_config(format=name), f'quantization_config.format is "{name}", but supported is "pack-quantized"')
         for name in (
-            *("naive-quantized", "int-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
+            *("naive-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"),
             *("marlin-24", "dense"),
         )
+    ),
+    (int4_config(format="int-quantized", num_bits=8), f'{WEIGHTS}.strategy is "group", but supported is "channel"'),
+    (
+        int4_config(format="int-quantized", num_bits=8, type="float"),
+        f'{WEIGHTS}.type is "float", but supported is "int"',
     ),
     (int4_config(format="float-quantized"), f"{WEIGHTS}.num_bits is 4, but supported is 8"),
     (int4_config(format="float-quantized", num_bits=8), f'{WEIGHTS}.type is "int", but supported is "float"'),
     (
         int4_config(format="float-quantized", num_bits=8, type="float", strategy="group"),
-        f'{WEIGHTS}.strategy is "group", but supported is "block", "channel" or "tensor"',
+        f'{WEIGHTS}.strategy is "group", but supported is "block" or "channel" or "tensor"',
     ),
     (
         int4_config(format="float-quantized", num_bits=8, type="float", strategy="block"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,35 +70,38 @@ def store_in_blocks(folder: Path) -> dict[str, torch.Tensor]:
     return plain
 
 
-def store_by_row(folder: Path, strategy: str) -> dict[str, torch.Tensor]:
-    """Store a checkpoint as llm-compressor's FP8_DYNAMIC ("channel") or FP8 ("tensor"); return it multiplied out."""
+LLM_COMPRESSOR = ("FP8_DYNAMIC", "FP8", "W8A8")
+
+
+def store_by_llm_compressor(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
+    """Store a checkpoint by one of llm-compressor's schemes; return it multiplied out."""
     stored, plain = {}, {}
     for name, tensor in one_by_one(read_tensors(folder)).items():
         stored[name] = plain[name] = tensor
         if name.endswith("_proj.weight"):
-            largest = tensor.abs().amax(1, keepdim=True) if strategy == "channel" else tensor.abs().amax()[None]
-            stored[f"{name}_scale"] = scale = (largest / 440).bfloat16()
-            stored[name] = to_fp8(tensor, scale.float())
+            largest = tensor.abs().amax()[None] if scheme == "FP8" else tensor.abs().amax(1, keepdim=True)
+            scale = (largest / (120 if scheme == "W8A8" else 440)).bfloat16()
+            values = tensor / scale.float()
+            stored[f"{name}_scale"] = scale
+            stored[name] = values.round().to(torch.int8) if scheme == "W8A8" else values.to(torch.float8_e4m3fn)
             plain[name] = stored[name].float() * scale.float()
-            if strategy == "tensor":
+            if scheme == "FP8":
                 stored[name.replace(".weight", ".input_scale")] = torch.ones(1)
     write_tensors(folder, stored)
-    edit_config(folder, quantization_config=llm_compressor_fp8(strategy))
+    edit_config(folder, quantization_config=llm_compressor_config(scheme))
     return plain
 
 
-def llm_compressor_fp8(strategy: str) -> dict[str, Any]:
-    rounded = {"num_bits": 8, "type": "float", "symmetric": True, "group_size": None, "block_structure": None}
-    of_inputs = (
-        {"dynamic": True, "strategy": "token"} if strategy == "channel" else {"dynamic": False, "strategy": "tensor"}
-    )
-    scheme = {
-        "weights": rounded | {"strategy": strategy, "dynamic": False, "observer": "minmax"},
-        "targets": ["Linear"],
-    }
+def llm_compressor_config(scheme: str) -> dict[str, Any]:
+    kind = "int" if scheme == "W8A8" else "float"
+    rounded = {"num_bits": 8, "type": kind, "symmetric": True, "group_size": None, "block_structure": None}
+    is_fixed = scheme == "FP8"
+    weights = rounded | {"strategy": "tensor" if is_fixed else "channel", "dynamic": False, "observer": "minmax"}
+    inputs = rounded | {"strategy": "tensor" if is_fixed else "token", "dynamic": not is_fixed}
+    group = {"weights": weights, "input_activations": inputs, "output_activations": None, "targets": ["Linear"]}
     return {
-        "config_groups": {"group_0": scheme | {"input_activations": rounded | of_inputs, "output_activations": None}},
-        "format": "float-quantized",
+        "config_groups": {"group_0": group},
+        "format": f"{kind}-quantized",
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
         "quant_method": "compressed-tensors",
@@ -128,27 +132,37 @@ def test_weights_in_fp8_compute_what_they_are_multiplied_out(tmp_path, store):
     assert torch.equal(held.values[3, :, :130].view(torch.uint8), values.view(torch.uint8))
 
 
-@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize("scheme", LLM_COMPRESSOR)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3-moe", "v3"])
-def test_weights_of_llm_compressor_in_fp8_compute_what_they_are_multiplied_out(tmp_path, name, strategy):
+def test_weights_of_llm_compressor_in_8_bits_compute_what_they_are_multiplied_out(tmp_path, name, scheme):
     for folder in ("stored", "plain"):
         make_checkpoint(tmp_path / folder, name)
-    write_tensors(tmp_path / "plain", store_by_row(tmp_path / "stored", strategy))
+    write_tensors(tmp_path / "plain", store_by_llm_compressor(tmp_path / "stored", scheme))
     ways: list[dict[str, Any]] = [{"dtype": torch.float32}]
-    if strategy == "channel":  # weights with one scale are held as stored in FP8, the plain ones are rounded
+    if scheme != "FP8":  # weights with one scale are held as stored in FP8, the plain ones are rounded
         ways.append({"dtype": torch.bfloat16, "eight_bit": True, "backend": "reference"})
     for way in ways:
         found, expected = (logits_of(tmp_path / folder, **way) for folder in ("stored", "plain"))
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
 
 
-def test_a_scale_per_row_of_another_shape_is_refused(tmp_path):
+def test_what_does_not_fit_a_scheme_of_llm_compressor_is_refused(tmp_path):
     make_checkpoint(tmp_path, "qwen2")
-    store_by_row(tmp_path, "channel")
-    name = "model.layers.0.self_attn.o_proj.weight_scale"
-    write_tensors(tmp_path, read_tensors(tmp_path) | {name: torch.ones(1, 1)})
-    with pytest.raises(ModelError, match=rf"{name}_inv is F32 \[1, 1\] instead of .*\[32, 1\]"):
-        check_tensors(read_headers(tmp_path), load_model_config(tmp_path))
+    store_by_llm_compressor(tmp_path, "FP8_DYNAMIC")
+    tensors, name = read_tensors(tmp_path), "model.layers.0.self_attn.o_proj.weight"
+
+    def refused():
+        with pytest.raises(ModelError) as error:
+            check_tensors(read_headers(tmp_path), load_model_config(tmp_path))
+        return str(error.value)
+
+    write_tensors(tmp_path, tensors | {f"{name}_scale": torch.ones(1, 1)})
+    assert re.search(rf"{name}_scale_inv is F32 \[1, 1\] instead of .*\[32, 1\]", refused())
+    write_tensors(tmp_path, tensors | {name: torch.zeros(32, 48, dtype=torch.int8)})
+    assert f"{name} is I8; supported are" in refused()
+    write_tensors(tmp_path, tensors)
+    edit_config(tmp_path, quantization_config=llm_compressor_config("W8A8"))
+    assert "is FP8, but config.json has no quantization_config that says so" in refused()
 
 
 def test_a_scale_of_another_shape_than_one_or_the_blocks_is_refused(tmp_path):
