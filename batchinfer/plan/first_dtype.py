@@ -11,9 +11,11 @@ from batchinfer.host_info import free_memory_bytes, has_gpu, processor_field
 from batchinfer.model.config import load_model_config
 from batchinfer.model.headers import read_headers
 from batchinfer.model.packed_folder import read_packed
+from batchinfer.model.quantization import FP8, INT8
+from batchinfer.model.tensor_names import FP4_VALUES, SCALE_SUFFIX
 from batchinfer.model.weight_bytes import rank_bytes
 
-_STORED = {"F32": "float32", "F8_E4M3": "fp8"}
+_STORED = {"F32": "float32", FP8: "fp8", INT8: "fp8"}
 # flags in /proc/cpuinfo (x86-64 and Arm) of processors with 8-bit products in C++ (docs/cpu.md)
 _QUICK = {"flags": {"avx2", "fma"}, "Features": {"asimddp"}}
 
@@ -62,9 +64,9 @@ def choose_dtype(model: Path, machine: Machine) -> tuple[str, str]:
         first = f"{order[0]} would take {_gb(needed[order[0]])}"
         return chosen, f"{takes} ({first}); answers may differ a little from those in {order[0]}"
     if chosen != stored:
-        return chosen, f"the checkpoint is in fp8, which is slow on this processor; {takes}"
+        return chosen, f"the checkpoint is in 8 bits, which is slow on this processor; {takes}"
     if stored == "fp8":
-        return chosen, f"the checkpoint is in fp8, quicker than bfloat16 here; {takes}"
+        return chosen, f"the checkpoint is in 8 bits, quicker than bfloat16 here; {takes}"
     return chosen, f"the checkpoint's own; {takes}"
 
 
@@ -75,7 +77,11 @@ def stored_dtype(model: Path) -> str:
         ModelError: the checkpoint's files cannot be read.
     """
     headers = read_headers(model)
-    stored = Counter(headers.info(name).dtype for name in headers if len(headers.info(name).shape) > 1)
+    stored = Counter(
+        "FP4" if name.endswith(FP4_VALUES) else headers.info(name).dtype
+        for name in headers
+        if len(headers.info(name).shape) > 1 and not name.endswith(SCALE_SUFFIX)
+    )
     return _STORED.get(stored.most_common(1)[0][0] if stored else "", "bfloat16")
 
 

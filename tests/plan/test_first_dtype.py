@@ -37,7 +37,7 @@ def model(tmp_path):
         ("BF16", "fp8", True, "fp8", "bfloat16 would take"),
         ("BF16", "fp8", False, "fp8", "bfloat16 would take"),
         ("F8_E4M3", "float32", True, "fp8", "quicker than bfloat16 here"),
-        ("F8_E4M3", "float32", False, "bfloat16", "fp8, which is slow on this processor"),
+        ("F8_E4M3", "float32", False, "bfloat16", "8 bits, which is slow on this processor"),
         ("F8_E4M3", "fp8", False, "fp8", "bfloat16 would take"),
         ("BF16", "int4", True, "int4", "bfloat16 would take"),
         ("F8_E4M3", "int4", True, "int4", "fp8 would take"),
@@ -64,6 +64,13 @@ def test_a_checkpoint_is_stored_in_what_most_matrices_are(tmp_path, stored, dtyp
     tensors = {"a": np.zeros((2, 2), stored), "b": np.zeros((2, 2), stored), "bias": np.zeros(2, "float32")}
     save_file(tensors, tmp_path / "model.safetensors")
     assert stored_dtype(tmp_path) == dtype
+
+
+def test_scales_of_a_checkpoint_in_8_bits_do_not_count(tmp_path):
+    scales = {f"{name}.weight_scale": np.zeros((2, 1), "float32") for name in "ab"}
+    tensors = {f"{name}.weight": np.zeros((2, 2), "int8") for name in "ab"}
+    save_file(tensors | scales | {"embedding": np.zeros((2, 2), "float32")}, tmp_path / "model.safetensors")
+    assert stored_dtype(tmp_path) == "fp8"
 
 
 def test_this_machine_is_asked_for_its_memory():
