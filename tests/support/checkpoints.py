@@ -273,7 +273,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}),
     "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
-GROUPED_MODELS = [name for name, (family, _) in MODELS.items() if FAMILIES.get(family) and FAMILIES[family].grouped]
+_MISTRAL3_TEXT = {"mistral3": "mistral4", "mistral3_dense": "mistral"}  # the family of the language model
+_FAMILY_OF = {name: FAMILIES.get(_MISTRAL3_TEXT.get(family, family)) for name, (family, _) in MODELS.items()}
+GROUPED_MODELS = [name for name, family in _FAMILY_OF.items() if family is not None and family.grouped]
 SPARSE_MODELS = [name for name, (family, _) in MODELS.items() if family in ("deepseek_v32", "glm_moe_dsa")]
 
 
@@ -299,7 +301,6 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
-_MISTRAL3_TEXT = {"mistral3": "mistral4", "mistral3_dense": "mistral"}
 _BASES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
     **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss"), GQA),
