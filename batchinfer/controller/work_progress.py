@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from batchinfer.clock import unix_s
 from batchinfer.config import ClusterConfig
 from batchinfer.host_info import task_name
 from batchinfer.progress import Bar, Count, Meter, duration
@@ -125,7 +126,7 @@ class WorkProgress(Meter):
         num_requests = int(self._requests_U.sum())
         self.requests = Count("work", num_requests, earlier=num_requests - int(self._requests_U[open_units].sum()))
         self.rows: int = counts["rows"]
-        self._started_s = time.time() if started_s is None else started_s
+        self._started_s = unix_s() if started_s is None else started_s
         self._delivered = 0  # tokens of prompts, cached ones included, and of outputs in the ranks' steps
         self._planned = self._plan_U2.sum(axis=0)  # prompt and output tokens, as in all pairs below
         self._elsewhere = self._planned - self._plan_U2[open_units].sum(axis=0)
@@ -236,7 +237,7 @@ class WorkProgress(Meter):
     @property
     def _tokens_per_s(self) -> float:
         """Tokens of prompts and outputs per second since the command's start, end to end."""
-        return self._delivered / max(time.time() - self._started_s, 1e-3)
+        return self._delivered / max(unix_s() - self._started_s, 1e-3)
 
     def line(self) -> str:
         done, total = self.rows_done, self.rows

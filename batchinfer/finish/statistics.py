@@ -1,6 +1,5 @@
 """Writing of stats/{requests,units,run}.parquet; controllers wrote steps, experts and nodes during the work."""
 
-import time
 from typing import Any
 
 import duckdb
@@ -9,6 +8,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer import __version__
+from batchinfer.clock import unix_s
 from batchinfer.config import JobConfig
 from batchinfer.data.duckdb_sql import read_parquet
 from batchinfer.data.expert_tables import read_expert_tables
@@ -81,7 +81,7 @@ def write_run_stats(
         "version": __version__,
         "model": job.model.path,
         "dtype": job.precision,
-        "finished_s": time.time(),
+        "finished_s": unix_s(),
         "num_shards": len(shards),
         "unreadable_shards": sum(shard.problem is not None for shard in shards),
         "input_rows": counts["input_rows"],

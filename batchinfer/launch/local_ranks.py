@@ -6,6 +6,7 @@ import socket
 import subprocess
 import time
 
+from batchinfer.clock import unix_s
 from batchinfer.host_info import has_gpu
 from batchinfer.launch.nodes import MeetingPoint
 from batchinfer.launch.rank_forks import MOST_RANKS, ForkedRank, RankForks
@@ -45,7 +46,7 @@ class LocalRanks:
     def start(self) -> float:
         """Start the ranks, of which none may be running; return when, in Unix seconds."""
         assert not self._processes
-        started_s = time.time()
+        started_s = unix_s()
         starts = [self._prepare(environment) for environment in self._environments]
         self._processes = start_ranks(starts)
         for start in starts:

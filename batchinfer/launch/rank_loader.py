@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 
 from msgspec.structs import replace
 
+from batchinfer.clock import unix_s
 from batchinfer.config import JobConfig
 from batchinfer.config.rank_layout import RankPlace, rank_places
 from batchinfer.launch.dead_ranks import RanksDiedError
@@ -74,7 +75,7 @@ class RankLoader:
         if loading is not None:
             loading.result()
         elif self.group.wake():
-            self.started_s = self.loaded_s = time.time()
+            self.started_s = self.loaded_s = unix_s()
         else:
             return self._load(join)
         assert self._loaded is not None
@@ -121,7 +122,7 @@ class RankLoader:
             for place in places:
                 group.send(place.rank, self._joining(join, place))
             ready = self._ready(progress)
-        self.loaded_s = time.time()
+        self.loaded_s = unix_s()
         self._loaded = join, [ready[place.rank] for place in places]
         return self._loaded[1]
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 from dataclasses import dataclass
 
-from batchinfer import own_process
+from batchinfer import clock, own_process
 from batchinfer.host_info import matrix_library_settings, num_cores
 from batchinfer.net.stream import Stream
 from batchinfer.records import ConfigError
@@ -43,7 +43,7 @@ class RankEnvironment:
         """Return the settings as environment variables, which only the same user can read."""
         values: dict[str, str | int] = {"NUMBER": self.rank, "INDEX": self.index}
         values |= {"HOST": self.host, "PORT": self.port, "CREDENTIALS": self.credentials}
-        values["CORES"] = ",".join(map(str, cores))
+        values |= {"CORES": ",".join(map(str, cores)), "CLOCK_NS": clock.DIFFERENCE_NS}
         return {_PREFIX + name: str(value) for name, value in values.items()}
 
     @classmethod

@@ -6,7 +6,6 @@ interface and the version over torch.distributed (gloo between hosts, NCCL on GP
 on one host, staged_exchange.py the same for ranks on GPUs.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from batchinfer.clock import unix_ns, unix_s
 from batchinfer.records import PeerLostError
 
 
@@ -175,7 +175,7 @@ class DistributedExchange(LaneExchange):
 
     def _departing(self, counts: Counts) -> Counts:
         assert not isinstance(counts, torch.Tensor), "a CPU's counts are on the host"
-        return [[*rank_counts, time.time_ns()] for rank_counts in counts]
+        return [[*rank_counts, unix_ns()] for rank_counts in counts]
 
     def _all_to_all(self, rows: torch.Tensor, counts: Counts) -> ReceivedRows:
         try:
@@ -194,7 +194,7 @@ class DistributedExchange(LaneExchange):
             dist.all_to_all_single(received, rows, sizes, [sum(count) for count in sent_counts], group=self._group)
         except RuntimeError as error:
             raise PeerLostError(f"the exchange between ranks failed: {(str(error).splitlines() or [''])[0]}") from error
-        return ReceivedRows(list(received.split(sizes)), received_counts, ready_s, time.time())
+        return ReceivedRows(list(received.split(sizes)), received_counts, ready_s, unix_s())
 
 
 def _arrive(stream: TravelStream, future: Future[tuple[ReceivedRows, torch.cuda.Event]]) -> ReceivedRows:

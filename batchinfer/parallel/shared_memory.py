@@ -25,6 +25,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from batchinfer.clock import unix_ns
 from batchinfer.parallel.exchange import MAX_UNDER_WAY, Counts, PendingRows, ReceivedRows
 from batchinfer.records import PeerLostError
 from batchinfer.whole_files import NO_DESCRIPTOR, too_many_files
@@ -112,7 +113,7 @@ class SharedMemoryExchange:
         sequence, row_bytes = self._sequence, rows.shape[1]
         region = self._own[sequence % _NUM_REGIONS]
         self._sequence += 1
-        sent_ns = time.time_ns()
+        sent_ns = unix_ns()
         first_row, own_row = 0, 0
         for rank, rank_counts in enumerate(counts):
             if rank == self.rank:

@@ -17,12 +17,12 @@ The part of a flight during a computing span is hidden communication; the rest, 
 exposed. Waiting is neither, whatever the rank does meanwhile.
 """
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from batchinfer.clock import unix_s
 from batchinfer.records import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, Span
 
 ReceivedT = TypeVar("ReceivedT", covariant=True)  # noqa: PLC0105
@@ -58,9 +58,9 @@ class SpanLog:
     @contextmanager
     def kv(self, name: str) -> Iterator[None]:
         """Record a span of kind KV for the block, which moves KV out of or into the pages."""
-        start_s = time.time()
+        start_s = unix_s()
         yield
-        self.spans.append(Span(KV, name, 0, start_s, time.time()))
+        self.spans.append(Span(KV, name, 0, start_s, unix_s()))
 
     def communication_s(self) -> float:
         """Return the seconds in which rows were packed, moving, waited for or unpacked."""
@@ -108,16 +108,16 @@ class MicroBatchSpans:
     @contextmanager
     def compute(self, name: str) -> Iterator[None]:
         """Record a span of kind COMPUTE for the block."""
-        start_s = time.time()
+        start_s = unix_s()
         yield
-        self._add(COMPUTE, name, start_s, time.time())
+        self._add(COMPUTE, name, start_s, unix_s())
 
     @contextmanager
     def send(self, name: str) -> Iterator[None]:
         """Record a span of kind SEND for the block, which packs rows and starts sending them."""
-        start_s = time.time()
+        start_s = unix_s()
         yield
-        self._add(SEND, name, start_s, time.time())
+        self._add(SEND, name, start_s, unix_s())
 
     def receive(self, name: str, arriving: Arriving[ReceivedT]) -> ReceivedT:
         """Wait for the transfer that the latest `send` of this name and micro-batch started; record its spans."""
@@ -126,9 +126,9 @@ class MicroBatchSpans:
             for span in reversed(self.log.spans)
             if span.kind == SEND and span.name == name and span.micro_batch == self.micro_batch
         )
-        start_s = time.time()
+        start_s = unix_s()
         received = arriving.wait()
-        end_s = time.time()
+        end_s = unix_s()
         arrived_s = end_s if arriving.arrived_s is None else min(max(arriving.arrived_s, sent_s), end_s)
         begin_s = max(sent_s, self.log.last_arrival_s)
         here_s = self.log.last_arrival_s = max(begin_s, arrived_s)

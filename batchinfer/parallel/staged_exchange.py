@@ -9,10 +9,9 @@ stay where they are.
 
 # R ranks
 
-import time
-
 import torch
 
+from batchinfer.clock import unix_s
 from batchinfer.parallel.exchange import Counts, Exchange, LaneExchange, ReceivedRows
 
 
@@ -44,7 +43,7 @@ class StagedExchange(LaneExchange):
             on_host[part].copy_(rows[part])
         received = self._on_host.start(on_host, counts).wait()
         parts = [rows[own] if rank == self.rank else self._copy(part) for rank, part in enumerate(received.rows)]
-        return ReceivedRows(parts, received.counts, received.ready_s, time.time())
+        return ReceivedRows(parts, received.counts, received.ready_s, unix_s())
 
     def _copy(self, rows: torch.Tensor) -> torch.Tensor:
         """Copy rows of shared memory to the device; wait for the copy, as the sender will use the memory again."""

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from batchinfer.clock import unix_ns, unix_s
 from batchinfer.net.listener import Listener
 from batchinfer.net.stream import Stream
 from batchinfer.net.tls import call
@@ -102,11 +103,11 @@ class _Peer:
         try:
             while True:
                 sequence, sent_ns, row_bytes, num_counts = _HEADER.unpack(self.stream.receive(_HEADER.size))
-                ready_s = clock.time_here(sent_ns / 1e9, time.time())
+                ready_s = clock.time_here(sent_ns / 1e9, unix_s())
                 counts = list(struct.unpack(f"!{num_counts}q", self.stream.receive(8 * num_counts)))
                 rows = torch.empty(sum(counts), row_bytes, dtype=torch.uint8)
                 self.stream.fill(_bytes_of(rows))
-                self.arrived.put(_Message(sequence, rows, counts, ready_s, time.time()))
+                self.arrived.put(_Message(sequence, rows, counts, ready_s, unix_s()))
         except OSError:
             self.arrived.put(None)
 
@@ -136,7 +137,7 @@ class TlsExchange:
     def start(self, rows: torch.Tensor, counts: Counts) -> PendingRows:
         """See Exchange."""
         assert not isinstance(counts, torch.Tensor), "rows of a GPU do not travel this way"
-        sequence, now_ns = self._sequence, time.time_ns()
+        sequence, now_ns = self._sequence, unix_ns()
         self._sequence += 1
         parts = rows.split([sum(rank_counts) for rank_counts in counts])
         for rank, peer in self._peers.items():

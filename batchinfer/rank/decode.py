@@ -1,12 +1,12 @@
 """Decode steps: every running sequence takes one token or several; sequences join and leave between steps."""
 
-import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from batchinfer.clock import unix_s
 from batchinfer.model.fused.graph_size import GraphSize
 from batchinfer.model.sampling import LogitOps, Sampled, SamplingRows, sample
 from batchinfer.model.step import StepHalves, StepInput
@@ -177,7 +177,7 @@ def _result(
     count, num_new = len(taken), int(taken.sum())
     return StepResult(
         expert_counts,
-        time.time(),
+        unix_s(),
         finished=finished,
         num_requests=count,
         new_tokens=num_new,

@@ -1,11 +1,11 @@
 """Prefill steps: run the tokens that the queue has packed, and sample the first token of each complete prompt."""
 
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from batchinfer.clock import unix_s
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.model.sampling import sample
 from batchinfer.model.step import StepHalves, StepInput, StepOutput
@@ -61,13 +61,13 @@ class Prefill:
         if self._drafter is not None:
             self._drafter.pause()
         chunks, copies = self._queue.next_step(num_slots) if num_slots is not None else ([], {})
-        computing_s = time.time()
+        computing_s = unix_s()
         step, chunks = self._built(chunks, copies, in_pairs=in_pairs)
         rules = self._begin_rules(chunks)
         output = self._context.model.forward(step, self._context.pages, self._context.schedule, log)
         if self._stored is not None:
             wait_for(self._context.model.device)
-        return self._end(chunks, rules, output, time.time() - computing_s)
+        return self._end(chunks, rules, output, unix_s() - computing_s)
 
     def take_steps(self, num_slots: Callable[[], int], *, most: int) -> list[PrefillPart]:
         """Take the next steps, all to run in one sweep.
@@ -130,7 +130,7 @@ class Prefill:
             for row, sequence in enumerate(answering):
                 take_token(sequence, sampled, row, self._context.eos_token_ids)
             self._keep_states(answering, chunks, output)
-        done_s = time.time()
+        done_s = unix_s()
         for sequence in complete:
             sequence.times.first_token_s = done_s
             if not sequence.request.sampling.max_tokens and sequence.finish_reason is None:

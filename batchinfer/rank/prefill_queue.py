@@ -1,8 +1,8 @@
 """The queue of prompts that wait for prefill or are partly computed, packed into steps."""
 
-import time
 from collections import deque
 
+from batchinfer.clock import unix_s
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.protocol.messages import CachedTokens, PromptPiece
 from batchinfer.rank.batch import Chunk
@@ -151,7 +151,7 @@ class PrefillQueue:
         match = self._pages.match(request)
         if match is None:
             return None
-        sequence = self._pages.open(request, match, RequestTimes(admitted_s=time.time()))
+        sequence = self._pages.open(request, match, RequestTimes(admitted_s=unix_s()))
         num_stored = 0
         if self._stored is not None:
             num_stored = self._stored.fill_sequence(sequence, match.num_shared_pages)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from batchinfer.clock import unix_s
 from batchinfer.parallel.spans import SpanLog
 from batchinfer.protocol.feed import Feed
 from batchinfer.protocol.messages import ExpertCounts, StepRecord
@@ -90,7 +91,7 @@ class Telemetry:
         return StepRecord(
             kind=kind,
             start_s=start_s,
-            duration_s=time.time() - start_s if share is None else share.duration_s,
+            duration_s=unix_s() - start_s if share is None else share.duration_s,
             num_requests=ran.num_requests,
             new_tokens=ran.new_tokens,
             cached_tokens=ran.cached_tokens,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from batchinfer.clock import unix_s
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.kv.memory import KvMemory
 from batchinfer.kv.pages import pages_for
@@ -159,7 +160,7 @@ class RankWorker:
 
     def _step(self, agreed: Agreed, feed: Feed) -> None:
         """Run a step; requests whose prompt it completes continue on this rank or on another one."""
-        start_s, log = time.time(), SpanLog()
+        start_s, log = unix_s(), SpanLog()
         if agreed.kind is Kind.PREFILL:
             ran = self._prefill.step(self._admission.num_to_admit, log, in_pairs=agreed.in_pairs)
         else:
@@ -172,19 +173,19 @@ class RankWorker:
                 graph=agreed.graph,
             )
         if isinstance(self._overlap, MeasuredOverlap):
-            self._overlap.measure(ran.new_tokens, time.time() - start_s, log)
+            self._overlap.measure(ran.new_tokens, unix_s() - start_s, log)
         self._deliver(agreed, ran, log, feed, start_s=start_s)
 
     def _sweep(self, feed: Feed) -> None:
         """Run one sweep: a decode step of every running sequence, and all prompts that fit, layer by layer."""
         stream = self._context.model.stream
         assert stream is not None
-        start_s, wait_s = time.time(), stream.wait_s
+        start_s, wait_s = unix_s(), stream.wait_s
         if self._pace is None:
             self._pace = PromptPace(stream, self._context.prefill_tokens)
         context, running, goes_on = self._context, self._running, feed.goes_on
         parts = run_parts(context, self._prefill, running, self._admission, goes_on, self._pace, self._drafter)
-        share = (time.time() - start_s) / (sum(part.seconds for part in parts) or 1.0)
+        share = (unix_s() - start_s) / (sum(part.seconds for part in parts) or 1.0)
         num_bytes, wait_s = stream.num_bytes - self._num_streamed, stream.wait_s - wait_s
         self._num_streamed += num_bytes
         for part in parts:

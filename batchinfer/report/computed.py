@@ -20,7 +20,7 @@ QUERIES = (
     "sessions", "spans", "held", "times", "tokens", "speeds", "extra_work", "communication", "ranks", "balance",
     "expert_balance",
     "predictions", "store", "finish_reasons", "answers", "trouble", "rank_seconds",
-    "speculation", "graphs", "weights",
+    "speculation", "graphs", "weights", "clocks",
 )  # fmt: skip
 # tables with a session; names of sessions may repeat in runs that were copied
 SESSION_TABLES = ("steps", "experts", "expert_rows", "placements", "nodes", "kv", "decode_steps")

@@ -226,6 +226,10 @@ TIME = Group(
         Figure("mean_nodes", "nodes, mean", forms.rate, "", "mean number of hosts held, over the time in which any was",
                why_empty="no node held ranks"),
         Figure("gpu_hours", "GPU-hours", forms.hours, "h", "ranks held x hours held"),
+        Figure("steps_outside_s", "steps outside", forms.seconds, "s",
+               "most seconds by which a step began before its session or ended after it; null up to one second. If not "
+               "null, a host's clock is wrong or was set during the run: do not trust times, speeds and cost",
+               note="of their session: wrong clocks", only_if_any=True),
     ),
 )  # fmt: skip
 MONEY = Group(

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from batchinfer.equal_rows import UNEQUAL
 from batchinfer.report import forms
 from batchinfer.report.figures import EXPERTS, GROUPS, PART_COSTS, PARTS, PREDICTIONS, RANKS, STORE
 from batchinfer.report.forms import Value
@@ -35,8 +34,8 @@ def panel(report: Report) -> Iterator[RenderableType]:
     yield text(_heading(report), HEADING)
     if report.unfinished is not None:
         yield text(report.unfinished.sentence(), WARNING)
-    if report.bit_equal is False:  # an answer may depend on the other rows of its batch
-        yield text(f"warning: {UNEQUAL}: {report.bit_equal_reason}", WARNING)
+    for warning in report.warnings:
+        yield text(f"warning: {warning}", WARNING)
     first = tuple(group for group in GROUPS if group not in (PART_COSTS, RANKS, EXPERTS, STORE))
     yield from figure_table(report.values, first)
     if sum(report.seconds.values()):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from batchinfer.checked_json import read_json
+from batchinfer.equal_rows import UNEQUAL
 from batchinfer.report.computed import Computed
 from batchinfer.report.figure import Values
 from batchinfer.report.figures import FIGURES, changes, document
@@ -22,7 +23,7 @@ DECODE_STRETCHES = 8  # most stretches into which the time with decode steps is 
 # tables of one row; each column is a value, the figures by their keys
 ONE_ROW_TABLES = (
     "tokens", "speeds", "extra_work", "communication", "times", "held", "finish_reasons", "answers", "balance",
-    "decode_balance", "trouble", "store", "expert_balance", "speculation", "graphs", "weights",
+    "decode_balance", "trouble", "store", "expert_balance", "speculation", "graphs", "weights", "clocks",
 )  # fmt: skip
 
 
@@ -69,6 +70,18 @@ class Report:
     processor: str | None  # processor of the ranks, with its vector units; None: nothing was computed
     no_graph: str | None  # most frequent reason of decode steps without a CUDA graph; None: not known
     unfinished: Unfinished | None = None  # None: the run is finished
+
+    @property
+    def warnings(self) -> list[str]:
+        """Sentences on what a reader must know before the figures."""
+        found = [f"{UNEQUAL}: {self.bit_equal_reason}"] if self.bit_equal is False else []
+        outside_s = self.values["steps_outside_s"]
+        if outside_s is not None:
+            found.append(
+                f"steps lie up to {outside_s:,.0f} s outside the time of their session: a host's clock is wrong, "
+                "or was set during the run; do not trust times, speeds and cost"
+            )
+        return found
 
 
 def is_worth_showing(found: Prediction) -> bool:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.text import Text
 
-from batchinfer.equal_rows import UNEQUAL
 from batchinfer.report import forms
 from batchinfer.report.figures import FIGURES
 from batchinfer.report.read import Report
@@ -28,8 +27,8 @@ def summary(report: Report, shown: str, width: int, *, has_dataset: bool) -> Ite
         has_dataset: whether outputs are a Hugging Face dataset, too.
     """
     yield text(f"{fit(report.run, width // 2)}: finished", HEADING)
-    if report.bit_equal is False:
-        yield text(f"warning: {UNEQUAL}: {report.bit_equal_reason}", WARNING)
+    for warning in report.warnings:
+        yield text(f"warning: {warning}", WARNING)
     yield from _rows(report, width)
     yield from _figures(report)
     folder = _short(shown)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchinfer.checked_json import json_text, read_json
+from batchinfer.clock import unix_s
 from batchinfer.host_info import node_name, task_name, task_restarts
 from batchinfer.progress import current_figures, note
 from batchinfer.records import DamagedFileError, StoreError
@@ -43,7 +44,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Write a heartbeat now. Warn once if that fails, since other processes may take this session for dead."""
         about = {"command": self._command, "node": node_name(), "task": task_name(), "restarts": task_restarts()}
-        text = json_text({**this_process(), **about, "time_s": time.time(), "under_way": current_figures()})
+        text = json_text({**this_process(), **about, "time_s": unix_s(), "under_way": current_figures()})
         with self._lock:
             if self._stopped.is_set():
                 return

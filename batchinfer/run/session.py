@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
 import pyarrow as pa
 
+from batchinfer.clock import unix_s
 from batchinfer.config import ClusterConfig
 from batchinfer.data.parquet import read_rows, table_writer
 from batchinfer.data.schemas.statistics import STATS_NODES
@@ -37,9 +37,9 @@ class Session:
         self.command = command
         self.node = node_name()
         # the first session of a process began with it: starting Python and importing count as well
-        self.start_s = time.time() if Session._sessions else process_start_s()
+        self.start_s = unix_s() if Session._sessions else process_start_s()
         # not by the number of this process: another container on this node may have one of the same number
-        self.name = f"{int(time.time() * 1000):013d}-{self.node}-{secrets.token_hex(4)}"
+        self.name = f"{int(unix_s() * 1000):013d}-{self.node}-{secrets.token_hex(4)}"
         Session._sessions += 1
         self._cluster: ClusterConfig | None = None
         self._ranks = range(0)
@@ -87,7 +87,7 @@ class Session:
             "placements": self.placements,
             "start_s": self.start_s,
             "first_prefill_s": self.first_prefill_s,
-            "end_s": time.time(),
+            "end_s": unix_s(),
             "state": state,
         }
         with table_writer(self._run.session_stats("nodes", self.name), STATS_NODES.schema) as writer:
@@ -148,7 +148,7 @@ def process_start_s() -> float:
         uptime_s = float(Path("/proc/uptime").read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return _FIRST_LINE_S
-    return time.time() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
+    return unix_s() - (uptime_s - ticks / os.sysconf("SC_CLK_TCK"))
 
 
-_FIRST_LINE_S = time.time()
+_FIRST_LINE_S = unix_s()

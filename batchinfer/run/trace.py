@@ -1,13 +1,13 @@
 """Spans of a run as Chrome/Perfetto JSON (`--trace`); a no-op when off."""
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from batchinfer.checked_json import parse_json
+from batchinfer.clock import unix_s
 from batchinfer.records import COMPUTE, FLIGHT, KV, RECEIVE, SEND, WAIT, DamagedFileError, Span
 from batchinfer.run.store.interface import Storage
 from batchinfer.whole_files import publish_text
@@ -33,11 +33,11 @@ class Tracer:
         if not self.enabled:
             yield
             return
-        start = time.time()
+        start = unix_s()
         try:
             yield
         finally:
-            self._add(name, lane, start, time.time() - start, args)
+            self._add(name, lane, start, unix_s() - start, args)
 
     def add(self, name: str, lane: str, start_s: float, end_s: float) -> None:
         """Add an event that was timed elsewhere, in Unix seconds."""

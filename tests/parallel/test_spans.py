@@ -140,7 +140,7 @@ class Clock:
     def __init__(self):
         self.now_s = 100.0
 
-    def time(self):
+    def unix_s(self):
         return self.now_s
 
 
@@ -163,7 +163,7 @@ class Rows:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(spans_module, "time", clock)
+    monkeypatch.setattr(spans_module, "unix_s", clock.unix_s)
     return clock
 
 

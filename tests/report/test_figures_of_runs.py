@@ -387,6 +387,7 @@ def figures_of_time(run: Path, case: Case) -> dict[str, Any]:
         "peak_nodes": 1,
         "mean_nodes": 1.0,
         "gpu_hours": case.ranks * wall_s / 3600,
+        "steps_outside_s": None,
         "cost_usd": cost,
         "revenue_usd": revenue,
         "cost_profit_margin": (revenue - cost) / cost,

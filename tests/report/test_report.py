@@ -271,6 +271,26 @@ def test_a_clock_that_was_set_back_gives_no_negative_time(tmp_path):
     assert metrics["gpu_hours"] == pytest.approx(50 / 3600)
 
 
+@pytest.mark.parametrize(
+    ("state", "start_s", "seconds", "outside_s"),
+    [
+        ("done", 100, 20, None),
+        ("done", 99.5, 101, None),  # clocks of hosts may differ a little
+        ("done", 40, 20, 60),
+        ("done", 3700, 20, 3520),
+        ("running", 3700, 20, None),  # killed: its end is a guess
+        ("running", 40, 20, 60),
+    ],
+)
+def test_steps_outside_their_session_are_a_warning(tmp_path, state, start_s, seconds, outside_s):
+    steps = [step("a", "prefill", seconds, new=5, cached=0, output=1, start_s=start_s, rank=1)]
+    run = write_run(tmp_path / "r", nodes=[session("a", 100, 200, ranks=2, prefill_s=100, state=state)], steps=steps)
+    report = read_report(run)
+    assert report.values["steps_outside_s"] == outside_s
+    warning = f"warning: steps lie up to {outside_s or 0:,} s outside the time of their session"
+    assert (warning in format_report(report)) == (outside_s is not None)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_spans_agree_with_a_plain_count_of_seconds(tmp_path, seed):
     # whole seconds, so that everything can be counted second by second

@@ -9,7 +9,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-from batchinfer.equal_rows import UNEQUAL
 from batchinfer.report import forms
 from batchinfer.report.export import refuse_inside_runs
 from batchinfer.report.figure import Figure, Group, Values, groups_of
@@ -111,7 +110,7 @@ def _run(key: str, name: str, data: PageData) -> RunPart:
 
 def _warnings(report: Report) -> list[str]:
     found = [] if report.unfinished is None else [f"This run is {report.unfinished.sentence()}"]
-    return found + ([f"Warning: {UNEQUAL}: {report.bit_equal_reason}"] if report.bit_equal is False else [])
+    return found + [f"Warning: {warning}" for warning in report.warnings]
 
 
 def _about(data: PageData) -> str:
