@@ -48,7 +48,7 @@ def reader_of(
     """
     kept = kept if isinstance(kept, list) else []
     found: tuple[pa.RecordBatchReader, dict[str, str]] | None
-    chats = set[str]()
+    chats, is_empty = set[str](), False
     try:
         data = usual_form(data)
         if isinstance(data, list | tuple):
@@ -57,8 +57,9 @@ def reader_of(
             return _of_column(column, named)
         if isinstance(data, Mapping):
             found, chats = batches_of_columns(data, others)
-        else:
-            found = batches_of(data)
+        elif (found := batches_of(data)) is not None:
+            reader, is_empty = _without_empty_batches(found[0])
+            found = reader, found[1]
     except NOT_ARROW as error:
         raise InputError(f"data cannot be read as Arrow columns: {first_line(error)}; {USE}") from None
     if found is None:
@@ -74,7 +75,6 @@ def reader_of(
         )
     names = [*reader.schema.names, *lost]
     others = others | {name for name in names if "{" in system and name in system}
-    is_empty = not isinstance(data, Mapping) and hasattr(data, "__len__") and not len(data)
     schema = _untyped(reader.schema) if is_empty else reader.schema
     columns = dict(named) or _found(schema, others, kept, chats, is_empty=is_empty)
     if is_empty:
@@ -185,6 +185,14 @@ def are_json_chats(reader: pa.RecordBatchReader, name: str) -> tuple[pa.RecordBa
         return reader, False
     texts = python_values(first.column(name).slice(0, LOOK_ROWS))
     return pa.RecordBatchReader.from_batches(reader.schema, chain([first], reader)), chat_keys(texts) == CHATS_AS_JSON
+
+
+def _without_empty_batches(reader: pa.RecordBatchReader) -> tuple[pa.RecordBatchReader, bool]:
+    """Return a reader of the same rows, and whether there are none: the length of a DuckDB query is another query."""
+    batches = (batch for batch in reader if len(batch))
+    first = next(batches, None)
+    rest = batches if first is None else chain([first], batches)
+    return pa.RecordBatchReader.from_batches(reader.schema, rest), first is None
 
 
 def _untyped(schema: pa.Schema) -> pa.Schema:
