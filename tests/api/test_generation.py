@@ -145,6 +145,18 @@ def test_a_dataset_of_hugging_face_has_the_rows_that_it_shows():
         prompts.reader_of(splits, {}, set())
 
 
+@pytest.mark.all  # make test: a Dataset without a transform, above
+def test_a_dataset_with_a_transform_is_refused_because_its_rows_are_others():
+    datasets = pytest.importorskip("datasets")
+    shown = datasets.Dataset.from_dict(table_of().to_pydict())
+    upper = shown.with_transform(lambda rows: {"question": [text.upper() for text in rows["question"]]})
+    for data in (upper, datasets.DatasetDict({"train": upper})):
+        with pytest.raises(batchinfer.InputError, match=r"data has a transform .* give data\.map\(…\)"):
+            prompts.reader_of(data, {}, set())
+    assert kinds_of(upper.with_format(None))[2] == TEXTS
+    assert kinds_of(shown.with_format("numpy"))[2] == TEXTS
+
+
 @pytest.mark.parametrize("kind", first_in_make_test(["table", "reader", "dataset", "pandas", "polars"]))
 def test_tables_come_as_anybody_has_them(kind, tmp_path):
     table = table_of(task=[1] * 5)
