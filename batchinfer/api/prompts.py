@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import filecmp
-import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.api.rows import as_list, batches_of_columns, text_array, usual_form
+from batchinfer.api.rows import as_list, batches_of_columns, json_text, text_array, usual_form
 from batchinfer.api.tables import BATCH_ROWS, NOT_ARROW, batches_of, column_of, is_column, storable
 from batchinfer.data.columns import is_json, is_text, plain_type, python_values
 from batchinfer.ownership import group_id, make_folder
@@ -63,7 +62,8 @@ def reader_of(
     except NOT_ARROW as error:
         raise InputError(f"data cannot be read as Arrow columns: {first_line(error)}; {USE}") from None
     if found is None:
-        use = "give list(data)" if isinstance(data, Iterator) else USE
+        is_iterable = isinstance(data, Iterator | Collection) and not isinstance(data, bytes | bytearray)
+        use = "give list(data)" if is_iterable or hasattr(data, "features") else USE  # features: an IterableDataset
         use = "give data.collect()" if hasattr(data, "collect") else use
         raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {use}")
     reader, lost = found
@@ -129,7 +129,7 @@ def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBa
     columns = _columns_of(kind, named)
     values: Sequence[Any] = rows
     if kind == "messages":
-        values = [None if row is None else json.dumps(row, ensure_ascii=False) for row in rows]
+        values = list(map(json_text, rows))
     column = pa.array(values, pa.list_(pa.int64())) if kind == "token_ids" else text_array(values)
     return _numbered(column, columns)
 
