@@ -14,6 +14,7 @@ import pytest
 import batchinfer
 from support.jobs import batchinfer as command
 from support.jobs import write_job, write_questions, write_shard
+from support.paths import RANDOM_MODEL
 
 
 @pytest.fixture
@@ -103,3 +104,14 @@ def test_errors_come_with_their_class_and_what_they_know(path):
         job.run()
     assert raised.value.path == job.folder / "plan" / "units.parquet"
     assert raised.value.exit_code == 2
+
+
+def test_a_deleted_working_folder_is_one_sentence(path, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    job = batchinfer.Job.from_toml(path)
+    (tmp_path / "gone").rmdir()
+    settings = {"model": RANDOM_MODEL, "max_tokens": 2}
+    for use in (job.plan, lambda: batchinfer.Job({}), lambda: batchinfer.generate(["a"], **settings)):
+        with pytest.raises(batchinfer.ConfigError, match=r"the working folder was deleted; call os\.chdir with one"):
+            use()
