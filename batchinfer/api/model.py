@@ -116,6 +116,9 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise ConfigError("a Model belongs to the process that made it and cannot be pickled; make one in each process")
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -115,3 +116,11 @@ def test_a_deleted_working_folder_is_one_sentence(path, tmp_path, monkeypatch):
     for use in (job.plan, lambda: batchinfer.Job({}), lambda: batchinfer.generate(["a"], **settings)):
         with pytest.raises(batchinfer.ConfigError, match=r"the working folder was deleted; call os\.chdir with one"):
             use()
+
+
+def test_a_model_is_not_pickled():
+    with (
+        batchinfer.Model(RANDOM_MODEL) as model,
+        pytest.raises(batchinfer.ConfigError, match=r"cannot be pickled; make one in each process"),
+    ):
+        pickle.dumps(model)
