@@ -15,7 +15,7 @@ from batchinfer.api.job import Job, Start
 from batchinfer.api.job_keys import ModelKeys
 from batchinfer.api.process import CommandProcess
 from batchinfer.api.prompts import are_json_chats, reader_of, write_shard
-from batchinfer.api.settings import KINDS, Settings, parts_of, with_keys_of
+from batchinfer.api.settings import KINDS, Settings, parts_of, with_keys_of, working_folder
 from batchinfer.config import job_of_table
 from batchinfer.config.model_folder import model_folder
 from batchinfer.data.tokenizer import has_chat_template
@@ -156,7 +156,7 @@ def _job(
     if "dir" not in outputs:
         outputs["dir"] = str(stack.enter_context(call_folder()) / "run")
     inputs |= {"files": [SHARD], **found}
-    config = job_of_table(parts, _CALL, Path.cwd())
+    config = job_of_table(parts, _CALL, working_folder())
     run = storage_of(config).run
     shard = run.root.with_name(run.root.name + INPUT) / SHARD
     write_shard(reader, shard, run.run_json, config.output.shared_group)
@@ -167,7 +167,7 @@ def _job(
 def _has_chat_template(model: Mapping[str, Any]) -> bool:
     """Return whether the model folder of the keys of [model] has a chat template."""
     path = model.get("path")
-    return isinstance(path, str) and has_chat_template(Path(model_folder(Path.cwd(), path)))
+    return isinstance(path, str) and has_chat_template(Path(model_folder(working_folder(), path)))
 
 
 def _rows(job: Job, progress: Progress, stack: ExitStack) -> Iterator[dict[str, Any]]:

@@ -16,6 +16,7 @@ from batchinfer.api.display import Progress, check_progress
 from batchinfer.api.job_keys import JobKeys
 from batchinfer.api.plain_values import plain, with_schema
 from batchinfer.api.process import CommandProcess
+from batchinfer.api.settings import working_folder
 from batchinfer.config import JobConfig, job_of_table, load_job
 from batchinfer.data.parquet import own_file
 from batchinfer.finish.early import EarlyRows
@@ -65,7 +66,7 @@ class Job:
         parts = plain(table)
         if isinstance(parts.get("sampling"), dict):
             parts["sampling"] = with_schema(parts["sampling"])
-        self.config: JobConfig = job_of_table(parts, Path("Job"), Path.cwd())
+        self.config: JobConfig = job_of_table(parts, Path("Job"), working_folder())
         self._start: Start = CommandProcess
 
     @classmethod

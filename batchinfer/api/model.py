@@ -15,7 +15,7 @@ from batchinfer.api.display import Progress, is_terminal
 from batchinfer.api.generation import answer
 from batchinfer.api.job_keys import ModelKeys
 from batchinfer.api.process import CommandProcess, OwnProcess
-from batchinfer.api.settings import CallSettings, ModelSettings, instead_of, parts_of, with_keys_of
+from batchinfer.api.settings import CallSettings, ModelSettings, instead_of, parts_of, with_keys_of, working_folder
 from batchinfer.config import JobConfig, did_you_mean, job_of_table
 from batchinfer.model.config import load_model_config
 from batchinfer.records import ConfigError
@@ -52,7 +52,7 @@ class Model:
                 raise ConfigError(f"{key} is no setting of a Model; {_instead_of(key)}")
         parts = parts_of({"model": path}), parts_of(settings)
         self._parts = {key: {**parts[0].get(key, {}), **parts[1].get(key, {})} for key in ("model", "cluster", "kv")}
-        job = job_of_table(self._parts | _ANY_CALL, Path("Model()"), Path.cwd())
+        job = job_of_table(self._parts | _ANY_CALL, Path("Model()"), working_folder())
         self._parts["model"]["path"] = job.model.path  # absolute, because the working folder may change
         load_model_config(Path(job.model.path))
         self._maker = os.getpid()
@@ -115,6 +115,9 @@ class Model:
 
     def __enter__(self) -> Model:
         return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise ConfigError("a Model belongs to the process that made it and cannot be pickled; make one in each process")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

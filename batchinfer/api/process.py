@@ -16,6 +16,7 @@ from typing import Any
 from batchinfer import own_process, records
 from batchinfer.api.call_folder import call_folder
 from batchinfer.api.display import Display, Progress, display_of
+from batchinfer.api.settings import working_folder
 from batchinfer.config import JobConfig, dump_job
 from batchinfer.records import BatchinferError, ConfigError, ExitCode, InterruptedRunError
 
@@ -34,6 +35,7 @@ class OwnProcess:
     """
 
     def __init__(self, *arguments: str, uses_terminal: bool) -> None:
+        working_folder()  # the process starts in it
         self._rest = b""  # bytes read from the pipe after the last complete line
         self._read_bytes = 0  # of stderr
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 (as long as this)

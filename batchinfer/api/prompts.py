@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import filecmp
-import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from numbers import Integral
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchinfer.api.rows import as_list, batches_of_columns, text_array, usual_form
+from batchinfer.api.rows import as_list, batches_of_columns, json_text, text_array, usual_form
 from batchinfer.api.tables import BATCH_ROWS, NOT_ARROW, batches_of, column_of, is_column, storable
 from batchinfer.data.columns import is_json, is_text, plain_type, python_values
 from batchinfer.ownership import group_id, make_folder
@@ -48,7 +47,7 @@ def reader_of(
     """
     kept = kept if isinstance(kept, list) else []
     found: tuple[pa.RecordBatchReader, dict[str, str]] | None
-    chats = set[str]()
+    chats, is_empty = set[str](), False
     try:
         data = usual_form(data)
         if isinstance(data, list | tuple):
@@ -57,12 +56,14 @@ def reader_of(
             return _of_column(column, named)
         if isinstance(data, Mapping):
             found, chats = batches_of_columns(data, others)
-        else:
-            found = batches_of(data)
+        elif (found := batches_of(data)) is not None:
+            reader, is_empty = _without_empty_batches(found[0])
+            found = reader, found[1]
     except NOT_ARROW as error:
         raise InputError(f"data cannot be read as Arrow columns: {first_line(error)}; {USE}") from None
     if found is None:
-        use = "give list(data)" if isinstance(data, Iterator) else USE
+        is_iterable = isinstance(data, Iterator | Collection) and not isinstance(data, bytes | bytearray)
+        use = "give list(data)" if is_iterable or hasattr(data, "features") else USE  # features: an IterableDataset
         use = "give data.collect()" if hasattr(data, "collect") else use
         raise InputError(f"data is a {type(data).__name__}, which holds no prompts; {use}")
     reader, lost = found
@@ -74,7 +75,6 @@ def reader_of(
         )
     names = [*reader.schema.names, *lost]
     others = others | {name for name in names if "{" in system and name in system}
-    is_empty = not isinstance(data, Mapping) and hasattr(data, "__len__") and not len(data)
     schema = _untyped(reader.schema) if is_empty else reader.schema
     columns = dict(named) or _found(schema, others, kept, chats, is_empty=is_empty)
     if is_empty:
@@ -129,7 +129,7 @@ def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBa
     columns = _columns_of(kind, named)
     values: Sequence[Any] = rows
     if kind == "messages":
-        values = [None if row is None else json.dumps(row, ensure_ascii=False) for row in rows]
+        values = list(map(json_text, rows))
     column = pa.array(values, pa.list_(pa.int64())) if kind == "token_ids" else text_array(values)
     return _numbered(column, columns)
 
@@ -185,6 +185,14 @@ def are_json_chats(reader: pa.RecordBatchReader, name: str) -> tuple[pa.RecordBa
         return reader, False
     texts = python_values(first.column(name).slice(0, LOOK_ROWS))
     return pa.RecordBatchReader.from_batches(reader.schema, chain([first], reader)), chat_keys(texts) == CHATS_AS_JSON
+
+
+def _without_empty_batches(reader: pa.RecordBatchReader) -> tuple[pa.RecordBatchReader, bool]:
+    """Return a reader of the same rows, and whether there are none: the length of a DuckDB query is another query."""
+    batches = (batch for batch in reader if len(batch))
+    first = next(batches, None)
+    rest = batches if first is None else chain([first], batches)
+    return pa.RecordBatchReader.from_batches(reader.schema, rest), first is None
 
 
 def _untyped(schema: pa.Schema) -> pa.Schema:

@@ -20,12 +20,14 @@ from batchinfer.records import InputError
 def usual_form(data: Any) -> Any:
     """Convert data to a list of prompts, a dict of lists as columns, or a table.
 
-        one text or chat → a list of it      rows as dicts → columns      splits → the only split      array → list
+        one text or chat → a list of it      rows as dicts → columns      splits → the only split      sequence → list
 
     Raises:
         InputError: data is a message or a row alone, names a file, has several splits, or has columns that do not fit
             together.
     """
+    if is_lazy_list(data):
+        data = list(data)
     if isinstance(data, str):
         _refuse_file_name(data)
     if isinstance(data, str) or is_chat(data):
@@ -45,6 +47,11 @@ def _refuse_file_name(text: str) -> None:
             f"data is {text!r}, the name of a file; give its rows, such as pandas.read_csv({text!r}), or a job with "
             f"input.files to batchinfer.run; for an answer to this text itself, give [{text!r}]"
         )
+
+
+def is_lazy_list(data: Any) -> bool:
+    """Return whether data is a sequence of another class than Python's own, such as a column of a Dataset."""
+    return isinstance(data, Sequence) and not isinstance(data, str | bytes | bytearray | memoryview | list | tuple)
 
 
 def is_chat(value: Any) -> bool:
@@ -72,7 +79,7 @@ def batches_of_columns(
     for name, values in {"id": numbers, **columns}.items():
         try:
             is_json = name in chats or (name in read and any(isinstance(_first_of(value), Mapping) for value in values))
-            arrays[name] = _array(list(map(_json_text, values)) if is_json else values)
+            arrays[name] = _array(list(map(json_text, values)) if is_json else values)
         except NOT_ARROW as error:
             lost[name] = f"Arrow cannot hold its values ({reason_of(error)})"
     return (pa.table(arrays).to_reader(BATCH_ROWS), lost), chats
@@ -111,8 +118,16 @@ def _first_of(value: Any) -> Any:
     return value[0] if isinstance(value, list | tuple) and value else value
 
 
-def _json_text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def json_text(value: Any) -> str | None:
+    """Convert a value to JSON text, with lists for arrays at any depth (pandas reads lists of lists so); text stays."""
+    is_text = value is None or isinstance(value, str)
+    return value if is_text else json.dumps(value, ensure_ascii=False, default=_of_numpy)
+
+
+def _of_numpy(value: Any) -> Any:
+    if not hasattr(value, "tolist"):
+        raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+    return value.tolist()
 
 
 def _columns_of_rows(rows: Sequence[Any]) -> dict[str, list[Any]]:
@@ -126,7 +141,7 @@ def _columns_of_rows(rows: Sequence[Any]) -> dict[str, list[Any]]:
 
 
 def _of_mapping(data: Mapping[Any, Any]) -> Any:
-    if data and all(hasattr(part, "features") for part in data.values()):  # datasets of Hugging Face
+    if data and all(hasattr(part, "features") and not is_lazy_list(part) for part in data.values()):  # Hugging Face's
         first, *others = data
         if not others:
             return data[first]
@@ -150,7 +165,7 @@ def _of_mapping(data: Mapping[Any, Any]) -> Any:
 
 def _is_list(values: Any) -> bool:
     is_array = hasattr(type(values), "dtype") and not isinstance(values, str | bytes)  # numpy has texts with a dtype
-    return isinstance(values, list | tuple) or is_array or is_column(values)
+    return isinstance(values, list | tuple) or is_array or is_column(values) or is_lazy_list(values)
 
 
 def _listed(values: Any) -> list[Any]:

@@ -107,6 +107,18 @@ def parts_of(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return parts | {"sampling": with_schema(parts["sampling"])}
 
 
+def working_folder() -> Path:
+    """Return the working folder, which relative paths count from.
+
+    Raises:
+        ConfigError: it was deleted.
+    """
+    try:
+        return Path.cwd()
+    except FileNotFoundError:  # ranks need one, also if all paths are absolute
+        raise ConfigError("the working folder was deleted; call os.chdir with one that exists") from None
+
+
 def instead_of(key: str) -> str:
     """Return the remedy for a setting that generate() does not know."""
     if key in OTHER_NAMES:

@@ -138,7 +138,16 @@ def reason_of(error: BaseException) -> str:
 
 
 def _of_hugging_face(data: Any) -> pa.RecordBatchReader:
-    """Return a reader of a Hugging Face Dataset in its order; its Arrow table may have more rows."""
+    """Return a reader of a Hugging Face Dataset in its order; its Arrow table may have more rows.
+
+    Raises:
+        InputError: the Dataset has a transform, whose rows would be others than those of the Arrow table.
+    """
+    if (getattr(data, "format", None) or {}).get("type") == "custom":
+        raise InputError(
+            "data has a transform (with_transform or set_transform), which runs only when rows are shown; give "
+            "data.map(…) with the same function, or data.with_format(None) for the rows without it"
+        )
     schema = data.features.arrow_schema
     tables = data.with_format("arrow").iter(BATCH_ROWS)
     batches = (batch for table in tables for batch in table.cast(schema).to_batches())

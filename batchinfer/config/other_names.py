@@ -13,6 +13,12 @@ _KWARGS = 'write input={"chat_template_kwargs": {"enable_thinking": True}}, or w
 _TEXT = "the text is always without control tokens; token_ids has all of them"
 _DTYPE = 'write dtype="float32", "bfloat16", "fp8", "int4" or "fp4"'
 _NOT_HERE = "batchinfer has nothing of the kind; leave it out"
+_IDS = "give the lists of token ids as the first argument"
+_PREFILL = 'write cluster={"prefill_tokens": N}'
+_DECODE = 'write cluster={"decode_requests": N}'
+_BY_NAME = "give its values by name: max_tokens=…, temperature=…"
+_WINDOW = f"the window is that of the model; for the length of answers, {_LENGTH}"
+_NO_DOWNLOAD = "models come from the Hugging Face cache (HF_HOME) or a folder; nothing is downloaded"
 _BARS = 'write progress=True, False or "tqdm"'
 
 OTHER_NAMES = {
@@ -23,29 +29,42 @@ OTHER_NAMES = {
     "max_gen_toks": _LENGTH,
     "max_length": _LENGTH,
     "min_new_tokens": "write min_tokens=N",
-    "max_model_len": f"the window is that of the model; for the length of answers, {_LENGTH}",
+    "max_model_len": _WINDOW,
+    "max_seq_len": _WINDOW,
+    "context_length": _WINDOW,
     "truncate_prompt_tokens": "prompts are not cut; a prompt that does not fit becomes an error row",
     "stop_strings": "write stop=[…]",
     "stop_sequences": "write stop=[…]",
+    "stop_regex": "write stop=[…] with texts; patterns are not searched",
+    "no_stop_trim": "write include_stop_str_in_output=True",
     "eos_token_id": "write stop_token_ids=[…]",
     # choice of tokens
-    "sampling_params": "give its values by name: max_tokens=…, temperature=…",
+    "sampling_params": _BY_NAME,
+    "default_generation_params": _BY_NAME,
+    "engine_kwargs": _BY_NAME,
+    "extra_args": _BY_NAME,
+    "extra_body": _BY_NAME,
+    "sampling_seed": "write seed=N",
+    "random_seed": "write seed=N",
     "generation_config": 'write defaults="generation_config" for the values of the model\'s file',
     "do_sample": "temperature=0 is greedy, temperature above 0 samples",
     "num_return_sequences": "write n=N",
+    "rollouts_per_document": "write n=N",
     "best_of": "write n=N and choose among the samples",
     "num_beams": f"there is no beam search; {_NOT_HERE}",
     "use_beam_search": f"there is no beam search; {_NOT_HERE}",
     "beam_width": f"there is no beam search; {_NOT_HERE}",
     "length_penalty": f"there is no beam search; {_NOT_HERE}",
     "early_stopping": f"there is no beam search; {_NOT_HERE}",
-    "no_repeat_ngram_size": "write repetition_penalty=X",
+    "no_repeat_ngram_size": "no rule forbids repeated words; repetition_penalty=X makes repeated tokens less likely",
     "typical_p": _NOT_HERE,
+    "top_a": _NOT_HERE,
     "logits_processors": "write logit_bias={token id: number}, bad_words=[…] or structured_outputs={…}",
     "allowed_token_ids": 'write structured_outputs={"choice": […]} or {"regex": …}',
     "top_logprobs": "write logprobs=N",
     "return_logprob": "write logprobs=N",
     "top_logprobs_num": "write logprobs=N",
+    "logprob_token_ids": "logprobs=N reports the N most likely tokens; tokens cannot be named",
     "echo": "write prompt_logprobs=N for the log-probabilities of the prompt",
     # form of answers
     "guided_json": _SCHEMA,
@@ -79,12 +98,18 @@ OTHER_NAMES = {
     "instructions": 'write input={"system": …}',
     "enable_thinking": _KWARGS,
     "add_generation_prompt": 'this is done unless input={"continue_final_message": True}; leave it out',
-    "prompt_token_ids": "give the lists of token ids as the first argument",
+    "apply_chat_template": "texts are user's messages of a chat; raw=True gives them to the model as they are",
+    "prompt_token_ids": _IDS,
+    "input_ids": _IDS,
+    "prompt_embeds": _NOT_HERE,
+    "preprocess": "change the rows before they are the first argument",
+    "postprocess": "change the answers that the call returns; leave it out",
     "prompt_column": 'write prompt="column" or user="column"',
     # ranks, memory, loading
     "tensor_parallel_size": _RANKS,
     "pipeline_parallel_size": _RANKS,
     "data_parallel_size": _RANKS,
+    "concurrency": _RANKS,
     "expert_parallel_size": _RANKS,
     "enable_expert_parallel": f"experts are always shared by the ranks; {_RANKS}",
     "num_gpus": _RANKS,
@@ -108,20 +133,31 @@ OTHER_NAMES = {
     "load_in_4bit": 'write dtype="int4"',
     "kv_cache_dtype": 'write kv={"dtype": "fp8"}',
     "enable_prefix_caching": 'shared prefixes are always computed once; kv={"dir": …} keeps them for later jobs',
+    "disable_radix_cache": "shared prefixes are always computed once; leave it out",
     "block_size": 'write kv={"block_tokens": N}',
-    "max_num_seqs": 'write cluster={"decode_requests": N}',
-    "max_num_batched_tokens": 'write cluster={"prefill_tokens": N}',
-    "max_concurrency": 'write cluster={"decode_requests": N}',
+    "max_num_seqs": _DECODE,
+    "max_running_requests": _DECODE,
+    "max_concurrency": _DECODE,
+    "max_concurrent_generations": _DECODE,
+    "max_num_batched_tokens": _PREFILL,
+    "max_prefill_tokens": _PREFILL,
+    "chunked_prefill_size": _PREFILL,
     "batch_size": "all rows are given at once and batched here; leave it out",
     "enable_chunked_prefill": 'long prompts are always cut; cluster={"prefill_tokens": N} sets the size',
     "enforce_eager": 'write cluster={"graphs": "off"}',
+    "disable_cuda_graph": 'write cluster={"graphs": "off"}',
     "speculative_config": 'write cluster={"speculate": "auto"}',
+    "speculative_algorithm": 'write cluster={"speculate": "auto"}',
     "trust_remote_code": "no code of a model folder is ever run; leave it out",
     "tokenizer": _CHOSEN,
+    "tokenizer_path": _CHOSEN,
+    "tokenizer_revision": _CHOSEN,
+    "skip_tokenizer_init": _CHOSEN,
     "tokenizer_mode": _CHOSEN,
     "load_format": _CHOSEN,
     "revision": 'write the revision behind the name: model="owner/name@revision"',
-    "download_dir": "models come from the Hugging Face cache (HF_HOME) or a folder; nothing is downloaded",
+    "download_dir": _NO_DOWNLOAD,
+    "hf_token": _NO_DOWNLOAD,
     "lora_request": f"LoRA adapters must be merged into the checkpoint; {_NOT_HERE}",
     "enable_lora": f"LoRA adapters must be merged into the checkpoint; {_NOT_HERE}",
     "chat_template": "the template is that of the model folder; leave it out",
@@ -135,7 +171,7 @@ OTHER_NAMES = {
 }
 
 # In hints that are of no use in a job file: calls have arguments, shorthands and Python classes.
-_OF_CALLS = ("argument", "pydantic", "progress=", "output=FOLDER", "dtype=", "model=")
+_OF_CALLS = ("argument", "pydantic", "progress=", "output=FOLDER", "dtype=", "model=", "raw=")
 
 
 def remedy_in_a_file(name: str) -> str | None:

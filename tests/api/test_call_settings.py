@@ -127,6 +127,14 @@ def test_what_is_no_schema_is_one_sentence(outputs, sentence):
         ("keep_columns", 'give output={"keep_columns": …}'),
         ("prefill_ranks", 'give cluster={"prefill_ranks": …}'),
         ("dir", 'give output={"dir": …} or kv={"dir": …}'),
+        ("sampling_seed", "write seed=N"),
+        ("logprob_token_ids", "logprobs=N reports the N most likely tokens"),
+        ("no_stop_trim", "write include_stop_str_in_output=True"),
+        ("input_ids", "give the lists of token ids as the first argument"),
+        ("top_a", "batchinfer has nothing of the kind"),
+        ("no_repeat_ngram_size", "no rule forbids repeated words"),
+        ("apply_chat_template", "raw=True gives them to the model as they are"),
+        ("hf_token", "nothing is downloaded"),
         ("temprature", "did you mean temperature?"),
     ],
 )
@@ -136,6 +144,21 @@ def test_names_of_other_libraries_and_of_parts_get_the_name_here(name, remedy):
             use({name: 1})
         assert remedy in str(raised.value)
         assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "end"),
+    [
+        ({"seed": None}, "seed is None, but it should be a valid integer; leave it out for the default"),
+        ({"stop": None}, "stop is None, but it should be a valid list; leave it out for the default"),
+        ({"top_k": -1}, "top_k is -1, but it should be greater than or equal to 0; 0 keeps all tokens"),
+        ({"max_tokens": None}, "max_tokens is None, but it should be a valid integer"),
+    ],
+)
+def test_values_that_mean_unset_in_vllm_get_what_to_write(given, end):
+    with pytest.raises(batchinfer.ConfigError) as raised:
+        batchinfer.generate(["a"], model=RANDOM_MODEL, **{"max_tokens": 4, **given})
+    assert str(raised.value).endswith(end)
 
 
 def test_hints_are_for_other_names_and_name_keys_that_exist():

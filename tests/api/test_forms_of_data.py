@@ -1,5 +1,7 @@
 """Rows and columns as dicts, one text, one chat: the forms in which people have their prompts at hand."""
 
+import collections
+
 import numpy as np
 import pandas as pd
 import polars as pl
@@ -107,6 +109,25 @@ def test_columns_as_a_dict_are_a_table():
 def test_arrays_are_lists():
     assert read(np.array(["a", "b"])) == read(["a", "b"])
     assert read(np.array([[1, 2], [3, 4]])) == read([[1, 2], [3, 4]])
+
+
+def test_arrays_inside_of_chats_are_lists():
+    """As pandas reads lists of lists from Parquet, in frame["messages"].tolist() or frame.to_dict("records")."""
+    chat = np.array([{**PARTS, "content": np.array(PARTS["content"])}, {**USER, "n": np.int64(3)}])
+    expected = read([[PARTS, {**USER, "n": 3}]])
+    assert read([chat]) == expected
+    assert read([{"messages": chat}]) == expected
+    assert "Object of type datetime is not JSON serializable" in refusal(
+        [[{**USER, "n": np.datetime64("2026-01-31", "s")}]]
+    )
+
+
+def test_other_sequences_are_lists():
+    assert read(collections.deque(["a", None])) == read(["a", None])
+    assert read({"prompt": collections.UserList(["a"])}) == read({"prompt": ["a"]})
+    assert refusal({1: "a"}.values()) == "data is a dict_values, which holds no prompts; give list(data)"
+    assert "row 0 of data is a int that is no prompt" in refusal(range(3))
+    assert "data is a bytes, which holds no prompts; give a list of texts" in refusal(b"a")
 
 
 def test_what_a_row_has_for_the_job_is_json_text():

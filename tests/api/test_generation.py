@@ -145,6 +145,30 @@ def test_a_dataset_of_hugging_face_has_the_rows_that_it_shows():
         prompts.reader_of(splits, {}, set())
 
 
+@pytest.mark.all  # make test: a Dataset without a transform, above
+def test_a_dataset_with_a_transform_is_refused_because_its_rows_are_others():
+    datasets = pytest.importorskip("datasets")
+    shown = datasets.Dataset.from_dict(table_of().to_pydict())
+    upper = shown.with_transform(lambda rows: {"question": [text.upper() for text in rows["question"]]})
+    for data in (upper, datasets.DatasetDict({"train": upper})):
+        with pytest.raises(batchinfer.InputError, match=r"data has a transform .* give data\.map\(…\)"):
+            prompts.reader_of(data, {}, set())
+    assert kinds_of(upper.with_format(None))[2] == TEXTS
+    assert kinds_of(shown.with_format("numpy"))[2] == TEXTS
+
+
+@pytest.mark.all  # make test: lists, above
+def test_a_column_of_a_dataset_is_a_list_of_its_values():
+    datasets = pytest.importorskip("datasets")
+    shown = datasets.Dataset.from_dict({"question": TEXTS, "chat": CHATS, "n": [[1]] * len(TEXTS)}).select([3, 0])
+    assert kinds_of(shown["question"]) == ("prompt", "prompt", [TEXTS[3], TEXTS[0]])
+    assert kinds_of(shown["chat"]) == kinds_of([CHATS[3], CHATS[0]])
+    columns = {"question": shown["question"], "n": shown["n"]}
+    assert kinds_of(columns, prompt="question") == ("prompt", "question", [TEXTS[3], TEXTS[0]])
+    with pytest.raises(batchinfer.InputError, match=r"data is a IterableDataset, which holds no prompts; give list\("):
+        prompts.reader_of(shown.to_iterable_dataset().map(lambda row: row), {}, set())
+
+
 @pytest.mark.parametrize("kind", first_in_make_test(["table", "reader", "dataset", "pandas", "polars"]))
 def test_tables_come_as_anybody_has_them(kind, tmp_path):
     table = table_of(task=[1] * 5)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ import pytest
 import batchinfer
 from support.jobs import batchinfer as command
 from support.jobs import write_job, write_questions, write_shard
+from support.paths import RANDOM_MODEL
 
 
 @pytest.fixture
@@ -103,3 +105,22 @@ def test_errors_come_with_their_class_and_what_they_know(path):
         job.run()
     assert raised.value.path == job.folder / "plan" / "units.parquet"
     assert raised.value.exit_code == 2
+
+
+def test_a_deleted_working_folder_is_one_sentence(path, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    job = batchinfer.Job.from_toml(path)
+    (tmp_path / "gone").rmdir()
+    settings = {"model": RANDOM_MODEL, "max_tokens": 2}
+    for use in (job.plan, lambda: batchinfer.Job({}), lambda: batchinfer.generate(["a"], **settings)):
+        with pytest.raises(batchinfer.ConfigError, match=r"the working folder was deleted; call os\.chdir with one"):
+            use()
+
+
+def test_a_model_is_not_pickled():
+    with (
+        batchinfer.Model(RANDOM_MODEL) as model,
+        pytest.raises(batchinfer.ConfigError, match=r"cannot be pickled; make one in each process"),
+    ):
+        pickle.dumps(model)

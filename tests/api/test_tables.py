@@ -3,6 +3,7 @@
 import datetime
 import decimal
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -248,6 +249,17 @@ def test_a_sentence_says_what_to_do_with_columns_of_one_name_and_frames_that_are
         prompts.reader_of(twice, {"prompt": "prompt"}, set())
     with pytest.raises(batchinfer.InputError, match=r"data is a LazyFrame, .*; give data\.collect\(\)"):
         prompts.reader_of(pl.DataFrame({"prompt": QUESTIONS}).lazy(), {}, set())
+
+
+def test_a_query_of_duckdb_comes_whole_and_runs_once(tmp_path):
+    with duckdb.connect() as connection:
+        connection.execute("CREATE SEQUENCE ids")
+        query = "SELECT nextval('ids') AS id, 'q' || i AS prompt FROM range(5000) rows(i)"
+        found = through_a_shard(connection.sql(query), tmp_path)
+        assert found.to_pydict() == {"id": list(range(1, 5001)), "prompt": [f"q{i}" for i in range(5000)]}
+        assert prompts.reader_of(connection.sql("SELECT 'a' AS prompt WHERE false"), {}, set())[0].read_all() == (
+            pa.table({"prompt": pa.array([], pa.string())})
+        )
 
 
 def test_an_index_of_pandas_is_no_column_of_prompts():
