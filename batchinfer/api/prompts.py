@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchinfer.api.rows import as_list, batches_of_columns, json_text, text_array, usual_form
@@ -23,6 +24,7 @@ from batchinfer.records import ConfigError, InputError, RunMismatchError
 from batchinfer.sanitize import first_line
 from batchinfer.whole_files import cannot_write, published
 
+MASK = "attention_mask"
 INDEX = re.compile(r"__index_level_\d+__")  # pandas' name for an index without a name
 USE = "give a list of texts, of lists of messages, of lists of token ids or of rows as dicts, or a table"
 _log = logging.getLogger("batchinfer")
@@ -81,6 +83,8 @@ def reader_of(
         both = zip(reader.schema, schema, strict=True)
         fields = [untyped if field.name in {*others, *columns.values()} else field for field, untyped in both]
         reader = pa.RecordBatchReader.from_batches(pa.schema(fields), ())
+    if "token_ids" in columns:
+        reader = _without_padding(reader, columns["token_ids"])
     used = {*others, *kept, *columns.values(), *(name for name in names if name in named.get("template", ""))}
     return storable(reader, lost, used), columns
 
@@ -193,6 +197,28 @@ def _without_empty_batches(reader: pa.RecordBatchReader) -> tuple[pa.RecordBatch
     first = next(batches, None)
     rest = batches if first is None else chain([first], batches)
     return pa.RecordBatchReader.from_batches(reader.schema, rest), first is None
+
+
+def _without_padding(reader: pa.RecordBatchReader, ids: str) -> pa.RecordBatchReader:
+    """Return a reader of the same rows, which raises InputError at padding: a zero in `attention_mask` of transformers.
+
+    Args:
+        ids: the column of token ids.
+    """
+    kind = reader.schema.field(MASK).type if MASK in reader.schema.names else pa.null()
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
+        return reader
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        for batch in reader:
+            if pc.min(batch[MASK].flatten()).as_py() == 0:
+                raise InputError(
+                    f"column {MASK!r} of data has zeros, so the token ids in {ids!r} are padded, and padding would be "
+                    f"part of the prompts; tokenise without padding, or leave {MASK!r} out if the ids are not padded"
+                )
+            yield batch
+
+    return pa.RecordBatchReader.from_batches(reader.schema, batches())
 
 
 def _untyped(schema: pa.Schema) -> pa.Schema:

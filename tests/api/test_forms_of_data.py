@@ -122,6 +122,19 @@ def test_arrays_inside_of_chats_are_lists():
     )
 
 
+def test_padded_token_ids_are_refused():
+    """What transformers' tokenizers give; without padding all of the mask is 1."""
+    encoded = {"input_ids": [[0, 0, 5], [6, 7, 8]], "attention_mask": [[0, 0, 1], [1, 1, 1]]}
+    for data in (encoded, pd.DataFrame(encoded), pa.table(encoded)):
+        told = refusal(data)
+        assert "'attention_mask' of data has zeros, so the token ids in 'input_ids' are padded" in told
+        assert "padded" in refusal(data, token_ids="input_ids")
+    whole = encoded | {"attention_mask": [[1, 1, 1], [1, 1, 1]]}
+    assert [row["input_ids"] for row in read(whole)[1]] == encoded["input_ids"]
+    texts = encoded | {"prompt": ["a", "b"]}
+    assert [row["prompt"] for row in read(texts, prompt="prompt")[1]] == ["a", "b"]
+
+
 def test_other_sequences_are_lists():
     assert read(collections.deque(["a", None])) == read(["a", None])
     assert read({"prompt": collections.UserList(["a"])}) == read({"prompt": ["a"]})
