@@ -106,6 +106,7 @@ def price(
         "cache_hit_rate": None if not inputs or hit is None else hit / inputs,
         "output_tokens": output,
         "gpu_hours": gpu_hours,
+        "mean_gpu_hour_usd": gpu_hour,
         **margin.money(cost, revenue, output),
         "profit_usd": None if cost is None or revenue is None else revenue - cost,
         "token_price_factor": factor,
@@ -120,7 +121,10 @@ SHOWN = (
     Group(
         "",
         (
-            *known("input_tokens", "cached_tokens", "cache_hit_rate", "output_tokens", "gpu_hours", "cost_usd"),
+            *known("input_tokens", "cached_tokens", "cache_hit_rate", "output_tokens", "gpu_hours"),
+            Figure("mean_gpu_hour_usd", "price of a GPU-hour", forms.unit_dollars, "$", note="mean, cheap hours counted",
+                   why_empty="needs GPU-hours and gpu_hour"),
+            *known("cost_usd"),
             FIGURES["revenue_usd"].called("revenue at these prices"),
             Figure("profit_usd", "profit", forms.number, "$", why_empty="needs cost and revenue"),
             *known("cost_profit_margin", "gross_margin"),

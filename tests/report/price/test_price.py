@@ -103,7 +103,9 @@ def test_cheap_hours_count_from_the_start_of_a_job(tmp_path):
     numbers = ("--nodes", "2", "--gpus-per-node", "4", "--json")
 
     def cost(*arguments):
-        return json.loads(batchinfer("price", "--prices", path, *numbers, *arguments).out)["cost_usd"]
+        figures = json.loads(batchinfer("price", "--prices", path, *numbers, *arguments).out)
+        assert figures["cost_usd"] == pytest.approx(figures["gpu_hours"] * figures["mean_gpu_hour_usd"])
+        return figures["cost_usd"]
 
     assert cost("--hours", "10") == pytest.approx(8 * 10 * 2.0)
     # 20:00 to 06:00: two hours at 2 $, eight at 0.5 $
