@@ -122,8 +122,8 @@ SHOWN = (
         "",
         (
             *known("input_tokens", "cached_tokens", "cache_hit_rate", "output_tokens", "gpu_hours"),
-            Figure("mean_gpu_hour_usd", "price of a GPU-hour", forms.unit_dollars, "$", note="mean, cheap hours counted",
-                   why_empty="needs GPU-hours and gpu_hour"),
+            Figure("mean_gpu_hour_usd", "price of a GPU-hour", forms.unit_dollars, "$",
+                   note="mean, cheap hours counted", why_empty="needs GPU-hours and gpu_hour"),
             *known("cost_usd"),
             FIGURES["revenue_usd"].called("revenue at these prices"),
             Figure("profit_usd", "profit", forms.number, "$", why_empty="needs cost and revenue"),
