@@ -1,5 +1,7 @@
 """The input of a job: its shards, checks that the settings fit them, and the common arguments of planning steps."""
 
+import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import date
 
@@ -10,6 +12,7 @@ from batchinfer.data.encoders import Encoders
 from batchinfer.data.formats.values import column_roles
 from batchinfer.data.overrides import check_thinking, warnings_of
 from batchinfer.data.row_values import tools_column
+from batchinfer.data.shard_schemas import shard_schema
 from batchinfer.data.shards import find_shards
 from batchinfer.manifest import Manifest
 from batchinfer.model.config import ModelConfig
@@ -76,7 +79,29 @@ def _check_input(job: JobConfig, shards: list[Shard], encoders: Encoders) -> lis
     if not any(shard.num_rows for shard in readable):
         note(f"warning: the input has no rows; {readable[0].path} has columns, but nothing below them")
     check_rows(job, shards)
+    _warn_of_unused(job, readable, encoders.columns)
     return kept
+
+
+def _warn_of_unused(job: JobConfig, shards: list[Shard], columns: Collection[str]) -> None:
+    """Warn of columns that are named as a key of [input] is, such as the rows' tools, and that the job does not use.
+
+    Args:
+        columns: those that the templates read.
+    """
+    inputs = job.input
+    used = {*columns, *job.output.keep_columns, inputs.prompt, inputs.user, inputs.messages, inputs.token_ids}
+    names = [] if inputs.format == "openai" else ["sampling"]
+    if names and (inputs.messages is not None or inputs.user is not None):
+        names += ["tools", "chat_template_kwargs"]
+    for name in names:
+        if getattr(inputs, name) is not None or name in used:
+            continue
+        if found := next((shard for shard in shards if name in shard_schema(shard).names), None):
+            note(
+                f"warning: {found.path} has a column {name!r}, which the job does not use; set input.{name} = "
+                f"{json.dumps(name)} if it is meant so"
+            )
 
 
 def warn_of_tools(job: JobConfig) -> None:

@@ -214,6 +214,26 @@ def test_a_plan_that_goes_on_warns_of_the_shards_that_were_read_before(tmp_path,
     assert f"{tmp_path}/prompts/a.parquet: row 1: prompt is null; correct the row" in refused.err
 
 
+def test_a_column_named_as_a_key_that_the_job_does_not_use_is_a_warning(tmp_path):
+    columns = {"prompt": [question(0)], "sampling": ['{"n": 2}'], "tools": ["[]"], "chat_template_kwargs": ["{}"]}
+    write_shard(tmp_path / "prompts" / "a.parquet", columns)
+    write_shard(tmp_path / "prompts" / "b.parquet", {"prompt": [question(1)]})
+
+    def warned(**inputs):
+        output = {"dir": "_".join(inputs)}
+        ended = batchinfer("plan", write_job(tmp_path, input={"prompt": None, **inputs}, output=output))
+        assert ended.code == 0, ended.err
+        unused = re.compile(
+            r"warning: .*/a\.parquet has a column '(\w+)', which the job does not use; set input\.\1 = "
+        )
+        return unused.findall(ended.err)
+
+    assert warned(user="prompt") == ["sampling", "tools", "chat_template_kwargs"]
+    assert warned(prompt="prompt") == ["sampling"]
+    assert warned(user="prompt", tools="tools", sampling="sampling") == ["chat_template_kwargs"]
+    assert warned(user="prompt", system="Tools: {{ tools }}") == ["sampling", "chat_template_kwargs"]
+
+
 def test_the_same_inputs_give_the_same_plan(tmp_path):
     write_shard(tmp_path / "prompts" / "a.parquet", {"prompt": [question(i % 7) for i in range(20)]})
     for name in ("one", "two"):
