@@ -35,9 +35,12 @@ def with_schema(sampling: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(outputs, dict) and outputs is not None:
         name = getattr(outputs, "__name__", "…")
         raise ConfigError(f'structured_outputs is {outputs!r}, not a dict; write structured_outputs={{"json": {name}}}')
-    if outputs is None or isinstance(outputs.get("json", ""), str | dict):
+    if outputs is None:
         return sampling
-    return sampling | {"structured_outputs": outputs | {"json": _schema_of(outputs["json"])}}
+    outputs = {key: value for key, value in outputs.items() if value is not None}  # as of a class with all keys
+    if not isinstance(outputs.get("json", ""), str | dict):
+        outputs["json"] = _schema_of(outputs["json"])
+    return sampling | {"structured_outputs": outputs}
 
 
 def _schema_of(kind: Any) -> dict[str, Any]:

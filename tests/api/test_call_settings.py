@@ -69,6 +69,14 @@ def test_a_class_is_its_json_schema(kind):
     assert by_name["sampling"] == in_a_part["sampling"] == {"structured_outputs": {"json": schema}}
 
 
+def test_forms_that_are_none_are_left_out():
+    """As of a class that has a field for each, turned into a dict."""
+    parts = settings.parts_of({"structured_outputs": {"regex": "a+", "json": None, "choice": None}})
+    assert parts["sampling"] == {"structured_outputs": {"regex": "a+"}}
+    with pytest.raises(batchinfer.ConfigError, match="one of json, regex"):
+        batchinfer.generate("a", model=RANDOM_MODEL, max_tokens=8, structured_outputs={"json": None})
+
+
 def test_a_job_may_have_a_class_as_schema(tmp_path):
     parts = {
         "input": {"files": ["a.parquet"], "prompt": "p"},
