@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 
 from batchinfer.api.rows import as_list, batches_of_columns, json_text, text_array, usual_form
 from batchinfer.api.tables import BATCH_ROWS, NOT_ARROW, batches_of, column_of, is_column, storable
-from batchinfer.data.columns import is_json, is_text, plain_type, python_values
+from batchinfer.data.columns import column_type, is_json, is_text, is_token_list, plain_type, python_values
+from batchinfer.data.plain_arrays import plain_array
 from batchinfer.ownership import group_id, make_folder
 from batchinfer.plan.first_job import CHATS_AS_JSON, LOOK_ROWS, USUAL_NAMES, chat_keys, usual_columns
 from batchinfer.records import ConfigError, InputError, RunMismatchError
@@ -205,13 +206,12 @@ def _without_padding(reader: pa.RecordBatchReader, ids: str) -> pa.RecordBatchRe
     Args:
         ids: the column of token ids.
     """
-    kind = reader.schema.field(MASK).type if MASK in reader.schema.names else pa.null()
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_integer(kind.value_type):
+    if not is_token_list(column_type(reader.schema, MASK) or pa.null()):
         return reader
 
     def batches() -> Iterator[pa.RecordBatch]:
         for batch in reader:
-            if pc.min(batch[MASK].flatten()).as_py() == 0:
+            if pc.min(plain_array(batch[MASK]).flatten()).as_py() == 0:
                 raise InputError(
                     f"column {MASK!r} of data has zeros, so the token ids in {ids!r} are padded, and padding would be "
                     f"part of the prompts; tokenise without padding, or leave {MASK!r} out if the ids are not padded"

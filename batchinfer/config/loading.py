@@ -223,8 +223,6 @@ def _sentence(problem: ErrorDetails, schema: type[BaseModel]) -> str:
         hint = "write it without quotes" if re.fullmatch(r"-?\d+(\.\d+)?", value) else ""
     elif value is None and names[-1] not in _keys(schema, names[0], required=True):
         hint = "leave it out for the default"
-    elif names[-1] == "top_k" and value == -1:
-        hint = "0 keeps all tokens"
     message = message.replace("Input should", "it should")
     return f"{where} is {shown}, but {message}{f'; {hint}' if hint else ''}"
 

@@ -88,7 +88,8 @@ def _is_list(kind: pa.DataType) -> bool:
     return isinstance(kind, _LISTS)
 
 
-def _is_token_list(kind: pa.DataType) -> bool:
+def is_token_list(kind: pa.DataType) -> bool:
+    """Return whether a type is lists of token ids."""
     return _is_list(kind) and (pa.types.is_integer(kind.value_type) or pa.types.is_null(kind.value_type))
 
 
@@ -113,7 +114,7 @@ def _is_sharegpt(kind: pa.DataType) -> bool:
 
 def _is_choices(kind: pa.DataType) -> bool:
     return _is_list(kind) and (
-        is_text(item := plain_type(kind.value_type)) or pa.types.is_null(item) or _is_token_list(item)
+        is_text(item := plain_type(kind.value_type)) or pa.types.is_null(item) or is_token_list(item)
     )
 
 
@@ -136,7 +137,7 @@ PROMPT_TYPES: dict[str, ColumnType] = {
         "a list of structs with the fields role (text) and content (text, or a list of parts), or JSON text",
     ),
     "sharegpt": (_is_sharegpt, "a list of structs with the text fields from and value, or JSON text"),
-    "token_ids": (_is_token_list, "a list of integers"),
+    "token_ids": (is_token_list, "a list of integers"),
     "choices": (_is_choices, "a list of texts, or of lists of integers"),
     "tools": (_is_tools, "a list of structs, or JSON text"),
     "chat_template_kwargs": (_is_object, "a struct, or JSON text"),

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -150,13 +151,13 @@ def _settings(folder: Path) -> dict[str, Any]:
     config = _read_json(folder / "tokenizer_config.json")
     if not config.get(_FURTHER) and _OLDER_FURTHER in config:
         config[_FURTHER] = config.pop(_OLDER_FURTHER)
-    of_code, added = _tokens_of_code(config), {}
+    of_code, added = _tokens_of_code(config, str) | _taken_object(config), {}
     if "added_tokens_decoder" not in config:
         older = _read_json(folder / "special_tokens_map.json")
         if isinstance(older.get(_FURTHER), list):
             older[_FURTHER] = [*(config.get(_FURTHER) or []), *older[_FURTHER]]
         config |= older
-        of_code += _tokens_of_code(config)
+        of_code = _tokens_of_code(older, str | dict) | of_code | _taken_object(config)
         file = folder / "added_tokens.json"
         if added := _read_json(file):
             if not all(type(id) is int and id >= 0 for id in added.values()):
@@ -167,15 +168,18 @@ def _settings(folder: Path) -> dict[str, Any]:
         further = _texts(config[_FURTHER])
     else:
         further = [text for text in _texts(config.get(_OLDER_FURTHER)) if text not in added]
-    return config | {_FURTHER: further, _OF_CODE: _texts(of_code)}
+    return config | {_FURTHER: further, _OF_CODE: _texts([*of_code.values()])}
 
 
-def _tokens_of_code(values: dict[str, Any]) -> list[Any]:
-    """Return the tokens with names that only the model's code knows; take their object out of the settings."""
+def _tokens_of_code(values: dict[str, Any], form: type | UnionType) -> dict[str, Any]:
+    """Return the tokens by names that only the model's code knows, those in this form."""
     names = [name for name in values if name.endswith("_token") and name not in NAMED_TOKENS]
-    found = [values[name] for name in names if isinstance(values[name], str)]
-    if isinstance(values.get(_FURTHER), dict):
-        found += values.pop(_FURTHER).values()
+    return {name: values[name] for name in names if isinstance(values[name], form)}
+
+
+def _taken_object(config: dict[str, Any]) -> dict[str, Any]:
+    """Take such tokens out of the settings where they are an object instead of the list of tokens without names."""
+    found: dict[str, Any] = config.pop(_FURTHER) if isinstance(config.get(_FURTHER), dict) else {}
     return found
 
 
@@ -227,7 +231,8 @@ def _add_tokens(
     """
     listed = config.get("added_tokens_decoder") or {}
     details = {value["content"]: value for _, value in sorted(listed.items(), key=lambda item: int(item[0]))}
-    declared = {config[name]["content"]: config[name] for name in NAMED_TOKENS if isinstance(config.get(name), dict)}
+    given = [value for name, value in config.items() if name.endswith("_token") and isinstance(value, dict)]
+    declared = {value["content"]: value for value in given if "content" in value}
     known = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
     for text in dict.fromkeys([*details, *named, *further]):
         old = known.get(text)

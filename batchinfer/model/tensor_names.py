@@ -20,7 +20,7 @@ FP4_VALUES, FP4_SCALES = "_blocks", "_scales"  # of MXFP4
 FP4_GROUP = 32  # values that share a scale
 
 _FP8, _E8M0 = "F8_E4M3", "F8_E8M0"
-_FP8_SCALES = ("F32", "BF16", _E8M0)
+_FP8_SCALES = ("F32", "F16", "BF16", _E8M0)
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # Left in some checkpoints by the code that saved them; computed from config.json instead.
 HEAD = "lm_head.weight"

@@ -159,7 +159,6 @@ def test_names_of_other_libraries_and_of_parts_get_the_name_here(name, remedy):
     [
         ({"seed": None}, "seed is None, but it should be a valid integer; leave it out for the default"),
         ({"stop": None}, "stop is None, but it should be a valid list; leave it out for the default"),
-        ({"top_k": -1}, "top_k is -1, but it should be greater than or equal to 0; 0 keeps all tokens"),
         ({"max_tokens": None}, "max_tokens is None, but it should be a valid integer"),
     ],
 )

@@ -125,7 +125,8 @@ def test_arrays_inside_of_chats_are_lists():
 def test_padded_token_ids_are_refused():
     """What transformers' tokenizers give; without padding all of the mask is 1."""
     encoded = {"input_ids": [[0, 0, 5], [6, 7, 8]], "attention_mask": [[0, 0, 1], [1, 1, 1]]}
-    for data in (encoded, pd.DataFrame(encoded), pa.table(encoded)):
+    arrays = pl.DataFrame({name: np.array(values) for name, values in encoded.items()})  # lists of a fixed size
+    for data in (encoded, pd.DataFrame(encoded), pa.table(encoded), arrays):
         told = refusal(data)
         assert "'attention_mask' of data has zeros, so the token ids in 'input_ids' are padded" in told
         assert "padded" in refusal(data, token_ids="input_ids")

@@ -288,6 +288,13 @@ MORE_SETTINGS: dict[str, dict[str, object]] = {  # file -> content; 1024 and 102
         "special_tokens_map.json": {"additional_special_tokens": ["<extra>"]},
     },
     "a name of the model's own code": {"tokenizer_config.json": {"image_token": "<end>"}},
+    "such a name in both files": {
+        "tokenizer_config.json": {"image_token": "<extra>"},
+        "special_tokens_map.json": {"image_token": "<end>"},
+    },
+    "such a name with flags": {
+        "special_tokens_map.json": {"image_token": {"content": "<extra>", **FLAGS, "lstrip": True}}
+    },
     "of the model's own code": {"tokenizer_config.json": {"extra_special_tokens": {"image_token": "<extra>"}}},
     "the older file first": {"special_tokens_map.json": {"eos_token": "<｜User｜>"}},
     "other flags": {

@@ -53,8 +53,8 @@ O_PROJ = "model__layers__0__self_attn__o_proj__weight"
     ("changes", "words"),
     [
         ({f"{O_PROJ}_scale_inv": None}, "is FP8, but there is no"),
-        ({f"{O_PROJ}_scale_inv": torch.ones(1, 2)}, r"F32 \[1, 2\] instead of F32 or BF16 or F8_E8M0 \[2, 1\]"),
-        ({f"{O_PROJ}_scale_inv": torch.ones(2, 1).half()}, r"F16 \[2, 1\] instead of F32 or BF16 or F8_E8M0 \[2, 1\]"),
+        ({f"{O_PROJ}_scale_inv": torch.ones(1, 2)}, r"F32 \[1, 2\] instead of F32 or F16 or BF16 or F8_E8M0 \[2, 1\]"),
+        ({f"{O_PROJ}_scale_inv": torch.ones(2, 1).double()}, r"F64 \[2, 1\] instead of F32 or F16 or BF16 or F8_E8M0"),
         ({O_PROJ: None}, r"1 missing: model\.layers\.0\.self_attn\.o_proj\.weight"),
         ({O_PROJ: torch.ones(144, 16)}, "is a scale, but"),
     ],

@@ -73,14 +73,20 @@ def store_in_blocks(folder: Path) -> dict[str, torch.Tensor]:
 LLM_COMPRESSOR = ("FP8_DYNAMIC", "FP8", "W8A8")
 
 
-def store_by_llm_compressor(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
-    """Store a checkpoint by one of llm-compressor's schemes; return it multiplied out."""
+def store_by_llm_compressor(
+    folder: Path, scheme: str, scale_dtype: torch.dtype = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """Store a checkpoint by one of llm-compressor's schemes; return it multiplied out.
+
+    Args:
+        scale_dtype: llm-compressor takes the dtype of the weights before they were rounded.
+    """
     stored, plain = {}, {}
     for name, tensor in one_by_one(read_tensors(folder)).items():
         stored[name] = plain[name] = tensor
         if name.endswith("_proj.weight"):
             largest = tensor.abs().amax()[None] if scheme == "FP8" else tensor.abs().amax(1, keepdim=True)
-            scale = (largest / (120 if scheme == "W8A8" else 440)).bfloat16()
+            scale = (largest / (120 if scheme == "W8A8" else 440)).to(scale_dtype)
             values = tensor / scale.float()
             stored[f"{name}_scale"] = scale
             stored[name] = values.round().to(torch.int8) if scheme == "W8A8" else values.to(torch.float8_e4m3fn)
@@ -137,7 +143,8 @@ def test_weights_in_fp8_compute_what_they_are_multiplied_out(tmp_path, store):
 def test_weights_of_llm_compressor_in_8_bits_compute_what_they_are_multiplied_out(tmp_path, name, scheme):
     for folder in ("stored", "plain"):
         make_checkpoint(tmp_path / folder, name)
-    write_tensors(tmp_path / "plain", store_by_llm_compressor(tmp_path / "stored", scheme))
+    scale_dtype = torch.float16 if name == "v3" else torch.bfloat16
+    write_tensors(tmp_path / "plain", store_by_llm_compressor(tmp_path / "stored", scheme, scale_dtype))
     ways: list[dict[str, Any]] = [{"dtype": torch.float32}]
     if scheme != "FP8":  # weights with one scale are held as stored in FP8, the plain ones are rounded
         ways.append({"dtype": torch.bfloat16, "eight_bit": True, "backend": "reference"})

@@ -44,14 +44,15 @@ class ClaimsCopy:
             units |= {row["unit"] for row in rows}  # the listing may be older than a mark
         self._each(lambda unit: self._fetch_mark(unit, listed.get(unit)), sorted(units))
         self._done = {unit for unit in units if self._run.done(unit).exists()}
-        self._each(self._fetch_result, [item for unit in self._done for item in self._named(unit)])
+        dates = {unit: self._run.done(unit).stat().st_mtime for unit in self._done}
+        self._each(self._fetch_result, [(*item, dates[unit]) for unit in self._done for item in self._named(unit)])
 
     def fetch_open(self) -> None:
         """Fetch the last claims of units that are not done, the results that count for them, and workers' leases."""
         self._mirror(worker_lease(self._run, "x").parent)
         begun = {int(name) for name in self._bucket.names("units") if name.isdecimal()}
         self._open = begun - self._done
-        found: list[tuple[str, int]] = []
+        found: list[tuple[str, int, float]] = []
         self._each(lambda unit: found.extend(self._fetch_claim(unit)), sorted(self._open))
         self._each(self._fetch_result, found)
 
@@ -73,8 +74,8 @@ class ClaimsCopy:
             else:
                 (self._run.root / name).unlink(missing_ok=True)
 
-    def _fetch_claim(self, unit: int) -> list[tuple[str, int]]:
-        """Fetch the document of a unit's last claim; return names and sizes of the results that it may count."""
+    def _fetch_claim(self, unit: int) -> list[tuple[str, int, float]]:
+        """Fetch the document of a unit's last claim; return names, sizes and dates of the results that it may count."""
         self._run.unit(unit).mkdir(parents=True, exist_ok=True)
         listed = {item.name: item for item in self._bucket.objects(f"units/{unit:06d}")}
         numbers = [parts[2] for name in listed if (parts := name.split("/"))[2].isdecimal()]
@@ -90,7 +91,7 @@ class ClaimsCopy:
             self.note(name, listed[name])
         own = {found for found in listed if found.startswith(name.removesuffix(CLAIM) + "part-")}
         counted = sorted(own.union(_inherited(path)).intersection(listed))
-        return [(found, listed[found].num_bytes) for found in counted]
+        return [(found, listed[found].num_bytes, self._date_s(listed[found])) for found in counted]
 
     def put_what_was_set_aside(self) -> None:
         """Move marks and units to quarantine/ in the bucket, as was done in the copy."""
@@ -122,7 +123,7 @@ class ClaimsCopy:
     def note(self, name: str, listed: Listed) -> None:
         """Give the copy of a fetched object the object's date, by this host's clock."""
         self._have[name] = listed.version
-        date_s = listed.written_s + self._clock()
+        date_s = self._date_s(listed)
         os.utime(self._run.root / name, (date_s, date_s))
 
     def _fetch_mark(self, unit: int, listed: Listed | None) -> None:
@@ -150,8 +151,9 @@ class ClaimsCopy:
             self._run.claim(unit, f"{number:04d}").mkdir(parents=True, exist_ok=True)
         return list(mark["files"].items())
 
-    def _fetch_result(self, item: tuple[str, int]) -> None:
-        name, num_bytes = item
+    def _fetch_result(self, item: tuple[str, int, float]) -> None:
+        """Fetch a result, of which name, size and date are given, if it is not here; speeds go by its date."""
+        name, num_bytes, date_s = item
         path = self._run.root / name
         try:
             if path.stat().st_size == num_bytes and path.stem.endswith(file_checksums(path).digest):
@@ -163,6 +165,11 @@ class ClaimsCopy:
                 temporary.write_bytes(b"")  # it is gone: no digest fits
         if not path.stat().st_size:
             path.unlink()
+            return
+        os.utime(path, (date_s, date_s))
+
+    def _date_s(self, listed: Listed) -> float:
+        return listed.written_s + self._clock()
 
     def _clock(self) -> float:
         """Return the seconds that this host's clock is ahead of the store's, by writing an object."""
