@@ -189,9 +189,12 @@ class StatusReader:
         )
 
     def newest_file(self) -> Path | None:
-        """Return the newest result file that counted in the last status, None if there is none."""
+        """Return the newest result file that counted in the last status, None if there is none.
+
+        Of files with equal dates, which object stores give in whole seconds, it is one of the last unit.
+        """
         with_rows = (path for path in self.counted if self._files[path].rows)  # a retry may leave a file without rows
-        return max(with_rows, key=lambda path: self._files[path].written_s, default=None)
+        return max(with_rows, key=lambda path: (self._files[path].written_s, path), default=None)
 
     def _done_files(self, unit: int) -> list[Path] | None:
         if unit in self._done and self._run.done(unit).exists():  # a retry opens units again
