@@ -199,7 +199,7 @@ def _typed_shards(files: list[str]) -> list[Shard]:
 
 
 class _Columns:
-    """The columns of the first shard, from which prompts are chosen, and those of all shards, for ids."""
+    """Columns that prompts are chosen from (those of the first shard) and that ids are chosen from (those of all)."""
 
     def __init__(self, shards: list[Shard]) -> None:
         shard = shards[0]
