@@ -66,9 +66,8 @@ class ModelConfig:
     integers: IntegerForm | None  # how weights of 4-bit integers are stored, None when there are none
     fp8_per_tensor: bool  # a weight in FP8 may have one scale, for all of its blocks
     has_fp4_experts: bool  # routed experts may be stored in FP4 (MXFP4)
-    eight_bits: (
-        str  # the format of weights with scales, FP8 or INT8 of quantization.py; the fields named fp8 are of both
-    )
+    # the format of weights in 8 bits, FP8 or INT8 of quantization.py; fp8_block and fp8_per_tensor are of either
+    eight_bits: str
     # keys of config.json that nothing here knows
     unknown_keys: tuple[str, ...] = field(default=(), compare=False)
 
