@@ -254,7 +254,7 @@ def test_units_without_torch_take_the_header_that_was_compiled_before_them(tmp_p
     assert min(taking) > header
     (with_torch,) = [call for number, call in enumerate(calls) if "-c" in call and number not in taking]
     optimised = [word for word in with_torch if word.startswith("-O")]
-    assert optimised == ["-O3", "-O1"]  # the last one counts
+    assert optimised == ["-O3", "-Og"]  # the last one counts
 
 
 @pytest.mark.all  # make test: processes that start at once, above
