@@ -38,7 +38,7 @@ class KvIdentity:
     weights: str  # digest of the weight files
     config: str  # digest of config.json in canonical form
     dtype: str  # of a latent, a key of ELEMENT_BYTES
-    numerics: str  # family of backends that compute the same bits
+    numerics: str  # operations and model code that compute the same bits
     salt: str
     block_tokens: int
     num_layers: int

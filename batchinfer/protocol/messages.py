@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from batchinfer import __version__
 from batchinfer.equal_rows import EqualRows
+from batchinfer.model_code import model_code
 from batchinfer.records import Completion, Request, RequestKey, RequestTimes, Span, TokenLogprobs
 
 
@@ -359,13 +360,13 @@ FromController = (SharedValue | Join | Start | Requests | Adopt | FreeKv | GiveA
 
 @functools.cache
 def own_version() -> str:
-    """Return the version of this process's program, with a digest of all fields of messages in their order.
+    """Return the version of this process's program, with digests of its messages' fields and of its model code.
 
-    Two checkouts may have one version and other messages; records are arrays, in which one field would be taken for
-    another without an error.
+    Two checkouts may have one version and other messages: records are arrays, in which one field would be taken for
+    another without an error. With other model code, a row's bits would depend on the rank.
     """
     form = repr(msgspec.inspect.type_info(FromRank | FromController)).encode()
-    return f"{__version__} (messages {hashlib.blake2b(form, digest_size=4).hexdigest()})"
+    return f"{__version__} (messages {hashlib.blake2b(form, digest_size=4).hexdigest()}, model {model_code()})"
 
 
 def _plain_number(value: Any) -> object:

@@ -28,6 +28,7 @@ from batchinfer.model.page_format import PageFormat, block_tokens, check_kv
 from batchinfer.model.streamed_weights import DeviceMemory
 from batchinfer.model.transformer import Transformer
 from batchinfer.model.weight_mode import computes_prompts_alone, split_for, streams_to_device
+from batchinfer.model_code import model_code
 from batchinfer.ownership import group_id
 from batchinfer.parallel.mesh import Mesh
 from batchinfer.parallel.placement import Placement
@@ -269,7 +270,7 @@ def _open_prefixes(job: JobConfig, model: Transformer, memory: KvMemory, start: 
         weights=start.model_digests["model.weights"],
         config=start.model_digests["model.config"],
         dtype=form.dtype,
-        numerics=_numerics(model),
+        numerics=f"{_numerics(model)}, model code {model_code()}",
         salt=job.kv.salt,
         block_tokens=tokens,
         num_layers=model.config.num_hidden_layers,

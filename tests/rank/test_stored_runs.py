@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from batchinfer.config import PAGE_TOKENS
 from batchinfer.report.read import read_report
-from support.jobs import answers, batchinfer, write_job, write_shard
+from support.jobs import answers, batchinfer, start, write_job, write_shard
 from support.paths import RANDOM_MODEL, SAMPLE_MODEL
 
 NUM_ROWS = 24
@@ -190,6 +191,31 @@ def test_nothing_is_shared_with_another_model_or_salt(job_folder, copied_store, 
     assert ended.code == 0, ended.err
     assert read_report(run).values["disk_tokens"] == 0
     assert read_report(run).values["store_written_bytes"] > 0
+
+
+def test_nothing_is_shared_with_other_code_of_the_model(job_folder, copied_store, tmp_path, monkeypatch):
+    for package in ("batchinfer", "batchinfer_kernels"):
+        source = Path(find_spec(package).origin).parent
+        shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("__pycache__"))
+    with open(tmp_path / "batchinfer" / "model" / "moe.py", "a", encoding="utf-8") as file:
+        file.write("# changed\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "other"
+    job = write_job(
+        job_folder.path,
+        name="code.toml",
+        output={"dir": str(run)},
+        model={"path": str(RANDOM_MODEL), "dtype": "float32"},
+        sampling={"max_tokens": 6},
+        kv={"dir": str(copied_store), "persist": "all"},
+    )
+    running = start("run", job)
+    _, err = running.communicate()
+    assert running.returncode == 0, err
+    assert read_report(run).values["disk_tokens"] == 0
+    assert read_report(run).values["store_written_bytes"] > 0
+    assert answers(run) == plain_answers(job_folder, RANDOM_MODEL)
 
 
 @pytest.mark.parametrize(
