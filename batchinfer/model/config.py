@@ -12,7 +12,7 @@ from batchinfer.config.spelling import did_you_mean
 from batchinfer.model.attention_config import AttentionConfig
 from batchinfer.model.compressed_config import read_compressed
 from batchinfer.model.config_keys import judge_unread_keys
-from batchinfer.model.config_reader import ConfigReader, read_json_object
+from batchinfer.model.config_reader import GGUF, ConfigReader, read_json_object
 from batchinfer.model.families import CARRIERS, FAMILIES, NOT_IMPLEMENTED, Carrier, Family
 from batchinfer.model.gqa_config import read_gqa
 from batchinfer.model.hyper_config import HyperConnections, read_hyper
@@ -160,7 +160,8 @@ def load_model_config(folder: Path) -> ModelConfig:
     if not Path(folder).exists():
         raise ModelError(_no_folder(Path(folder)))
     if not Path(folder).is_dir():
-        raise ModelError(f"{folder} is a file; give the folder that holds config.json and *.safetensors")
+        hint = f"; {GGUF}" if Path(folder).suffix == ".gguf" else ""
+        raise ModelError(f"{folder} is a file; give the folder that holds config.json and *.safetensors{hint}")
     if (adapter := Path(folder) / "adapter_config.json").exists():
         raise ModelError(
             f"{adapter} is of an adapter (LoRA), and adapters are not applied; merge it into the weights (in PEFT "

@@ -16,9 +16,10 @@ def _names(text: str) -> frozenset[str]:
 # Notes of the code that saved the file, of training, and defaults of generation, which the job file has instead.
 HARMLESS = _names(
     """
-    _name_or_path _commit_hash _attn_implementation_autoset _attn_implementation _experts_implementation
-    attn_implementation experts_implementation auto_map transformers_version torch_dtype dtype model_max_length
-    unsloth_fixed unsloth_version use_cache return_dict return_dict_in_generate output_attentions output_hidden_states
+    _name_or_path _model_name_or_path _commit_hash _attn_implementation_autoset _attn_implementation
+    _experts_implementation attn_implementation experts_implementation auto_map transformers_version torch_dtype dtype
+    model_max_length unsloth_fixed unsloth_version use_cache return_dict return_dict_in_generate output_attentions
+    output_hidden_states
     output_router_logits output_scores torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward problem_type
     finetuning_task id2label label2id num_labels task_specific_params tokenizer_class prefix is_decoder head_dim
 
@@ -28,7 +29,7 @@ HARMLESS = _names(
     use_mtp num_mtp_modules mtp_transformer_layers initial_context_length mlp_intermediate_size
     shared_moe_mode use_routing_bias
 
-    bos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    bos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
     temperature top_k top_p typical_p repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size exponential_decay_length_penalty bad_words_ids suppress_tokens begin_suppress_tokens
     num_return_sequences num_beams num_beam_groups do_sample early_stopping max_length min_length max_new_tokens

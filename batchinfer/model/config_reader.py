@@ -18,6 +18,7 @@ from batchinfer.sanitize import error_text
 # No dimension of a real model comes near this; larger values are typing errors that would overflow later.
 _MAX_SIZE = 2**31 - 1
 _MAX_SHOWN = 120
+GGUF = "GGUF files are not read: take the model's own folder, or convert the file (docs/models.md, GGUF files)"
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -29,7 +30,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ModelError(f"{path} does not exist; a model folder holds config.json and *.safetensors.") from None
+        hint = f"; {GGUF}" if any(path.parent.glob("*.gguf")) else "."
+        raise ModelError(f"{path} does not exist; a model folder holds config.json and *.safetensors{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error
     try:

@@ -112,6 +112,8 @@ JOBS = [
     # the model
     ({"model": {"path": "modle"}}, ["modle"]),
     ({"model": {"path": "a.csv"}}, ["a.csv is a file; give the folder that holds config.json"]),
+    ({"model": {"path": "ggufs"}}, ["config.json does not exist; a model folder", "GGUF files are not read"]),
+    ({"model": {"path": "ggufs/a.gguf"}}, ["a.gguf is a file; give the folder", "GGUF files are not read"]),
 ]  # fmt: skip
 
 
@@ -126,6 +128,8 @@ def test_a_wrong_job_ends_with_2_and_says_what_to_write(tmp_path, changes, words
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "array.jsonl").write_text('[{"prompt": "Hello"}]')
     (tmp_path / "x.jsonl").write_text('{"prompt": "Hello"}')
+    (tmp_path / "ggufs").mkdir()
+    (tmp_path / "ggufs" / "a.gguf").write_bytes(b"GGUF")
     (tmp_path / "a.csv").write_text("id,prompt\n1,Hello\n2,there\n")
     ended = batchinfer("plan", write_job(tmp_path, **changes))
     lines = told(ended)
