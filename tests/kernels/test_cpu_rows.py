@@ -346,20 +346,25 @@ def test_logits_can_be_had_in_float32():
     assert torch.equal(reference.linear(x, weight, float32_out=True), reference.linear(x, weight).float())
 
 
-def in_blocks(weight):
-    """A weight rounded to 8 bits with one scale per 128 x 128 values, written out."""
-    rounded = weight.float().clone()
-    for row in range(0, weight.shape[0], 128):
-        for column in range(0, weight.shape[1], 128):
-            block = rounded[row : row + 128, column : column + 128]
-            scale = block.abs().max() / 127
+def in_bytes(x, *, scale_of=lambda peak: peak / 127):
+    """Rows rounded to 8 bits with one scale per 128 values, written out."""
+    rounded = x.float().clone()
+    for row in rounded:
+        for block in row.split(128):
+            scale = scale_of(block.abs().max())
             block.copy_((block / scale).round() * scale if scale > 0 else torch.zeros(()))
     return rounded
 
 
-def in_bytes(x):
-    """Rows rounded to 8 bits with one scale per 128 values, written out."""
-    return torch.cat([in_blocks(row[None]) for row in x])
+def in_blocks(weight):
+    """A weight rounded to 8 bits: the same with scales in bfloat16 that are rounded up."""
+
+    def scale_of(peak):
+        down = (peak / 127).view(torch.int32) & -(1 << 16)
+        is_exact = down.view(torch.float32) == peak / 127
+        return (down if is_exact else down + (1 << 16)).view(torch.float32)
+
+    return in_bytes(weight, scale_of=scale_of)
 
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(1, 1), (33, 70), (128, 64), (256, 300), (1000, 130)])
@@ -391,7 +396,7 @@ def test_8_bit_experts_round_their_rows_and_what_they_pass_on(hidden, width, thr
     y = ops.grouped_mlp(x, num_rows, *weights)
     parts = []
     for expert, rows in enumerate(x.split(num_rows.tolist())):
-        gate, up = torch.cat([in_blocks(half) for half in gate_up[expert].chunk(2)]).chunk(2)
+        gate, up = in_blocks(gate_up[expert]).chunk(2)
         rounded = in_bytes(rows) if len(rows) else rows.float()
         active = (torch.nn.functional.silu(rounded @ gate.T) * (rounded @ up.T)).bfloat16()
         parts.append((in_bytes(active) if len(rows) else active.float()) @ in_blocks(down[expert]).T)

@@ -1,9 +1,9 @@
 """Weights in the order in which the C++ tiles read them; made once when a model is loaded.
 
 A product with a packed weight gives the bits of the product with the plain one, which every call packs again. Weights
-in float32 and bfloat16 keep their values. In 8 bits every block of 128 × 128 values has its own scale, as in the FP8
-checkpoints (DeepSeek-V3 report section 3.3.2), and products round their input to 8 bits with a scale per 128 values of
-a row. In 4 bits every 32 values of a row have a scale (reference/group_scaled.py), and input is rounded to 8 bits.
+in float32 and bfloat16 keep their values. In 8 bits every 128 values of a row have their own scale, and products round
+their input to 8 bits in the same way. In 4 bits every 32 values of a row have a scale (reference/group_scaled.py), and
+input is rounded to 8 bits.
 """
 
 # B weights, N columns of the result (out), M depth of the sum (in), P panels of 64 columns

@@ -16,12 +16,12 @@ constexpr int64_t kGroupSteps = kGroup / 4;
 struct BytePanel {
   const int8_t* values;
   const int32_t* starts;
-  const float* scales;
+  const bf16* scales;
 
   BytePanel(const uint8_t* panel, int64_t num_blocks)
       : values(reinterpret_cast<const int8_t*>(panel)),
         starts(reinterpret_cast<const int32_t*>(panel + num_blocks * kBlock * kPanelColumns)),
-        scales(reinterpret_cast<const float*>(starts + num_blocks * kPanelColumns)) {}
+        scales(reinterpret_cast<const bf16*>(starts + num_blocks * kPanelColumns)) {}
 };
 
 // Blocks [first, end) of N groups of 16 columns from `first_chunk` on; `out` has them from there, too.
@@ -30,7 +30,7 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
                                          int64_t first_chunk, int64_t first, int64_t end, float* out, Ahead& ahead) {
   const int8_t* values = panel.values + first * kBlock * kPanelColumns + 64 * first_chunk;
   const int32_t* starts = panel.starts + 16 * first_chunk;
-  const float* scales = panel.scales + first_chunk;
+  const bf16* scales = panel.scales + 16 * first_chunk;
   const int32_t* fours[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) fours[r] = reinterpret_cast<const int32_t*>(x[r]);
@@ -61,14 +61,14 @@ __attribute__((noinline)) void int8_tile(const uint8_t* const* x, const float* c
         }
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      const Floats x_scale = floats(x_scales[r][block]);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) {
-        float* at = out + r * kPanelColumns + 16 * n;
-        const Floats scale = x_scale * floats(scales[block * kChunks + n]);
-        store(at, multiply_add(as_floats(sums[r][n]), scale, block ? load(at) : floats(0.0f)));
+    for (int n = 0; n < N; ++n) {
+      const Floats scale = low_values(load_bits(scales + block * kPanelColumns + 16 * n));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const Floats both = floats(x_scales[r][block]) * scale;
+        float* const at = out + r * kPanelColumns + 16 * n;
+        store(at, multiply_add(as_floats(sums[r][n]), both, block ? load(at) : floats(0.0f)));
       }
     }
   }
@@ -132,13 +132,13 @@ __attribute__((noinline)) void int4_tile(const ByteRows& x, const int64_t* rows,
 // sums [count, 64] = (or, unless the first block is the weight's, +=) exact sums of B blocks in N tiles of columns, times
 // their scales.
 template <int N, int B>
-inline void add_scaled(const int32_t* exact, int64_t count, const float* x_scales, int64_t x_stride, const float* scales,
+inline void add_scaled(const int32_t* exact, int64_t count, const float* x_scales, int64_t x_stride, const bf16* scales,
                        bool is_first, float* sums) {
   Floats column_scales[B][N];
 #pragma GCC unroll 2
   for (int b = 0; b < B; ++b) {
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) column_scales[b][n] = floats(scales[b * kChunks + n]);
+    for (int n = 0; n < N; ++n) column_scales[b][n] = low_values(load_bits(scales + b * kPanelColumns + 16 * n));
   }
   for (int64_t r = 0; r < count; ++r, exact += kScratchColumns, x_scales += x_stride, sums += kPanelColumns) {
 #pragma GCC unroll 4
@@ -161,7 +161,7 @@ inline void multiply_strip_in_tiles(TileRows rows, const float* x_scales, const 
   multiply_byte_tiles(rows, {panel.values, 4 * kPanelColumns}, chunks, kBlock / 4, num_blocks, part_blocks, next_panel,
                       [&](int64_t row, int64_t count, int64_t tile, int64_t number, int64_t block, int64_t both,
                           const int32_t* exact) {
-                        const float* const scales = panel.scales + block * kChunks + tile;
+                        const bf16* const scales = panel.scales + block * kPanelColumns + 16 * tile;
                         const float* const own = x_scales + row * num_blocks + block;
                         float* const at = sums + row * kPanelColumns + 16 * tile;
                         up_to_four(number, [&](auto tiles) {

@@ -19,7 +19,7 @@ inline float wide_of(bf16 value) { return std::bit_cast<float>(uint32_t{value} <
 // Kernels with a parameter Value exist for bf16 and float: the type of activations, pages and results of a model.
 
 constexpr int64_t kPanelColumns = 64;
-constexpr int64_t kBlock = 128;  // values that share a scale, in rows of x and in both directions of a weight in 8 bits
+constexpr int64_t kBlock = 128;  // values that share a scale, in rows of x and in columns of a weight in 8 bits
 constexpr int64_t kGroup = 32;   // values of a column that share a scale in a weight in 4 bits
 
 // Rows of values that are contiguous within a row; with an index, row i is row index[i] of the data.

@@ -4,14 +4,14 @@
 //   float32    [panels][depth][64 columns]
 //   8 bits     [panels] of  values [blocks * 32][64 columns][4 values]   rounded, -127 … 127
 //                           starts [blocks][64 columns] int32            -128 times the sum of a column's block
-//                           scales [blocks][4 groups of 16 columns] float32
+//                           scales [blocks][64 columns] bfloat16
 //   4 bits     [panels][groups] of  values [4][64 columns][4 bytes]   the first four of each eight in the lower halves
 //                                   scales [64 columns] bfloat16
 //   E2M1       the same; of eight values the first, third, … in the lower half of four bytes, the others in the upper half
 //
 // Values in 4 bits are from -8 to 7 and stored plus 8; the largest magnitude of a group of 32 becomes -8 of its scale.
 //
-// Columns and values that are not there are zero. Blocks of 128 columns are counted within each half of a paired weight.
+// Columns and values that are not there are zero.
 
 #include <algorithm>
 #include <cmath>
@@ -57,38 +57,35 @@ void pack_panel(const Parts<Value>& source, const Weight& shape, int64_t panel, 
   }
 }
 
-// The largest magnitude in the block of 128 x 128 that holds (column, start); no number where one of its values is none.
-float block_peak(const Parts<bf16>& source, const Weight& shape, int64_t column, int64_t start) {
-  const int64_t half = shape.is_paired ? shape.num_columns / 2 : shape.num_columns;
-  const int64_t base = column / half * half, first = base + (column - base) / kBlock * kBlock;
-  const int64_t end = std::min(first + kBlock, base + half), values = std::min(kBlock, shape.depth - start);
+// The scale of a column's block in 8 bits: its largest magnitude by 127, rounded up; no number where one of its values is
+// none.
+bf16 block_scale(const bf16* values, int64_t count) {
   Floats peak = floats(0.0f);
   bool is_finite = true;
-  for (int64_t row = first; row < end; ++row) {
-    for (int64_t i = 0; i < values; i += 16) {
-      const Floats part = magnitude(load_wide(lanes(values - i), source.column(row) + start + i));
-      is_finite = is_finite && !any(not_below(part, floats(INFINITY)));
-      peak = larger(peak, part);
-    }
+  for (int64_t i = 0; i < count; i += 16) {
+    const Floats part = magnitude(load_wide(lanes(count - i), values + i));
+    is_finite = is_finite && !any(not_below(part, floats(INFINITY)));
+    peak = larger(peak, part);
   }
-  return is_finite ? largest_of(peak) : NAN;
+  const float scale = is_finite ? largest_of(peak) / kMostInt8 : NAN;
+  return static_cast<bf16>((std::bit_cast<uint32_t>(scale) + 0xFFFF) >> 16);
 }
 
 void pack_int8(const Parts<bf16>& source, const Weight& shape, int64_t panel, uint8_t* packed) {
   const int64_t num_blocks = shape.num_blocks();
   int8_t* values = reinterpret_cast<int8_t*>(packed);
   int32_t* starts = reinterpret_cast<int32_t*>(packed + num_blocks * kBlock * kPanelColumns);
-  float* scales = reinterpret_cast<float*>(starts + num_blocks * kPanelColumns);
-  std::fill(reinterpret_cast<uint8_t*>(scales), packed + shape.panel_bytes(), 0);
+  bf16* scales = reinterpret_cast<bf16*>(starts + num_blocks * kPanelColumns);
   for (int64_t block = 0; block < num_blocks; ++block) {
     const int64_t start = block * kBlock;
     for (int64_t lane = 0; lane < kPanelColumns; ++lane) {
       const int64_t column = column_at(shape, panel, lane);
-      float& scale = scales[block * (kPanelColumns / 16) + lane / 16];
-      if (lane % 16 == 0) scale = column < 0 ? 0.0f : block_peak(source, shape, column, start) / kMostInt8;
+      bf16& stored = scales[block * kPanelColumns + lane];
+      stored = column < 0 ? bf16{0} : block_scale(source.column(column) + start, std::min(kBlock, shape.depth - start));
+      const float scale = wide_of(stored);
       int32_t sum = 0;
       for (int64_t i = 0; i < kBlock; ++i) {
-        const bool is_there = column >= 0 && start + i < shape.depth && scale > 0;
+        const bool is_there = start + i < shape.depth && scale > 0;
         const float value = is_there ? wide_of(source.column(column)[start + i]) / scale : 0.0f;
         const int8_t rounded = static_cast<int8_t>(std::nearbyint(value));
         values[((start + i) / 4 * kPanelColumns + lane) * 4 + i % 4] = rounded;
@@ -165,8 +162,7 @@ int64_t Weight::panel_bytes() const {
   }
   if (kind == WeightKind::kBfloat16) return (depth + 1) / 2 * 2 * kPanelColumns * int64_t{sizeof(bf16)};
   if (kind == WeightKind::kFloat32) return depth * kPanelColumns * int64_t{sizeof(float)};
-  const int64_t bytes = num_blocks() * (kBlock * kPanelColumns + 4 * kPanelColumns + 4 * kPanelColumns / 16);
-  return (bytes + 63) / 64 * 64;
+  return num_blocks() * kPanelColumns * (kBlock + int64_t{sizeof(int32_t)} + int64_t{sizeof(bf16)});
 }
 
 void pack(const Parts<bf16>& source, const Weight& shape, uint8_t* packed) {
