@@ -431,6 +431,14 @@ def test_the_tokens_of_a_planned_job_are_those_that_its_report_will_count(tmp_pa
     hits, misses = report["cached_tokens"], report["input_tokens"] - report["cached_tokens"]
     earned = hits * 0.14 + misses * 0.55 + report["output_tokens"] * 2.19
     assert figures["revenue_usd"] == pytest.approx(earned / 1e6)
+    # answers of that run are no work of another, and in no count of its report
+    again = ("plan", job, "--set", f"output.dir={tmp_path / 'again'}", "--reuse", tmp_path / "run")
+    assert batchinfer(*again).code == 0
+    spec.write_text(SPEC.replace(REQUESTS, 'plan = "again"'))
+    ended = batchinfer("simulate", spec)
+    assert (ended.code, "takes over answers of an earlier run" in ended.err) == (2, True)
+    ended = batchinfer(*again, "--suggest")
+    assert (ended.code, "leave --reuse out" in ended.err) == (2, True)
 
 
 @pytest.mark.parametrize(
