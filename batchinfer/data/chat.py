@@ -37,6 +37,10 @@ class ChatError(ValueError):
     """One chat cannot be rendered; the message is the row's error."""
 
 
+class _NullError(ChatError):
+    """A row's text would have a null written into it."""
+
+
 class _Null(str):
     """Null as the content of a message that calls tools: equal to none in a template, and written as nothing."""
 
@@ -164,6 +168,11 @@ class ChatTemplate:
 
 
 _JINJA = re.compile(r"\{[{%]")
+# filters that make a text of any value: "None" of null
+_TEXT_FILTERS = (
+    "capitalize", "center", "e", "escape", "forceescape", "indent", "join", "lower", "replace", "safe", "string",
+    "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap",
+)  # fmt: skip
 
 
 class RowTemplate:
@@ -181,11 +190,15 @@ class RowTemplate:
 
     def __init__(self, text: str, key: str) -> None:
         self._key, is_system = key, key == "input.system"
-        finalize = functools.partial(_not_null, key)
-        environment = _environment(undefined=StrictUndefined, finalize=finalize, keep_trailing_newline=is_system)
+        environment = _environment(undefined=StrictUndefined, finalize=_not_null, keep_trailing_newline=is_system)
+        environment.filters |= {name: _refusing_null(environment.filters[name]) for name in _TEXT_FILTERS}
         try:
-            self.columns = sorted(meta.find_undeclared_variables(environment.parse(text)) - set(environment.globals))
-            self._template = environment.from_string(text)
+            tree = environment.parse(text)
+            self.columns = sorted(meta.find_undeclared_variables(tree) - set(environment.globals))
+            for joined in tree.find_all(nodes.Concat):  # a ~ b
+                joined.nodes = [nodes.Filter(part, "string", [], [], None, None) for part in joined.nodes]
+                joined.set_environment(environment)
+            self._template = environment.from_string(tree)
         except (TemplateError, ChatError, RecursionError) as error:
             raise ModelError(f"{key} is not valid Jinja: {_one_line(error)}; correct it") from None
         if not self.columns and not is_system:
@@ -202,9 +215,15 @@ class RowTemplate:
         Raises:
             ChatError: the template fails on the row, or writes a value that is null.
         """
-        return _written(
-            self._template, row, self._key, lambda error: f"{self._key} fails on the row: {_one_line(error)}"
-        )
+        nulls = [name for name in self.columns if row.get(name) is None]
+        where = f" ({', '.join(nulls)} {'is' if len(nulls) == 1 else 'are'} null)" if nulls else ""
+        try:
+            return _written(
+                self._template, row, self._key, lambda error: f"{self._key} fails on the row: {_one_line(error)}{where}"
+            )
+        except _NullError:
+            default = f"{{{{ {nulls[0] if nulls else 'column'} or '' }}}}"
+            raise ChatError(f"{self._key} writes a value that is null{where}; give it a default: {default}") from None
 
 
 def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
@@ -272,10 +291,24 @@ def _written(template: Template, variables: dict[str, Any], what: str, failure: 
     return "".join(pieces)
 
 
-def _not_null(key: str, value: Any) -> Any:
+def _not_null(value: Any) -> Any:
     if value is None:
-        raise ChatError(f"{key} writes a value that is null; give it a default: {{{{ column or '' }}}}")
+        raise _NullError
     return value
+
+
+def _refusing_null(text_filter: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter of Jinja that writes neither null nor a list with nulls."""
+    place = int(hasattr(text_filter, "jinja_pass_arg"))  # the environment comes first
+
+    @functools.wraps(text_filter)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        value = _not_null(arguments[place])
+        if isinstance(value, list) and None in value:
+            raise _NullError
+        return text_filter(*arguments, **options)
+
+    return checked
 
 
 class _Generation(Extension):
