@@ -151,6 +151,7 @@ def test_every_form_says_that_a_run_is_unfinished(killed, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert page.count(f"This run is {told}") == 1
     assert "run (unfinished)" in page
+    assert page.count("at best –") == 1, "it is not known before the end"
     assert "whole (unfinished)" not in page
     job = batchinfer.Job.from_toml(killed)
     assert job.report() == report_of(run)
