@@ -8,12 +8,13 @@ always give the same prompt (a date may be given as a variable). And the text's 
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, TemplateError, meta, nodes
+from jinja2 import StrictUndefined, Template, TemplateError, meta, nodes, pass_eval_context
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_join, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -170,7 +171,7 @@ class ChatTemplate:
 _JINJA = re.compile(r"\{[{%]")
 # filters that make a text of any value: "None" of null
 _TEXT_FILTERS = (
-    "capitalize", "center", "e", "escape", "forceescape", "indent", "join", "lower", "replace", "safe", "string",
+    "capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "safe", "string",
     "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap",
 )  # fmt: skip
 
@@ -192,6 +193,7 @@ class RowTemplate:
         self._key, is_system = key, key == "input.system"
         environment = _environment(undefined=StrictUndefined, finalize=_not_null, keep_trailing_newline=is_system)
         environment.filters |= {name: _refusing_null(environment.filters[name]) for name in _TEXT_FILTERS}
+        environment.filters["join"] = _join
         try:
             tree = environment.parse(text)
             self.columns = sorted(meta.find_undeclared_variables(tree) - set(environment.globals))
@@ -298,17 +300,22 @@ def _not_null(value: Any) -> Any:
 
 
 def _refusing_null(text_filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter of Jinja that writes neither null nor a list with nulls."""
+    """Return a filter of Jinja that does not write null."""
     place = int(hasattr(text_filter, "jinja_pass_arg"))  # the environment comes first
 
     @functools.wraps(text_filter)
     def checked(*arguments: Any, **options: Any) -> Any:
-        value = _not_null(arguments[place])
-        if isinstance(value, list) and None in value:
-            raise _NullError
+        _not_null(arguments[place])
         return text_filter(*arguments, **options)
 
     return checked
+
+
+@pass_eval_context
+def _join(context: nodes.EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    """Jinja's filter `join`, which writes no null."""
+    items = value if attribute is None else map(make_attrgetter(context.environment, attribute), value)
+    return str(do_join(context, list(map(_not_null, items)), d))
 
 
 class _Generation(Extension):

@@ -382,6 +382,8 @@ def test_a_template_writes_the_prompt_of_a_row():
     assert encoded({"q": [2.5]}, template="{{ ([q, 1] | join('+')) ~ '=' ~ (q + 1) }}") == encoded(
         ["2.5+1=3.5"], prompt="p"
     )
+    named = "{{ [{'x': q}, {'x': 1}] | join('+', attribute='x') }}"
+    assert encoded({"q": [2.5]}, template=named) == encoded(["2.5+1"], prompt="p")
     assert encoded({"q": ["Which?"]}, template="{{ q }}") == load_tokenizer(SAMPLE_MODEL).encode_prompts(["Which?"])
 
 
@@ -395,6 +397,8 @@ def test_a_template_writes_the_prompt_of_a_row():
         ("{{ a | replace('o', 'u') }}", "input.template writes a value that is null (a is null)"),
         ("{{ 'x' ~ a ~ b.x }}", "input.template writes a value that is null (a is null)"),
         ("{{ [b.x, a] | join(', ') }}", "input.template writes a value that is null (a is null)"),
+        ("{{ [b, b] | map(attribute='y') | join }}", "input.template writes a value that is null; give"),
+        ("{{ [b] | join(', ', attribute='y') }}", "input.template writes a value that is null; give"),
         ("{% for x in a %}{{ x }}{% endfor %}", "'NoneType' object is not iterable (a is null)"),
         ("{{ a or '' }}", "input.template writes an empty prompt"),
         ("{{ b.c }}", "input.template fails on the row: 'dict object' has no attribute 'c'"),
