@@ -26,6 +26,7 @@ from batchinfer.sanitize import first_line
 from batchinfer.whole_files import cannot_write, published
 
 MASK = "attention_mask"
+PYTHON_ERROR = ". Detail: Python exception"  # after the text of an error that a caller's own reader has raised
 INDEX = re.compile(r"__index_level_\d+__")  # pandas' name for an index without a name
 USE = "give a list of texts, of lists of messages, of lists of token ids or of rows as dicts, or a table"
 _log = logging.getLogger("batchinfer")
@@ -63,6 +64,7 @@ def reader_of(
             reader, is_empty = _without_empty_batches(found[0])
             found = reader, found[1]
     except NOT_ARROW as error:
+        _raise_callers(error)
         raise InputError(f"data cannot be read as Arrow columns: {first_line(error)}; {USE}") from None
     if found is None:
         is_iterable = isinstance(data, Iterator | Collection) and not isinstance(data, bytes | bytearray)
@@ -117,7 +119,15 @@ def write_shard(reader: pa.RecordBatchReader, target: Path, run_json: Path, shar
                     "give the same rows, or delete that folder"
                 )
     except (pa.ArrowException, ValueError, TypeError) as error:
+        _raise_callers(error)
         raise InputError(f"data cannot be written as Parquet: {first_line(error)}; {USE}") from None
+
+
+def _raise_callers(error: BaseException) -> None:
+    """Raise InputError if the caller's own reader has raised the error."""
+    said, of_caller, _ = first_line(error).partition(PYTHON_ERROR)
+    if of_caller:
+        raise InputError(f"data cannot be read: {said.removeprefix('Unknown error: ')}") from error
 
 
 def _of_list(rows: Sequence[Any], named: Mapping[str, str]) -> tuple[pa.RecordBatchReader, dict[str, str]]:

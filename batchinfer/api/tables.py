@@ -143,11 +143,15 @@ def _of_hugging_face(data: Any) -> pa.RecordBatchReader:
     Raises:
         InputError: the Dataset has a transform, whose rows would be others than those of the Arrow table.
     """
-    if (getattr(data, "format", None) or {}).get("type") == "custom":
+    shown = getattr(data, "format", None) or {}
+    if shown.get("type") == "custom":
         raise InputError(
             "data has a transform (with_transform or set_transform), which runs only when rows are shown; give "
             "data.map(…) with the same function, or data.with_format(None) for the rows without it"
         )
+    columns = shown.get("columns")
+    if columns is not None and not shown.get("output_all_columns"):
+        data = data.select_columns(columns)  # all but by with_format(columns=…)
     schema = data.features.arrow_schema
     tables = data.with_format("arrow").iter(BATCH_ROWS)
     batches = (batch for table in tables for batch in table.cast(schema).to_batches())

@@ -90,6 +90,8 @@ def plan(
             raise click.UsageError(f"--show prints a prompt and plans nothing; leave {', '.join(useless)} out")
         _show_prompt(job_of(job, overrides), show, process.tokenizer)
         return
+    if suggest and earlier_runs.reuse is not None:
+        raise click.UsageError("--suggest searches a layout for all rows of a job; leave --reuse out")
     if again and earlier_runs.reuse is not None:
         raise click.UsageError("--again repairs a plan and keeps the answers that it reuses; leave --reuse out")
     with alone("plan", process.stop) as session:

@@ -131,6 +131,9 @@ def price(
     from batchinfer.report.price.price_list import PriceList, minute_of_day, read_prices
     from batchinfer.report.terminal import show
 
+    start_minute = None if start is None else minute_of_day(start, "--start")
+    if price_file is None and (batch or start is not None):
+        raise click.UsageError(f"{'--batch' if batch else '--start'} counts with a price list only; give --prices FILE")
     amounts, prices = what_if.Amounts(), PriceList()
     if run_folder is not None:
         (folder,) = _run_folders([run_folder])
@@ -138,7 +141,6 @@ def price(
     if price_file is not None:
         prices = read_prices(price_file)
     prices = prices.with_prices(gpu_hour=gpu_hour, input_hit=price_hit, input_miss=price_miss, output=price_output)
-    start_minute = None if start is None else minute_of_day(start, "--start")
     figures = what_if.price(what_if.with_changes(amounts, **changes), prices, is_batch=batch, start_minute=start_minute)
     if as_json:
         click.echo(json.dumps(figures, indent=1))

@@ -12,6 +12,7 @@ from typing import Any
 
 from batchinfer.checked_json import publish_json
 from batchinfer.finish.so_far import write_so_far
+from batchinfer.progress import note
 from batchinfer.report.read import as_document, read_report
 from batchinfer.report.unfinished import KEY, Unfinished
 from batchinfer.run.planned import job_of
@@ -55,8 +56,10 @@ def report_document(folder: Path) -> dict[str, Any]:
 
 def _so_far(folder: Path, scratch: Path) -> Path:
     run, target = RunDir(folder), scratch / folder.name
-    reader = StatusReader(run)
+    reader = StatusReader(run, checks_results=True)
     status = reader.read()
+    for path, reason in reader.damaged.items():
+        note(f"warning: {path} is damaged ({reason}); it is left out; `batchinfer run` computes lost rows again")
     num_rows = write_so_far(run, job_of(run.root, ()), reader.counted, target)
     is_planned = status.state != "planning"
     how_far = Unfinished(

@@ -8,12 +8,13 @@ always give the same prompt (a date may be given as a variable). And the text's 
 import functools
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any
 
-from jinja2 import StrictUndefined, Template, TemplateError, meta, nodes
+from jinja2 import StrictUndefined, Template, TemplateError, meta, nodes, pass_eval_context
 from jinja2.ext import Extension, loopcontrols
+from jinja2.filters import do_join, make_attrgetter
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -35,6 +36,10 @@ NO_DATE = (
 
 class ChatError(ValueError):
     """One chat cannot be rendered; the message is the row's error."""
+
+
+class _NullError(ChatError):
+    """A row's text would have a null written into it."""
 
 
 class _Null(str):
@@ -164,6 +169,11 @@ class ChatTemplate:
 
 
 _JINJA = re.compile(r"\{[{%]")
+# filters that make a text of any value: "None" of null
+_TEXT_FILTERS = (
+    "capitalize", "center", "e", "escape", "forceescape", "indent", "lower", "replace", "safe", "string",
+    "striptags", "title", "trim", "truncate", "upper", "urlencode", "urlize", "wordcount", "wordwrap",
+)  # fmt: skip
 
 
 class RowTemplate:
@@ -181,11 +191,16 @@ class RowTemplate:
 
     def __init__(self, text: str, key: str) -> None:
         self._key, is_system = key, key == "input.system"
-        finalize = functools.partial(_not_null, key)
-        environment = _environment(undefined=StrictUndefined, finalize=finalize, keep_trailing_newline=is_system)
+        environment = _environment(undefined=StrictUndefined, finalize=_not_null, keep_trailing_newline=is_system)
+        environment.filters |= {name: _refusing_null(environment.filters[name]) for name in _TEXT_FILTERS}
+        environment.filters["join"] = _join
         try:
-            self.columns = sorted(meta.find_undeclared_variables(environment.parse(text)) - set(environment.globals))
-            self._template = environment.from_string(text)
+            tree = environment.parse(text)
+            self.columns = sorted(meta.find_undeclared_variables(tree) - set(environment.globals))
+            for joined in tree.find_all(nodes.Concat):  # a ~ b
+                joined.nodes = [nodes.Filter(part, "string", [], [], None, None) for part in joined.nodes]
+                joined.set_environment(environment)
+            self._template = environment.from_string(tree)
         except (TemplateError, ChatError, RecursionError) as error:
             raise ModelError(f"{key} is not valid Jinja: {_one_line(error)}; correct it") from None
         if not self.columns and not is_system:
@@ -202,9 +217,15 @@ class RowTemplate:
         Raises:
             ChatError: the template fails on the row, or writes a value that is null.
         """
-        return _written(
-            self._template, row, self._key, lambda error: f"{self._key} fails on the row: {_one_line(error)}"
-        )
+        nulls = [name for name in self.columns if row.get(name) is None]
+        where = f" ({', '.join(nulls)} {'is' if len(nulls) == 1 else 'are'} null)" if nulls else ""
+        try:
+            return _written(
+                self._template, row, self._key, lambda error: f"{self._key} fails on the row: {_one_line(error)}{where}"
+            )
+        except _NullError:
+            default = f"{{{{ {nulls[0] if nulls else 'column'} or '' }}}}"
+            raise ChatError(f"{self._key} writes a value that is null{where}; give it a default: {default}") from None
 
 
 def _as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
@@ -272,10 +293,29 @@ def _written(template: Template, variables: dict[str, Any], what: str, failure: 
     return "".join(pieces)
 
 
-def _not_null(key: str, value: Any) -> Any:
+def _not_null(value: Any) -> Any:
     if value is None:
-        raise ChatError(f"{key} writes a value that is null; give it a default: {{{{ column or '' }}}}")
+        raise _NullError
     return value
+
+
+def _refusing_null(text_filter: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a filter of Jinja that does not write null."""
+    place = int(hasattr(text_filter, "jinja_pass_arg"))  # the environment comes first
+
+    @functools.wraps(text_filter)
+    def checked(*arguments: Any, **options: Any) -> Any:
+        _not_null(arguments[place])
+        return text_filter(*arguments, **options)
+
+    return checked
+
+
+@pass_eval_context
+def _join(context: nodes.EvalContext, value: Iterable[Any], d: str = "", attribute: str | int | None = None) -> str:
+    """Jinja's filter `join`, which writes no null."""
+    items = value if attribute is None else map(make_attrgetter(context.environment, attribute), value)
+    return str(do_join(context, list(map(_not_null, items)), d))
 
 
 class _Generation(Extension):

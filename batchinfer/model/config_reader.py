@@ -21,8 +21,11 @@ _MAX_SHOWN = 120
 GGUF = "GGUF files are not read: take the model's own folder, or convert the file (docs/models.md, GGUF files)"
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path, *, are_names_unique: bool = False) -> dict[str, Any]:
     """Return the JSON object in `path`; NaN and Infinity, which JSON does not have, are refused.
+
+    Args:
+        are_names_unique: refuse an object with two values of one name, of which the last would count.
 
     Raises:
         ModelError: no such file, unreadable, not JSON, or not an object.
@@ -35,7 +38,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        pairs_hook = _refuse_two_values if are_names_unique else None
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=pairs_hook)
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is not valid JSON: {error_text(error)}.") from error
     if not isinstance(value, dict):
@@ -225,6 +229,14 @@ class ConfigReader:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _refuse_two_values(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if found.setdefault(name, value) != value:
+            raise ValueError(f"{name} is there twice, as {found[name]!r} and as {value!r}")
+    return found
 
 
 def _json_kind(value: object) -> object:

@@ -82,7 +82,7 @@ def read_headers(folder: Path, carrier: Carrier | None = None) -> TensorHeaders:
 
 
 def _read_weight_map(path: Path) -> dict[str, str]:
-    weight_map = read_json_object(path).get("weight_map")
+    weight_map = read_json_object(path, are_names_unique=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{path}: weight_map must be an object from tensor name to file name.")
     for name, file_name in weight_map.items():

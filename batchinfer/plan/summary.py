@@ -138,7 +138,8 @@ def format_summary(summary: dict[str, Any], num_ranks: int) -> str:
         f"rows        {summary['input_rows']:>14,} in, {summary['rows']:,} out, {summary['bad_rows']:,} bad",
         f"requests    {summary['requests']:>14,} to compute in {summary['units']:,} units, "
         f"{summary['duplicates']:,} duplicates",
-        f"input       {summary['input_tokens']:>14,} tokens, {share:.1%} shared",
+        f"input       {summary['input_tokens']:>14,} tokens, {share:.1%} shared"
+        + (" or reused" if summary.get("reused_requests") else ""),
         f"to compute  {summary['computed_tokens']:>14,} prompt tokens "
         f"({summary['distinct_tokens']:,} at least, whatever the order)",
         f"to generate {summary['max_output_tokens']:>14,} tokens at most"

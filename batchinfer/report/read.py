@@ -10,7 +10,7 @@ from batchinfer.checked_json import read_json
 from batchinfer.equal_rows import UNEQUAL
 from batchinfer.report.computed import Computed
 from batchinfer.report.figure import Values
-from batchinfer.report.figures import FIGURES, changes, document
+from batchinfer.report.figures import FIGURES, PARTS, changes, document
 from batchinfer.report.forms import Value
 from batchinfer.report.price import margin
 from batchinfer.report.time_axis import time_axis
@@ -139,7 +139,7 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
     unfinished = together([one for folder in computed.folders if (one := read_unfinished(RunDir(folder)))])
     if unfinished is not None:
         seconds = _without_waste(seconds)
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"prefill_share": prefill_share}
     for table in ONE_ROW_TABLES:
         values |= computed.one_row(table)
     values |= _cost_and_revenue(values, run)
@@ -147,7 +147,11 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
         added_up = [figure.key for figure in FIGURES.values() if figure.is_added_up]
         values |= {key: _total([one[key] for one in each]) for key in added_up}
     values |= margin.money(values["cost_usd"], values["revenue_usd"], values["output_tokens"])
-    values |= _shares_of_cost(values, seconds, prefill_share)
+    parts = seconds
+    if each and values["cost_usd"]:
+        parts, values["prefill_share"] = _dollars(each)
+        parts = parts if unfinished is None else _without_waste(parts)
+    values |= _shares_of_cost(values, parts)
     if unfinished is not None:
         values = known_so_far(values)
     errors = computed.rows(f"SELECT error, rows, num_texts FROM ({query_text('errors')}) LIMIT {MAX_ERRORS}")
@@ -157,7 +161,7 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
         dtype=str(run["dtype"]),
         values={key: _finite(value) for key, value in values.items()},
         seconds=seconds,
-        predictions=_predictions(computed, is_whole=unfinished is None),
+        predictions=_predictions(computed, values, is_whole=unfinished is None),
         lengths=tuple(computed.records(query_text("lengths"))),
         decode_over_time=_decode_over_time(computed),
         ranks=tuple(RankDetails(*rank) for rank in computed.rows("SELECT * FROM ranks ORDER BY rank")),
@@ -172,9 +176,11 @@ def report_of(computed: Computed, each: Sequence[Values] = ()) -> Report:
     )
 
 
-def _predictions(computed: Computed, *, is_whole: bool) -> tuple[Prediction, ...]:
+def _predictions(computed: Computed, values: Values, *, is_whole: bool) -> tuple[Prediction, ...]:
     rows = computed.rows("SELECT name, planned, happened, at_best FROM predictions ORDER BY position")
-    found = (Prediction(*row) for row in rows)
+    found = [Prediction(*row) for row in rows]
+    # of several runs, which may have different prices, the sum of their costs
+    found = [replace(one, happened=values["cost_usd"]) if one.name == "cost_usd" else one for one in found]
     return tuple(
         one if is_whole or one.name not in OF_THE_WHOLE else replace(one, happened=None, at_best=None) for one in found
     )
@@ -199,17 +205,26 @@ def _cost_and_revenue(values: Mapping[str, Any], run: Mapping[str, Any]) -> dict
     }
 
 
-def _shares_of_cost(values: Values, seconds: Mapping[str, float], prefill_share: float | None) -> dict[str, Value]:
+def _dollars(each: Sequence[Values]) -> tuple[dict[str, float], float | None]:
+    """Return the cost of several runs by part, and prefill's share of it; a run without steps is split like others."""
+    parts = {part: sum(one[f"{part}_cost_usd"] or 0.0 for one in each) for part in PARTS}
+    known = [(one["cost_usd"] or 0.0, share) for one in each if (share := one["prefill_share"]) is not None]
+    total = sum(cost for cost, _ in known)
+    return parts, sum(cost * share for cost, share in known) / total if total else None
+
+
+def _shares_of_cost(values: Values, parts: Mapping[str, float]) -> dict[str, Value]:
+    """Return the cost by pool and by part: the part's share of all `parts`, which are seconds or dollars."""
     cost, inputs, outputs = values["cost_usd"], values["input_tokens"] or 0, values["output_tokens"]
-    total = sum(seconds.values())
+    prefill_share, total = values["prefill_share"], sum(parts.values())
     prefill = None if cost is None or prefill_share is None else cost * prefill_share
     decode = None if cost is None or prefill is None else cost - prefill
     return {
         "usd_per_million_tokens": margin.per_million(cost, inputs + (outputs or 0)),
         "prefill_usd_per_million_input_tokens": margin.per_million(prefill, inputs),
         "decode_usd_per_million_output_tokens": margin.per_million(decode, outputs),
-        **{f"{part}_cost_usd": cost * part_s / total if cost is not None and total else None
-           for part, part_s in seconds.items()},
+        **{f"{part}_cost_usd": cost * amount / total if cost is not None and total else None
+           for part, amount in parts.items()},
     }  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def open_views(run_folders: list[Path], *, reads_outputs: bool = True) -> duckdb
 
     A table that a run does not have (no step was run, no shard could be read) is an empty table with the columns of
     data.schemas. With several run folders every view has the column `run`, the folder's name (its whole path if two
-    names are the same); a kept input column of that name becomes `input_run`.
+    names are the same); a kept input column of that name becomes `input_run`, or `input_run_1` if that is kept, too.
 
     Args:
         run_folders: finished run folders; a folder that is given twice counts once.
@@ -214,7 +214,10 @@ def _select(connection: duckdb.DuckDBPyConnection, source: str, run_name: str | 
         return f"SELECT * REPLACE ({literal(run_name)} AS run) FROM {source}"
     described = connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
     kept_run = next((column for column, *_ in described if column.lower() == "run"), None)
-    renamed = f' RENAME ("{kept_run}" AS input_run)' if kept_run else ""
+    free, taken = "input_run", {column.lower() for column, *_ in described}
+    while free in taken:
+        free += "_1"
+    renamed = f' RENAME ("{kept_run}" AS {free})' if kept_run else ""
     return f"SELECT {literal(run_name)} AS run, *{renamed} FROM {source}"
 
 

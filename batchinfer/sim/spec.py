@@ -16,6 +16,7 @@ from batchinfer.sim.hardware import Rates
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
+OF_ANY_REQUESTS = {"plan", "expert_spread", "seed"}  # keys of [workload] that count with the requests of a plan, too
 Count = Annotated[int, Field(ge=1, le=2**31)]
 EpSize = Annotated[int, Field(ge=1, le=4096)]
 
@@ -27,7 +28,10 @@ class ModelSpec(Part):
 class WorkloadSpec(Part):
     """Requests: of a planned run, or described by means and spreads."""
 
-    plan: str | None = Field(None, description="run folder that `batchinfer plan` has written; then nothing else here")
+    plan: str | None = Field(
+        None,
+        description="run folder that `batchinfer plan` has written; then nothing else here but expert_spread and seed",
+    )
     requests: Count | None = Field(None, description="how many")
     prompt_tokens: Positive | None = Field(None, description="mean length of a prompt")
     output_tokens: Positive | None = Field(None, description="mean length of an answer")
@@ -35,7 +39,7 @@ class WorkloadSpec(Part):
     output_spread: float = Field(0.0, ge=0, le=4, description="the same for answers")
     longest_prompt: Count | None = Field(None, description="longer prompts are as long as this")
     hit_share: Share = Field(0.0, description="share of prompt tokens that are in a cache")
-    hit_depth: Share | None = Field(
+    hit_depth: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         None, description="share of a prompt that hits, of those that do; unset: all prompts hit alike"
     )
     arrival: Literal["at once", "day"] = Field(
@@ -51,8 +55,11 @@ class WorkloadSpec(Part):
         missing = [name for name in numbers if getattr(self, name) is None]
         if self.plan is None and missing:
             raise ValueError(f"{missing[0]} is missing; describe the requests with {', '.join(numbers)}, or give plan")
-        if self.plan is not None and len(missing) < len(numbers):
-            raise ValueError("plan and requests are both given; keep one of them")
+        described = [name for name in WorkloadSpec.model_fields if name in self.model_fields_set - OF_ANY_REQUESTS]
+        if self.plan is not None and described:
+            raise ValueError(f"plan and {described[0]} are both given; keep one of them")
+        if "peak_over_mean" in described and self.arrival != "day":
+            raise ValueError('peak_over_mean is given without arrival = "day"; add that, or leave peak_over_mean out')
         if self.hit_depth is not None and self.hit_depth < self.hit_share:
             raise ValueError(f"hit_depth is {self.hit_depth}, below hit_share {self.hit_share}; give at least that")
         return self
@@ -125,6 +132,8 @@ class Spec(Part):
     def _day_has_nodes(self) -> Spec:
         if self.day is not None and (self.cluster.nodes is None or self.cluster.finish_hours is not None):
             raise ValueError("day needs cluster.nodes, and no cluster.finish_hours: say how many nodes there are")
+        if self.day is not None and "arrival" in self.workload.model_fields_set:
+            raise ValueError("day.load_by_hour says when the work arrives; leave workload.arrival out")
         return self
 
 

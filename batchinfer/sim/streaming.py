@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from batchinfer.config import PAGE_TOKENS, ClusterConfig, JobConfig, checked, read_toml
 from batchinfer.config.part import Part
@@ -54,6 +54,13 @@ class StreamedSpec(Part):
     model: ModelSpec
     workload: WorkloadSpec
     stream: StreamSpec
+
+    @model_validator(mode="after")
+    def _all_at_once(self) -> StreamedSpec:
+        for name in ("arrival", "expert_spread"):
+            if name in self.workload.model_fields_set:
+                raise ValueError(f"workload.{name} does not count where weights are streamed; leave it out")
+        return self
 
 
 def load_streamed(path: Path) -> StreamedSpec | None:

@@ -59,8 +59,8 @@ CHEAPEST = Group(
         Figure("prefill_tokens_per_gpu", "prefill step", forms.number, "new tokens per GPU"),
         Figure("decode_ep_size", "decode EP size", forms.count, "GPUs"),
         Figure("decode_requests_per_gpu", "decode batch", forms.number, "requests per GPU"),
-        FIGURES["gpu_hours"],
-        Figure("gpu_hours_as_specified", "with the spec's sizes", forms.hours, "h"),
+        FIGURES["gpu_hours"].called("GPU-hours", "in steps of full units"),
+        Figure("gpu_hours_as_specified", "with the spec's sizes", forms.hours, "h", note="in steps of full units, too"),
         FIGURES["usd_per_million_output_tokens"].called("cost per M output tokens"),
     ),
 )

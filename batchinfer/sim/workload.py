@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from batchinfer.balance.prefill import attention_work
 from batchinfer.records import ConfigError
-from batchinfer.rundir import RunDir
+from batchinfer.rundir import RunDir, read_state
 from batchinfer.sanitize import first_line
 from batchinfer.sim.spec import WorkloadSpec
 
@@ -129,6 +129,11 @@ def _planned(run_folder: Path, part_tokens: int) -> Workload:
         raise ConfigError(
             f"workload.plan: cannot read {path} ({first_line(error)}); run `batchinfer plan` first"
         ) from None
+    if read_state(run).get("counts", {}).get("reused_requests"):
+        raise ConfigError(
+            f"workload.plan: {run_folder} takes over answers of an earlier run, which are no work to simulate; "
+            "plan the job without --reuse in another folder"
+        )
     if not sum(map(len, batches)):
         raise ConfigError(f"workload.plan: {path} holds no request to simulate; plan a job with rows")
     prompts = np.concatenate([pc.list_value_length(batch["token_ids"]).to_numpy(False) for batch in batches])

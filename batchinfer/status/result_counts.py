@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from batchinfer.data.parquet import own_file, sealed_table
 from batchinfer.records import DamagedFileError
 from batchinfer.run.heartbeat import SessionStatus
-from batchinfer.run.units.result_files import is_reused
+from batchinfer.run.units.result_files import damage, is_reused
 from batchinfer.rundir import RunDir
 
 WINDOW_S = 300.0  # speeds are measured over the last minutes
@@ -32,12 +32,15 @@ class ResultFile:
     is_reused: bool = False  # answers of an earlier run
 
 
-def read_result_file(path: Path) -> ResultFile:
-    """Count rows, errors and tokens of a result file.
+def read_result_file(path: Path, *, is_checked: bool = False) -> ResultFile:
+    """Count rows, errors and tokens of a result file, which is compared with its digest if it `is_checked`.
 
     Raises:
         DamagedFileError: the file is missing or damaged.
     """
+    reason = damage(path) if is_checked else None
+    if reason is not None:
+        raise DamagedFileError(path, reason)
     failed: list[str] = []
     with own_file(path):
         metadata = pq.read_metadata(path)

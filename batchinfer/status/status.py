@@ -94,14 +94,17 @@ class StatusReader:
 
     Attributes:
         counted: the result files that counted in the last status.
+        damaged: the damaged files that it found, with their reasons.
+
+    With `checks_results` result files are compared with their digests, and so read whole.
     """
 
-    def __init__(self, run: RunDir, storage: Storage | None = None) -> None:
-        self._run, self._storage = run, storage
+    def __init__(self, run: RunDir, storage: Storage | None = None, *, checks_results: bool = False) -> None:
+        self._run, self._storage, self._checks_results = run, storage, checks_results
         self.counted: list[Path] = []
+        self.damaged: dict[Path, str] = {}
         self._units: list[dict[str, Any]] = []  # read once the plan is complete
         self._files: dict[Path, ResultFile] = {}
-        self._damaged: dict[Path, str] = {}  # file -> reason
         self._done: dict[int, list[Path]] = {}  # unit -> its files
 
     def read(self) -> Status:
@@ -119,7 +122,7 @@ class StatusReader:
         if not self._units:
             self._units = read_rows(self._run.units, Manifest(self._run.root, state.get("files")))
         now_s = file_system_s(self._run.root)
-        self._damaged, self.counted = {}, []
+        self.damaged, self.counted = {}, []
         holders, silent = list[Holder](), list[Holder]()
         finished: list[list[ResultFile]] = []
         was_begun = False
@@ -155,7 +158,7 @@ class StatusReader:
         tasks, trouble = count_live_tasks(self._run)
         counts = state["counts"]
         workers = [session for session in sessions if session.command in ("work", "run")]
-        speed = tokens_per_s(workers) or step_tokens_per_s(self._run, now_s, self._damaged) if holders else None
+        speed = tokens_per_s(workers) or step_tokens_per_s(self._run, now_s, self.damaged) if holders else None
         is_running = bool(holders or workers) and len(self._done) < len(self._units)
         return Status(
             run=self._run.shown,
@@ -184,7 +187,7 @@ class StatusReader:
             running=holders,
             sessions=sessions,
             problems=_problems(state, silent, files_now, _failed_sessions(self._run), self._run)
-            + [f"{path} is damaged: {reason}" for path, reason in self._damaged.items()]
+            + [f"{path} is damaged: {reason}" for path, reason in self.damaged.items()]
             + trouble,
         )
 
@@ -203,7 +206,7 @@ class StatusReader:
         try:
             mark = done_mark(self._run, unit)
         except DamagedFileError as error:
-            self._damaged[error.path] = error.reason
+            self.damaged[error.path] = error.reason
             mark = None
         if mark is not None:
             self._done[unit] = list(mark.files)
@@ -217,7 +220,7 @@ class StatusReader:
             lease = read_json(path, *HOLDER)
         except DamagedFileError as error:
             if path.exists():  # else the worker has just ended
-                self._damaged[path] = error.reason
+                self.damaged[path] = error.reason
             return None
         if is_over(lease):
             return None
@@ -235,15 +238,15 @@ class StatusReader:
 
     def _count(self, files: list[Path]) -> list[ResultFile]:
         found = [self._file(path) for path in files]
-        self.counted += (path for path in files if path not in self._damaged)
+        self.counted += (path for path in files if path not in self.damaged)
         return found
 
     def _file(self, path: Path) -> ResultFile:
         if path not in self._files:
             try:
-                self._files[path] = read_result_file(path)
+                self._files[path] = read_result_file(path, is_checked=self._checks_results)
             except DamagedFileError as error:
-                self._damaged[path] = error.reason
+                self.damaged[path] = error.reason
                 return ResultFile(0, 0, 0.0)
         return self._files[path]
 

@@ -155,6 +155,10 @@ def test_a_dataset_with_a_transform_is_refused_because_its_rows_are_others():
             prompts.reader_of(data, {}, set())
     assert kinds_of(upper.with_format(None))[2] == TEXTS
     assert kinds_of(shown.with_format("numpy"))[2] == TEXTS
+    other = shown.add_column("note", TEXTS[::-1])
+    assert kinds_of(other)[1:] == ("question", TEXTS)
+    assert kinds_of(other.with_format(columns=["note"]))[1:] == ("note", TEXTS[::-1])
+    assert kinds_of(other.with_format(columns=["note"], output_all_columns=True))[1:] == ("question", TEXTS)
 
 
 @pytest.mark.all  # make test: lists, above

@@ -317,3 +317,20 @@ def test_kept_columns_of_any_layout_come_back(model):
     lines = {"keep_columns": ["list view", "runs", "lists of uuids"], "format": "jsonl"}
     found = model.generate(pa.table({"q": QUESTIONS, **columns}), prompt="q", max_tokens=1, output=lines)
     assert found["list view"].to_pylist() == LISTS
+
+
+@pytest.mark.parametrize("num_batches", [0, 1])
+@pytest.mark.parametrize("fault", [RuntimeError, ValueError, KeyError])
+def test_an_error_of_a_callers_own_reader_is_told_as_it_is(tmp_path, fault, num_batches):
+    schema = pa.schema([("prompt", pa.string())])
+
+    def batches():
+        yield from [pa.record_batch([["a"]], schema=schema)] * num_batches
+        raise fault("connection lost")
+
+    def write():
+        reader, _ = prompts.reader_of(pa.RecordBatchReader.from_batches(schema, batches()), {}, set())
+        prompts.write_shard(reader, tmp_path / "input" / "prompts.parquet", tmp_path / "run.json", None)
+
+    with pytest.raises(batchinfer.InputError, match=r"^data cannot be read: .{0,20}connection lost'?$"):
+        write()

@@ -379,13 +379,27 @@ def test_a_template_writes_the_prompt_of_a_row():
     assert encoded(rows, template=template) == load_tokenizer(SAMPLE_MODEL).encode_prompts(texts)
     chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": text}] for text in texts]
     assert encoded(rows, template=template, system="Be brief.") == [expected(chat) for chat in chats]
+    assert encoded({"q": [2.5]}, template="{{ ([q, 1] | join('+')) ~ '=' ~ (q + 1) }}") == encoded(
+        ["2.5+1=3.5"], prompt="p"
+    )
+    named = "{{ [{'x': q}, {'x': 1}] | join('+', attribute='x') }}"
+    assert encoded({"q": [2.5]}, template=named) == encoded(["2.5+1"], prompt="p")
     assert encoded({"q": ["Which?"]}, template="{{ q }}") == load_tokenizer(SAMPLE_MODEL).encode_prompts(["Which?"])
 
 
 @pytest.mark.parametrize(
     ("template", "told"),
     [
-        ("{{ a }}", "input.template writes a value that is null"),
+        ("{{ a }}", "input.template writes a value that is null (a is null); give it a default: {{ a or '' }}"),
+        ("{{ b.y }}", "input.template writes a value that is null; give it a default: {{ column or '' }}"),
+        ("{{ a | upper }}", "input.template writes a value that is null (a is null)"),
+        ("{{ a | trim | title }}", "input.template writes a value that is null (a is null)"),
+        ("{{ a | replace('o', 'u') }}", "input.template writes a value that is null (a is null)"),
+        ("{{ 'x' ~ a ~ b.x }}", "input.template writes a value that is null (a is null)"),
+        ("{{ [b.x, a] | join(', ') }}", "input.template writes a value that is null (a is null)"),
+        ("{{ [b, b] | map(attribute='y') | join }}", "input.template writes a value that is null; give"),
+        ("{{ [b] | join(', ', attribute='y') }}", "input.template writes a value that is null; give"),
+        ("{% for x in a %}{{ x }}{% endfor %}", "'NoneType' object is not iterable (a is null)"),
         ("{{ a or '' }}", "input.template writes an empty prompt"),
         ("{{ b.c }}", "input.template fails on the row: 'dict object' has no attribute 'c'"),
         ("{{ a + 1 }}", "input.template fails on the row: unsupported operand"),
@@ -398,7 +412,9 @@ def test_a_template_writes_the_prompt_of_a_row():
     ],
 )
 def test_a_template_that_fails_on_a_row_is_a_sentence_there(template, told):
-    (error,) = encoded({"a": pa.array([None], pa.int64()), "b": [{"x": "no"}]}, template=template + "{# a b #}")
+    (error,) = encoded(
+        {"a": pa.array([None], pa.int64()), "b": [{"x": "no", "y": None}]}, template=template + "{# a b #}"
+    )
     assert told in error
 
 
@@ -432,7 +448,7 @@ def test_a_job_of_a_template_runs_and_a_misspelt_column_is_refused_by_name(tmp_p
     assert first["status"] == "ok"
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Ann asks: Why?"}]
     assert first["prompt_tokens"] == len(expected(chat))
-    assert second["error"] == "input.template writes a value that is null; give it a default: {{ column or '' }}"
+    assert second["error"] == "input.template writes a value that is null (q is null); give it a default: {{ q or '' }}"
 
 
 def test_columns_of_the_wrong_type_make_their_rows_bad(tmp_path):

@@ -227,7 +227,7 @@ def test_rows_whose_system_message_is_null_are_bad_rows(tmp_path):
     job = job_of(tmp_path, "own", {"template": "{{ q }}", "system": "{{ s }}"}, columns)
     assert batchinfer("run", job).code == 3
     (rows,) = outputs(job.parent / "run").values()
-    told = "input.system writes a value that is null; give it a default: {{ column or '' }}"
+    told = "input.system writes a value that is null (s is null); give it a default: {{ s or '' }}"
     assert [row["error"] for row in rows] == [told, None]
 
 

@@ -190,6 +190,16 @@ def test_an_index_that_does_not_fit_its_shards(tmp_path, edit, words):
         open_checkpoint(tmp_path)
 
 
+def test_a_tensor_that_an_index_gives_to_two_files_is_refused(tmp_path):
+    make_checkpoint(tmp_path, "v3")
+    split_into_shards(tmp_path, 2)
+    path = tmp_path / "model.safetensors.index.json"
+    name, file = next(iter(json.loads(path.read_text())["weight_map"].items()))
+    path.write_text(path.read_text().replace(f'"{name}"', f'"{name}": "other.safetensors", "{name}"', 1))
+    with pytest.raises(ModelError, match=f"{name} is there twice, as 'other.safetensors' and as '{file}'"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_tensor_in_two_files_is_refused_without_an_index(tmp_path):
     make_checkpoint(tmp_path, "v3")
     data = (tmp_path / "model.safetensors").read_bytes()

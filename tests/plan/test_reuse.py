@@ -112,6 +112,7 @@ def test_only_what_changed_is_computed(first, corrected, tmp_path):
     assert (found["wasted_tokens"], found["replicated_tokens"]) == (0, 0)
     assert found["bit_equal"] is True
     assert "further requests, answered by an earlier run" in ended.err
+    assert "% shared or reused\n" in ended.err
     assert "reused" in batchinfer("report", tmp_path / "again").out
     status = json.loads(batchinfer("status", tmp_path / "again", "--json").out)
     assert status["requests_done"] == status["requests"]

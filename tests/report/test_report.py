@@ -399,6 +399,11 @@ def test_several_runs_are_told_apart_by_the_column_run(tmp_path):
     assert [name for (name,) in rows] == sorted(["one", str(two), str(three)])
     for table in VIEWS:
         assert "run" in run_query([one, two], f"SELECT * FROM {table.name}")[0]
+    fields = [pa.field("run", pa.string()), pa.field("input_run", pa.string())]
+    row = output(0, run="kept", input_run="another")
+    four = write_run(tmp_path / "four", outputs={"s.parquet": [row]}, kept=fields)
+    _, rows = run_query([one, four], "SELECT run, input_run_1, input_run FROM outputs WHERE input_run_1 IS NOT NULL")
+    assert list(rows) == [("four", "kept", "another")]
 
 
 @pytest.mark.parametrize("name", ["it's", "a [1] *b? {c}", "spaces  and;--", "größe 批", "x=1", 'dq"', "new\nline"])

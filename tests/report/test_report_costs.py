@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from batchinfer.records import ConfigError
-from batchinfer.report.figures import FIGURES, PUBLISHED, UNIT_COSTS, changes
+from batchinfer.report.figures import FIGURES, PARTS, PUBLISHED, UNIT_COSTS, changes
 from batchinfer.report.read import read_report, read_together
 from support.jobs import batchinfer
 from support.runs import error_request, request, session, step, write_run
@@ -164,6 +164,23 @@ def test_runs_at_different_prices_add_up_in_dollars(tmp_path):
     free = small(tmp_path / "free", 10, 4, 100, "n1")
     metrics = read_together([*runs, free], [read_report(run) for run in [*runs, free]]).values
     assert metrics["cost_usd"] is None
+
+
+def test_the_parts_of_runs_at_different_prices_add_up_in_dollars(tmp_path):
+    runs = [two_ranks(tmp_path / "cheap", gpu_hour=1.0), small(tmp_path / "dear", 10, 4, 100, "n2", **PRICES)]
+    each = [read_report(run).values for run in runs]
+    found = read_together(runs, [read_report(run) for run in runs])
+    for part in PARTS:
+        key = f"{part}_cost_usd"
+        assert found.values[key] == pytest.approx(sum(one[key] for one in each)), key
+    for key, tokens in (
+        ("prefill_usd_per_million_input_tokens", "input_tokens"),
+        ("decode_usd_per_million_output_tokens", "output_tokens"),
+    ):
+        dollars = sum(one[key] * one[tokens] for one in each)
+        assert found.values[key] * found.values[tokens] == pytest.approx(dollars), key
+    (of_cost,) = (one for one in found.predictions if one.name == "cost_usd")
+    assert of_cost.happened == found.values["cost_usd"]
 
 
 def test_a_copy_of_a_run_is_another_run_and_a_run_named_twice_is_not(tmp_path):

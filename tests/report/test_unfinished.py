@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -108,6 +109,23 @@ def test_damaged_files_of_an_unfinished_run_are_named_where_they_are(killed, tmp
     assert command("report", run).code == 0
 
 
+def test_results_that_are_not_those_that_were_written_are_left_out_with_a_warning(killed, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(killed.parent / "run", run)
+    before = report_of(run)
+    path = min(run.glob("units/*/*/part-*.parquet"))
+    table = pq.read_table(path)
+    place = table.schema.get_field_index("completion_tokens")
+    changed = table.set_column(place, table.field(place), pa.array([1_000_000] * len(table), pa.int32()))
+    pq.write_table(changed, path)
+    ended = command("report", run, "--json")
+    found = json.loads(ended.out)
+    assert f"warning: {path} is damaged (its bytes are not those that were written)" in ended.err
+    assert found["rows"] == before["rows"] - len(table)
+    assert found["output_tokens"] == before["output_tokens"] - sum(table["completion_tokens"].to_pylist())
+    assert found["unfinished"]["tokens_done"] < before["unfinished"]["tokens_done"]
+
+
 def test_every_form_says_that_a_run_is_unfinished(killed, tmp_path):
     run = killed.parent / "run"
     finished = tmp_path / "whole"
@@ -133,6 +151,7 @@ def test_every_form_says_that_a_run_is_unfinished(killed, tmp_path):
     page = (tmp_path / "page.html").read_text()
     assert page.count(f"This run is {told}") == 1
     assert "run (unfinished)" in page
+    assert page.count("at best –") == 1, "it is not known before the end"
     assert "whole (unfinished)" not in page
     job = batchinfer.Job.from_toml(killed)
     assert job.report() == report_of(run)

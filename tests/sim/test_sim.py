@@ -371,13 +371,12 @@ def test_equal_prompts_are_dealt_out_evenly_and_giants_are_not():
     assert Deals(described(requests=10)).decode(32, 64) == EVEN
 
 
+REQUESTS = "requests = 3000\nprompt_tokens = 2000\noutput_tokens = 300"
 SPEC = f"""
 [model]
 path = "{JOBS / "models" / "deepseek-v3"}"
 [workload]
-requests = 3000
-prompt_tokens = 2000
-output_tokens = 300
+{REQUESTS}
 [cluster]
 nodes = 30
 [pricing]
@@ -406,7 +405,7 @@ def test_a_planned_job_is_simulated(tmp_path):
     job = write_job(tmp_path)
     assert batchinfer("plan", job).code == 0
     spec = tmp_path / "spec.toml"
-    body = SPEC.replace("requests = 3000\nprompt_tokens = 2000\noutput_tokens = 300", 'plan = "run"')
+    body = SPEC.replace(REQUESTS, 'plan = "run"')
     spec.write_text(body)
     figures = json.loads(batchinfer("simulate", spec, "--json").out)
     assert figures["requests"] == 20
@@ -424,7 +423,7 @@ def test_the_tokens_of_a_planned_job_are_those_that_its_report_will_count(tmp_pa
     report = json.loads(batchinfer("report", tmp_path / "run", "--json").out)
     assert report["duplicate_tokens"] > 0
     spec = tmp_path / "spec.toml"
-    spec.write_text(SPEC.replace("requests = 3000\nprompt_tokens = 2000\noutput_tokens = 300", 'plan = "run"'))
+    spec.write_text(SPEC.replace(REQUESTS, 'plan = "run"'))
     figures = json.loads(batchinfer("simulate", spec, "--json").out)
     assert figures["requests"] == 3, "to compute"
     for name in ("input_tokens", "cached_tokens", "output_tokens"):
@@ -432,6 +431,14 @@ def test_the_tokens_of_a_planned_job_are_those_that_its_report_will_count(tmp_pa
     hits, misses = report["cached_tokens"], report["input_tokens"] - report["cached_tokens"]
     earned = hits * 0.14 + misses * 0.55 + report["output_tokens"] * 2.19
     assert figures["revenue_usd"] == pytest.approx(earned / 1e6)
+    # answers of that run are no work of another, and in no count of its report
+    again = ("plan", job, "--set", f"output.dir={tmp_path / 'again'}", "--reuse", tmp_path / "run")
+    assert batchinfer(*again).code == 0
+    spec.write_text(SPEC.replace(REQUESTS, 'plan = "again"'))
+    ended = batchinfer("simulate", spec)
+    assert (ended.code, "takes over answers of an earlier run" in ended.err) == (2, True)
+    ended = batchinfer(*again, "--suggest")
+    assert (ended.code, "leave --reuse out" in ended.err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -452,6 +459,15 @@ def test_the_tokens_of_a_planned_job_are_those_that_its_report_will_count(tmp_pa
         ("[model]", "[model", ["cannot read the spec"]),
         ("deepseek-r1.toml", "nowhere.toml", ["no price list", "nowhere.toml"]),
         ("requests = 3000", "requests = 3000\nhit_share = 0.5\nhit_depth = 0.4", ["hit_depth is 0.4", "hit_share 0.5"]),
+        ("requests = 3000", "requests = 3000\nhit_depth = 0.0", ["hit_depth is 0.0", "greater than 0"]),
+        ("requests = 3000", "requests = 3000\npeak_over_mean = 1.5", ["peak_over_mean", 'arrival = "day"']),
+        (REQUESTS, 'plan = "x"\narrival = "day"', ["workload.plan and arrival are both given"]),
+        (REQUESTS, 'plan = "x"\nprompt_spread = 0.0', ["workload.plan and prompt_spread are both given"]),
+        (
+            REQUESTS,
+            f"{REQUESTS}\narrival = 'day'\n[day]\ninput_tokens = 1e9\nload_by_hour = {[1] * 24}",
+            ["arrival out"],
+        ),
         ("nodes = 30", "nodes = 30\nfinish_hours = 1e-6", ["finish_hours", "give more time"]),
     ],
 )

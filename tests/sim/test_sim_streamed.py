@@ -108,6 +108,7 @@ def test_the_command_prints_figures_as_a_table_and_as_json(tmp_path):
         ("memory_bytes = 60_000_000_000", "memory_bytes = 6_000_000_000", "cannot be streamed in 6.00 GB of memory"),
         ("disk_bytes_per_s = 6.3e9", "", "stream.disk_bytes_per_s"),
         ("[stream]", "[cluster]\nnodes = 2\n[stream]", "cluster"),
+        ("requests = 10_000", 'requests = 10_000\narrival = "day"', "workload.arrival does not count"),
     ],
 )
 def test_a_spec_that_cannot_be_used_is_one_sentence(tmp_path, old, new, words):

@@ -352,6 +352,10 @@ def test_a_submitted_job_reuses_answers_of_an_earlier_run(tmp_path, fake_program
     refused = batchinfer("submit", tmp_path / "next", "--array", "1", "--reuse", tmp_path / "run")
     assert refused.code == 2
     assert "count when a plan is made; a run has its plan" in refused.err
+    for options in ([], ["--dry-run"]):  # what is finished needs no task
+        done = batchinfer("submit", job, "--array", "1", *options)
+        assert (done.code, "is finished, so that nothing is submitted" in done.out) == (0, True), done.err
+    assert not (tmp_path / "run" / "slurm").exists()
 
 
 def test_tasks_are_cancelled_when_the_job_that_finishes_is_refused(job, tmp_path, fake_program):

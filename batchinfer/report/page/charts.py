@@ -138,7 +138,7 @@ def bars(
         for name, colour, value in row:
             wide = value / longest * WIDTH
             if wide > 0:
-                share = f" ({value / total:.1%})" if total else ""
+                share = f" ({value / total:.1%})" if len(row) > 1 else ""
                 told = f"{name}: {form(value)}{share}"
                 parts.append(_rect(left, top + 6, wide, BAR_HEIGHT, f"{colour} part", told))
             left += wide

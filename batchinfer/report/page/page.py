@@ -123,7 +123,8 @@ def _about(data: PageData) -> str:
 
 
 def _tiles(m: Values) -> list[tuple[str, str, str]]:
-    best = (m["optimal_cached_tokens"] or 0) / m["input_tokens"] if m["input_tokens"] else None
+    most, inputs = m["optimal_cached_tokens"], m["input_tokens"]
+    best = most / inputs if most is not None and inputs else None
     share = (m["rows_error"] or 0) / m["rows"] if m["rows"] else None
     return [
         ("rows", forms.count(m["rows"]), f"{forms.count(m['finish_reasons.length'])} cut at max_tokens"),

@@ -174,6 +174,8 @@ def test_a_bad_price_list_is_named(tmp_path, text, words):
     [
         ([], ["neither cost nor revenue"]),
         ([*DAY, *R1, "--start", "8"], ["--start", "16:30"]),
+        ([*DAY, *R1, "--start", "08:00"], ["--start", "--prices FILE"]),
+        ([*DAY, *R1, "--batch"], ["--batch", "--prices FILE"]),
         (["--hit-tokens", "-1", *DAY[2:], *R1], ["--hit-tokens", "-1"]),
         ([*DAY, *R1, "--gpu-hour", "-2"], ["gpu_hour", "-2"]),
         (["--prices", "nowhere.toml"], ["nowhere.toml"]),
