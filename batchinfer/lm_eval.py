@@ -80,6 +80,8 @@ class BatchinferLM(TemplateLM):
         self.jobs = Jobs(None if work_dir is None else Path(work_dir).absolute(), parts)
         config = load_model_config(self._path)
         self._tokenizer = load_checked_tokenizer(self._path)
+        if max_length is not None and not (isinstance(max_length, int) and max_length > 0):
+            raise ConfigError(f"max_length is {max_length!r}, but it should be a whole number above 0")
         self.max_length = max_length or config.max_positions - 1
         self.max_gen_toks = 256
 

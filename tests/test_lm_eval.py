@@ -286,6 +286,8 @@ def test_sampling_of_a_task_reaches_its_row(ours):
 def test_what_cannot_work_is_one_sentence(ours, tmp_path):
     with pytest.raises(ConfigError, match=r"pretrained is no model argument of batchinfer; use path, dtype"):
         BatchinferLM(str(SAMPLE_MODEL), pretrained="x")
+    with pytest.raises(ConfigError, match=r"max_length is 0, but it should be a whole number above 0"):
+        BatchinferLM(str(SAMPLE_MODEL), max_length=0)
     with pytest.raises(BatchinferError, match=r"generation_kwargs of the task has num_beams, which is not known"):
         ours.generate_until([request("generate_until", "Hello", {"until": [], "num_beams": 4})])
     with pytest.raises(BatchinferError, match=r"max_gen_toks is 4000, which leaves no room in max_length = 2047"):

@@ -165,9 +165,9 @@ class ClusterKeys(TypedDict, total=False):
     """two micro-batches per step, one computes while the other's rows travel between ranks; auto: in prefill and in
     decode separately, if the ranks measure that it is faster; results stay the same"""
     speculate: Literal["auto", "off"] | None
-    """draft tokens with the model's layer for multi-token prediction and verify them in the next step; results stay
-    the same to the byte; auto: in steps where it was measured to be faster; unset: auto where weights are
-    streamed, otherwise off"""
+    """speculative decoding: draft tokens with the model's layer for multi-token prediction, verify them in the next
+    step; results stay the same to the byte; auto: in steps where it was measured to be faster; unset: auto where
+    weights are streamed, otherwise off"""
     backend: Literal["auto", "hopper", "hopper-invariant", "triton", "sdpa", "cpu", "reference"]
     """kernels; `batchinfer doctor` lists those that run here; cpu: C++; on GPUs sdpa: as auto, but PyTorch's
     attention for prefill; hopper: as auto, but flash_mla splits decode steps freely, which is faster for few

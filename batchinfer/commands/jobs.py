@@ -82,7 +82,9 @@ def plan(
     Errors that ranks would report, such as tensors that do not fit config.json, are reported before a row is read.
     """
     from batchinfer.controller.kept_units import keep_same_units
+    from batchinfer.plan.bad_rows import bad_rows
     from batchinfer.run.planned import job_of
+    from batchinfer.run.store.open import storage_of
 
     if show is not None:
         flags = {"--again": again, "--strict": strict, "--trace": trace, "--suggest": suggest}
@@ -107,6 +109,10 @@ def plan(
             has_caller=process.has_caller,
         )
         _note_stream(config, run_dir)
+        if is_verbose():
+            storage_of(config).fetch("tokens")
+            for sentence in bad_rows(run_dir):
+                click.echo(sanitize(sentence))
     if suggest:
         _suggest(run_dir, config, job)
 

@@ -84,7 +84,11 @@ def verbosity_options(command: Callable[..., None]) -> Callable[..., None]:
         return callback
 
     for names, verbosity, text in (
-        (("-v", "--verbose"), Verbosity.VERBOSE, "More lines of progress; `run` prints the whole report."),
+        (
+            ("-v", "--verbose"),
+            Verbosity.VERBOSE,
+            "More lines of progress; `plan` lists all bad rows, `run` prints the report.",
+        ),
         (("-q", "--quiet"), Verbosity.QUIET, "No progress and no summary, only warnings and errors."),
     ):
         callback = set_to(verbosity)

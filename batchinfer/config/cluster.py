@@ -31,9 +31,9 @@ class ClusterConfig(Part):
     )
     speculate: Literal["auto", "off"] | None = Field(
         None,
-        description="draft tokens with the model's layer for multi-token prediction and verify them in the next step; "
-        "results stay the same to the byte; auto: in steps where it was measured to be faster; unset: auto where "
-        "weights are streamed, otherwise off",
+        description="speculative decoding: draft tokens with the model's layer for multi-token prediction, verify them "
+        "in the next step; results stay the same to the byte; auto: in steps where it was measured to be faster; unset:"
+        " auto where weights are streamed, otherwise off",
     )
     backend: Literal["auto", "hopper", "hopper-invariant", "triton", "sdpa", "cpu", "reference"] = Field(
         "auto",

@@ -69,6 +69,17 @@ def _plain_field(field: pa.Field) -> pa.Field:
     return field.with_type(plain_type(field.type, keeps_json=True))
 
 
+def part_without_dataset(kind: pa.DataType) -> pa.DataType | None:
+    """Return the first part of a type that Hugging Face's datasets cannot read; None if it can read the whole type."""
+    is_small_decimal = pa.types.is_decimal32(kind) or pa.types.is_decimal64(kind)
+    is_extension = isinstance(kind, pa.BaseExtensionType) and not is_json(kind)
+    if pa.types.is_map(kind) or is_small_decimal or is_extension:
+        return kind
+    parts = [part.type for part in kind] if pa.types.is_struct(kind) else []
+    parts += [kind.value_type] if isinstance(kind, _LISTS) else []
+    return next((found for found in map(part_without_dataset, parts) if found is not None), None)
+
+
 def is_json(kind: pa.DataType) -> bool:
     """Return whether a type is Arrow's extension type for JSON text, as read from JSON columns of Parquet files."""
     return isinstance(kind, pa.JsonType)

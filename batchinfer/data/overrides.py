@@ -1,5 +1,6 @@
 """Per-row sampling: the values of the column input.sampling (structs or JSON texts) replace keys of [sampling]."""
 
+import re
 from sys import getsizeof
 from typing import Any, NamedTuple
 
@@ -110,11 +111,16 @@ class SamplingOverrides:
 
     def _sentence(self, error: ValidationError) -> str:
         problem = error.errors(include_url=False)[0]
-        where = ".".join(str(name) for name in (self._column, *problem["loc"]))
+        names = [str(name) for name in problem["loc"]]
+        if names[:2] == ["structured_outputs", "json"]:
+            del names[2:]  # pydantic's names of the types that a schema may have
+            problem["msg"] = "it should be a JSON schema, as an object or as JSON text"
+        where = ".".join((self._column, *names))
         if problem["type"] == "extra_forbidden":
             remedy = remedy_in_a_row(str(problem["loc"][-1]))
             return f"{where} is not a sampling key{f'; {remedy}' if remedy else ' (`batchinfer schema` lists them)'}"
-        message = problem["msg"].removeprefix("Value error, ").replace("Input", "it")
+        message = re.sub("^(Value error, |(Input|String|List|Dictionary)(?= should))", "", problem["msg"])
+        message = f"it{message}" if message.startswith(" should") else message
         if not problem["loc"]:  # a problem of several keys: the message begins with one
             return f"{where}.{message}"
         return f"{where} is {repr(problem['input'])[:80]}, but {message}"

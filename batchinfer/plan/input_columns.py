@@ -7,7 +7,7 @@ import pyarrow as pa
 from batchinfer.config import DEFAULT_S3, JobConfig, S3Config, did_you_mean
 from batchinfer.config.toml_text import toml_value
 from batchinfer.data.column_checks import NO_IDS, WantedColumn, id_column, prompt_settings, wanted_columns
-from batchinfer.data.columns import column_type
+from batchinfer.data.columns import column_type, part_without_dataset
 from batchinfer.data.duckdb_sql import refuse_unknown_types
 from batchinfer.data.formats.first_bytes import format_advice
 from batchinfer.data.formats.line_rows import why_no_row
@@ -102,6 +102,13 @@ def _kept(job: JobConfig, shards: list[Shard]) -> list[pa.Field]:
         for name in job.output.keep_columns
         if name in own
     ]
+    if job.output.push is not None:
+        unread = [(field.name, part) for field in kept if (part := part_without_dataset(field.type)) is not None]
+        found += [
+            f"output.keep_columns names {name!r}, which holds {part}, a type that Hugging Face's datasets cannot read; "
+            "convert it, or leave out output.push"
+            for name, part in unread
+        ]
     if found:
         raise ConfigErrors(found)
     return kept

@@ -411,6 +411,23 @@ def test_quiet_says_nothing_and_verbose_prints_the_whole_report(finished):
     assert "contradict" in batchinfer("run", job, "-q", "-v").err
 
 
+def test_a_verbose_plan_lists_every_bad_row(tmp_path):
+    prompts = tmp_path / "prompts"
+    write_shard(prompts / "a.parquet", {"id": ["x", None, "z"], "prompt": ["", None, "good"]})
+    write_shard(prompts / "b.parquet", {"id": ["u", "v"], "prompt": ["good", ""]})
+    (prompts / "c.parquet").write_bytes(b"nothing")
+    job = write_job(tmp_path)
+    for _ in range(2):  # a plan that is there is not made again
+        planned = batchinfer("plan", job, "-v")
+        assert planned.code == 0, planned.err
+        assert [line for line in planned.out.splitlines() if ", row " in line] == [
+            f"{prompts}/a.parquet, row 0, id x: prompt is empty",
+            f"{prompts}/a.parquet, row 1: prompt is null",
+            f"{prompts}/b.parquet, row 1, id v: prompt is empty",
+        ]
+    assert ", row " not in batchinfer("plan", job).out
+
+
 def test_a_run_waits_for_another_that_finishes(finished, monkeypatch):
     """Two runs at once share the work; the one that comes second to finish takes the result of the first."""
     job, ended = finished

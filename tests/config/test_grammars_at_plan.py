@@ -53,7 +53,7 @@ REFUSED = [
     ("json", {"$ref": "z.json", "$defs": {"p": {"$id": "z.json", "const": BIG}}}, "the reference 'z.json' at # is not"),
     ("json", {"$id": "http://x/y.json", "$ref": "http://x/z.json#/odd", "odd": {}}, "'http://x/z.json#/odd' at #"),
     ("json", {"properties": {"a": {"$id": "z.json", "$ref": "#/odd"}}, "odd": {}}, "without an $id below the root"),
-    ("json", {"$ref": "#/nowhere"}, "the reference '#/nowhere' at # is not followed"),
+    ("json", {"$ref": "#/nowhere"}, "the reference '#/nowhere' at # leads to nothing in the schema"),
     ("json", {"$id": "http://x/y.json", "$ref": "y.json"}, NO_TEXT),
     ("json", ENDLESS_LIST | {"$id": "http://x/y.json", "properties": {"next": {"$ref": "y.json"}}}, NO_TEXT),
     ("json", ENDLESS_LIST | {"$anchor": "top", "properties": {"next": {"$ref": "#top"}}}, NO_TEXT),

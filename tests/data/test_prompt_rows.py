@@ -296,6 +296,11 @@ def test_a_row_overrides_the_jobs_sampling(tmp_path):
         ({"stop": ["x", None]}, "s.stop.1 is None, but"),
         ({"stop_token_ids": [-1]}, "s.stop_token_ids.0 is -1, but"),
         ({"top_p": b"1"}, "s.top_p is b'1', but"),
+        ({"structured_outputs": {"json": 5}}, "s.structured_outputs.json is 5, but it should be a JSON schema"),
+        (
+            {"structured_outputs": {"choice": ["x", ""]}},
+            "s.structured_outputs.choice.1 is '', but it should have at least 1",
+        ),
     ],
 )
 def test_an_override_that_cannot_be_is_a_bad_row(tmp_path, override, told):

@@ -9,7 +9,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from decimal import Decimal
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
@@ -105,6 +107,26 @@ def test_datasets_reads_the_folder(finished):
     assert ended.returncode == 0, ended.stderr
     ids = [number for number in range(5) for _ in range(2)]
     assert json.loads(ended.stdout.splitlines()[-1]) == [["train"], 10, ids]
+
+
+def test_kept_columns_that_datasets_cannot_read_are_refused_by_the_plan(tmp_path):
+    columns = {
+        "id": [1],
+        "prompt": ["x"],
+        "good": pa.array([{"a": [1]}]),
+        "map": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())),
+        "deep": pa.array([[{"a": Decimal("1.5")}]], pa.list_(pa.struct([("a", pa.decimal32(5, 2))]))),
+        "uuid": pa.array([b"0123456789abcdef"], pa.uuid()),
+    }
+    write_shard(tmp_path / "prompts" / "a.parquet", columns)
+    planned = batchinfer(
+        "plan", write_job(tmp_path, output={"push": "hf-folder", "keep_columns": ["good", "map", "deep", "uuid"]})
+    )
+    assert planned.code == 2
+    assert "'map', which holds map<string, int64" in planned.err
+    assert "'deep', which holds decimal32(5, 2), a type that Hugging Face's datasets cannot read" in planned.err
+    assert "'uuid', which holds extension<arrow.uuid>" in planned.err
+    assert "'good'" not in planned.err
 
 
 def test_its_files_are_vouched_for_and_written_again(run):

@@ -126,6 +126,8 @@ def write_references_as_paths(root: dict[str, Any]) -> bool:
             continue
         path = _as_path(root, reference, anchors)
         target = target_of(root, path)
+        if path is not None and target is None and id(part) not in nested:
+            raise ValueError(f"the reference {reference!r} at {place.path} leads to nothing in the schema")
         if target is None or id(part) in nested:
             raise ValueError(
                 f"the reference {reference!r} at {place.path} is not followed; write it as #/… from the schema's root"

@@ -55,7 +55,7 @@ def _records(reader: Iterator[list[str]], texts: _Texts, header: list[str]) -> I
         except StopIteration:
             return
         except csv.Error as error:
-            yield first, texts.num_bytes - before, f"line {first} is not valid CSV: {error}"
+            yield first, texts.num_bytes - before, f"line {first} is not valid CSV: {_reason(error)}"
             continue
         if fields:
             yield first, texts.num_bytes - before, _values(first, fields, header, texts.not_utf8 >= first)
@@ -65,7 +65,7 @@ def _header(reader: Iterator[list[str]], texts: _Texts) -> list[str]:
     try:
         header = next(reader, None)
     except csv.Error as error:
-        raise ValueError(f"its header is not valid CSV: {error}") from None
+        raise ValueError(f"its header is not valid CSV: {_reason(error)}") from None
     if not header:
         raise ValueError("it has no header; the first line of a CSV file names its columns")
     if texts.not_utf8:
@@ -74,6 +74,16 @@ def _header(reader: Iterator[list[str]], texts: _Texts) -> list[str]:
     if twice is not None:
         raise ValueError(f"its header names {twice!r} more than once")
     return header
+
+
+def _reason(error: csv.Error) -> str:
+    # Python's own sentence is about the mode in which a program opens a file
+    is_return = "new-line character" in str(error)
+    return (
+        "a carriage return is neither quoted nor at a line's end; end lines with line feeds"
+        if is_return
+        else str(error)
+    )
 
 
 def _values(line: int, fields: list[str], header: list[str], is_damaged: bool) -> dict[str, object] | str:

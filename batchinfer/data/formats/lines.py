@@ -11,6 +11,7 @@ MOST_LINE_BYTES = 64 << 20
 CHUNK_BYTES = 8 << 20  # of an object, each read of which is a request
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
+COMPRESSED = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 Record = tuple[int, int, dict[str, object] | str]
 """A row: (number of its first line from 1, bytes, values by column or the error sentence).
@@ -78,7 +79,7 @@ def numbered_lines(content: io.BufferedReader) -> Iterator[tuple[int, bytes | No
     """Yield (number from 1, bytes with the line's end) of each line; None for a line of more than MOST_LINE_BYTES.
 
     Raises:
-        ValueError: the text is UTF-16.
+        ValueError: the text is UTF-16, or compressed.
     """
     number = 0
     while line := content.readline(MOST_LINE_BYTES + 1):
@@ -86,6 +87,8 @@ def numbered_lines(content: io.BufferedReader) -> Iterator[tuple[int, bytes | No
         if number == 1:
             if line.startswith(UTF16):
                 raise ValueError("it is UTF-16 text; convert it to UTF-8")
+            if suffix := next((suffix for start, suffix in COMPRESSED.items() if line.startswith(start)), None):
+                raise ValueError(f"its content is compressed; let its name end with {suffix}, or decompress it")
             line = line.removeprefix(BYTE_ORDER_MARK)
         if len(line) <= MOST_LINE_BYTES:
             yield number, line
