@@ -81,8 +81,17 @@ class Results:
         most_steps = max(self._num_steps_of_rank.values(), default=0)
         self._num_steps_of_rank = dict.fromkeys(self._num_steps_of_rank, most_steps)
 
+    def check_run(self) -> None:
+        """Check that the run folder still holds this run; see Session.check_run."""
+        self._session.check_run()
+
     def commit(self) -> None:
-        """Write finished requests to disk, then mark complete units done; continue where an error interrupted."""
+        """Write finished requests to disk, then mark complete units done; continue where an error interrupted.
+
+        Raises:
+            ConfigError: a file cannot be written, or the run is gone.
+        """
+        self.check_run()
         self._send_written()
         for unit in list(self._finished):
             path = write_results(self._open[unit].folder, self._num_parts[unit], result_table(self._finished[unit]))

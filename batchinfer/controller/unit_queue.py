@@ -38,7 +38,12 @@ class UnitQueue:
         return self.dealer.num_unfinished
 
     def open_next(self) -> bool:
-        """Claim a unit with unfinished requests; return False if there is none now."""
+        """Claim a unit with unfinished requests; return False if there is none now.
+
+        Raises:
+            ConfigError: the run is gone.
+        """
+        self.results.check_run()
         while (found := self.units.claim(self.claims, self.results.open_units)) is not None:
             row, claim = found
             unit = claim.unit

@@ -1,5 +1,6 @@
 """Files of the run folder, in Parquet or lines: published whole or not at all, with checksums; errors of damage."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from batchinfer.whole_files import Publisher, published
 # In the metadata of a table that is in no manifest: the checksum of the file with _NO_SEAL in this place.
 _SEAL, _NO_SEAL = b"batchinfer.xxh3", b"0" * 32
 _VALUE_AT = len(_SEAL) + 2  # behind the key: Thrift's type of field and length
+_NAME = b"batchinfer.name"  # in the metadata of such a table, with its folder: steps/<session>-00003.parquet
 _DISTINCT = ("row", "id")  # columns whose values hardly repeat
 # pyarrow's errors for a damaged file: ArrowInvalid is a ValueError, ArrowMemoryError comes from absurd sizes
 DAMAGE = (OSError, ValueError, MemoryError, pa.ArrowException)
@@ -56,7 +58,7 @@ def table_writer(
         ) as writer:
             yield writer
             if checked is None:
-                writer.add_key_value_metadata({_SEAL: _NO_SEAL})
+                writer.add_key_value_metadata({_NAME: _name_of(target), _SEAL: _NO_SEAL})
         if checked is None:
             _seal(file)
         if manifest is not None and checked is not None:
@@ -145,13 +147,13 @@ def read_rows(path: Path, manifest: Manifest | None = None) -> list[dict[str, An
 def sealed_table(source: Path | bytes) -> pa.BufferReader:
     """Return a reader of a table that contains its own checksum, after the checksum was compared.
 
-    A table of an earlier version has no such checksum, only those of its pages.
+    A table of an earlier version has no such checksum, only those of its pages, or does not contain its name.
 
     Args:
         source: the table's file or its bytes.
 
     Raises:
-        OSError, ValueError: the table cannot be read, or is damaged (use within `own_file`).
+        OSError, ValueError: the table cannot be read, is damaged, or took another one's place (use within `own_file`).
     """
     data = source if isinstance(source, bytes) else source.read_bytes()
     key_at = data.rfind(_SEAL)
@@ -162,6 +164,12 @@ def sealed_table(source: Path | bytes) -> pa.BufferReader:
             digest.update(part)
         if data[start:end] != digest.hexdigest().encode():
             raise ValueError("its bytes are not those that were written")
+    if isinstance(source, Path):
+        found = pq.read_metadata(pa.BufferReader(data))
+        name = (found.metadata or {}).get(_NAME, _name_of(source))
+        is_of_session = source.parent.parent.name == "stats"
+        if name != _name_of(source) or (is_of_session and "session" not in found.schema.names):
+            raise ValueError("it is another table")
     return pa.BufferReader(data)
 
 
@@ -176,6 +184,10 @@ def check_sealed(path: Path, **remedy: str) -> None:
     """
     with own_file(path, **remedy):
         pq.read_metadata(sealed_table(path))  # a table that was cut has lost the checksum, and its end
+
+
+def _name_of(path: Path) -> bytes:
+    return os.fsencode(f"{path.parent.name}/{path.name}")
 
 
 def _seal(file: BinaryIO) -> None:

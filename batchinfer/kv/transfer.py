@@ -4,7 +4,7 @@ If the model's requests have a state, the prompt's state follows the pages.
 
 On one host a transfer is anonymous memory that the receiver opens through the sender's process: it has no name to
 collide with and is freed when the sender ends. Between hosts it is a file in a shared folder, or the sender's memory
-is sent through an object store (rank/bucket_transfer.py).
+is sent through an object store (rank/bucket_transfer.py). The header then has a checksum of each page and of the state.
 
     | header length, 8 bytes | header, JSON | page 0: all layers | page 1: all layers | … | state
 """
@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import xxhash
 
 from batchinfer.kv.memory import KvMemory
 from batchinfer.records import PeerLostError
@@ -42,13 +43,16 @@ def most_in_memory() -> int:
     return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
-def write_transfer(memory: KvMemory, page_ids: list[int], slot: int | None = None, *, file: Path | None) -> KvTransfer:
+def write_transfer(
+    memory: KvMemory, page_ids: list[int], slot: int | None = None, *, file: Path | None, leaves_host: bool = False
+) -> KvTransfer:
     """Copy pages and the state out of a rank's memory.
 
     Args:
         page_ids: the prompt's pages in order.
         slot: of its state; None: the model's requests have none.
         file: destination; None for anonymous memory.
+        leaves_host: whether anonymous memory is sent to another host, as a file is.
 
     Raises:
         ConfigError: the file cannot be written, or too many are open: no fault of the prompt.
@@ -57,7 +61,7 @@ def write_transfer(memory: KvMemory, page_ids: list[int], slot: int | None = Non
     content = memory.take_pages(page_ids)
     state = torch.empty(0, dtype=torch.uint8) if slot is None else memory.take_state(slot)
     try:
-        return _write(content, state, file)
+        return _write(content, state, file, has_checksums=leaves_host or file is not None)
     except OSError as error:
         if file is not None:
             raise cannot_write(file, error) from None
@@ -66,8 +70,10 @@ def write_transfer(memory: KvMemory, page_ids: list[int], slot: int | None = Non
         raise
 
 
-def _write(content: torch.Tensor, state: torch.Tensor, file: Path | None) -> KvTransfer:
-    header = json.dumps({"shape": list(content.shape), "dtype": str(content.dtype), "state": len(state)}).encode()
+def _write(content: torch.Tensor, state: torch.Tensor, file: Path | None, *, has_checksums: bool) -> KvTransfer:
+    pages = content.view(torch.uint8).flatten(1)
+    about = {"shape": list(content.shape), "dtype": str(content.dtype), "state": len(state)}
+    header = json.dumps({**about, "checksums": _checksums(pages, state) if has_checksums else []}).encode()
     if file is None:
         descriptor = os.memfd_create("batchinfer-kv")
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -77,10 +83,15 @@ def _write(content: torch.Tensor, state: torch.Tensor, file: Path | None) -> KvT
         path = str(file)
     with open(descriptor, "wb", closefd=file is not None) as target:
         target.write(_LENGTH.pack(len(header)) + header)
-        target.write(content.view(torch.uint8).numpy().reshape(-1).data)
+        target.write(pages.numpy().reshape(-1).data)
         target.write(state.numpy().data)
     num_bytes = content.numel() * content.element_size() + len(state)
     return KvTransfer(path, num_bytes, partial(_close, None if file is not None else descriptor, file))
+
+
+def _checksums(pages: torch.Tensor, state: torch.Tensor) -> list[str]:
+    """Return the checksum of each page, [pages, page_bytes] uint8, and of the state."""
+    return [xxhash.xxh3_64_hexdigest(part.numpy().data) for part in (*pages, state)]
 
 
 def _close(descriptor: int | None, file: Path | None) -> None:
@@ -100,14 +111,15 @@ def read_transfer(
         slot: destination of the state; None: the model's requests have none.
 
     Raises:
-        PeerLostError: the transfer is gone or malformed; its sender has ended.
+        PeerLostError: the transfer is gone, since its sender has ended, or it is damaged.
         ConfigError: too many files are open.
     """
     page_bytes, state_bytes = memory.page_bytes, 0 if slot is None else memory.state_bytes
     shape, dtype = (len(page_ids), *memory.page_shape), str(memory.dtype)
     try:
         with open(path, "rb") as source:
-            header = json.loads(source.read(_LENGTH.unpack(source.read(_LENGTH.size))[0]))
+            (length,) = _LENGTH.unpack(source.read(_LENGTH.size))
+            header = json.loads(source.read(min(length, os.fstat(source.fileno()).st_size)))
             if (tuple(header["shape"]), header["dtype"], header["state"]) != (shape, dtype, state_bytes):
                 wanted = f"{shape} of {dtype} and a state of {state_bytes} bytes"
                 raise PeerLostError(f"the KV transfer {path} holds {header}, not {wanted}")
@@ -115,11 +127,14 @@ def read_transfer(
             content = host_buffer((len(page_ids) - first_page) * page_bytes + state_bytes, memory.device)
             if source.readinto(content.numpy().data) != len(content):
                 raise PeerLostError(f"the KV transfer {path} is cut short")
-    except (OSError, ValueError, KeyError, struct.error) as error:
+            checksums = header["checksums"]
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         if isinstance(error, OSError) and error.errno in NO_DESCRIPTOR:
             raise too_many_files("a rank cannot take over KV") from None
         raise PeerLostError(f"cannot read the KV transfer {path}: {error}") from None
     pages, state = content.split([len(content) - state_bytes, state_bytes])
+    if checksums and checksums[first_page:] != _checksums(pages.view(-1, page_bytes), state):
+        raise PeerLostError(f"the KV transfer {path} is damaged: its checksums do not match")
     if len(pages):
         memory.put_pages(page_ids[first_page:], pages.view(memory.dtype).view(-1, *shape[1:]))
     if slot is not None:

@@ -115,6 +115,7 @@ def plan_job(
                 shards, summary, reused = _plan(prepared, shards, session, state, started=started, strict=strict)
                 if again is not None:
                     again(run, prepared.manifest)
+                session.check_run()
                 state = {**state, "state": "planned", "counts": summary, **reused}
                 _publish_state(prepared, state, shards)
                 storage.commit(again=again is not None)

@@ -90,7 +90,8 @@ class KvMigration:
         key, num_pages = sequence.request.key, pages_for(sequence.kv_tokens - 1)
         place, name = self._context.transfers, f"{key.shard}-{key.row}-{key.sample}.kv"
         file = place / name if isinstance(place, Path) else None
-        transfer = write_transfer(self._context.memory, sequence.pages[:num_pages], sequence.state_slot, file=file)
+        memory, pages, is_put = self._context.memory, sequence.pages[:num_pages], isinstance(place, BucketTransfers)
+        transfer = write_transfer(memory, pages, sequence.state_slot, file=file, leaves_host=is_put)
         if isinstance(place, BucketTransfers):
             transfer = place.put(name, transfer)
         self._sent[key] = transfer

@@ -49,7 +49,8 @@ class Heartbeat:
             if self._stopped.is_set():
                 return
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                for folder in (self._storage.run.work, self._path.parent):  # a run folder that was deleted stays so
+                    folder.mkdir(exist_ok=True)
                 beside = self._path.with_suffix(".tmp")
                 beside.write_text(text, encoding="utf-8")
                 os.replace(beside, self._path)

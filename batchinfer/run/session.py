@@ -17,10 +17,10 @@ from batchinfer.data.schemas.statistics import STATS_NODES
 from batchinfer.equal_rows import EqualRows
 from batchinfer.host_info import node_name
 from batchinfer.progress import note
-from batchinfer.records import BatchinferError, InterruptedRunError
+from batchinfer.records import BatchinferError, ConfigError, DamagedFileError, InterruptedRunError
 from batchinfer.run.heartbeat import Heartbeat, signs_of_life
 from batchinfer.run.store.interface import Storage, put_statistics
-from batchinfer.rundir import RunDir
+from batchinfer.rundir import RunDir, read_state
 from batchinfer.stop_signals import StopSignal
 
 
@@ -51,12 +51,14 @@ class Session:
         self.equal_rows: EqualRows | None = None  # of the ranks; None: none has loaded
         self.first_prefill_s: float | None = None
         self._run: RunDir | None = None
+        self._run_id: str | None
         self._storage: Storage
         self._heart: Heartbeat | None = None
 
     def attach(self, storage: Storage) -> None:
         """Start recording, once the run folder is known to be this job's."""
         self._storage, self._run = storage, storage.run
+        self._run_id = _run_id(storage.run)
         self._heart = Heartbeat(storage, self.name, self.command)
         self._heart.start()  # before the row: a running session without a heartbeat file would count as unknown
         self.record("running")
@@ -66,9 +68,31 @@ class Session:
         self._cluster, self._ranks = cluster, ranks
         self.record("running")  # now: loading takes long, and the command may be killed during it
 
+    def check_run(self) -> None:
+        """Check that the run folder still holds the run that this session works for.
+
+        Raises:
+            ConfigError: it was deleted or moved, and may hold another run by now, which must not get these results.
+        """
+        if self._run is not None and self._is_gone(self._run):
+            raise ConfigError(
+                f"the run folder {self._run.root} was deleted, moved or replaced while this command worked in it; "
+                "run the job again (if files are left in the folder, delete it first)"
+            )
+
+    def _is_gone(self, run: RunDir) -> bool:
+        if self._storage.copy is not None:  # the run itself is in a bucket
+            return False
+        if run.session_stats("nodes", self.name).exists():  # written again, perhaps, while the folder was deleted
+            return self._run_id is not None and not run.run_json.exists() and not run.job.exists()
+        try:
+            return _run_id(run) != self._run_id
+        except DamagedFileError:  # run.json is there
+            return False
+
     def record(self, state: str) -> None:
-        """Publish the row with the end set to now."""
-        if self._run is None:
+        """Publish the row with the end set to now, unless the run is gone."""
+        if self._run is None or self._is_gone(self._run):
             return
         row = {
             "session": self.name,
@@ -138,6 +162,15 @@ def keep_last_signs(storage: Storage) -> None:
             with table_writer(path, STATS_NODES.schema) as writer:
                 writer.write_table(pa.Table.from_pylist([{**row, "end_s": sign.time_s}], schema=STATS_NODES.schema))
             put_statistics(storage, session)
+
+
+def _run_id(run: RunDir) -> str | None:
+    """Return what tells a run from others in the same folder, None if there is no run.
+
+    Raises:
+        DamagedFileError: run.json is damaged.
+    """
+    return str(read_state(run).get("id")) if run.run_json.exists() else None
 
 
 def process_start_s() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import tracemalloc
 from unittest.mock import Mock
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from batchinfer.checked_json import publish_json
 from batchinfer.controller.results import Results
 from batchinfer.controller.units import result_table
 from batchinfer.records import Completion, ConfigError, RequestKey, StoreError, TokenLogprobs
@@ -129,6 +131,36 @@ def test_a_unit_whose_inherited_result_was_deleted_meanwhile_is_computed_again(t
             claims.end()
     assert first in done_mark(run, 0).files
     assert reopen_damaged_units(store) == [0]
+
+
+@pytest.mark.parametrize("then", ["nothing", "another run", "leftovers"])
+def test_a_run_folder_that_was_deleted_gets_no_results_of_the_run_before(tmp_path, then):
+    run = RunDir(tmp_path / "run")
+    store = FolderStorage(run)
+    publish_json(run.run_json, {"id": "first", "state": "planned", "shards": []})
+    run.job.write_text("")
+    with Session("work", StopSignal()) as session, UnitClaims(store) as claims:
+        session.attach(store)
+        results = Results(run, session, claims)
+        results.open_unit(claims.try_claim(0), {RequestKey(0, row, 0) for row in range(2)})
+        results.add([completion(0)])
+        results.commit()
+        row = run.session_stats("nodes", session.name)
+        content = row.read_bytes()
+        shutil.rmtree(run.root)
+        if then == "another run":
+            publish_json(run.run_json, {"id": "second", "state": "planned", "shards": []})
+        if then == "leftovers":  # of a commit during the deletion
+            row.parent.mkdir(parents=True)
+            row.write_bytes(content)
+        left = set(run.root.rglob("*"))
+        session._heart.beat()
+        if then == "nothing":
+            results.add_steps(0, [])
+        results.add([completion(1)])
+        with pytest.raises(ConfigError, match="deleted, moved or replaced"):
+            results.commit()
+    assert set(run.root.rglob("*")) <= left
 
 
 def test_what_an_earlier_claim_has_on_disk_is_not_missing(tmp_path):

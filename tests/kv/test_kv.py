@@ -2,6 +2,7 @@
 
 import random
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,6 +148,24 @@ def test_pages_arrive_as_they_were_by_file_and_by_memory(tmp_path):
     assert not list((tmp_path / "rank-0").iterdir())
 
 
+def test_no_changed_byte_of_a_transfer_between_hosts_reaches_the_pages(tmp_path):
+    pages = some_pages()
+    transfer = write_transfer(KvMemory(pages), [3, 1], file=tmp_path / "0-1-0.kv")
+    sound, received = Path(transfer.path).read_bytes(), torch.zeros_like(pages)
+    places = [*range(len(sound) - 2 * pages[:, 0].nbytes), -2 * pages[:, 0].nbytes, -pages[:, 0].nbytes, -1]
+    for place in places:  # the length, the header, a byte of each page
+        content = bytearray(sound)
+        content[place] ^= 0x10
+        Path(transfer.path).write_bytes(content)
+        with pytest.raises(PeerLostError, match=r"0-1-0\.kv"):
+            read_transfer(transfer.path, KvMemory(received), [0, 2], first_page=0)
+    Path(transfer.path).write_bytes(sound[: -pages[:, 0].nbytes] + bytes(pages[:, 0].nbytes))  # of a lost write
+    with pytest.raises(PeerLostError, match="its checksums do not match"):
+        read_transfer(transfer.path, KvMemory(received), [0, 2], first_page=1)
+    assert not received.any()
+    transfer.close()
+
+
 @pytest.mark.parametrize("first_page", [0, 1, 2])
 def test_pages_of_layers_that_differ_and_a_state_arrive_as_they_were(first_page):
     def memory(fill):
@@ -156,7 +175,7 @@ def test_pages_of_layers_that_differ_and_a_state_arrive_as_they_were(first_page)
         return KvMemory(pages, tuple(slots), (slots[0][:1], (), slots[2]))
 
     sent, received = memory(torch.rand), memory(torch.zeros)
-    transfer = write_transfer(sent, [3, 1], 2, file=None)
+    transfer = write_transfer(sent, [3, 1], 2, file=None, leaves_host=True)
     assert transfer.num_bytes == 2 * 10 * 2 + (6 * 2 + 4 + 2 + 5 * 4 + 2 * 4)
     assert (sent.page_bytes, sent.state_bytes, sent.stored_bytes) == (20, 46, 40)
     read_transfer(transfer.path, received, [0, 2], 1, first_page=first_page)

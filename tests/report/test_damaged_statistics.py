@@ -118,6 +118,26 @@ def test_a_flipped_bit_in_statistics_of_a_session_gives_no_other_figures(finishe
     assert batchinfer("verify", run).code == batchinfer("report", run).code == 0
 
 
+@pytest.mark.parametrize("other", ["steps/another-00000.parquet", "experts", "requests.parquet"])
+def test_a_sound_table_in_another_ones_place_gives_no_other_figures(finished, tmp_path, other):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    (path,) = (run / "stats" / "steps").glob("*.parquet")
+    if other.startswith("steps"):  # of another session or run
+        with table_writer(tmp_path / other, pq.read_schema(path)) as writer:
+            writer.write_table(pq.read_table(path))
+        source = tmp_path / other
+    else:
+        source = next(file for file in (run / "stats").rglob("*.parquet") if other in str(file.relative_to(run)))
+    shutil.copy(source, path)
+    verified, reported = batchinfer("verify", run), batchinfer("report", run)
+    assert (verified.code, reported.code) == (3, 2)
+    assert f"stats/steps/{path.name}: " in verified.out
+    assert f"{path} is damaged: " in reported.err
+    path.unlink()
+    assert batchinfer("verify", run).code == batchinfer("report", run).code == 0
+
+
 def test_a_value_that_is_the_key_of_the_checksum_stays_as_it_is(tmp_path):
     table = pa.table({"session": ["batchinfer.xxh3"]})
     with table_writer(tmp_path / "a.parquet", table.schema) as writer:

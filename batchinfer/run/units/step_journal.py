@@ -45,7 +45,8 @@ class StepJournal:
             lines.append(_checksum(content) + b" " + content + b"\n")
         try:
             if self._handle is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
+                for folder in (self._run.stats, self._path.parent):  # a run folder that was deleted stays so
+                    folder.mkdir(exist_ok=True)
                 self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
             os.write(self._handle, b"".join(lines))
         except OSError as error:
