@@ -24,8 +24,8 @@ from batchinfer.model.quantization import read_quantization
 from batchinfer.records import ConfigError, ModelError
 
 _MAX_LAYERS = 1000  # as MAX_EXPERTS
-# Of more tokens draws could not add up the weights exactly: MAX_TOKENS of the kernels. Published models have 163,840.
-MAX_VOCABULARY = 2**18
+# Of more tokens draws could not add up the weights exactly: MAX_TOKENS of the kernels. Published models have 262,208.
+MAX_VOCABULARY = 2**19 - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,7 +265,7 @@ REFUSED = [
     (V3, {"hidden_size": True}, ["hidden_size", "true", "whole number"]),
     (V3, {"hidden_size": -1}, ["hidden_size", "-1"]),
     (V3, {"vocab_size": 10**30}, ["vocab_size", "1000000"]),
-    (V3, {"vocab_size": 2**18 + 1}, ["vocab_size", "262145", "262144"]),
+    (V3, {"vocab_size": 2**19}, ["vocab_size", "524288", "524287"]),
     (V3, {"num_hidden_layers": 10**6}, ["num_hidden_layers", "1000000", "1000"]),
     (V3, {"n_routed_experts": REMOVE}, ["n_routed_experts", "missing"]),
     (V3, {"n_shared_experts": -1}, ["n_shared_experts", "-1"]),

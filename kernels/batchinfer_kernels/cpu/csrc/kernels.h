@@ -254,7 +254,7 @@ struct DrawSettings {
   const int64_t* top_k;
   const double *top_p, *min_p, *uniform;
 };
-constexpr int64_t kMostTokens = 1 << 18;  // of a vocabulary, so that sums of weights fit
+constexpr int64_t kMostTokens = (1 << 19) - 1;  // of a vocabulary, so that sums of weights fit
 void draw(const float* logits, const DrawSettings& settings, int64_t num_rows, int64_t num_columns, int64_t* tokens);
 
 // angles.cpp: cosine and sine of angles [num_values], each times `scale`.
