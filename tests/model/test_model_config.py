@@ -197,7 +197,7 @@ def test_accepted_variations(tmp_path, base, patch, expected):
 
 REFUSED = [
     # the family
-    (V3, {"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]}, ["model_type", '"gemma3"', "deepseek_v3"]),
+    (V3, {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, ["model_type", '"gemma2"', "deepseek_v3"]),
     (V3, {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}, ["model_type", "kimi_linear"]),
     (V3, {"model_type": REMOVE, "architectures": REMOVE}, ["model_type", "null"]),
     (V3, {"model_type": "deepseek_v2"}, ["model_type", "architectures", "DeepseekV3ForCausalLM"]),
