@@ -7,7 +7,7 @@ from batchinfer.model.attention_config import AttentionConfig, LayerMatrices, Te
 from batchinfer.model.config_reader import ConfigReader
 from batchinfer.model.families import Family, Grouped
 from batchinfer.model.mla_config import read_flag
-from batchinfer.model.rope_config import read_rope
+from batchinfer.model.rope_config import RopeConfig, read_rope, read_window_rope
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"  # layer_types
 _SCALE_BYTES, _TILE = 4, 128  # of pages in FP8: bytes of a scale, and values that share it
@@ -27,6 +27,8 @@ class GqaConfig(AttentionConfig):
     out_bias: bool
     has_sinks: bool  # a score per head without a value
     windows: tuple[int | None, ...]  # of each layer: keys that a query sees, its own included; None: all
+    window_rope: RopeConfig | None  # of layers with a window; None: as of the others
+    query_scalar: float  # its inverse root is the factor on query · key
 
     @property
     def qkv_width(self) -> int:
@@ -52,7 +54,7 @@ class GqaConfig(AttentionConfig):
     @property
     def softmax_scale(self) -> float:
         """Factor on query · key; in these families YaRN's mscale_all_dim changes cos and sin alone."""
-        return self.head_dim**-0.5
+        return self.query_scalar**-0.5
 
     @property
     def full_share(self) -> float:
@@ -106,20 +108,25 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
     Raises:
         ModelError: a key is missing or has an unsupported value.
     """
-    heads = reader.size("num_attention_heads")
-    kv_heads = reader.size("num_key_value_heads", default=heads)
+    defaults = family.defaults
+    heads = reader.size("num_attention_heads", default=defaults.get("num_attention_heads"))
+    kv_heads = reader.size("num_key_value_heads", default=defaults.get("num_key_value_heads", heads))
     if heads % kv_heads:
         raise reader.unsupported("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-    head_dim = reader.size("head_dim", default=max(1, reader.size("hidden_size") // heads))
+    head_dim = reader.size("head_dim", default=defaults.get("head_dim", max(1, reader.size("hidden_size") // heads)))
     share = _rotary_share(reader, grouped, head_dim)
     rotated = int(head_dim * share)
     if rotated % 2 or not 0 < rotated <= head_dim:
         supported = f"a share of head_dim = {head_dim} that is an even number of values"
         raise reader.unsupported("partial_rotary_factor", share, supported)
     has_bias = read_flag(reader, family, "attention_bias", default=grouped.attention_bias)
+    kinds, has_own_rope = (_FULL, _WINDOW), grouped.window_theta is not None
+    scale_key, query_scalar = "query_pre_attn_scalar", float(head_dim)
+    if scale_key in defaults:
+        query_scalar = reader.number(scale_key, defaults[scale_key], above=0.0)
     return GqaConfig(
         num_attention_heads=heads,
-        rope=read_rope(reader, family, max_positions, share),
+        rope=read_rope(reader, family, max_positions, share, _FULL if has_own_rope else None),
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rotated=rotated,
@@ -128,6 +135,8 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
         out_bias=has_bias and grouped.biased_output,
         has_sinks=grouped.has_sinks,
         windows=_read_windows(reader, grouped, num_layers),
+        window_rope=read_window_rope(reader, family, max_positions, kinds) if has_own_rope else None,
+        query_scalar=query_scalar,
     )
 
 
@@ -167,7 +176,11 @@ def _read_windows(reader: ConfigReader, grouped: Grouped, num_layers: int) -> tu
     if grouped.windows in ("none", "off") or (grouped.windows == "optional" and not _uses_windows(reader)):
         reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
         return (None,) * num_layers
-    window = reader.size("sliding_window")
+    window = reader.size("sliding_window", default=grouped.window or None)
+    if grouped.windows == "pattern":
+        reader.pass_over("_sliding_window_pattern")  # a note of transformers
+        full = reader.size("sliding_window_pattern", default=6)
+        kinds = kinds or [_WINDOW if (layer + 1) % full else _FULL for layer in range(num_layers)]
     if not kinds and grouped.windows == "optional":
         first = reader.size("max_window_layers", minimum=0)
         kinds = [_WINDOW if layer >= first else _FULL for layer in range(num_layers)]

@@ -21,6 +21,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -128,6 +132,18 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
+}
+
+GEMMA3: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "head_dim": 10,
+    "query_pre_attn_scalar": 7,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
 }
 
 # name -> (family, what differs from its base)
@@ -270,11 +286,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-windows": ("mistral", {"sliding_window": 40, "head_dim": 10}),
     "mistral3-dense": ("mistral3_dense", {"sliding_window": None}),
     "seed-oss": ("seed_oss", {"mlp_bias": True}),
+    "gemma3-text": ("gemma3_text", GEMMA3),
+    "gemma3": ("gemma3", GEMMA3 | {"num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": 7}),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}),
     "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
-_MISTRAL3_TEXT = {"mistral3": "mistral4", "mistral3_dense": "mistral"}  # the family of the language model
-_FAMILY_OF = {name: FAMILIES.get(_MISTRAL3_TEXT.get(family, family)) for name, (family, _) in MODELS.items()}
+_TEXT_OF = {"mistral3": "mistral4", "mistral3_dense": "mistral", "gemma3": "gemma3_text"}  # the language model's family
+_FAMILY_OF = {name: FAMILIES.get(_TEXT_OF.get(family, family)) for name, (family, _) in MODELS.items()}
 GROUPED_MODELS = [name for name, family in _FAMILY_OF.items() if family is not None and family.grouped]
 SPARSE_MODELS = [name for name, (family, _) in MODELS.items() if family in ("deepseek_v32", "glm_moe_dsa")]
 
@@ -300,10 +318,11 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 _BASES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
-    **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss"), GQA),
+    **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss", "gemma3_text", "gemma3"), GQA),
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
     "youtu": {key: value for key, value in BASE.items() if key not in _MOE_KEYS}
     | {"bos_token_id": 0, "eos_token_id": 1},
@@ -315,6 +334,7 @@ _VISION = {
     "num_attention_heads": 2,
     "patch_size": 2,
 }
+_SIGLIP = _VISION | {"model_type": "siglip_vision_model", "image_size": 16}
 _PIXTRAL = _VISION | {"model_type": "pixtral", "image_size": 16, "head_dim": 8}
 
 
@@ -328,8 +348,13 @@ def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **override
         model: PreTrainedModel = Kimi_K25ForConditionalGeneration(
             Kimi_K25Config(**parts, projection_hidden_size=16, tie_word_embeddings=False)
         )
-    elif family in _MISTRAL3_TEXT:
-        text = {"model_type": _MISTRAL3_TEXT[family], **fields}
+    elif family == "gemma3":
+        text = {"model_type": "gemma3_text", **fields}
+        model = Gemma3ForConditionalGeneration(
+            Gemma3Config(text_config=text, vision_config=_SIGLIP, mm_tokens_per_image=4, image_token_index=95)
+        )
+    elif family in _TEXT_OF:
+        text = {"model_type": _TEXT_OF[family], **fields}
         model = Mistral3ForConditionalGeneration(
             Mistral3Config(text_config=text, vision_config=_PIXTRAL, tie_word_embeddings=False)
         )
@@ -341,8 +366,10 @@ def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **override
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" not in key:
+            if "inv_freq" not in key and "embed_scale" not in key:
                 tensor.copy_(_random_values(key, tensor, generator))
+                if "norm" in key and family in ("gemma3_text", "gemma3"):
+                    tensor.sub_(1)  # as their weights are stored
     model.save_pretrained(folder)
     if family == "kimi_k2":
         edit_config(folder, model_type=family)
