@@ -81,6 +81,16 @@ class ModelConfig:
         """The window: most tokens, prompt and output together, that one request may have."""
         return self.max_position_embeddings
 
+    @property
+    def has_longrope(self) -> bool:
+        """Whether each rotary pair has a factor of its own."""
+        return self.attention.rope.rope_type == "longrope"
+
+    @property
+    def has_joined_mlp(self) -> bool:
+        """Whether gate and up of dense layers are one tensor in files."""
+        return FAMILIES[self.family].joined_mlp
+
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer routes to experts (otherwise it has one dense MLP)."""
         return self.n_routed_experts > 0 and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0

@@ -35,8 +35,11 @@ class Grouped:
     windows: Literal["none", "off", "optional", "alternate", "every"] = "none"
     window: int = 0  # of every layer where config.json does not say sliding_window, as in transformers; 0: none
     rotary_share: float = 1.0
+    any_rotary_share: bool = False  # partial_rotary_factor may say another share
     rotary_key: str | None = None  # the key with the number of values that are rotated
     needs_rope: bool = False  # config.json must have rope_parameters or rope_scaling
+    has_longrope: bool = False  # the only rope_type other than the default
+    joined_qkv: bool = False  # queries, keys and values are one tensor in files
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Family:
     expert_width: str = "moe_intermediate_size"  # the key of the experts' width
     num_dense_layers: int = 0  # first_k_dense_replace
     has_experts: bool = True
+    joined_mlp: bool = False  # gate and up of dense layers are one tensor in files
     ties_embeddings: bool = False  # tie_word_embeddings
     grouped: Grouped | None = None  # None: latent attention
     compressed: bool = False  # a window and compressed entries instead; hyper-connections, hash layers, clamped experts
@@ -181,6 +185,14 @@ FAMILIES: dict[str, Family] = {
         expert_width="intermediate_size",
         fixed={"mlp_bias": False, "norm_topk_prob": True, "attention_bias": False},
         grouped=Grouped(windows="every"),
+    ),
+    "phi3": Family(
+        ("Phi3ForCausalLM",),
+        rms_norm_eps=1e-5,
+        has_experts=False,
+        joined_mlp=True,
+        fixed={"mlp_bias": False, "attention_bias": False},
+        grouped=Grouped(windows="every", any_rotary_share=True, has_longrope=True, joined_qkv=True),
     ),
 }
 CARRIERS: dict[str, Carrier] = {

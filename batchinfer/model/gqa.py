@@ -74,7 +74,7 @@ def load(reader: LayerReader, config: GqaConfig, prefix: str, layer: int) -> Gqa
     """Read a layer's weights; queries, keys and values of a token are one product."""
     has_norms = config.qk_norm is not None
     return GqaWeights(
-        qkv=reader.joined_projection(*(f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj"))),
+        qkv=reader.joined_projection(*(f"{prefix}.{name}" for name in config.qkv_widths)),
         q_norm=reader.tensor(f"{prefix}.q_norm.weight") if has_norms else None,
         k_norm=reader.tensor(f"{prefix}.k_norm.weight") if has_norms else None,
         out=reader.projection(f"{prefix}.o_proj"),

@@ -27,11 +27,20 @@ class GqaConfig(AttentionConfig):
     out_bias: bool
     has_sinks: bool  # a score per head without a value
     windows: tuple[int | None, ...]  # of each layer: keys that a query sees, its own included; None: all
+    joined_qkv: bool = False  # queries, keys and values are one tensor in files
 
     @property
     def qkv_width(self) -> int:
         """Values of all queries, keys and values of a token."""
         return (self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim
+
+    @property
+    def qkv_widths(self) -> dict[str, int]:
+        """Names and widths of the projections to queries, keys and values, as files have them."""
+        if self.joined_qkv:
+            return {"qkv_proj": self.qkv_width}
+        keys = self.num_key_value_heads * self.head_dim
+        return {"q_proj": self.query_width, "k_proj": keys, "v_proj": keys}
 
     @property
     def row_width(self) -> int:
@@ -74,8 +83,7 @@ class GqaConfig(AttentionConfig):
         return LayerMatrices(((hidden, self.qkv_width), (self.output_width, hidden)), num_others=others)
 
     def tensors(self, prefix: str, hidden: int, layer: int) -> Tensors:
-        keys = self.num_key_value_heads * self.head_dim
-        for name, width in (("q_proj", self.query_width), ("k_proj", keys), ("v_proj", keys)):
+        for name, width in self.qkv_widths.items():
             yield from linear_tensors(f"{prefix}.{name}", width, hidden, bias=self.qkv_bias)
         yield from linear_tensors(f"{prefix}.o_proj", hidden, self.output_width, bias=self.out_bias)
         if self.qk_norm is not None:
@@ -117,9 +125,14 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
         supported = f"a share of head_dim = {head_dim} that is an even number of values"
         raise reader.unsupported("partial_rotary_factor", share, supported)
     has_bias = read_flag(reader, family, "attention_bias", default=grouped.attention_bias)
+    rope = read_rope(reader, family, max_positions, share)
+    if rope.pair_factors and len(rope.pair_factors) != rotated // 2:
+        section = next(key for key in ("rope_parameters", "rope_scaling") if reader.section(key) is not None)
+        supported = f"lists of {rotated // 2} numbers, one per pair of values that are rotated"
+        raise reader.unsupported(f"{section}.long_factor", f"{len(rope.pair_factors)} numbers", supported)
     return GqaConfig(
         num_attention_heads=heads,
-        rope=read_rope(reader, family, max_positions, share),
+        rope=rope,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         rotated=rotated,
@@ -127,13 +140,14 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
         qkv_bias=has_bias,
         out_bias=has_bias and grouped.biased_output,
         has_sinks=grouped.has_sinks,
-        windows=_read_windows(reader, grouped, num_layers),
+        windows=_read_windows(reader, grouped, num_layers, max_positions),
+        joined_qkv=grouped.joined_qkv,
     )
 
 
 def _rotary_share(reader: ConfigReader, grouped: Grouped, head_dim: int) -> float:
     """Return the share of a head that is rotated, which read_rope compares with all keys that say it."""
-    if grouped.rotary_share == 1.0 and grouped.rotary_key is None:
+    if grouped.rotary_share == 1.0 and grouped.rotary_key is None and not grouped.any_rotary_share:
         return 1.0  # transformers ignores another share, or fails, by rope_type
     sections = (reader, reader.section("rope_parameters"), reader.section("rope_scaling"))
     said = [one.optional_number("partial_rotary_factor", above=0.0, at_most=1.0) for one in sections if one is not None]
@@ -152,7 +166,9 @@ def _read_qk_norm(reader: ConfigReader, grouped: Grouped) -> Literal["head", "wh
     return grouped.qk_norm
 
 
-def _read_windows(reader: ConfigReader, grouped: Grouped, num_layers: int) -> tuple[int | None, ...]:
+def _read_windows(
+    reader: ConfigReader, grouped: Grouped, num_layers: int, max_positions: int
+) -> tuple[int | None, ...]:
     """Return the window of each layer by `layer_types`, else by the family's rule; None for full attention."""
     kinds = reader.texts("layer_types")
     reader.expect("attn_type_list", [1] * num_layers, supported="1 for every layer, full attention")
@@ -163,7 +179,7 @@ def _read_windows(reader: ConfigReader, grouped: Grouped, num_layers: int) -> tu
         window = reader.size("sliding_window", default=grouped.window, null=0)
         kind = _WINDOW if window else _FULL
         reader.expect("layer_types", [kind] * num_layers, supported=f'"{kind}" for every layer')
-        return (window or None,) * num_layers
+        return (window if 0 < window < max_positions else None,) * num_layers
     if grouped.windows in ("none", "off") or (grouped.windows == "optional" and not _uses_windows(reader)):
         reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
         return (None,) * num_layers

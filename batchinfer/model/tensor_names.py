@@ -160,7 +160,8 @@ def _expected_layer(config: ModelConfig, layer: int) -> Tensors:
     if config.is_moe_layer(layer):
         yield from _expected_moe(config, f"{prefix}.mlp", layer)
     else:
-        yield from _expected_mlp(f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias)
+        joined = config.has_joined_mlp
+        yield from _expected_mlp(f"{prefix}.mlp", hidden, config.intermediate_size, config.mlp_bias, joined=joined)
 
 
 def _expected_moe(config: ModelConfig, prefix: str, layer: int) -> Tensors:
@@ -181,9 +182,12 @@ def _expected_moe(config: ModelConfig, prefix: str, layer: int) -> Tensors:
         )
 
 
-def _expected_mlp(prefix: str, hidden: int, width: int, bias: bool) -> Tensors:
-    yield from linear_tensors(f"{prefix}.gate_proj", width, hidden, bias=bias)
-    yield from linear_tensors(f"{prefix}.up_proj", width, hidden, bias=bias)
+def _expected_mlp(prefix: str, hidden: int, width: int, bias: bool, *, joined: bool = False) -> Tensors:
+    if joined:
+        yield from linear_tensors(f"{prefix}.gate_up_proj", 2 * width, hidden, bias=bias)
+    else:
+        yield from linear_tensors(f"{prefix}.gate_proj", width, hidden, bias=bias)
+        yield from linear_tensors(f"{prefix}.up_proj", width, hidden, bias=bias)
     yield from linear_tensors(f"{prefix}.down_proj", hidden, width, bias=bias)
 
 

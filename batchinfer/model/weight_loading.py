@@ -39,7 +39,7 @@ from batchinfer.model.weights import (
     StreamWeights,
 )
 from batchinfer.records import ModelError
-from batchinfer_kernels.reference.block_scaled import BlockScaled, stack
+from batchinfer_kernels.reference.block_scaled import BLOCK, BlockScaled, stack
 from batchinfer_kernels.reference.fp4 import Fp4Scaled
 from batchinfer_kernels.reference.group_scaled import GroupScaled
 from batchinfer_kernels.weight_format import Weight, WeightFormat, format_of
@@ -324,6 +324,8 @@ class WeightLoader:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def _mlp(self, prefix: str) -> MlpWeights:
+        if self.config.has_joined_mlp:
+            return self._joined_mlp(prefix)
         width = _filled(self._stored.shape(f"{prefix}.gate_proj.weight")[0], self._narrow_format)
         gate, up, down = (f"{prefix}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
         has_bias = any(f"{name}.bias" in self.checkpoint for name in (gate, up, down))
@@ -332,6 +334,19 @@ class WeightLoader:
             gate_up=self.projection(gate, up, num_rows=width, is_paired=is_plain),
             down=self.projection(down, num_columns=width),
         )
+
+    def _joined_mlp(self, prefix: str) -> MlpWeights:
+        """Read an MLP without biases whose gate and up are one tensor, cut at its middle."""
+        name, form = f"{prefix}.gate_up_proj.weight", self._narrow_format
+        num_rows, hidden = self._stored.shape(name)
+        each, width = num_rows // 2, _filled(num_rows // 2, form)
+        whole = self._part(name, form)
+        if not isinstance(whole, torch.Tensor | BlockScaled) or (isinstance(whole, BlockScaled) and each % BLOCK):
+            whole = self._stored.read(name, self.dtype)
+        cut = whole.rows if isinstance(whole, BlockScaled) else lambda start, stop: whole[start:stop]
+        held = form.empty(1, 2 * width, hidden, is_paired=True, memory=self._empty)
+        form.put(held, 0, cut(0, each), cut(each, num_rows))
+        return MlpWeights(Projection(held[0], None), self.projection(f"{prefix}.down_proj", num_columns=width))
 
     def projection(
         self, *prefixes: str, num_rows: int | None = None, num_columns: int | None = None, is_paired: bool = False

@@ -217,6 +217,59 @@ SEED_OSS = {
     "tie_word_embeddings": False,
     "vocab_size": 155136,
 }
+PHI3 = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "embd_pdrop": 0.0,
+    "eos_token_id": 32000,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 4096,
+    "model_type": "phi3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "original_max_position_embeddings": 4096,
+    "resid_pdrop": 0.0,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": 2047,
+    "tie_word_embeddings": False,
+    "vocab_size": 32064,
+}
+PHI3_LONG = PHI3 | {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {"long_factor": [1.0 + pair for pair in range(48)], "short_factor": [1.0] * 48, "type": "longrope"},
+    "sliding_window": 262144,
+}
+PHI4_MINI = PHI3_LONG | {
+    "eos_token_id": 199999,
+    "full_attn_mod": 1,
+    "interpolate_factor": 1,
+    "lm_head_bias": False,
+    "mlp_bias": False,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
+PHI4 = PHI3 | {
+    "eos_token_id": 100265,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "max_position_embeddings": 16384,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "original_max_position_embeddings": 16384,
+    "rope_theta": 250000,
+    "sliding_window": None,
+    "vocab_size": 100352,
+}
 PUBLISHED = {
     "qwen3-0.6b": (
         QWEN3
@@ -262,10 +315,21 @@ PUBLISHED = {
     "mistral-nemo": (MISTRAL_NEMO, {"head_dim": 128, "max_positions": 131072}, 163_840),
     "mixtral-8x7b": (MIXTRAL, {"num_moe_layers": 32, "moe_intermediate_size": 14336, "n_routed_experts": 8}, 131_072),
     "seed-oss-36b": (SEED_OSS, {"qkv_bias": True, "out_bias": False}, 262_144),
+    "phi-3-mini-4k": (PHI3, {"windows": (2047,) * 32, "head_dim": 96, "qkv_bias": False}, 393_216),
+    "phi-3.5-mini": (PHI3_LONG, {"windows": (None,) * 32, "has_longrope": True}, 393_216),
+    "phi-4": (PHI4, {"head_dim": 128, "windows": (None,) * 40, "max_positions": 16384}, 204_800),
+    "phi-4-mini": (PHI4_MINI, {"rotary_dim": 96, "head_dim": 128, "tie_word_embeddings": True}, 131_072),
     # pages of layers with windows are kept whole: twice what the others' would take
     "gpt-oss-120b": (GPT_OSS, {"has_sinks": True, "windows": (128, None) * 18, "has_fp4_experts": True}, 2 * 36_864),
     "gpt-oss-20b": (GPT_OSS_20B, {"windows": (128, None) * 12, "n_routed_experts": 32}, 2 * 24_576),
 }
+
+
+def long_rope(**changes):
+    """Phi-3's config with other factors of its pairs."""
+    return PHI3_LONG | {"rope_scaling": PHI3_LONG["rope_scaling"] | changes}
+
+
 REFUSED = {
     "qwen3-moe-with-windows": (QWEN3_MOE | {"use_sliding_window": True}, ["use_sliding_window is true", "false for"]),
     "llama3-of-another-window": (
@@ -308,6 +372,18 @@ REFUSED = {
     ),
     "mixtral-not-normed": (MIXTRAL | {"norm_topk_prob": False}, ["norm_topk_prob is false", "true for"]),
     "seed-oss-with-a-biased-output": (SEED_OSS | {"attention_out_bias": True}, ["attention_out_bias is true"]),
+    "phi3-with-biases": (PHI3 | {"attention_bias": True}, ["attention_bias is true", "false for this model_type"]),
+    "phi3-of-yarn": (long_rope(type="yarn"), ['rope_scaling.rope_type is "yarn"', '"longrope"']),
+    "phi3-without-factors": (long_rope(short_factor=None), ["rope_scaling.short_factor is null", "one per rotary pair"]),
+    "phi3-of-zeros": (long_rope(long_factor=[0.0] * 48), ["rope_scaling.long_factor is [0.0", "above 0"]),
+    "phi3-of-unequal-lists": (long_rope(short_factor=[1.0] * 47), ['"48 numbers"', "as many as short_factor has: 47"]),
+    "phi3-of-more-pairs": (PHI3_LONG | {"partial_rotary_factor": 0.5}, ["rope_scaling.long_factor", "24 numbers"]),
+    "phi3-of-two-scales": (long_rope(long_mscale=1.2), ["rope_scaling.long_mscale is 1.2"]),
+    "phi3-of-two-lengths": (
+        long_rope(original_max_position_embeddings=8192),
+        ["rope_scaling.original_max_position_embeddings is 8192", "4096, as outside"],
+    ),
+    "phi4-mini-interpolated": (PHI4_MINI | {"interpolate_factor": 2}, ["interpolate_factor is 2"]),
     "gpt-oss-without-window": (GPT_OSS | {"sliding_window": None}, ["sliding_window is missing"]),
     # transformers takes YaRN with a factor of 32 then
     "gpt-oss-without-yarn": (GPT_OSS | {"rope_scaling": None}, ["rope_parameters is null", "as rope_scaling"]),
@@ -369,15 +445,28 @@ def test_angles_of_gpt_oss_are_scaled_as_published(tmp_path):
     assert rope.cos_sin_scale == pytest.approx(1.3466, abs=1e-4)
 
 
+def test_long_factors_count_where_the_window_is_longer_than_the_original_one(tmp_path):
+    rope = load(tmp_path, PHI3_LONG).attention.rope
+    assert rope.pair_factors == tuple(PHI3_LONG["rope_scaling"]["long_factor"])
+    assert rope.cos_sin_scale == pytest.approx(1.1902, abs=1e-4)
+    rope = load(tmp_path, PHI3_LONG | {"max_position_embeddings": 4096}).attention.rope
+    assert (rope.pair_factors, rope.cos_sin_scale) == ((1.0,) * 48, 1.0)
+    rope = load(tmp_path, long_rope(attention_factor=1.25) | {"max_position_embeddings": 4096}).attention.rope
+    assert (rope.pair_factors, rope.cos_sin_scale) == ((1.0,) * 48, 1.25)
+    assert load(tmp_path, long_rope(type="su")).attention.rope == load(tmp_path, PHI3_LONG).attention.rope
+
+
 def test_a_missing_window_is_that_of_transformers(tmp_path):
-    for values in (MISTRAL, MIXTRAL):
+    for values in (MISTRAL, MIXTRAL, PHI3):
         config = load(tmp_path, {key: value for key, value in values.items() if key != "sliding_window"})
         theirs = AutoConfig.for_model(values["model_type"]).sliding_window
         assert set(config.attention.windows) == {theirs}
 
 
 @pytest.mark.parametrize(
-    "values", [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS], ids=lambda values: values["model_type"]
+    "values",
+    [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS, PHI3],
+    ids=lambda values: values["model_type"],
 )
 def test_keys_that_are_missing_have_the_values_of_transformers(tmp_path, values):
     absent = ("rms_norm_eps", "rope_theta")

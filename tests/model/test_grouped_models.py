@@ -284,6 +284,19 @@ def test_fp4_is_refused_where_experts_are_not_stored_so(folders, tmp_path):
     assert not (tmp_path / "made").exists()
 
 
+def test_a_plan_says_that_the_long_factors_count(tmp_path):
+    write_shard(tmp_path / "prompts" / "a.parquet", {"ids": pa.array([[5, 6, 7]], pa.list_(pa.int32()))})
+    for name, says in (("phi3-long", True), ("phi3-short", False)):
+        make_checkpoint(tmp_path / name, name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(RANDOM_MODEL / file, tmp_path / name / file)
+        ids = {"prompt": None, "token_ids": "ids"}
+        job = write_job(tmp_path, input=ids, model={"path": name}, output={"dir": f"of-{name}"})
+        ended = batchinfer("plan", job)
+        assert ended.code == 0, ended.err
+        assert ("the angles of all requests are by long_factor" in ended.err) == says
+
+
 @pytest.mark.parametrize("name", GROUPED_MODELS)
 def test_weights_take_what_their_tensors_take(name, tmp_path):
     make_checkpoint(tmp_path, name)

@@ -43,6 +43,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -129,6 +131,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.0, 2.7, 9.5]}
 
 # name -> (family, what differs from its base)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -271,6 +275,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3-dense": ("mistral3_dense", {"sliding_window": None}),
     "seed-oss": ("seed_oss", {"mlp_bias": True}),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}),
+    "phi3": ("phi3", {"sliding_window": 40, "num_key_value_heads": 6, "tie_word_embeddings": True}),
+    "phi3-long": (
+        "phi3",
+        {"max_position_embeddings": 512, "original_max_position_embeddings": 16, "head_dim": 10, "hidden_size": 60}
+        | {"rope_parameters": LONGROPE, "partial_rotary_factor": 0.6},
+    ),
+    "phi3-short": (
+        "phi3",
+        {"original_max_position_embeddings": 512, "head_dim": 10, "hidden_size": 60, "sliding_window": 512}
+        | {"rope_parameters": LONGROPE | {"factor": 4.0}, "partial_rotary_factor": 0.6},
+    ),
     "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
 _MISTRAL3_TEXT = {"mistral3": "mistral4", "mistral3_dense": "mistral"}  # the family of the language model
@@ -300,10 +315,12 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
 }
 _BASES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
     **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss"), GQA),
+    "phi3": GQA | {"head_dim": 8, "hidden_size": 48, "pad_token_id": None},
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
     "youtu": {key: value for key, value in BASE.items() if key not in _MOE_KEYS}
     | {"bos_token_id": 0, "eos_token_id": 1},
