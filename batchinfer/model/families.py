@@ -39,6 +39,7 @@ class Grouped:
     rotary_key: str | None = None  # the key with the number of values that are rotated
     needs_rope: bool = False  # config.json must have rope_parameters or rope_scaling
     has_longrope: bool = False  # the only rope_type other than the default
+    has_nope: bool = False  # in some layers nothing is rotated (NoPE): no_rope_layers, else every fourth one
     joined_qkv: bool = False  # queries, keys and values are one tensor in files
 
 
@@ -185,6 +186,14 @@ FAMILIES: dict[str, Family] = {
         expert_width="intermediate_size",
         fixed={"mlp_bias": False, "norm_topk_prob": True, "attention_bias": False},
         grouped=Grouped(windows="every"),
+    ),
+    "smollm3": Family(
+        ("SmolLM3ForCausalLM",),
+        rope_theta=2000000.0,
+        has_experts=False,
+        ties_embeddings=True,
+        fixed={},
+        grouped=Grouped(windows="off", has_nope=True),
     ),
     "phi3": Family(
         ("Phi3ForCausalLM",),

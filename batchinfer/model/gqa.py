@@ -42,7 +42,10 @@ class GroupedAttention:
         weights = self.weights
         x_TD = normed(self.ops, hidden_TD, self.norm_D, self.eps, weights.qkv.weight)
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        new = NewHeads(*heads, weights.q_norm, weights.k_norm, self.eps, step.cos, step.sin, pages, step.slots)
+        cos, sin = step.cos, step.sin
+        if self.layer in self.config.nope_layers:
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        new = NewHeads(*heads, weights.q_norm, weights.k_norm, self.eps, cos, sin, pages, step.slots)
         q_THA: torch.Tensor = self.ops.gqa_rope_and_cache(self.ops.linear(x_TD, *weights.qkv), new)
         copy_in_pages(self.ops, step, pages)
         return q_THA if rows_S is None else q_THA[rows_S]

@@ -10,6 +10,7 @@ from batchinfer.model.mla_config import read_flag
 from batchinfer.model.rope_config import read_rope
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"  # layer_types
+_NOPE_INTERVAL = 4  # of layers without rotation, where config.json does not say it
 _SCALE_BYTES, _TILE = 4, 128  # of pages in FP8: bytes of a scale, and values that share it
 
 
@@ -28,6 +29,7 @@ class GqaConfig(AttentionConfig):
     has_sinks: bool  # a score per head without a value
     windows: tuple[int | None, ...]  # of each layer: keys that a query sees, its own included; None: all
     joined_qkv: bool = False  # queries, keys and values are one tensor in files
+    nope_layers: frozenset[int] = frozenset()  # layers in which nothing is rotated
 
     @property
     def qkv_width(self) -> int:
@@ -142,6 +144,7 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
         has_sinks=grouped.has_sinks,
         windows=_read_windows(reader, grouped, num_layers, max_positions),
         joined_qkv=grouped.joined_qkv,
+        nope_layers=_read_nope_layers(reader, num_layers) if grouped.has_nope else frozenset(),
     )
 
 
@@ -164,6 +167,17 @@ def _read_qk_norm(reader: ConfigReader, grouped: Grouped) -> Literal["head", "wh
     for key, value in grouped.norm_notes:
         reader.expect(key, value, supported=f'"{value}" for this model_type')
     return grouped.qk_norm
+
+
+def _read_nope_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
+    """Return the layers without rotation: those with 0 in `no_rope_layers`, else every n-th one."""
+    interval = reader.size("no_rope_layer_interval", default=_NOPE_INTERVAL)
+    if not reader.has("no_rope_layers"):
+        return frozenset(range(interval - 1, num_layers, interval))
+    rotates = reader.numbers("no_rope_layers", whole=True)
+    if len(rotates) != num_layers or not {0, 1}.issuperset(rotates):
+        raise reader.unsupported("no_rope_layers", rotates, f"0 or 1 for each of {num_layers} layers")
+    return frozenset(layer for layer, one in enumerate(rotates) if not one)
 
 
 def _read_windows(

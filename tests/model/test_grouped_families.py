@@ -217,6 +217,32 @@ SEED_OSS = {
     "tie_word_embeddings": False,
     "vocab_size": 155136,
 }
+SMOLLM3 = {
+    "architectures": ["SmolLM3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 128012,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36,
+    "max_position_embeddings": 65536,
+    "max_window_layers": 28,
+    "mlp_bias": False,
+    "model_type": "smollm3",
+    "no_rope_layer_interval": 4,
+    "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "vocab_size": 128256,
+}
 PHI3 = {
     "architectures": ["Phi3ForCausalLM"],
     "attention_bias": False,
@@ -270,6 +296,7 @@ PHI4 = PHI3 | {
     "sliding_window": None,
     "vocab_size": 100352,
 }
+EVERY_FOURTH = frozenset(range(3, 36, 4))
 PUBLISHED = {
     "qwen3-0.6b": (
         QWEN3
@@ -315,6 +342,8 @@ PUBLISHED = {
     "mistral-nemo": (MISTRAL_NEMO, {"head_dim": 128, "max_positions": 131072}, 163_840),
     "mixtral-8x7b": (MIXTRAL, {"num_moe_layers": 32, "moe_intermediate_size": 14336, "n_routed_experts": 8}, 131_072),
     "seed-oss-36b": (SEED_OSS, {"qkv_bias": True, "out_bias": False}, 262_144),
+    "smollm3-3b": (SMOLLM3, {"nope_layers": EVERY_FOURTH, "tie_word_embeddings": True, "head_dim": 128}, 73_728),
+    "smollm3-says-nothing": (SMOLLM3 | {"no_rope_layers": None}, {"nope_layers": EVERY_FOURTH}, 73_728),
     "phi-3-mini-4k": (PHI3, {"windows": (2047,) * 32, "head_dim": 96, "qkv_bias": False}, 393_216),
     "phi-3.5-mini": (PHI3_LONG, {"windows": (None,) * 32, "has_longrope": True}, 393_216),
     "phi-4": (PHI4, {"head_dim": 128, "windows": (None,) * 40, "max_positions": 16384}, 204_800),
@@ -372,6 +401,9 @@ REFUSED = {
     ),
     "mixtral-not-normed": (MIXTRAL | {"norm_topk_prob": False}, ["norm_topk_prob is false", "true for"]),
     "seed-oss-with-a-biased-output": (SEED_OSS | {"attention_out_bias": True}, ["attention_out_bias is true"]),
+    "smollm3-with-windows": (SMOLLM3 | {"use_sliding_window": True}, ["use_sliding_window is true", "false for"]),
+    "smollm3-of-fewer-layers": (SMOLLM3 | {"no_rope_layers": [1, 0]}, ["no_rope_layers is [1, 0]", "each of 36"]),
+    "llama-without-rope": (LLAMA | {"no_rope_layers": [1, 0] * 16}, ["no_rope_layers is [1", "changes what"]),
     "phi3-with-biases": (PHI3 | {"attention_bias": True}, ["attention_bias is true", "false for this model_type"]),
     "phi3-of-yarn": (long_rope(type="yarn"), ['rope_scaling.rope_type is "yarn"', '"longrope"']),
     "phi3-without-factors": (long_rope(short_factor=None), ["rope_scaling.short_factor is null", "one per rotary pair"]),
@@ -465,7 +497,7 @@ def test_a_missing_window_is_that_of_transformers(tmp_path):
 
 @pytest.mark.parametrize(
     "values",
-    [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS, PHI3],
+    [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS, PHI3, SMOLLM3],
     ids=lambda values: values["model_type"],
 )
 def test_keys_that_are_missing_have_the_values_of_transformers(tmp_path, values):

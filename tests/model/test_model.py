@@ -37,6 +37,7 @@ INVARIANT_MODELS = (
     "qwen3-moe-normed",
     "llama-biased",
     "mistral-windows",
+    "smollm3",
     "minimax-m2",
     "gpt-oss",
 )

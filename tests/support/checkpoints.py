@@ -55,6 +55,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     YoutuConfig,
     YoutuForCausalLM,
 )
@@ -275,6 +277,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3-dense": ("mistral3_dense", {"sliding_window": None}),
     "seed-oss": ("seed_oss", {"mlp_bias": True}),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 4}),
+    "smollm3-yarn": (
+        "smollm3",
+        {"no_rope_layers": [0, 1, 0], "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
+        | {"rope_parameters": YARN},
+    ),
     "phi3": ("phi3", {"sliding_window": 40, "num_key_value_heads": 6, "tie_word_embeddings": True}),
     "phi3-long": (
         "phi3",
@@ -316,10 +324,12 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 _BASES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
     **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss"), GQA),
+    "smollm3": GQA | {"pad_token_id": None},
     "phi3": GQA | {"head_dim": 8, "hidden_size": 48, "pad_token_id": None},
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
     "youtu": {key: value for key, value in BASE.items() if key not in _MOE_KEYS}
