@@ -91,6 +91,11 @@ class ModelConfig:
         """Whether gate and up of dense layers are one tensor in files."""
         return FAMILIES[self.family].joined_mlp
 
+    @property
+    def has_shared_gate(self) -> bool:
+        """Whether the shared expert's result is times the sigmoid of a product."""
+        return FAMILIES[self.family].has_shared_gate
+
     def is_moe_layer(self, layer: int) -> bool:
         """Return whether this layer routes to experts (otherwise it has one dense MLP)."""
         return self.n_routed_experts > 0 and layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0

@@ -28,6 +28,7 @@ class Grouped:
     norm_default: bool = False
     norm_notes: tuple[tuple[str, str], ...] = ()  # keys about the norm, and their only value
     attention_bias: bool = False
+    bias_key: str = "attention_bias"
     biased_output: bool = True  # the bias is of the output, too
     has_sinks: bool = False
     # use_sliding_window turns optional ones on; "off": it may not, as transformers and published keys name other layers
@@ -56,6 +57,7 @@ class Family:
     has_plain_gate: bool = False  # without groups and factor: n_group, topk_group and routed_scaling_factor may be 1
     rms_norm_eps: float = 1e-6  # where config.json has none, as in transformers
     rope_theta: float = 10000.0  # likewise
+    has_shared_gate: bool = False  # the shared expert's result is times the sigmoid of a product, its width is a key
     has_expert_biases: bool = False  # of experts and router, and clamped SwiGLU
     expert_width: str = "moe_intermediate_size"  # the key of the experts' width
     num_dense_layers: int = 0  # first_k_dense_replace
@@ -120,6 +122,16 @@ FAMILIES: dict[str, Family] = {
         routed_scaling_factor=1.0,
         has_plain_gate=True,
         grouped=Grouped(qk_norm="head", windows="off"),
+    ),
+    "qwen2_moe": Family(
+        ("Qwen2MoeForCausalLM",),
+        topk_methods=("greedy",),
+        scoring_func="softmax",
+        norm_topk_prob=False,
+        routed_scaling_factor=1.0,
+        has_plain_gate=True,
+        has_shared_gate=True,
+        grouped=Grouped(attention_bias=True, bias_key="qkv_bias", biased_output=False, windows="off"),
     ),
     "glm4_moe": Family(
         ("Glm4MoeForCausalLM",),

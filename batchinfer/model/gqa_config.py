@@ -126,7 +126,7 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
     if rotated % 2 or not 0 < rotated <= head_dim:
         supported = f"a share of head_dim = {head_dim} that is an even number of values"
         raise reader.unsupported("partial_rotary_factor", share, supported)
-    has_bias = read_flag(reader, family, "attention_bias", default=grouped.attention_bias)
+    has_bias = read_flag(reader, family, grouped.bias_key, default=grouped.attention_bias)
     rope = read_rope(reader, family, max_positions, share)
     if rope.pair_factors and len(rope.pair_factors) != rotated // 2:
         section = next(key for key in ("rope_parameters", "rope_scaling") if reader.section(key) is not None)

@@ -176,6 +176,8 @@ def _expected_moe(config: ModelConfig, prefix: str, layer: int) -> Tensors:
         yield f"{prefix}.gate.bias", (config.n_routed_experts,)
     for expert in range(config.n_routed_experts):
         yield from _expected_mlp(f"{prefix}.experts.{expert}", hidden, width, bias=has_biases)
+    if config.has_shared_gate:
+        yield f"{prefix}.shared_expert_gate.weight", (1, hidden)
     if config.n_shared_experts:
         yield from _expected_mlp(
             f"{prefix}.shared_experts", hidden, width * config.n_shared_experts, bias=config.mlp_bias

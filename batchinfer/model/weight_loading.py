@@ -280,6 +280,7 @@ class WeightLoader:
             gate_up_EFD=form.empty(num_held, 2 * width, hidden, is_paired=True, memory=self._empty),
             down_EDF=form.empty(num_held, hidden, width, memory=self._empty),
             shared=self._mlp(f"{prefix}.shared_experts") if self.config.n_shared_experts else None,
+            shared_gate_1D=self.router(f"{prefix}.shared_expert_gate.weight") if self.config.has_shared_gate else None,
             gate_up_bias_EF=self._empty((num_held, 2 * width), self.dtype).zero_() if has_biases else None,
             down_bias_ED=self._empty((num_held, hidden), self.dtype) if has_biases else None,
             experts_VK=self._experts_by_token(f"{prefix}.gate.tid2eid"),

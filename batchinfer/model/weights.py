@@ -137,6 +137,7 @@ class MoeWeights:
     shared: MlpWeights | None
     gate_up_bias_EF: torch.Tensor | None = None  # [held, 2 * F]
     down_bias_ED: torch.Tensor | None = None  # [held, D]
+    shared_gate_1D: Any = None  # in float32, of the shared expert's factor; None: it has none
     experts_VK: torch.Tensor | None = None  # [vocabulary, experts per token] int64 of a layer that chooses by token
 
 

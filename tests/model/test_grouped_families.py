@@ -217,6 +217,29 @@ SEED_OSS = {
     "tie_word_embeddings": False,
     "vocab_size": 155136,
 }
+QWEN2_MOE = QWEN2 | {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151643,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "max_position_embeddings": 8192,
+    "max_window_layers": 21,
+    "mlp_only_layers": [],
+    "model_type": "qwen2_moe",
+    "moe_intermediate_size": 1408,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 16,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 5632,
+    "sliding_window": 32768,
+    "vocab_size": 151936,
+}
 SMOLLM3 = {
     "architectures": ["SmolLM3ForCausalLM"],
     "attention_bias": False,
@@ -342,6 +365,19 @@ PUBLISHED = {
     "mistral-nemo": (MISTRAL_NEMO, {"head_dim": 128, "max_positions": 131072}, 163_840),
     "mixtral-8x7b": (MIXTRAL, {"num_moe_layers": 32, "moe_intermediate_size": 14336, "n_routed_experts": 8}, 131_072),
     "seed-oss-36b": (SEED_OSS, {"qkv_bias": True, "out_bias": False}, 262_144),
+    "qwen1.5-moe-a2.7b": (
+        QWEN2_MOE,
+        {"qkv_bias": True, "out_bias": False, "n_shared_experts": 4, "norm_topk_prob": False, "num_moe_layers": 24},
+        196_608,
+    ),
+    "qwen2-57b-a14b": (
+        QWEN2_MOE
+        | {"hidden_size": 3584, "intermediate_size": 18944, "moe_intermediate_size": 2560, "num_hidden_layers": 28}
+        | {"num_attention_heads": 28, "num_key_value_heads": 4, "num_experts": 64, "num_experts_per_tok": 8}
+        | {"shared_expert_intermediate_size": 20480},
+        {"n_shared_experts": 8, "n_routed_experts": 64, "topk_method": "greedy", "norm_topk_prob": False},
+        57_344,
+    ),
     "smollm3-3b": (SMOLLM3, {"nope_layers": EVERY_FOURTH, "tie_word_embeddings": True, "head_dim": 128}, 73_728),
     "smollm3-says-nothing": (SMOLLM3 | {"no_rope_layers": None}, {"nope_layers": EVERY_FOURTH}, 73_728),
     "phi-3-mini-4k": (PHI3, {"windows": (2047,) * 32, "head_dim": 96, "qkv_bias": False}, 393_216),
@@ -401,6 +437,12 @@ REFUSED = {
     ),
     "mixtral-not-normed": (MIXTRAL | {"norm_topk_prob": False}, ["norm_topk_prob is false", "true for"]),
     "seed-oss-with-a-biased-output": (SEED_OSS | {"attention_out_bias": True}, ["attention_out_bias is true"]),
+    "qwen2-moe-of-another-width": (
+        QWEN2_MOE | {"shared_expert_intermediate_size": 2000},
+        ["shared_expert_intermediate_size is 2000", "a multiple of moe_intermediate_size = 1408"],
+    ),
+    "qwen2-moe-with-dense-layers": (QWEN2_MOE | {"mlp_only_layers": [0]}, ["mlp_only_layers is [0]"]),
+    "qwen2-moe-with-windows": (QWEN2_MOE | {"use_sliding_window": True}, ["use_sliding_window is true", "false for"]),
     "smollm3-with-windows": (SMOLLM3 | {"use_sliding_window": True}, ["use_sliding_window is true", "false for"]),
     "smollm3-of-fewer-layers": (SMOLLM3 | {"no_rope_layers": [1, 0]}, ["no_rope_layers is [1, 0]", "each of 36"]),
     "llama-without-rope": (LLAMA | {"no_rope_layers": [1, 0] * 16}, ["no_rope_layers is [1", "changes what"]),
@@ -497,7 +539,7 @@ def test_a_missing_window_is_that_of_transformers(tmp_path):
 
 @pytest.mark.parametrize(
     "values",
-    [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS, PHI3, SMOLLM3],
+    [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS, PHI3, SMOLLM3, QWEN2_MOE],
     ids=lambda values: values["model_type"],
 )
 def test_keys_that_are_missing_have_the_values_of_transformers(tmp_path, values):

@@ -163,7 +163,11 @@ def test_narrower_dtypes_end_well(folders, name, dtype):
     assert sum(ours[0] == theirs[0] for ours, theirs in zip(tokens, expected(folder), strict=True)) >= least
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", pytest.param("qwen3-moe", marks=pytest.mark.all)])  # the other has more
+@pytest.mark.parametrize(
+    "name",
+    # make test: the first has more
+    ["gpt-oss", *(pytest.param(name, marks=pytest.mark.all) for name in ("qwen3-moe", "qwen2-moe"))],
+)
 def test_a_converted_model_gives_the_same_answers_on_two_ranks(folders, name):
     folder = folders(name)
     shutil.rmtree(folder / "converted", ignore_errors=True)

@@ -38,6 +38,7 @@ INVARIANT_MODELS = (
     "llama-biased",
     "mistral-windows",
     "smollm3",
+    "qwen2-moe",
     "minimax-m2",
     "gpt-oss",
 )

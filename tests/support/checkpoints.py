@@ -49,6 +49,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -277,6 +279,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral3-dense": ("mistral3_dense", {"sliding_window": None}),
     "seed-oss": ("seed_oss", {"mlp_bias": True}),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}),
+    "qwen2-moe": ("qwen2_moe", GQA_EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "qwen2-moe-normed": (
+        "qwen2_moe",
+        GQA_EXPERTS | {"shared_expert_intermediate_size": 24, "norm_topk_prob": True, "qkv_bias": False},
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "smollm3-yarn": (
         "smollm3",
@@ -324,11 +331,12 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 _BASES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
-    **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss"), GQA),
+    **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss", "qwen2_moe"), GQA),
     "smollm3": GQA | {"pad_token_id": None},
     "phi3": GQA | {"head_dim": 8, "hidden_size": 48, "pad_token_id": None},
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
