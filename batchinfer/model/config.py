@@ -6,6 +6,7 @@ The families of families.py are understood, each as written by the original rele
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from batchinfer.config.model_folder import MISTRAL, cached_names, config_file
 from batchinfer.config.spelling import did_you_mean
@@ -41,6 +42,8 @@ class ModelConfig:
     attention: AttentionConfig
     max_position_embeddings: int
     rms_norm_eps: float
+    embedding_scale: float
+    logit_scale: float
     mlp_bias: bool
     tie_word_embeddings: bool
     eos_token_ids: tuple[int, ...]
@@ -203,7 +206,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         num_hidden_layers=layers,
         attention=_read_attention(reader, family, layers, max_positions),
         max_position_embeddings=max_positions,
-        rms_norm_eps=reader.number("rms_norm_eps", family.rms_norm_eps, above=0.0, at_most=1.0),
+        **_read_scales(reader, family),
         mlp_bias=read_flag(reader, family, "mlp_bias", default=False),
         tie_word_embeddings=reader.flag("tie_word_embeddings", default=family.ties_embeddings),
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
@@ -217,6 +220,20 @@ def load_model_config(folder: Path) -> ModelConfig:
     _check_mlp_types(reader, config)
     parts = [reader, *([outer] if outer is not reader else []), *([quantization] if quantization is not None else [])]
     return replace(config, unknown_keys=tuple(key for part in parts for key in judge_unread_keys(part)))
+
+
+def _read_scales(reader: ConfigReader, family: Family) -> dict[str, Any]:
+    """Return the epsilon of norms, and factors on embeddings and logits.
+
+    A factor m on all that sublayers add to the residual is left out: the residual is m times smaller instead. So is its
+    first value, and norms, which divide it by the root of its mean square, have an epsilon that is m² times smaller.
+    """
+    eps = reader.number("rms_norm_eps", family.rms_norm_eps, above=0.0, at_most=1.0)
+    keys = "residual_multiplier", "embedding_multiplier", "logits_scaling"
+    residual, embedding, logits = (
+        reader.number(key, 1.0, above=0.0) if family.has_multipliers else 1.0 for key in keys
+    )
+    return {"rms_norm_eps": eps / residual**2, "embedding_scale": embedding / residual, "logit_scale": 1 / logits}
 
 
 def _read_attention(reader: ConfigReader, family: Family, num_layers: int, max_positions: int) -> AttentionConfig:

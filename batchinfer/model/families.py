@@ -62,6 +62,7 @@ class Family:
     expert_width: str = "moe_intermediate_size"  # the key of the experts' width
     num_dense_layers: int = 0  # first_k_dense_replace
     has_experts: bool = True
+    has_multipliers: bool = False  # of embeddings, attention scores, sublayers' results and logits
     joined_mlp: bool = False  # gate and up of dense layers are one tensor in files
     ties_embeddings: bool = False  # tie_word_embeddings
     grouped: Grouped | None = None  # None: latent attention
@@ -207,6 +208,7 @@ FAMILIES: dict[str, Family] = {
         fixed={},
         grouped=Grouped(windows="off", has_nope=True),
     ),
+    "granite": Family(("GraniteForCausalLM",), has_experts=False, has_multipliers=True, grouped=Grouped(), fixed={}),
     "phi3": Family(
         ("Phi3ForCausalLM",),
         rms_norm_eps=1e-5,

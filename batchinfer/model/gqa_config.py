@@ -30,6 +30,7 @@ class GqaConfig(AttentionConfig):
     windows: tuple[int | None, ...]  # of each layer: keys that a query sees, its own included; None: all
     joined_qkv: bool = False  # queries, keys and values are one tensor in files
     nope_layers: frozenset[int] = frozenset()  # layers in which nothing is rotated
+    score_factor: float | None = None  # on query · key; None: by head_dim
 
     @property
     def qkv_width(self) -> int:
@@ -63,7 +64,7 @@ class GqaConfig(AttentionConfig):
     @property
     def softmax_scale(self) -> float:
         """Factor on query · key; in these families YaRN's mscale_all_dim changes cos and sin alone."""
-        return self.head_dim**-0.5
+        return self.head_dim**-0.5 if self.score_factor is None else self.score_factor
 
     @property
     def full_share(self) -> float:
@@ -145,6 +146,7 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
         windows=_read_windows(reader, grouped, num_layers, max_positions),
         joined_qkv=grouped.joined_qkv,
         nope_layers=_read_nope_layers(reader, num_layers) if grouped.has_nope else frozenset(),
+        score_factor=reader.number("attention_multiplier", 1.0, above=0.0) if family.has_multipliers else None,
     )
 
 

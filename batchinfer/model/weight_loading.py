@@ -132,7 +132,10 @@ def read_ends(loader: WeightLoader) -> Ends:
             "config.json is true; set it to false if the model has this head of its own, else remove the tensor"
         )
     lm_head = loader.pack(embedding if is_tied else loader.source(HEAD))
-    return Ends(embedding, loader.tensor("model.norm.weight"), lm_head, loader.streams("model.hc_head"))
+    norm = loader.tensor("model.norm.weight")
+    if loader.config.logit_scale != 1:
+        norm = norm * loader.config.logit_scale
+    return Ends(embedding, norm, lm_head, loader.streams("model.hc_head"))
 
 
 def read_mtp(loader: WeightLoader) -> MtpWeights:

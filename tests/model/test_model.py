@@ -39,6 +39,7 @@ INVARIANT_MODELS = (
     "mistral-windows",
     "smollm3",
     "qwen2-moe",
+    "granite",
     "minimax-m2",
     "gpt-oss",
 )

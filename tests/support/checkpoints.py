@@ -29,6 +29,8 @@ from transformers import (
     GlmMoeDsaForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     Kimi_K25Config,
     Kimi_K25ForConditionalGeneration,
     LlamaConfig,
@@ -284,6 +286,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         GQA_EXPERTS | {"shared_expert_intermediate_size": 24, "norm_topk_prob": True, "qkv_bias": False},
     ),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 12.0, "attention_multiplier": 0.25, "residual_multiplier": 0.22, "logits_scaling": 8.0}
+        | {"tie_word_embeddings": True, "num_attention_heads": 4, "rms_norm_eps": 1e-3},
+    ),
+    "granite-biased": (
+        "granite",
+        {"embedding_multiplier": 0.3, "residual_multiplier": 1.7, "logits_scaling": 0.7, "attention_multiplier": 0.4}
+        | {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 4},
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "smollm3-yarn": (
         "smollm3",
@@ -332,11 +344,12 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 _BASES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
-    **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss", "qwen2_moe"), GQA),
+    **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss", "qwen2_moe", "granite"), GQA),
     "smollm3": GQA | {"pad_token_id": None},
     "phi3": GQA | {"head_dim": 8, "hidden_size": 48, "pad_token_id": None},
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
