@@ -33,7 +33,7 @@ _KINDS: dict[type[AttentionConfig], AttentionKind] = {
         weights=GqaWeights,
         unused_ops=(*LATENT, *_WITHOUT_ENTRIES),
         load=gqa.load,
-        build=gqa.GroupedAttention,
+        build=gqa.build,
         products=gqa.products,
         computations=gqa.computations,
     ),

@@ -25,8 +25,8 @@ from batchinfer.model.quantization import read_quantization
 from batchinfer.records import ConfigError, ModelError
 
 _MAX_LAYERS = 1000  # as MAX_EXPERTS
-# Of more tokens draws could not add up the weights exactly: MAX_TOKENS of the kernels. Published models have 163,840.
-MAX_VOCABULARY = 2**18
+# Of more tokens draws could not add up the weights exactly: MAX_TOKENS of the kernels. Published models have 262,208.
+MAX_VOCABULARY = 2**19 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,11 @@ class ModelConfig:
     embedding_scale: float
     logit_scale: float
     mlp_bias: bool
+    hidden_act: str  # of dense MLPs: "silu" or "gelu_pytorch_tanh"
     tie_word_embeddings: bool
+    norms_from_one: bool  # weights of norms are stored less 1, and 1 is added to them in float32
+    has_post_norms: bool  # of the results of attention and MLP, before they are added to the residual
+    scales_embedding: bool  # by the root of hidden_size
     eos_token_ids: tuple[int, ...]
     # mixture of experts; n_routed_experts is 0 exactly where all layers are dense
     n_routed_experts: int
@@ -187,11 +191,12 @@ def load_model_config(folder: Path) -> ModelConfig:
     carrier, reader, outer = _read_file(config_file(Path(folder)))
     name = _read_family(reader)
     family = FAMILIES[name]
-    reader.expect("hidden_act", "silu", supported='"silu"')
+    activation_key, activation = family.activation
+    reader.expect(activation_key, activation, supported=f'"{activation}"')
     layers = reader.size("num_hidden_layers", maximum=_MAX_LAYERS)
     moe = read_moe(reader, name, layers)
-    vocab_size = reader.size("vocab_size", maximum=MAX_VOCABULARY)
-    max_positions = reader.size("max_position_embeddings")
+    vocab_size = reader.size("vocab_size", default=family.defaults.get("vocab_size"), maximum=MAX_VOCABULARY)
+    max_positions = reader.size("max_position_embeddings", default=family.defaults.get("max_position_embeddings"))
     quantization = reader.section("quantization_config")
     stored = read_quantization(quantization)
     if family.compressed and quantization is not None:
@@ -208,7 +213,11 @@ def load_model_config(folder: Path) -> ModelConfig:
         max_position_embeddings=max_positions,
         **_read_scales(reader, family),
         mlp_bias=read_flag(reader, family, "mlp_bias", default=False),
+        hidden_act=activation,
         tie_word_embeddings=reader.flag("tie_word_embeddings", default=family.ties_embeddings),
+        norms_from_one=family.norms_from_one,
+        has_post_norms=family.has_post_norms,
+        scales_embedding=family.scales_embedding,
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
         **moe,
         hyper=read_hyper(reader) if family.compressed else None,

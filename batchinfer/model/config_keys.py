@@ -32,7 +32,7 @@ HARMLESS = _names(
     temperature top_k top_p typical_p repetition_penalty length_penalty diversity_penalty no_repeat_ngram_size
     encoder_no_repeat_ngram_size exponential_decay_length_penalty bad_words_ids suppress_tokens begin_suppress_tokens
     num_return_sequences num_beams num_beam_groups do_sample early_stopping max_length min_length max_new_tokens
-    min_new_tokens remove_invalid_values
+    min_new_tokens remove_invalid_values cache_implementation
     """
 )
 # Parts that the model has not; off where null, false, 0 or empty.

@@ -7,6 +7,7 @@ text and images that holds such a language model whole, its config.json in one p
 the rest of it is not computed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,9 +33,10 @@ class Grouped:
     biased_output: bool = True  # the bias is of the output, too
     has_sinks: bool = False
     # use_sliding_window turns optional ones on; "off": it may not, as transformers and published keys name other layers
-    # "every": every layer has one if sliding_window is a number
-    windows: Literal["none", "off", "optional", "alternate", "every"] = "none"
+    # "every": every layer has one if sliding_window is a number; "pattern": all layers but every n-th
+    windows: Literal["none", "off", "optional", "alternate", "every", "pattern"] = "none"
     window: int = 0  # of every layer where config.json does not say sliding_window, as in transformers; 0: none
+    window_theta: float | None = None  # default rope_theta of layers with a window; None: they rotate as the others do
     rotary_share: float = 1.0
     any_rotary_share: bool = False  # partial_rotary_factor may say another share
     rotary_key: str | None = None  # the key with the number of values that are rotated
@@ -70,6 +72,12 @@ class Family:
     indexer: Indexer | None = None  # of latent attention; None: a query attends to all keys before it
     scales_queries: bool = False  # by position; its rope_parameters say how
     fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that must have this value
+    activation: tuple[str, str] = ("hidden_act", "silu")  # of dense MLPs: its key and only value
+    norms_from_one: bool = False  # weights of norms are stored less 1
+    has_post_norms: bool = False  # results of attention and MLP are normed before they are added to the residual
+    scales_embedding: bool = False  # by the root of hidden_size
+    # further keys where config.json does not say them; query_pre_attn_scalar is read where it is among them
+    defaults: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +225,27 @@ FAMILIES: dict[str, Family] = {
         fixed={"mlp_bias": False, "attention_bias": False},
         grouped=Grouped(windows="every", any_rotary_share=True, has_longrope=True, joined_qkv=True),
     ),
+    "gemma3_text": Family(
+        ("Gemma3ForCausalLM",),
+        rope_theta=1000000.0,
+        has_experts=False,
+        ties_embeddings=True,
+        fixed={"mlp_bias": False, "attention_bias": False},
+        grouped=Grouped(qk_norm="head", windows="pattern", window=4096, window_theta=10000.0),
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+        norms_from_one=True,
+        has_post_norms=True,
+        scales_embedding=True,
+        # published files leave out what transformers has as default
+        defaults={
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "query_pre_attn_scalar": 256,
+        },
+    ),
 }
 CARRIERS: dict[str, Carrier] = {
     "kimi_k25": Carrier(
@@ -242,6 +271,15 @@ CARRIERS: dict[str, Carrier] = {
                 *("vision_config", "image_token_index", "image_token_id", "projector_hidden_act", "spatial_merge_size"),
                 *("vision_feature_layer", "multimodal_projector_bias"),
             ]
+        ),
+    ),
+    "gemma3": Carrier(
+        architectures=("Gemma3ForConditionalGeneration",),
+        part="text_config",
+        prefix="language_model.",
+        skipped=("vision_tower.", "multi_modal_projector."),
+        image_keys=frozenset(
+            ["vision_config", "mm_tokens_per_image", "image_token_index", "boi_token_index", "eoi_token_index"]
         ),
     ),
 }

@@ -17,11 +17,14 @@ from batchinfer.model.attention_kind import LayerReader
 from batchinfer.model.gqa_config import GqaConfig
 from batchinfer.model.ops import Ops, normed
 from batchinfer.model.page_memory import copy_in_pages, over_fp8_pages
+from batchinfer.model.rotary_angles import Angles, RotaryAngles
 from batchinfer.model.step import AttentionStep
 from batchinfer.model.weights import GqaWeights
 from batchinfer_kernels import row_check
 from batchinfer_kernels.reference.gqa import GqaForm, NewHeads
 from batchinfer_kernels.row_check import RowComputation
+
+_WINDOW_ANGLES = "angles of layers with a window"  # in a step's schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class GroupedAttention:
     norm_D: torch.Tensor  # weight of the norm before it
     eps: float  # of all norms
     layer: int
+    angles: RotaryAngles | None  # of layers with a window, where they differ from the step's
 
     def project(
         self, hidden_TD: torch.Tensor, step: AttentionStep, pages: torch.Tensor, rows_S: torch.Tensor | None = None
@@ -42,7 +46,7 @@ class GroupedAttention:
         weights = self.weights
         x_TD = normed(self.ops, hidden_TD, self.norm_D, self.eps, weights.qkv.weight)
         heads = self.config.num_attention_heads, self.config.num_key_value_heads
-        cos, sin = step.cos, step.sin
+        cos, sin, _ = self._angles(step)
         if self.layer in self.config.nope_layers:
             cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         new = NewHeads(*heads, weights.q_norm, weights.k_norm, self.eps, cos, sin, pages, step.slots)
@@ -72,14 +76,33 @@ class GroupedAttention:
             config.num_key_value_heads, config.softmax_scale, config.windows[self.layer], self.weights.sinks_H
         )
 
+    def _angles(self, step: AttentionStep) -> Angles:
+        """Return the angles of the step's tokens; all layers with a window use those of the first one."""
+        if self.angles is None:
+            return Angles(step.cos, step.sin, None)
+        if _WINDOW_ANGLES not in step.schedule:
+            step.schedule[_WINDOW_ANGLES] = self.angles.at(step.positions)
+        found: Angles = step.schedule[_WINDOW_ANGLES]
+        return found
+
+
+def build(
+    ops: Ops, config: GqaConfig, weights: GqaWeights, norm_D: torch.Tensor, eps: float, layer: int
+) -> GroupedAttention:
+    """Return the attention of a layer; those with a window may have angles of their own."""
+    angles = None
+    if config.window_rope is not None and config.windows[layer] is not None:
+        angles = RotaryAngles(config.window_rope, config.rotated, norm_D.device, ops.cos_sin)
+    return GroupedAttention(ops, config, weights, norm_D, eps, layer, angles)
+
 
 def load(reader: LayerReader, config: GqaConfig, prefix: str, layer: int) -> GqaWeights:
     """Read a layer's weights; queries, keys and values of a token are one product."""
     has_norms = config.qk_norm is not None
     return GqaWeights(
         qkv=reader.joined_projection(*(f"{prefix}.{name}" for name in config.qkv_widths)),
-        q_norm=reader.tensor(f"{prefix}.q_norm.weight") if has_norms else None,
-        k_norm=reader.tensor(f"{prefix}.k_norm.weight") if has_norms else None,
+        q_norm=reader.norm(f"{prefix}.q_norm.weight") if has_norms else None,
+        k_norm=reader.norm(f"{prefix}.k_norm.weight") if has_norms else None,
         out=reader.projection(f"{prefix}.o_proj"),
         sinks_H=reader.tensor(f"{prefix}.sinks", torch.float32) if config.has_sinks else None,
     )

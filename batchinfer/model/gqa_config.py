@@ -7,7 +7,7 @@ from batchinfer.model.attention_config import AttentionConfig, LayerMatrices, Te
 from batchinfer.model.config_reader import ConfigReader
 from batchinfer.model.families import Family, Grouped
 from batchinfer.model.mla_config import read_flag
-from batchinfer.model.rope_config import read_rope
+from batchinfer.model.rope_config import RopeConfig, read_rope, read_window_rope
 
 _FULL, _WINDOW = "full_attention", "sliding_attention"  # layer_types
 _NOPE_INTERVAL = 4  # of layers without rotation, where config.json does not say it
@@ -28,9 +28,10 @@ class GqaConfig(AttentionConfig):
     out_bias: bool
     has_sinks: bool  # a score per head without a value
     windows: tuple[int | None, ...]  # of each layer: keys that a query sees, its own included; None: all
+    window_rope: RopeConfig | None  # of layers with a window; None: as of the others
+    score_factor: float  # on query · key
     joined_qkv: bool = False  # queries, keys and values are one tensor in files
     nope_layers: frozenset[int] = frozenset()  # layers in which nothing is rotated
-    score_factor: float | None = None  # on query · key; None: by head_dim
 
     @property
     def qkv_width(self) -> int:
@@ -64,7 +65,7 @@ class GqaConfig(AttentionConfig):
     @property
     def softmax_scale(self) -> float:
         """Factor on query · key; in these families YaRN's mscale_all_dim changes cos and sin alone."""
-        return self.head_dim**-0.5 if self.score_factor is None else self.score_factor
+        return self.score_factor
 
     @property
     def full_share(self) -> float:
@@ -117,18 +118,20 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
     Raises:
         ModelError: a key is missing or has an unsupported value.
     """
-    heads = reader.size("num_attention_heads")
-    kv_heads = reader.size("num_key_value_heads", default=heads)
+    defaults = family.defaults
+    heads = reader.size("num_attention_heads", default=defaults.get("num_attention_heads"))
+    kv_heads = reader.size("num_key_value_heads", default=defaults.get("num_key_value_heads", heads))
     if heads % kv_heads:
         raise reader.unsupported("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
-    head_dim = reader.size("head_dim", default=max(1, reader.size("hidden_size") // heads))
+    head_dim = reader.size("head_dim", default=defaults.get("head_dim", max(1, reader.size("hidden_size") // heads)))
     share = _rotary_share(reader, grouped, head_dim)
     rotated = int(head_dim * share)
     if rotated % 2 or not 0 < rotated <= head_dim:
         supported = f"a share of head_dim = {head_dim} that is an even number of values"
         raise reader.unsupported("partial_rotary_factor", share, supported)
     has_bias = read_flag(reader, family, grouped.bias_key, default=grouped.attention_bias)
-    rope = read_rope(reader, family, max_positions, share)
+    kinds, has_own_rope = (_FULL, _WINDOW), grouped.window_theta is not None
+    rope = read_rope(reader, family, max_positions, share, _FULL if has_own_rope else None)
     if rope.pair_factors and len(rope.pair_factors) != rotated // 2:
         section = next(key for key in ("rope_parameters", "rope_scaling") if reader.section(key) is not None)
         supported = f"lists of {rotated // 2} numbers, one per pair of values that are rotated"
@@ -144,9 +147,10 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
         out_bias=has_bias and grouped.biased_output,
         has_sinks=grouped.has_sinks,
         windows=_read_windows(reader, grouped, num_layers, max_positions),
+        window_rope=read_window_rope(reader, family, max_positions, kinds) if has_own_rope else None,
+        score_factor=_read_score_factor(reader, family, head_dim),
         joined_qkv=grouped.joined_qkv,
         nope_layers=_read_nope_layers(reader, num_layers) if grouped.has_nope else frozenset(),
-        score_factor=reader.number("attention_multiplier", 1.0, above=0.0) if family.has_multipliers else None,
     )
 
 
@@ -169,6 +173,16 @@ def _read_qk_norm(reader: ConfigReader, grouped: Grouped) -> Literal["head", "wh
     for key, value in grouped.norm_notes:
         reader.expect(key, value, supported=f'"{value}" for this model_type')
     return grouped.qk_norm
+
+
+def _read_score_factor(reader: ConfigReader, family: Family, head_dim: int) -> float:
+    """Return the factor on query · key: a key's value, else by another key or by the width of a head."""
+    if family.has_multipliers:
+        return reader.number("attention_multiplier", 1.0, above=0.0)
+    key, by = "query_pre_attn_scalar", float(head_dim)
+    if key in family.defaults:
+        by = reader.number(key, family.defaults[key], above=0.0)
+    return by**-0.5
 
 
 def _read_nope_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
@@ -199,7 +213,11 @@ def _read_windows(
     if grouped.windows in ("none", "off") or (grouped.windows == "optional" and not _uses_windows(reader)):
         reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
         return (None,) * num_layers
-    window = reader.size("sliding_window")
+    window = reader.size("sliding_window", default=grouped.window or None)
+    if grouped.windows == "pattern":
+        reader.pass_over("_sliding_window_pattern")  # a note of transformers
+        full = reader.size("sliding_window_pattern", default=6)
+        kinds = kinds or [_WINDOW if (layer + 1) % full else _FULL for layer in range(num_layers)]
     if not kinds and grouped.windows == "optional":
         first = reader.size("max_window_layers", minimum=0)
         kinds = [_WINDOW if layer >= first else _FULL for layer in range(num_layers)]

@@ -24,7 +24,9 @@ from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.fp8 import ScaledRows
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.places import ExpertRows
-from batchinfer_kernels.reference.pointwise import SWIGLU, Activation, sigmoid
+from batchinfer_kernels.reference.pointwise import GEGLU_TANH, SWIGLU, Activation, sigmoid
+
+_ACTIVATIONS = {"silu": SWIGLU, "gelu_pytorch_tanh": GEGLU_TANH}
 
 
 class YieldPoint(Enum):
@@ -62,7 +64,8 @@ class DenseMlp:
     def add_to(self, base_TD: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Return [T, D], the base with the MLP of hidden added."""
         x_TD = normed(self.ops, hidden_TD, self.norm_D, self.config.rms_norm_eps, self.weights.gate_up.weight)
-        return swiglu(self.ops, x_TD, self.weights, residual=base_TD)
+        activation = _ACTIVATIONS[self.config.hidden_act]
+        return swiglu(self.ops, x_TD, self.weights, residual=base_TD, activation=activation)
 
 
 class MoeMlp:
@@ -242,7 +245,7 @@ def swiglu(
     if isinstance(gate_up.weight, Packed) and gate_up.weight.is_paired:
         assert isinstance(down.weight, Packed)
         assert isinstance(x_TD, torch.Tensor)
-        return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, residual=residual)
+        return cpu_ops.mlp(x_TD, gate_up.weight, down.weight, residual=residual, activation=activation)
     gate_up_TF = ops.linear(x_TD, *gate_up)
     if meets_fp8(gate_up_TF, down.weight) and activation == SWIGLU:
         values, scales = ops.silu_mul_blocks(gate_up_TF[None], fp8=True)

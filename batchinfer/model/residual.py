@@ -71,6 +71,32 @@ class PlainResidual:
         return state
 
 
+@dataclass(frozen=True, slots=True)
+class PostNormResidual(PlainResidual):
+    """One row per token, to which each sublayer adds its result after a norm."""
+
+    ops: Ops
+    norm_D: torch.Tensor
+    eps: float
+
+    def base(self, past: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(past)
+
+    def leave(self, past: torch.Tensor, sum_TD: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = self.ops.rms_norm(sum_TD, self.norm_D, self.eps)
+        return past + normed
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledEmbedding(PlainResidual):
+    """Rows that begin as the token's embedding times a factor."""
+
+    factor: float
+
+    def open(self, embedded_TD: torch.Tensor) -> torch.Tensor:
+        return embedded_TD * self.factor
+
+
 Past = tuple[torch.Tensor, StreamMix]  # the streams [T, N, D] before a sublayer, and its factors
 
 
@@ -124,6 +150,13 @@ class StreamEnds:
 
 def residuals_of(ops: Ops, config: ModelConfig, weights: LayerWeights) -> tuple[Residual, Residual]:
     """Return the residual connections around a layer's attention and around its MLP."""
+    if config.has_post_norms:
+        assert weights.attention_post_norm is not None
+        assert weights.mlp_post_norm is not None
+        return (
+            PostNormResidual(ops, weights.attention_post_norm, config.rms_norm_eps),
+            PostNormResidual(ops, weights.mlp_post_norm, config.rms_norm_eps),
+        )
     if config.hyper is None:
         return PlainResidual(), PlainResidual()
     assert weights.attention_streams is not None
@@ -138,6 +171,10 @@ def residuals_of(ops: Ops, config: ModelConfig, weights: LayerWeights) -> tuple[
 
 def ends_of(ops: Ops, config: ModelConfig, weights: ModelWeights) -> ResidualEnds:
     """Return the entry and exit of the residual state, before the first layer and after the last one."""
+    if config.scales_embedding:  # by a factor in the model's dtype
+        return ScaledEmbedding(torch.tensor(config.hidden_size**0.5, dtype=weights.embedding.dtype).item())
+    if config.embedding_scale != 1:
+        return ScaledEmbedding(config.embedding_scale)
     if config.hyper is None:
         return PlainResidual()
     assert weights.streams is not None

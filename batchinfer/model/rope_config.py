@@ -66,18 +66,24 @@ class RopeConfig:
         return _yarn_mscale(self.factor, self.mscale_all_dim) ** 2
 
 
-def read_rope(reader: ConfigReader, family: Family, max_positions: int, rotary_share: float) -> RopeConfig:
+def read_rope(
+    reader: ConfigReader, family: Family, max_positions: int, rotary_share: float, kind: str | None = None
+) -> RopeConfig:
     """Read RoPE from `rope_parameters` (newer) or `rope_theta` and `rope_scaling` (original); both must agree.
 
     Args:
         rotary_share: share of a head's width that is rotary.
+        kind: of layers, in layer_types, to which `rope_parameters` gives a section each; None: it is of all layers.
     """
     _check_share(reader, family, rotary_share)
     reader.pass_over("original_max_position_embeddings")  # it counts with some types alone, which read it again
+    sections = {"rope_parameters": reader.section("rope_parameters"), "rope_scaling": reader.section("rope_scaling")}
+    if kind is not None and (of_kinds := sections["rope_parameters"]) is not None:
+        sections["rope_parameters"] = of_kinds.section(kind)
     ropes = {
         key: _parse_rope(reader, section, family, max_positions, rotary_share)
-        for key in ("rope_parameters", "rope_scaling")
-        if (section := reader.section(key)) is not None
+        for key, section in sections.items()
+        if section is not None
     }
     if len(set(ropes.values())) > 1:
         raise ModelError(f"{reader.path}: rope_parameters and rope_scaling say different things; keep one of them.")
@@ -88,6 +94,24 @@ def read_rope(reader: ConfigReader, family: Family, max_positions: int, rotary_s
     if family.grouped is not None and family.grouped.needs_rope:
         raise reader.unsupported("rope_parameters", None, "a JSON object, here or as rope_scaling")
     return RopeConfig(theta=reader.number("rope_theta", family.rope_theta, above=1.0))
+
+
+def read_window_rope(reader: ConfigReader, family: Family, max_positions: int, kinds: tuple[str, str]) -> RopeConfig:
+    """Read RoPE of layers with a window from `rope_parameters` (newer) or `rope_local_base_freq` (original).
+
+    Args:
+        kinds: of layers, as read_rope has them: without a window, and with one.
+    """
+    assert family.grouped is not None
+    key, own = "rope_local_base_freq", None
+    theta = reader.number(key, family.grouped.window_theta, above=1.0)
+    if (of_kinds := reader.section("rope_parameters")) is not None:
+        of_kinds.pass_over(kinds[0])
+        own = of_kinds.section(kinds[1])
+        judge_unread_keys(of_kinds, refuse_unknown=True)
+    if own is None:
+        return RopeConfig(theta=theta)
+    return _parse_rope(reader, own, family, max_positions, 1.0, (key, theta))
 
 
 def _check_share(holder: ConfigReader, family: Family, rotary_share: float) -> None:
@@ -101,17 +125,28 @@ def _check_share(holder: ConfigReader, family: Family, rotary_share: float) -> N
 
 
 def _parse_rope(
-    reader: ConfigReader, rope: ConfigReader, family: Family, max_positions: int, rotary_share: float
+    reader: ConfigReader,
+    rope: ConfigReader,
+    family: Family,
+    max_positions: int,
+    rotary_share: float,
+    outer: tuple[str, float] | None = None,
 ) -> RopeConfig:
-    """Return the configuration in one of these sections; rotary_share as of read_rope."""
+    """Return the configuration in one of these sections.
+
+    Args:
+        rotary_share: as of read_rope.
+        outer: the key beside the section that also says theta, and theta where neither does; None: rope_theta.
+    """
+    key, default_theta = outer or ("rope_theta", family.rope_theta)
     types = _types_of(family)
     rope_type = rope.text("rope_type", "type", default="default")
     if rope_type not in types:
         raise rope.unsupported("rope_type", rope_type, " or ".join(f'"{one}"' for one in types))
-    outer_theta = reader.optional_number("rope_theta", above=1.0)
-    theta = rope.number("rope_theta", outer_theta or family.rope_theta, above=1.0)
+    outer_theta = reader.optional_number(key, above=1.0)
+    theta = rope.number("rope_theta", outer_theta or default_theta, above=1.0)
     if outer_theta is not None and theta != outer_theta:
-        raise rope.unsupported("rope_theta", theta, f"the same as the outer rope_theta = {outer_theta}")
+        raise rope.unsupported("rope_theta", theta, f"the same as the outer {key} = {outer_theta}")
     query_scale = None
     if family.scales_queries:
         query_scale = _parse_query_scale(rope, rope_type, max_positions, rotary_share)

@@ -2,6 +2,7 @@
 
 # T tokens, R rotary width
 
+import functools
 import math
 from collections.abc import Callable
 from decimal import Decimal
@@ -14,6 +15,7 @@ from batchinfer.model.rope_config import QueryScale, RopeConfig
 _FIRST_POSITIONS = 1024  # whose angles are computed at once
 
 
+@functools.cache  # layers may have angles of their own
 def rope_frequencies(rope: RopeConfig, rope_dim: int) -> torch.Tensor:
     """Return the angle per position of each rotary pair, [R / 2] float32, by the kind of scaling.
 

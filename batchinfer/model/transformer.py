@@ -221,10 +221,7 @@ class Transformer:
             len(self.moe_mlps), self.config.n_routed_experts, dtype=torch.int64, device=self.device
         )
         rows_of_counts = iter(expert_counts)
-        embedded_TD = self.ops.gather_rows(self.weights.embedding, step.tokens)
-        if self.config.embedding_scale != 1:
-            embedded_TD = embedded_TD * self.config.embedding_scale
-        state = self.residual.open(embedded_TD)
+        state = self.residual.open(self.ops.gather_rows(self.weights.embedding, step.tokens))
         for layer, layer_pages in zip(self.layers, pages, strict=True):
             counts_E = next(rows_of_counts) if isinstance(layer.mlp, MoeMlp) else None
             of_layer = wanted if layer is self.layers[-1] else None

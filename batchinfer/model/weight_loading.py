@@ -27,7 +27,7 @@ from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights
-from batchinfer.model.tensor_names import HEAD, check_tensors, num_bytes_to_read, spare_biases
+from batchinfer.model.tensor_names import HEAD, check_tensors, layer_norms, num_bytes_to_read, spare_biases
 from batchinfer.model.weights import (
     Ends,
     LayerWeights,
@@ -132,7 +132,7 @@ def read_ends(loader: WeightLoader) -> Ends:
             "config.json is true; set it to false if the model has this head of its own, else remove the tensor"
         )
     lm_head = loader.pack(embedding if is_tied else loader.source(HEAD))
-    norm = loader.tensor("model.norm.weight")
+    norm = loader.norm("model.norm.weight")
     if loader.config.logit_scale != 1:
         norm = norm * loader.config.logit_scale
     return Ends(embedding, norm, lm_head, loader.streams("model.hc_head"))
@@ -231,6 +231,10 @@ class WeightLoader:
         out = self._empty(self._stored.shape(name), dtype or self.dtype)
         return out.copy_(self._stored.read(name, out.dtype, finite=finite))
 
+    def norm(self, name: str) -> torch.Tensor:
+        """Return the weight of a norm; in float32 if it is stored less 1, as the sum has no room in bfloat16."""
+        return self.tensor(name, torch.float32).add_(1) if self.config.norms_from_one else self.tensor(name)
+
     def source(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
         """Return a tensor to pack; a view of the mapped file if packing makes a copy anyway."""
         read = self._stored.read if self._format.copies else self.tensor
@@ -255,9 +259,8 @@ class WeightLoader:
         self.checkpoint.unmap()
         prefix, attention = f"model.layers.{layer}", self.config.attention
         return LayerWeights(
-            input_norm=self.tensor(f"{prefix}.input_layernorm.weight"),
+            **{field: self.norm(f"{prefix}.{name}.weight") for field, name in layer_norms(self.config).items()},
             attention=kind_of(attention).load(self, attention, f"{prefix}.self_attn", layer),
-            mlp_norm=self.tensor(f"{prefix}.post_attention_layernorm.weight"),
             mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
             attention_streams=self.streams(f"{prefix}.hc_attn"),
             mlp_streams=self.streams(f"{prefix}.hc_ffn"),

@@ -160,6 +160,8 @@ class LayerWeights:
     mlp: MlpWeights | MoeWeights
     attention_streams: StreamWeights | None = None  # None: a plain residual
     mlp_streams: StreamWeights | None = None
+    attention_post_norm: torch.Tensor | None = None  # of the result of attention; None: there is none
+    mlp_post_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

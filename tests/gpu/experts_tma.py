@@ -194,7 +194,7 @@ def _tiles_of_experts(
         is_row, is_column = row < end - start, column < num_columns - first_column
         out_at = out_ptr + start.to(tl.int64) * num_columns + first_column
         if IS_GATE_UP:
-            active = active_of(first, second, 0.0, 0.0, 0.0, True)
+            active = active_of(first, second, 0.0, 0.0, 0.0, 0.0, True)
             if out_scales_ptr is not None:
                 scales_out = out_scales_ptr + expert.to(tl.int64) * out_scale_expert + column_tile * out_scale_block
                 scales_out += start.to(tl.int64) * out_scale_row + row * out_scale_row

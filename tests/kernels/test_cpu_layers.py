@@ -16,6 +16,7 @@ from batchinfer.model.moe import MoeMlp
 from batchinfer.model.schedules import Schedule
 from batchinfer.model.transformer import Transformer
 from batchinfer_kernels.cpu import ops, packed
+from batchinfer_kernels.reference.pointwise import GEGLU_TANH
 from support.checkpoints import GROUPED_MODELS, MODELS, SPARSE_MODELS, make_checkpoint
 from support.paged_steps import PagedRequests
 
@@ -140,3 +141,6 @@ def test_an_mlp_is_an_expert_alone(hidden, is_int8, threads):
     assert torch.equal(ops.mlp(x, *weights), expected)
     assert torch.equal(ops.mlp(x[3:5], *weights), expected[3:5])
     assert torch.equal(ops.mlp(x, *weights, residual=stream), stream + expected)
+    of_expert = ops.grouped_mlp(x, torch.tensor([70]), *weights, activation=GEGLU_TANH)
+    assert not torch.equal(of_expert, expected)
+    assert torch.equal(ops.mlp(x, *weights, activation=GEGLU_TANH), of_expert)

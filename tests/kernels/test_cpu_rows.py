@@ -318,8 +318,17 @@ def test_draws_from_what_is_not_finite_are_some_tokens_and_do_not_harm_others():
 
 
 def test_a_draw_from_too_many_tokens_is_refused():
-    with pytest.raises(RuntimeError, match="a vocabulary of 262145 tokens, more than 262144"):
-        ops.draw(torch.zeros(1, 2**18 + 1), *settings_of_draws(1, seed=0))
+    with pytest.raises(RuntimeError, match="a vocabulary of 524288 tokens, more than 524287"):
+        ops.draw(torch.zeros(1, 2**19), *settings_of_draws(1, seed=0))
+
+
+@pytest.mark.parametrize("top_p", [1.0, 1 - 2**-53, 0.75])
+def test_the_weights_of_as_many_tokens_as_there_may_be_add_up(top_p):
+    logits, ones = torch.zeros(1, reference_rows.MAX_TOKENS), torch.ones(1, dtype=torch.float64)
+    settings = ones, torch.tensor([0]), top_p * ones, 0 * ones, ones - 2**-53
+    drawn = ops.draw(logits, *settings)
+    assert torch.equal(drawn, reference_rows.draw(logits, *settings))
+    assert abs(int(drawn) - top_p * reference_rows.MAX_TOKENS) <= 1
 
 
 def test_cosine_and_sine_are_those_of_float64():

@@ -1,4 +1,4 @@
-"""The gate, activation and biases of gpt-oss, and weights in FP4: C++ and Triton against plain PyTorch and formulas."""
+"""Activations, gates, biases, norms with weights in float32, weights in FP4: C++ and Triton against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from batchinfer_kernels.cpu import ops as cpu
 from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.fp4 import VALUES, Fp4Scaled
 from batchinfer_kernels.reference.gating import GateRule
-from batchinfer_kernels.reference.pointwise import SWIGLU, Activation
+from batchinfer_kernels.reference.pointwise import GEGLU_TANH, SWIGLU, Activation
 from batchinfer_kernels.triton import ops as triton
 from support.triton_device import DEVICE, REASON
 
 GPT_OSS = Activation(limit=7.0, alpha=1.702, shift=1.0)
-FORMS = [GPT_OSS, Activation(limit=2.0), SWIGLU]
+FORMS = [GPT_OSS, Activation(limit=2.0), GEGLU_TANH, SWIGLU]
 RULE = GateRule("topk_softmax", topk=4, num_groups=1, topk_groups=1, normalize=True, scale=1.0)
 needs_interpreter = pytest.mark.skipif(REASON is not None or DEVICE.type != "cpu", reason="no interpreter of Triton")
 needs_cpp = pytest.mark.skipif(build.why_not() is not None, reason="no C++ operations on this machine")
@@ -52,6 +52,18 @@ def test_activations_follow_the_reference_also_at_their_limits(ops, dtype, activ
     y = ops.silu_mul(gate, up, activation)
     assert y[3, 3].isnan()
     assert y[4, 4].isnan()
+
+
+@pytest.mark.parametrize(("ops", "dtype"), CANDIDATES)
+@pytest.mark.parametrize("width", [16, 70])
+def test_a_norm_with_a_weight_in_float32_rounds_once(ops, dtype, width):
+    x, weight = 3 * random(9, width, dtype=dtype), 1 + random(width, seed=1) / 4
+    exact = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-6) * weight
+    most = 2**-22 if dtype is torch.float32 else 2**-8 * 1.001  # of each value; twice that with two roundings
+    for y in (ops.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6)):
+        assert y.dtype is dtype
+        assert ((y.double() - exact).abs() <= most * exact.abs()).all()
+    assert torch.equal(ops.rms_norm(x[3:4], weight, 1e-6), ops.rms_norm(x, weight, 1e-6)[3:4])
 
 
 @pytest.mark.parametrize(("ops", "dtype"), CANDIDATES)

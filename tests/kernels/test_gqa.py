@@ -168,11 +168,13 @@ def test_keys_that_a_row_does_not_see_may_be_anything(ops):
 def heads(shape, norms, rotary, dtype, num_tokens):
     num_heads, num_kv_heads, head_dim = shape
     angles = 3 * random(num_tokens, rotary // 2, seed=4)
-    widths = {"none": (None, None), "head": (head_dim, head_dim)}.get(
+    of_heads = (head_dim, head_dim)
+    widths = {"none": (None, None), "head": of_heads, "head in float32": of_heads}.get(
         norms, (num_heads * head_dim, num_kv_heads * head_dim)
     )
+    of_norms = torch.float32 if norms == "head in float32" else dtype
     norm_q, norm_k = (
-        None if width is None else 1 + random(width, seed=5 + width % 7, dtype=dtype) / 4 for width in widths
+        None if width is None else 1 + random(width, seed=5 + width % 7, dtype=of_norms) / 4 for width in widths
     )
     pages = torch.full((3, 64, 2 * num_kv_heads * head_dim), 7, dtype=dtype)
     slots = torch.randperm(3 * 64, generator=torch.Generator().manual_seed(1))[:num_tokens]
@@ -181,7 +183,7 @@ def heads(shape, norms, rotary, dtype, num_tokens):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norms", ["none", "head", "whole"])
+@pytest.mark.parametrize("norms", ["none", "head", "head in float32", "whole"])
 @pytest.mark.parametrize(("shape", "rotary"), [((6, 2, 16), 16), ((4, 1, 80), 40), ((3, 3, 24), 8), ((2, 1, 64), 64)])
 def test_heads_are_normed_and_rotated_and_written_to_their_pages(ops, shape, rotary, norms, dtype):
     num_heads, num_kv_heads, head_dim = shape
@@ -189,7 +191,7 @@ def test_heads_are_normed_and_rotated_and_written_to_their_pages(ops, shape, rot
 
     def exact(x_TA, norm):
         x_TA = x_TA.double()
-        if norms == "head":
+        if norms.startswith("head"):
             x_TA = x_TA.unflatten(-1, (-1, head_dim))
         if norm is not None:
             x_TA = x_TA * torch.rsqrt(x_TA.square().mean(-1, keepdim=True) + new.eps) * norm.double()

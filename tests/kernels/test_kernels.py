@@ -17,7 +17,7 @@ from batchinfer_kernels.reference import rows as reference_rows
 from batchinfer_kernels.reference.experts import ExpertBiases
 from batchinfer_kernels.reference.gating import GateRule
 from batchinfer_kernels.reference.mla import PagedKeys
-from batchinfer_kernels.reference.pointwise import Activation
+from batchinfer_kernels.reference.pointwise import GEGLU_TANH, Activation
 from support.plain_rows import skip_unless_equal
 
 TOLERANCE = {"float32": 2e-5}
@@ -116,6 +116,8 @@ def test_norm_activation_and_grouped_mlp_follow_their_formulas():
     x, weight = random(5, 12), random(12, seed=1)
     assert torch.allclose(reference.rms_norm(x, weight, 1e-6), torch.nn.functional.rms_norm(x, (12,), weight, 1e-6))
     assert torch.allclose(reference.silu_mul(x, x + 1), torch.nn.functional.silu(x) * (x + 1))
+    gelu = torch.nn.functional.gelu(x, approximate="tanh")
+    assert torch.allclose(reference.silu_mul(x, x + 1, GEGLU_TANH), gelu * (x + 1), atol=1e-6)
     gate_up, down = random(3, 16, 12, seed=2), random(3, 12, 8, seed=3)
     y = reference.grouped_mlp(x, torch.tensor([2, 0, 3]), gate_up, down)
     for row, expert in enumerate([0, 0, 2, 2, 2]):

@@ -200,5 +200,5 @@ def test_a_row_that_is_not_finite_gets_some_token_and_a_vocabulary_that_is_too_l
     ones = torch.ones(3, dtype=torch.float64, device=DEVICE)
     tokens = ops.draw(logits, ones, torch.tensor([2, 0, 2], device=DEVICE), 0.5 * ones, 0 * ones, 0.5 * ones)
     assert 0 <= tokens.min() <= tokens.max() < 5
-    with pytest.raises(ValueError, match="a vocabulary of 262145 tokens, more than 262144"):
-        ops.draw(torch.zeros(1, 2**18 + 1, device=DEVICE), *[ones[:1]] * 5)
+    with pytest.raises(ValueError, match="a vocabulary of 524288 tokens, more than 524287"):
+        ops.draw(torch.zeros(1, 2**19, device=DEVICE), *[ones[:1]] * 5)

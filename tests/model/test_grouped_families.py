@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 
 import pytest
 from transformers import AutoConfig
@@ -344,6 +346,77 @@ PHI4 = PHI3 | {
     "vocab_size": 100352,
 }
 EVERY_FOURTH = frozenset(range(3, 36, 4))
+GEMMA3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": None,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "initializer_range": 0.02,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "use_cache": True,
+    "vocab_size": 262144,
+}
+GEMMA3_270M = {key: value for key, value in GEMMA3_1B.items() if key != "sliding_window_pattern"} | {
+    "_sliding_window_pattern": 6,
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 3,
+    "num_hidden_layers": 18,
+    "use_bidirectional_attention": False,
+}
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model", "patch_size": 14},
+}
+GEMMA3_27B = GEMMA3_4B | {
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+}
 PUBLISHED = {
     "qwen3-0.6b": (
         QWEN3
@@ -388,6 +461,22 @@ PUBLISHED = {
     "mistral-7b-v0.1": (MISTRAL | {"sliding_window": 4096, "rope_theta": 10000.0}, {"windows": (4096,) * 32}, 131_072),
     "mistral-nemo": (MISTRAL_NEMO, {"head_dim": 128, "max_positions": 131072}, 163_840),
     "mixtral-8x7b": (MIXTRAL, {"num_moe_layers": 32, "moe_intermediate_size": 14336, "n_routed_experts": 8}, 131_072),
+    "gemma-3-270m": (GEMMA3_270M, {"windows": (*(512,) * 5, None) * 3, "vocab_size": 262144}, 18_432),
+    "gemma-3-1b": (
+        GEMMA3_1B,
+        {"windows": (*(*(512,) * 5, None) * 4, 512, 512), "softmax_scale": 1 / 16, "eos_token_ids": (1, 106)},
+        26_624,
+    ),
+    "gemma-3-4b": (
+        GEMMA3_4B,
+        {"num_attention_heads": 8, "head_dim": 256, "max_positions": 131072, "vocab_size": 262208},
+        139_264,
+    ),
+    "gemma-3-27b": (
+        GEMMA3_27B,
+        {"num_attention_heads": 32, "softmax_scale": 168**-0.5, "eos_token_ids": (1, 106)},
+        507_904,
+    ),
     "seed-oss-36b": (SEED_OSS, {"qkv_bias": True, "out_bias": False}, 262_144),
     "qwen1.5-moe-a2.7b": (
         QWEN2_MOE,
@@ -492,7 +581,7 @@ REFUSED = {
     "llama-without-rope": (LLAMA | {"no_rope_layers": [1, 0] * 16}, ["no_rope_layers is [1", "changes what"]),
     "phi3-with-biases": (PHI3 | {"attention_bias": True}, ["attention_bias is true", "false for this model_type"]),
     "phi3-of-yarn": (long_rope(type="yarn"), ['rope_scaling.rope_type is "yarn"', '"longrope"']),
-    "phi3-without-factors": (long_rope(short_factor=None), ["rope_scaling.short_factor is null", "one per rotary pair"]),
+    "phi3-without-factors": (long_rope(short_factor=None), ["rope_scaling.short_factor is null", "rotary pair"]),
     "phi3-of-zeros": (long_rope(long_factor=[0.0] * 48), ["rope_scaling.long_factor is [0.0", "above 0"]),
     "phi3-of-unequal-lists": (long_rope(short_factor=[1.0] * 47), ['"48 numbers"', "as many as short_factor has: 47"]),
     "phi3-of-more-pairs": (PHI3_LONG | {"partial_rotary_factor": 0.5}, ["rope_scaling.long_factor", "24 numbers"]),
@@ -502,6 +591,19 @@ REFUSED = {
         ["rope_scaling.original_max_position_embeddings is 8192", "4096, as outside"],
     ),
     "phi4-mini-interpolated": (PHI4_MINI | {"interpolate_factor": 2}, ["interpolate_factor is 2"]),
+    "gemma-of-both-directions": (GEMMA3_1B | {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+    "gemma-with-capped-logits": (GEMMA3_1B | {"final_logit_softcapping": 30.0}, ["final_logit_softcapping is 30.0"]),
+    "gemma-with-capped-scores": (GEMMA3_1B | {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping is 50.0"]),
+    "gemma-with-silu": (GEMMA3_1B | {"hidden_activation": "silu"}, ["hidden_activation", '"gelu_pytorch_tanh"']),
+    "gemma-of-other-layers": (GEMMA3_270M | {"layer_types": ["full_attention"]}, ["layer_types", "each of 18"]),
+    "gemma-with-one-rope": (
+        GEMMA3_1B | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        ["rope_parameters.rope_type", "change what the model computes"],
+    ),
+    "gemma-with-two-local-thetas": (
+        GEMMA3_1B | {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e3}}},
+        ["rope_parameters.sliding_attention.rope_theta is 1000.0", "the same as the outer rope_local_base_freq"],
+    ),
     "gpt-oss-without-window": (GPT_OSS | {"sliding_window": None}, ["sliding_window is missing"]),
     # transformers takes YaRN with a factor of 32 then
     "gpt-oss-without-yarn": (GPT_OSS | {"rope_scaling": None}, ["rope_parameters is null", "as rope_scaling"]),
@@ -572,6 +674,28 @@ def test_long_factors_count_where_the_window_is_longer_than_the_original_one(tmp
     rope = load(tmp_path, long_rope(attention_factor=1.25) | {"max_position_embeddings": 4096}).attention.rope
     assert (rope.pair_factors, rope.cos_sin_scale) == ((1.0,) * 48, 1.25)
     assert load(tmp_path, long_rope(type="su")).attention.rope == load(tmp_path, PHI3_LONG).attention.rope
+
+
+@pytest.mark.parametrize("values", [GEMMA3_270M, GEMMA3_1B, GEMMA3_4B, GEMMA3_27B], ids=["270m", "1b", "4b", "27b"])
+def test_gemma_is_read_as_by_transformers_from_old_and_new_files(tmp_path, values):
+    of_type = {key: value for key, value in copy.deepcopy(values).items() if key != "model_type"}
+    theirs = AutoConfig.for_model(values["model_type"], **of_type)
+    theirs.save_pretrained(tmp_path)
+    written = load_model_config(tmp_path)
+    config, text = load(tmp_path, values), theirs.get_text_config()
+    assert replace(written, eos_token_ids=config.eos_token_ids) == config
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in config.attention.windows]
+    assert kinds == text.layer_types
+    assert set(config.attention.windows) - {None} == {text.sliding_window}
+    full, window = (text.rope_parameters[kind] for kind in ("full_attention", "sliding_attention"))
+    assert (config.attention.rope.theta, config.attention.rope.factor) == (full["rope_theta"], full.get("factor", 1.0))
+    assert (config.attention.window_rope.theta, config.attention.window_rope.factor) == (window["rope_theta"], 1.0)
+    sizes = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    others = ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "intermediate_size")
+    assert {key: value(config, key) for key in (*sizes, *others)} == {
+        key: getattr(text, key) for key in (*sizes, *others)
+    }
+    assert config.attention.softmax_scale == text.query_pre_attn_scalar**-0.5
 
 
 def test_a_missing_window_is_that_of_transformers(tmp_path):

@@ -36,7 +36,7 @@ LAYOUTS = {
     "1+2, redundant": {**DISAGGREGATED, "decode_ranks": 2, "redundant_experts": 2, "overlap": True},
 }
 # of each the layouts in make test
-QUICK = {("qwen3-moe", "2, redundant"), ("qwen3-moe", "2+2"), ("qwen3-windows", "1+1")}
+QUICK = {("qwen3-moe", "2, redundant"), ("qwen3-moe", "2+2"), ("qwen3-windows", "1+1"), ("gemma3-text", "2")}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def one_rank(folders):
     [
         # make test: a layout of a model of each kind
         pytest.param(name, ranks, marks=() if (name, ranks) in QUICK else pytest.mark.all)
-        for name in (*EXPERTS, "llama", "qwen3-windows", "mistral-windows")
+        for name in (*EXPERTS, "llama", "qwen3-windows", "mistral-windows", "gemma3-text")
         for ranks in LAYOUTS
         if name in EXPERTS or "redundant" not in ranks
     ],
@@ -126,7 +126,9 @@ def test_outputs_are_those_of_one_rank_on_any_ranks(folders, one_rank, name, ran
         assert found["n"] > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3-windows", *(pytest.param(name, marks=pytest.mark.all) for name in EXPERTS)])
+@pytest.mark.parametrize(
+    "name", ["qwen3-windows", *(pytest.param(name, marks=pytest.mark.all) for name in (*EXPERTS, "gemma3-text"))]
+)
 def test_company_order_and_the_kv_store_change_no_bit_of_an_answer(folders, one_rank, name):
     folder = folders(name)
     expected_rows = answers(one_rank(name))
@@ -152,7 +154,8 @@ def test_company_order_and_the_kv_store_change_no_bit_of_an_answer(folders, one_
         ("qwen3-moe", "bfloat16"),
         ("gpt-oss", "int4"),
         # make test: the two above
-        *(pytest.param(name, "fp8", marks=pytest.mark.all) for name in ("qwen3-moe", "gpt-oss")),
+        *(pytest.param(name, "fp8", marks=pytest.mark.all) for name in ("qwen3-moe", "gpt-oss", "gemma3-text")),
+        pytest.param("gemma3-text", "bfloat16", marks=pytest.mark.all),
     ],
 )
 def test_narrower_dtypes_end_well(folders, name, dtype):
@@ -166,7 +169,7 @@ def test_narrower_dtypes_end_well(folders, name, dtype):
 @pytest.mark.parametrize(
     "name",
     # make test: the first has more
-    ["gpt-oss", *(pytest.param(name, marks=pytest.mark.all) for name in ("qwen3-moe", "qwen2-moe"))],
+    ["gpt-oss", *(pytest.param(name, marks=pytest.mark.all) for name in ("qwen3-moe", "qwen2-moe", "gemma3-text"))],
 )
 def test_a_converted_model_gives_the_same_answers_on_two_ranks(folders, name):
     folder = folders(name)

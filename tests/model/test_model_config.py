@@ -197,7 +197,7 @@ def test_accepted_variations(tmp_path, base, patch, expected):
 
 REFUSED = [
     # the family
-    (V3, {"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]}, ["model_type", '"gemma3"', "deepseek_v3"]),
+    (V3, {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, ["model_type", '"gemma2"', "deepseek_v3"]),
     (V3, {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}, ["model_type", "kimi_linear"]),
     (V3, {"model_type": REMOVE, "architectures": REMOVE}, ["model_type", "null"]),
     (V3, {"model_type": "deepseek_v2"}, ["model_type", "architectures", "DeepseekV3ForCausalLM"]),
@@ -265,7 +265,7 @@ REFUSED = [
     (V3, {"hidden_size": True}, ["hidden_size", "true", "whole number"]),
     (V3, {"hidden_size": -1}, ["hidden_size", "-1"]),
     (V3, {"vocab_size": 10**30}, ["vocab_size", "1000000"]),
-    (V3, {"vocab_size": 2**18 + 1}, ["vocab_size", "262145", "262144"]),
+    (V3, {"vocab_size": 2**19}, ["vocab_size", "524288", "524287"]),
     (V3, {"num_hidden_layers": 10**6}, ["num_hidden_layers", "1000000", "1000"]),
     (V3, {"n_routed_experts": REMOVE}, ["n_routed_experts", "missing"]),
     (V3, {"n_shared_experts": -1}, ["n_shared_experts", "-1"]),

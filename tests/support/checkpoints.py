@@ -21,6 +21,10 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    Gemma3Config,
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
@@ -139,6 +143,17 @@ LLAMA3 = {
 }
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.0, 2.7, 9.5]}
+GEMMA3: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "head_dim": 10,
+    "query_pre_attn_scalar": 7,
+    "sliding_window": 40,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 
 # name -> (family, what differs from its base)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -280,6 +295,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-windows": ("mistral", {"sliding_window": 40, "head_dim": 10}),
     "mistral3-dense": ("mistral3_dense", {"sliding_window": None}),
     "seed-oss": ("seed_oss", {"mlp_bias": True}),
+    "gemma3-text": ("gemma3_text", GEMMA3),
+    "gemma3": ("gemma3", GEMMA3 | {"num_key_value_heads": 1, "tie_word_embeddings": True, "sliding_window": 7}),
     "mixtral": ("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}),
     "qwen2-moe": ("qwen2_moe", GQA_EXPERTS | {"shared_expert_intermediate_size": 48}),
     "qwen2-moe-normed": (
@@ -315,8 +332,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "v2-yarn": ("deepseek_v2", V2 | {"rope_parameters": YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}}),
 }
-_MISTRAL3_TEXT = {"mistral3": "mistral4", "mistral3_dense": "mistral"}  # the family of the language model
-_FAMILY_OF = {name: FAMILIES.get(_MISTRAL3_TEXT.get(family, family)) for name, (family, _) in MODELS.items()}
+_TEXT_OF = {"mistral3": "mistral4", "mistral3_dense": "mistral", "gemma3": "gemma3_text"}  # the language model's family
+_FAMILY_OF = {name: FAMILIES.get(_TEXT_OF.get(family, family)) for name, (family, _) in MODELS.items()}
 GROUPED_MODELS = [name for name, family in _FAMILY_OF.items() if family is not None and family.grouped]
 SPARSE_MODELS = [name for name, (family, _) in MODELS.items() if family in ("deepseek_v32", "glm_moe_dsa")]
 
@@ -346,10 +363,12 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 _BASES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
-    **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss", "qwen2_moe", "granite"), GQA),
+    **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss", "gemma3_text", "gemma3"), GQA),
+    **dict.fromkeys(("qwen2_moe", "granite"), GQA),
     "smollm3": GQA | {"pad_token_id": None},
     "phi3": GQA | {"head_dim": 8, "hidden_size": 48, "pad_token_id": None},
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
@@ -363,6 +382,7 @@ _VISION = {
     "num_attention_heads": 2,
     "patch_size": 2,
 }
+_SIGLIP = _VISION | {"model_type": "siglip_vision_model", "image_size": 16}
 _PIXTRAL = _VISION | {"model_type": "pixtral", "image_size": 16, "head_dim": 8}
 
 
@@ -376,8 +396,13 @@ def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **override
         model: PreTrainedModel = Kimi_K25ForConditionalGeneration(
             Kimi_K25Config(**parts, projection_hidden_size=16, tie_word_embeddings=False)
         )
-    elif family in _MISTRAL3_TEXT:
-        text = {"model_type": _MISTRAL3_TEXT[family], **fields}
+    elif family == "gemma3":
+        text = {"model_type": "gemma3_text", **fields}
+        model = Gemma3ForConditionalGeneration(
+            Gemma3Config(text_config=text, vision_config=_SIGLIP, mm_tokens_per_image=4, image_token_index=95)
+        )
+    elif family in _TEXT_OF:
+        text = {"model_type": _TEXT_OF[family], **fields}
         model = Mistral3ForConditionalGeneration(
             Mistral3Config(text_config=text, vision_config=_PIXTRAL, tie_word_embeddings=False)
         )
@@ -389,8 +414,10 @@ def make_checkpoint(folder: Path, name: str = "v3", *, seed: int = 0, **override
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" not in key:
+            if "inv_freq" not in key and "embed_scale" not in key:
                 tensor.copy_(_random_values(key, tensor, generator))
+                if "norm" in key and family in ("gemma3_text", "gemma3"):
+                    tensor.sub_(1)  # as their weights are stored
     model.save_pretrained(folder)
     if family == "kimi_k2":
         edit_config(folder, model_type=family)

@@ -111,8 +111,13 @@ def _added(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Tenso
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> str | None:
-    """Reject operands that are not all in bfloat16 or all in float32 on the CPU; rows without values."""
-    return _mismatch(x, weight) or (None if x.shape[-1] else "rows have no values")
+    """Reject rows that are not in bfloat16 or float32 on the CPU, or without values; other weights than these rows'."""
+    return _mismatch(x, *_narrow(weight)) or (None if x.shape[-1] else "rows have no values")
+
+
+def _narrow(*norms: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the weights of norms that are not in float32 on the CPU, as those may be with rows in bfloat16, too."""
+    return [norm for norm in norms if norm is not None and _float32(norm) is not None]
 
 
 def _activation(gate: torch.Tensor, up: torch.Tensor, *_: Any, **__: Any) -> str | None:
@@ -166,8 +171,8 @@ def _grouped_heads(q: torch.Tensor, keys: PagedKeys, *_: Any) -> str | None:
 
 
 def _new_heads(qkv_TW: torch.Tensor, new: NewHeads) -> str | None:
-    """Reject operands that are not all in bfloat16 or all in float32 on the CPU."""
-    return _mismatch(qkv_TW, new.pages, *(norm for norm in (new.norm_q, new.norm_k) if norm is not None))
+    """Reject operands that are not all in bfloat16 or all in float32 on the CPU; norms may be in float32."""
+    return _mismatch(qkv_TW, new.pages, *_narrow(new.norm_q, new.norm_k))
 
 
 def _index_keys(new: NewIndexKeys) -> str | None:
@@ -283,7 +288,14 @@ def rope_and_cache(q_THA: torch.Tensor, new: NewKeys) -> torch.Tensor:
     return q_THA
 
 
-def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+def mlp(
+    x: torch.Tensor,
+    gate_up: Packed,
+    down: Packed,
+    *,
+    residual: torch.Tensor | None = None,
+    activation: Activation = SWIGLU,
+) -> torch.Tensor:
     """Compute SwiGLU as grouped_mlp does for one expert, [T, D] to [T, D], and add the rounded result to `residual`.
 
     Args:
@@ -292,9 +304,9 @@ def mlp(x: torch.Tensor, gate_up: Packed, down: Packed, *, residual: torch.Tenso
     """
     operation, width, rows = library().mlp, gate_up.num_columns // 2, whole_pairs(x)
     if rows is not x:
-        y = operation(rows, gate_up.data, down.data, width, gate_up.kind, None)[..., : x.shape[-1]]
+        y = operation(rows, gate_up.data, down.data, width, gate_up.kind, None, *activation)[..., : x.shape[-1]]
         return y if residual is None else residual + y
-    return operation(x, gate_up.data, down.data, width, gate_up.kind, residual)
+    return operation(x, gate_up.data, down.data, width, gate_up.kind, residual, *activation)
 
 
 @implementation(rejects=_grouped)

@@ -15,9 +15,14 @@ from batchinfer_kernels.reference.fp8 import ScaledRows, quantize_fp8_rows
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D] in the dtype of x."""
+    """Return x ÷ root mean square over the last dim × weight; [..., D] and [D] to [..., D] in the dtype of x.
+
+    The quotient is rounded before it meets a weight in the dtype of x; with a weight in float32 only the result is.
+    """
     x64 = x.double()
     normed = x64 * torch.rsqrt(x64.square().mean(-1, keepdim=True) + eps)
+    if weight.dtype is not x.dtype:
+        return (normed * weight).to(x.dtype)
     return normed.to(x.dtype) * weight
 
 
@@ -30,7 +35,7 @@ def rms_norm_fp8(
 
 
 class Activation(NamedTuple):
-    """A form of SwiGLU (arXiv 2002.05202): g × sigmoid(alpha × g) × (u + shift).
+    """A form of SwiGLU (arXiv 2002.05202): g × sigmoid(alpha × (g + cubic × g³)) × (u + shift).
 
     g is the gate's value, at most `limit`; u the up value, from -limit to limit. Without values this is silu(g) × u.
     """
@@ -38,16 +43,21 @@ class Activation(NamedTuple):
     limit: float = math.inf
     alpha: float = 1.0
     shift: float = 0.0
+    cubic: float = 0.0
 
 
 SWIGLU = Activation()
+GEGLU_TANH = Activation(alpha=math.sqrt(8 / math.pi), cubic=0.044715)  # GELU's approximation by tanh (arXiv 1606.08415)
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, activation: Activation = SWIGLU) -> torch.Tensor:
     """Return the activation of gate and up; both [T, F], result in their dtype."""
-    limit, alpha, shift = activation
+    limit, alpha, shift, cubic = activation
     gate64, up64 = gate.double().clamp(max=limit), up.double().clamp(-limit, limit) + shift
-    active = (gate64 * sigmoid(alpha * gate64)).to(gate.dtype)
+    inner = alpha * gate64
+    if cubic:
+        inner *= 1 + cubic * gate64.square()
+    active = (gate64 * sigmoid(inner)).to(gate.dtype)
     return (active.double() * up64).to(gate.dtype)
 
 

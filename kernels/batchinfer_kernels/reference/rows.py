@@ -17,7 +17,7 @@ from batchinfer_kernels.reference.pointwise import rms_norm, rope
 WEIGHT_UNIT = 2**44  # the largest weight of a draw
 # The logit of a token that may not come: finite, as rows are checked for that, and too small to be drawn.
 FORBIDDEN = -1e30
-MAX_TOKENS = 2**18  # of a vocabulary, so that sums of weights fit into 63 bits
+MAX_TOKENS = 2**19 - 1  # of a vocabulary, so that sums of weights fit into 63 bits
 
 
 class NewKeys(NamedTuple):

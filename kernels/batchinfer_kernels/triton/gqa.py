@@ -19,7 +19,7 @@ from batchinfer_kernels.reference.mla import PAGE_TOKENS, PagedKeys
 from batchinfer_kernels.transfer import in_one_copy
 from batchinfer_kernels.triton.layout import dense
 from batchinfer_kernels.triton.numbers import dot, load_columns, to_bfloat16
-from batchinfer_kernels.triton.rows import rms_norm
+from batchinfer_kernels.triton.rows import rms_norm, weighted
 
 SPLIT_TOKENS = 1024
 SCHEDULE = "triton gqa prefill"  # its entry in a step's schedule
@@ -156,9 +156,8 @@ def gqa_decode_fp8(q_THA: torch.Tensor, keys: PagedKeys, form: GqaForm) -> torch
 
 @triton.jit
 def _normed_part(x, factor, norm_at, columns, is_column, is_normed):
-    """Return a part of each head times its factor and the norm's weights, both rounded; unchanged without a norm."""
-    weight = tl.load(norm_at + columns, mask=is_column, other=0.0).to(tl.float32)
-    normed = to_bfloat16(to_bfloat16(x * factor).to(tl.float32) * weight).to(tl.float32)
+    """Return a part of each head times its factor and the norm's weights, rounded; unchanged without a norm."""
+    normed = weighted(x * factor, tl.load(norm_at + columns, mask=is_column, other=0.0)).to(tl.float32)
     return tl.where(is_normed, normed, x)
 
 

@@ -74,9 +74,19 @@ def _attention(q: torch.Tensor, keys: PagedKeys, *kv_b_and_more: Any, **_: Any) 
 
 
 def _new_heads(qkv_TW: torch.Tensor, new: NewHeads) -> str | None:
-    """Reject operands that are not in bfloat16 (weights: or FP8 blocks) on a GPU, unless Triton's interpreter is on."""
+    """Reject operands that are not in bfloat16 (norms: or float32) on a GPU, unless Triton's interpreter is on."""
     norms = (norm for norm in (new.norm_q, new.norm_k) if norm is not None)
-    return _mismatch(qkv_TW, new.pages, *norms) or _uneven(new.pages)
+    return _mismatch(qkv_TW, new.pages, *_narrow(*norms)) or _uneven(new.pages)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> str | None:
+    """Reject operands that are not in bfloat16 (the weight: or float32) on a GPU, unless the interpreter is on."""
+    return _mismatch(x, *_narrow(weight))
+
+
+def _narrow(*norms: torch.Tensor) -> list[torch.Tensor]:
+    """Return the weights of norms that are not in float32 where kernels run."""
+    return [norm for norm in norms if norm.dtype is not torch.float32 or not _runs_on(norm)]
 
 
 def _grouped_heads(q: torch.Tensor, keys: PagedKeys, *_: Any) -> str | None:
@@ -207,8 +217,8 @@ pack_router = _kernel("router", "pack_router", _foreign)
 linear = _kernel("gemm", "linear", on_args(_mismatch, 0, 1))
 batched_linear = _kernel("gemm", "batched_linear", on_args(_mismatch, 0, 1))
 router = _kernel("router", "router", on_args(_mismatch, 0))
-rms_norm = _kernel("rows", "rms_norm", on_args(_mismatch, 0, 1))
-rms_norm_fp8 = _kernel("rows", "rms_norm_fp8", on_args(_mismatch, 0, 1))
+rms_norm = _kernel("rows", "rms_norm", _norm)
+rms_norm_fp8 = _kernel("rows", "rms_norm_fp8", _norm)
 silu_mul = _kernel("silu", "silu_mul", on_args(_mismatch, 0, 1))
 silu_mul_blocks = _kernel("silu", "silu_mul_blocks", on_args(_mismatch, 0))
 gate = _kernel("gate", "gate", _gated)

@@ -137,10 +137,18 @@ def add_sums(hidden_TD: torch.Tensor, sums_TD: torch.Tensor, added_TD: torch.Ten
 
 @triton.jit
 def _normed(x, weight, is_inside, width, eps):
-    """Return rows ÷ root mean square × weight, both steps rounded to bfloat16."""
+    """Return rows ÷ root mean square × weight, rounded as by `weighted`."""
     x32 = tl.where(is_inside, x.to(tl.float32), 0.0)
     scale = 1.0 / tl.sqrt_rn(tl.sum(x32 * x32, 1) / width + eps)
-    return to_bfloat16(to_bfloat16(x32 * scale[:, None]).to(tl.float32) * weight.to(tl.float32))
+    return weighted(x32 * scale[:, None], weight)
+
+
+@triton.jit
+def weighted(x32, weight):
+    """Return float32 values × weight in bfloat16; they are rounded first unless the weight is in float32."""
+    if weight.dtype != tl.float32:
+        x32 = to_bfloat16(x32).to(tl.float32)
+    return to_bfloat16(x32 * weight.to(tl.float32))
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def silu_mul_tiles(
 
 
 @triton.jit
-def active_of(gate, up, limit, alpha, shift, IS_PLAIN: tl.constexpr):
+def active_of(gate, up, limit, alpha, shift, cubic, IS_PLAIN: tl.constexpr):
     """Return the activation of bfloat16 values, in float32 but with the bits of bfloat16."""
     gate32, up32 = gate.to(tl.float32), up.to(tl.float32)
     inner = gate32
@@ -97,13 +97,14 @@ def active_of(gate, up, limit, alpha, shift, IS_PLAIN: tl.constexpr):
         gate32 = tl.where(gate32 > limit, limit, gate32)
         up32 = tl.where(up32 > limit, limit, tl.where(up32 < -limit, -limit, up32)) + shift
         inner = gate32 * alpha
+        inner = tl.where(cubic != 0.0, inner * (1.0 + cubic * gate32 * gate32), inner)
     silu = to_bfloat16(gate32 / (1.0 + tl.exp(-inner))).to(tl.float32)
     return to_bfloat16(silu * up32).to(tl.float32)
 
 
 @triton.jit
 def _silu_mul(
-    gate_ptr, up_ptr, out_ptr, num_rows, width, gate_stride, up_stride, limit, alpha, shift,
+    gate_ptr, up_ptr, out_ptr, num_rows, width, gate_stride, up_stride, limit, alpha, shift, cubic,
     IS_PLAIN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -111,14 +112,14 @@ def _silu_mul(
     is_inside = (rows < num_rows) & (columns < width)
     gate = tl.load(gate_ptr + rows * gate_stride + columns, mask=is_inside, other=0.0)
     up = tl.load(up_ptr + rows * up_stride + columns, mask=is_inside, other=0.0)
-    active = active_of(gate, up, limit, alpha, shift, IS_PLAIN)
+    active = active_of(gate, up, limit, alpha, shift, cubic, IS_PLAIN)
     tl.store(out_ptr + rows * width + columns, to_bfloat16(active), mask=is_inside)
 
 
 @triton.jit
 def _silu_mul_tiles(
     gate_up_ptr, out_ptr, scales_ptr, experts_ptr, starts_ptr, ends_ptr, count_ptr,
-    width, scale_expert, scale_row, scale_block, limit, alpha, shift,
+    width, scale_expert, scale_row, scale_block, limit, alpha, shift, cubic,
     IS_PLAIN: tl.constexpr, TILE_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
@@ -134,7 +135,7 @@ def _silu_mul_tiles(
             rows = (first + tl.arange(0, ROWS)).to(tl.int64)
             active = _activate(
                 gate_up_ptr, out_ptr, rows, rows < end, columns, is_column, width, limit, alpha, shift,
-                IS_PLAIN, scales_ptr is None,
+                cubic, IS_PLAIN, scales_ptr is None,
             )  # fmt: skip
             if scales_ptr is not None:
                 round_block(active, out_ptr, scales_at + rows * scale_row, rows, rows < end, columns, is_column, width)
@@ -142,7 +143,8 @@ def _silu_mul_tiles(
 
 @triton.jit
 def _silu_mul_rows(
-    gate_up_ptr, out_ptr, scales_ptr, num_rows, room, width, scale_expert, scale_row, scale_block, limit, alpha, shift,
+    gate_up_ptr, out_ptr, scales_ptr, num_rows, room, width, scale_expert, scale_row, scale_block,
+    limit, alpha, shift, cubic,
     IS_PLAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(1)
@@ -150,8 +152,9 @@ def _silu_mul_rows(
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     is_row, is_column = rows < num_rows, columns < width
     active = _activate(
-        gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, limit, alpha, shift, IS_PLAIN, scales_ptr is None
-    )
+        gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, limit, alpha, shift, cubic,
+        IS_PLAIN, scales_ptr is None,
+    )  # fmt: skip
     if scales_ptr is not None:
         scales_at = scales_ptr + rows // room * scale_expert + rows * scale_row + block * scale_block
         round_block(active, out_ptr, scales_at, rows, is_row, columns, is_column, width)
@@ -159,7 +162,7 @@ def _silu_mul_rows(
 
 @triton.jit
 def _activate(
-    gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, limit, alpha, shift,
+    gate_up_ptr, out_ptr, rows, is_row, columns, is_column, width, limit, alpha, shift, cubic,
     IS_PLAIN: tl.constexpr, IS_STORED: tl.constexpr,
 ):  # fmt: skip
     """Compute silu(gate) × up of some rows and columns; store it in bfloat16 if no rounding to FP8 follows."""
@@ -167,7 +170,7 @@ def _activate(
     gate_at = gate_up_ptr + rows[:, None] * (2 * width) + columns[None, :]
     gate = tl.load(gate_at, mask=is_inside, other=0.0)
     up = tl.load(gate_at + width, mask=is_inside, other=0.0)
-    active = active_of(gate, up, limit, alpha, shift, IS_PLAIN)
+    active = active_of(gate, up, limit, alpha, shift, cubic, IS_PLAIN)
     if IS_STORED:
         tl.store(out_ptr + rows[:, None] * width + columns[None, :], to_bfloat16(active), mask=is_inside)
     return active

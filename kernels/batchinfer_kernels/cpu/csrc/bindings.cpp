@@ -144,8 +144,13 @@ struct ExpertWeights {
   }
 };
 
-ExpertForms forms_of(const Tensor& x, const ExpertWeights& weights, int64_t num_experts, double limit, double alpha,
-                     double shift, const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias) {
+batchinfer::Activation activation_of(double limit, double alpha, double shift, double cubic) {
+  return {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(shift), static_cast<float>(cubic)};
+}
+
+ExpertForms forms_of(const Tensor& x, const ExpertWeights& weights, int64_t num_experts,
+                     const batchinfer::Activation& activation, const std::optional<Tensor>& gate_up_bias,
+                     const std::optional<Tensor>& down_bias) {
   const auto check_bias = [&](const std::optional<Tensor>& bias, const Weight& weight) {
     if (!bias) return;
     check_contiguous(*bias, 2, "bias");
@@ -154,13 +159,14 @@ ExpertForms forms_of(const Tensor& x, const ExpertWeights& weights, int64_t num_
   };
   check_bias(gate_up_bias, weights.gate_up);
   check_bias(down_bias, weights.down);
-  return {{static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(shift)}, gate_up_bias, down_bias};
+  return {activation, gate_up_bias, down_bias};
 }
 
 // `tokens` says which row of x each row for the experts is; without it x has these rows themselves.
 Tensor grouped_mlp(const Tensor& x_in, const Tensor& num_rows, const Tensor& gate_up, const Tensor& down,
                    const std::optional<Tensor>& tokens, int64_t intermediate, int64_t kind, double limit, double alpha,
-                   double shift, const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias) {
+                   double shift, double cubic, const std::optional<Tensor>& gate_up_bias,
+                   const std::optional<Tensor>& down_bias) {
   check(x_in, 2, "x");
   const Tensor x = with_whole_rows(x_in);
   const int64_t hidden = x.size(1), total = tokens ? tokens->numel() : x.size(0);
@@ -180,13 +186,13 @@ Tensor grouped_mlp(const Tensor& x_in, const Tensor& num_rows, const Tensor& gat
   }
   Tensor out = empty({total, hidden}, x.scalar_type());
   run_experts(x, experts, weights.gate_up, weights.down, tokens ? read<int64_t>(*tokens) : nullptr, nullptr, out,
-              forms_of(x, weights, num_rows.numel(), limit, alpha, shift, gate_up_bias, down_bias));
+              forms_of(x, weights, num_rows.numel(), activation_of(limit, alpha, shift, cubic), gate_up_bias, down_bias));
   return out;
 }
 
 // One MLP over all rows; the rounded result is added to `stream`.
 Tensor mlp(const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in, int64_t intermediate, int64_t kind,
-           const std::optional<Tensor>& stream) {
+           const std::optional<Tensor>& stream, double limit, double alpha, double shift, double cubic) {
   check(x_in, 2, "x");
   const Tensor x = with_whole_rows(x_in);
   const Weight gate_up = weight_of(gate_up_in, 1, 2 * intermediate, x.size(1), kind, true);
@@ -196,12 +202,13 @@ Tensor mlp(const Tensor& x_in, const Tensor& gate_up_in, const Tensor& down_in, 
     check_like(*stream, 2, x, "stream");
     TORCH_CHECK(stream->sizes() == out.sizes(), "stream is ", stream->sizes(), ", not ", out.sizes());
   }
-  run_experts(x, {{0, x.size(0)}}, gate_up, down, nullptr, stream ? &*stream : nullptr, out);
+  run_experts(x, {{0, x.size(0)}}, gate_up, down, nullptr, stream ? &*stream : nullptr, out,
+              {activation_of(limit, alpha, shift, cubic)});
   return out;
 }
 
 Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up, const Tensor& down,
-                  int64_t intermediate, int64_t kind, double limit, double alpha, double shift,
+                  int64_t intermediate, int64_t kind, double limit, double alpha, double shift, double cubic,
                   const std::optional<Tensor>& gate_up_bias, const std::optional<Tensor>& down_bias) {
   check_contiguous(x, 3, "x");
   const int64_t room = x.size(1), hidden = x.size(2), num_experts = num_rows.numel();
@@ -218,7 +225,7 @@ Tensor masked_mlp(const Tensor& x, const Tensor& num_rows, const Tensor& gate_up
                 (room - count) * hidden * out.element_size());
   }
   run_experts(x.view({num_experts * room, hidden}), experts, weights.gate_up, weights.down, nullptr, nullptr,
-              out, forms_of(x, weights, num_experts, limit, alpha, shift, gate_up_bias, down_bias));
+              out, forms_of(x, weights, num_experts, activation_of(limit, alpha, shift, cubic), gate_up_bias, down_bias));
   return out;
 }
 
@@ -358,18 +365,20 @@ Tensor gqa_rope_and_cache(const Tensor& x_in, int64_t num_heads, int64_t num_kv_
   TORCH_CHECK(slots.numel() == num_rows && pages.size(2) == 2 * num_kv_heads * head_dim && rotary.rotary <= head_dim,
               "the widths of rows, pages and angles do not fit");
   check_range(slots, pages.size(0) * pages.size(1), "slot");
-  const auto check_norm = [&](const std::optional<Tensor>& norm, int64_t count) {
+  const auto check_heads = [&](const std::optional<Tensor>& norm, int64_t count) {
     if (!norm) return;
-    check_like(*norm, 1, x, "norm");
+    check_norm(*norm, x);
     TORCH_CHECK(norm->numel() == head_dim || norm->numel() == count * head_dim, "a norm of ", norm->numel(), " values");
   };
-  check_norm(norm_q, num_heads);
-  check_norm(norm_k, num_kv_heads);
+  check_heads(norm_q, num_heads);
+  check_heads(norm_k, num_kv_heads);
+  TORCH_CHECK(!norm_q || !norm_k || norm_q->scalar_type() == norm_k->scalar_type(), "norms of two types");
   Tensor q = empty({num_rows, num_heads, head_dim}, x.scalar_type());
-  with_values(x, [&]<class Value>(Value) {
-    const batchinfer::HeadNorms<Value> norms{norm_q ? read<Value>(*norm_q) : nullptr, norm_k ? read<Value>(*norm_k) : nullptr,
-                                             norm_q && norm_q->numel() != head_dim, norm_k && norm_k->numel() != head_dim,
-                                             static_cast<float>(eps)};
+  with_norm(x, norm_q ? *norm_q : norm_k ? *norm_k : x, [&]<class Value, class Factor>(Value, Factor) {
+    const batchinfer::HeadNorms<Factor> norms{norm_q ? read<Factor>(*norm_q) : nullptr,
+                                              norm_k ? read<Factor>(*norm_k) : nullptr,
+                                              norm_q && norm_q->numel() != head_dim, norm_k && norm_k->numel() != head_dim,
+                                              static_cast<float>(eps)};
     batchinfer::write_heads(rows_of<Value>(x), num_heads, num_kv_heads, head_dim, norms, rotary, read<int64_t>(slots),
                             write<Value>(q), write<Value>(pages), row_step, num_rows);
   });
@@ -529,18 +538,18 @@ Tensor add_sums(const Tensor& hidden, const Tensor& sums, const std::optional<Te
 
 Tensor rms_norm(const Tensor& x_in, const Tensor& weight, double eps) {
   check(x_in, 2, "x");
-  check_like(weight, 1, x_in, "weight");
+  check_norm(weight, x_in);
   TORCH_CHECK(weight.size(0) == x_in.size(1), "x is ", x_in.size(1), " wide, weight ", weight.size(0));
   const Tensor x = with_whole_rows(x_in);
   Tensor out = empty({x.size(0), x.size(1)}, x.scalar_type());
-  with_values(x, [&]<class Value>(Value) {
-    batchinfer::rms_norm(rows_of<Value>(x), read<Value>(weight), static_cast<float>(eps), write<Value>(out), x.size(0),
+  with_norm(x, weight, [&]<class Value, class Factor>(Value, Factor) {
+    batchinfer::rms_norm(rows_of<Value>(x), read<Factor>(weight), static_cast<float>(eps), write<Value>(out), x.size(0),
                          x.size(1));
   });
   return out;
 }
 
-Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in, double limit, double alpha, double shift) {
+Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in, double limit, double alpha, double shift, double cubic) {
   check(gate_in, 2, "gate");
   check(up_in, 2, "up");
   TORCH_CHECK(gate_in.sizes() == up_in.sizes() && gate_in.scalar_type() == up_in.scalar_type(),
@@ -549,7 +558,7 @@ Tensor silu_mul(const Tensor& gate_in, const Tensor& up_in, double limit, double
   Tensor out = empty({gate.size(0), gate.size(1)}, gate.scalar_type());
   with_values(gate, [&]<class Value>(Value) {
     batchinfer::silu_mul(rows_of<Value>(gate), rows_of<Value>(up), write<Value>(out), gate.size(0), gate.size(1),
-                         {static_cast<float>(limit), static_cast<float>(alpha), static_cast<float>(shift)});
+                         activation_of(limit, alpha, shift, cubic));
   });
   return out;
 }

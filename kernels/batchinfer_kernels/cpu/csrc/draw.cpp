@@ -26,7 +26,7 @@ namespace {
 
 constexpr int kUnitBits = 44;
 constexpr double kUnit = 1ll << kUnitBits;
-static_assert(kMostTokens <= 1ll << (62 - kUnitBits));
+static_assert(kMostTokens < 1ll << (63 - kUnitBits));
 constexpr int64_t kGroupsOfBlock = 4;
 static_assert(kGroupTokens <= 1ll << (53 - kUnitBits));  // so that a group's sum is exact in float64
 constexpr int64_t kFewGroups = 64;  // whose largest weights are mostly enough

@@ -132,11 +132,12 @@ template <class Value>
 void batched_linear(Rows<Value> x, int64_t x_batch, const Weight& weights, Value* out, int64_t out_stride,
                     int64_t out_batch, int64_t num_batches, int64_t num_rows);
 
-// A form of SwiGLU: g * sigmoid(alpha * g) * (u + shift), of a gate g of at most `limit` and u from -limit to limit.
+// A form of SwiGLU: g * sigmoid(alpha * (g + cubic * g^3)) * (u + shift), of a gate g of at most `limit` and u from -limit to
+// limit.
 struct Activation {
-  float limit = INFINITY, alpha = 1.0f, shift = 0.0f;
+  float limit = INFINITY, alpha = 1.0f, shift = 0.0f, cubic = 0.0f;
 
-  bool is_plain() const { return limit == INFINITY && alpha == 1.0f && shift == 0.0f; }
+  bool is_plain() const { return limit == INFINITY && alpha == 1.0f && shift == 0.0f && cubic == 0.0f; }
 };
 
 // expert_mlp.cpp: out = down(silu(gate(x)) * up(x)) of each expert over its rows, or with another activation.
@@ -151,9 +152,9 @@ template <class Source, class Value>
 void expert_mlp(const Source& x, const ExpertRows* experts, int64_t num_experts, const Weight& gate_up,
                 const Weight& down, const Value* stream, Value* out, const ExpertForm<Value>& form = {});
 
-// rows.cpp
-template <class Value>
-void rms_norm(Rows<Value> x, const Value* weight, float eps, Value* out, int64_t num_rows, int64_t width);
+// rows.cpp. Weights of norms are of the type of the rows, or float32.
+template <class Value, class Factor>
+void rms_norm(Rows<Value> x, const Factor* weight, float eps, Value* out, int64_t num_rows, int64_t width);
 template <class Value>
 void silu_mul(Rows<Value> gate, Rows<Value> up, Value* out, int64_t num_rows, int64_t width, const Activation& activation);
 // out = (hidden + rounded(sum + added)); see reference.add_sums. `added` may be null.
@@ -189,14 +190,14 @@ void rope(Value* x, int64_t row_stride, int64_t head_stride, int64_t num_heads, 
 // Rows [query heads | key heads | value heads], each `head_dim` wide: norm and turn queries and keys; queries go to `q`
 // [rows, heads], keys and values side by side to the rows' slots of the pages. A norm of `head_dim` weights is one of each
 // head, of more weights one of all heads together; null: none.
-template <class Value>
+template <class Factor>
 struct HeadNorms {
-  const Value *q, *k;
+  const Factor *q, *k;
   bool is_q_whole, is_k_whole;
   float eps;
 };
-template <class Value>
-void write_heads(Rows<Value> x, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, const HeadNorms<Value>& norms,
+template <class Value, class Factor>
+void write_heads(Rows<Value> x, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, const HeadNorms<Factor>& norms,
                  const Rotary& rotary, const int64_t* slots, Value* q, Value* pages, int64_t row_step, int64_t num_rows);
 // Multiplies each row by its factor, in float32 and rounded once.
 template <class Value>
@@ -254,7 +255,7 @@ struct DrawSettings {
   const int64_t* top_k;
   const double *top_p, *min_p, *uniform;
 };
-constexpr int64_t kMostTokens = 1 << 18;  // of a vocabulary, so that sums of weights fit
+constexpr int64_t kMostTokens = (1 << 19) - 1;  // of a vocabulary, so that sums of weights fit
 void draw(const float* logits, const DrawSettings& settings, int64_t num_rows, int64_t num_columns, int64_t* tokens);
 
 // angles.cpp: cosine and sine of angles [num_values], each times `scale`.

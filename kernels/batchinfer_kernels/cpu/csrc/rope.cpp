@@ -55,13 +55,13 @@ void write_latents(Rows<Value> x, const Value* norm, float eps, const Rotary& ro
   });
 }
 
-template <class Value>
-void write_heads(Rows<Value> x, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, const HeadNorms<Value>& norms,
+template <class Value, class Factor>
+void write_heads(Rows<Value> x, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, const HeadNorms<Factor>& norms,
                  const Rotary& rotary, const int64_t* slots, Value* q, Value* pages, int64_t row_step,
                  int64_t num_rows) {
   const int64_t half = rotary.rotary / 2, width = num_kv_heads * head_dim;
   for_rows(num_rows, [&](int64_t row) {
-    const auto place = [&](const Value* from, int64_t count, const Value* norm, bool is_whole, Value* to) {
+    const auto place = [&](const Value* from, int64_t count, const Factor* norm, bool is_whole, Value* to) {
       if (!norm) {
         std::copy_n(from, count * head_dim, to);
       } else if (is_whole) {
@@ -91,6 +91,8 @@ void write_heads(Rows<Value> x, int64_t num_heads, int64_t num_kv_heads, int64_t
                             const int64_t*, Value*, Value*, int64_t, int64_t);
 BATCHINFER_FOR_VALUE(bf16)
 BATCHINFER_FOR_VALUE(float)
+template void write_heads(Rows<bf16>, int64_t, int64_t, int64_t, const HeadNorms<float>&, const Rotary&, const int64_t*,
+                          bf16*, bf16*, int64_t, int64_t);
 #undef BATCHINFER_FOR_VALUE
 
 }  // namespace batchinfer

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "amx_tiles.h"
 #include "vector_math.h"
@@ -44,8 +45,8 @@ inline Floats weighted_sum(const Value* rows, const int64_t* place, const int64_
 
 }  // namespace
 
-template <class Value>
-void norm_row(const Value* values, const Value* weight, float eps, Value* out, int64_t width) {
+template <class Value, class Factor>
+void norm_row(const Value* values, const Factor* weight, float eps, Value* out, int64_t width) {
   Floats squares = floats(0.0f);
   for (int64_t i = 0; i < width; i += 16) {
     const Floats part = load_wide(lanes(width - i), values + i);
@@ -54,14 +55,15 @@ void norm_row(const Value* values, const Value* weight, float eps, Value* out, i
   const Floats factor = floats(1.0f / std::sqrt(sum_of(squares) / static_cast<float>(width) + eps));
   for (int64_t i = 0; i < width; i += 16) {
     const First first = lanes(width - i);
-    // rounded before the weight, as in the reference
-    const Floats normed = rounded<Value>(load_wide(first, values + i) * factor);
+    Floats normed = load_wide(first, values + i) * factor;
+    // rounded before a weight of the same type, as in the reference
+    if constexpr (std::is_same_v<Value, Factor>) normed = rounded<Value>(normed);
     store_rounded(out + i, first, normed * load_wide(first, weight + i));
   }
 }
 
-template <class Value>
-void rms_norm(Rows<Value> x, const Value* weight, float eps, Value* out, int64_t num_rows, int64_t width) {
+template <class Value, class Factor>
+void rms_norm(Rows<Value> x, const Factor* weight, float eps, Value* out, int64_t num_rows, int64_t width) {
   for_rows(num_rows, width, [&](int64_t row) { norm_row(x.at(row), weight, eps, out + row * width, width); });
 }
 
@@ -194,6 +196,8 @@ void put_rows(const void* values, const int64_t* index, int64_t num_rows, int64_
                         int64_t, int64_t);
 BATCHINFER_FOR_VALUE(bf16)
 BATCHINFER_FOR_VALUE(float)
+template void norm_row(const bf16*, const float*, float, bf16*, int64_t);
+template void rms_norm(Rows<bf16>, const float*, float, bf16*, int64_t, int64_t);
 #undef BATCHINFER_FOR_VALUE
 
 }  // namespace batchinfer

@@ -50,6 +50,21 @@ inline void check_like(const Tensor& x, int64_t dim, const Tensor& like, const c
   TORCH_CHECK(x.scalar_type() == like.scalar_type(), name, " holds ", x.scalar_type(), ", not ", like.scalar_type());
 }
 
+// The weight of a norm: of the type of the rows x, or float32.
+inline void check_norm(const Tensor& weight, const Tensor& x) {
+  check_contiguous(weight, 1, "weight");
+  TORCH_CHECK(weight.scalar_type() == x.scalar_type() || weight.scalar_type() == at::kFloat, "weight holds ",
+              weight.scalar_type(), ", not ", x.scalar_type());
+}
+
+// Calls call(Value{}, Factor{}) with the types of the values of x and of a norm's weight.
+template <class Call>
+decltype(auto) with_norm(const Tensor& x, const Tensor& weight, Call call) {
+  if (x.scalar_type() == at::kFloat) return call(float{}, float{});
+  if (weight.scalar_type() == at::kFloat) return call(bf16{}, float{});
+  return call(bf16{}, bf16{});
+}
+
 // Pages [pages, 64, width] of values like those of `like`, where gaps between rows are allowed: the step between rows.
 inline int64_t page_step(const Tensor& pages, const Tensor& like) {
   check(pages, 3, "pages");

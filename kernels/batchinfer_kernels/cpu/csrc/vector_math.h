@@ -62,7 +62,9 @@ inline Floats active_values(Floats gate, Floats up, const Activation& activation
   const Floats limit = floats(activation.limit);
   gate = smaller(limit, gate);
   up = larger(floats(0.0f) - limit, smaller(limit, up));
-  return gate / sigmoid_divisor(floats(activation.alpha) * gate) * (up + floats(activation.shift));
+  Floats inner = floats(activation.alpha) * gate;
+  if (activation.cubic != 0.0f) inner = inner * multiply_add(floats(activation.cubic) * gate, gate, floats(1.0f));
+  return gate / sigmoid_divisor(inner) * (up + floats(activation.shift));
 }
 
 inline Floats sigmoid_values(Floats x) { return floats(1.0f) / sigmoid_divisor(x); }
@@ -93,7 +95,7 @@ inline float largest_value(const float* values, int64_t count) {
 double powers_of(const float* logits, int64_t count, float largest, double* powers);
 
 // rows.cpp: one row of rms_norm.
-template <class Value>
-void norm_row(const Value* values, const Value* weight, float eps, Value* out, int64_t width);
+template <class Value, class Factor>
+void norm_row(const Value* values, const Factor* weight, float eps, Value* out, int64_t width);
 
 }  // namespace batchinfer
