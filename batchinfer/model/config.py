@@ -4,6 +4,7 @@ The families of families.py are understood, each as written by the original rele
 `first_k_dense_replace`) and by newer libraries (`rope_parameters`, `num_mtp_layers`, `mlp_layer_types`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,6 @@ class ModelConfig:
     hidden_act: str  # of dense MLPs: "silu" or "gelu_pytorch_tanh"
     tie_word_embeddings: bool
     norms_from_one: bool  # weights of norms are stored less 1, and 1 is added to them in float32
-    has_post_norms: bool  # of the results of attention and MLP, before they are added to the residual
     scales_embedding: bool  # by the root of hidden_size
     eos_token_ids: tuple[int, ...]
     # mixture of experts; n_routed_experts is 0 exactly where all layers are dense
@@ -87,6 +87,21 @@ class ModelConfig:
     def max_positions(self) -> int:
         """The window: most tokens, prompt and output together, that one request may have."""
         return self.max_position_embeddings
+
+    @property
+    def layer_norms(self) -> Mapping[str, str]:
+        """Names of the norms around attention and MLP in a checkpoint, by field of LayerWeights."""
+        return FAMILIES[self.family].norms
+
+    @property
+    def has_wide_norms(self) -> bool:
+        """Whether weights of norms are multiplied in float32."""
+        return self.norms_from_one or FAMILIES[self.family].wide_norms
+
+    @property
+    def has_post_norms(self) -> bool:
+        """Whether the results of attention and MLP are normed before they are added to the residual."""
+        return "attention_post_norm" in self.layer_norms
 
     @property
     def has_longrope(self) -> bool:
@@ -216,7 +231,6 @@ def load_model_config(folder: Path) -> ModelConfig:
         hidden_act=activation,
         tie_word_embeddings=reader.flag("tie_word_embeddings", default=family.ties_embeddings),
         norms_from_one=family.norms_from_one,
-        has_post_norms=family.has_post_norms,
         scales_embedding=family.scales_embedding,
         eos_token_ids=reader.token_ids("eos_token_id", vocab_size),
         **moe,

@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+# norms of the inputs of attention and MLP; of their results, before they are added to the residual
+PRE_NORMS = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+POST_NORMS = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+
 
 @dataclass(frozen=True, slots=True)
 class Indexer:
@@ -74,7 +78,8 @@ class Family:
     fixed: dict[str, bool] = field(default_factory=lambda: {"mlp_bias": False})  # flags that must have this value
     activation: tuple[str, str] = ("hidden_act", "silu")  # of dense MLPs: its key and only value
     norms_from_one: bool = False  # weights of norms are stored less 1
-    has_post_norms: bool = False  # results of attention and MLP are normed before they are added to the residual
+    wide_norms: bool = False  # weights of norms are multiplied in float32; those that are stored less 1 always are
+    norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)  # of a layer, by field of LayerWeights
     scales_embedding: bool = False  # by the root of hidden_size
     # further keys where config.json does not say them; query_pre_attn_scalar is read where it is among them
     defaults: Mapping[str, int] = field(default_factory=dict)
@@ -216,6 +221,14 @@ FAMILIES: dict[str, Family] = {
         fixed={},
         grouped=Grouped(windows="off", has_nope=True),
     ),
+    "olmo2": Family(
+        ("Olmo2ForCausalLM",),
+        rms_norm_eps=1e-5,
+        has_experts=False,
+        norms=POST_NORMS,
+        wide_norms=True,
+        grouped=Grouped(qk_norm="whole"),
+    ),
     "granite": Family(("GraniteForCausalLM",), has_experts=False, has_multipliers=True, grouped=Grouped(), fixed={}),
     "phi3": Family(
         ("Phi3ForCausalLM",),
@@ -234,7 +247,12 @@ FAMILIES: dict[str, Family] = {
         grouped=Grouped(qk_norm="head", windows="pattern", window=4096, window_theta=10000.0),
         activation=("hidden_activation", "gelu_pytorch_tanh"),
         norms_from_one=True,
-        has_post_norms=True,
+        norms={
+            "input_norm": "input_layernorm",
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        },
         scales_embedding=True,
         # published files leave out what transformers has as default
         defaults={

@@ -34,7 +34,7 @@ class GroupedAttention:
     ops: Ops
     config: GqaConfig
     weights: GqaWeights
-    norm_D: torch.Tensor  # weight of the norm before it
+    norm_D: torch.Tensor | None  # weight of the norm before it
     eps: float  # of all norms
     layer: int
     angles: RotaryAngles | None  # of layers with a window, where they differ from the step's
@@ -87,12 +87,14 @@ class GroupedAttention:
 
 
 def build(
-    ops: Ops, config: GqaConfig, weights: GqaWeights, norm_D: torch.Tensor, eps: float, layer: int
+    ops: Ops, config: GqaConfig, weights: GqaWeights, norm_D: torch.Tensor | None, eps: float, layer: int
 ) -> GroupedAttention:
     """Return the attention of a layer; those with a window may have angles of their own."""
     angles = None
     if config.window_rope is not None and config.windows[layer] is not None:
-        angles = RotaryAngles(config.window_rope, config.rotated, norm_D.device, ops.cos_sin)
+        norm = weights.q_norm if norm_D is None else norm_D
+        assert norm is not None, "all models with such angles have norms"
+        angles = RotaryAngles(config.window_rope, config.rotated, norm.device, ops.cos_sin)
     return GroupedAttention(ops, config, weights, norm_D, eps, layer, angles)
 
 

@@ -59,7 +59,7 @@ class DenseMlp:
     ops: Ops
     config: ModelConfig
     weights: MlpWeights
-    norm_D: torch.Tensor
+    norm_D: torch.Tensor | None
 
     def add_to(self, base_TD: torch.Tensor, hidden_TD: torch.Tensor) -> torch.Tensor:
         """Return [T, D], the base with the MLP of hidden added."""

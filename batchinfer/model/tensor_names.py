@@ -150,21 +150,9 @@ def mtp_tensors(config: ModelConfig) -> Tensors:
     yield from _expected_layer(config, layer)
 
 
-def layer_norms(config: ModelConfig) -> dict[str, str]:
-    """Return the names of the norms around attention and MLP in a checkpoint, by field of LayerWeights."""
-    if not config.has_post_norms:
-        return {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    return {
-        "input_norm": "input_layernorm",
-        "attention_post_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    }
-
-
 def _expected_layer(config: ModelConfig, layer: int) -> Tensors:
     prefix, hidden = f"model.layers.{layer}", config.hidden_size
-    for name in layer_norms(config).values():
+    for name in config.layer_norms.values():
         yield f"{prefix}.{name}.weight", (hidden,)
     yield from config.attention.tensors(f"{prefix}.self_attn", hidden, layer)
     if config.hyper is not None:

@@ -27,7 +27,7 @@ from batchinfer.model.checkpoint import Checkpoint, open_checkpoint
 from batchinfer.model.config import ModelConfig
 from batchinfer.model.ops import Ops
 from batchinfer.model.stored_weights import StoredWeights
-from batchinfer.model.tensor_names import HEAD, check_tensors, layer_norms, num_bytes_to_read, spare_biases
+from batchinfer.model.tensor_names import HEAD, check_tensors, num_bytes_to_read, spare_biases
 from batchinfer.model.weights import (
     Ends,
     LayerWeights,
@@ -233,7 +233,10 @@ class WeightLoader:
 
     def norm(self, name: str) -> torch.Tensor:
         """Return the weight of a norm; in float32 if it is stored less 1, as the sum has no room in bfloat16."""
-        return self.tensor(name, torch.float32).add_(1) if self.config.norms_from_one else self.tensor(name)
+        if not self.config.has_wide_norms:
+            return self.tensor(name)
+        weight = self.tensor(name, torch.float32)
+        return weight.add_(1) if self.config.norms_from_one else weight
 
     def source(self, name: str, dtype: torch.dtype | None = None, *, finite: bool = False) -> torch.Tensor:
         """Return a tensor to pack; a view of the mapped file if packing makes a copy anyway."""
@@ -259,7 +262,7 @@ class WeightLoader:
         self.checkpoint.unmap()
         prefix, attention = f"model.layers.{layer}", self.config.attention
         return LayerWeights(
-            **{field: self.norm(f"{prefix}.{name}.weight") for field, name in layer_norms(self.config).items()},
+            **{field: self.norm(f"{prefix}.{name}.weight") for field, name in self.config.layer_norms.items()},
             attention=kind_of(attention).load(self, attention, f"{prefix}.self_attn", layer),
             mlp=self._moe(f"{prefix}.mlp") if self.config.is_moe_layer(layer) else self._mlp(f"{prefix}.mlp"),
             attention_streams=self.streams(f"{prefix}.hc_attn"),

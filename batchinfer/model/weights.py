@@ -154,10 +154,10 @@ class StreamWeights:
 class LayerWeights:
     """One decoder layer."""
 
-    input_norm: torch.Tensor
     attention: Any  # of its kind
-    mlp_norm: torch.Tensor
     mlp: MlpWeights | MoeWeights
+    input_norm: torch.Tensor | None = None  # of the input of attention; None: there is none
+    mlp_norm: torch.Tensor | None = None
     attention_streams: StreamWeights | None = None  # None: a plain residual
     mlp_streams: StreamWeights | None = None
     attention_post_norm: torch.Tensor | None = None  # of the result of attention; None: there is none

@@ -266,6 +266,25 @@ GRANITE = {
     "tie_word_embeddings": True,
     "vocab_size": 49159,
 }
+OLMO2 = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "olmo2",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
 SMOLLM3 = {
     "architectures": ["SmolLM3ForCausalLM"],
     "attention_bias": False,
@@ -506,6 +525,14 @@ PUBLISHED = {
         {"softmax_scale": 1.0, "embedding_scale": 1.0, "logit_scale": 1.0, "rms_norm_eps": 1e-5},
         163_840,
     ),
+    "olmo-2-7b": (OLMO2, {"qk_norm": "whole", "has_post_norms": True, "head_dim": 128}, 524_288),
+    "olmo-2-32b": (
+        OLMO2
+        | {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 40, "num_hidden_layers": 64}
+        | {"num_key_value_heads": 8},
+        {"head_dim": 128, "num_key_value_heads": 8},
+        262_144,
+    ),
     "smollm3-3b": (SMOLLM3, {"nope_layers": EVERY_FOURTH, "tie_word_embeddings": True, "head_dim": 128}, 73_728),
     "smollm3-says-nothing": (SMOLLM3 | {"no_rope_layers": None}, {"nope_layers": EVERY_FOURTH}, 73_728),
     "phi-3-mini-4k": (PHI3, {"windows": (2047,) * 32, "head_dim": 96, "qkv_bias": False}, 393_216),
@@ -576,6 +603,7 @@ REFUSED = {
         LLAMA | {"embedding_multiplier": 12.0, "logits_scaling": 1.0},
         ["embedding_multiplier is 12.0", "changes what"],
     ),
+    "olmo2-with-windows": (OLMO2 | {"sliding_window": 4096}, ["sliding_window is 4096", "changes what"]),
     "smollm3-with-windows": (SMOLLM3 | {"use_sliding_window": True}, ["use_sliding_window is true", "false for"]),
     "smollm3-of-fewer-layers": (SMOLLM3 | {"no_rope_layers": [1, 0]}, ["no_rope_layers is [1, 0]", "each of 36"]),
     "llama-without-rope": (LLAMA | {"no_rope_layers": [1, 0] * 16}, ["no_rope_layers is [1", "changes what"]),
@@ -707,7 +735,7 @@ def test_a_missing_window_is_that_of_transformers(tmp_path):
 
 @pytest.mark.parametrize(
     "values",
-    [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS, PHI3, SMOLLM3, QWEN2_MOE],
+    [GLM_AIR, MINIMAX, QWEN3, QWEN2, MISTRAL, MIXTRAL, SEED_OSS, PHI3, SMOLLM3, QWEN2_MOE, OLMO2],
     ids=lambda values: values["model_type"],
 )
 def test_keys_that_are_missing_have_the_values_of_transformers(tmp_path, values):

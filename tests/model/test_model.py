@@ -40,6 +40,7 @@ INVARIANT_MODELS = (
     "smollm3",
     "qwen2-moe",
     "granite",
+    "olmo2",
     "minimax-m2",
     "gpt-oss",
 )

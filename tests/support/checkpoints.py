@@ -49,6 +49,8 @@ from transformers import (
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedConfig,
@@ -313,6 +315,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"embedding_multiplier": 0.3, "residual_multiplier": 1.7, "logits_scaling": 0.7, "attention_multiplier": 0.4}
         | {"attention_bias": True, "mlp_bias": True, "num_attention_heads": 4},
     ),
+    "olmo2": ("olmo2", {"rope_parameters": YARN, "num_attention_heads": 4}),
+    "olmo2-biased": ("olmo2", {"attention_bias": True, "num_attention_heads": 4, "tie_word_embeddings": True}),
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "smollm3-yarn": (
         "smollm3",
@@ -361,6 +365,7 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
@@ -368,7 +373,7 @@ _CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
 _BASES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "llama", "glm4_moe", "minimax_m2", "gpt_oss"), GQA),
     **dict.fromkeys(("qwen2", "mistral", "mistral3_dense", "mixtral", "seed_oss", "gemma3_text", "gemma3"), GQA),
-    **dict.fromkeys(("qwen2_moe", "granite"), GQA),
+    **dict.fromkeys(("qwen2_moe", "granite", "olmo2"), GQA),
     "smollm3": GQA | {"pad_token_id": None},
     "phi3": GQA | {"head_dim": 8, "hidden_size": 48, "pad_token_id": None},
     "glm4_moe_lite": {key: value for key, value in BASE.items() if key != "first_k_dense_replace"},
