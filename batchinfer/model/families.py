@@ -37,8 +37,10 @@ class Grouped:
     biased_output: bool = True  # the bias is of the output, too
     has_sinks: bool = False
     # use_sliding_window turns optional ones on; "off": it may not, as transformers and published keys name other layers
-    # "every": every layer has one if sliding_window is a number; "pattern": all layers but every n-th
-    windows: Literal["none", "off", "optional", "alternate", "every", "pattern"] = "none"
+    # "every": every layer has one if sliding_window is a number; "pattern": all layers but every n-th; "hybrid": as
+    # "pattern", if sliding_window is a number
+    windows: Literal["none", "off", "optional", "alternate", "every", "pattern", "hybrid"] = "none"
+    full_every: int = 6  # n where config.json does not say sliding_window_pattern
     window: int = 0  # of every layer where config.json does not say sliding_window, as in transformers; 0: none
     window_theta: float | None = None  # default rope_theta of layers with a window; None: they rotate as the others do
     rotary_share: float = 1.0
@@ -46,7 +48,10 @@ class Grouped:
     rotary_key: str | None = None  # the key with the number of values that are rotated
     needs_rope: bool = False  # config.json must have rope_parameters or rope_scaling
     has_longrope: bool = False  # the only rope_type other than the default
-    has_nope: bool = False  # in some layers nothing is rotated (NoPE): no_rope_layers, else every fourth one
+    # layers in which nothing is rotated: "listed" ones in no_rope_layers, else every fourth; "full": where other layers
+    # have a window, those without
+    nope: Literal["none", "listed", "full"] = "none"
+    rope_interleave: bool = False  # rotary pairs are (0, 1), (2, 3), … of a head, not halves
     joined_qkv: bool = False  # queries, keys and values are one tensor in files
 
 
@@ -219,7 +224,47 @@ FAMILIES: dict[str, Family] = {
         has_experts=False,
         ties_embeddings=True,
         fixed={},
-        grouped=Grouped(windows="off", has_nope=True),
+        grouped=Grouped(windows="off", nope="listed"),
+    ),
+    "glm4": Family(
+        ("Glm4ForCausalLM",),
+        rms_norm_eps=1.5625e-7,
+        has_experts=False,
+        joined_mlp=True,
+        norms={
+            "input_norm": "input_layernorm",
+            "attention_post_norm": "post_self_attn_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+        grouped=Grouped(attention_bias=True, biased_output=False, rotary_share=0.5, rope_interleave=True),
+    ),
+    "ernie4_5": Family(
+        ("Ernie4_5ForCausalLM",),
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        has_experts=False,
+        ties_embeddings=True,
+        fixed={"mlp_bias": False, "attention_bias": False},
+        grouped=Grouped(rope_interleave=True),
+        defaults={"head_dim": 128},
+    ),
+    "exaone4": Family(
+        ("Exaone4ForCausalLM",),
+        rms_norm_eps=1e-5,
+        has_experts=False,
+        norms=POST_NORMS,
+        fixed={"mlp_bias": False, "attention_bias": False},
+        grouped=Grouped(qk_norm="head", windows="hybrid", window=4096, full_every=4, nope="full"),
+    ),
+    "olmo3": Family(
+        ("Olmo3ForCausalLM",),
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        has_experts=False,
+        norms=POST_NORMS,
+        wide_norms=True,
+        grouped=Grouped(qk_norm="whole", windows="pattern", window=4096, full_every=4, window_theta=500000.0),
     ),
     "olmo2": Family(
         ("Olmo2ForCausalLM",),

@@ -102,7 +102,7 @@ def load(reader: LayerReader, config: GqaConfig, prefix: str, layer: int) -> Gqa
     """Read a layer's weights; queries, keys and values of a token are one product."""
     has_norms = config.qk_norm is not None
     return GqaWeights(
-        qkv=reader.joined_projection(*(f"{prefix}.{name}" for name in config.qkv_widths)),
+        qkv=reader.joined_projection(*(f"{prefix}.{name}" for name in config.qkv_widths), order=config.qkv_order),
         q_norm=reader.norm(f"{prefix}.q_norm.weight") if has_norms else None,
         k_norm=reader.norm(f"{prefix}.k_norm.weight") if has_norms else None,
         out=reader.projection(f"{prefix}.o_proj"),

@@ -32,6 +32,7 @@ class GqaConfig(AttentionConfig):
     score_factor: float  # on query · key
     joined_qkv: bool = False  # queries, keys and values are one tensor in files
     nope_layers: frozenset[int] = frozenset()  # layers in which nothing is rotated
+    rope_interleave: bool = False  # rotary pairs are neighbours in files; in memory they are a half apart
 
     @property
     def qkv_width(self) -> int:
@@ -45,6 +46,16 @@ class GqaConfig(AttentionConfig):
             return {"qkv_proj": self.qkv_width}
         keys = self.num_key_value_heads * self.head_dim
         return {"q_proj": self.query_width, "k_proj": keys, "v_proj": keys}
+
+    @property
+    def qkv_order(self) -> list[int] | None:
+        """The row in a file of each row in memory, of queries above keys above values; None if they are the same."""
+        if not self.rope_interleave:
+            return None
+        pairs = [*range(0, self.rotated, 2), *range(1, self.rotated, 2), *range(self.rotated, self.head_dim)]
+        num_rotated = self.num_attention_heads + self.num_key_value_heads
+        heads = [head * self.head_dim + row for head in range(num_rotated) for row in pairs]
+        return [*heads, *range(len(heads), self.qkv_width)]
 
     @property
     def row_width(self) -> int:
@@ -136,6 +147,7 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
         section = next(key for key in ("rope_parameters", "rope_scaling") if reader.section(key) is not None)
         supported = f"lists of {rotated // 2} numbers, one per pair of values that are rotated"
         raise reader.unsupported(f"{section}.long_factor", f"{len(rope.pair_factors)} numbers", supported)
+    windows = _read_windows(reader, grouped, num_layers, max_positions)
     return GqaConfig(
         num_attention_heads=heads,
         rope=rope,
@@ -146,11 +158,12 @@ def read_gqa(reader: ConfigReader, family: Family, grouped: Grouped, num_layers:
         qkv_bias=has_bias,
         out_bias=has_bias and grouped.biased_output,
         has_sinks=grouped.has_sinks,
-        windows=_read_windows(reader, grouped, num_layers, max_positions),
+        windows=windows,
         window_rope=read_window_rope(reader, family, max_positions, kinds) if has_own_rope else None,
         score_factor=_read_score_factor(reader, family, head_dim),
         joined_qkv=grouped.joined_qkv,
-        nope_layers=_read_nope_layers(reader, num_layers) if grouped.has_nope else frozenset(),
+        nope_layers=_read_nope_layers(reader, grouped, windows),
+        rope_interleave=grouped.rope_interleave,
     )
 
 
@@ -185,8 +198,13 @@ def _read_score_factor(reader: ConfigReader, family: Family, head_dim: int) -> f
     return by**-0.5
 
 
-def _read_nope_layers(reader: ConfigReader, num_layers: int) -> frozenset[int]:
-    """Return the layers without rotation: those with 0 in `no_rope_layers`, else every n-th one."""
+def _read_nope_layers(reader: ConfigReader, grouped: Grouped, windows: tuple[int | None, ...]) -> frozenset[int]:
+    """Return the layers without rotation; of "listed" ones those with 0 in `no_rope_layers`, else every n-th one."""
+    num_layers = len(windows)
+    if grouped.nope == "full" and any(windows):
+        return frozenset(layer for layer, window in enumerate(windows) if window is None)
+    if grouped.nope != "listed":
+        return frozenset()
     interval = reader.size("no_rope_layer_interval", default=_NOPE_INTERVAL)
     if not reader.has("no_rope_layers"):
         return frozenset(range(interval - 1, num_layers, interval))
@@ -213,11 +231,18 @@ def _read_windows(
     if grouped.windows in ("none", "off") or (grouped.windows == "optional" and not _uses_windows(reader)):
         reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
         return (None,) * num_layers
-    window = reader.size("sliding_window", default=grouped.window or None)
-    if grouped.windows == "pattern":
+    null = 0 if grouped.windows == "hybrid" else None
+    window = reader.size("sliding_window", default=grouped.window or None, null=null)
+    if grouped.windows in ("pattern", "hybrid"):
         reader.pass_over("_sliding_window_pattern")  # a note of transformers
-        full = reader.size("sliding_window_pattern", default=6)
-        kinds = kinds or [_WINDOW if (layer + 1) % full else _FULL for layer in range(num_layers)]
+        if kinds or not window:
+            reader.pass_over("sliding_window_pattern")  # layer_types says the same
+        else:
+            full = reader.size("sliding_window_pattern", default=grouped.full_every)
+            kinds = [_WINDOW if (layer + 1) % full else _FULL for layer in range(num_layers)]
+    if not window:
+        reader.expect("layer_types", [_FULL] * num_layers, supported=f'"{_FULL}" for every layer')
+        return (None,) * num_layers
     if not kinds and grouped.windows == "optional":
         first = reader.size("max_window_layers", minimum=0)
         kinds = [_WINDOW if layer >= first else _FULL for layer in range(num_layers)]

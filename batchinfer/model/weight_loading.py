@@ -375,15 +375,19 @@ class WeightLoader:
         biases = [F.pad(bias, (0, num_rows - len(bias))) for bias in biases]
         return Projection(held[0], torch.cat(biases) if len(biases) == len(prefixes) else None)
 
-    def joined_projection(self, *prefixes: str) -> Projection:
+    def joined_projection(self, *prefixes: str, order: list[int] | None = None) -> Projection:
         """Read linear maps of the same input, of any numbers of rows, as one.
 
         Weights stored in FP8 stay bit for bit, unless a block would have rows of two.
+
+        Args:
+            order: the row of all in each place; None: as they are.
         """
         form, names = self._narrow_format, [f"{prefix}.weight" for prefix in prefixes]
         num_rows = [self._stored.shape(name)[0] for name in names]
         blocks: list[BlockScaled | None] = []
-        if form.keeps_fp8 and not any(count % form.multiple for count in num_rows):
+        stays = order is None or all(row // BLOCK == place // BLOCK for place, row in enumerate(order))
+        if form.keeps_fp8 and stays and not any(count % form.multiple for count in num_rows):
             blocks = [self._stored.read_blocks(name) for name in names]
         stored = [one for one in blocks if one is not None]
         whole: torch.Tensor | BlockScaled
@@ -391,10 +395,14 @@ class WeightLoader:
             whole = stack(stored)
         else:
             whole = torch.cat([self._stored.read(name, self.dtype) for name in names])
+        biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
+        bias = torch.cat(biases) if biases else None
+        if order is not None:
+            whole = whole.reordered(order) if isinstance(whole, BlockScaled) else whole[order]
+            bias = None if bias is None else bias[order]
         held = form.empty(1, sum(num_rows), self._stored.shape(names[0])[1], memory=self._empty)
         form.put(held, 0, whole)
-        biases = [self.tensor(f"{prefix}.bias") for prefix in prefixes if f"{prefix}.bias" in self.checkpoint]
-        return Projection(held[0], torch.cat(biases) if biases else None)
+        return Projection(held[0], bias)
 
     def _part(self, name: str, form: WeightFormat) -> torch.Tensor | BlockScaled | GroupScaled | Fp4Scaled:
         """Return a weight to put into this form; do not keep it, as it may be a view of the mapped file."""

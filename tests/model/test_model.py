@@ -41,6 +41,8 @@ INVARIANT_MODELS = (
     "qwen2-moe",
     "granite",
     "olmo2",
+    "exaone4",
+    "glm4",
     "minimax-m2",
     "gpt-oss",
 )

@@ -335,6 +335,26 @@ def test_queries_keys_and_values_in_fp8_are_joined_bit_for_bit_unless_a_block_wo
         assert torch.equal(held.scales, rounded.scales)
 
 
+@pytest.mark.parametrize(("head_dim", "is_kept"), [(64, True), (48, False)])
+def test_neighbouring_rotary_pairs_are_put_a_half_apart_in_their_blocks_if_they_stay_there(tmp_path, head_dim, is_kept):
+    make_checkpoint(tmp_path, "glm4", hidden_size=128, num_attention_heads=4, head_dim=head_dim, rope_parameters=None)
+    plain = quantise(tmp_path)
+    names = [f"model.layers.1.self_attn.{name}_proj.weight" for name in "qkv"]
+    half = head_dim // 2  # which is rotated
+    pairs = [*range(0, half, 2), *range(1, half, 2), *range(half, head_dim)]
+    order = [head * head_dim + row for head in range(6) for row in pairs] + list(range(6 * head_dim, 8 * head_dim))
+    held = load(tmp_path, **IN_BFLOAT16).layers[1].attention.qkv
+    if is_kept:
+        stored = stored_bits(tmp_path, *names)
+        assert torch.equal(held.weight.values.view(torch.uint8), torch.cat([values[0] for values, _ in stored])[order])
+        assert torch.equal(held.weight.scales, torch.cat([scales[0] for _, scales in stored]))
+    else:
+        rounded = BlockScaled(*quantize_fp8_block(torch.cat([plain[name].bfloat16() for name in names])[order]))
+        assert torch.equal(held.weight.values.view(torch.uint8), rounded.values.view(torch.uint8))
+    biases = [read_tensors(tmp_path)[name.replace("weight", "bias")] for name in names]
+    assert torch.equal(held.bias, torch.cat(biases)[order].bfloat16())
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_experts_that_change_places_stay_the_stored_bytes(sizes, tmp_path):
     make_checkpoint(tmp_path, "v3", **SIZES[sizes])
